@@ -1,0 +1,1 @@
+"""mpkeras: mixed precision for Keras 3 that cannot fail silently."""

@@ -1,0 +1,115 @@
+"""JAX's part of `LossScaleOptimizer`: one branch-free step that selects at each assignment."""
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.experimental import sparse as jax_sparse
+
+from mpkeras import _keras_private
+
+
+class SelectingScope(keras.StatelessScope):
+    """A `StatelessScope` in which an update takes effect only where `is_applied`.
+
+    Selecting at the assignment, not after the whole update, means that nothing needs the old values
+    afterwards: XLA fuses the selection into the update and keeps every donated buffer.
+    """
+
+    def __init__(self, is_applied, state_mapping):
+        super().__init__(state_mapping=state_mapping)
+        self._is_applied = is_applied
+
+    def add_update(self, update):
+        variable, value = update
+        current = self.get_current_value(variable)
+        if current is None:
+            current = variable.value
+        super().add_update((variable, jnp.where(self._is_applied, value, current)))
+
+
+def scale_loss(optimizer, loss, notes):
+    in_scope = _keras_private.in_stateless_scope()
+    is_traced = _is_traced()
+    notes.loss_was_scaled_in_trace |= is_traced
+    if is_traced and not in_scope and optimizer.built and optimizer.dynamic:
+        raise ValueError(
+            "Expected `scale_loss` in a compiled function to be called in a `keras.StatelessScope` that maps "
+            "`optimizer.variables` to this step's values. Received: a call outside, which bakes the present "
+            "scale into the program as a constant; after the scale moves, every gradient is wrong. Wrap the "
+            "call in the scope, or use `mpkeras.make_train_step`."
+        )
+    # A NaN factor where the loss is not finite makes the gradients NaN, so that `stateless_apply`, which
+    # never sees the loss, skips the step.
+    is_finite = jnp.isfinite(jnp.sum(jax.lax.stop_gradient(loss)))
+    return loss * jnp.where(is_finite, optimizer.loss_scale, jnp.nan)
+
+
+def _is_traced() -> bool:
+    """Whether the code that runs now is being compiled; a gradient taken op by op is not."""
+    return isinstance(jnp.zeros(()) + 1, jax.core.Tracer)
+
+
+def scale_gradient(grad, factor):
+    if isinstance(grad, jax_sparse.JAXSparse):
+        return jax.tree_util.tree_map(
+            lambda leaf: _widened(leaf) * factor if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, grad
+        )
+    return _widened(grad) * factor
+
+
+def _widened(values):
+    return values if values.dtype in (jnp.float32, jnp.float64) else values.astype(jnp.float32)
+
+
+def grads_are_finite(grads):
+    """Returns whether all gradients are finite: a bool scalar of shape `()`.
+
+    One float32 sum a gradient, tested once: inf and NaN survive every addition, and no boolean tensor of
+    the size of the gradients is written.
+    """
+    total = jnp.zeros((), jnp.float32)
+    for grad in grads:
+        if grad is not None:
+            values = grad.data if isinstance(grad, jax_sparse.JAXSparse) else jnp.asarray(grad)
+            total += jnp.sum(values, dtype=jnp.float32)
+    return jnp.isfinite(total)
+
+
+def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
+    variables = optimizer.trainable_variables
+    is_finite = grads_are_finite(grads)
+    mapping = list(zip(variables, trainable_variables, strict=True))
+    mapping += list(zip(optimizer.variables, optimizer_variables, strict=True))
+    with SelectingScope(is_finite, mapping) as scope:
+        if not notes.grads_are_unscaled:
+            grads = optimizer.unscale(grads, variables)
+        optimizer.inner_optimizer.apply(grads)
+    # Unscaled with the scale that was used; only now does the scale move, on every step.
+    with keras.StatelessScope(state_mapping=mapping):
+        for variable, value in optimizer.next_own_values(is_finite):
+            scope.state_mapping[id(variable)] = value.astype(variable.dtype)
+    return (
+        [scope.get_current_value(variable) for variable in variables],
+        [scope.get_current_value(variable) for variable in optimizer.variables],
+    )
+
+
+def apply(optimizer, grads, variables, notes):
+    """`stateless_apply` on the variables' present values; what it returns is assigned."""
+    built_on = optimizer.trainable_variables
+    by_variable = {id(variable): grad for variable, grad in zip(variables, grads, strict=True)}
+    unknown = [variable for variable in variables if id(variable) not in {id(v) for v in built_on}]
+    if unknown:
+        raise ValueError(
+            f"Expected the variables the optimizer was built on. Received: {unknown[0]}. "
+            "Create a new optimizer for a new set of variables."
+        )
+    new_values = stateless_apply(
+        optimizer,
+        [variable.value for variable in optimizer.variables],
+        [by_variable.get(id(variable)) for variable in built_on],
+        [variable.value for variable in built_on],
+        notes,
+    )
+    for variable, value in zip(built_on + optimizer.variables, new_values[0] + new_values[1], strict=True):
+        variable.assign(value)

@@ -1,0 +1,50 @@
+"""The few private names of Keras that mpkeras needs, each with the reason.
+
+Read in Keras 3.15.1. `tests/test_keras_private.py` fails when one of them changes.
+"""
+
+import keras
+
+
+def flatten_layers(model, include_self: bool = False) -> list:
+    """Returns every layer below `model`, nested ones included, each once.
+
+    `Model.layers` is public but stops at the first level and does not exist on
+    a plain `Layer`; `Layer._flatten_layers` is what Keras itself walks.
+
+    Args:
+        model: A `keras.Model` or `keras.layers.Layer`.
+        include_self: Whether `model` comes first in the list.
+    """
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(
+            "Expected a `keras.Model` or `keras.layers.Layer`. "
+            f"Received: {model!r} (of type {type(model).__name__}). Pass the model itself."
+        )
+    return model._flatten_layers(include_self=include_self)
+
+
+def direct_sublayers(layer) -> list:
+    """Returns the layers that `layer` holds itself, not those below them."""
+    return layer._flatten_layers(include_self=False, recursive=False)
+
+
+def optimizer_trainable_variables(optimizer) -> list:
+    """Returns the model variables a built optimizer was built on, in its order.
+
+    `Optimizer.variables` is public but holds the optimizer's own state only.
+    """
+    return list(optimizer._trainable_variables)
+
+
+def overwrites_with_gradient(variable) -> bool:
+    """Whether `variable` takes its gradient as its new value (float8 scales): not to be unscaled.
+
+    The attribute is public on `keras.Variable`; a `tf.Variable` has none.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def in_stateless_scope() -> bool:
+    """Whether the code that runs now is in a `keras.StatelessScope`, which is public; the question is not."""
+    return keras.src.backend.common.stateless_scope.in_stateless_scope()

@@ -1,0 +1,258 @@
+"""TensorFlow's part of `LossScaleOptimizer`: replicas decide together, then one conditional or a selection."""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+
+def in_xla() -> bool:
+    """Whether the code that runs now is traced for XLA.
+
+    No public way exists; read in TensorFlow 2.21, where `tf.function(jit_compile=True)` enters this context.
+    """
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def scale_loss(optimizer, loss, notes):
+    notes.loss_was_scaled_in_trace |= not tf.executing_eagerly()
+    notes.loss_flags.append(tf.math.is_finite(tf.reduce_sum(tf.stop_gradient(loss))))
+    return loss * tf.cast(optimizer.loss_scale, loss.dtype)
+
+
+def scale_gradient(grad, factor):
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(scale_gradient(grad.values, factor), grad.indices, grad.dense_shape)
+    if grad.dtype not in (tf.float32, tf.float64):
+        grad = tf.cast(grad, tf.float32)
+    return grad * tf.cast(factor, grad.dtype)
+
+
+def grad_sum(grads):
+    """Returns the sum of all gradients, float32 of shape `()`: finite if and only if they all are.
+
+    One float32 sum a gradient, tested once: inf and NaN survive every addition. Of a sparse gradient only
+    the rows that are there are read.
+    """
+    sums = []
+    for grad in grads:
+        if grad is not None:
+            values = grad.values if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad)
+            sums.append(tf.reduce_sum(tf.cast(values, tf.float32)))
+    return tf.add_n(sums) if sums else tf.zeros(())
+
+
+def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
+    raise ValueError(
+        "Expected a backend with stateless optimizers. Received: `stateless_apply` on TensorFlow, where it is "
+        "incompatible with `tf.distribute`. Call `optimizer.apply(grads, trainable_variables)`."
+    )
+
+
+def apply(optimizer, grads, variables, notes):
+    strategy = tf.distribute.get_strategy()
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Expected `apply` to be called in a replica context. Received: a call in a cross-replica context. "
+            "Call it in the function that `strategy.run` runs."
+        )
+    grad_total = grad_sum(grads)
+    loss_is_finite = _known_loss_flag(notes)
+    takes_unscaled = notes.grads_are_unscaled
+    if strategy.num_replicas_in_sync == 1:
+        _apply(optimizer, grads, variables, tf.math.is_finite(grad_total), loss_is_finite, takes_unscaled)
+        return
+    bad_losses = tf.zeros(()) if loss_is_finite is None else 1.0 - tf.cast(loss_is_finite, tf.float32)
+    context = tf.distribute.get_replica_context()
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        grad_total, bad_losses = context.all_reduce(tf.distribute.ReduceOp.SUM, [grad_total, bad_losses])
+        grads_are_finite = tf.math.is_finite(grad_total)
+        loss_is_finite = None if loss_is_finite is None else tf.equal(bad_losses, 0.0)
+        _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, takes_unscaled)
+        return
+    knows_loss = loss_is_finite is not None
+    context.merge_call(
+        _apply_across_replicas,
+        args=(optimizer, grads, variables, grad_total, bad_losses, knows_loss, takes_unscaled),
+    )
+
+
+def _apply_across_replicas(
+    strategy, optimizer, grads, variables, grad_total, bad_losses, knows_loss, takes_unscaled
+):
+    # Summed over replicas before anyone decides: gradients are reduced later, inside the inner optimizer,
+    # where one replica's inf would reach the weights of all.
+    summed = strategy.reduce(tf.distribute.ReduceOp.SUM, grad_total, axis=None)
+    grads_are_finite = tf.math.is_finite(summed)
+    loss_is_finite = None
+    if knows_loss:
+        summed = strategy.reduce(tf.distribute.ReduceOp.SUM, bad_losses, axis=None)
+        loss_is_finite = tf.equal(summed, 0.0)
+    is_applied = _both(grads_are_finite, loss_is_finite)
+
+    def update():
+        strategy.extended.call_for_each_replica(
+            _update_inner, args=(optimizer, grads, variables, takes_unscaled)
+        )
+        return tf.constant(True)
+
+    # The conditional stands outside the replicas, as a branch inside one could not call the others.
+    tf.cond(is_applied, update, lambda: tf.constant(False))
+    _assign_own(optimizer, grads_are_finite, loss_is_finite)
+
+
+def _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, takes_unscaled):
+    is_applied = _both(grads_are_finite, loss_is_finite)
+    if not in_xla():
+        # In eager mode and in a plain graph a conditional around the update is the fastest form.
+        def update():
+            _update_inner(optimizer, grads, variables, takes_unscaled)
+            return tf.constant(True)
+
+        tf.cond(is_applied, update, lambda: tf.constant(False))
+    elif _assigns_through_keras(optimizer.inner_optimizer):
+        with selecting_assignments(optimizer.inner_optimizer, is_applied):
+            _update_inner(optimizer, grads, variables, takes_unscaled)
+    else:
+        _update_then_select(optimizer, grads, variables, is_applied, takes_unscaled)
+    _assign_own(optimizer, grads_are_finite, loss_is_finite)
+
+
+def _update_inner(optimizer, grads, variables, takes_unscaled):
+    if not takes_unscaled:
+        grads = optimizer.unscale(grads, variables)
+    optimizer.inner_optimizer.apply(grads, variables)
+
+
+def _assign_own(optimizer, grads_are_finite, loss_is_finite):
+    for variable, value in optimizer.next_own_values(grads_are_finite, loss_is_finite):
+        variable.assign(value)
+
+
+def _both(first, second):
+    return first if second is None else tf.logical_and(first, second)
+
+
+def _known_loss_flag(notes):
+    """Returns whether the losses scaled since the last step are finite, or `None` where this is not known."""
+    flags = notes.loss_flags
+    if not flags:
+        return None
+    if tf.executing_eagerly():
+        usable = all(hasattr(flag, "numpy") for flag in flags)
+    else:
+        # A flag of another graph (a branch, a loop body, an earlier trace) is out of reach here.
+        graph = tf.compat.v1.get_default_graph()
+        usable = all(hasattr(flag, "numpy") or flag.graph is graph for flag in flags)
+    return tf.reduce_all(tf.stack(flags)) if usable else None
+
+
+def _assigns_through_keras(inner_optimizer) -> bool:
+    """Whether every write of this optimizer goes through its `assign*` methods or a Keras variable.
+
+    Read for all optimizers of Keras 3.15.1. Accumulation and the overwriting of weights with their average
+    write to TensorFlow variables directly, and so may an optimizer of the user's own.
+    """
+    return all(
+        type(optimizer).__module__.partition(".")[0] == "keras"
+        and not optimizer.gradient_accumulation_steps
+        and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
+        for optimizer in _with_parts(inner_optimizer)
+    )
+
+
+def _with_parts(inner_optimizer) -> list:
+    return [inner_optimizer, *getattr(inner_optimizer, "optimizers", [])]
+
+
+class _SelectingScope(keras.StatelessScope):
+    """Sends what is assigned to Keras variables through a selection; reading is as outside."""
+
+    def __init__(self, assign):
+        super().__init__()
+        self._assign = assign
+
+    def add_update(self, update):
+        variable, value = update
+        self._assign(variable, value)
+
+
+@contextlib.contextmanager
+def selecting_assignments(inner_optimizer, is_applied):
+    """Within this context every assignment of `inner_optimizer` takes effect only where `is_applied`.
+
+    The optimizer's own `assign*` methods are covered on the instance for the length of the call. Selecting
+    at the assignment leaves nothing that needs the old values: XLA fuses it into the update, and no buffer
+    is copied. (`where` on every variable after the update is the slowest form: 2 to 5 times bare.)
+    """
+
+    def native(variable):
+        return variable.value if isinstance(variable, keras.Variable) else variable
+
+    def assign(variable, value):
+        variable = native(variable)
+        if isinstance(value, tf.IndexedSlices):
+            old = tf.gather(variable, value.indices)
+            chosen = tf.where(is_applied, tf.cast(value.values, variable.dtype), old)
+            variable.scatter_update(tf.IndexedSlices(chosen, value.indices))
+        else:
+            value = tf.cast(value, variable.dtype)
+            variable.assign(tf.where(is_applied, value, variable))
+
+    def assign_change(variable, value, sign):
+        variable = native(variable)
+        value = tf.cast(value, variable.dtype)
+        if isinstance(value, tf.IndexedSlices):
+            # Adding 0 changes -0.0, and flushes subnormal numbers: rows are chosen whole.
+            zeros = tf.zeros_like(value.values)
+            change = tf.where(is_applied, sign * value.values, zeros)
+            kept = tf.gather(variable, value.indices)
+            variable.scatter_add(tf.IndexedSlices(change, value.indices))
+            after = tf.gather(variable, value.indices)
+            variable.scatter_update(
+                tf.IndexedSlices(tf.where(is_applied, after, kept), value.indices)
+            )
+        else:
+            changed = variable + value if sign > 0 else variable - value
+            variable.assign(tf.where(is_applied, changed, variable))
+
+    def weight_decay(optimizer):
+        def apply_weight_decay(variables):
+            if optimizer.weight_decay is None:
+                return
+            for variable in variables:
+                if optimizer._use_weight_decay(variable):
+                    variable = native(variable)
+                    rate = tf.cast(optimizer.learning_rate, variable.dtype)
+                    decay = tf.cast(optimizer.weight_decay, variable.dtype)
+                    assign_change(variable, variable * decay * rate, -1)
+
+        return apply_weight_decay
+
+    covered = _with_parts(inner_optimizer)
+    for optimizer in covered:
+        # In the instance's dictionary, not by `setattr`: TensorFlow would track the functions.
+        optimizer.__dict__.update(
+            assign=assign,
+            assign_add=lambda variable, value: assign_change(variable, value, 1),
+            assign_sub=lambda variable, value: assign_change(variable, value, -1),
+            _apply_weight_decay=weight_decay(optimizer),
+        )
+    try:
+        with _SelectingScope(assign):
+            yield
+    finally:
+        for optimizer in covered:
+            for name in ("assign", "assign_add", "assign_sub", "_apply_weight_decay"):
+                optimizer.__dict__.pop(name)
+
+
+def _update_then_select(optimizer, grads, variables, is_applied, takes_unscaled):
+    """For any other optimizer: updates, then puts the old values back where the step is skipped."""
+    touched = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+    touched += [v.value for v in optimizer.inner_optimizer.variables]
+    old_values = [tf.identity(variable) for variable in touched]
+    _update_inner(optimizer, grads, variables, takes_unscaled)
+    for variable, old in zip(touched, old_values, strict=True):
+        variable.assign(tf.where(is_applied, variable, old))

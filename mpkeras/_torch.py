@@ -1,0 +1,80 @@
+"""torch's part of `LossScaleOptimizer`: one pass that checks and unscales, then an update or none."""
+
+import torch
+
+
+def scale_loss(optimizer, loss, notes):
+    notes.loss_was_scaled_in_trace |= torch.compiler.is_compiling()
+    if torch.is_tensor(loss):
+        notes.loss_flags.append(torch.isfinite(loss.detach().sum()))
+    return loss * optimizer.loss_scale
+
+
+def scale_gradient(grad, factor):
+    with torch.no_grad():
+        if grad.dtype not in (torch.float32, torch.float64):
+            grad = grad.float()
+        return grad * factor
+
+
+def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
+    import keras
+
+    variables = optimizer.trainable_variables
+    mapping = list(zip(variables, trainable_variables, strict=True))
+    mapping += list(zip(optimizer.variables, optimizer_variables, strict=True))
+    with keras.StatelessScope(state_mapping=mapping) as scope:
+        apply(optimizer, grads, variables, notes, in_place=False)
+    return (
+        [scope.get_current_value(variable) for variable in variables],
+        [scope.get_current_value(variable) for variable in optimizer.variables],
+    )
+
+
+@torch.no_grad()
+def apply(optimizer, grads, variables, notes, in_place: bool = True):
+    scale_is_one = notes.grads_are_unscaled or optimizer._scale_is_one()
+    loss_is_finite = torch.stack(notes.loss_flags).all() if notes.loss_flags else None
+    reciprocal = None if scale_is_one else (1.0 / optimizer.loss_scale)
+    in_place = in_place and not scale_is_one and _may_unscale_in_place(grads, variables)
+    if in_place:
+        # torch's own fused pass over the gradients: reads, checks and writes each once. The `.grad` that
+        # the caller sees is unscaled afterwards, as after `torch.amp.GradScaler.unscale_`.
+        present = [grad for grad in grads if grad is not None]
+        found_inf = torch.zeros((), dtype=torch.float32, device=present[0].device)
+        torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, reciprocal.to(found_inf.device))
+        grads_are_finite = found_inf == 0
+    else:
+        grads_are_finite = _grads_are_finite(grads)
+    is_applied = grads_are_finite if loss_is_finite is None else grads_are_finite & loss_is_finite
+    own_values = optimizer.next_own_values(grads_are_finite, loss_is_finite)
+    # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
+    if bool(is_applied):
+        if not in_place and not scale_is_one:
+            grads = optimizer.unscale(grads, variables)
+        optimizer.inner_optimizer.apply(grads, variables)
+    for variable, value in own_values:
+        variable.assign(value)
+
+
+def _may_unscale_in_place(grads, variables) -> bool:
+    """Whether every gradient is the float32 `.grad` of its variable; a tensor of the caller's own is not ours."""
+    present = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
+    return bool(present) and all(
+        not getattr(v, "overwrite_with_gradient", False)
+        and g.dtype == torch.float32
+        and not g.is_sparse
+        and g is getattr(getattr(v, "value", v), "grad", None)
+        for g, v in present
+    )
+
+
+def _grads_are_finite(grads):
+    """Returns whether all gradients are finite: a bool scalar of shape `()`."""
+    total = None
+    for grad in grads:
+        if grad is not None:
+            values = grad._values() if grad.is_sparse else grad
+            part = values.sum(dtype=torch.float32)
+            total = part if total is None else total + part
+    return torch.isfinite(total) if total is not None else torch.tensor(True)

@@ -1,0 +1,599 @@
+"""`LossScaleOptimizer`: holds the loss scale's state and lets only finite steps reach the optimizer inside."""
+
+import threading
+import warnings
+import weakref
+
+import keras
+from keras import ops
+
+from mpkeras import _keras_private, loss_scaling
+from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
+
+if keras.backend.backend() == "tensorflow":
+    from mpkeras import _tensorflow as _backend
+elif keras.backend.backend() == "jax":
+    from mpkeras import _jax as _backend
+elif keras.backend.backend() == "torch":
+    from mpkeras import _torch as _backend
+else:
+    raise ImportError(
+        "Expected a Keras backend that trains: 'tensorflow', 'jax' or 'torch'. Received: "
+        f"KERAS_BACKEND={keras.backend.backend()!r}. Set KERAS_BACKEND to one of them before importing keras."
+    )
+
+# Arguments of every Keras optimizer that mean nothing on the wrapper: with their neutral values, which
+# configurations written by early Keras 3 contain.
+_INNER_ARGUMENTS = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+
+
+class StepNotes:
+    """What Python saw since the last `apply`: was the loss scaled, is it finite, are gradients unscaled."""
+
+    def __init__(self):
+        self.loss_was_scaled = False
+        # A traced `scale_loss` runs again and again without Python seeing it.
+        self.loss_was_scaled_in_trace = False
+        self.grads_are_unscaled = False
+        # Set by the guarded train step, which knows where a step begins.
+        self.in_guarded_step = False
+        self.loss_flags = []
+
+
+# By thread, as TensorFlow traces each replica of a `MirroredStrategy` in a thread of its own; outside the
+# optimizer, as a thread-local attribute could be neither copied nor pickled.
+_notes = threading.local()
+
+
+def step_notes(optimizer) -> StepNotes:
+    """Returns the notes of `optimizer` in this thread."""
+    if not hasattr(_notes, "by_optimizer"):
+        _notes.by_optimizer = weakref.WeakKeyDictionary()
+    return _notes.by_optimizer.setdefault(optimizer, StepNotes())
+
+
+def _delegated(name: str) -> property:
+    def read(self):
+        return getattr(self.inner_optimizer, name)
+
+    return property(read, doc=f"`{name}` of the inner optimizer.")
+
+
+@keras.saving.register_keras_serializable(package="mpkeras")
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """Scales the loss, unscales the gradients, and skips every step that is not finite.
+
+    A drop-in for `keras.optimizers.LossScaleOptimizer` and for the one of tf.keras. On each step the
+    gradients are checked with one float32 sum each (all replicas together), multiplied by the reciprocal of
+    the scale, and handed to `inner_optimizer`: clipping, weight decay, averages, accumulation and learning
+    rate schedules see unscaled gradients and applied steps only. A step whose loss or gradients are not
+    finite changes no variable but this optimizer's own. The scale backs off after it, unless the unscaled
+    loss itself was not finite: then the forward pass is at fault, and no scale cures it.
+
+    ```python
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
+    with tf.GradientTape() as tape:
+        loss = loss_fn(y, model(x, training=True))
+        scaled_loss = optimizer.scale_loss(loss)
+    scaled_grads = tape.gradient(scaled_loss, model.trainable_variables)
+    optimizer.apply(scaled_grads, model.trainable_variables)
+    ```
+
+    A gradient whose float32 *sum* overflows (values near 1e38) counts as not finite.
+
+    Args:
+        inner_optimizer: A Keras optimizer, its name or its configuration.
+        initial_scale: The first loss scale; with `dynamic=False` the only one. Default 2**15.
+        dynamic_growth_steps: Finite steps in a row before the scale doubles. Default 2000.
+        name: Name of the optimizer.
+        loss_scale: `"dynamic"`, a number (a fixed scale) or a `mpkeras.LossScale`.
+        dynamic: `False` for a fixed scale, as in tf.keras.
+
+    Attributes:
+        dynamic_scale: float32 variable of shape `()`, the loss scale (once built).
+        step_counter: integer variable of shape `()`, finite steps since the scale last changed (once built).
+        skipped_steps: integer variable of shape `()`, steps left out so far.
+        consecutive_skips: integer variable of shape `()`, steps left out since the last applied one.
+        last_step_skipped: bool variable of shape `()`.
+
+    Any other public attribute is read from and written to `inner_optimizer`.
+
+    Raises:
+        ValueError: If arguments contradict each other, or belong on the inner optimizer.
+        TypeError: If `inner_optimizer` or `loss_scale` is of a wrong type.
+
+    References:
+        Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer,
+        initial_scale=None,
+        dynamic_growth_steps=None,
+        name=None,
+        *,
+        loss_scale="dynamic",
+        dynamic=None,
+        **kwargs,
+    ):
+        _refuse_inner_arguments(kwargs)
+        inner_optimizer = _checked_inner_optimizer(inner_optimizer)
+        rule = _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
+        if getattr(inner_optimizer, "loss_scale_factor", None) is not None:
+            warnings.warn(
+                f"`loss_scale_factor={inner_optimizer.loss_scale_factor}` of the inner optimizer is replaced by "
+                f"{rule!r}, or the loss would be scaled twice. For a fixed scale pass "
+                f"`loss_scale={inner_optimizer.loss_scale_factor}` instead.",
+                stacklevel=2,
+            )
+        super().__init__(inner_optimizer, initial_scale=rule.initial_scale, name=name)
+        self._rule = rule
+        self._state = {}
+        self._warned_unscaled_loss = False
+
+    # ---------------------------------------------------------------------------------------------- state
+
+    def build(self, variables):
+        """Creates the state for `variables`, and the inner optimizer's unless it has been built before."""
+        if self.built:
+            return
+        # Stock Keras' variables first and in its order, so that its files load here.
+        initial_state = {"step_counter": 0, **self._rule.initial_state()}
+        ordered = ["step_counter", "dynamic_scale"]
+        ordered += [key for key in initial_state if key not in ordered]
+        state = {key: self._add_scalar(key, initial_state[key]) for key in ordered}
+        self.step_counter = state["step_counter"]
+        self.dynamic_scale = state["dynamic_scale"]
+        self._skipped_steps = self._add_scalar("skipped_steps", 0)
+        self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
+        self._last_step_skipped = self._add_scalar("last_step_skipped", False)
+        self._state = state
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(list(variables))
+        # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
+        # optimizer through this one and create averages and accumulators a second time.
+        self.built = True
+
+    def _add_scalar(self, name: str, value):
+        dtype = {bool: "bool", int: "int", float: "float32"}[type(value)]
+        return self.add_variable(
+            shape=(),
+            initializer=keras.initializers.Constant(value),
+            dtype=dtype,
+            aggregation="none",
+            name=name,
+        )
+
+    @property
+    def scale_state(self) -> dict:
+        """The variables that the loss-scaling rule moves, by name; empty before `build`."""
+        return dict(self._state)
+
+    @property
+    def skipped_steps(self):
+        return self._skipped_steps if self.built else 0
+
+    @property
+    def consecutive_skips(self):
+        return self._consecutive_skips if self.built else 0
+
+    @property
+    def last_step_skipped(self):
+        return self._last_step_skipped if self.built else False
+
+    @property
+    def loss_scale(self):
+        """The loss scale now: float32 scalar tensor of shape `()`."""
+        if not self.built:
+            return ops.convert_to_tensor(self._rule.initial_scale, "float32")
+        return self._rule.current_scale({key: variable.value for key, variable in self._state.items()})
+
+    @property
+    def loss_scale_rule(self) -> LossScale:
+        """The `mpkeras.LossScale` by which the scale moves."""
+        return self._rule
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale can change during training."""
+        return self._rule.dynamic
+
+    @property
+    def dynamic_counter(self):
+        """`step_counter`, by its tf.keras name; `None` for a fixed scale."""
+        return self.step_counter if self.dynamic else None
+
+    @property
+    def initial_scale(self) -> float:
+        return self._rule.initial_scale
+
+    @property
+    def dynamic_growth_steps(self):
+        return getattr(self._rule, "dynamic_growth_steps", None)
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    def scale_loss(self, loss):
+        """Returns the loss times the loss scale, computed in float32 or wider.
+
+        Args:
+            loss: A scalar or a tensor of losses of any float dtype.
+
+        Returns:
+            A tensor of the shape of `loss`, float32 (float64 where `loss` is).
+        """
+        loss = ops.convert_to_tensor(loss)
+        if keras.backend.standardize_dtype(loss.dtype) != "float64":
+            loss = ops.cast(loss, "float32")
+        notes = step_notes(self)
+        notes.loss_was_scaled = True
+        notes.grads_are_unscaled = False
+        return _backend.scale_loss(self, loss, notes)
+
+    def get_scaled_loss(self, loss):
+        """Returns the scaled loss. The tf.keras name; a callable loss gives a callable."""
+        if callable(loss):
+            return lambda: self.scale_loss(loss())
+        return self.scale_loss(loss)
+
+    def get_unscaled_gradients(self, grads):
+        """Returns the gradients divided by the loss scale; `None` stays `None`, sparse stays sparse.
+
+        Until the next `scale_loss` or `get_scaled_loss`, `apply` and `apply_gradients` then take their
+        gradients as unscaled, as in the tf.keras loop.
+        """
+        step_notes(self).grads_are_unscaled = True
+        grads = list(grads)
+        return self.unscale(grads, [None] * len(grads), _backend)
+
+    def unscale(self, scaled_grads, variables, backend=_backend) -> list:
+        """Returns the gradients times the reciprocal of the scale: exact for powers of two."""
+        if self._scale_is_one():
+            return list(scaled_grads)
+        reciprocal = ops.divide(1.0, self.loss_scale)
+        return [
+            g
+            if g is None or _keras_private.overwrites_with_gradient(v)
+            else backend.scale_gradient(g, reciprocal)
+            for g, v in zip(scaled_grads, variables, strict=True)
+        ]
+
+    def _scale_is_one(self) -> bool:
+        return isinstance(self._rule, FixedLossScale) and self._rule.scale == 1.0
+
+    def apply(self, grads, trainable_variables=None):
+        """Unscales the gradients and updates the variables, or skips the step if it is not finite.
+
+        Args:
+            grads: List of scaled gradients (unscaled after `get_unscaled_gradients`); `None` entries allowed.
+            trainable_variables: The variables, one for each gradient. May be left out once built.
+
+        Raises:
+            ValueError: If the optimizer is not built and no variables are given, if numbers do not match,
+                or on TensorFlow in a cross-replica context.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        variables = self._checked_variables(grads, trainable_variables)
+        _backend.apply(self, grads, variables, self._take_notes())
+
+    def apply_gradients(self, grads_and_vars):
+        """`apply` for pairs. Returns the number of applied steps, an integer scalar."""
+        grads, trainable_variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, trainable_variables)
+        return self.iterations
+
+    def stateless_apply(self, optimizer_variables, grads, trainable_variables):
+        """`apply` without side effects, for JAX and torch.
+
+        Args:
+            optimizer_variables: List of tensors, the values of `self.variables`.
+            grads: List of scaled gradients.
+            trainable_variables: List of tensors, the values of the variables the optimizer was built on.
+
+        Returns:
+            `(trainable_variables, optimizer_variables)`, new values in the same order.
+        """
+        if not self.built:
+            raise ValueError(
+                f"To call `stateless_apply`, {type(self).__name__} must be built (its variables must have been "
+                "created). Received: an optimizer that is not. Call `optimizer.build(trainable_variables)`."
+            )
+        for name, values, expected in (
+            ("optimizer_variables", optimizer_variables, self.variables),
+            ("trainable_variables", trainable_variables, self.trainable_variables),
+        ):
+            if len(values) != len(expected):
+                raise ValueError(
+                    f"Expected `{name}` to match the {len(expected)} variables of the optimizer one to one. "
+                    f"Received: {len(values)} values. Pass them in the order of the variables."
+                )
+        return _backend.stateless_apply(
+            self, list(optimizer_variables), list(grads), list(trainable_variables), self._take_notes()
+        )
+
+    @property
+    def trainable_variables(self) -> list:
+        """The model variables this optimizer was built on."""
+        return _keras_private.optimizer_trainable_variables(self.inner_optimizer)
+
+    def _checked_variables(self, grads, trainable_variables) -> list:
+        if trainable_variables is None:
+            if not self.built:
+                raise ValueError(
+                    "When passing `grads` without `variables`, the optimizer must already be built on a list "
+                    "of variables. Received: an optimizer that is not. "
+                    "Call `optimizer.build(trainable_variables)` first."
+                )
+            variables = self.trainable_variables
+        else:
+            variables = list(trainable_variables)
+            self.build(variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                "Expected one gradient for each variable. Received: "
+                f"{len(grads)} gradients and {len(variables)} variables. "
+                "Pass the gradients in the order of the variables, with `None` where there is none."
+            )
+        return variables
+
+    def _take_notes(self) -> StepNotes:
+        """Returns what is known of this step and starts the notes of the next one."""
+        notes = step_notes(self)
+        taken = StepNotes()
+        taken.__dict__.update(notes.__dict__)
+        notes.loss_was_scaled = False
+        notes.loss_flags = []
+        scaled = taken.loss_was_scaled or taken.loss_was_scaled_in_trace or taken.grads_are_unscaled
+        if not scaled and not self._scale_is_one():
+            if taken.in_guarded_step:
+                # The step's own code never scaled the loss: dividing would shrink the gradients.
+                taken.grads_are_unscaled = True
+            self._warn_unscaled_loss(taken.in_guarded_step)
+        return taken
+
+    def _warn_unscaled_loss(self, in_guarded_step: bool):
+        if self._warned_unscaled_loss:
+            return
+        self._warned_unscaled_loss = True
+        consequence = (
+            "its gradients are taken as unscaled, and small ones are lost in float16"
+            if in_guarded_step
+            else "its gradients are divided by the loss scale all the same"
+        )
+        warnings.warn(
+            f"`{self.name}.apply` was called, but the loss was not scaled since the last step: {consequence}. "
+            "Compute the gradients of `optimizer.scale_loss(loss)`.",
+            stacklevel=4,
+        )
+
+    def next_own_values(self, grads_are_finite, loss_is_finite=None) -> list:
+        """Returns `(variable, value)` for each of this optimizer's own variables after a step.
+
+        Args:
+            grads_are_finite: bool scalar, shape `()`, for all replicas.
+            loss_is_finite: bool scalar, shape `()`, or `None` where it is not known.
+        """
+        state = {key: variable.value for key, variable in self._state.items()}
+        rule_state = {key: state[key] for key in self._rule.initial_state()}
+        moved = self._rule.next_state(rule_state, grads_are_finite)
+        is_applied = grads_are_finite
+        if loss_is_finite is not None:
+            # No scale cures a forward pass that is not finite: the scale stays.
+            moved = {key: ops.where(loss_is_finite, value, state[key]) for key, value in moved.items()}
+            is_applied = ops.logical_and(grads_are_finite, loss_is_finite)
+        is_skipped = ops.logical_not(is_applied)
+        values = [(self._state[key], value) for key, value in moved.items()]
+        skipped, row = self._skipped_steps, self._consecutive_skips
+        values.append((skipped, skipped.value + ops.cast(is_skipped, skipped.dtype)))
+        values.append((row, ops.where(is_applied, ops.zeros_like(row.value), row.value + 1)))
+        values.append((self._last_step_skipped, is_skipped))
+        return values
+
+    # -------------------------------------------------------------------------------- the inner optimizer
+
+    weight_decay = _delegated("weight_decay")
+    clipnorm = _delegated("clipnorm")
+    global_clipnorm = _delegated("global_clipnorm")
+    clipvalue = _delegated("clipvalue")
+    use_ema = _delegated("use_ema")
+    ema_momentum = _delegated("ema_momentum")
+    ema_overwrite_frequency = _delegated("ema_overwrite_frequency")
+    loss_scale_factor = _delegated("loss_scale_factor")
+    gradient_accumulation_steps = _delegated("gradient_accumulation_steps")
+
+    def __getattr__(self, name):
+        # Only reached when the wrapper has no such attribute.
+        if name.startswith("_") or "inner_optimizer" not in self.__dict__:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(self.inner_optimizer, name)
+
+    def __setattr__(self, name, value):
+        inner_optimizer = self.__dict__.get("inner_optimizer")
+        if name in _INNER_ARGUMENTS:
+            # Before there is an inner optimizer, Keras' own constructor sets its neutral defaults.
+            if inner_optimizer is not None:
+                setattr(inner_optimizer, name, value)
+            return
+        if name in ("initial_scale", "dynamic_growth_steps"):
+            if "_rule" in self.__dict__:
+                self._replace_rule(name, value)
+            return
+        is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if inner_optimizer is not None and not is_own and hasattr(inner_optimizer, name):
+            setattr(inner_optimizer, name, value)
+            return
+        super().__setattr__(name, value)
+
+    def _replace_rule(self, name: str, value):
+        config = self._rule.get_config()
+        if name == "initial_scale" and isinstance(self._rule, FixedLossScale):
+            name = "scale"
+        if name not in config:
+            raise ValueError(
+                f"Expected a loss scale with `{name}`. Received: {name}={value} for {self._rule!r}. "
+                "Create the optimizer with `loss_scale=mpkeras.DynamicLossScale(...)`."
+            )
+        self._rule = self._rule.from_config({**config, name: value})
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def set_weights(self, weights):
+        """Sets the values of `variables`, the inner optimizer's included."""
+        if not self.built:
+            raise ValueError(
+                "Expected a built optimizer. Received: `set_weights` on one that is not. "
+                "Call `optimizer.build(trainable_variables)` first."
+            )
+        if len(weights) != len(self.variables):
+            raise ValueError(
+                f"Expected {len(self.variables)} weights. Received: {len(weights)}. "
+                "Pass the values of `optimizer.variables`, in their order."
+            )
+        for variable, weight in zip(self.variables, weights, strict=True):
+            variable.assign(weight)
+
+    # ------------------------------------------------------------------------------------------- saving
+
+    def load_own_variables(self, store):
+        """Loads what this class saved, what stock Keras' LossScaleOptimizer saved, or a plain optimizer."""
+        saved = len(store.keys())
+        inner = self.inner_optimizer.variables
+        own = len(self.variables) - len(inner)
+        stock_own = 4  # iteration, learning_rate, step_counter, dynamic_scale
+        if saved == stock_own + len(inner) and saved != len(self.variables):
+            targets = self.variables[:stock_own] + inner
+        elif saved == len(inner) and own:
+            targets = inner
+        else:
+            super().load_own_variables(store)
+            return
+        for i, variable in enumerate(targets):
+            variable.assign(store[str(i)])
+
+    def get_config(self):
+        config = {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+        }
+        rule = self._rule
+        if type(rule) is DynamicLossScale and rule == DynamicLossScale(
+            initial_scale=rule.initial_scale, dynamic_growth_steps=rule.dynamic_growth_steps
+        ):
+            # Stock Keras' four keys, wherever they say it all.
+            config["initial_scale"] = rule.initial_scale
+            config["dynamic_growth_steps"] = rule.dynamic_growth_steps
+        else:
+            config["loss_scale"] = keras.saving.serialize_keras_object(rule)
+        return config
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        inner_optimizer = keras.saving.deserialize_keras_object(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        if isinstance(config.get("loss_scale"), dict):
+            config["loss_scale"] = keras.saving.deserialize_keras_object(
+                config["loss_scale"], custom_objects=custom_objects
+            )
+        return cls(inner_optimizer, **config)
+
+
+def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
+    """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
+
+    Args:
+        optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
+        rule: The rule of the result. The current scale and counters are carried over.
+    """
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if optimizer.loss_scale_factor is not None:
+            optimizer.loss_scale_factor = None
+        result = LossScaleOptimizer(optimizer, loss_scale=rule)
+        if optimizer.built:
+            result.build(_keras_private.optimizer_trainable_variables(optimizer))
+        return result
+    result = LossScaleOptimizer(optimizer.inner_optimizer, name=optimizer.name, loss_scale=rule)
+    if optimizer.built:
+        result.build(_keras_private.optimizer_trainable_variables(optimizer.inner_optimizer))
+        for name in ("step_counter", "dynamic_scale"):
+            getattr(result, name).assign(getattr(optimizer, name))
+    if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
+        for name in ("skipped_steps", "consecutive_skips", "last_step_skipped"):
+            getattr(result, name).assign(getattr(optimizer, name))
+    return result
+
+
+def _checked_inner_optimizer(inner_optimizer):
+    if isinstance(inner_optimizer, (str, dict)):
+        inner_optimizer = keras.optimizers.get(inner_optimizer)
+    if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "Expected `inner_optimizer` to be a Keras optimizer, its name or its configuration. Received: "
+            f"inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer).__name__}). "
+            "Pass for example `keras.optimizers.Adam()`."
+        )
+    if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "Expected an `inner_optimizer` that does not scale the loss itself, or it would be scaled twice. "
+            f"Received: inner_optimizer={inner_optimizer!r}. Pass its own `inner_optimizer`."
+        )
+    return inner_optimizer
+
+
+def _refuse_inner_arguments(kwargs: dict):
+    for name, default in _INNER_ARGUMENTS.items():
+        if name in kwargs and kwargs.pop(name) != default:
+            raise ValueError(
+                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the `inner_optimizer`."
+            )
+    if kwargs:
+        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(kwargs)}`.")
+
+
+def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic) -> LossScale:
+    """Returns the rule that the constructor's arguments, of three generations of Keras, ask for."""
+    if dynamic is False:
+        if initial_scale is None:
+            raise ValueError(
+                "Expected `initial_scale` with `dynamic=False`: it is the fixed scale. Received: none. Pass "
+                "`initial_scale=` (where stock Keras would have you set `loss_scale_factor`: here the finite "
+                "check stays)."
+            )
+        if dynamic_growth_steps is not None or loss_scale != "dynamic":
+            raise ValueError(
+                "Expected only `initial_scale` with `dynamic=False`, as a fixed scale never grows. Received: "
+                f"dynamic_growth_steps={dynamic_growth_steps}, loss_scale={loss_scale!r}. Leave them out."
+            )
+        return FixedLossScale(initial_scale)
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        settings = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
+        return DynamicLossScale(**{name: value for name, value in settings.items() if value is not None})
+    if initial_scale is not None or dynamic_growth_steps is not None:
+        raise ValueError(
+            "Expected the scale to be given once. Received: "
+            f"loss_scale={loss_scale!r}, initial_scale={initial_scale}, "
+            f"dynamic_growth_steps={dynamic_growth_steps}. Put the settings into `loss_scale`."
+        )
+    rule = loss_scaling.resolve(loss_scale)
+    if rule is not None and dynamic is True and not rule.dynamic:
+        raise ValueError(
+            f"Expected a moving scale with `dynamic=True`. Received: loss_scale={loss_scale!r}. "
+            "Leave `dynamic` out, or use `loss_scale='dynamic'`."
+        )
+    # No scaling: the finite check and the skip stay.
+    return FixedLossScale(1.0) if rule is None else rule
