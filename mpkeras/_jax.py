@@ -77,39 +77,31 @@ def grads_are_finite(grads):
 
 def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
     variables = optimizer.trainable_variables
-    is_finite = grads_are_finite(grads)
     mapping = list(zip(variables, trainable_variables, strict=True))
     mapping += list(zip(optimizer.variables, optimizer_variables, strict=True))
-    with SelectingScope(is_finite, mapping) as scope:
-        if not notes.grads_are_unscaled:
-            grads = optimizer.unscale(grads, variables)
-        optimizer.inner_optimizer.apply(grads)
-    # Unscaled with the scale that was used; only now does the scale move, on every step.
-    with keras.StatelessScope(state_mapping=mapping):
-        for variable, value in optimizer.next_own_values(is_finite):
-            scope.state_mapping[id(variable)] = value.astype(variable.dtype)
-    return (
-        [scope.get_current_value(variable) for variable in variables],
-        [scope.get_current_value(variable) for variable in optimizer.variables],
-    )
+    new_value = _new_values(optimizer, mapping, grads, variables, notes)
+    return [new_value(v) for v in variables], [new_value(v) for v in optimizer.variables]
 
 
 def apply(optimizer, grads, variables, notes):
-    """`stateless_apply` on the variables' present values; what it returns is assigned."""
-    built_on = optimizer.trainable_variables
-    by_variable = {id(variable): grad for variable, grad in zip(variables, grads, strict=True)}
-    unknown = [variable for variable in variables if id(variable) not in {id(v) for v in built_on}]
-    if unknown:
-        raise ValueError(
-            f"Expected the variables the optimizer was built on. Received: {unknown[0]}. "
-            "Create a new optimizer for a new set of variables."
-        )
-    new_values = stateless_apply(
-        optimizer,
-        [variable.value for variable in optimizer.variables],
-        [by_variable.get(id(variable)) for variable in built_on],
-        [variable.value for variable in built_on],
-        notes,
-    )
-    for variable, value in zip(built_on + optimizer.variables, new_values[0] + new_values[1], strict=True):
+    """The same step on the variables' present values; what comes out is assigned."""
+    touched = variables + optimizer.variables
+    mapping = [(variable, variable.value) for variable in touched]
+    new_value = _new_values(optimizer, mapping, grads, variables, notes)
+    for variable, value in [(variable, new_value(variable)) for variable in touched]:
         variable.assign(value)
+
+
+def _new_values(optimizer, mapping, grads, variables, notes):
+    """Returns a function from variable to its value after the step, in the order of its input."""
+    is_finite = grads_are_finite(grads)
+    with SelectingScope(is_finite, mapping) as scope:
+        if not notes.grads_are_unscaled:
+            grads = optimizer.unscale(grads, variables)
+        optimizer.inner_optimizer.apply(grads, variables)
+    # Unscaled with the scale that was used; only now does the scale move, on every step.
+    with keras.StatelessScope(state_mapping=mapping):
+        own_values = optimizer.next_own_values(is_finite)
+    for variable, value in own_values:
+        scope.state_mapping[id(variable)] = value.astype(variable.dtype)
+    return scope.get_current_value

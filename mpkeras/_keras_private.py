@@ -48,3 +48,24 @@ def overwrites_with_gradient(variable) -> bool:
 def in_stateless_scope() -> bool:
     """Whether the code that runs now is in a `keras.StatelessScope`, which is public; the question is not."""
     return keras.src.backend.common.stateless_scope.in_stateless_scope()
+
+
+def casts_no_inputs(layer) -> bool:
+    """Whether `layer` passes its inputs to `call` as they are, as Functional models do."""
+    return not layer._convert_input_args
+
+
+def own_variables(layer) -> list:
+    """Returns the variables that `layer` itself created, not those of its sublayers."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def replace_compiled_optimizer(model, optimizer):
+    """Makes `model.save` store `optimizer`, the one whose state it stores, in the compile configuration.
+
+    Keras keeps the object that was passed to `compile`; a model saved with that configuration and another
+    optimizer's variables loads without its optimizer state.
+    """
+    compile_config = getattr(model, "_compile_config", None)
+    if compile_config is not None:
+        compile_config.config["optimizer"] = optimizer

@@ -1,14 +1,19 @@
 """`LossScaleOptimizer`: holds the loss scale's state and lets only finite steps reach the optimizer inside."""
 
-import threading
 import warnings
-import weakref
 
 import keras
 from keras import ops
 
-from mpkeras import _keras_private, loss_scaling
+from mpkeras import _keras_private
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
+from mpkeras.optimizer_arguments import (
+    checked_inner_optimizer,
+    refuse_inner_arguments,
+    rule_from_arguments,
+)
+from mpkeras.optimizer_delegation import DelegatesToInner
+from mpkeras.step_notes import StepNotes, step_notes
 
 if keras.backend.backend() == "tensorflow":
     from mpkeras import _tensorflow as _backend
@@ -22,55 +27,8 @@ else:
         f"KERAS_BACKEND={keras.backend.backend()!r}. Set KERAS_BACKEND to one of them before importing keras."
     )
 
-# Arguments of every Keras optimizer that mean nothing on the wrapper: with their neutral values, which
-# configurations written by early Keras 3 contain.
-_INNER_ARGUMENTS = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "global_clipnorm": None,
-    "clipvalue": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "loss_scale_factor": None,
-    "gradient_accumulation_steps": None,
-}
-
-
-class StepNotes:
-    """What Python saw since the last `apply`: was the loss scaled, is it finite, are gradients unscaled."""
-
-    def __init__(self):
-        self.loss_was_scaled = False
-        # A traced `scale_loss` runs again and again without Python seeing it.
-        self.loss_was_scaled_in_trace = False
-        self.grads_are_unscaled = False
-        # Set by the guarded train step, which knows where a step begins.
-        self.in_guarded_step = False
-        self.loss_flags = []
-
-
-# By thread, as TensorFlow traces each replica of a `MirroredStrategy` in a thread of its own; outside the
-# optimizer, as a thread-local attribute could be neither copied nor pickled.
-_notes = threading.local()
-
-
-def step_notes(optimizer) -> StepNotes:
-    """Returns the notes of `optimizer` in this thread."""
-    if not hasattr(_notes, "by_optimizer"):
-        _notes.by_optimizer = weakref.WeakKeyDictionary()
-    return _notes.by_optimizer.setdefault(optimizer, StepNotes())
-
-
-def _delegated(name: str) -> property:
-    def read(self):
-        return getattr(self.inner_optimizer, name)
-
-    return property(read, doc=f"`{name}` of the inner optimizer.")
-
-
 @keras.saving.register_keras_serializable(package="mpkeras")
-class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
     """Scales the loss, unscales the gradients, and skips every step that is not finite.
 
     A drop-in for `keras.optimizers.LossScaleOptimizer` and for the one of tf.keras. On each step the
@@ -104,7 +62,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         step_counter: integer variable of shape `()`, finite steps since the scale last changed (once built).
         skipped_steps: integer variable of shape `()`, steps left out so far.
         consecutive_skips: integer variable of shape `()`, steps left out since the last applied one.
-        last_step_skipped: bool variable of shape `()`.
+        last_step_skipped: bool scalar tensor of shape `()`.
 
     Any other public attribute is read from and written to `inner_optimizer`.
 
@@ -127,9 +85,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         dynamic=None,
         **kwargs,
     ):
-        _refuse_inner_arguments(kwargs)
-        inner_optimizer = _checked_inner_optimizer(inner_optimizer)
-        rule = _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
+        refuse_inner_arguments(kwargs)
+        inner_optimizer = checked_inner_optimizer(inner_optimizer)
+        rule = rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
         if getattr(inner_optimizer, "loss_scale_factor", None) is not None:
             warnings.warn(
                 f"`loss_scale_factor={inner_optimizer.loss_scale_factor}` of the inner optimizer is replaced by "
@@ -141,6 +99,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._rule = rule
         self._state = {}
         self._warned_unscaled_loss = False
+        # Not in `build`: a train step is traced with these counters before it builds the optimizer.
+        self._skipped_steps = self._add_scalar("skipped_steps", 0)
+        self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
+        self._last_step_skipped = self._add_scalar("last_step_skipped", False)
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -148,16 +110,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Creates the state for `variables`, and the inner optimizer's unless it has been built before."""
         if self.built:
             return
-        # Stock Keras' variables first and in its order, so that its files load here.
         initial_state = {"step_counter": 0, **self._rule.initial_state()}
         ordered = ["step_counter", "dynamic_scale"]
         ordered += [key for key in initial_state if key not in ordered]
-        state = {key: self._add_scalar(key, initial_state[key]) for key in ordered}
+        # Keras' "int": int64 on TensorFlow, int32 on JAX and torch, as its own counter.
+        state = {"step_counter": self._add_scalar("step_counter", initial_state["step_counter"], "int")}
+        state.update({key: self._add_scalar(key, initial_state[key]) for key in ordered[1:]})
         self.step_counter = state["step_counter"]
         self.dynamic_scale = state["dynamic_scale"]
-        self._skipped_steps = self._add_scalar("skipped_steps", 0)
-        self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
-        self._last_step_skipped = self._add_scalar("last_step_skipped", False)
         self._state = state
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(list(variables))
@@ -165,8 +125,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # optimizer through this one and create averages and accumulators a second time.
         self.built = True
 
-    def _add_scalar(self, name: str, value):
-        dtype = {bool: "bool", int: "int", float: "float32"}[type(value)]
+    def _add_scalar(self, name: str, value, int_dtype: str = "int32"):
+        dtype = {bool: "bool", int: int_dtype, float: "float32"}[type(value)]
         return self.add_variable(
             shape=(),
             initializer=keras.initializers.Constant(value),
@@ -182,15 +142,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def skipped_steps(self):
-        return self._skipped_steps if self.built else 0
+        return self._skipped_steps
 
     @property
     def consecutive_skips(self):
-        return self._consecutive_skips if self.built else 0
+        return self._consecutive_skips
 
     @property
     def last_step_skipped(self):
-        return self._last_step_skipped if self.built else False
+        # The value: a Keras variable cannot be asked `if optimizer.last_step_skipped`.
+        return self._last_step_skipped.value
 
     @property
     def loss_scale(self):
@@ -402,81 +363,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         values.append((self._last_step_skipped, is_skipped))
         return values
 
-    # -------------------------------------------------------------------------------- the inner optimizer
-
-    weight_decay = _delegated("weight_decay")
-    clipnorm = _delegated("clipnorm")
-    global_clipnorm = _delegated("global_clipnorm")
-    clipvalue = _delegated("clipvalue")
-    use_ema = _delegated("use_ema")
-    ema_momentum = _delegated("ema_momentum")
-    ema_overwrite_frequency = _delegated("ema_overwrite_frequency")
-    loss_scale_factor = _delegated("loss_scale_factor")
-    gradient_accumulation_steps = _delegated("gradient_accumulation_steps")
-
-    def __getattr__(self, name):
-        # Only reached when the wrapper has no such attribute.
-        if name.startswith("_") or "inner_optimizer" not in self.__dict__:
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-        return getattr(self.inner_optimizer, name)
-
-    def __setattr__(self, name, value):
-        inner_optimizer = self.__dict__.get("inner_optimizer")
-        if name in _INNER_ARGUMENTS:
-            # Before there is an inner optimizer, Keras' own constructor sets its neutral defaults.
-            if inner_optimizer is not None:
-                setattr(inner_optimizer, name, value)
-            return
-        if name in ("initial_scale", "dynamic_growth_steps"):
-            if "_rule" in self.__dict__:
-                self._replace_rule(name, value)
-            return
-        is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if inner_optimizer is not None and not is_own and hasattr(inner_optimizer, name):
-            setattr(inner_optimizer, name, value)
-            return
-        super().__setattr__(name, value)
-
-    def _replace_rule(self, name: str, value):
-        config = self._rule.get_config()
-        if name == "initial_scale" and isinstance(self._rule, FixedLossScale):
-            name = "scale"
-        if name not in config:
-            raise ValueError(
-                f"Expected a loss scale with `{name}`. Received: {name}={value} for {self._rule!r}. "
-                "Create the optimizer with `loss_scale=mpkeras.DynamicLossScale(...)`."
-            )
-        self._rule = self._rule.from_config({**config, name: value})
-
-    def exclude_from_weight_decay(self, var_list=None, var_names=None):
-        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
-
-    def set_weights(self, weights):
-        """Sets the values of `variables`, the inner optimizer's included."""
-        if not self.built:
-            raise ValueError(
-                "Expected a built optimizer. Received: `set_weights` on one that is not. "
-                "Call `optimizer.build(trainable_variables)` first."
-            )
-        if len(weights) != len(self.variables):
-            raise ValueError(
-                f"Expected {len(self.variables)} weights. Received: {len(weights)}. "
-                "Pass the values of `optimizer.variables`, in their order."
-            )
-        for variable, weight in zip(self.variables, weights, strict=True):
-            variable.assign(weight)
-
     # ------------------------------------------------------------------------------------------- saving
 
     def load_own_variables(self, store):
         """Loads what this class saved, what stock Keras' LossScaleOptimizer saved, or a plain optimizer."""
         saved = len(store.keys())
         inner = self.inner_optimizer.variables
-        own = len(self.variables) - len(inner)
-        stock_own = 4  # iteration, learning_rate, step_counter, dynamic_scale
-        if saved == stock_own + len(inner) and saved != len(self.variables):
-            targets = self.variables[:stock_own] + inner
-        elif saved == len(inner) and own:
+        # Stock Keras' own: iteration, learning_rate, step_counter, dynamic_scale.
+        stock_own = [*self.variables[:2], self.step_counter, self.dynamic_scale] if self.built else []
+        if stock_own and saved == len(stock_own) + len(inner):
+            targets = stock_own + inner
+        elif stock_own and saved == len(inner):
             targets = inner
         else:
             super().load_own_variables(store)
@@ -511,89 +408,3 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 config["loss_scale"], custom_objects=custom_objects
             )
         return cls(inner_optimizer, **config)
-
-
-def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
-    """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
-
-    Args:
-        optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
-        rule: The rule of the result. The current scale and counters are carried over.
-    """
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        if optimizer.loss_scale_factor is not None:
-            optimizer.loss_scale_factor = None
-        result = LossScaleOptimizer(optimizer, loss_scale=rule)
-        if optimizer.built:
-            result.build(_keras_private.optimizer_trainable_variables(optimizer))
-        return result
-    result = LossScaleOptimizer(optimizer.inner_optimizer, name=optimizer.name, loss_scale=rule)
-    if optimizer.built:
-        result.build(_keras_private.optimizer_trainable_variables(optimizer.inner_optimizer))
-        for name in ("step_counter", "dynamic_scale"):
-            getattr(result, name).assign(getattr(optimizer, name))
-    if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
-        for name in ("skipped_steps", "consecutive_skips", "last_step_skipped"):
-            getattr(result, name).assign(getattr(optimizer, name))
-    return result
-
-
-def _checked_inner_optimizer(inner_optimizer):
-    if isinstance(inner_optimizer, (str, dict)):
-        inner_optimizer = keras.optimizers.get(inner_optimizer)
-    if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            "Expected `inner_optimizer` to be a Keras optimizer, its name or its configuration. Received: "
-            f"inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer).__name__}). "
-            "Pass for example `keras.optimizers.Adam()`."
-        )
-    if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            "Expected an `inner_optimizer` that does not scale the loss itself, or it would be scaled twice. "
-            f"Received: inner_optimizer={inner_optimizer!r}. Pass its own `inner_optimizer`."
-        )
-    return inner_optimizer
-
-
-def _refuse_inner_arguments(kwargs: dict):
-    for name, default in _INNER_ARGUMENTS.items():
-        if name in kwargs and kwargs.pop(name) != default:
-            raise ValueError(
-                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the `inner_optimizer`."
-            )
-    if kwargs:
-        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(kwargs)}`.")
-
-
-def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic) -> LossScale:
-    """Returns the rule that the constructor's arguments, of three generations of Keras, ask for."""
-    if dynamic is False:
-        if initial_scale is None:
-            raise ValueError(
-                "Expected `initial_scale` with `dynamic=False`: it is the fixed scale. Received: none. Pass "
-                "`initial_scale=` (where stock Keras would have you set `loss_scale_factor`: here the finite "
-                "check stays)."
-            )
-        if dynamic_growth_steps is not None or loss_scale != "dynamic":
-            raise ValueError(
-                "Expected only `initial_scale` with `dynamic=False`, as a fixed scale never grows. Received: "
-                f"dynamic_growth_steps={dynamic_growth_steps}, loss_scale={loss_scale!r}. Leave them out."
-            )
-        return FixedLossScale(initial_scale)
-    if isinstance(loss_scale, str) and loss_scale == "dynamic":
-        settings = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
-        return DynamicLossScale(**{name: value for name, value in settings.items() if value is not None})
-    if initial_scale is not None or dynamic_growth_steps is not None:
-        raise ValueError(
-            "Expected the scale to be given once. Received: "
-            f"loss_scale={loss_scale!r}, initial_scale={initial_scale}, "
-            f"dynamic_growth_steps={dynamic_growth_steps}. Put the settings into `loss_scale`."
-        )
-    rule = loss_scaling.resolve(loss_scale)
-    if rule is not None and dynamic is True and not rule.dynamic:
-        raise ValueError(
-            f"Expected a moving scale with `dynamic=True`. Received: loss_scale={loss_scale!r}. "
-            "Leave `dynamic` out, or use `loss_scale='dynamic'`."
-        )
-    # No scaling: the finite check and the skip stay.
-    return FixedLossScale(1.0) if rule is None else rule

@@ -1,0 +1,164 @@
+"""Trains each task under each policy with each seed: plain `fit`, the `MixedPrecision` callback, a clock."""
+
+import statistics
+import time
+import traceback
+
+import keras
+
+from mpkeras.callbacks import MixedPrecision
+from mpkeras.demo.memory import XlaMemory, layer_output_bytes
+from mpkeras.policies.registry import policy_scope
+
+# The first steps trace, compile and fill caches; they are no part of the step time.
+WARM_UP_STEPS = 3
+
+
+class StepClock(keras.callbacks.Callback):
+    """Notes how long each call of the train function takes. Goes first in the list of callbacks.
+
+    Attributes:
+        step_times_ms: One number a step, in milliseconds, warm-up included.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.step_times_ms = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        # Keras has turned the logs into Python numbers by now, so the device is done with the step's loss.
+        self.step_times_ms.append(1e3 * (time.perf_counter() - self._start))
+
+
+def compare(tasks, policies, seeds: int, epochs=None, *, verbose=2, say=print) -> list:
+    """Returns one record for each task, seed and policy, in the order they were run.
+
+    For each seed all policies run in turn, each time another one first: a machine that gets slower or faster during
+    the comparison then does so for all of them.
+
+    Args:
+        tasks: `Task`s.
+        policies: Names of policies, `"float32"` among them.
+        seeds: Number of seeds; they are 0, 1, ... and drive initialization and shuffling.
+        epochs: Epochs for every task; by default each task's own.
+        verbose: As in `fit`.
+        say: Called with each line that tells how far it got.
+    """
+    records = []
+    for task in tasks:
+        data_set = task.load()
+        failed = set()
+        for seed in range(seeds):
+            turn = seed % len(policies)
+            for policy in policies[turn:] + policies[:turn]:
+                if policy in failed:  # once is enough: it is the device, not the seed
+                    continue
+                say(f"{task.name}, {policy}, seed {seed + 1} of {seeds}")
+                record = run(task, data_set, policy, seed, epochs or task.epochs, verbose)
+                if record["error"] is not None:
+                    say(f"{task.name}, {policy}: not run. {record['error']}")
+                    failed.add(policy)
+                records.append(record)
+    return records
+
+
+def run(task, data_set, policy: str, seed: int, epochs: int, verbose=2) -> dict:
+    """Trains `task` once and returns what happened, as plain numbers that JSON can hold.
+
+    A case that the backend cannot run on this device (it has no float16 kernel for some layer) is a result too: its
+    record has an `error` and no numbers.
+    """
+    record = {"task": task.name, "policy": policy, "seed": seed, "error": None}
+    started = time.perf_counter()
+    try:
+        record.update(_train(task, data_set, policy, seed, epochs, verbose))
+    except Exception as error:
+        if not _is_about_the_device(error):
+            raise
+        reason = str(error).strip() or "no message"
+        record["error"] = f"{type(error).__name__}: {reason.splitlines()[0][:200]}"
+        record["traceback"] = traceback.format_exc()
+    record["wall_time_s"] = round(time.perf_counter() - started, 2)
+    return record
+
+
+def _is_about_the_device(error: Exception) -> bool:
+    """Whether `error` is one that a backend raises, or Keras and mpkeras for it, and not a mistake in the program."""
+    # Each backend has exceptions of its own for a missing kernel or too little memory; the rest is a bug.
+    from_backend = type(error).__module__.split(".")[0] in ("tensorflow", "jax", "jaxlib", "torch")
+    return from_backend or isinstance(error, (RuntimeError, MemoryError))
+
+
+def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
+    keras.utils.set_random_seed(seed)
+    # Under float32 whatever the process' global policy is: the callback alone brings the policy in.
+    with policy_scope("float32"):
+        model = task.build()
+        model.compile(
+            optimizer=_optimizer(task, data_set, epochs),
+            loss=task.loss(),
+            metrics=task.metrics(),
+            jit_compile=uses_xla(),
+        )
+    clock = StepClock()
+    callbacks = [clock, MixedPrecision(policy)]
+    xla_memory = XlaMemory(data_set.x_train[: task.batch_size], data_set.y_train[: task.batch_size])
+    if seed == 0:
+        callbacks.append(xla_memory)
+    history = model.fit(
+        data_set.x_train,
+        data_set.y_train,
+        batch_size=task.batch_size,
+        epochs=epochs,
+        steps_per_epoch=task.steps_per_epoch,
+        validation_data=(data_set.x_held_out, data_set.y_held_out),
+        validation_batch_size=128,
+        callbacks=callbacks,
+        verbose=verbose,
+    ).history
+    quality = [task.quality({name: values[i] for name, values in history.items()}) for i in range(epochs)]
+    return {
+        "history": {
+            "quality": quality,
+            **{name: [float(value) for value in values] for name, values in history.items()},
+        },
+        "quality": quality[-1],
+        "step_time_ms": statistics.median(clock.step_times_ms[WARM_UP_STEPS:]),
+        "first_step_ms": clock.step_times_ms[0],
+        "steps": len(clock.step_times_ms),
+        "skipped_steps": int(history["skipped_steps"][-1]),
+        "loss_scale": float(history["loss_scale"][-1]),
+        "layer_output_bytes": layer_output_bytes(model, data_set.x_train, task.batch_size),
+        "xla_temporary_bytes": xla_memory.temporary_bytes,
+        "compute_dtypes": compute_dtypes(model),
+    }
+
+
+def uses_xla() -> bool:
+    """Whether the demo compiles with XLA: on JAX, as anywhere.
+
+    On TensorFlow it does not: on CPUs with 16-bit matrix instructions graph mode uses them, XLA does not.
+    """
+    return keras.backend.backend() == "jax"
+
+
+def compute_dtypes(model) -> dict:
+    """Returns the path of each layer with the dtype it computes in, to see what a policy's rules kept in float32."""
+    return {layer.path: layer.compute_dtype for layer in model.layers}
+
+
+def _optimizer(task, data_set, epochs: int):
+    steps = task.steps(data_set, epochs)
+    warm_up_steps = steps // 10
+    return keras.optimizers.Adam(
+        keras.optimizers.schedules.CosineDecay(
+            initial_learning_rate=task.learning_rate / 10,
+            decay_steps=max(steps - warm_up_steps, 1),
+            warmup_target=task.learning_rate,
+            warmup_steps=warm_up_steps,
+            alpha=0.1,
+        )
+    )

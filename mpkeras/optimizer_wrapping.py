@@ -1,0 +1,32 @@
+"""Puts a `LossScaleOptimizer` around an optimizer that is already in use, its state kept."""
+
+import keras
+
+from mpkeras import _keras_private
+from mpkeras.loss_scaling import LossScale
+from mpkeras.optimizers import LossScaleOptimizer
+
+
+def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
+    """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
+
+    Args:
+        optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
+        rule: The rule of the result. The current scale and counters are carried over.
+    """
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if optimizer.loss_scale_factor is not None:
+            optimizer.loss_scale_factor = None
+        result = LossScaleOptimizer(optimizer, loss_scale=rule)
+        if optimizer.built:
+            result.build(_keras_private.optimizer_trainable_variables(optimizer))
+        return result
+    result = LossScaleOptimizer(optimizer.inner_optimizer, name=optimizer.name, loss_scale=rule)
+    if optimizer.built:
+        result.build(_keras_private.optimizer_trainable_variables(optimizer.inner_optimizer))
+        for name in ("step_counter", "dynamic_scale"):
+            getattr(result, name).assign(getattr(optimizer, name))
+    if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
+        for name in ("_skipped_steps", "_consecutive_skips", "_last_step_skipped"):
+            getattr(result, name).assign(getattr(optimizer, name))
+    return result

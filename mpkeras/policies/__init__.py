@@ -1,0 +1,43 @@
+"""Precision policies: which dtypes, which layers stay in float32, how the loss is scaled."""
+
+from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules, describe_rules
+from mpkeras.policies.kernels import missing_kernel_rules
+from mpkeras.policies.policy import Policy
+from mpkeras.policies.registry import (
+    get_policy,
+    global_policy,
+    install_from_environment,
+    policy_scope,
+    register_policy,
+    registered_policies,
+    set_global_policy,
+)
+from mpkeras.policies.rules import (
+    AppliedRule,
+    apply_rules,
+    layer_policy,
+    layers_to_keep,
+    set_layer_policy,
+    undo_rules,
+)
+
+__all__ = [
+    "DEFAULT_RULES",
+    "AppliedRule",
+    "Policy",
+    "apply_rules",
+    "default_rules",
+    "describe_rules",
+    "get_policy",
+    "global_policy",
+    "install_from_environment",
+    "layer_policy",
+    "layers_to_keep",
+    "missing_kernel_rules",
+    "policy_scope",
+    "register_policy",
+    "registered_policies",
+    "set_global_policy",
+    "set_layer_policy",
+    "undo_rules",
+]

@@ -1,0 +1,20 @@
+"""The accelerators that torch sees."""
+
+import torch
+
+from mpkeras.policies.auto import Device
+
+
+def accelerators() -> list[Device]:
+    """Returns GPUs."""
+    if torch.cuda.is_available():
+        return [_describe(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        return [Device("gpu", "Apple GPU")]
+    return []
+
+
+def _describe(properties) -> Device:
+    if torch.version.hip:
+        return Device("gpu", properties.name, architecture=properties.gcnArchName)
+    return Device("gpu", properties.name, compute_capability=(properties.major, properties.minor))

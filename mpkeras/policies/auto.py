@@ -1,0 +1,130 @@
+"""What `mixed_auto` stands for: the 16-bit dtype that the devices compute natively, or float32."""
+
+import dataclasses
+import importlib
+import logging
+import re
+from pathlib import Path
+
+import keras
+
+logger = logging.getLogger("mpkeras")
+
+_CPU_BFLOAT16 = ("amx_bf16", "avx512_bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What is known of one device.
+
+    Args:
+        kind: `"tpu"`, `"gpu"` or `"cpu"`.
+        name: What the vendor calls it, for people to read.
+        compute_capability: Of an NVIDIA GPU, such as `(8, 0)`.
+        architecture: Of an AMD GPU, such as `"gfx90a"`.
+        instruction_sets: Of a CPU, the flags of `/proc/cpuinfo`.
+    """
+
+    kind: str
+    name: str = ""
+    compute_capability: tuple[int, int] | None = None
+    architecture: str | None = None
+    instruction_sets: frozenset[str] = frozenset()
+
+
+def choose(devices, backend: str) -> tuple[str, str]:
+    """Returns the policy that suits `devices`, and why.
+
+    bfloat16 where it is native: it has float32's range and needs no loss scaling. Otherwise float16 where that is native,
+    with loss scaling; otherwise float32. Of several devices the least able one decides, as all compute the same model.
+
+    Args:
+        devices: `Device` objects. Accelerators hide the CPU, as Keras computes on them.
+        backend: `"tensorflow"`, `"jax"` or `"torch"`.
+
+    Returns:
+        `(policy_name, reason)`; the name is `"mixed_bfloat16"`, `"mixed_float16"` or `"float32"`.
+    """
+    for kind in ("tpu", "gpu"):
+        choices = [_choose_one(device) for device in devices if device.kind == kind]
+        if choices:
+            order = ("float32", "mixed_float16", "mixed_bfloat16")
+            return min(choices, key=lambda choice: order.index(choice[0]))
+    return _choose_cpu([device for device in devices if device.kind == "cpu"], backend)
+
+
+def resolve() -> tuple[str, str]:
+    """Returns `choose(...)` for the devices of this process, and logs it. Initializes the backend's devices."""
+    backend = keras.backend.backend()
+    name, reason = choose(probe(backend), backend)
+    logger.info("mixed_auto is %s on the %s backend: %s.", name, backend, reason)
+    return name, reason
+
+
+def probe(backend: str) -> list[Device]:
+    """Returns the devices that `backend` computes on."""
+    if backend in ("tensorflow", "jax", "torch"):
+        # Imported here: only the active backend may be, and only once its devices are asked for.
+        accelerators = importlib.import_module(f"mpkeras.policies._{backend}").accelerators()
+        if accelerators:
+            return accelerators
+    return [Device("cpu", "CPU", instruction_sets=cpu_instruction_sets())]
+
+
+def cpu_instruction_sets(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
+    """Returns the CPU's flags as Linux names them; an empty set where there is no such file."""
+    try:
+        text = Path(cpuinfo).read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    # "Features" on ARM.
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()
+
+
+def parse_capability(text) -> tuple[int, int] | None:
+    """Returns `(major, minor)` of a compute capability such as `"8.0"`, or `None` for anything else."""
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(text))
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _choose_one(device: Device) -> tuple[str, str]:
+    if device.kind == "tpu":
+        return "mixed_bfloat16", f"{device.name or 'TPU'} multiplies matrices in bfloat16"
+    if device.compute_capability is not None:
+        return _choose_nvidia(device)
+    if device.architecture is not None:
+        return _choose_amd(device)
+    return "float32", f"nothing is known of what {device.name or 'this GPU'} does natively in 16 bits"
+
+
+def _choose_nvidia(device: Device) -> tuple[str, str]:
+    major, minor = device.compute_capability
+    about = f"{device.name or 'NVIDIA GPU'} (compute capability {major}.{minor})"
+    if major >= 8:
+        return "mixed_bfloat16", f"{about} has bfloat16 tensor cores"
+    if major == 7:
+        return "mixed_float16", f"{about} is fast in float16 and has no bfloat16; the loss is scaled"
+    return "float32", f"{about} is older than 7.0, where fast float16 begins"
+
+
+def _choose_amd(device: Device) -> tuple[str, str]:
+    # ROCm may append features: "gfx90a:sramecc+:xnack-".
+    architecture = device.architecture.split(":")[0]
+    about = f"{device.name or 'AMD GPU'} ({architecture})"
+    # Matrix cores since MI100 (gfx908, gfx90a, gfx94x, gfx95x), WMMA since RDNA3 (gfx11xx).
+    if re.fullmatch(r"gfx(908|90a|9[45]\w|1[12]\w\w)", architecture):
+        return "mixed_bfloat16", f"{about} multiplies matrices in bfloat16"
+    # Packed float16 arithmetic: Vega and RDNA.
+    if re.fullmatch(r"gfx(90\w|10\w\w)", architecture):
+        return "mixed_float16", f"{about} is fast in float16 and has no native bfloat16; the loss is scaled"
+    return "float32", f"nothing is known of what {about} does natively in 16 bits"
+
+
+def _choose_cpu(devices, backend: str) -> tuple[str, str]:
+    if backend != "tensorflow":
+        return "float32", f"on a CPU, {backend} gains nothing dependable from 16 bits"
+    for name in _CPU_BFLOAT16:
+        if devices and all(name in device.instruction_sets for device in devices):
+            return "mixed_bfloat16", f"the CPU has {name}, which TensorFlow uses"
+    return "float32", f"the CPU has neither {' nor '.join(_CPU_BFLOAT16)}"

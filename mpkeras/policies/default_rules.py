@@ -1,0 +1,114 @@
+"""The layers that stay in float32 by default, each with the number that says why.
+
+Measured with Keras 3.15 on TensorFlow, JAX and torch (CPU): each layer under `mixed_float16` and
+`mixed_bfloat16` against itself in float32, on inputs of 0, ±300, ±1e5, standard normal numbers and pixels in
+[0, 255]. Where the backends differ, the worst is given.
+"""
+
+_PIXELS = (
+    "pixels in [0, 255] move by up to {bfloat16} in bfloat16 and {float16} in float16; inputs of 1e5 (16-bit images, "
+    "sensor data) leave float16 as inf or NaN"
+)
+_DRAWS = (
+    "draws other random numbers in 16 bits than in float32: with one seed, pixels in [0, 255] differ by up to "
+    "{difference}; inputs of 1e5 leave float16 as inf or NaN"
+)
+
+
+def _moves(float16: float, bfloat16: float) -> str:
+    return _PIXELS.format(float16=float16, bfloat16=bfloat16)
+
+
+def _draws(difference: int) -> str:
+    return _DRAWS.format(difference=difference)
+
+
+_AVERAGE = (
+    "the sum over the window overflows float16 (32x32 windows of 305: inf on TensorFlow and JAX), and JAX adds up "
+    "in bfloat16 (8x8 windows: 2.7% off, 32x32: 51%)"
+)
+_ADAPTIVE_AVERAGE = "JAX adds up in bfloat16: 1.4% off, and 314 instead of 305 over 64x64"
+
+# Rows of `(rule, reason)`. The first rule that matches a layer counts.
+DEFAULT_RULES = (
+    # Probability heads. The cast of 16-bit probabilities to float32 in the loss hides their logits from Keras.
+    ("Softmax", "probabilities of logits near 300 are off by 39% of the largest in bfloat16 and 5% in float16"),
+    (
+        "activation:softmax",
+        "for logits [20, 0] and label 1 the gradient of the crossentropy is [0, 0] instead of [1, -1] on TensorFlow",
+    ),
+    ("activation:log_softmax", "logits near 300: off by 37% of the largest in bfloat16 and 4% in float16"),
+    (
+        "activation:sigmoid",
+        "for logit 20 and label 0 the gradient of the binary crossentropy is 0 instead of 1 on TensorFlow",
+    ),
+    # Normalization.
+    ("BatchNormalization", "inputs of 1e5: NaN in float16; inputs of 300 ± 1: off by 31% in bfloat16, 4% in float16"),
+    ("LayerNormalization", "sums in float32 already, rounds its output once: 2.8e-3 in bfloat16, 3.5e-4 in float16"),
+    ("GroupNormalization", "sums in float32 already, rounds its output once: 2.6e-3 in bfloat16, 4.1e-4 in float16"),
+    ("RMSNormalization", "inputs of 1e5: NaN in float16; off by 6e-3 in bfloat16"),
+    ("UnitNormalization", "float16: zeros become NaN, and rows of 300 become 0 as their squares overflow"),
+    (
+        "SpectralNormalization",
+        "float16: NaN for kernels with a standard deviation of 1e-3 and of 300 (TensorFlow, JAX); "
+        "16 bits on torch: the kernel is not normalized at all",
+    ),
+    ("Dot", "with `normalize=True`, float16: zeros become NaN, and rows of 300 give 0 instead of 1"),
+    # Averages.
+    ("AveragePooling1D", _AVERAGE),
+    ("AveragePooling2D", _AVERAGE),
+    ("AveragePooling3D", _AVERAGE),
+    ("AdaptiveAveragePooling1D", _ADAPTIVE_AVERAGE),
+    ("AdaptiveAveragePooling2D", _ADAPTIVE_AVERAGE),
+    ("AdaptiveAveragePooling3D", _ADAPTIVE_AVERAGE),
+    ("GlobalAveragePooling1D", "with a mask, the sum overflows float16 (4096 steps of 305: inf)"),
+    # Regularizers.
+    ("ActivityRegularization", "float16: the penalty of 512 activations of 300 is inf instead of 14400"),
+    # Preprocessing: the data as it comes, not yet in a range that suits 16 bits.
+    ("Normalization", "a mean of 7e4 or a variance of 1e6 is inf in float16: NaN for every input"),
+    ("Rescaling", _moves(float16=0.2, bfloat16=3.6)),
+    ("Resizing", _moves(float16=0.2, bfloat16=1.6)),
+    ("CenterCrop", _moves(float16=0.1, bfloat16=0.5)),
+    ("AutoContrast", _moves(float16=0.2, bfloat16=2.0)),
+    ("Equalization", _moves(float16=4.1, bfloat16=7.9)),
+    ("Solarization", _moves(float16=0.1, bfloat16=0.7)),
+    ("MixUp", _moves(float16=0.2, bfloat16=1.5)),
+    ("RandomBrightness", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomColorDegeneration", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomColorJitter", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomCrop", _moves(float16=0.1, bfloat16=0.5)),
+    ("RandomFlip", _moves(float16=0.1, bfloat16=0.5)),
+    ("RandomGrayscale", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomHue", _moves(float16=0.1, bfloat16=1.5)),
+    ("RandomInvert", _moves(float16=0.1, bfloat16=0.7)),
+    ("RandomPosterization", _moves(float16=0.0, bfloat16=35.7)),
+    ("RandomRotation", _moves(float16=0.1, bfloat16=1.0)),
+    ("RandomSaturation", _moves(float16=0.1, bfloat16=1.5)),
+    ("RandomSharpness", _moves(float16=0.3, bfloat16=1.6)),
+    ("RandomTranslation", _moves(float16=0.1, bfloat16=0.9)),
+    ("RandomZoom", _moves(float16=0.1, bfloat16=0.9)),
+    ("CutMix", "bfloat16 raises on TensorFlow, float16 and bfloat16 on torch; on JAX another box is drawn"),
+    ("AugMix", _draws(92)),
+    ("RandAugment", _draws(176)),
+    ("RandomContrast", _draws(13)),
+    ("RandomElasticTransform", _draws(122)),
+    ("RandomErasing", _draws(255)),
+    ("RandomGaussianBlur", _draws(115)),
+    ("RandomPerspective", _draws(255)),
+    ("RandomShear", _draws(222)),
+    ("MelSpectrogram", "off by 0.29 dB in bfloat16, 0.03 dB in float16; samples of 1e5 leave float16 as NaN"),
+    ("STFTSpectrogram", "bfloat16 raises on every backend; float16 is off by 5e-3 of the largest"),
+)
+
+
+def default_rules() -> tuple[str, ...]:
+    """Returns the rules of `DEFAULT_RULES` without the reasons, as `Policy(keep_float32=...)` takes them."""
+    return tuple(rule for rule, _ in DEFAULT_RULES)
+
+
+def describe_rules() -> str:
+    """Returns the default rules with their reasons as a table in plain text."""
+    width = max(len(rule) for rule, _ in DEFAULT_RULES)
+    lines = [f"{'stays in float32':{width}}  because"]
+    lines.extend(f"{rule:{width}}  {reason}" for rule, reason in DEFAULT_RULES)
+    return "\n".join(lines)

@@ -1,0 +1,89 @@
+"""Which layers the active backend and device cannot compute in 16 bits, found out by trying the operation."""
+
+import functools
+
+import keras
+from keras import ops
+
+
+def _try_max_pool_3d(dtype):
+    _run(lambda x: ops.max_pool(x, pool_size=2, strides=2), ops.zeros((1, 2, 2, 2, 1), dtype))
+
+
+def _try_average_pool_3d(dtype):
+    _run(lambda x: ops.average_pool(x, pool_size=2, strides=2), ops.zeros((1, 2, 2, 2, 1), dtype))
+
+
+def _try_attention(dtype):
+    _run(lambda x: ops.dot_product_attention(x, x, x), ops.zeros((1, 2, 1, 2), dtype))
+
+
+def _try_gru(dtype):
+    # Keras' own GRU loop for JAX mixes float32 into a 16-bit state while it is traced (Keras 3.15).
+    if keras.backend.backend() == "jax":
+        from mpkeras.policies import _jax
+
+        _jax.trace_gru(dtype)
+
+
+def _run(function, tensor):
+    """Runs `function` as a training step would. JAX on CPU lacks float16 attention only where it compiles."""
+    if keras.backend.backend() == "jax":
+        from mpkeras.policies import _jax
+
+        _jax.run_compiled(function, tensor)
+    else:
+        function(tensor)
+
+
+# Layer class, the operation it rests on. Other layers were tried once on every backend and need no entry.
+_TRIALS = {
+    "MaxPooling3D": _try_max_pool_3d,
+    "AdaptiveMaxPooling3D": _try_max_pool_3d,
+    "AveragePooling3D": _try_average_pool_3d,
+    "AdaptiveAveragePooling3D": _try_average_pool_3d,
+    "MultiHeadAttention": _try_attention,
+    "GroupedQueryAttention": _try_attention,
+    "GRU": _try_gru,
+}
+
+
+def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str], ...]:
+    """Returns `(rule, reason)` for the layers that raise in `compute_dtype` on the active backend and device.
+
+    Nothing is assumed from names or versions: the operation is run once on a few zeros, and the answer is kept for the
+    life of the process. TensorFlow on CPU has no float16 3-D pooling, JAX on CPU no float16 attention, torch on CPU no
+    16-bit 3-D average pooling.
+
+    Args:
+        compute_dtype: `"float16"` or `"bfloat16"`; other dtypes have every kernel.
+        among: Layer class names to look at; `None` for all that are known to lack a kernel somewhere.
+    """
+    if compute_dtype not in ("float16", "bfloat16"):
+        return ()
+    rows = []
+    for name, trial in _TRIALS.items():
+        if among is not None and name not in among:
+            continue
+        error = _error(trial, compute_dtype, keras.backend.backend())
+        if error is not None:
+            rows.append((name, f"no {compute_dtype} kernel in {keras.backend.backend()} on this device: {error}"))
+    return tuple(rows)
+
+
+@functools.cache
+def _error(trial, compute_dtype: str, backend: str) -> str | None:
+    """Returns the first line of what `trial` raised in `compute_dtype`; `None` if it works, or fails in float32."""
+    del backend  # Part of the key.
+    try:
+        trial(compute_dtype)
+    except Exception as error:  # Each backend has exceptions of its own for a missing kernel.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        message = (lines[0] if lines else type(error).__name__)[:200]
+    else:
+        return None
+    try:
+        trial("float32")
+    except Exception:
+        return None  # Float32 is no remedy: the operation itself is at fault.
+    return message

@@ -1,0 +1,332 @@
+"""`Policy`: everything about a model's precision, in one immutable object."""
+
+import dataclasses
+import difflib
+
+import keras
+
+from mpkeras import loss_scaling
+from mpkeras.policies import rules
+from mpkeras.policies.default_rules import default_rules
+
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
+
+# Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked for.
+# It is here because `Policy(name)` starts from the registered settings.
+REGISTERED = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    name: str
+    compute_dtype: str
+    variable_dtype: str
+    keep_float32: tuple
+    loss_scale: loss_scaling.LossScale | None
+    reason: str | None = dataclasses.field(default=None, compare=False)
+
+
+@keras.saving.register_keras_serializable(package="mpkeras")
+class Policy(keras.DTypePolicy):
+    """The dtypes of a model, the layers that stay in float32, and how its loss is scaled.
+
+    A `Policy` is a `keras.DTypePolicy`: pass it as the `dtype` of any layer, or make it global with
+    `mpkeras.set_global_policy`. It never changes; two policies with the same settings are equal.
+
+    Args:
+        name: A registered name, whose settings are the defaults of the other arguments, or a new one. The
+            names that Keras knows (`"float32"`, `"mixed_float16"`, ...) always stand for Keras' dtypes.
+        compute_dtype: Dtype of the arithmetic: `"float16"`, `"bfloat16"`, `"float32"` or `"float64"`.
+            A new name needs it.
+        variable_dtype: Dtype of the weights, from the same list. A new name needs it.
+        keep_float32: Rules for the layers that stay in float32: each a layer class name (`"Softmax"`),
+            `"activation:softmax"` or `"path:REGEX"`. `None`: the registered rules, and for a new name
+            `mpkeras.policies.default_rules()` if `compute_dtype` has 16 bits, none otherwise.
+        loss_scale: `"dynamic"`, a number (fixed), a `LossScale`, or `None` for no scaling. `"auto"`: the
+            registered setting, and for a new name `"dynamic"` if `compute_dtype` is `"float16"` (its
+            smallest normal number is 6.1e-5, many gradients are smaller), `None` otherwise.
+
+    Raises:
+        ValueError: If the name is unknown and a dtype is missing, if a dtype is not in the list, if a name
+            that Keras knows is given other dtypes, or if a rule cannot be read.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+
+    ```python
+    policy = mpkeras.Policy("mixed_float16", loss_scale=1024.0)
+    policy = mpkeras.Policy(
+        "my_policy", compute_dtype="bfloat16", variable_dtype="float32",
+        keep_float32=(*mpkeras.policies.default_rules(), "path:head"),
+    )
+    ```
+    """
+
+    def __init__(self, name, *, compute_dtype=None, variable_dtype=None, keep_float32=None, loss_scale="auto"):
+        # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
+        base = _find_settings(name, has_dtypes=compute_dtype is not None and variable_dtype is not None)
+        compute_dtype = _check_dtype("compute_dtype", compute_dtype or base.compute_dtype)
+        variable_dtype = _check_dtype("variable_dtype", variable_dtype or base.variable_dtype)
+        _check_keras_name(name, compute_dtype, variable_dtype)
+        # Rules and scale of a registered policy were chosen for its compute dtype.
+        inherits = base is not None and base.compute_dtype == compute_dtype
+        if keep_float32 is None:
+            keep_float32 = base.keep_float32 if inherits else _default_rules(compute_dtype)
+        if isinstance(loss_scale, str) and loss_scale == "auto":
+            loss_scale = base.loss_scale if inherits else ("dynamic" if compute_dtype == "float16" else None)
+        self._settings = _Settings(
+            name=name,
+            compute_dtype=compute_dtype,
+            variable_dtype=variable_dtype,
+            keep_float32=rules.validate(keep_float32),
+            loss_scale=loss_scaling.resolve(loss_scale),
+            reason=base.reason if inherits else None,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of this policy."""
+        return self._settings.name
+
+    @property
+    def _name(self):
+        return self._settings.name
+
+    @_name.setter
+    def _name(self, value):
+        # `DTypePolicyMap.get_config` writes None into the `_name` of its values. A policy never changes,
+        # and its config carries both dtypes, so it does not need the global policy to be reloaded.
+        del value
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of the arithmetic."""
+        return self._settings.compute_dtype
+
+    @property
+    def variable_dtype(self) -> str:
+        """The dtype of the weights."""
+        return self._settings.variable_dtype
+
+    @property
+    def quantization_mode(self) -> None:
+        """Always `None`: Keras' own policies describe quantized layers."""
+        return None
+
+    @property
+    def keep_float32(self) -> tuple[str, ...]:
+        """The rules for the layers that stay in float32."""
+        return self._settings.keep_float32
+
+    @property
+    def loss_scale(self) -> loss_scaling.LossScale | None:
+        """How the loss is scaled; `None` if it is not."""
+        return self._settings.loss_scale
+
+    @property
+    def reason(self) -> str | None:
+        """Why `mixed_auto` chose these dtypes; `None` for other policies."""
+        return self._settings.reason
+
+    def keeps_float32(self, layer) -> str | None:
+        """Returns the first rule that keeps `layer` in float32, or `None`."""
+        return rules.first_match(self.keep_float32, layer)
+
+    def stock(self) -> keras.DTypePolicy | None:
+        """Returns a stock Keras policy with the same dtypes, or `None` if there is none."""
+        name = stock_name(self.compute_dtype, self.variable_dtype)
+        return None if name is None else keras.DTypePolicy(name)
+
+    def renamed(self, name: str, reason: str | None = None) -> "Policy":
+        """Returns a policy with the same settings under another name.
+
+        Args:
+            name: A name that Keras does not know, or one that stands for these dtypes.
+            reason: Why the policy was chosen; see `reason`.
+        """
+        _check_keras_name(name, self.compute_dtype, self.variable_dtype)
+        return Policy._from_settings(dataclasses.replace(self._settings, name=name, reason=reason))
+
+    def get_config(self) -> dict:
+        # Everything is written out: reloading depends neither on the registry nor on the machine.
+        config = {
+            "name": self.name,
+            "compute_dtype": self.compute_dtype,
+            "variable_dtype": self.variable_dtype,
+            "keep_float32": list(self.keep_float32),
+            "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
+        }
+        if self.reason is not None:
+            config["reason"] = self.reason
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict):
+        settings = _Settings(
+            name=config["name"],
+            compute_dtype=_check_dtype("compute_dtype", config["compute_dtype"]),
+            variable_dtype=_check_dtype("variable_dtype", config["variable_dtype"]),
+            keep_float32=rules.validate(config["keep_float32"]),
+            loss_scale=loss_scaling.resolve(config["loss_scale"]),
+            reason=config.get("reason"),
+        )
+        _check_keras_name(settings.name, settings.compute_dtype, settings.variable_dtype)
+        # Keras gives a reloaded layer the *name* of its policy, unless that is a `DTypePolicyMap`. A name of
+        # our own means nothing to Keras, and the layer could not be reloaded.
+        if cls is Policy and _keras_dtypes(settings.name) is None:
+            return LayerPolicy._from_settings(settings)
+        return cls._from_settings(settings)
+
+    @classmethod
+    def _from_settings(cls, settings: _Settings):
+        policy = cls.__new__(cls)
+        policy._settings = settings
+        return policy
+
+    def __eq__(self, other):
+        return isinstance(other, Policy) and self._key() == other._key()
+
+    def __hash__(self):
+        # Not the loss scale: a rule of the user's own may not be hashable.
+        return hash((self.name, self.compute_dtype, self.variable_dtype, self.keep_float32))
+
+    def _key(self):
+        return self._settings, ()
+
+    def __repr__(self):
+        return (
+            f'<Policy "{self.name}": compute_dtype={self.compute_dtype}, variable_dtype={self.variable_dtype}, '
+            f"{len(self.keep_float32)} float32 rules, loss_scale={self.loss_scale}>"
+        )
+
+
+@keras.saving.register_keras_serializable(package="mpkeras")
+class LayerPolicy(Policy, keras.dtype_policies.DTypePolicyMap):
+    """A reloaded `Policy` with a name of its own, in the one form that a reloaded Keras layer keeps.
+
+    It equals the `Policy` it was saved as. As with any `DTypePolicyMap`, `layer.dtype_policy = ...` on the
+    built layer adds an entry for `layer.path`.
+    """
+
+    @classmethod
+    def _from_settings(cls, settings: _Settings, policy_map: dict | None = None):
+        policy = super()._from_settings(settings)
+        policy._policy_map = dict(policy_map or {})
+        return policy
+
+    @property
+    def default_policy(self) -> Policy:
+        """The policy of every layer without an entry."""
+        return Policy._from_settings(self._settings)
+
+    def get_config(self) -> dict:
+        config = super().get_config()
+        if self._policy_map:
+            config["policy_map"] = keras.saving.serialize_keras_object(self._policy_map)
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict):
+        policy = Policy.from_config(config)
+        entries = keras.saving.deserialize_keras_object(config.get("policy_map", {}))
+        return cls._from_settings(policy._settings, entries)
+
+    def _key(self):
+        return self._settings, tuple(sorted((path, repr(policy)) for path, policy in self._policy_map.items()))
+
+    # `MutableMapping` would make it unhashable, false when it has no entries, and print as a map.
+    __eq__ = Policy.__eq__
+    __hash__ = Policy.__hash__
+    __repr__ = Policy.__repr__
+
+    def __bool__(self):
+        return True
+
+
+def stock_name(compute_dtype: str, variable_dtype: str) -> str | None:
+    """Returns the name of the Keras policy with these dtypes, or `None` if there is none."""
+    if compute_dtype == variable_dtype:
+        return compute_dtype
+    if variable_dtype == "float32" and compute_dtype in SIXTEEN_BIT_DTYPES:
+        return f"mixed_{compute_dtype}"
+    return None
+
+
+def registered(name: str) -> Policy:
+    """Returns the policy registered as `name`.
+
+    Raises:
+        ValueError: If there is none. The message suggests the nearest known name.
+    """
+    if name not in REGISTERED:
+        raise ValueError(_unknown_name(name))
+    policy = REGISTERED[name]
+    if not isinstance(policy, Policy):
+        policy = REGISTERED[name] = policy()
+    return policy
+
+
+def _find_settings(name, has_dtypes: bool) -> _Settings | None:
+    """Returns the settings registered as `name`, or `None` if it is new and `has_dtypes`."""
+    if not isinstance(name, str):
+        raise TypeError(
+            "Expected `name` to be a string. Received: "
+            f"name={name!r} (of type {type(name).__name__}). Use a name such as 'mixed_float16'."
+        )
+    if not name:
+        raise ValueError("Expected a `name` that is not empty. Received: name=''. Use 'mixed_float16', or one of yours.")
+    if name not in REGISTERED and has_dtypes and not name.startswith("mixed_float8"):
+        return None
+    return registered(name)._settings
+
+
+def _unknown_name(name: str) -> str:
+    if name.startswith(("mixed_float8", "float8")):
+        return (
+            "Keras has no mixed precision policy for float8, as its scales belong to each layer. Received: "
+            f"name={name!r}. Build the model under 'mixed_bfloat16', then call `model.quantize('float8')`."
+        )
+    near = difflib.get_close_matches(name, REGISTERED, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return (
+        "Expected the name of a registered policy, or both `compute_dtype` and `variable_dtype` for a new one. "
+        f"Received: name={name!r}. {hint}Registered: {', '.join(sorted(REGISTERED))}."
+    )
+
+
+def _check_dtype(argument: str, dtype) -> str:
+    try:
+        name = keras.backend.standardize_dtype(dtype)
+    except (ValueError, TypeError):
+        name = None
+    if name not in FLOAT_DTYPES:
+        raise ValueError(
+            f"Expected `{argument}` to be one of {', '.join(FLOAT_DTYPES)}. Received: {argument}={dtype!r}. "
+            "For float8 and integers build the model first, then call `model.quantize`."
+        )
+    return name
+
+
+def _check_keras_name(name: str, compute_dtype: str, variable_dtype: str):
+    """Raises `ValueError` if `name` stands for other dtypes in Keras: a reloaded layer gets those."""
+    dtypes = _keras_dtypes(name)
+    if dtypes is not None and dtypes != (compute_dtype, variable_dtype):
+        raise ValueError(
+            f"The policy name {name!r} stands for compute_dtype={dtypes[0]!r}, variable_dtype={dtypes[1]!r} in "
+            f"Keras. Received: compute_dtype={compute_dtype!r}, variable_dtype={variable_dtype!r}. "
+            "Give the policy a name of its own."
+        )
+
+
+def _keras_dtypes(name: str) -> tuple[str, str] | None:
+    """Returns the compute and variable dtype that `name` has in Keras, or `None`."""
+    try:
+        policy = keras.DTypePolicy(name)
+    except ValueError:
+        return None
+    return policy.compute_dtype, policy.variable_dtype
+
+
+def _default_rules(compute_dtype: str) -> tuple[str, ...]:
+    return default_rules() if compute_dtype in SIXTEEN_BIT_DTYPES else ()

@@ -1,0 +1,98 @@
+"""TensorFlow's guarded train step."""
+
+import keras
+import tensorflow as tf
+
+from mpkeras._tensorflow import in_xla
+
+
+def check_jit_compile(model, jit_compile):
+    """Raises `ValueError` where XLA and the model's distribution strategy do not work together."""
+    strategy = model.distribute_strategy
+    if jit_compile and strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            "Expected `jit_compile` to be False or None under a `tf.distribute` strategy with several "
+            f"replicas, where Keras' XLA step fails. Received: jit_compile=True with "
+            f"{type(strategy).__name__} on {strategy.num_replicas_in_sync} replicas. "
+            "Leave XLA off, or train on one replica."
+        )
+
+
+def variable_scope(model):
+    """The scope in which variables of the model's optimizers are made: on every replica."""
+    return model.distribute_strategy.scope()
+
+
+def step_without_trace(model, optimizers, train_step, data):
+    """Runs `train_step(data)`; where every update of it was skipped, puts all other state back.
+
+    A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
+    fed 1e25) keeps its old value, too.
+    """
+    non_trainable = [variable.value for variable in model.non_trainable_variables]
+    metrics = [variable.value for variable in model.metrics_variables]
+    # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
+    old_values = [tf.identity(variable) for variable in non_trainable + metrics]
+    before = [_counters(optimizer) for optimizer in optimizers]
+    logs = train_step(data)
+    after = [_counters(optimizer) for optimizer in optimizers]
+    any_skipped = tf.reduce_any([new[0] > old[0] for new, old in zip(after, before, strict=True)])
+    any_applied = tf.reduce_any([new[1] > old[1] for new, old in zip(after, before, strict=True)])
+    step_is_skipped = tf.logical_and(any_skipped, tf.logical_not(any_applied))
+
+    old_non_trainable = old_values[: len(non_trainable)]
+    old_metrics = old_values[len(non_trainable) :]
+    floats = [variable for variable in non_trainable if variable.dtype.is_floating]
+    total = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float32)) for v in floats]) if floats else tf.zeros(())
+    needs_restoring = tf.logical_or(any_skipped, tf.logical_not(tf.math.is_finite(total)))
+
+    def restore():
+        _restore(non_trainable, old_non_trainable, step_is_skipped, True)
+        # A metric may be infinite in its own right; only a skip makes its value a trace.
+        _restore(metrics, old_metrics, step_is_skipped, any_skipped)
+        return tf.constant(True)
+
+    if in_xla():
+        restore()
+    else:
+        tf.cond(needs_restoring, restore, lambda: tf.constant(False))
+    return _logs_without_trace(model, logs, step_is_skipped)
+
+
+def _counters(optimizer):
+    """Returns the skipped and the applied steps so far, integer scalars of shape `()`."""
+    applied = optimizer.inner_optimizer.variables[0]
+    return tf.identity(optimizer.skipped_steps.value), tf.identity(applied.value)
+
+
+def _restore(variables, old_values, step_is_skipped, non_finite_too):
+    for variable, old in zip(variables, old_values, strict=True):
+        takes_old = step_is_skipped
+        if variable.dtype.is_floating:
+            became_non_finite = tf.logical_and(_is_finite(old), tf.logical_not(_is_finite(variable)))
+            takes_old = tf.logical_or(takes_old, tf.logical_and(became_non_finite, non_finite_too))
+        variable.assign(tf.where(takes_old, old, variable))
+
+
+def _is_finite(values):
+    return tf.math.is_finite(tf.reduce_sum(tf.cast(values, tf.float32)))
+
+
+def _logs_without_trace(model, logs, step_is_skipped):
+    metric_logs = model.get_metrics_result()
+    if not isinstance(logs, dict) or set(logs) != set(metric_logs):
+        return logs
+    return keras.tree.map_structure(
+        lambda clean, value: tf.where(step_is_skipped, tf.cast(clean, value.dtype), value)
+        if tf.is_tensor(value)
+        else value,
+        metric_logs,
+        logs,
+    )
+
+
+def with_logs(optimizers, logs, names):
+    if not isinstance(logs, dict):
+        return logs
+    values = (optimizers[0].loss_scale, sum(tf.identity(o.skipped_steps.value) for o in optimizers))
+    return {**logs, **dict(zip(names, values, strict=True))}

@@ -1,0 +1,74 @@
+"""torch's guarded train step."""
+
+import contextlib
+
+import torch
+
+
+def check_jit_compile(model, jit_compile):
+    """torch compiles what it can and runs the rest: nothing to refuse."""
+    del model, jit_compile
+
+
+def variable_scope(model):
+    """Variables belong to no scope here."""
+    del model
+    return contextlib.nullcontext()
+
+
+def step_without_trace(model, optimizers, train_step, data):
+    """Runs `train_step(data)`; where every update of it was skipped, puts all other state back.
+
+    A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
+    fed 1e25) keeps its old value, too.
+    """
+    non_trainable = [variable.value for variable in model.non_trainable_variables]
+    metrics = [variable.value for variable in model.metrics_variables]
+    # Copies: torch assigns in place.
+    with torch.no_grad():
+        old_non_trainable = [value.clone() for value in non_trainable]
+        old_metrics = [value.clone() for value in metrics]
+    before = [_counters(optimizer) for optimizer in optimizers]
+    logs = train_step(data)
+    after = [_counters(optimizer) for optimizer in optimizers]
+    any_skipped = any(new[0] > old[0] for new, old in zip(after, before, strict=True))
+    any_applied = any(new[1] > old[1] for new, old in zip(after, before, strict=True))
+    step_is_skipped = any_skipped and not any_applied
+    with torch.no_grad():
+        _restore(non_trainable, old_non_trainable, step_is_skipped, True)
+        _restore(metrics, old_metrics, step_is_skipped, any_skipped)
+    if step_is_skipped:
+        metric_logs = model.get_metrics_result()
+        if isinstance(logs, dict) and set(logs) == set(metric_logs):
+            return metric_logs
+    return logs
+
+
+def _counters(optimizer):
+    applied = optimizer.inner_optimizer.variables[0]
+    return int(optimizer.skipped_steps.value), int(applied.value)
+
+
+def _restore(values, old_values, step_is_skipped, non_finite_too):
+    if step_is_skipped:
+        for value, old in zip(values, old_values, strict=True):
+            value.copy_(old)
+        return
+    floats = [pair for pair in zip(values, old_values, strict=True) if pair[0].is_floating_point()]
+    # One sum over all of them decides whether a closer look is needed.
+    if not non_finite_too or not floats or _is_finite([value for value, _ in floats]):
+        return
+    for value, old in floats:
+        if _is_finite([old]) and not _is_finite([value]):
+            value.copy_(old)
+
+
+def _is_finite(values) -> bool:
+    return bool(torch.isfinite(torch.stack([value.sum(dtype=torch.float32) for value in values]).sum()))
+
+
+def with_logs(optimizers, logs, names):
+    if not isinstance(logs, dict):
+        return logs
+    values = (float(optimizers[0].loss_scale), sum(int(o.skipped_steps.value) for o in optimizers))
+    return {**logs, **dict(zip(names, values, strict=True))}

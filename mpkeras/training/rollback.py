@@ -1,0 +1,105 @@
+"""The guard around a model's `train_step`: a skipped step leaves no trace in any variable."""
+
+import contextlib
+import functools
+import warnings
+
+import keras
+
+from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.step_notes import step_notes
+
+if keras.backend.backend() == "tensorflow":
+    from mpkeras.training import _tensorflow as _backend
+elif keras.backend.backend() == "jax":
+    from mpkeras.training import _jax as _backend
+else:
+    from mpkeras.training import _torch as _backend
+
+LOG_NAMES = ("loss_scale", "skipped_steps")
+
+
+def find_optimizers(model) -> dict:
+    """Returns the Keras optimizers that are attributes of `model`, by attribute name.
+
+    `optimizer` comes first; models with several (a GAN's two) keep them under names of their own.
+    """
+    found = {}
+    if getattr(model, "optimizer", None) is not None:
+        found["optimizer"] = model.optimizer
+    for name, value in vars(model).items():
+        if isinstance(value, keras.optimizers.Optimizer) and name not in found:
+            found[name] = value
+    return found
+
+
+def install(model, *, rollback: bool, add_logs: bool):
+    """Puts the guard around the train step that `model` has now; a guard already there is replaced."""
+    uninstall(model)
+    own_train_step = vars(model).get("train_step")
+    train_step = model.train_step
+
+    @functools.wraps(train_step)
+    def guarded_train_step(*args):
+        optimizers = _scaling_optimizers(model)
+        if rollback and optimizers:
+            step = functools.partial(_backend.step_without_trace, model, optimizers, train_step)
+        else:
+            step = train_step
+        with _guarded_step(optimizers):
+            result = step(*args)
+        if add_logs and optimizers:
+            result = _backend.with_logs(optimizers, result, LOG_NAMES)
+        return result
+
+    guarded_train_step.mpkeras_own_train_step = own_train_step
+    model.train_step = guarded_train_step
+    # A train function built earlier holds the step as it was.
+    model.train_function = None
+
+
+def uninstall(model):
+    """Puts the train step back as it was before `install`; does nothing where there is no guard."""
+    guarded = vars(model).get("train_step")
+    if not hasattr(guarded, "mpkeras_own_train_step"):
+        return
+    if guarded.mpkeras_own_train_step is None:
+        del model.train_step
+    else:
+        model.train_step = guarded.mpkeras_own_train_step
+    model.train_function = None
+
+
+def _scaling_optimizers(model) -> list:
+    """Returns the model's optimizers that check for finite steps, each once."""
+    optimizers = find_optimizers(model).values()
+    checking = list({id(o): o for o in optimizers if isinstance(o, LossScaleOptimizer)}.values())
+    if not checking:
+        warnings.warn(
+            f"The train step of model '{model.name}' is guarded, but none of its optimizers is a "
+            "`mpkeras.LossScaleOptimizer` any more, so no step is checked. After `compile`, call "
+            "`mpkeras.prepare(model)` again.",
+            stacklevel=3,
+        )
+    return checking
+
+
+@contextlib.contextmanager
+def _guarded_step(optimizers):
+    """Tells the optimizers where a step begins and ends."""
+    for optimizer in optimizers:
+        notes = step_notes(optimizer)
+        notes.in_guarded_step = True
+        notes.loss_was_scaled = False
+        notes.grads_are_unscaled = False
+        notes.loss_flags = []
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            step_notes(optimizer).in_guarded_step = False
+
+
+def is_complete_metric_log(logs, metric_logs) -> bool:
+    """Whether the step's logs are the model's metric results, as Keras itself decides at an epoch's end."""
+    return isinstance(logs, dict) and set(logs) == set(metric_logs)

@@ -1,0 +1,47 @@
+"""Runs optimizer steps in every compilation mode of the active backend, for the tests."""
+
+import keras
+import numpy as np
+
+MODES = {
+    "tensorflow": ["eager", "graph", "xla"],
+    "jax": ["eager", "jit"],
+    "torch": ["eager"],
+}[keras.backend.backend()]
+
+
+def applier(optimizer, variables, mode):
+    """Returns a function that takes NumPy gradients and applies them to `variables` in `mode`."""
+    if mode in ("graph", "xla"):
+        import tensorflow as tf
+
+        optimizer.build(variables)
+
+        @tf.function(jit_compile=mode == "xla")
+        def step(grads):
+            optimizer.apply(grads, variables)
+
+        return lambda grads: step([tf.constant(g) for g in grads])
+    if mode == "jit":
+        import jax
+
+        optimizer.build(variables)
+        step = jax.jit(optimizer.stateless_apply)
+
+        def apply(grads):
+            new_variables, new_state = step(
+                [v.value for v in optimizer.variables], grads, [v.value for v in variables]
+            )
+            for variable, value in zip(variables, new_variables, strict=True):
+                variable.assign(value)
+            for variable, value in zip(optimizer.variables, new_state, strict=True):
+                variable.assign(value)
+
+        return apply
+
+    return lambda grads: optimizer.apply([keras.ops.convert_to_tensor(g) for g in grads], variables)
+
+
+def snapshot(variables):
+    """Returns the bytes of each variable: equal only when equal bit for bit, the sign of zero included."""
+    return [np.asarray(keras.ops.convert_to_numpy(v.value)).tobytes() for v in variables]

@@ -1,0 +1,79 @@
+"""The package's metadata: one version, the extras, the console script, and what an import may cost."""
+
+import configparser
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+import mpkeras
+from mpkeras import _version
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def config():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+def test_version_is_written_in_one_place(config):
+    assert config["metadata"]["version"] == "attr: mpkeras._version.__version__"
+    assert mpkeras.__version__ == _version.__version__
+    pattern = re.compile(rf"""__version__\s*=\s*["']{re.escape(_version.__version__)}""")
+    written = [
+        path.name
+        for path in (ROOT / "mpkeras").rglob("*.py")
+        if pattern.search(path.read_text(encoding="utf-8"))
+    ]
+    assert written == ["_version.py"]
+
+
+@pytest.fixture(scope="module")
+def distribution():
+    try:
+        return importlib.metadata.distribution("mpkeras")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("mpkeras is on the path but not installed: `pip install -e .`")
+
+
+def test_installed_metadata_agrees(distribution):
+    metadata = distribution.metadata
+    assert metadata["Version"] == _version.__version__
+    assert {"demo", "test", "jax", "torch", "notebooks"} <= set(metadata.get_all("Provides-Extra"))
+    assert metadata["Requires-Python"] == ">=3.10"
+
+
+def test_console_script_is_callable(distribution):
+    (script,) = distribution.entry_points.select(name="mpkeras")
+    assert script.value == "mpkeras.cli:main"
+    assert callable(script.load())
+
+
+def test_every_folder_of_the_package_is_installed(config):
+    """`packages = find:` passes over a folder without `__init__.py`, silently."""
+    assert config["options"]["packages"] == "find:"
+    folders = {path.parent for path in (ROOT / "mpkeras").rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+    assert (ROOT / "mpkeras" / "py.typed").exists()
+
+
+def test_changelog_has_this_version():
+    headings = re.findall(
+        r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert headings[0] == "Unreleased"
+    assert _version.__version__ in headings
+
+
+def test_keras_range_is_the_same_everywhere(config):
+    (requirement,) = [
+        line for line in config["options"]["install_requires"].split("\n") if line.startswith("keras")
+    ]
+    oldest = re.fullmatch(r"keras>=([\d.]+),<[\d.]+", requirement).group(1)
+    assert f"Keras {oldest}" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    # The CI's oldest run must test that very version, or the promise is empty.
+    assert re.search(rf"keras=={re.escape(oldest)}\b", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
