@@ -1,1 +1,39 @@
 """mpkeras: mixed precision for Keras 3 that cannot fail silently."""
+
+from mpkeras import callbacks, layers
+from mpkeras._version import __version__
+from mpkeras.layers import float32_island
+from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
+from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.policies import (
+    Policy,
+    get_policy,
+    global_policy,
+    install_from_environment,
+    policy_scope,
+    register_policy,
+    registered_policies,
+    set_global_policy,
+)
+from mpkeras.training.prepare import prepare
+
+__all__ = [
+    "DynamicLossScale",
+    "FixedLossScale",
+    "LossScale",
+    "LossScaleOptimizer",
+    "Policy",
+    "__version__",
+    "callbacks",
+    "float32_island",
+    "get_policy",
+    "global_policy",
+    "layers",
+    "policy_scope",
+    "prepare",
+    "register_policy",
+    "registered_policies",
+    "set_global_policy",
+]
+
+install_from_environment()

@@ -67,8 +67,9 @@ class MixedPrecision(keras.callbacks.Callback):
         )
 
     def on_train_begin(self, logs=None):
-        guard.install(self.model, rollback=self._rollback, add_logs=True)
-        self.model.make_train_function(force=True)
+        if self._optimizers():
+            guard.install(self.model, rollback=self._rollback, add_logs=True)
+            self.model.make_train_function(force=True)
 
     def on_train_end(self, logs=None):
         guard.uninstall(self.model)

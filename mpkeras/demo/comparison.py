@@ -33,33 +33,32 @@ class StepClock(keras.callbacks.Callback):
         self.step_times_ms.append(1e3 * (time.perf_counter() - self._start))
 
 
-def compare(tasks, policies, seeds: int, epochs=None, *, verbose=2, say=print) -> list:
+def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, verbose=2) -> list:
     """Returns one record for each task, seed and policy, in the order they were run.
 
-    For each seed all policies run in turn, each time another one first: a machine that gets slower or faster during
-    the comparison then does so for all of them.
+    For each seed all policies run in turn, each time another one first: when the machine slows down for a
+    while, it does so for all of them.
 
     Args:
         tasks: `Task`s.
-        policies: Names of policies, `"float32"` among them.
+        data_sets: The `DataSet` of each task.
+        policies: List of names, `"float32"` among them.
         seeds: Number of seeds; they are 0, 1, ... and drive initialization and shuffling.
         epochs: Epochs for every task; by default each task's own.
         verbose: As in `fit`.
-        say: Called with each line that tells how far it got.
     """
     records = []
-    for task in tasks:
-        data_set = task.load()
+    for task, data_set in zip(tasks, data_sets, strict=True):
         failed = set()
         for seed in range(seeds):
             turn = seed % len(policies)
             for policy in policies[turn:] + policies[:turn]:
                 if policy in failed:  # once is enough: it is the device, not the seed
                     continue
-                say(f"{task.name}, {policy}, seed {seed + 1} of {seeds}")
+                print(f"{task.name}, {policy}, seed {seed + 1} of {seeds}", flush=True)
                 record = run(task, data_set, policy, seed, epochs or task.epochs, verbose)
                 if record["error"] is not None:
-                    say(f"{task.name}, {policy}: not run. {record['error']}")
+                    print(f"not run: {record['error']}", flush=True)
                     failed.add(policy)
                 records.append(record)
     return records
@@ -68,8 +67,8 @@ def compare(tasks, policies, seeds: int, epochs=None, *, verbose=2, say=print) -
 def run(task, data_set, policy: str, seed: int, epochs: int, verbose=2) -> dict:
     """Trains `task` once and returns what happened, as plain numbers that JSON can hold.
 
-    A case that the backend cannot run on this device (it has no float16 kernel for some layer) is a result too: its
-    record has an `error` and no numbers.
+    A case that the backend cannot run on this device (it has no float16 kernel for some layer) is a result
+    too: its record has an `error` and no numbers.
     """
     record = {"task": task.name, "policy": policy, "seed": seed, "error": None}
     started = time.perf_counter()
@@ -86,8 +85,8 @@ def run(task, data_set, policy: str, seed: int, epochs: int, verbose=2) -> dict:
 
 
 def _is_about_the_device(error: Exception) -> bool:
-    """Whether `error` is one that a backend raises, or Keras and mpkeras for it, and not a mistake in the program."""
-    # Each backend has exceptions of its own for a missing kernel or too little memory; the rest is a bug.
+    """Whether the backend cannot do it here; all other errors are mistakes in the program."""
+    # Each backend has exceptions of its own for a missing kernel or too little memory.
     from_backend = type(error).__module__.split(".")[0] in ("tensorflow", "jax", "jaxlib", "torch")
     return from_backend or isinstance(error, (RuntimeError, MemoryError))
 
@@ -106,7 +105,7 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
     clock = StepClock()
     callbacks = [clock, MixedPrecision(policy)]
     xla_memory = XlaMemory(data_set.x_train[: task.batch_size], data_set.y_train[: task.batch_size])
-    if seed == 0:
+    if seed == 0:  # the bytes are the same with every seed
         callbacks.append(xla_memory)
     history = model.fit(
         data_set.x_train,
@@ -119,35 +118,40 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
         callbacks=callbacks,
         verbose=verbose,
     ).history
+    history = {name: [float(value) for value in values] for name, values in history.items()}
     quality = [task.quality({name: values[i] for name, values in history.items()}) for i in range(epochs)]
     return {
-        "history": {
-            "quality": quality,
-            **{name: [float(value) for value in values] for name, values in history.items()},
-        },
+        "history": {**history, "quality": quality},
         "quality": quality[-1],
         "step_time_ms": statistics.median(clock.step_times_ms[WARM_UP_STEPS:]),
         "first_step_ms": clock.step_times_ms[0],
         "steps": len(clock.step_times_ms),
         "skipped_steps": int(history["skipped_steps"][-1]),
-        "loss_scale": float(history["loss_scale"][-1]),
-        "layer_output_bytes": layer_output_bytes(model, data_set.x_train, task.batch_size),
+        "loss_scale": history["loss_scale"][-1],
+        "layer_output_bytes": layer_output_bytes(model, data_set.x_train, task.batch_size) if seed == 0 else None,
         "xla_temporary_bytes": xla_memory.temporary_bytes,
-        "compute_dtypes": compute_dtypes(model),
+        "compute_dtypes": {layer.path: layer.compute_dtype for layer in model.layers},
     }
 
 
 def uses_xla() -> bool:
-    """Whether the demo compiles with XLA: on JAX, as anywhere.
+    """Whether the demo compiles with XLA: on JAX.
 
-    On TensorFlow it does not: on CPUs with 16-bit matrix instructions graph mode uses them, XLA does not.
+    Not on TensorFlow: on a CPU with 16-bit matrix instructions graph mode uses them and XLA does not.
     """
     return keras.backend.backend() == "jax"
 
 
-def compute_dtypes(model) -> dict:
-    """Returns the path of each layer with the dtype it computes in, to see what a policy's rules kept in float32."""
-    return {layer.path: layer.compute_dtype for layer in model.layers}
+def settings(task, data_set, epochs=None) -> dict:
+    """Returns what of a task's training belongs into the report."""
+    return {
+        "title": task.title,
+        "epochs": epochs or task.epochs,
+        "batch_size": task.batch_size,
+        "learning_rate": task.learning_rate,
+        "parameters": task.build().count_params(),
+        "data": data_set.source,
+    }
 
 
 def _optimizer(task, data_set, epochs: int):

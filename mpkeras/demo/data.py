@@ -1,4 +1,4 @@
-"""The two data sets of the demo: real data that is already on the machine, split into training and held-out parts."""
+"""The two data sets of the demo: real data that is already on the machine, whole files or images held out."""
 
 import hashlib
 import pathlib
@@ -12,7 +12,8 @@ import numpy as np
 # initialization and shuffling, and every run is judged on the same held-out data.
 SPLIT_SEED = 20180201
 
-# A file gives at most this many bytes, or one long module (`_pydecimal.py`, 228 kB) would be the whole held-out part.
+# A file gives at most this many bytes, or one long module (`_pydecimal.py`, 228 kB) would be all that
+# is held out.
 MAX_FILE_BYTES = 16_384
 
 
@@ -40,7 +41,7 @@ def load_digits() -> DataSet:
     images, labels = load_sklearn_digits(return_X_y=True)
     images = (images / 16.0).astype("float32").reshape(-1, 8, 8, 1)  # pixels are counts 0..16
     labels = labels.astype("int32")
-    held_out = _stratified_choice(labels, fraction=0.25, seed=SPLIT_SEED)
+    held_out = stratified_choice(labels, fraction=0.25, seed=SPLIT_SEED)
     train = np.setdiff1d(np.arange(len(labels)), held_out)
     source = {
         "name": "scikit-learn handwritten digits",
@@ -51,8 +52,8 @@ def load_digits() -> DataSet:
     return DataSet(images[train], labels[train], images[held_out], labels[held_out], source)
 
 
-def _stratified_choice(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Returns sorted indices of `fraction` of the examples of each class, rounded down, drawn with `seed`."""
+def stratified_choice(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Returns sorted indices of `fraction` of each class, rounded down, drawn with `seed`."""
     rng = np.random.default_rng(seed)
     chosen = []
     for label in np.unique(labels):
@@ -62,15 +63,15 @@ def _stratified_choice(labels: np.ndarray, fraction: float, seed: int) -> np.nda
 
 
 def load_text(context: int, train_bytes: int, held_out_bytes: int) -> DataSet:
-    """Returns windows of the Python standard library's own source, whole files held out.
+    """Returns windows of the source of Python's standard library, whole files held out.
 
-    `x` holds `context` bytes as int32, shape `(windows, context)`; `y` the byte that follows each of them, so
-    `y[:, :-1]` equals `x[:, 1:]`. Windows do not overlap: each byte is predicted once per epoch. A window starts
-    without memory of the one before it, so bits per byte are a little higher than a sliding window would give.
+    `x` holds `context` bytes as int32, shape `(windows, context)`; `y` the byte after each of them, so
+    `y[:, :-1]` equals `x[:, 1:]`. Windows do not overlap: an epoch predicts each byte once. A window starts
+    without memory of the one before it, so its bits per byte are higher than a sliding window's.
 
     Args:
-        context: Bytes a window reads. At least 1.
-        train_bytes, held_out_bytes: Bytes to read from each part; what does not fill a window is dropped.
+        context: Bytes that a window reads. At least 1.
+        train_bytes, held_out_bytes: Bytes of each part; what does not fill a window is dropped.
     """
     held_out_files, train_files = split_files(standard_library_files(), train_bytes, held_out_bytes)
     held_out = read_bytes(held_out_files, held_out_bytes)
@@ -89,21 +90,21 @@ def load_text(context: int, train_bytes: int, held_out_bytes: int) -> DataSet:
 def standard_library_files() -> list:
     """Returns the paths of the standard library's top-level modules, sorted by name.
 
-    Only names in `sys.stdlib_module_names`: what an installation adds to that directory (`sitecustomize.py`, the
-    build settings in `_sysconfigdata_*.py`) differs from machine to machine.
+    Only names in `sys.stdlib_module_names`: what an installation adds to that directory
+    (`sitecustomize.py`, the build settings in `_sysconfigdata_*.py`) differs from machine to machine.
     """
     directory = pathlib.Path(sysconfig.get_path("stdlib"))
     paths = sorted(path for path in directory.glob("*.py") if path.stem in sys.stdlib_module_names)
     if not paths:
         raise FileNotFoundError(
-            "Expected the `.py` files of the Python standard library. "
-            f"Received: none in {str(directory)!r}. Run `--task digits`, or use a Python that ships its source."
+            "Expected the `.py` files of Python's standard library. Received: none in "
+            f"{str(directory)!r}. Run `--task digits`, or use a Python that ships its source."
         )
     return paths
 
 
 def split_files(paths: list, train_bytes: int, held_out_bytes: int, seed: int = SPLIT_SEED) -> tuple:
-    """Returns `(held_out, train)`: lists of whole files, drawn with `seed`, that hold at least so many bytes each.
+    """Returns `(held_out, train)`: lists of whole files, drawn with `seed`, of at least so many bytes.
 
     Raises:
         ValueError: If the files together are too short.
@@ -115,8 +116,9 @@ def split_files(paths: list, train_bytes: int, held_out_bytes: int, seed: int = 
         while size < wanted:
             if not remaining:
                 raise ValueError(
-                    f"Expected {held_out_bytes + train_bytes} bytes in files of at most {MAX_FILE_BYTES}. "
-                    f"Received: {len(paths)} files that hold fewer. Ask for fewer bytes."
+                    f"Expected {held_out_bytes + train_bytes} bytes in files that count for at most "
+                    f"{MAX_FILE_BYTES} each. Received: {len(paths)} files that hold fewer. "
+                    "Ask for fewer bytes."
                 )
             part.append(remaining.pop(0))
             size += min(part[-1].stat().st_size, MAX_FILE_BYTES)

@@ -1,4 +1,4 @@
-"""How many bytes one training batch puts into layer outputs, and into XLA's temporary buffers where it says so."""
+"""Bytes of one training batch: what the layers return, and what XLA reserves where it says so."""
 
 import math
 
@@ -7,12 +7,12 @@ from keras import ops
 
 
 def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
-    """Returns the bytes of all layer outputs of one batch, by the dtypes that the layers really return.
+    """Returns the bytes of all layer outputs of one batch, in the dtypes that the layers really return.
 
-    The model is run on one example, as the symbolic dtypes of a Functional model are those it was built with, not
-    those of the policies its layers have now. Operations between layers (`x + y`) count as layers. What a layer
-    keeps inside (the attention scores) does not count, nor does what a compiler fuses away: this compares
-    policies, and is no prediction of peak memory.
+    The model is run on one example: the symbolic dtypes of a Functional model are those it was built with,
+    not those of the policies its layers have now. Operations between layers (`x + y`) count as layers. What
+    a layer keeps inside (attention scores) does not count, nor is there a discount for what a compiler
+    fuses away: the number compares policies and does not predict peak memory.
 
     Args:
         model: A Functional model with one input.
@@ -29,16 +29,16 @@ def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
 
 def _bytes(tensor) -> int:
     dtype = keras.backend.standardize_dtype(tensor.dtype)
-    # float32 and int64 carry their size in bits; bool does not.
-    bits = 8 if dtype == "bool" else int("".join(c for c in dtype.rsplit("_")[0] if c.isdigit()))
+    # "bfloat16" and "int32" end in their size in bits; "bool" does not.
+    bits = 8 if dtype == "bool" else int(dtype.lstrip("abcdefghijklmnopqrstuvwxyz"))
     return math.prod(tensor.shape) * bits // 8
 
 
 class XlaMemory(keras.callbacks.Callback):
     """Reads what XLA says about the memory of the compiled train step, where the backend tells (JAX).
 
-    It compiles the step once more, when training begins: after `MixedPrecision` in the list of callbacks, so that it
-    sees the guarded step.
+    It compiles the step once more when training begins. Goes after `MixedPrecision` in the list of
+    callbacks, so that it sees the guarded step.
 
     Args:
         x, y: One training batch.

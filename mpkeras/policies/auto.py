@@ -35,8 +35,9 @@ class Device:
 def choose(devices, backend: str) -> tuple[str, str]:
     """Returns the policy that suits `devices`, and why.
 
-    bfloat16 where it is native: it has float32's range and needs no loss scaling. Otherwise float16 where that is native,
-    with loss scaling; otherwise float32. Of several devices the least able one decides, as all compute the same model.
+    bfloat16 where it is native: it has float32's range and needs no loss scaling. Otherwise float16 where
+    that is native, with loss scaling; otherwise float32. Of several devices the least able one decides, as
+    all compute the same model.
 
     Args:
         devices: `Device` objects. Accelerators hide the CPU, as Keras computes on them.
@@ -54,7 +55,7 @@ def choose(devices, backend: str) -> tuple[str, str]:
 
 
 def resolve() -> tuple[str, str]:
-    """Returns `choose(...)` for the devices of this process, and logs it. Initializes the backend's devices."""
+    """Returns `choose(...)` for the devices of this process, and logs it. Initializes JAX's devices."""
     backend = keras.backend.backend()
     name, reason = choose(probe(backend), backend)
     logger.info("mixed_auto is %s on the %s backend: %s.", name, backend, reason)

@@ -6,12 +6,12 @@ Measured with Keras 3.15 on TensorFlow, JAX and torch (CPU): each layer under `m
 """
 
 _PIXELS = (
-    "pixels in [0, 255] move by up to {bfloat16} in bfloat16 and {float16} in float16; inputs of 1e5 (16-bit images, "
-    "sensor data) leave float16 as inf or NaN"
+    "pixels in [0, 255] move by up to {bfloat16} in bfloat16 and {float16} in float16; "
+    "inputs of 1e5 leave float16 as inf or NaN"
 )
 _DRAWS = (
-    "draws other random numbers in 16 bits than in float32: with one seed, pixels in [0, 255] differ by up to "
-    "{difference}; inputs of 1e5 leave float16 as inf or NaN"
+    "draws other random numbers in 16 bits than in float32: with one seed, pixels in [0, 255] differ by "
+    "up to {difference}; inputs of 1e5 leave float16 as inf or NaN"
 )
 
 
@@ -24,28 +24,41 @@ def _draws(difference: int) -> str:
 
 
 _AVERAGE = (
-    "the sum over the window overflows float16 (32x32 windows of 305: inf on TensorFlow and JAX), and JAX adds up "
-    "in bfloat16 (8x8 windows: 2.7% off, 32x32: 51%)"
+    "the sum over the window overflows float16 (32x32 windows of 305: inf on TensorFlow and JAX), and JAX "
+    "adds up in bfloat16 (8x8 windows: 2.7% off, 32x32: 51%)"
 )
 _ADAPTIVE_AVERAGE = "JAX adds up in bfloat16: 1.4% off, and 314 instead of 305 over 64x64"
 
 # Rows of `(rule, reason)`. The first rule that matches a layer counts.
 DEFAULT_RULES = (
-    # Probability heads. The cast of 16-bit probabilities to float32 in the loss hides their logits from Keras.
-    ("Softmax", "probabilities of logits near 300 are off by 39% of the largest in bfloat16 and 5% in float16"),
+    # Probability heads. Keras looks for their logits, and the loss's cast of 16-bit numbers hides those.
+    (
+        "Softmax",
+        "probabilities of logits near 300 are off by 39% of the largest in bfloat16 and 5% in float16",
+    ),
     (
         "activation:softmax",
-        "for logits [20, 0] and label 1 the gradient of the crossentropy is [0, 0] instead of [1, -1] on TensorFlow",
+        "for logits [20, 0] and label 1 the gradient of the crossentropy is [0, 0] instead of [1, -1] "
+        "(TensorFlow)",
     ),
     ("activation:log_softmax", "logits near 300: off by 37% of the largest in bfloat16 and 4% in float16"),
     (
         "activation:sigmoid",
-        "for logit 20 and label 0 the gradient of the binary crossentropy is 0 instead of 1 on TensorFlow",
+        "for logit 20 and label 0 the gradient of the binary crossentropy is 0 instead of 1 (TensorFlow)",
     ),
     # Normalization.
-    ("BatchNormalization", "inputs of 1e5: NaN in float16; inputs of 300 ± 1: off by 31% in bfloat16, 4% in float16"),
-    ("LayerNormalization", "sums in float32 already, rounds its output once: 2.8e-3 in bfloat16, 3.5e-4 in float16"),
-    ("GroupNormalization", "sums in float32 already, rounds its output once: 2.6e-3 in bfloat16, 4.1e-4 in float16"),
+    (
+        "BatchNormalization",
+        "inputs of 1e5: NaN in float16; inputs of 300 ± 1: off by 31% in bfloat16, 4% in float16",
+    ),
+    (
+        "LayerNormalization",
+        "sums in float32 already, rounds its output once: 2.8e-3 in bfloat16, 3.5e-4 in float16",
+    ),
+    (
+        "GroupNormalization",
+        "sums in float32 already, rounds its output once: 2.6e-3 in bfloat16, 4.1e-4 in float16",
+    ),
     ("RMSNormalization", "inputs of 1e5: NaN in float16; off by 6e-3 in bfloat16"),
     ("UnitNormalization", "float16: zeros become NaN, and rows of 300 become 0 as their squares overflow"),
     (

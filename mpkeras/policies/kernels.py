@@ -14,6 +14,14 @@ def _try_average_pool_3d(dtype):
     _run(lambda x: ops.average_pool(x, pool_size=2, strides=2), ops.zeros((1, 2, 2, 2, 1), dtype))
 
 
+def _try_adaptive_max_pool_3d(dtype):
+    _run(lambda x: ops.adaptive_max_pool(x, 1), ops.zeros((1, 2, 2, 2, 1), dtype))
+
+
+def _try_adaptive_average_pool_3d(dtype):
+    _run(lambda x: ops.adaptive_average_pool(x, 1), ops.zeros((1, 2, 2, 2, 1), dtype))
+
+
 def _try_attention(dtype):
     _run(lambda x: ops.dot_product_attention(x, x, x), ops.zeros((1, 2, 1, 2), dtype))
 
@@ -39,9 +47,9 @@ def _run(function, tensor):
 # Layer class, the operation it rests on. Other layers were tried once on every backend and need no entry.
 _TRIALS = {
     "MaxPooling3D": _try_max_pool_3d,
-    "AdaptiveMaxPooling3D": _try_max_pool_3d,
+    "AdaptiveMaxPooling3D": _try_adaptive_max_pool_3d,
     "AveragePooling3D": _try_average_pool_3d,
-    "AdaptiveAveragePooling3D": _try_average_pool_3d,
+    "AdaptiveAveragePooling3D": _try_adaptive_average_pool_3d,
     "MultiHeadAttention": _try_attention,
     "GroupedQueryAttention": _try_attention,
     "GRU": _try_gru,
@@ -51,9 +59,9 @@ _TRIALS = {
 def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str], ...]:
     """Returns `(rule, reason)` for the layers that raise in `compute_dtype` on the active backend and device.
 
-    Nothing is assumed from names or versions: the operation is run once on a few zeros, and the answer is kept for the
-    life of the process. TensorFlow on CPU has no float16 3-D pooling, JAX on CPU no float16 attention, torch on CPU no
-    16-bit 3-D average pooling.
+    Nothing is assumed from names or versions: the operation is run once on a few zeros, and the answer is
+    kept for the life of the process. With Keras 3.15 TensorFlow on CPU has no float16 3-D pooling, JAX on
+    CPU no float16 attention, JAX no `GRU` in 16 bits, torch on CPU no 16-bit 3-D average pooling.
 
     Args:
         compute_dtype: `"float16"` or `"bfloat16"`; other dtypes have every kernel.
@@ -61,19 +69,20 @@ def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str
     """
     if compute_dtype not in ("float16", "bfloat16"):
         return ()
+    backend = keras.backend.backend()
     rows = []
     for name, trial in _TRIALS.items():
         if among is not None and name not in among:
             continue
-        error = _error(trial, compute_dtype, keras.backend.backend())
+        error = _error(trial, compute_dtype, backend)
         if error is not None:
-            rows.append((name, f"no {compute_dtype} kernel in {keras.backend.backend()} on this device: {error}"))
+            rows.append((name, f"raises in {compute_dtype} on {backend} and this device: {error}"))
     return tuple(rows)
 
 
 @functools.cache
 def _error(trial, compute_dtype: str, backend: str) -> str | None:
-    """Returns the first line of what `trial` raised in `compute_dtype`; `None` if it works, or fails in float32."""
+    """Returns the first line of what `trial` raised; `None` if it works, or fails in float32 as well."""
     del backend  # Part of the key.
     try:
         trial(compute_dtype)

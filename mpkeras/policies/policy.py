@@ -12,8 +12,8 @@ from mpkeras.policies.default_rules import default_rules
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
 
-# Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked for.
-# It is here because `Policy(name)` starts from the registered settings.
+# Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked
+# for. It is here because `Policy(name)` starts from the registered settings.
 REGISTERED = {}
 
 
@@ -63,7 +63,9 @@ class Policy(keras.DTypePolicy):
     ```
     """
 
-    def __init__(self, name, *, compute_dtype=None, variable_dtype=None, keep_float32=None, loss_scale="auto"):
+    def __init__(
+        self, name, *, compute_dtype=None, variable_dtype=None, keep_float32=None, loss_scale="auto"
+    ):
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
         base = _find_settings(name, has_dtypes=compute_dtype is not None and variable_dtype is not None)
         compute_dtype = _check_dtype("compute_dtype", compute_dtype or base.compute_dtype)
@@ -196,8 +198,9 @@ class Policy(keras.DTypePolicy):
 
     def __repr__(self):
         return (
-            f'<Policy "{self.name}": compute_dtype={self.compute_dtype}, variable_dtype={self.variable_dtype}, '
-            f"{len(self.keep_float32)} float32 rules, loss_scale={self.loss_scale}>"
+            f'<Policy "{self.name}": compute_dtype={self.compute_dtype}, '
+            f"variable_dtype={self.variable_dtype}, {len(self.keep_float32)} float32 rules, "
+            f"loss_scale={self.loss_scale}>"
         )
 
 
@@ -233,7 +236,9 @@ class LayerPolicy(Policy, keras.dtype_policies.DTypePolicyMap):
         return cls._from_settings(policy._settings, entries)
 
     def _key(self):
-        return self._settings, tuple(sorted((path, repr(policy)) for path, policy in self._policy_map.items()))
+        return self._settings, tuple(
+            sorted((path, repr(policy)) for path, policy in self._policy_map.items())
+        )
 
     # `MutableMapping` would make it unhashable, false when it has no entries, and print as a map.
     __eq__ = Policy.__eq__
@@ -275,7 +280,9 @@ def _find_settings(name, has_dtypes: bool) -> _Settings | None:
             f"name={name!r} (of type {type(name).__name__}). Use a name such as 'mixed_float16'."
         )
     if not name:
-        raise ValueError("Expected a `name` that is not empty. Received: name=''. Use 'mixed_float16', or one of yours.")
+        raise ValueError(
+            "Expected a `name` that is not empty. Received: name=''. Use 'mixed_float16', or one of yours."
+        )
     if name not in REGISTERED and has_dtypes and not name.startswith("mixed_float8"):
         return None
     return registered(name)._settings
@@ -290,8 +297,8 @@ def _unknown_name(name: str) -> str:
     near = difflib.get_close_matches(name, REGISTERED, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return (
-        "Expected the name of a registered policy, or both `compute_dtype` and `variable_dtype` for a new one. "
-        f"Received: name={name!r}. {hint}Registered: {', '.join(sorted(REGISTERED))}."
+        "Expected the name of a registered policy, or both `compute_dtype` and `variable_dtype` for a new "
+        f"one. Received: name={name!r}. {hint}Registered: {', '.join(sorted(REGISTERED))}."
     )
 
 
@@ -313,8 +320,9 @@ def _check_keras_name(name: str, compute_dtype: str, variable_dtype: str):
     dtypes = _keras_dtypes(name)
     if dtypes is not None and dtypes != (compute_dtype, variable_dtype):
         raise ValueError(
-            f"The policy name {name!r} stands for compute_dtype={dtypes[0]!r}, variable_dtype={dtypes[1]!r} in "
-            f"Keras. Received: compute_dtype={compute_dtype!r}, variable_dtype={variable_dtype!r}. "
+            f"Expected {name!r} to stand for the dtypes it has in Keras, compute_dtype={dtypes[0]!r} and "
+            f"variable_dtype={dtypes[1]!r}. Received: compute_dtype={compute_dtype!r}, "
+            f"variable_dtype={variable_dtype!r}. "
             "Give the policy a name of its own."
         )
 

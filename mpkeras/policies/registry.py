@@ -7,11 +7,18 @@ import threading
 import keras
 
 from mpkeras.policies import auto
-from mpkeras.policies.policy import FLOAT_DTYPES, REGISTERED, SIXTEEN_BIT_DTYPES, LayerPolicy, Policy, registered
+from mpkeras.policies.policy import (
+    FLOAT_DTYPES,
+    REGISTERED,
+    SIXTEEN_BIT_DTYPES,
+    LayerPolicy,
+    Policy,
+    registered,
+)
 
 ENVIRONMENT_VARIABLE = "MPKERAS_POLICY"
 
-# As Keras keeps its global policy per thread, so do we: `.policy` is ours, `.installed` what Keras was given for it.
+# As Keras keeps its global policy per thread, so do we: `.policy` is ours, `.installed` what Keras was given.
 _global = threading.local()
 
 
@@ -50,12 +57,12 @@ def get_policy(identifier=None) -> Policy:
     """Returns the `Policy` that `identifier` stands for.
 
     Args:
-        identifier: The name of a registered policy, a `Policy`, a `keras.DTypePolicy`, the serialized form of one, or
-            `None` for the global policy.
+        identifier: The name of a registered policy, a `Policy`, a `keras.DTypePolicy`, the serialized form of
+            one, or `None` for the global policy.
 
     Raises:
         ValueError: If no policy has that name, or a Keras policy does not compute in floating point.
-        TypeError: If it is none of these, or describes more than one policy (`DTypePolicyMap`) or quantized layers.
+        TypeError: If it is none of these, a `DTypePolicyMap` (more than one policy), or a quantized policy.
     """
     if identifier is None:
         return global_policy()
@@ -74,21 +81,22 @@ def get_policy(identifier=None) -> Policy:
         if identifier.quantization_mode is not None:
             raise TypeError(
                 "Expected a policy that is not quantized. Received: "
-                f"{identifier!r}. Pass the policy to compute in, {identifier.compute_dtype!r} or a mixed one, and "
+                f"{identifier!r}. Pass the policy to compute in, such as {identifier.compute_dtype!r}, and "
                 f"quantize the built model with `model.quantize({identifier.quantization_mode!r})`."
             )
         return _from_keras(identifier)
     raise TypeError(
-        "Expected the name of a policy, a `mpkeras.Policy`, a `keras.DTypePolicy`, a serialized policy or None. Received: "
-        f"identifier={identifier!r} (of type {type(identifier).__name__}). Use for example 'mixed_float16'."
+        "Expected the name of a policy, a `mpkeras.Policy`, a `keras.DTypePolicy`, a config or None. "
+        f"Received: {identifier!r} (of type {type(identifier).__name__}). Use for example 'mixed_float16'."
     )
 
 
 def set_global_policy(identifier) -> Policy:
     """Makes a policy global in Keras and mpkeras, and returns it.
 
-    Keras is given its own policy wherever one has the same dtypes, so that models built under it are saved without any
-    mention of mpkeras. Rules and loss scale stay with mpkeras, until Keras' global policy is set to something else.
+    Keras is given its own policy wherever one has the same dtypes, so that models built under it are saved
+    without any mention of mpkeras. Rules and loss scale stay with mpkeras, until Keras' global policy is set
+    to something else.
 
     Args:
         identifier: As for `get_policy`.
@@ -110,7 +118,7 @@ def global_policy() -> Policy:
         return _global.policy
     if isinstance(current, Policy):
         return _plain(current)
-    # To ask for the global policy must not fail: of a map the default counts, of a quantized policy its dtypes.
+    # Asking for the global policy must not fail: of a map the default counts, of a quantized one its dtypes.
     if isinstance(current, keras.dtype_policies.DTypePolicyMap):
         current = current.default_policy
     return _from_keras(current)
@@ -150,13 +158,13 @@ def install_from_environment() -> Policy | None:
         return set_global_policy(name)
     except ValueError as error:
         raise ValueError(
-            f"Expected the environment variable {ENVIRONMENT_VARIABLE} to name a registered policy. Received: "
-            f"{ENVIRONMENT_VARIABLE}={name!r}. {error} Correct or unset {ENVIRONMENT_VARIABLE}."
+            f"Expected the environment variable {ENVIRONMENT_VARIABLE} to name a registered policy. "
+            f"Received: {ENVIRONMENT_VARIABLE}={name!r}. {error} Correct or unset {ENVIRONMENT_VARIABLE}."
         ) from error
 
 
 def _from_keras(policy: keras.DTypePolicy) -> Policy:
-    """Returns the `Policy` with the dtypes of a stock policy, and the registered settings where it has its name."""
+    """Returns the `Policy` with the dtypes of a Keras policy: the registered one, if it has the name."""
     name = getattr(policy, "name", None)
     known = name in REGISTERED
     if known and (registered(name).compute_dtype, registered(name).variable_dtype) == (

@@ -1,4 +1,4 @@
-"""Rules for the layers that stay in float32: what they look like, which layers they match, how they are applied."""
+"""Rules for the layers that stay in float32: reading, matching and applying them."""
 
 import re
 from typing import NamedTuple
@@ -46,7 +46,7 @@ def validate(rules) -> tuple[str, ...]:
     if isinstance(rules, str) or not isinstance(rules, (tuple, list, set, frozenset)):
         raise TypeError(
             "Expected `keep_float32` to be a tuple of strings. Received: "
-            f"keep_float32={rules!r} (of type {type(rules).__name__}). Pass for example ('Softmax', 'path:head')."
+            f"keep_float32={rules!r} (of type {type(rules).__name__}). Pass for example ('Softmax',)."
         )
     # A set has no order of its own; a policy's rules need one to be compared.
     rules = tuple(sorted(rules)) if isinstance(rules, (set, frozenset)) else tuple(rules)
@@ -58,9 +58,9 @@ def validate(rules) -> tuple[str, ...]:
 def matches(rule: str, layer) -> bool:
     """Returns whether `rule` names `layer` itself.
 
-    A class name matches subclasses too. `activation:` compares `layer.activation` with the Keras activation of that
-    name. `path:` searches the expression anywhere in `layer.path`, or in `layer.name` until the layer is built;
-    `^` and `$` tie it to the ends.
+    A class name matches subclasses too. `activation:` compares `layer.activation` with the Keras activation
+    of that name. `path:` searches the expression anywhere in `layer.path`, or in `layer.name` until the layer
+    is built; `^` and `$` tie it to the ends.
     """
     kind, _, argument = rule.partition(":")
     if kind == "activation":
@@ -85,8 +85,8 @@ def first_match(rules, layer) -> str | None:
 def layers_to_keep(model, rules) -> list:
     """Returns `(layer, rule)` for every layer in `model` that `rules` keep in float32.
 
-    A rule on a layer holds for everything inside it. The layers inside attention layers are left out otherwise:
-    those layers look after their own precision.
+    A rule on a layer holds for everything inside it. Otherwise the layers inside attention layers are left
+    out: attention layers look after their own precision.
 
     Args:
         model: A `keras.Model` of any kind, or a layer.
@@ -103,8 +103,9 @@ def layers_to_keep(model, rules) -> list:
 def apply_rules(model, policy) -> list[AppliedRule]:
     """Moves the layers of `model` that `policy` keeps in float32 there, and returns what was changed.
 
-    Each such layer gets the stock policy `float32`. Layers that the active backend and device have no 16-bit kernel
-    for move as well. Layers that do not compute in 16 bits are left alone, so a second call changes nothing.
+    Each such layer gets the stock policy `float32`. Layers that the active backend and device have no 16-bit
+    kernel for move as well. Layers that do not compute in 16 bits are left alone, so a second call changes
+    nothing.
 
     Args:
         model: A `keras.Model` of any kind, built or not, or a layer.
@@ -173,7 +174,12 @@ def _walk(parent, rules, inherited, kept, seen):
 
 def _class_names(model, compute_dtype: str) -> set[str]:
     layers = _keras_private.flatten_layers(model, include_self=True)
-    return {base.__name__ for layer in layers if layer.compute_dtype == compute_dtype for base in type(layer).__mro__}
+    return {
+        base.__name__
+        for layer in layers
+        if layer.compute_dtype == compute_dtype
+        for base in type(layer).__mro__
+    }
 
 
 def _has_activation(layer, name: str) -> bool:
@@ -181,7 +187,9 @@ def _has_activation(layer, name: str) -> bool:
     if activation is None:
         return False
     # By name too: a wrapped activation (rematerialization, `functools.wraps`) is another object.
-    return activation is getattr(keras.activations, name, None) or getattr(activation, "__name__", None) == name
+    return (
+        activation is getattr(keras.activations, name, None) or getattr(activation, "__name__", None) == name
+    )
 
 
 def _check(rule):
@@ -208,7 +216,7 @@ def _check(rule):
     else:
         raise ValueError(
             "Expected a rule to start with 'activation:' or 'path:', or to be a layer class name. Received: "
-            f"{rule!r}. For a layer class leave out the prefix; for one layer use 'path:' with its `layer.path`."
+            f"{rule!r}. For a class leave out the prefix; for one layer use 'path:' with its `layer.path`."
         )
 
 
@@ -216,7 +224,8 @@ def _check_expression(rule: str, expression: str):
     if not expression:
         # An empty expression is found in every path.
         raise ValueError(
-            f"Expected an expression after 'path:'. Received: {rule!r}. Use 'path:head', or 'path:.' for every layer."
+            f"Expected an expression after 'path:'. Received: {rule!r}. "
+            "Use 'path:head', or 'path:.' for every layer."
         )
     try:
         re.compile(expression)

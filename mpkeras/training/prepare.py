@@ -65,7 +65,10 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
         _wrap_optimizers(model, chosen, explicit_rule, rollback)
     if jit_compile is not None:
         model.jit_compile = jit_compile
-    guard.install(model, rollback=rollback, add_logs=False)
+    if rollback or any(isinstance(o, LossScaleOptimizer) for o in guard.find_optimizers(model).values()):
+        guard.install(model, rollback=rollback, add_logs=False)
+    else:
+        guard.uninstall(model)
     return model
 
 

@@ -35,6 +35,8 @@ def test_help_works_and_starts_with_the_question(script):
 @pytest.mark.parametrize(
     ("mode", "params", "ratio"),
     [
+        pytest.param("tensorflow XLA", 999_999, None, id="none for few parameters"),
+        pytest.param("tensorflow XLA", 1_000_000, 1.25, id="first size with a goal"),
         pytest.param("tensorflow XLA", 9_999_999, 1.25, id="below the larger size"),
         pytest.param("tensorflow XLA", 10_000_000, 1.20, id="at the larger size"),
         pytest.param("jax jit", 30_000_000, 1.25, id="one goal for all sizes"),

@@ -43,7 +43,7 @@ def main():
         if options.bad == "input":
             x[row, 0] = np.inf
         else:
-            # the loss stays finite; times 2**15 its gradient is beyond float16
+            # the loss stays finite; times the scale its gradient is beyond float16
             y[row] = 1e5
 
     if options.replicas > 1:
@@ -60,9 +60,12 @@ def main():
         model = keras.Model(inputs, outputs)
         model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=options.eager, jit_compile=False)
         if options.against == "mpkeras":
+            from mpkeras.loss_scaling import DynamicLossScale
             from mpkeras.training.prepare import prepare
 
-            prepare(model, "mixed_float16", jit_compile=True if options.jit else None)
+            # Low enough that no gradient overflows by chance.
+            rule = DynamicLossScale(2.0**10)
+            prepare(model, "mixed_float16", loss_scale=rule, jit_compile=True if options.jit else None)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows)
     first = data.take(1)
     model.fit(first, verbose=0)

@@ -1,0 +1,49 @@
+"""What the demo ran on: versions, backend, device, processor."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+
+import keras
+
+from mpkeras._version import __version__
+
+
+def environment() -> dict:
+    """Returns the versions and the machine that a result belongs to."""
+    backend = keras.backend.backend()
+    distributions = ["keras", backend, "numpy", "scikit-learn"]
+    return {
+        "python": platform.python_version(),
+        "mpkeras": __version__,
+        **{name: _version(name) for name in distributions},
+        "backend": backend,
+        "device": _device(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_cores": os.cpu_count(),
+    }
+
+
+def _version(distribution: str):
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> str:
+    """Returns where Keras puts a new tensor, in the backend's words."""
+    device = str(keras.ops.zeros(()).device)
+    return device.rsplit("device:", 1)[-1]  # TensorFlow: "/job:localhost/replica:0/task:0/device:CPU:0"
+
+
+def _cpu_name() -> str:
+    # `platform.processor()` is "x86_64" or empty on Linux.
+    cpu_info = pathlib.Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        for line in cpu_info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

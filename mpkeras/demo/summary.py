@@ -1,0 +1,151 @@
+"""From the records of the runs to a row for each task and policy, and to the sentence on what pays off."""
+
+import math
+import statistics
+
+BASELINE = "float32"
+
+# Below this a gain is not worth the trouble, and step times vary by some percent anyway.
+WORTHWHILE_SPEED_UP = 1.1
+
+
+def summarize(tasks, policies, records) -> list:
+    """Returns one row, a dictionary, for each task and policy, tasks outermost.
+
+    Args:
+        tasks: Objects with `name`, `quality_name`, `higher_is_better` and `tolerance`.
+        policies: Names, `"float32"` among them.
+        records: As `comparison.compare` returns them.
+    """
+    rows = []
+    for task in tasks:
+        by_policy = {policy: [] for policy in policies}
+        for record in records:
+            if record["task"] == task.name:
+                by_policy[record["policy"]].append(record)
+        baseline = _row(task, BASELINE, by_policy[BASELINE], by_policy[BASELINE])
+        for policy in policies:
+            row = _row(task, policy, by_policy[policy], by_policy[BASELINE])
+            row["same_quality"] = same_quality(task, baseline, row)
+            if "layer_output_bytes" in row and "layer_output_bytes" in baseline:
+                row["layer_output_ratio"] = row["layer_output_bytes"] / baseline["layer_output_bytes"]
+            rows.append(row)
+    return rows
+
+
+def _row(task, policy: str, records: list, baseline_records: list) -> dict:
+    errors = [record["error"] for record in records if record["error"] is not None]
+    row = {
+        "task": task.name,
+        "policy": policy,
+        "quality_name": task.quality_name,
+        "higher_is_better": task.higher_is_better,
+        "tolerance": task.tolerance,
+        "seeds": 0 if errors else len(records),
+        "error": errors[0] if errors else None,
+    }
+    if errors:
+        return row
+    row["quality_mean"], row["quality_std"] = mean_and_std([record["quality"] for record in records])
+    row["step_time_ms"] = statistics.median(record["step_time_ms"] for record in records)
+    # Seed by seed: the two runs of a pair were close to each other in time.
+    baseline_times = {r["seed"]: r["step_time_ms"] for r in baseline_records if r["error"] is None}
+    speed_ups = [baseline_times[r["seed"]] / r["step_time_ms"] for r in records if r["seed"] in baseline_times]
+    row["speed_up"] = statistics.median(speed_ups) if speed_ups else None
+    row["speed_up_min"] = min(speed_ups, default=None)
+    row["speed_up_max"] = max(speed_ups, default=None)
+    row["skipped_steps"] = sum(record["skipped_steps"] for record in records)
+    row["steps"] = sum(record["steps"] for record in records)
+    row["loss_scale_min"] = min(record["loss_scale"] for record in records)
+    row["loss_scale_max"] = max(record["loss_scale"] for record in records)
+    row["layer_output_bytes"] = records[0]["layer_output_bytes"]
+    row["xla_temporary_bytes"] = records[0]["xla_temporary_bytes"]
+    return row
+
+
+def mean_and_std(values: list) -> tuple:
+    """Returns the mean and the sample standard deviation (n - 1): `None` for one value, or if one is NaN."""
+    if len(values) < 2 or not all(math.isfinite(value) for value in values):
+        return sum(values) / len(values), None
+    return statistics.mean(values), statistics.stdev(values)
+
+
+def same_quality(task, baseline: dict, row: dict):
+    """Whether the quality of `row` is not worse than the baseline's, as far as the seeds can tell.
+
+    It may fall short by twice the spread of the runs (the root mean square of both standard deviations), or
+    by the task's tolerance where that is more. Better is never held against a policy; NaN is always worse.
+
+    Returns:
+        `None` where one of the two has no result.
+    """
+    if "quality_mean" not in baseline or "quality_mean" not in row:
+        return None
+    shortfall = baseline["quality_mean"] - row["quality_mean"]
+    if not task.higher_is_better:
+        shortfall = -shortfall
+    spreads = [std for std in (baseline["quality_std"], row["quality_std"]) if std is not None]
+    spread = math.sqrt(sum(std**2 for std in spreads) / len(spreads)) if spreads else 0.0
+    return shortfall <= max(2.0 * spread, task.tolerance)
+
+
+def pays_off(row: dict) -> bool:
+    """Whether the policy is worth using for the task: clearly faster, with every seed, at the same quality."""
+    if row["policy"] == BASELINE or row.get("speed_up") is None:
+        return False
+    return row["speed_up"] >= WORTHWHILE_SPEED_UP and row["speed_up_min"] > 1.0 and bool(row["same_quality"])
+
+
+def verdict(rows: list) -> str:
+    """Returns the one sentence: which policy pays off on this machine, with the numbers it rests on."""
+    others = [row for row in rows if row["policy"] != BASELINE]
+    if not others:
+        return "Only float32 was trained, so there is nothing to compare."
+    candidates = {}
+    for row in others:
+        if row.get("speed_up") is not None:
+            candidates.setdefault(row["policy"], []).append(row)
+    if not candidates:
+        return "Nothing could be compared with float32 here; the table says why."
+    best = max(candidates, key=lambda policy: _merit(candidates[policy]))
+    paying = [row for row in candidates[best] if pays_off(row)]
+    not_paying = [row for row in candidates[best] if not pays_off(row)]
+    if not paying:
+        reasons = _listed([_finding(row) for row in not_paying])
+        return (
+            "No policy pays off on this machine, so stay with float32 unless memory matters: the best other one, "
+            f"{best}, {reasons}{_memory(not_paying)}."
+        )
+    gains = _listed([f"{row['speed_up']:.2f}x faster per step on {row['task']}" for row in paying])
+    sentence = f"{best} pays off on this machine: {gains} than float32, with {_same_quality_claim(paying)}"
+    return sentence + (f"; it {_listed([_finding(row) for row in not_paying])}." if not_paying else ".")
+
+
+def _merit(rows: list) -> tuple:
+    # First on how many tasks it pays off, then how fast it is over all of them.
+    return sum(pays_off(row) for row in rows), statistics.geometric_mean([row["speed_up"] for row in rows])
+
+
+def _same_quality_claim(rows: list) -> str:
+    seeds = min(row["seeds"] for row in rows)
+    if seeds > 1:
+        return f"the same held-out quality within the spread of {seeds} seeds"
+    return "the same held-out quality (of one seed, so the spread is unknown)"
+
+
+def _finding(row: dict) -> str:
+    text = f"runs at {row['speed_up']:.2f}x the speed on {row['task']}"
+    if row["speed_up"] >= WORTHWHILE_SPEED_UP and row["speed_up_min"] <= 1.0:
+        text += f" but not with every seed ({row['speed_up_min']:.2f}x to {row['speed_up_max']:.2f}x)"
+    if not row["same_quality"]:
+        text += f" with a worse {row['quality_name']} ({row['quality_mean']:.3f})"
+    return text
+
+
+def _memory(rows: list) -> str:
+    ratios = [row["layer_output_ratio"] for row in rows if "layer_output_ratio" in row]
+    return f", with layer outputs {max(ratios):.2f}x the size" if ratios else ""
+
+
+def _listed(parts: list) -> str:
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]

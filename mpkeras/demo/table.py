@@ -1,0 +1,106 @@
+"""The demo's result as a table in text: with rich where it is installed, in aligned columns without it."""
+
+import io
+import textwrap
+
+_NOTES = (
+    "Quality: at the end of training, mean ± standard deviation over the seeds. Step: median over the steps of "
+    "`fit` after the first {warm_up_steps}, so without tracing and compiling. Speed-up: float32's step time / this "
+    "one's, median over the seeds. Skipped: steps left out because a gradient was not finite. Layer outputs: "
+    "bytes that all layers return for one training batch, in the dtypes they really return."
+)
+_XLA_NOTE = " XLA temporaries: what XLA reserves for the train step beside weights, optimizer state and batch."
+_TEXT_COLUMNS = 2  # task and policy: to the left; numbers go to the right
+
+
+def columns(rows: list) -> tuple:
+    """Returns `(header, lines, footnotes)`: strings, and one list of cells for each row."""
+    with_xla = any(row.get("xla_temporary_bytes") is not None for row in rows)
+    header = ["Task", "Policy", "Quality", "Step ms", "Speed-up", "Skipped", "Loss scale", "Layer outputs"]
+    if with_xla:
+        header.append("XLA temporaries")
+    lines, footnotes = [], []
+    for row in rows:
+        task = f"{row['task']}, {row['quality_name'].removeprefix('held-out ')}"
+        if row["error"] is not None:
+            footnotes.append(f"({len(footnotes) + 1}) {row['task']}, {row['policy']}: {row['error']}")
+            cells = [f"not run ({len(footnotes)})"] + ["-"] * (len(header) - _TEXT_COLUMNS - 1)
+        else:
+            cells = [
+                _quality_text(row),
+                f"{row['step_time_ms']:.1f}",
+                "-" if row["speed_up"] is None else f"{row['speed_up']:.2f}x",
+                f"{row['skipped_steps']} of {row['steps']}",
+                _range_text(row["loss_scale_min"], row["loss_scale_max"]),
+                _bytes_text(row["layer_output_bytes"]),
+            ]
+            if with_xla:
+                cells.append(_bytes_text(row["xla_temporary_bytes"]))
+        lines.append([task, row["policy"], *cells])
+    return header, lines, footnotes
+
+
+def render(rows: list, title: str, warm_up_steps: int, width: int = 110) -> str:
+    """Returns the table, what did not run and why, and what the columns mean.
+
+    Args:
+        rows: As `summary.summarize` returns them.
+        title: Goes on top.
+        warm_up_steps: Steps that the step time leaves out.
+        width: Characters in a line; without rich the table may be wider.
+    """
+    header, lines, footnotes = columns(rows)
+    try:
+        body = _rich_text(header, lines, title, width)
+    except ImportError:
+        body = plain_text(header, lines, title)
+    notes = _NOTES.format(warm_up_steps=warm_up_steps)
+    if "XLA temporaries" in header:
+        notes += _XLA_NOTE
+    return "\n".join([body, *footnotes, "", *textwrap.wrap(notes, width)])
+
+
+def _rich_text(header, lines, title, width) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number < _TEXT_COLUMNS else "right")
+    for number, cells in enumerate(lines):
+        is_last_of_task = number + 1 < len(lines) and lines[number + 1][0] != cells[0]
+        table.add_row(*cells, end_section=is_last_of_task)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    drawn = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return "\n".join([title, *drawn]).rstrip()
+
+
+def plain_text(header: list, lines: list, title: str) -> str:
+    """Returns the table in aligned columns under a title."""
+    widths = [max(len(cells[i]) for cells in [header, *lines]) for i in range(len(header))]
+
+    def aligned(cells):
+        padded = [
+            cell.ljust(width) if i < _TEXT_COLUMNS else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([title, "", aligned(header), rule, *(aligned(cells) for cells in lines)])
+
+
+def _quality_text(row: dict) -> str:
+    if row["quality_std"] is None:
+        return f"{row['quality_mean']:.3f}"
+    return f"{row['quality_mean']:.3f} ± {row['quality_std']:.3f}"
+
+
+def _range_text(low: float, high: float) -> str:
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def _bytes_text(number) -> str:
+    return "-" if number is None else f"{number / 2**20:.1f} MiB"

@@ -1,0 +1,60 @@
+"""benchmarks/train_step_overhead.py: its options, its goals, and a tiny run on the active backend."""
+
+import json
+import subprocess
+import sys
+
+import keras
+import pytest
+
+import train_step_overhead as benchmark
+
+
+@pytest.mark.parametrize(
+    ("mode", "model", "variant", "ratio"),
+    [
+        pytest.param("jax jit", "cnn", "keras", None, id="none for stock Keras"),
+        pytest.param("torch eager", "cnn", "mpkeras", None, id="none on torch"),
+        pytest.param("jax jit", "cnn", "mpkeras", 1.03, id="compiled"),
+        pytest.param("tensorflow graph", "cnn", "mpkeras", 1.05, id="graph"),
+        pytest.param("tensorflow graph", "mlp", "mpkeras", 1.20, id="graph, mostly update"),
+        pytest.param("tensorflow graph", "cnn", "mpkeras, rollback", 1.071, id="rollback: 2 % more"),
+    ],
+)
+def test_goal(mode, model, variant, ratio):
+    assert benchmark.goal(mode, model, variant) == (None if ratio is None else pytest.approx(ratio))
+
+
+def test_quick_means_fewer_rounds_and_models():
+    options = benchmark.parse_arguments(["--quick"])
+    assert (options.model, options.rounds, options.policy) == (["cnn", "mlp"], 15, "float32")
+    options = benchmark.parse_arguments(["--quick", "--model", "lstm", "--rounds", "2"])
+    assert (options.model, options.rounds) == (["lstm"], 2)
+
+
+@pytest.mark.parametrize("name", list(benchmark.MODELS))
+def test_batch_fits_the_model(name):
+    build, batch_size = benchmark.MODELS[name]
+    model = build(keras)
+    x, y = benchmark.make_batch(model, batch_size)
+    assert model(x).shape == (batch_size, 10)
+    assert y.shape == (batch_size,) and set(y) <= set(range(10))
+
+
+@pytest.mark.slow
+def test_tiny_run_writes_every_variant(tmp_path):
+    output = tmp_path / "results.json"
+    backend = keras.backend.backend()
+    arguments = ["--backend", backend, "--model", "mlp", "--rounds", "1", "--json", str(output)]
+    result = subprocess.run(
+        [sys.executable, benchmark.__file__, *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    content = json.loads(output.read_text())
+    found = [(entry["mode"], entry["variant"]) for entry in content["results"]]
+    assert found == [
+        (mode, variant) for mode, _ in benchmark.MODES[backend] for variant in benchmark.VARIANTS
+    ]
+    assert all(
+        ("rollback_ratio" in entry) == entry["variant"].endswith("rollback") for entry in content["results"]
+    )

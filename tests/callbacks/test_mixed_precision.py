@@ -1,0 +1,212 @@
+import csv
+
+import keras
+import numpy as np
+import pytest
+
+from mpkeras.callbacks import MixedPrecision
+from mpkeras.loss_scaling import DynamicLossScale
+from mpkeras.optimizers import LossScaleOptimizer
+from tests.step_modes import snapshot
+
+X = np.linspace(-1, 1, 48, dtype="float32").reshape(8, 6)
+Y = np.full((8, 1), 0.1, "float32")
+
+
+def compiled(**options):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(4, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1, kernel_initializer="zeros"),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"], **options)
+    return model
+
+
+def overflowing_targets():
+    """Finite losses whose gradients are beyond float16 at any scale from 1 up."""
+    return np.full((8, 1), 1e6, "float32")
+
+
+def fit(model, *callbacks, y=Y, **options):
+    options = {"batch_size": 2, "verbose": 0, "shuffle": False, **options}
+    return model.fit(X, y, callbacks=list(callbacks), **options)
+
+
+def test_logs_reach_history_csv_and_validation(tmp_path):
+    path = tmp_path / "log.csv"
+    history = fit(
+        compiled(),
+        keras.callbacks.CSVLogger(str(path)),
+        MixedPrecision("mixed_float16", loss_scale=64.0),
+        epochs=2,
+        validation_data=(X, Y),
+    ).history
+    assert history["loss_scale"] == [64.0, 64.0]
+    assert history["skipped_steps"] == [0, 0]
+    assert {"loss", "mae", "val_loss", "val_mae"} <= set(history)
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss_scale"]) for row in rows] == [64.0, 64.0]
+
+
+@pytest.mark.backends("tensorflow")
+def test_logs_reach_the_tensorboard_event_file(tmp_path):
+    import tensorflow as tf
+
+    board = keras.callbacks.TensorBoard(str(tmp_path))
+    fit(compiled(), MixedPrecision("mixed_float16", loss_scale=64.0), board)
+    values = {}
+    for path in (tmp_path / "train").glob("events*"):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                values[value.tag] = float(tf.make_ndarray(value.tensor)) if value.tensor.dtype == 1 else None
+    assert values["epoch_loss_scale"] == 64.0
+    assert values["epoch_skipped_steps"] == 0.0
+
+
+def test_progress_bar_shows_scale_and_skips(capsys):
+    fit(compiled(), MixedPrecision("mixed_float16", loss_scale=64.0), verbose=1)
+    printed = capsys.readouterr().out
+    assert "loss_scale: 64.0" in printed
+    assert "skipped_steps: 0" in printed
+
+
+def test_on_the_way_out_the_train_step_is_put_back_and_the_rest_stays():
+    model = compiled()
+    fit(model, MixedPrecision("mixed_float16"))
+    assert "train_step" not in vars(model)
+    assert isinstance(model.optimizer, LossScaleOptimizer)
+    assert model.layers[0].compute_dtype == "float16"
+    assert model.layers[1].compute_dtype == "float32"
+    # trains on without the callback, and its logs are Keras' own
+    assert set(fit(model).history) == {"loss", "mae"}
+
+
+def test_a_train_step_of_the_instance_is_put_back():
+    model = compiled()
+    own = model.train_step
+    model.train_step = own
+    fit(model, MixedPrecision("mixed_bfloat16"))
+    assert vars(model)["train_step"] is own
+
+
+def test_repeated_fit_goes_on_where_it_stopped():
+    straight, twice = compiled(), compiled()
+    rule = DynamicLossScale(256.0, dynamic_growth_steps=3)
+    fit(straight, MixedPrecision("mixed_float16", loss_scale=rule), epochs=2)
+    callback = MixedPrecision("mixed_float16", loss_scale=rule)
+    fit(twice, callback, epochs=1)
+    optimizer = twice.optimizer
+    fit(twice, callback, epochs=2, initial_epoch=1)
+    assert twice.optimizer is optimizer
+    assert snapshot(twice.variables + optimizer.variables) == snapshot(
+        straight.variables + straight.optimizer.variables
+    )
+    # 8 steps, growth on the third and the sixth
+    assert float(optimizer.dynamic_scale) == 1024.0
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_steps_per_execution():
+    one, several = compiled(), compiled(steps_per_execution=3)
+    histories = [fit(model, MixedPrecision("mixed_float16", loss_scale=64.0)) for model in (one, several)]
+    assert snapshot(one.variables) == snapshot(several.variables)
+    assert histories[0].history == histories[1].history
+
+
+def test_after_a_fit_that_raised_it_starts_afresh():
+    class Boom(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise RuntimeError("boom")
+
+    model = compiled()
+    with pytest.raises(RuntimeError, match="boom"):
+        fit(model, MixedPrecision("mixed_float16"), Boom())
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()
+    optimizer = model.optimizer
+    fit(model, MixedPrecision("mixed_float16"))
+    assert model.optimizer is optimizer
+    assert "train_step" not in vars(model)
+
+
+def test_backup_and_restore_finds_the_optimizer_it_saved(tmp_path):
+    """Whatever the order of the callbacks: the optimizer is wrapped before training begins."""
+    model = compiled()
+    backup = keras.callbacks.BackupAndRestore(str(tmp_path / "b"), delete_checkpoint=False)
+    fit(model, backup, MixedPrecision("mixed_float16", loss_scale=DynamicLossScale(256.0)), epochs=1)
+    fresh = compiled()
+    again = keras.callbacks.BackupAndRestore(str(tmp_path / "b"), delete_checkpoint=False)
+    # the backup is of epoch 1 of 1: nothing is left to train
+    fit(fresh, again, MixedPrecision("mixed_float16", loss_scale=DynamicLossScale(256.0)), epochs=1)
+    assert int(fresh.optimizer.iterations) == 4
+    assert snapshot(fresh.variables) == snapshot(model.variables)
+
+
+def test_at_the_lowest_scale_it_warns_once():
+    model = compiled()
+    with pytest.warns(UserWarning) as warned:
+        fit(
+            model,
+            MixedPrecision("mixed_float16", loss_scale=DynamicLossScale(4.0, min_scale=1.0)),
+            y=overflowing_targets(),
+            epochs=3,
+        )
+    messages = [str(w.message) for w in warned if w.category is UserWarning]
+    assert sum("All 4 steps of epoch 1 were skipped" in m for m in messages) == 1
+    assert sum("with the loss scale at its lowest, 1.0" in m for m in messages) == 1
+    assert len(messages) == 2
+
+
+def test_at_the_lowest_scale_it_raises():
+    model = compiled()
+    with pytest.raises(FloatingPointError, match="at its lowest, 1.0"):
+        fit(
+            model,
+            MixedPrecision("mixed_float16", loss_scale=DynamicLossScale(4.0), on_min_scale="raise"),
+            y=overflowing_targets(),
+        )
+    # 4 -> 2 -> 1, then one more at the floor
+    assert int(model.optimizer.skipped_steps) <= 3
+
+
+def test_at_the_lowest_scale_it_stops_cleanly():
+    model = compiled()
+    with pytest.warns(UserWarning) as warned:
+        history = fit(
+            model,
+            MixedPrecision("mixed_float16", loss_scale=DynamicLossScale(4.0), on_min_scale="stop"),
+            y=overflowing_targets(),
+            epochs=5,
+        )
+    assert any("Training stops here" in str(w.message) for w in warned)
+    assert len(history.epoch) == 1
+    assert "train_step" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"policy": "mixed_flot16"}, ValueError, "mixed_float16"),
+        ({"on_min_scale": "panic"}, ValueError, "on_min_scale='panic'"),
+        ({"loss_scale": "often"}, ValueError, "'dynamic'"),
+    ],
+)
+def test_bad_arguments_are_named_at_once(arguments, error, message):
+    with pytest.raises(error, match=message):
+        MixedPrecision(**arguments)
+
+
+def test_mixed_training_ends_where_float32_ends():
+    def final(policy):
+        model = compiled()
+        return fit(model, MixedPrecision(policy), epochs=30).history["loss"][-1]
+
+    single = final("float32")
+    assert final("mixed_float16") == pytest.approx(single, rel=0.05)
+    assert final("mixed_bfloat16") == pytest.approx(single, rel=0.2)  # 8 significant bits

@@ -1,0 +1,287 @@
+import keras
+import numpy as np
+import pytest
+
+from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
+from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.policies import Policy
+from mpkeras.training.prepare import prepare
+from tests.step_modes import snapshot
+
+X = np.linspace(-1, 1, 24, dtype="float32").reshape(4, 6)
+Y = np.full((4, 2), 0.1, "float32")
+
+
+def classifier():
+    inputs = keras.Input((6,), name="x")
+    x = keras.layers.Dense(8, activation="relu", name="hidden")(inputs)
+    x = keras.layers.BatchNormalization(name="norm")(x)
+    x = keras.layers.Dense(2, kernel_initializer="zeros", name="logits")(x)
+    return keras.Model(inputs, keras.layers.Softmax(name="head")(x))
+
+
+def compute_dtypes(model):
+    return {layer.name: layer.compute_dtype for layer in model.layers if layer.name != "x"}
+
+
+MIXED = {"hidden": "float16", "norm": "float32", "logits": "float16", "head": "float32"}
+
+
+def test_layers_follow_the_policy_and_its_float32_rules():
+    model = classifier()
+    model.compile("sgd", "mse")
+    assert prepare(model, "mixed_float16") is model
+    assert compute_dtypes(model) == MIXED
+    # stock policies, so that a saved model needs no mpkeras
+    assert {type(layer.dtype_policy) for layer in model.layers} == {keras.DTypePolicy}
+    assert {v.dtype for v in model.variables} == {"float32"}
+
+
+def test_float32_layers_of_a_mixed_model_are_there_on_purpose():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), keras.layers.Dense(2, dtype="float32")])
+    model.compile("sgd", "mse")
+    prepare(model, "mixed_bfloat16")
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]
+
+
+def test_back_to_float32():
+    model = classifier()
+    model.compile("sgd", "mse")
+    prepare(model, "mixed_float16")
+    prepare(model, "float32")
+    assert set(compute_dtypes(model).values()) == {"float32"}
+    assert model.optimizer.loss_scale_rule == FixedLossScale(1.0)
+
+
+def test_the_global_policy_is_the_default_for_a_float32_model():
+    from mpkeras.policies import policy_scope
+
+    model = classifier()
+    model.compile("sgd", "mse")
+    with policy_scope("mixed_bfloat16"):
+        prepare(model)
+    assert compute_dtypes(model)["hidden"] == "bfloat16"
+
+
+def test_a_model_that_computes_in_16_bits_keeps_its_own_dtypes_by_default():
+    """P18: what the layers compute in decides, not a name."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, dtype="mixed_float16")])
+    model.compile("sgd", "mse")
+    prepare(model)
+    assert model.layers[0].compute_dtype == "float16"
+    assert model.optimizer.loss_scale_rule == DynamicLossScale()
+
+
+def test_rules_of_ones_own():
+    policy = Policy("mixed_float16", keep_float32=("path:logits$",))
+    model = classifier()
+    model.compile("sgd", "mse")
+    prepare(model, policy)
+    assert compute_dtypes(model) == {
+        "hidden": "float16", "norm": "float16", "logits": "float32", "head": "float16"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "rule"),
+    [
+        pytest.param("mixed_float16", lambda: "sgd", DynamicLossScale(), id="float16: dynamic"),
+        pytest.param("mixed_bfloat16", lambda: "sgd", FixedLossScale(1.0), id="bfloat16: checked only"),
+        pytest.param("float32", lambda: "sgd", FixedLossScale(1.0), id="float32: checked only"),
+        pytest.param(
+            Policy("mixed_float16", loss_scale=64.0), lambda: "sgd", FixedLossScale(64.0), id="set on the policy"
+        ),
+        pytest.param(
+            "mixed_float16",
+            lambda: LossScaleOptimizer("sgd", loss_scale=8.0),
+            FixedLossScale(8.0),
+            id="set on the optimizer",
+        ),
+        pytest.param(
+            "mixed_float16",
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=4.0),
+            DynamicLossScale(4.0),
+            id="stock optimizer's settings",
+        ),
+        pytest.param(
+            "mixed_float16",
+            lambda: keras.optimizers.SGD(loss_scale_factor=16.0),
+            FixedLossScale(16.0),
+            id="P28: loss_scale_factor",
+        ),
+    ],
+)
+def test_rule_of_the_loss_scale(policy, optimizer, rule):
+    model = classifier()
+    model.compile(optimizer(), "mse")
+    prepare(model, policy)
+    assert isinstance(model.optimizer, LossScaleOptimizer)
+    assert model.optimizer.loss_scale_rule == rule
+
+
+def test_loss_scale_argument_wins():
+    model = classifier()
+    model.compile(LossScaleOptimizer("sgd", loss_scale=8.0), "mse")
+    prepare(model, Policy("mixed_float16", loss_scale=64.0), loss_scale=2.0)
+    assert model.optimizer.loss_scale_rule == FixedLossScale(2.0)
+
+
+def test_a_scale_chosen_by_prepare_follows_the_next_policy():
+    model = classifier()
+    model.compile("sgd", "mse")
+    for policy, rule in [
+        ("float32", FixedLossScale(1.0)),
+        ("mixed_float16", DynamicLossScale()),
+        ("mixed_bfloat16", FixedLossScale(1.0)),
+    ]:
+        prepare(model, policy)
+        assert model.optimizer.loss_scale_rule == rule
+
+
+def test_prepare_twice_wraps_nothing_twice():
+    model = classifier()
+    model.compile("sgd", "mse")
+    prepare(model, "mixed_float16")
+    optimizer, own_step = model.optimizer, type(model).train_step
+    model.train_on_batch(X, Y)
+    prepare(model, "mixed_float16")
+    assert model.optimizer is optimizer
+    assert isinstance(optimizer.inner_optimizer, keras.optimizers.SGD)
+    assert model.train_step.__wrapped__.__func__ is own_step
+    assert compute_dtypes(model) == MIXED
+
+
+def test_optimizer_in_use_keeps_its_state_and_schedule():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = classifier()
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    model.compile(keras.optimizers.Adam(schedule), "mse")
+    model.fit(X, Y, batch_size=2, verbose=0)
+    stock = model.optimizer
+    assert type(stock) is keras.optimizers.LossScaleOptimizer
+    stock.dynamic_scale.assign(512.0)
+    state = snapshot(stock.inner_optimizer.variables)
+    prepare(model)
+    assert isinstance(model.optimizer, LossScaleOptimizer)
+    assert model.optimizer.inner_optimizer is stock.inner_optimizer
+    assert snapshot(model.optimizer.inner_optimizer.variables) == state
+    assert float(model.optimizer.dynamic_scale) == 512.0
+    assert int(model.optimizer.iterations) == 2
+
+
+def test_rollback_false_leaves_a_float32_model_alone():
+    model = classifier()
+    model.compile("sgd", "mse")
+    prepare(model, "float32", rollback=False)
+    assert type(model.optimizer) is not LossScaleOptimizer
+    model.train_on_batch(X, Y)
+
+
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_jit_compile_is_switched_as_asked(jit_compile):
+    model = classifier()
+    model.compile("sgd", "mse", jit_compile=not jit_compile)
+    prepare(model, "mixed_float16", jit_compile=jit_compile)
+    assert model.jit_compile is jit_compile
+    assert np.isfinite(model.train_on_batch(X, Y))
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "error", "message"),
+    [
+        pytest.param(lambda: 3, {}, TypeError, "Pass the model", id="not a model"),
+        pytest.param(classifier, {}, ValueError, "model.compile", id="not compiled"),
+        pytest.param(None, {"policy": "mixed_flot16"}, ValueError, "mixed_float16", id="misspelt policy"),
+        pytest.param(None, {"loss_scale": "auto-matic"}, ValueError, "'dynamic'", id="unknown loss scale"),
+        pytest.param(None, {"jit_compile": "yes"}, TypeError, "jit_compile='yes'", id="jit_compile"),
+        pytest.param(None, {"policy": "float16"}, ValueError, "'mixed_float16'", id="pure float16"),
+    ],
+)
+def test_bad_input_changes_nothing(make, arguments, error, message):
+    if make is None:
+        model = classifier()
+        model.compile("sgd", "mse")
+        before = (compute_dtypes(model), model.optimizer, vars(model).get("train_step"))
+    else:
+        model = make()
+    with pytest.raises(error, match=message):
+        prepare(model, **arguments)
+    if make is None:
+        assert (compute_dtypes(model), model.optimizer, vars(model).get("train_step")) == before
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_float16_variables_are_refused():
+    keras.config.set_dtype_policy("float16")
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="float16 variables .*Build the model under 'mixed_float16'"):
+        prepare(model)
+
+
+def test_a_subclassed_model_passes_its_inputs_on_as_they_are():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.rescale = keras.layers.Rescaling(1e-5)
+            self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+
+        def call(self, x):
+            return self.dense(self.rescale(x))
+
+    model = Model()
+    model.compile("sgd", "mse")
+    prepare(model, "mixed_float16")
+    out = model(np.array([[70000.0, 30000.0]], "float32"))
+    assert keras.backend.standardize_dtype(out.dtype) == "float16"
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(out), [[1.0]], rtol=2e-3)
+
+
+def test_several_inputs_outputs_and_sample_weights():
+    a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
+    joined = keras.layers.Concatenate()([a, b])
+    model = keras.Model(
+        {"a": a, "b": b},
+        {
+            "p": keras.layers.Dense(1, name="p", kernel_initializer="zeros")(joined),
+            "q": keras.layers.Dense(2, name="q", kernel_initializer="zeros")(joined),
+        },
+    )
+    model.compile("sgd", {"p": "mse", "q": "mae"}, loss_weights={"p": 1.0, "q": 0.5})
+    prepare(model, "mixed_float16", loss_scale=64.0)
+    data = {"a": X[:, :3], "b": X[:, 3:]}
+    target = {"p": Y[:, :1], "q": Y}
+    weight = {"p": np.ones(4, "float32"), "q": np.zeros(4, "float32")}
+    # 0.01 from p; q weighs nothing
+    loss = model.train_on_batch(data, target, sample_weight=weight, return_dict=True)["loss"]
+    assert float(loss) == pytest.approx(0.01, rel=1e-3)
+    assert int(model.optimizer.skipped_steps) == 0
+
+
+def test_saved_model_loads_in_plain_keras_for_inference(tmp_path):
+    """G8; the process without mpkeras is in tests/test_public_api.py."""
+    model = classifier()
+    model.compile("sgd", "mse")
+    prepare(model, "mixed_float16")
+    model.train_on_batch(X, Y)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    assert "mpkeras" not in keras.saving.load_model(path, compile=False).to_json()
+
+
+def test_saved_model_resumes_with_its_optimizer_state(tmp_path):
+    """P19, the part that prepare owes: the optimizer whose state is saved is the one in the configuration."""
+    model = classifier()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    prepare(model, "mixed_float16", loss_scale=DynamicLossScale(256.0, dynamic_growth_steps=2))
+    for _ in range(3):
+        model.train_on_batch(X, Y)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    loaded = keras.saving.load_model(path)
+    assert isinstance(loaded.optimizer, LossScaleOptimizer)
+    assert loaded.optimizer.loss_scale_rule == DynamicLossScale(256.0, dynamic_growth_steps=2)
+    assert snapshot(loaded.optimizer.variables) == snapshot(model.optimizer.variables)
+    assert float(loaded.optimizer.dynamic_scale) == 512.0
