@@ -69,3 +69,21 @@ def replace_compiled_optimizer(model, optimizer):
     compile_config = getattr(model, "_compile_config", None)
     if compile_config is not None:
         compile_config.config["optimizer"] = optimizer
+
+
+def autocast_dtype() -> str | None:
+    """Returns the dtype that float variables are read in now; `None` if they are read as they are stored."""
+    scope = keras.src.backend.get_autocast_scope()
+    return None if scope is None else scope.dtype
+
+
+def autocast_scope(dtype: str):
+    """Context manager: float variables are read in `dtype`. Keras opens it around `Layer.call` only."""
+    return keras.src.backend.AutocastScope(dtype)
+
+
+def copy_mask(source, target):
+    """Gives `target` the mask of `source`, if it has one: a cast makes a new tensor without it."""
+    mask = keras.src.backend.get_keras_mask(source)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(target, mask)

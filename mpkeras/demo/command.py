@@ -48,7 +48,7 @@ def add_parser(subparsers):
         f"against it (default: {','.join(_DEFAULT_POLICIES)})",
     )
     option("--seeds", type=_positive, default=3, metavar="N", help="runs of each case (default: 3)")
-    option("--epochs", type=_positive, metavar="N", help="epochs of a run (default: 10 for digits, 6 for text)")
+    option("--epochs", type=_positive, metavar="N", help="epochs of a run (default: 10 digits, 6 text)")
     option(
         "--out",
         type=pathlib.Path,
@@ -178,7 +178,8 @@ def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
     json_path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     width = shutil.get_terminal_size((_WIDTH, 24)).columns if is_terminal else _WIDTH
     text = table.render(rows, heading, comparison.WARM_UP_STEPS, width)
-    return result, f"\n{text}\n\n{sentence}\n\nWritten to {json_path} and {png_path} after {wall_time_s:.0f} s."
+    written = f"Written to {json_path} and {png_path} after {wall_time_s:.0f} s."
+    return result, f"\n{text}\n\n{sentence}\n\n{written}"
 
 
 def without_non_finite(value):

@@ -120,6 +120,7 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
     ).history
     history = {name: [float(value) for value in values] for name, values in history.items()}
     quality = [task.quality({name: values[i] for name, values in history.items()}) for i in range(epochs)]
+    output_bytes = layer_output_bytes(model, data_set.x_train, task.batch_size) if seed == 0 else None
     return {
         "history": {**history, "quality": quality},
         "quality": quality[-1],
@@ -128,7 +129,7 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
         "steps": len(clock.step_times_ms),
         "skipped_steps": int(history["skipped_steps"][-1]),
         "loss_scale": history["loss_scale"][-1],
-        "layer_output_bytes": layer_output_bytes(model, data_set.x_train, task.batch_size) if seed == 0 else None,
+        "layer_output_bytes": output_bytes,
         "xla_temporary_bytes": xla_memory.temporary_bytes,
         "compute_dtypes": {layer.path: layer.compute_dtype for layer in model.layers},
     }

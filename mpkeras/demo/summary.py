@@ -50,7 +50,8 @@ def _row(task, policy: str, records: list, baseline_records: list) -> dict:
     row["step_time_ms"] = statistics.median(record["step_time_ms"] for record in records)
     # Seed by seed: the two runs of a pair were close to each other in time.
     baseline_times = {r["seed"]: r["step_time_ms"] for r in baseline_records if r["error"] is None}
-    speed_ups = [baseline_times[r["seed"]] / r["step_time_ms"] for r in records if r["seed"] in baseline_times]
+    pairs = [record for record in records if record["seed"] in baseline_times]
+    speed_ups = [baseline_times[record["seed"]] / record["step_time_ms"] for record in pairs]
     row["speed_up"] = statistics.median(speed_ups) if speed_ups else None
     row["speed_up_min"] = min(speed_ups, default=None)
     row["speed_up_max"] = max(speed_ups, default=None)
@@ -90,7 +91,7 @@ def same_quality(task, baseline: dict, row: dict):
 
 
 def pays_off(row: dict) -> bool:
-    """Whether the policy is worth using for the task: clearly faster, with every seed, at the same quality."""
+    """Whether the policy is worth it for the task: clearly faster, with every seed, at the same quality."""
     if row["policy"] == BASELINE or row.get("speed_up") is None:
         return False
     return row["speed_up"] >= WORTHWHILE_SPEED_UP and row["speed_up_min"] > 1.0 and bool(row["same_quality"])
@@ -113,8 +114,8 @@ def verdict(rows: list) -> str:
     if not paying:
         reasons = _listed([_finding(row) for row in not_paying])
         return (
-            "No policy pays off on this machine, so stay with float32 unless memory matters: the best other one, "
-            f"{best}, {reasons}{_memory(not_paying)}."
+            "No policy pays off on this machine, so stay with float32 unless memory matters: the best other "
+            f"one, {best}, {reasons}{_memory(not_paying)}."
         )
     gains = _listed([f"{row['speed_up']:.2f}x faster per step on {row['task']}" for row in paying])
     sentence = f"{best} pays off on this machine: {gains} than float32, with {_same_quality_claim(paying)}"

@@ -4,12 +4,14 @@ import io
 import textwrap
 
 _NOTES = (
-    "Quality: at the end of training, mean ± standard deviation over the seeds. Step: median over the steps of "
-    "`fit` after the first {warm_up_steps}, so without tracing and compiling. Speed-up: float32's step time / this "
-    "one's, median over the seeds. Skipped: steps left out because a gradient was not finite. Layer outputs: "
-    "bytes that all layers return for one training batch, in the dtypes they really return."
+    "Quality: at the end of training, mean ± standard deviation over the seeds. Step: median over the steps "
+    "of `fit` after the first {warm_up_steps}, so without tracing and compiling. Speed-up: float32's step time "
+    "/ this one's, median over the seeds. Skipped: steps left out because a gradient was not finite. Layer "
+    "outputs: bytes that all layers return for one training batch, in the dtypes they really return."
 )
-_XLA_NOTE = " XLA temporaries: what XLA reserves for the train step beside weights, optimizer state and batch."
+_XLA_NOTE = (
+    " XLA temporaries: what XLA reserves for the train step beside weights, optimizer state and batch."
+)
 _TEXT_COLUMNS = 2  # task and policy: to the left; numbers go to the right
 
 

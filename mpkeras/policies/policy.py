@@ -8,9 +8,13 @@ import keras
 from mpkeras import loss_scaling
 from mpkeras.policies import rules
 from mpkeras.policies.default_rules import default_rules
-
-FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
-SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
+from mpkeras.policies.dtypes import (
+    SIXTEEN_BIT_DTYPES,
+    check_dtype,
+    check_keras_name,
+    keras_dtypes,
+    stock_name,
+)
 
 # Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked
 # for. It is here because `Policy(name)` starts from the registered settings.
@@ -68,9 +72,9 @@ class Policy(keras.DTypePolicy):
     ):
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
         base = _find_settings(name, has_dtypes=compute_dtype is not None and variable_dtype is not None)
-        compute_dtype = _check_dtype("compute_dtype", compute_dtype or base.compute_dtype)
-        variable_dtype = _check_dtype("variable_dtype", variable_dtype or base.variable_dtype)
-        _check_keras_name(name, compute_dtype, variable_dtype)
+        compute_dtype = check_dtype("compute_dtype", compute_dtype or base.compute_dtype)
+        variable_dtype = check_dtype("variable_dtype", variable_dtype or base.variable_dtype)
+        check_keras_name(name, compute_dtype, variable_dtype)
         # Rules and scale of a registered policy were chosen for its compute dtype.
         inherits = base is not None and base.compute_dtype == compute_dtype
         if keep_float32 is None:
@@ -147,7 +151,7 @@ class Policy(keras.DTypePolicy):
             name: A name that Keras does not know, or one that stands for these dtypes.
             reason: Why the policy was chosen; see `reason`.
         """
-        _check_keras_name(name, self.compute_dtype, self.variable_dtype)
+        check_keras_name(name, self.compute_dtype, self.variable_dtype)
         return Policy._from_settings(dataclasses.replace(self._settings, name=name, reason=reason))
 
     def get_config(self) -> dict:
@@ -167,16 +171,16 @@ class Policy(keras.DTypePolicy):
     def from_config(cls, config: dict):
         settings = _Settings(
             name=config["name"],
-            compute_dtype=_check_dtype("compute_dtype", config["compute_dtype"]),
-            variable_dtype=_check_dtype("variable_dtype", config["variable_dtype"]),
+            compute_dtype=check_dtype("compute_dtype", config["compute_dtype"]),
+            variable_dtype=check_dtype("variable_dtype", config["variable_dtype"]),
             keep_float32=rules.validate(config["keep_float32"]),
             loss_scale=loss_scaling.resolve(config["loss_scale"]),
             reason=config.get("reason"),
         )
-        _check_keras_name(settings.name, settings.compute_dtype, settings.variable_dtype)
+        check_keras_name(settings.name, settings.compute_dtype, settings.variable_dtype)
         # Keras gives a reloaded layer the *name* of its policy, unless that is a `DTypePolicyMap`. A name of
         # our own means nothing to Keras, and the layer could not be reloaded.
-        if cls is Policy and _keras_dtypes(settings.name) is None:
+        if cls is Policy and keras_dtypes(settings.name) is None:
             return LayerPolicy._from_settings(settings)
         return cls._from_settings(settings)
 
@@ -249,15 +253,6 @@ class LayerPolicy(Policy, keras.dtype_policies.DTypePolicyMap):
         return True
 
 
-def stock_name(compute_dtype: str, variable_dtype: str) -> str | None:
-    """Returns the name of the Keras policy with these dtypes, or `None` if there is none."""
-    if compute_dtype == variable_dtype:
-        return compute_dtype
-    if variable_dtype == "float32" and compute_dtype in SIXTEEN_BIT_DTYPES:
-        return f"mixed_{compute_dtype}"
-    return None
-
-
 def registered(name: str) -> Policy:
     """Returns the policy registered as `name`.
 
@@ -300,40 +295,6 @@ def _unknown_name(name: str) -> str:
         "Expected the name of a registered policy, or both `compute_dtype` and `variable_dtype` for a new "
         f"one. Received: name={name!r}. {hint}Registered: {', '.join(sorted(REGISTERED))}."
     )
-
-
-def _check_dtype(argument: str, dtype) -> str:
-    try:
-        name = keras.backend.standardize_dtype(dtype)
-    except (ValueError, TypeError):
-        name = None
-    if name not in FLOAT_DTYPES:
-        raise ValueError(
-            f"Expected `{argument}` to be one of {', '.join(FLOAT_DTYPES)}. Received: {argument}={dtype!r}. "
-            "For float8 and integers build the model first, then call `model.quantize`."
-        )
-    return name
-
-
-def _check_keras_name(name: str, compute_dtype: str, variable_dtype: str):
-    """Raises `ValueError` if `name` stands for other dtypes in Keras: a reloaded layer gets those."""
-    dtypes = _keras_dtypes(name)
-    if dtypes is not None and dtypes != (compute_dtype, variable_dtype):
-        raise ValueError(
-            f"Expected {name!r} to stand for the dtypes it has in Keras, compute_dtype={dtypes[0]!r} and "
-            f"variable_dtype={dtypes[1]!r}. Received: compute_dtype={compute_dtype!r}, "
-            f"variable_dtype={variable_dtype!r}. "
-            "Give the policy a name of its own."
-        )
-
-
-def _keras_dtypes(name: str) -> tuple[str, str] | None:
-    """Returns the compute and variable dtype that `name` has in Keras, or `None`."""
-    try:
-        policy = keras.DTypePolicy(name)
-    except ValueError:
-        return None
-    return policy.compute_dtype, policy.variable_dtype
 
 
 def _default_rules(compute_dtype: str) -> tuple[str, ...]:

@@ -32,8 +32,8 @@ def main():
     import numpy as np
 
     keras.utils.set_random_seed(0)
-    per_replica = 2
-    rows = options.replicas * per_replica
+    rows = 4 if options.replicas < 4 else 8
+    per_replica = rows // options.replicas
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2 * rows, 4)).astype("float32")
     y = rng.normal(size=(2 * rows, 1)).astype("float32")

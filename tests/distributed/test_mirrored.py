@@ -51,7 +51,7 @@ def test_two_replicas_without_faults_equal_one_device_with_the_joined_batch():
     assert not two["weights_unchanged"]
     for a, b in zip(two["weights"], one["weights"], strict=True):
         # float16 has 11 significant bits, and the batch is summed in another order
-        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4)
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=5e-4)
 
 
 def test_xla_under_a_strategy_is_refused_by_name():

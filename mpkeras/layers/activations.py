@@ -1,0 +1,64 @@
+"""Softmax and other activations in float32."""
+
+import keras
+
+from mpkeras.layers import probabilities
+from mpkeras.layers.output_dtype import OutputDtype
+
+
+@keras.saving.register_keras_serializable(package="mpkeras")
+class Softmax(OutputDtype, keras.layers.Softmax):
+    """Softmax computed in float32 under any policy.
+
+    As the last layer of a classifier it trains where a 16-bit softmax gets a gradient of 0: on TensorFlow
+    Keras finds the logits behind it, and elsewhere, during training, no probability falls below the 1e-7 at
+    which Keras clips.
+
+    Args:
+        axis: The axis, or axes, of the classes.
+        output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction. A
+            classifier's last layer should stay in float32.
+        **kwargs: Of `keras.layers.Layer`, without `dtype`.
+
+    Call arguments:
+        inputs: Logits of any shape and float dtype.
+        mask: Boolean, broadcastable to `inputs`; where it is false the output is exactly 0, also in a row
+            without any true.
+        training: Whether a loss will be computed from the output.
+
+    Returns:
+        Probabilities, of the shape of `inputs`.
+    """
+
+    def __init__(self, axis=-1, *, output_dtype=None, **kwargs):
+        super().__init__(axis=axis, output_dtype=output_dtype, **kwargs)
+
+    def call(self, inputs, mask=None, training=None):
+        # Weights of an attention over a mask are no classifier's output, and are left exact.
+        if training and mask is None and isinstance(self.axis, int) and not probabilities.is_fused():
+            return self.cast_output(probabilities.trainable_softmax(inputs, axis=self.axis))
+        return self.cast_output(super().call(inputs, mask=mask))
+
+
+@keras.saving.register_keras_serializable(package="mpkeras")
+class Activation(OutputDtype, keras.layers.Activation):
+    """An activation computed in float32 under any policy.
+
+    `"softmax"` and `"sigmoid"` train as `Softmax` does.
+
+    Args:
+        activation: The name of a Keras activation, or a function.
+        output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction.
+        **kwargs: Of `keras.layers.Layer`, without `dtype`.
+    """
+
+    def __init__(self, activation, *, output_dtype=None, **kwargs):
+        super().__init__(activation, output_dtype=output_dtype, **kwargs)
+
+    def call(self, inputs, training=None):
+        if training and not probabilities.is_fused():
+            if self.activation is keras.activations.softmax:
+                return self.cast_output(probabilities.trainable_softmax(inputs))
+            if self.activation is keras.activations.sigmoid:
+                return self.cast_output(probabilities.trainable_sigmoid(inputs))
+        return self.cast_output(super().call(inputs))

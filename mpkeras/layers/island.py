@@ -1,0 +1,72 @@
+"""`float32_island`: float32 inside one function or method."""
+
+import contextlib
+import functools
+import inspect
+
+import keras
+import numpy as np
+from keras import ops
+
+from mpkeras import _keras_private
+
+_NARROWER = ("float16", "bfloat16")
+
+
+def float32_island(function):
+    """Decorator: 16-bit tensors go into the function as float32, and variables are read in float32 inside.
+
+    For a function, or for a method of a layer. Tensors are found in nested structures as well. Other dtypes
+    go in as they are, float64 too, and what the function returns stays as it computed it. A layer that is
+    called inside still follows its own policy.
+
+    On a layer's `call` the decorator comes too late for inputs beyond float16's range: Keras casts them to
+    the layer's compute dtype before `call` runs. There, use `Float32Mixin`.
+
+    Raises:
+        TypeError: If it is not used on a function.
+
+    Example:
+
+    ```python
+    class Distance(keras.layers.Layer):
+        @mpkeras.float32_island
+        def norm(self, x):
+            return keras.ops.sqrt(keras.ops.sum(keras.ops.square(x), axis=-1))
+    ```
+    """
+    if inspect.isclass(function) or not callable(function):
+        raise TypeError(
+            "Expected a function or method. Received: "
+            f"{function!r} (of type {type(function).__name__}). Write `@float32_island` without parentheses; "
+            "for a layer class put `Float32Mixin` before it in the bases."
+        )
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        with _float32_variables(args[0] if args else None):
+            args, kwargs = keras.tree.map_structure(_widen, (args, kwargs))
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _float32_variables(owner):
+    """Returns a context in which float variables that would be read in 16 bits are read in float32."""
+    # A layer with 16-bit variables has no scope: it reads them as they are stored.
+    dtype = _keras_private.autocast_dtype() or getattr(owner, "compute_dtype", None)
+    return _keras_private.autocast_scope("float32") if dtype in _NARROWER else contextlib.nullcontext()
+
+
+def _widen(value):
+    if isinstance(value, keras.Variable):
+        # Left to the scope above: inside, it may be assigned to. Its own cast is off with `autocast=False`.
+        return value
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.astype("float32") if value.dtype.name in _NARROWER else value
+    is_tensor = ops.is_tensor(value) or isinstance(value, keras.KerasTensor)
+    if not is_tensor or keras.backend.standardize_dtype(value.dtype) not in _NARROWER:
+        return value
+    widened = ops.cast(value, "float32")
+    _keras_private.copy_mask(value, widened)
+    return widened

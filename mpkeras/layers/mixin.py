@@ -1,0 +1,55 @@
+"""`Float32Mixin`: keeps a layer in float32 under any policy."""
+
+import keras
+
+from mpkeras.policies.registry import policy_scope
+
+
+class Float32Mixin:
+    """Keeps a layer's inputs, arithmetic and variables in float32. Goes before the layer class in the bases.
+
+    The layers that its constructor makes are kept in float32 as well. `TimeDistributed` passes by the policy
+    of the layer it wraps: there, give the wrapper `dtype="float32"` too.
+
+    Example:
+
+    ```python
+    @keras.saving.register_keras_serializable("my_package")
+    class Float32Dense(mpkeras.layers.Float32Mixin, keras.layers.Dense):
+        pass
+    ```
+
+    Raises:
+        ValueError: If `dtype` is given and is not float32, or `autocast=False` is given.
+    """
+
+    def __init__(self, *args, **kwargs):
+        _check_dtype(self, kwargs.get("dtype"))
+        if kwargs.get("autocast", True) is not True:
+            raise ValueError(
+                "Expected `autocast` to be true: it casts the inputs to float32. Received: "
+                f"autocast={kwargs['autocast']!r}. Leave it out."
+            )
+        # The policy, not a cast inside `call`: Keras casts the *inputs* to the policy's compute dtype before
+        # `call` runs, and 7e4 is already inf by then.
+        kwargs["dtype"] = "float32"
+        with policy_scope("float32"):
+            super().__init__(*args, **kwargs)
+        # `LayerNormalization` and `GroupNormalization` turn it off, and then round their float32 result to
+        # the dtype of the input.
+        self.autocast = True
+
+
+def _check_dtype(layer, dtype):
+    if dtype is None:
+        return
+    try:
+        policy = keras.dtype_policies.get(dtype)
+    except (ValueError, TypeError):
+        policy = None
+    dtypes = policy and (policy.compute_dtype, policy.variable_dtype, policy.quantization_mode)
+    if dtypes != ("float32", "float32", None):
+        raise ValueError(
+            f"Expected `dtype` to be float32, which {type(layer).__name__} always is. Received: "
+            f"dtype={dtype!r}. Leave it out, or use the layer of `keras.layers` for another precision."
+        )

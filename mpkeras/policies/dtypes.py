@@ -1,0 +1,49 @@
+"""The dtypes of a policy, and what policy names mean to Keras."""
+
+import keras
+
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
+
+
+def stock_name(compute_dtype: str, variable_dtype: str) -> str | None:
+    """Returns the name of the Keras policy with these dtypes, or `None` if there is none."""
+    if compute_dtype == variable_dtype:
+        return compute_dtype
+    if variable_dtype == "float32" and compute_dtype in SIXTEEN_BIT_DTYPES:
+        return f"mixed_{compute_dtype}"
+    return None
+
+
+def check_dtype(argument: str, dtype) -> str:
+    try:
+        name = keras.backend.standardize_dtype(dtype)
+    except (ValueError, TypeError):
+        name = None
+    if name not in FLOAT_DTYPES:
+        raise ValueError(
+            f"Expected `{argument}` to be one of {', '.join(FLOAT_DTYPES)}. Received: {argument}={dtype!r}. "
+            "For float8 and integers build the model first, then call `model.quantize`."
+        )
+    return name
+
+
+def check_keras_name(name: str, compute_dtype: str, variable_dtype: str):
+    """Raises `ValueError` if `name` stands for other dtypes in Keras: a reloaded layer gets those."""
+    dtypes = keras_dtypes(name)
+    if dtypes is not None and dtypes != (compute_dtype, variable_dtype):
+        raise ValueError(
+            f"Expected {name!r} to stand for the dtypes it has in Keras, compute_dtype={dtypes[0]!r} and "
+            f"variable_dtype={dtypes[1]!r}. Received: compute_dtype={compute_dtype!r}, "
+            f"variable_dtype={variable_dtype!r}. "
+            "Give the policy a name of its own."
+        )
+
+
+def keras_dtypes(name: str) -> tuple[str, str] | None:
+    """Returns the compute and variable dtype that `name` has in Keras, or `None`."""
+    try:
+        policy = keras.DTypePolicy(name)
+    except ValueError:
+        return None
+    return policy.compute_dtype, policy.variable_dtype

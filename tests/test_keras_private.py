@@ -1,0 +1,130 @@
+"""Notices when a private name of Keras that mpkeras uses changes."""
+
+import keras
+import pytest
+
+from mpkeras import _keras_private as private
+
+
+@pytest.fixture
+def nested():
+    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="deep")], name="inner")
+    return keras.Sequential([keras.Input((2,)), inner, keras.layers.Dense(1, name="top")], name="outer")
+
+
+def test_flatten_layers_finds_nested_layers_once(nested):
+    names = [layer.name for layer in private.flatten_layers(nested)]
+    assert {"inner", "deep", "top"} <= set(names)
+    assert len(names) == len(set(names))
+    assert private.flatten_layers(nested, include_self=True)[0] is nested
+    with pytest.raises(TypeError, match="Pass the model itself"):
+        private.flatten_layers(3)
+
+
+def test_direct_sublayers_stop_at_the_first_level(nested):
+    names = {layer.name for layer in private.direct_sublayers(nested)}
+    assert {"inner", "top"} <= names
+    assert "deep" not in names
+
+
+def test_a_built_optimizer_knows_its_variables():
+    variables = [keras.Variable([1.0]), keras.Variable([2.0])]
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(variables)
+    known = private.optimizer_trainable_variables(optimizer)
+    assert [id(v) for v in known] == [id(v) for v in variables]
+
+
+def test_overwrites_with_gradient():
+    v = keras.Variable([1.0])
+    assert not private.overwrites_with_gradient(v)
+    v.overwrite_with_gradient = True
+    assert private.overwrites_with_gradient(v)
+    assert not private.overwrites_with_gradient(object())
+
+
+def test_in_stateless_scope():
+    assert not private.in_stateless_scope()
+    with keras.StatelessScope():
+        assert private.in_stateless_scope()
+
+
+def test_functional_models_cast_no_inputs_and_others_do(nested):
+    inputs = keras.Input((2,))
+    assert private.casts_no_inputs(keras.Model(inputs, keras.layers.Dense(1)(inputs)))
+    assert not private.casts_no_inputs(nested)
+
+
+def test_own_variables_are_not_those_of_sublayers(nested):
+    assert private.own_variables(nested) == []
+    assert [v.name for v in private.own_variables(nested.layers[-1])] == ["kernel", "bias"]
+
+
+def test_the_optimizer_of_the_compile_configuration_can_be_replaced(nested):
+    nested.compile("sgd", "mse")
+    private.replace_compiled_optimizer(nested, keras.optimizers.Adam(0.25))
+    saved = nested.get_compile_config()["optimizer"]
+    assert saved["class_name"] == "Adam"
+    assert saved["config"]["learning_rate"] == 0.25
+
+
+@pytest.mark.backends("tensorflow")
+def test_xla_is_noticed_while_tracing():
+    """`tensorflow.python.ops.control_flow_util`, read in TensorFlow 2.21."""
+    import tensorflow as tf
+
+    from mpkeras._tensorflow import in_xla
+
+    seen = {}
+
+    def look(name):
+        seen[name] = in_xla()
+        return tf.constant(0)
+
+    look("eager")
+    tf.function(lambda: look("graph"))()
+    tf.function(lambda: look("xla"), jit_compile=True)()
+    inner = tf.function(lambda: look("nested"), jit_compile=True)
+    tf.function(lambda: inner())()
+    assert seen == {"eager": False, "graph": False, "xla": True, "nested": True}
+
+
+@pytest.mark.backends("tensorflow")
+def test_stock_optimizers_assign_through_keras_only():
+    """What `selecting_assignments` relies on: no raw assignment is left in the compiled update.
+
+    Every stock optimizer is run with weight decay and averages under XLA on a step that must be skipped; a
+    write that the selection does not cover would change a variable. See also `test_optimizers.py`.
+    """
+    import numpy as np
+    import tensorflow as tf
+
+    from mpkeras._tensorflow import _assigns_through_keras
+    from mpkeras.optimizers import LossScaleOptimizer
+    from tests.step_modes import snapshot
+
+    names = [
+        name
+        for name in dir(keras.optimizers)
+        if isinstance(getattr(keras.optimizers, name), type)
+        and issubclass(getattr(keras.optimizers, name), keras.optimizers.Optimizer)
+        and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+    ]
+    assert len(names) >= 13
+    for name in names:
+        inner = getattr(keras.optimizers, name)(learning_rate=0.1, weight_decay=0.01, use_ema=True)
+        assert _assigns_through_keras(inner)
+        v = keras.Variable(np.ones((4, 4), "float32"), constraint=keras.constraints.NonNeg())
+        optimizer = LossScaleOptimizer(inner, loss_scale=None)
+        optimizer.build([v])
+
+        @tf.function(jit_compile=True)
+        def step(g):
+            optimizer.apply([g], [v])  # noqa: B023  # called in this round only
+
+        step(tf.ones((4, 4)))
+        before = snapshot([v, *inner.variables])
+        step(tf.fill((4, 4), np.inf))
+        assert snapshot([v, *inner.variables]) == before, name
+        step(tf.ones((4, 4)))
+        assert snapshot([v, *inner.variables]) != before, name
