@@ -78,9 +78,7 @@ def apply(optimizer, grads, variables, notes):
     )
 
 
-def _apply_across_replicas(
-    strategy, optimizer, grads, variables, grad_total, bad_losses, knows_loss, takes_unscaled
-):
+def _apply_across_replicas(strategy, optimizer, grads, variables, grad_total, bad_losses, knows_loss, takes_unscaled):
     # Summed over replicas before anyone decides: gradients are reduced later, inside the inner optimizer,
     # where one replica's inf would reach the weights of all.
     summed = strategy.reduce(tf.distribute.ReduceOp.SUM, grad_total, axis=None)
@@ -92,9 +90,7 @@ def _apply_across_replicas(
     is_applied = _both(grads_are_finite, loss_is_finite)
 
     def update():
-        strategy.extended.call_for_each_replica(
-            _update_inner, args=(optimizer, grads, variables, takes_unscaled)
-        )
+        strategy.extended.call_for_each_replica(_update_inner, args=(optimizer, grads, variables, takes_unscaled))
         return tf.constant(True)
 
     # The conditional stands outside the replicas, as a branch inside one could not call the others.
@@ -210,9 +206,7 @@ def selecting_assignments(inner_optimizer, is_applied):
             kept = tf.gather(variable, value.indices)
             variable.scatter_add(tf.IndexedSlices(change, value.indices))
             after = tf.gather(variable, value.indices)
-            variable.scatter_update(
-                tf.IndexedSlices(tf.where(is_applied, after, kept), value.indices)
-            )
+            variable.scatter_update(tf.IndexedSlices(tf.where(is_applied, after, kept), value.indices))
         else:
             changed = variable + value if sign > 0 else variable - value
             variable.assign(tf.where(is_applied, changed, variable))

@@ -291,7 +291,5 @@ def _check_count(name: str, value) -> int:
             f"(of type {type(value).__name__}). Pass a whole number of steps."
         )
     if value < 1:
-        raise ValueError(
-            f"Expected `{name}` >= 1, in steps. Received: {name}={value}. Use 1 to act on every step."
-        )
+        raise ValueError(f"Expected `{name}` >= 1, in steps. Received: {name}={value}. Use 1 to act on every step.")
     return int(value)

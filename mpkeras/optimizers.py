@@ -27,6 +27,7 @@ else:
         f"KERAS_BACKEND={keras.backend.backend()!r}. Set KERAS_BACKEND to one of them before importing keras."
     )
 
+
 @keras.saving.register_keras_serializable(package="mpkeras")
 class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
     """Scales the loss, unscales the gradients, and skips every step that is not finite.
@@ -224,9 +225,7 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
             return list(scaled_grads)
         reciprocal = ops.divide(1.0, self.loss_scale)
         return [
-            g
-            if g is None or _keras_private.overwrites_with_gradient(v)
-            else backend.scale_gradient(g, reciprocal)
+            g if g is None or _keras_private.overwrites_with_gradient(v) else backend.scale_gradient(g, reciprocal)
             for g, v in zip(scaled_grads, variables, strict=True)
         ]
 

@@ -29,9 +29,7 @@ def applier(optimizer, variables, mode):
         step = jax.jit(optimizer.stateless_apply)
 
         def apply(grads):
-            new_variables, new_state = step(
-                [v.value for v in optimizer.variables], grads, [v.value for v in variables]
-            )
+            new_variables, new_state = step([v.value for v in optimizer.variables], grads, [v.value for v in variables])
             for variable, value in zip(variables, new_variables, strict=True):
                 variable.assign(value)
             for variable, value in zip(optimizer.variables, new_state, strict=True):

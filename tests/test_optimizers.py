@@ -123,9 +123,7 @@ def test_inner_options_act_on_unscaled_gradients_and_applied_steps_only(options,
     plain.build(plain_variables)
     for g in grads:
         if keras.backend.backend() == "jax":
-            new = plain.stateless_apply(
-                [v.value for v in plain.variables], [g], [v.value for v in plain_variables]
-            )
+            new = plain.stateless_apply([v.value for v in plain.variables], [g], [v.value for v in plain_variables])
             for v, value in zip(plain_variables + plain.variables, new[0] + new[1], strict=True):
                 v.assign(value)
         else:
@@ -164,9 +162,7 @@ def test_apply_gradients_returns_the_true_iteration():
     v = variable()
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=1.0)
     good, bad = np.ones(4, "float32"), np.full(4, np.inf, "float32")
-    returned = [
-        int(optimizer.apply_gradients([(keras.ops.convert_to_tensor(g), v)])) for g in (good, bad, good)
-    ]
+    returned = [int(optimizer.apply_gradients([(keras.ops.convert_to_tensor(g), v)])) for g in (good, bad, good)]
     assert returned == [1, 1, 2]
 
 
@@ -366,9 +362,7 @@ def test_rule_settings_can_be_set_or_are_refused():
 
 
 def test_stock_configuration_round_trip_has_four_keys():
-    optimizer = LossScaleOptimizer(
-        keras.optimizers.SGD(0.5), initial_scale=4.0, dynamic_growth_steps=2, name="mine"
-    )
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0, dynamic_growth_steps=2, name="mine")
     config = optimizer.get_config()
     assert sorted(config) == ["dynamic_growth_steps", "initial_scale", "inner_optimizer", "name"]
     stock = keras.optimizers.LossScaleOptimizer.from_config(dict(config))

@@ -25,9 +25,7 @@ def test_version_is_written_in_one_place(config):
     assert mpkeras.__version__ == _version.__version__
     pattern = re.compile(rf"""__version__\s*=\s*["']{re.escape(_version.__version__)}""")
     written = [
-        path.name
-        for path in (ROOT / "mpkeras").rglob("*.py")
-        if pattern.search(path.read_text(encoding="utf-8"))
+        path.name for path in (ROOT / "mpkeras").rglob("*.py") if pattern.search(path.read_text(encoding="utf-8"))
     ]
     assert written == ["_version.py"]
 
@@ -62,17 +60,13 @@ def test_every_folder_of_the_package_is_installed(config):
 
 
 def test_changelog_has_this_version():
-    headings = re.findall(
-        r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE
-    )
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert _version.__version__ in headings
 
 
 def test_keras_range_is_the_same_everywhere(config):
-    (requirement,) = [
-        line for line in config["options"]["install_requires"].split("\n") if line.startswith("keras")
-    ]
+    (requirement,) = [line for line in config["options"]["install_requires"].split("\n") if line.startswith("keras")]
     oldest = re.fullmatch(r"keras>=([\d.]+),<[\d.]+", requirement).group(1)
     assert f"Keras {oldest}" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     # The CI's oldest run must test that very version, or the promise is empty.

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.distributed.launch import run_mirrored
 from tests.step_modes import snapshot
 
 AGAINST_KERAS = os.environ.get("MPKERAS_PAINS_AGAINST") == "keras"
@@ -67,9 +68,7 @@ def step(optimizer, variables, grads):
         return
     if not optimizer.built:
         optimizer.build(variables)
-    new = optimizer.stateless_apply(
-        [v.value for v in optimizer.variables], grads, [v.value for v in variables]
-    )
+    new = optimizer.stateless_apply([v.value for v in optimizer.variables], grads, [v.value for v in variables])
     for v, value in zip(variables + optimizer.variables, new[0] + new[1], strict=True):
         v.assign(value)
 
@@ -144,9 +143,9 @@ def test_p4_a_softmax_head_learns(policy):
     def build():
         keras.utils.set_random_seed(0)
         inputs = keras.Input((2,))
-        logits = keras.layers.Dense(
-            2, kernel_initializer=keras.initializers.Constant([[20.0, -20.0], [0.0, 0.0]])
-        )(inputs)
+        logits = keras.layers.Dense(2, kernel_initializer=keras.initializers.Constant([[20.0, -20.0], [0.0, 0.0]]))(
+            inputs
+        )
         return keras.Model(inputs, keras.layers.Activation("softmax")(logits))
 
     def accuracies(policy):
@@ -333,6 +332,80 @@ def test_p16_history_shows_skips_and_halvings(tmp_path):
     assert {"loss", "loss_scale", "skipped_steps"} <= set(header)
 
 
+@pytest.mark.backends("tensorflow", "torch")
+def test_p17_two_optimizers_decide_for_themselves():
+    """The discriminator overflows, the generator does not; only the discriminator skips."""
+
+    class Gan(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.generator = keras.layers.Dense(4)
+            self.discriminator = keras.layers.Dense(1)
+
+        def compile(self, d_optimizer, g_optimizer):
+            super().compile()
+            self.optimizer = None
+            self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+        def call(self, x):
+            return self.discriminator(self.generator(x))
+
+        def train_step(self, data):
+            x, real, _ = keras.utils.unpack_x_y_sample_weight(data)
+            d_loss = self._step(
+                self.d_optimizer,
+                self.discriminator,
+                lambda: keras.ops.mean(self.discriminator(real)) - keras.ops.mean(self.discriminator(x)),
+            )
+            g_loss = self._step(
+                self.g_optimizer, self.generator, lambda: keras.ops.mean(self.discriminator(self.generator(x)))
+            )
+            return {"d_loss": d_loss, "g_loss": g_loss}
+
+        def _step(self, optimizer, layer, loss_fn):
+            if keras.backend.backend() == "tensorflow":
+                import tensorflow as tf
+
+                with tf.GradientTape() as tape:
+                    loss = loss_fn()
+                    scaled = optimizer.scale_loss(loss)
+                grads = tape.gradient(scaled, layer.trainable_variables)
+            else:
+                self.zero_grad()
+                loss = loss_fn()
+                optimizer.scale_loss(loss).backward()
+                grads = [v.value.grad for v in layer.trainable_variables]
+            optimizer.apply(grads, layer.trainable_variables)
+            return loss
+
+    x = np.random.default_rng(3).normal(size=(2, 4, 4)).astype("float32")
+
+    def run(steps, bad_at=()):
+        keras.utils.set_random_seed(4)
+        if AGAINST_KERAS:
+            keras.config.set_dtype_policy("mixed_float16")
+        gan = Gan()
+        gan(x[0])
+        gan.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
+        if not AGAINST_KERAS:
+            from mpkeras.training.prepare import prepare
+
+            prepare(gan, "mixed_float16", loss_scale=64.0)
+        for i in range(steps):
+            real = x[i].copy()
+            if i in bad_at:
+                real[0, 0] = np.inf
+            gan.train_on_batch(x[i], real)
+        return gan
+
+    gan = run(2, bad_at=(1,))
+    reference = run(1)
+    assert int(gan.d_optimizer.skipped_steps) == 1
+    assert int(gan.g_optimizer.skipped_steps) == 0
+    assert snapshot(gan.discriminator.variables) == snapshot(reference.discriminator.variables)
+    assert snapshot(gan.generator.variables) != snapshot(reference.generator.variables)
+
+
 @pytest.mark.parametrize("where", ["layer", "map", "auto_scale_loss=False"])
 def test_p18_float16_layers_get_loss_scaling_wherever_the_policy_was_set(where):
     if where == "layer":
@@ -396,6 +469,18 @@ def test_p22_the_compiled_step_has_no_conditional_on_jax():
     hlo = step_fn.lower(state, [v.value], [v.value * 1]).compile().as_text()
     assert " conditional(" not in hlo
     assert " while(" not in hlo
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize(("bad", "scale"), [("input", 1024.0), ("gradient", 512.0)])
+def test_p23_p39_inf_on_one_replica_alone_skips_on_all(replica, bad, scale):
+    """The scale halves when only a gradient overflowed, and stays when the forward pass is at fault."""
+    against = "keras" if AGAINST_KERAS else "mpkeras"
+    result = run_mirrored("--bad-replica", str(replica), "--bad", bad, "--against", against)
+    assert result["weights_unchanged"]
+    assert result["state_finite"]
+    assert result["scales"] == [scale, scale]
 
 
 @pytest.mark.backends("jax")

@@ -144,7 +144,7 @@ def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
         args.error(reason)
     where = environment()
     heading = f"mpkeras demo: Keras {where['keras']}, {where['backend']} on {where['device']}, {where['cpu']}"
-    print(heading, flush=True)
+    print(f"{len(tasks) * len(policies) * args.seeds} runs of `fit`: {', '.join(policies)}", flush=True)
     verbose = 1 if is_terminal else 2
     records = comparison.compare(tasks, data_sets, policies, args.seeds, args.epochs, verbose=verbose)
     rows = summary.summarize(tasks, policies, records)

@@ -5,9 +5,10 @@ import textwrap
 
 _NOTES = (
     "Quality: at the end of training, mean ± standard deviation over the seeds. Step: median over the steps "
-    "of `fit` after the first {warm_up_steps}, so without tracing and compiling. Speed-up: float32's step time "
-    "/ this one's, median over the seeds. Skipped: steps left out because a gradient was not finite. Layer "
-    "outputs: bytes that all layers return for one training batch, in the dtypes they really return."
+    "of `fit` after the first {warm_up_steps}, so without tracing and compiling. Speed: float32's step time "
+    "/ this one's, median over the seeds. Skipped: steps left out because a gradient was not finite, in all "
+    "seeds. Layer outputs: bytes that all layers return for one training batch, in the dtypes they really "
+    "return."
 )
 _XLA_NOTE = (
     " XLA temporaries: what XLA reserves for the train step beside weights, optimizer state and batch."
@@ -18,12 +19,12 @@ _TEXT_COLUMNS = 2  # task and policy: to the left; numbers go to the right
 def columns(rows: list) -> tuple:
     """Returns `(header, lines, footnotes)`: strings, and one list of cells for each row."""
     with_xla = any(row.get("xla_temporary_bytes") is not None for row in rows)
-    header = ["Task", "Policy", "Quality", "Step ms", "Speed-up", "Skipped", "Loss scale", "Layer outputs"]
+    header = ["Task", "Policy", "Quality", "Step ms", "Speed", "Skipped", "Loss scale", "Layer outputs"]
     if with_xla:
         header.append("XLA temporaries")
     lines, footnotes = [], []
     for row in rows:
-        task = f"{row['task']}, {row['quality_name'].removeprefix('held-out ')}"
+        task = f"{row['task']} ({row['quality_name'].removeprefix('held-out ').replace(' per ', '/')})"
         if row["error"] is not None:
             footnotes.append(f"({len(footnotes) + 1}) {row['task']}, {row['policy']}: {row['error']}")
             cells = [f"not run ({len(footnotes)})"] + ["-"] * (len(header) - _TEXT_COLUMNS - 1)
@@ -32,7 +33,7 @@ def columns(rows: list) -> tuple:
                 _quality_text(row),
                 f"{row['step_time_ms']:.1f}",
                 "-" if row["speed_up"] is None else f"{row['speed_up']:.2f}x",
-                f"{row['skipped_steps']} of {row['steps']}",
+                str(row["skipped_steps"]),
                 _range_text(row["loss_scale_min"], row["loss_scale_max"]),
                 _bytes_text(row["layer_output_bytes"]),
             ]
@@ -67,13 +68,21 @@ def _rich_text(header, lines, title, width) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, header_style="", padding=(0, 1, 0, 0), pad_edge=False)
     for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number < _TEXT_COLUMNS else "right")
+        # In a narrow terminal the task folds into two lines; nothing is cut off.
+        table.add_column(
+            name.replace(" ", "\n"),
+            justify="left" if number < _TEXT_COLUMNS else "right",
+            no_wrap=number > 0,
+            min_width=None if number > 0 else len("(bits/byte)"),
+            vertical="top",
+        )
     for number, cells in enumerate(lines):
         is_last_of_task = number + 1 < len(lines) and lines[number + 1][0] != cells[0]
         table.add_row(*cells, end_section=is_last_of_task)
-    console = Console(file=io.StringIO(), width=width)
+    # What eight columns need, and nine.
+    console = Console(file=io.StringIO(), width=max(width, 80 if len(header) == 8 else 94))
     console.print(table)
     drawn = [line.rstrip() for line in console.file.getvalue().splitlines()]
     return "\n".join([title, *drawn]).rstrip()

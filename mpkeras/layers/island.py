@@ -9,8 +9,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras_private
-
-_NARROWER = ("float16", "bfloat16")
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
 
 def float32_island(function):
@@ -55,7 +54,9 @@ def _float32_variables(owner):
     """Returns a context in which float variables that would be read in 16 bits are read in float32."""
     # A layer with 16-bit variables has no scope: it reads them as they are stored.
     dtype = _keras_private.autocast_dtype() or getattr(owner, "compute_dtype", None)
-    return _keras_private.autocast_scope("float32") if dtype in _NARROWER else contextlib.nullcontext()
+    return (
+        _keras_private.autocast_scope("float32") if dtype in SIXTEEN_BIT_DTYPES else contextlib.nullcontext()
+    )
 
 
 def _widen(value):
@@ -63,9 +64,9 @@ def _widen(value):
         # Left to the scope above: inside, it may be assigned to. Its own cast is off with `autocast=False`.
         return value
     if isinstance(value, (np.ndarray, np.generic)):
-        return value.astype("float32") if value.dtype.name in _NARROWER else value
+        return value.astype("float32") if value.dtype.name in SIXTEEN_BIT_DTYPES else value
     is_tensor = ops.is_tensor(value) or isinstance(value, keras.KerasTensor)
-    if not is_tensor or keras.backend.standardize_dtype(value.dtype) not in _NARROWER:
+    if not is_tensor or keras.backend.standardize_dtype(value.dtype) not in SIXTEEN_BIT_DTYPES:
         return value
     widened = ops.cast(value, "float32")
     _keras_private.copy_mask(value, widened)

@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from mpkeras.layers.mixin import Float32Mixin
-from mpkeras.policies.policy import FLOAT_DTYPES
+from mpkeras.policies.dtypes import FLOAT_DTYPES
 from mpkeras.policies.registry import global_policy
 
 

@@ -5,6 +5,8 @@ import functools
 import keras
 from keras import ops
 
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+
 
 def _try_max_pool_3d(dtype):
     _run(lambda x: ops.max_pool(x, pool_size=2, strides=2), ops.zeros((1, 2, 2, 2, 1), dtype))
@@ -67,7 +69,7 @@ def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str
         compute_dtype: `"float16"` or `"bfloat16"`; other dtypes have every kernel.
         among: Layer class names to look at; `None` for all that are known to lack a kernel somewhere.
     """
-    if compute_dtype not in ("float16", "bfloat16"):
+    if compute_dtype not in SIXTEEN_BIT_DTYPES:
         return ()
     backend = keras.backend.backend()
     rows = []

@@ -7,14 +7,8 @@ import threading
 import keras
 
 from mpkeras.policies import auto
-from mpkeras.policies.policy import (
-    FLOAT_DTYPES,
-    REGISTERED,
-    SIXTEEN_BIT_DTYPES,
-    LayerPolicy,
-    Policy,
-    registered,
-)
+from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES
+from mpkeras.policies.policy import REGISTERED, LayerPolicy, Policy, registered
 
 ENVIRONMENT_VARIABLE = "MPKERAS_POLICY"
 

@@ -8,8 +8,7 @@ import keras
 from mpkeras import _keras_private
 from mpkeras.policies import kernels
 from mpkeras.policies.default_rules import DEFAULT_RULES
-
-SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
 # Their softmax runs between two matrix products: in float32 it would drag the second one into float32 too.
 _KEEP_OWN_PRECISION = (

@@ -83,9 +83,9 @@ def _logs_without_trace(model, logs, step_is_skipped):
     if not isinstance(logs, dict) or set(logs) != set(metric_logs):
         return logs
     return keras.tree.map_structure(
-        lambda clean, value: tf.where(step_is_skipped, tf.cast(clean, value.dtype), value)
-        if tf.is_tensor(value)
-        else value,
+        lambda clean, value: (
+            tf.where(step_is_skipped, tf.cast(clean, value.dtype), value) if tf.is_tensor(value) else value
+        ),
         metric_logs,
         logs,
     )

@@ -4,8 +4,8 @@ import keras
 
 from mpkeras import _keras_private, loss_scaling
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
-from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.optimizer_wrapping import rewrapped
+from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import apply_rules
 from mpkeras.training import rollback as guard
@@ -119,9 +119,7 @@ def _check_variables(model, policy):
 def _convert_layers(model, policy):
     """Sets the policy on every layer that should follow it."""
     layers = [
-        layer
-        for layer in _layers(model)
-        if layer.compute_dtype in _CONVERTIBLE and layer.quantization_mode is None
+        layer for layer in _layers(model) if layer.compute_dtype in _CONVERTIBLE and layer.quantization_mode is None
     ]
     # Among 16-bit layers a float32 layer is there on purpose; alone, it is what Keras does by default.
     sources = _SIXTEEN_BITS if any(layer.compute_dtype in _SIXTEEN_BITS for layer in layers) else _CONVERTIBLE

@@ -25,9 +25,7 @@ def main():
     options = parser.parse_args()
 
     cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration()] * options.replicas
-    )
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * options.replicas)
     import keras
     import numpy as np
 
@@ -58,7 +56,10 @@ def main():
         hidden = keras.layers.Dense(8, kernel_initializer=keras.initializers.GlorotUniform(3))(hidden)
         outputs = keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(4))(hidden)
         model = keras.Model(inputs, outputs)
-        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=options.eager, jit_compile=False)
+        optimizer = keras.optimizers.SGD(0.1)
+        if options.against == "keras":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
+        model.compile(optimizer, "mse", run_eagerly=options.eager, jit_compile=False)
         if options.against == "mpkeras":
             from mpkeras.loss_scaling import DynamicLossScale
             from mpkeras.training.prepare import prepare
@@ -74,7 +75,9 @@ def main():
     optimizer = model.optimizer
     local = strategy.experimental_local_results(optimizer.dynamic_scale.value)
     result = {
-        "weights_unchanged": all((np.array(v) == b).all() for v, b in zip(model.trainable_variables, before)),
+        "weights_unchanged": all(
+            (np.array(v) == b).all() for v, b in zip(model.trainable_variables, before, strict=True)
+        ),
         "weights_finite": all(np.isfinite(np.array(v)).all() for v in model.trainable_variables),
         "state_finite": all(np.isfinite(np.array(v)).all() for v in model.non_trainable_variables),
         "scales": [float(v) for v in local],

@@ -1,0 +1,220 @@
+from types import SimpleNamespace
+
+import pytest
+
+from mpkeras.demo import summary
+
+DIGITS = SimpleNamespace(
+    name="digits", quality_name="held-out accuracy", higher_is_better=True, tolerance=0.005
+)
+TEXT = SimpleNamespace(
+    name="text", quality_name="held-out bits per byte", higher_is_better=False, tolerance=0.01
+)
+
+
+def record(task, policy, seed, quality, step_time_ms, **changes):
+    return {
+        "task": task.name,
+        "policy": policy,
+        "seed": seed,
+        "error": None,
+        "quality": quality,
+        "step_time_ms": step_time_ms,
+        "skipped_steps": 0,
+        "steps": 100,
+        "loss_scale": 1.0,
+        "layer_output_bytes": 4000 if policy == "float32" else 2400,
+        "xla_temporary_bytes": None,
+        **changes,
+    }
+
+
+def failed(task, policy):
+    return {"task": task.name, "policy": policy, "seed": 0, "error": "NotImplementedError: no kernel"}
+
+
+def row(policy="mixed_bfloat16", task=TEXT, **changes):
+    """A row as `summarize` makes it, of a policy that pays off."""
+    return {
+        "task": task.name,
+        "policy": policy,
+        "quality_name": task.quality_name,
+        "seeds": 3,
+        "error": None,
+        "quality_mean": 3.0,
+        "quality_std": 0.01,
+        "speed_up": 1.5,
+        "speed_up_min": 1.4,
+        "speed_up_max": 1.6,
+        "layer_output_ratio": 0.6,
+        "same_quality": True,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(("values", "expected"), [
+    pytest.param([1.0, 2.0, 3.0], (2.0, 1.0), id="n - 1 in the denominator"),
+    pytest.param([5.0, 5.0], (5.0, 0.0), id="no spread"),
+    pytest.param([4.0], (4.0, None), id="one value has no spread"),
+])
+def test_mean_and_std(values, expected):
+    assert summary.mean_and_std(values) == expected
+
+
+def test_a_diverged_run_makes_the_mean_nan():
+    mean, std = summary.mean_and_std([1.0, float("nan")])
+    assert mean != mean
+    assert std is None
+
+
+def test_summary_of_a_task():
+    records = [
+        record(DIGITS, "float32", 0, 0.97, 10.0),
+        record(DIGITS, "float32", 1, 0.99, 40.0),  # the machine was busy here,
+        record(DIGITS, "float32", 2, 0.98, 12.0),
+        record(DIGITS, "mixed_float16", 0, 0.96, 20.0, skipped_steps=2, loss_scale=8192.0),
+        record(DIGITS, "mixed_float16", 1, 0.98, 50.0),  # and here
+        record(DIGITS, "mixed_float16", 2, 0.97, 30.0, skipped_steps=1),
+    ]
+    baseline, other = summary.summarize([DIGITS], ["float32", "mixed_float16"], records)
+    assert (baseline["policy"], baseline["speed_up"], baseline["step_time_ms"]) == ("float32", 1.0, 12.0)
+    assert other["quality_mean"] == pytest.approx(0.97)
+    assert other["quality_std"] == pytest.approx(0.01)
+    assert other["step_time_ms"] == 30.0
+    # 10/20, 40/50 and 12/30: of each seed with its own baseline, not 12/30 of the medians.
+    assert (other["speed_up_min"], other["speed_up"], other["speed_up_max"]) == (0.4, 0.5, 0.8)
+    assert (other["skipped_steps"], other["steps"]) == (3, 300)
+    assert (other["loss_scale_min"], other["loss_scale_max"]) == (1.0, 8192.0)
+    assert other["layer_output_ratio"] == 0.6
+    assert other["seeds"] == 3
+
+
+def test_rows_come_task_by_task():
+    records = [record(t, p, 0, 1.0, 1.0) for t in (TEXT, DIGITS) for p in ("float32", "mixed_float16")]
+    rows = summary.summarize([TEXT, DIGITS], ["float32", "mixed_float16"], records)
+    assert [(r["task"], r["policy"]) for r in rows] == [
+        ("text", "float32"), ("text", "mixed_float16"), ("digits", "float32"), ("digits", "mixed_float16"),
+    ]
+
+
+def test_a_case_that_could_not_run_has_an_error_and_no_numbers():
+    records = [record(TEXT, "float32", 0, 3.0, 10.0), failed(TEXT, "mixed_float16")]
+    _, other = summary.summarize([TEXT], ["float32", "mixed_float16"], records)
+    assert other["error"] == "NotImplementedError: no kernel"
+    assert "quality_mean" not in other
+    assert other["same_quality"] is None
+
+
+def test_without_a_baseline_there_is_no_speed_up():
+    records = [failed(TEXT, "float32"), record(TEXT, "mixed_float16", 0, 3.0, 10.0)]
+    _, other = summary.summarize([TEXT], ["float32", "mixed_float16"], records)
+    assert other["speed_up"] is None
+    assert other["step_time_ms"] == 10.0
+
+
+@pytest.mark.parametrize(("task", "baseline", "other", "expected"), [
+    pytest.param(DIGITS, (0.98, 0.010), (0.961, 0.010), True, id="just within twice the spread"),
+    pytest.param(DIGITS, (0.98, 0.010), (0.959, 0.010), False, id="just beyond twice the spread"),
+    pytest.param(DIGITS, (0.98, 0.000), (0.976, 0.000), True, id="no spread, within the tolerance"),
+    pytest.param(DIGITS, (0.98, 0.000), (0.974, 0.000), False, id="no spread, beyond the tolerance"),
+    pytest.param(DIGITS, (0.98, 0.010), (0.999, 0.000), True, id="better is never held against it"),
+    pytest.param(TEXT, (3.00, 0.010), (3.019, 0.010), True, id="lower is better, within"),
+    pytest.param(TEXT, (3.00, 0.010), (3.021, 0.010), False, id="lower is better, beyond"),
+    pytest.param(TEXT, (3.00, 0.010), (2.500, 0.010), True, id="lower is better, lower"),
+    # The root mean square of 0.03 and 0.04 is 0.03536, twice of it 0.0707.
+    pytest.param(TEXT, (3.00, 0.030), (3.070, 0.040), True, id="both spreads count, within"),
+    pytest.param(TEXT, (3.00, 0.030), (3.071, 0.040), False, id="both spreads count, beyond"),
+    pytest.param(TEXT, (3.00, None), (3.009, None), True, id="one seed, within the tolerance"),
+    pytest.param(TEXT, (3.00, None), (3.011, None), False, id="one seed, beyond the tolerance"),
+    pytest.param(TEXT, (3.00, 0.010), (float("nan"), None), False, id="NaN is worse"),
+])
+def test_same_quality(task, baseline, other, expected):
+    def as_row(mean, std):
+        return {"quality_mean": mean, "quality_std": std}
+
+    assert summary.same_quality(task, as_row(*baseline), as_row(*other)) is expected
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    pytest.param({}, True, id="faster at the same quality"),
+    pytest.param({"speed_up": 1.10, "speed_up_min": 1.01}, True, id="just fast enough"),
+    pytest.param({"speed_up": 1.09, "speed_up_min": 1.08}, False, id="not fast enough"),
+    pytest.param({"speed_up_min": 1.0}, False, id="not faster with every seed"),
+    pytest.param({"same_quality": False}, False, id="worse"),
+    pytest.param({"policy": "float32"}, False, id="the baseline itself"),
+    pytest.param({"speed_up": None}, False, id="no baseline"),
+])
+def test_pays_off(changes, expected):
+    assert summary.pays_off(row(**changes)) is expected
+
+
+def test_verdict_on_two_tasks_that_gain():
+    rows = [
+        row("float32"),
+        row(task=DIGITS, speed_up=1.26),
+        row(task=TEXT, speed_up=1.52),
+        row("mixed_float16", speed_up=0.5, speed_up_min=0.4),
+    ]
+    assert summary.verdict(rows) == (
+        "mixed_bfloat16 pays off on this machine: 1.26x faster per step on digits and 1.52x faster per step on "
+        "text than float32, with the same held-out quality within the spread of 3 seeds."
+    )
+
+
+def test_verdict_where_only_one_task_gains():
+    rows = [row(task=DIGITS, speed_up=0.97, speed_up_min=0.9), row(task=TEXT)]
+    assert summary.verdict(rows) == (
+        "mixed_bfloat16 pays off on this machine: 1.50x faster per step on text than float32, with the same "
+        "held-out quality within the spread of 3 seeds; it runs at 0.97x the speed on digits."
+    )
+
+
+def test_verdict_prefers_the_policy_that_pays_off_on_more_tasks():
+    rows = [
+        row("mixed_float16", DIGITS, speed_up=5.0),
+        row("mixed_float16", TEXT, speed_up=0.9, speed_up_min=0.8),
+        row("mixed_bfloat16", DIGITS, speed_up=1.2),
+        row("mixed_bfloat16", TEXT, speed_up=1.2),
+    ]
+    assert summary.verdict(rows).startswith("mixed_bfloat16 pays off on this machine: 1.20x")
+
+
+def test_verdict_prefers_the_faster_of_two_that_pay_off():
+    rows = [row("mixed_float16", speed_up=1.6), row("mixed_bfloat16", speed_up=1.5)]
+    assert summary.verdict(rows).startswith("mixed_float16 pays off on this machine: 1.60x")
+
+
+def test_verdict_where_nothing_gains():
+    slow = {"speed_up": 0.95, "speed_up_min": 0.9}
+    assert summary.verdict([row("float32"), row(**slow), row("mixed_float16", speed_up=0.5)]) == (
+        "No policy pays off on this machine, so stay with float32 unless memory matters: the best other one, "
+        "mixed_bfloat16, runs at 0.95x the speed on text, with layer outputs 0.60x the size."
+    )
+
+
+def test_verdict_names_a_loss_of_quality():
+    text = summary.verdict([row(same_quality=False, quality_mean=3.25)])
+    assert text.startswith("No policy pays off on this machine")
+    assert "runs at 1.50x the speed on text with a worse held-out bits per byte (3.250)" in text
+
+
+def test_verdict_names_a_gain_that_not_every_seed_shows():
+    text = summary.verdict([row(speed_up=1.3, speed_up_min=0.8, speed_up_max=1.4)])
+    assert "1.30x the speed on text but not with every seed (0.80x to 1.40x)" in text
+
+
+def test_verdict_of_one_seed_claims_no_spread():
+    assert "of one seed, so the spread is unknown" in summary.verdict([row(seeds=1, quality_std=None)])
+
+
+@pytest.mark.parametrize(("rows", "expected"), [
+    pytest.param([row("float32")], "Only float32 was trained", id="float32 alone"),
+    pytest.param([row("float32"), row(speed_up=None)], "Nothing could be compared", id="no baseline"),
+    pytest.param(
+        [row("float32"), {"task": "text", "policy": "mixed_float16", "error": "no kernel", "same_quality": None}],
+        "Nothing could be compared",
+        id="no kernel",
+    ),
+])
+def test_verdict_where_there_is_nothing_to_compare(rows, expected):
+    assert summary.verdict(rows).startswith(expected)

@@ -1,0 +1,102 @@
+import sys
+
+import pytest
+
+from mpkeras.demo import table
+
+
+def row(policy, **changes):
+    return {
+        "task": "text",
+        "policy": policy,
+        "quality_name": "held-out bits per byte",
+        "error": None,
+        "quality_mean": 3.00449,
+        "quality_std": 0.0151,
+        "step_time_ms": 40.25,
+        "speed_up": 1.496,
+        "skipped_steps": 2,
+        "loss_scale_min": 8192.0,
+        "loss_scale_max": 32768.0,
+        "layer_output_bytes": 9 * 2**20 + 2**19,
+        "xla_temporary_bytes": None,
+        **changes,
+    }
+
+
+FAILED = {
+    "task": "text",
+    "policy": "mixed_float16",
+    "quality_name": "held-out bits per byte",
+    "error": "NotImplementedError: no kernel",
+}
+
+
+def test_cells():
+    header, (cells,), footnotes = table.columns([row("mixed_bfloat16")])
+    assert dict(zip(header, cells, strict=True)) == {
+        "Task": "text (bits/byte)",
+        "Policy": "mixed_bfloat16",
+        "Quality": "3.004 ± 0.015",
+        "Step ms": "40.2",
+        "Speed": "1.50x",
+        "Skipped": "2",
+        "Loss scale": "8192 to 32768",
+        "Layer outputs": "9.5 MiB",
+    }
+    assert footnotes == []
+
+
+@pytest.mark.parametrize(("changes", "column", "expected"), [
+    pytest.param({"quality_std": None}, "Quality", "3.004", id="one seed"),
+    pytest.param({"quality_mean": float("nan"), "quality_std": None}, "Quality", "nan", id="diverged"),
+    pytest.param({"speed_up": None}, "Speed", "-", id="no baseline"),
+    pytest.param({"loss_scale_max": 8192.0}, "Loss scale", "8192", id="one loss scale"),
+    pytest.param({"xla_temporary_bytes": 2**20}, "XLA temporaries", "1.0 MiB", id="XLA tells"),
+])
+def test_cells_of_special_cases(changes, column, expected):
+    header, (cells,), _ = table.columns([row("mixed_bfloat16", **changes)])
+    assert dict(zip(header, cells, strict=True))[column] == expected
+
+
+def test_what_did_not_run_gets_a_footnote_with_the_reason():
+    header, lines, footnotes = table.columns([row("float32"), FAILED])
+    assert lines[1] == ["text (bits/byte)", "mixed_float16", "not run (1)", "-", "-", "-", "-", "-"]
+    assert len(lines[1]) == len(header)
+    assert footnotes == ["(1) text, mixed_float16: NotImplementedError: no kernel"]
+
+
+def test_plain_text():
+    header = ["Task", "Policy", "Quality"]
+    lines = [["text", "float32", "3.0"], ["text", "mixed_bfloat16", "12.25"]]
+    assert table.plain_text(header, lines, "On this machine").splitlines() == [
+        "On this machine",
+        "",
+        "Task  Policy          Quality",
+        "----  --------------  -------",
+        "text  float32             3.0",
+        "text  mixed_bfloat16    12.25",
+    ]
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_all_cells_reasons_and_notes_are_shown(monkeypatch, with_rich):
+    if with_rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    text = table.render([row("float32"), row("mixed_bfloat16"), FAILED], "On this machine", 3)
+    for wanted in ("On this machine", "float32", "mixed_bfloat16", "3.004 ± 0.015", "1.50x", "8192 to 32768",
+                   "9.5 MiB", "not run (1)", "(1) text, mixed_float16: NotImplementedError: no kernel",
+                   "after the first 3,"):
+        assert wanted in text
+    assert ("─" in text) == with_rich
+
+
+def test_nothing_is_cut_off_in_a_narrow_terminal():
+    pytest.importorskip("rich")
+    rows = [row("mixed_bfloat16", loss_scale_max=8192.0, step_time_ms=1234.5)]
+    text = table.render(rows, "On this machine", 3, width=80)
+    assert "…" not in text
+    assert "9.5 MiB" in text
+    assert max(len(line) for line in text.splitlines()) <= 80

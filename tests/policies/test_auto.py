@@ -1,0 +1,98 @@
+import logging
+
+import pytest
+
+from mpkeras.policies import auto, registry
+from mpkeras.policies.auto import Device, choose, cpu_instruction_sets, parse_capability
+
+
+def nvidia(major, minor, name="NVIDIA"):
+    return Device("gpu", name, compute_capability=(major, minor))
+
+
+def amd(architecture):
+    return Device("gpu", "AMD", architecture=architecture)
+
+
+def cpu(*flags):
+    return Device("cpu", "CPU", instruction_sets=frozenset(flags))
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "expected"),
+    [
+        pytest.param([Device("tpu", "TPU v4")], "jax", "mixed_bfloat16", id="TPU"),
+        pytest.param([nvidia(8, 0, "A100")], "tensorflow", "mixed_bfloat16", id="A100"),
+        pytest.param([nvidia(9, 0, "H100")], "torch", "mixed_bfloat16", id="H100"),
+        pytest.param([nvidia(7, 5, "T4")], "jax", "mixed_float16", id="T4"),
+        pytest.param([nvidia(7, 0, "V100")], "torch", "mixed_float16", id="V100"),
+        pytest.param([nvidia(6, 1, "GTX 1080")], "tensorflow", "float32", id="Pascal"),
+        pytest.param([nvidia(8, 0), nvidia(7, 5)], "jax", "mixed_float16", id="the least able GPU decides"),
+        pytest.param([nvidia(8, 0), nvidia(6, 1)], "jax", "float32", id="one GPU without 16 bits"),
+        pytest.param([amd("gfx90a:sramecc+:xnack-")], "torch", "mixed_bfloat16", id="MI250"),
+        pytest.param([amd("gfx908")], "jax", "mixed_bfloat16", id="MI100"),
+        pytest.param([amd("gfx942")], "torch", "mixed_bfloat16", id="MI300"),
+        pytest.param([amd("gfx1100")], "torch", "mixed_bfloat16", id="RDNA3"),
+        pytest.param([amd("gfx906")], "torch", "mixed_float16", id="MI50"),
+        pytest.param([amd("gfx803")], "torch", "float32", id="older AMD"),
+        pytest.param([Device("gpu", "Apple GPU")], "torch", "float32", id="unknown GPU"),
+        pytest.param([nvidia(7, 5), cpu("avx512_bf16")], "tensorflow", "mixed_float16", id="GPU before CPU"),
+        pytest.param([cpu("avx2", "avx512_bf16")], "tensorflow", "mixed_bfloat16", id="CPU with AVX512-BF16"),
+        pytest.param([cpu("amx_bf16")], "tensorflow", "mixed_bfloat16", id="CPU with AMX"),
+        pytest.param([cpu("avx2", "avx512f")], "tensorflow", "float32", id="CPU without bfloat16"),
+        pytest.param([cpu("avx512_bf16")], "jax", "float32", id="JAX on CPU"),
+        pytest.param([cpu("avx512_bf16")], "torch", "float32", id="torch on CPU"),
+        pytest.param([], "tensorflow", "float32", id="nothing known"),
+    ],
+)
+def test_choice(devices, backend, expected):
+    name, reason = choose(devices, backend)
+    assert name == expected
+    assert reason
+
+
+def test_reason_names_the_device_and_its_capability():
+    assert "T4 (compute capability 7.5)" in choose([nvidia(7, 5, "T4")], "jax")[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("model: x\nflags\t\t: fpu amx_bf16\nflags\t\t: fpu\n", {"fpu", "amx_bf16"}, id="x86"),
+        pytest.param("Features\t: fp bf16\n", {"fp", "bf16"}, id="ARM"),
+        pytest.param("nothing here\n", set(), id="no flags"),
+    ],
+)
+def test_cpu_instruction_sets(tmp_path, text, expected):
+    (tmp_path / "cpuinfo").write_text(text)
+    assert cpu_instruction_sets(str(tmp_path / "cpuinfo")) == expected
+
+
+def test_cpu_instruction_sets_where_there_is_no_such_file(tmp_path):
+    assert cpu_instruction_sets(str(tmp_path / "missing")) == frozenset()
+
+
+@pytest.mark.parametrize(("text", "expected"), [("8.0", (8, 0)), ("12.1", (12, 1)), ("gfx90a", None), ("", None)])
+def test_parse_capability(text, expected):
+    assert parse_capability(text) == expected
+
+
+def test_devices_of_this_machine(backend):
+    devices = auto.probe(backend)
+    assert devices
+    assert {device.kind for device in devices} <= {"tpu", "gpu", "cpu"}
+
+
+def test_resolved_once_when_first_asked_for_and_logged(monkeypatch, caplog):
+    calls = []
+    monkeypatch.setattr(auto, "probe", lambda backend: calls.append(backend) or [nvidia(7, 5, "T4")])
+    registry.REGISTERED["mixed_auto"] = registry._resolve_mixed_auto
+    assert registry.registered_policies()[-1] == "mixed_auto" and not calls
+    with caplog.at_level(logging.INFO, logger="mpkeras"):
+        policies = [registry.get_policy("mixed_auto") for _ in range(2)]
+    assert len(calls) == 1
+    assert policies[0] == policies[1]
+    assert (policies[0].name, policies[0].compute_dtype) == ("mixed_auto", "float16")
+    assert policies[0].loss_scale is not None
+    assert "T4" in policies[0].reason
+    assert ["mixed_auto is mixed_float16" in record.getMessage() for record in caplog.records] == [True]

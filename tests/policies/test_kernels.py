@@ -1,0 +1,105 @@
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from mpkeras.policies import Policy, apply_rules, kernels, missing_kernel_rules, set_global_policy
+
+ON_CPU = pytest.mark.skipif(
+    keras.backend.backend() == "jax" and __import__("jax").default_backend() != "cpu",
+    reason="asserts what the CPU lacks",
+)
+
+
+@pytest.fixture(autouse=True)
+def forget_trials():
+    kernels._error.cache_clear()
+    yield
+    kernels._error.cache_clear()
+
+
+def failing(*dtypes):
+    def trial(dtype):
+        if dtype in dtypes:
+            raise NotImplementedError(f"\nno {dtype} here\nsecond line")
+
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("trial", "expected"),
+    [
+        pytest.param(failing("float16"), ["Dense"], id="raises in float16"),
+        pytest.param(failing("bfloat16"), [], id="raises in another dtype"),
+        pytest.param(failing("float16", "float32"), [], id="raises in float32 too, which is no remedy"),
+        pytest.param(failing(), [], id="works"),
+    ],
+)
+def test_missing_kernel_rules(monkeypatch, backend, trial, expected):
+    monkeypatch.setattr(kernels, "_TRIALS", {"Dense": trial})
+    rows = missing_kernel_rules("float16")
+    assert [rule for rule, _ in rows] == expected
+    for _, reason in rows:
+        assert reason == f"raises in float16 on {backend} and this device: no float16 here"
+
+
+def test_each_operation_is_tried_once_and_only_for_layers_that_are_there(monkeypatch):
+    calls = []
+    monkeypatch.setattr(kernels, "_TRIALS", {"Dense": calls.append, "Conv1D": lambda dtype: calls.append("conv")})
+    for _ in range(2):
+        assert missing_kernel_rules("float16", among={"Dense", "Flatten"}) == ()
+    assert calls == ["float16"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_other_dtypes_have_every_kernel(dtype):
+    assert missing_kernel_rules(dtype) == ()
+
+
+# With Keras 3.15 and the current backends. A release that closes a gap only makes these sets smaller.
+KNOWN_GAPS = {
+    ("tensorflow", "float16"): {
+        "MaxPooling3D",
+        "AveragePooling3D",
+        "AdaptiveMaxPooling3D",
+        "AdaptiveAveragePooling3D",
+    },
+    ("jax", "float16"): {"MultiHeadAttention", "GroupedQueryAttention", "GRU"},
+    ("jax", "bfloat16"): {"GRU"},
+    ("torch", "float16"): {"AveragePooling3D"},
+    ("torch", "bfloat16"): {"AveragePooling3D"},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_nothing_is_kept_that_works(backend, dtype):
+    assert {rule for rule, _ in missing_kernel_rules(dtype)} <= KNOWN_GAPS.get((backend, dtype), set())
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_layers_without_a_kernel_train(policy):
+    set_global_policy(policy)
+    inputs = keras.Input((4, 8))
+    x = layers.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
+    x = layers.GRU(8, return_sequences=True, name="gru")(x)
+    x = layers.Reshape((2, 2, 2, 4))(x)
+    x = layers.AveragePooling3D(1)(layers.MaxPooling3D(1)(x))
+    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))
+    for change in apply_rules(model, Policy(policy, keep_float32=())):
+        assert change.reason.startswith("raises in ")
+    model.compile("sgd", "mse")
+    history = model.fit(np.ones((4, 4, 8), "float32"), np.ones((4, 1), "float32"), verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+
+
+@ON_CPU
+@pytest.mark.backends("jax")
+def test_attention_without_a_kernel_moves_with_everything_inside():
+    set_global_policy("mixed_float16")
+    attention = layers.MultiHeadAttention(2, 4)
+    x = np.ones((1, 4, 8), "float32")
+    attention(x, x)
+    model = keras.Sequential([attention])
+    applied = apply_rules(model, Policy("mixed_float16"))
+    assert {change.rule for change in applied} == {"MultiHeadAttention"}
+    assert {layer.compute_dtype for layer in attention._flatten_layers()} == {"float32"}

@@ -1,0 +1,255 @@
+import copy
+import json
+import pickle
+
+import keras
+import numpy as np
+import pytest
+
+from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
+from mpkeras.policies import Policy, default_rules, register_policy
+
+
+def settings(policy):
+    return policy.name, policy.compute_dtype, policy.variable_dtype, policy.keep_float32, policy.loss_scale
+
+
+def every_option_set():
+    return Policy(
+        "mine",
+        compute_dtype="bfloat16",
+        variable_dtype="float32",
+        keep_float32=("Dense", "path:head"),
+        loss_scale=DynamicLossScale(initial_scale=8.0, hysteresis=2),
+    )
+
+
+def through_json(config):
+    return json.loads(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "compute_dtype", "variable_dtype", "loss_scale"),
+    [
+        pytest.param("float32", "float32", "float32", None, id="float32"),
+        pytest.param("float64", "float64", "float64", None, id="float64"),
+        pytest.param("float16", "float16", "float16", DynamicLossScale(), id="pure float16 is scaled too"),
+        pytest.param("bfloat16", "bfloat16", "bfloat16", None, id="bfloat16 has float32's range"),
+        pytest.param("mixed_float16", "float16", "float32", DynamicLossScale(), id="mixed_float16"),
+        pytest.param("mixed_bfloat16", "bfloat16", "float32", None, id="mixed_bfloat16"),
+    ],
+)
+def test_built_in_settings(name, compute_dtype, variable_dtype, loss_scale):
+    rules = default_rules() if compute_dtype in ("float16", "bfloat16") else ()
+    assert settings(Policy(name)) == (name, compute_dtype, variable_dtype, rules, loss_scale)
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "expected"),
+    [
+        pytest.param(1024, FixedLossScale(1024.0), id="a number is fixed"),
+        pytest.param(None, None, id="None is none, for float16 too"),
+        pytest.param("dynamic", DynamicLossScale(), id="dynamic"),
+        pytest.param(DynamicLossScale(initial_scale=4.0), DynamicLossScale(initial_scale=4.0), id="a rule"),
+    ],
+)
+def test_loss_scale_overrides_the_registered_one(loss_scale, expected):
+    assert Policy("mixed_float16", loss_scale=loss_scale).loss_scale == expected
+
+
+def test_keywords_override_a_registered_policy_and_the_rest_is_kept():
+    register_policy(every_option_set())
+    policy = Policy("mine", keep_float32=())
+    assert settings(policy) == ("mine", "bfloat16", "float32", (), DynamicLossScale(8.0, hysteresis=2))
+
+
+def test_another_compute_dtype_brings_its_own_rules_and_scale():
+    register_policy(every_option_set())
+    policy = Policy("mine", compute_dtype="float16")
+    assert settings(policy) == ("mine", "float16", "float32", default_rules(), DynamicLossScale())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        pytest.param({"name": "mixed_flaot16"}, ValueError, "Did you mean 'mixed_float16'", id="misspelled"),
+        pytest.param({"name": "new"}, ValueError, "both `compute_dtype` and `variable_dtype`", id="new, bare"),
+        pytest.param(
+            {"name": "new", "compute_dtype": "float16"}, ValueError, "both `compute_dtype`", id="new, one dtype"
+        ),
+        pytest.param({"name": "mixed_float8"}, ValueError, r"model\.quantize\('float8'\)", id="float8 (P37)"),
+        pytest.param(
+            {"name": "new", "compute_dtype": "int8", "variable_dtype": "float32"},
+            ValueError,
+            r"`compute_dtype` to be one of float16.*Received: compute_dtype='int8'",
+            id="integers",
+        ),
+        pytest.param(
+            {"name": "mixed_float16", "compute_dtype": "bfloat16"},
+            ValueError,
+            "Give the policy a name of its own",
+            id="a Keras name with other dtypes",
+        ),
+        pytest.param({"name": 16}, TypeError, "`name` to be a string", id="a number as name"),
+        pytest.param({"name": ""}, ValueError, "not empty", id="empty name"),
+        pytest.param({"name": "float32", "keep_float32": "Softmax"}, TypeError, r"\('Softmax',\)", id="bare rule"),
+        pytest.param({"name": "float32", "keep_float32": ("a b",)}, ValueError, "class name", id="bad rule"),
+        pytest.param({"name": "float32", "loss_scale": "big"}, ValueError, "'dynamic'", id="bad loss scale"),
+    ],
+)
+def test_bad_arguments_are_answered_with_the_remedy(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Policy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_equal"),
+    [
+        pytest.param(every_option_set(), True, id="same settings"),
+        pytest.param(Policy("mixed_bfloat16").renamed("mine"), False, id="other rules"),
+        pytest.param(every_option_set().renamed("yours"), False, id="other name"),
+        pytest.param(keras.DTypePolicy("mixed_bfloat16"), False, id="stock policy of the same dtypes"),
+        pytest.param("mine", False, id="its name"),
+    ],
+)
+def test_equality_and_hash(other, is_equal):
+    policy = every_option_set()
+    assert (policy == other) is is_equal
+    assert (other == policy) is is_equal
+    assert not is_equal or hash(policy) == hash(other)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(Policy("mixed_float16", loss_scale=64.0), id="a name that Keras knows"),
+        pytest.param(every_option_set(), id="a name of its own"),
+        pytest.param(
+            Policy("odd", compute_dtype="float16", variable_dtype="bfloat16"), id="no stock policy has the dtypes"
+        ),
+        pytest.param(Policy("mixed_float16").renamed("mixed_auto", "because"), id="with a reason"),
+    ],
+)
+@pytest.mark.parametrize(
+    "reload",
+    [
+        pytest.param(
+            lambda p: keras.saving.deserialize_keras_object(
+                through_json(keras.saving.serialize_keras_object(p))
+            ),
+            id="keras.saving",
+        ),
+        pytest.param(
+            lambda p: keras.dtype_policies.deserialize(through_json(keras.dtype_policies.serialize(p))),
+            id="keras.dtype_policies.deserialize",
+        ),
+        pytest.param(
+            lambda p: keras.dtype_policies.get(through_json(keras.dtype_policies.serialize(p))),
+            id="keras.dtype_policies.get",
+        ),
+        pytest.param(lambda p: Policy.from_config(p.get_config()), id="from_config"),
+        pytest.param(lambda p: pickle.loads(pickle.dumps(p)), id="pickle"),
+        pytest.param(copy.deepcopy, id="deepcopy"),
+        pytest.param(copy.copy, id="copy"),
+        pytest.param(keras.dtype_policies.get, id="get of the object"),
+    ],
+)
+def test_round_trips(policy, reload):
+    for _ in range(2):  # What was reloaded is reloaded again.
+        reloaded = reload(policy)
+        assert reloaded == policy
+        assert settings(reloaded) == settings(policy)
+        assert reloaded.reason == policy.reason
+        policy = reloaded
+
+
+def test_from_config_leaves_the_config_intact_and_needs_no_registry():
+    config = every_option_set().get_config()
+    before = copy.deepcopy(config)
+    assert Policy.from_config(config) == every_option_set()
+    assert config == before
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(Policy("mixed_float16", loss_scale=64.0), id="a name that Keras knows"),
+        pytest.param(every_option_set(), id="a name of its own"),
+        pytest.param(
+            Policy("odd", compute_dtype="float16", variable_dtype="bfloat16"), id="no stock policy has the dtypes"
+        ),
+    ],
+)
+def test_layers_and_models_keep_their_dtypes_through_saving(policy, tmp_path):
+    def dtypes(model):
+        return [(layer.compute_dtype, layer.variable_dtype) for layer in model.layers]
+
+    model = keras.Sequential(
+        [
+            keras.Input((4, 2)),
+            keras.layers.Dense(3, dtype=policy),
+            keras.layers.TimeDistributed(keras.layers.Dense(3, dtype=policy), dtype=policy),
+            keras.layers.LSTM(2, recurrent_initializer="glorot_uniform", dtype=policy),
+            keras.layers.BatchNormalization(dtype=policy),
+        ]
+    )
+    expected = [(policy.compute_dtype, policy.variable_dtype)] * 4
+    assert dtypes(model) == expected
+    for generation in range(2):
+        model.save(tmp_path / f"{generation}.keras")
+        reloaded = keras.models.load_model(tmp_path / f"{generation}.keras")
+        assert dtypes(reloaded) == expected
+        for old, new in zip(model.weights, reloaded.weights, strict=True):
+            np.testing.assert_array_equal(
+                *(keras.ops.convert_to_numpy(keras.ops.cast(w, "float32")) for w in (old, new))
+            )
+        model = reloaded
+
+
+def test_a_reloaded_layer_takes_another_policy():
+    layer = keras.layers.Dense.from_config(keras.layers.Dense(2, dtype=every_option_set()).get_config())
+    layer.build((1, 3))
+    assert layer.compute_dtype == "bfloat16"
+    layer.dtype_policy = "float32"
+    assert layer.compute_dtype == "float32"
+    assert layer(np.ones((1, 3), "float32")).dtype == keras.ops.ones((), "float32").dtype
+
+
+@pytest.mark.parametrize("default", [None, "float32"])
+def test_survives_in_a_policy_map(default):
+    policy = every_option_set()
+    policy_map = keras.dtype_policies.DTypePolicyMap(default)
+    policy_map["encoder/dense"] = policy
+    # With default None Keras writes None into the `_name` of every value here.
+    config = through_json(keras.dtype_policies.serialize(policy_map))
+    assert policy.name == "mine" and policy == every_option_set()
+    assert keras.dtype_policies.get(config)["encoder/dense"] == policy
+
+
+def test_can_be_the_default_of_a_policy_map():
+    policy_map = keras.dtype_policies.DTypePolicyMap(every_option_set())
+    assert (policy_map.name, policy_map.compute_dtype) == ("map_mine", "bfloat16")
+    reloaded = keras.dtype_policies.get(through_json(keras.dtype_policies.serialize(policy_map)))
+    assert (reloaded.name, reloaded.compute_dtype) == ("map_mine", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "variable_dtype", "stock"),
+    [
+        pytest.param("float16", "float32", keras.DTypePolicy("mixed_float16"), id="mixed_float16"),
+        pytest.param("bfloat16", "float32", keras.DTypePolicy("mixed_bfloat16"), id="mixed_bfloat16"),
+        pytest.param("float64", "float64", keras.DTypePolicy("float64"), id="one dtype"),
+        pytest.param("float16", "bfloat16", None, id="Keras has none"),
+        pytest.param("float32", "float16", None, id="the wrong way round"),
+    ],
+)
+def test_stock(compute_dtype, variable_dtype, stock):
+    policy = Policy("mine", compute_dtype=compute_dtype, variable_dtype=variable_dtype)
+    assert policy.stock() == stock
+
+
+def test_keeps_float32_returns_the_first_rule_that_matches():
+    policy = Policy("mixed_float16", keep_float32=("path:nowhere", "path:head", "Dense"))
+    assert policy.keeps_float32(keras.layers.Dense(1, name="head")) == "path:head"
+    assert policy.keeps_float32(keras.layers.Dense(1, name="body")) == "Dense"
+    assert policy.keeps_float32(keras.layers.Flatten()) is None

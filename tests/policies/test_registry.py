@@ -1,0 +1,187 @@
+import keras
+import pytest
+
+from mpkeras.loss_scaling import FixedLossScale
+from mpkeras.policies import (
+    Policy,
+    get_policy,
+    global_policy,
+    install_from_environment,
+    policy_scope,
+    register_policy,
+    registered_policies,
+    set_global_policy,
+)
+
+BUILT_IN = ("float32", "float64", "float16", "bfloat16", "mixed_float16", "mixed_bfloat16", "mixed_auto")
+
+
+def mine(**options):
+    return Policy("mine", compute_dtype="bfloat16", variable_dtype="float32", **options)
+
+
+def test_built_in_names():
+    assert registered_policies() == BUILT_IN
+
+
+def test_register_and_overwrite():
+    register_policy(mine())
+    assert registered_policies() == (*BUILT_IN, "mine")
+    with pytest.raises(ValueError, match="overwrite=True"):
+        register_policy(mine(loss_scale=2.0))
+    assert get_policy("mine").loss_scale is None
+    register_policy(mine(loss_scale=2.0), overwrite=True)
+    assert get_policy("mine").loss_scale == FixedLossScale(2.0)
+
+
+def test_only_a_policy_is_registered():
+    with pytest.raises(TypeError, match=r"mpkeras\.Policy\(name"):
+        register_policy(keras.DTypePolicy("float32"))
+
+
+@pytest.mark.parametrize(
+    ("identifier", "expected"),
+    [
+        pytest.param("mixed_float16", Policy("mixed_float16"), id="a name"),
+        pytest.param(mine(loss_scale=4.0), mine(loss_scale=4.0), id="a Policy"),
+        pytest.param(keras.DTypePolicy("mixed_float16"), Policy("mixed_float16"), id="a Keras policy"),
+        pytest.param(keras.dtype_policies.serialize(mine()), mine(), id="a serialized Policy"),
+        pytest.param(
+            {"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}},
+            Policy("mixed_bfloat16"),
+            id="a serialized Keras policy",
+        ),
+        pytest.param(None, Policy("float32"), id="the global one"),
+    ],
+)
+def test_get_policy(identifier, expected):
+    policy = get_policy(identifier)
+    assert policy == expected
+    assert type(policy) is Policy
+
+
+@pytest.mark.parametrize(
+    ("identifier", "error", "message"),
+    [
+        pytest.param("mixed_bfloat", ValueError, "Did you mean 'mixed_bfloat16'", id="misspelled"),
+        pytest.param("mixed_float8", ValueError, r"model\.quantize\('float8'\)", id="float8 (P37)"),
+        pytest.param(keras.DTypePolicy("int32"), ValueError, "Use 'float32'", id="integers"),
+        pytest.param(keras.dtype_policies.DTypePolicyMap("float32"), TypeError, r"\.default_policy", id="a map"),
+        pytest.param(
+            keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"),
+            TypeError,
+            r"model\.quantize\('int8'\)",
+            id="a quantized policy",
+        ),
+        pytest.param(16, TypeError, "Use for example 'mixed_float16'", id="a number"),
+    ],
+)
+def test_what_is_no_policy_is_refused_and_changes_nothing(identifier, error, message):
+    set_global_policy(mine(loss_scale=4.0))
+    in_keras = keras.config.dtype_policy()
+    for function in (get_policy, set_global_policy, lambda policy: policy_scope(policy).__enter__()):
+        with pytest.raises(error, match=message):
+            function(identifier)
+        assert keras.config.dtype_policy() is in_keras
+        assert global_policy() == mine(loss_scale=4.0)
+
+
+def test_keras_gets_its_own_policy_where_it_has_one():
+    set_global_policy(mine(loss_scale=4.0))
+    assert keras.config.dtype_policy() == keras.DTypePolicy("mixed_bfloat16")
+    # What a saved layer says has no trace of mpkeras (G8).
+    assert keras.layers.Dense(1).get_config()["dtype"]["config"] == {"name": "mixed_bfloat16"}
+    assert global_policy() == mine(loss_scale=4.0)
+
+
+def test_keras_gets_ours_where_it_has_none():
+    odd = Policy("odd", compute_dtype="float16", variable_dtype="bfloat16")
+    set_global_policy(odd)
+    assert keras.config.dtype_policy() == odd
+    layer = keras.layers.Dense(1)
+    assert (layer.compute_dtype, layer.variable_dtype) == ("float16", "bfloat16")
+
+
+def test_a_policy_set_through_keras_afterwards_wins():
+    set_global_policy(mine(loss_scale=4.0))
+    keras.config.set_dtype_policy("mixed_bfloat16")  # The same dtypes, and still the later word.
+    assert global_policy() == Policy("mixed_bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("keras_policy", "expected"),
+    [
+        pytest.param(mine(), mine(), id="a Policy"),
+        pytest.param(
+            keras.dtype_policies.DTypePolicyMap("mixed_float16"), Policy("mixed_float16"), id="default of a map"
+        ),
+        pytest.param(
+            keras.dtype_policies.QuantizedDTypePolicy("int8", "mixed_bfloat16"),
+            Policy("int8_from_mixed_bfloat16", compute_dtype="bfloat16", variable_dtype="float32"),
+            id="dtypes of a quantized policy",
+        ),
+    ],
+)
+def test_global_policy_answers_whatever_keras_holds(keras_policy, expected):
+    keras.config.set_dtype_policy(keras_policy)
+    assert global_policy() == expected
+
+
+def test_scopes_nest_and_restore():
+    set_global_policy(mine(loss_scale=4.0))
+    outside = keras.config.dtype_policy()
+    with policy_scope("mixed_float16") as first:
+        assert (first, global_policy()) == (Policy("mixed_float16"), Policy("mixed_float16"))
+        with policy_scope("float64"):
+            assert keras.layers.Flatten().compute_dtype == "float64"
+        assert global_policy() == Policy("mixed_float16")
+        assert keras.layers.Flatten().compute_dtype == "float16"
+    assert keras.config.dtype_policy() is outside
+    assert global_policy() == mine(loss_scale=4.0)
+
+
+def test_scope_restores_after_an_exception():
+    keras.config.set_dtype_policy("float64")
+    with pytest.raises(RuntimeError, match="inside"), policy_scope("mixed_float16"):
+        raise RuntimeError("inside")
+    assert keras.config.dtype_policy() == keras.DTypePolicy("float64")
+    assert global_policy() == Policy("float64")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        pytest.param("mixed_float16", "mixed_float16", id="a name"),
+        pytest.param(" mixed_float16 ", "mixed_float16", id="spaces around it"),
+        pytest.param("", "float32", id="empty"),
+        pytest.param(None, "float32", id="unset"),
+    ],
+)
+def test_environment_variable(monkeypatch, value, expected):
+    if value is None:
+        monkeypatch.delenv("MPKERAS_POLICY", raising=False)
+    else:
+        monkeypatch.setenv("MPKERAS_POLICY", value)
+    install_from_environment()
+    assert global_policy() == Policy(expected)
+
+
+def test_environment_variable_error_names_the_variable(monkeypatch):
+    monkeypatch.setenv("MPKERAS_POLICY", "fp16")
+    with pytest.raises(ValueError, match="MPKERAS_POLICY='fp16'.*unset MPKERAS_POLICY"):
+        install_from_environment()
+    assert keras.config.dtype_policy() == keras.DTypePolicy("float32")
+
+
+def test_mixed_auto_is_a_policy_of_that_name_with_a_reason():
+    policy = get_policy("mixed_auto")
+    assert policy.name == "mixed_auto"
+    assert (policy.compute_dtype, policy.variable_dtype) in (
+        ("float32", "float32"),
+        ("float16", "float32"),
+        ("bfloat16", "float32"),
+    )
+    assert policy.reason
+    # A reloaded one keeps its dtypes, whatever the machine is.
+    config = {**policy.get_config(), "compute_dtype": "float16", "variable_dtype": "float32"}
+    assert get_policy(Policy.from_config(config)).compute_dtype == "float16"
