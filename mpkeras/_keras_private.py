@@ -87,3 +87,16 @@ def copy_mask(source, target):
     mask = keras.src.backend.get_keras_mask(source)
     if mask is not None:
         keras.src.backend.set_keras_mask(target, mask)
+
+
+def is_built(model) -> bool:
+    """Whether every layer of `model` has its variables."""
+    return all(layer.built for layer in flatten_layers(model, include_self=True))
+
+
+def symbolic_build(model, data_batch):
+    """Builds the model, its metrics and its optimizer from the shapes of one batch, as Keras' `fit` does.
+
+    Keras 3.15.1 does so itself on JAX and torch, and on TensorFlow only under a distribution strategy.
+    """
+    model._symbolic_build(data_batch=data_batch)

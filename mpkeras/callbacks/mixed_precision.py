@@ -67,9 +67,7 @@ class MixedPrecision(keras.callbacks.Callback):
         )
 
     def on_train_begin(self, logs=None):
-        if self._optimizers():
-            guard.install(self.model, rollback=self._rollback, add_logs=True)
-            self.model.make_train_function(force=True)
+        guard.add_logs(self.model)
 
     def on_train_end(self, logs=None):
         guard.uninstall(self.model)

@@ -131,7 +131,7 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
         "loss_scale": history["loss_scale"][-1],
         "layer_output_bytes": output_bytes,
         "xla_temporary_bytes": xla_memory.temporary_bytes,
-        "compute_dtypes": {layer.path: layer.compute_dtype for layer in model.layers},
+        "compute_dtypes": {layer.name: layer.compute_dtype for layer in model.layers},
     }
 
 

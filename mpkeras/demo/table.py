@@ -68,7 +68,8 @@ def _rich_text(header, lines, title, width) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, header_style="", padding=(0, 1, 0, 0), pad_edge=False)
+    gap = 1 if width >= 100 else 0  # on top of the one that the box has
+    table = Table(box=box.SIMPLE_HEAD, header_style="", padding=(0, gap, 0, 0), pad_edge=False)
     for number, name in enumerate(header):
         # In a narrow terminal the task folds into two lines; nothing is cut off.
         table.add_column(
@@ -81,8 +82,8 @@ def _rich_text(header, lines, title, width) -> str:
     for number, cells in enumerate(lines):
         is_last_of_task = number + 1 < len(lines) and lines[number + 1][0] != cells[0]
         table.add_row(*cells, end_section=is_last_of_task)
-    # What eight columns need, and nine.
-    console = Console(file=io.StringIO(), width=max(width, 80 if len(header) == 8 else 94))
+    # Eight columns fit into 80 characters; a terminal that is narrower still breaks the lines itself.
+    console = Console(file=io.StringIO(), width=max(width, 80 if len(header) == 8 else 92))
     console.print(table)
     drawn = [line.rstrip() for line in console.file.getvalue().splitlines()]
     return "\n".join([title, *drawn]).rstrip()

@@ -8,9 +8,7 @@ from mpkeras.policies.auto import Device
 def accelerators() -> list[Device]:
     """Returns GPUs."""
     if torch.cuda.is_available():
-        return [
-            _describe(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())
-        ]
+        return [_describe(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         return [Device("gpu", "Apple GPU")]
     return []

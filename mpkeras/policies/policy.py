@@ -67,9 +67,7 @@ class Policy(keras.DTypePolicy):
     ```
     """
 
-    def __init__(
-        self, name, *, compute_dtype=None, variable_dtype=None, keep_float32=None, loss_scale="auto"
-    ):
+    def __init__(self, name, *, compute_dtype=None, variable_dtype=None, keep_float32=None, loss_scale="auto"):
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
         base = _find_settings(name, has_dtypes=compute_dtype is not None and variable_dtype is not None)
         compute_dtype = check_dtype("compute_dtype", compute_dtype or base.compute_dtype)
@@ -240,9 +238,7 @@ class LayerPolicy(Policy, keras.dtype_policies.DTypePolicyMap):
         return cls._from_settings(policy._settings, entries)
 
     def _key(self):
-        return self._settings, tuple(
-            sorted((path, repr(policy)) for path, policy in self._policy_map.items())
-        )
+        return self._settings, tuple(sorted((path, repr(policy)) for path, policy in self._policy_map.items()))
 
     # `MutableMapping` would make it unhashable, false when it has no entries, and print as a map.
     __eq__ = Policy.__eq__

@@ -173,12 +173,7 @@ def _walk(parent, rules, inherited, kept, seen):
 
 def _class_names(model, compute_dtype: str) -> set[str]:
     layers = _keras_private.flatten_layers(model, include_self=True)
-    return {
-        base.__name__
-        for layer in layers
-        if layer.compute_dtype == compute_dtype
-        for base in type(layer).__mro__
-    }
+    return {base.__name__ for layer in layers if layer.compute_dtype == compute_dtype for base in type(layer).__mro__}
 
 
 def _has_activation(layer, name: str) -> bool:
@@ -186,9 +181,7 @@ def _has_activation(layer, name: str) -> bool:
     if activation is None:
         return False
     # By name too: a wrapped activation (rematerialization, `functools.wraps`) is another object.
-    return (
-        activation is getattr(keras.activations, name, None) or getattr(activation, "__name__", None) == name
-    )
+    return activation is getattr(keras.activations, name, None) or getattr(activation, "__name__", None) == name
 
 
 def _check(rule):
@@ -223,8 +216,7 @@ def _check_expression(rule: str, expression: str):
     if not expression:
         # An empty expression is found in every path.
         raise ValueError(
-            f"Expected an expression after 'path:'. Received: {rule!r}. "
-            "Use 'path:head', or 'path:.' for every layer."
+            f"Expected an expression after 'path:'. Received: {rule!r}. Use 'path:head', or 'path:.' for every layer."
         )
     try:
         re.compile(expression)

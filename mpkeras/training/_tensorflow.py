@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from mpkeras import _keras_private
 from mpkeras._tensorflow import in_xla
 
 
@@ -16,6 +17,16 @@ def check_jit_compile(model, jit_compile):
             f"{type(strategy).__name__} on {strategy.num_replicas_in_sync} replicas. "
             "Leave XLA off, or train on one replica."
         )
+
+
+def ensure_built(model, data):
+    """Builds what the first call of `model` would build.
+
+    Keras builds a model in TensorFlow's `fit` while it traces the step: too late for the layers that a layer
+    makes in its `build` to be given a policy.
+    """
+    if not _keras_private.is_built(model):
+        _keras_private.symbolic_build(model, data)
 
 
 def variable_scope(model):

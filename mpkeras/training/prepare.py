@@ -1,5 +1,7 @@
 """`prepare`: makes a compiled model train under a policy, with nothing failing silently."""
 
+import weakref
+
 import keras
 
 from mpkeras import _keras_private, loss_scaling
@@ -57,16 +59,14 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
     guard._backend.check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)
     _check_variables(model, chosen)
 
-    if policy is not None or not _computes_in(model, _SIXTEEN_BITS):
-        _convert_layers(model, chosen)
-    apply_rules(model, chosen)
-    _let_inputs_through(model)
+    convert = _converter(model, chosen, converts=policy is not None or not _computes_in(model, _SIXTEEN_BITS))
+    convert()
     with guard._backend.variable_scope(model):
         _wrap_optimizers(model, chosen, explicit_rule, rollback)
     if jit_compile is not None:
         model.jit_compile = jit_compile
     if rollback or any(isinstance(o, LossScaleOptimizer) for o in guard.find_optimizers(model).values()):
-        guard.install(model, rollback=rollback, add_logs=False)
+        guard.install(model, rollback=rollback, convert_new_layers=convert)
     else:
         guard.uninstall(model)
     return model
@@ -116,19 +116,31 @@ def _check_variables(model, policy):
         )
 
 
-def _convert_layers(model, policy):
-    """Sets the policy on every layer that should follow it."""
-    layers = [
-        layer for layer in _layers(model) if layer.compute_dtype in _CONVERTIBLE and layer.quantization_mode is None
-    ]
+def _converter(model, policy, converts: bool):
+    """Returns a function that gives the layers of `model` their dtypes; called again, the new ones among them.
+
+    Layers of a layer often come into being when it is built, in the middle of the first step.
+    """
     # Among 16-bit layers a float32 layer is there on purpose; alone, it is what Keras does by default.
-    sources = _SIXTEEN_BITS if any(layer.compute_dtype in _SIXTEEN_BITS for layer in layers) else _CONVERTIBLE
+    sources = _SIXTEEN_BITS if _computes_in(model, _SIXTEEN_BITS) else _CONVERTIBLE
     if policy.compute_dtype not in _SIXTEEN_BITS:
         sources = _SIXTEEN_BITS
     target = policy.stock() or policy
-    for layer in layers:
-        if layer.compute_dtype in sources and layer.compute_dtype != policy.compute_dtype:
-            layer.dtype_policy = target
+    seen = weakref.WeakSet()
+
+    def convert():
+        new_layers = [layer for layer in _layers(model) if layer not in seen]
+        if not new_layers:
+            return
+        seen.update(new_layers)
+        for layer in new_layers if converts else []:
+            follows = layer.compute_dtype in sources and layer.quantization_mode is None
+            if follows and layer.compute_dtype != policy.compute_dtype:
+                layer.dtype_policy = target
+        apply_rules(model, policy)
+        _let_inputs_through(model)
+
+    return convert
 
 
 def _let_inputs_through(model):

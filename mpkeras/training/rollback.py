@@ -1,8 +1,10 @@
 """The guard around a model's `train_step`: a skipped step leaves no trace in any variable."""
 
 import contextlib
+import dataclasses
 import functools
 import warnings
+from collections.abc import Callable
 
 import keras
 
@@ -33,40 +35,61 @@ def find_optimizers(model) -> dict:
     return found
 
 
-def install(model, *, rollback: bool, add_logs: bool):
+@dataclasses.dataclass
+class Guard:
+    """What the guard around a model's train step does, and what was there before it."""
+
+    own_train_step: object
+    rollback: bool
+    # Gives layers that come into being when the model is built their policy, too.
+    convert_new_layers: Callable[[], None]
+    add_logs: bool = False
+
+
+def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = lambda: None):
     """Puts the guard around the train step that `model` has now; a guard already there is replaced."""
     uninstall(model)
-    own_train_step = vars(model).get("train_step")
+    guard = Guard(vars(model).get("train_step"), rollback, convert_new_layers)
     train_step = model.train_step
 
     @functools.wraps(train_step)
     def guarded_train_step(*args):
+        _backend.ensure_built(model, *args)
+        guard.convert_new_layers()
         optimizers = _scaling_optimizers(model)
-        if rollback and optimizers:
+        if guard.rollback and optimizers:
             step = functools.partial(_backend.step_without_trace, model, optimizers, train_step)
         else:
             step = train_step
         with _guarded_step(optimizers):
             result = step(*args)
-        if add_logs and optimizers:
+        if guard.add_logs and optimizers:
             result = _backend.with_logs(optimizers, result, LOG_NAMES)
         return result
 
-    guarded_train_step.mpkeras_own_train_step = own_train_step
+    guarded_train_step.mpkeras_guard = guard
     model.train_step = guarded_train_step
     # A train function built earlier holds the step as it was.
     model.train_function = None
 
 
+def add_logs(model):
+    """Lets the guarded step of `model` report `loss_scale` and `skipped_steps` among its logs."""
+    guarded = vars(model).get("train_step")
+    if hasattr(guarded, "mpkeras_guard"):
+        guarded.mpkeras_guard.add_logs = True
+        model.make_train_function(force=True)
+
+
 def uninstall(model):
     """Puts the train step back as it was before `install`; does nothing where there is no guard."""
     guarded = vars(model).get("train_step")
-    if not hasattr(guarded, "mpkeras_own_train_step"):
+    if not hasattr(guarded, "mpkeras_guard"):
         return
-    if guarded.mpkeras_own_train_step is None:
+    if guarded.mpkeras_guard.own_train_step is None:
         del model.train_step
     else:
-        model.train_step = guarded.mpkeras_own_train_step
+        model.train_step = guarded.mpkeras_guard.own_train_step
     model.train_function = None
 
 
@@ -98,8 +121,3 @@ def _guarded_step(optimizers):
     finally:
         for optimizer in optimizers:
             step_notes(optimizer).in_guarded_step = False
-
-
-def is_complete_metric_log(logs, metric_logs) -> bool:
-    """Whether the step's logs are the model's metric results, as Keras itself decides at an epoch's end."""
-    return isinstance(logs, dict) and set(logs) == set(metric_logs)

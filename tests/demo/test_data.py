@@ -50,8 +50,10 @@ def test_loading_twice_gives_the_same(load):
 
 
 @pytest.mark.parametrize(("text", "x", "y"), [
-    pytest.param(b"abcdefg", [[97, 98, 99], [100, 101, 102]], [[98, 99, 100], [101, 102, 103]], id="two windows"),
-    pytest.param(b"abcdef", [[97, 98, 99]], [[98, 99, 100]], id="the byte after the second window is missing"),
+    pytest.param(
+        b"abcdefg", [[97, 98, 99], [100, 101, 102]], [[98, 99, 100], [101, 102, 103]], id="two windows"
+    ),
+    pytest.param(b"abcdef", [[97, 98, 99]], [[98, 99, 100]], id="no byte after the second"),
     pytest.param(b"\xffabc", [[255, 97, 98]], [[97, 98, 99]], id="bytes above 127"),
 ])
 def test_byte_windows(text, x, y):
@@ -98,7 +100,7 @@ def test_text_has_the_bytes_asked_for_and_whole_files_apart():
 
 
 def test_only_modules_of_the_standard_library_are_read(tmp_path, monkeypatch):
-    for name in ("os.py", "ast.py", "sitecustomize.py", "_sysconfigdata__linux_x86_64-linux-gnu.py", "os.txt"):
+    for name in ("os.py", "ast.py", "sitecustomize.py", "_sysconfigdata__linux_x86_64.py", "os.txt"):
         (tmp_path / name).write_text("pass\n")
     monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path))
     assert [path.name for path in data.standard_library_files()] == ["ast.py", "os.py"]

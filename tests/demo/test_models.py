@@ -42,7 +42,7 @@ def test_positions_are_told_apart_and_trained():
     model = text_model()
     output = logits(model, [7, 7, 7, 7, 7, 7])
     assert np.abs(output[1] - output[4]).max() > 1e-2
-    tables = [w.shape for w in model.trainable_variables if w.path.endswith("embeddings")]
+    tables = [tuple(w.shape) for w in model.trainable_variables if w.path.endswith("embeddings")]
     assert sorted(tables) == [(6, 8), (256, 8)]
 
 

@@ -65,5 +65,6 @@ def test_cases_that_did_not_run_and_single_seeds_are_drawn(tmp_path):
 def test_a_baseline_that_did_not_run_is_drawn(tmp_path):
     rows = [failed_row("digits", "float32"), row("digits", "mixed_float16", speed_up=None)]
     del rows[1]["layer_output_ratio"]
-    plot.save(tmp_path / "demo.png", rows, [record("digits", "mixed_float16", 0.5, 0.6)], {"digits": "t"}, "heading")
+    records = [record("digits", "mixed_float16", 0.5, 0.6)]
+    plot.save(tmp_path / "demo.png", rows, records, {"digits": "title"}, "heading")
     assert png_size(tmp_path / "demo.png") == (1600, 1150)

@@ -134,9 +134,7 @@ def test_equality_and_hash(other, is_equal):
     "reload",
     [
         pytest.param(
-            lambda p: keras.saving.deserialize_keras_object(
-                through_json(keras.saving.serialize_keras_object(p))
-            ),
+            lambda p: keras.saving.deserialize_keras_object(through_json(keras.saving.serialize_keras_object(p))),
             id="keras.saving",
         ),
         pytest.param(

@@ -239,6 +239,40 @@ def test_a_subclassed_model_passes_its_inputs_on_as_they_are():
     np.testing.assert_allclose(keras.ops.convert_to_numpy(out), [[1.0]], rtol=2e-3)
 
 
+class Block(keras.layers.Layer):
+    """Makes its layers when it is built, as many layers do."""
+
+    def build(self, shape):
+        self.norm = keras.layers.BatchNormalization()
+        self.dense = keras.layers.Dense(2)
+        self.norm.build(shape)
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x, training=False):
+        return self.dense(self.norm(x, training=training))
+
+
+@pytest.mark.parametrize("way", ["global policy", "policy"])
+def test_layers_made_while_building_get_their_dtypes_too(way):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def call(self, x, training=False):
+            return self.block(x, training=training)
+
+    if way == "global policy":
+        keras.config.set_dtype_policy("mixed_float16")
+    model = Model()
+    model.compile("sgd", "mse")
+    prepare(model, None if way == "global policy" else "mixed_float16")
+    model.train_on_batch(X, Y)
+    assert (model.block.norm.compute_dtype, model.block.dense.compute_dtype) == ("float32", "float16")
+    assert int(model.optimizer.iterations) + int(model.optimizer.skipped_steps) == 1
+
+
 def test_several_inputs_outputs_and_sample_weights():
     a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
     joined = keras.layers.Concatenate()([a, b])

@@ -1,0 +1,165 @@
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+
+from mpkeras.demo import comparison
+from mpkeras.demo.tasks import Task, digits_task, text_task
+
+
+def linear_model():
+    inputs = keras.Input((2,), name="inputs")
+    return keras.Model(inputs, keras.layers.Dense(2, name="outputs")(inputs))
+
+
+def tiny_task(build=linear_model, epochs=2):
+    """Eight examples of two numbers, to be copied."""
+    x = np.linspace(-1, 1, 16, dtype="float32").reshape(8, 2)
+    data_set = SimpleNamespace(x_train=x, y_train=x, x_held_out=x, y_held_out=x, source={"name": "a line"})
+    task = Task(
+        name="tiny",
+        title="a line",
+        quality_name="held-out error",
+        higher_is_better=False,
+        tolerance=0.0,
+        load=lambda: data_set,
+        build=build,
+        loss=keras.losses.MeanSquaredError,
+        metrics=list,
+        quality=lambda logs: logs["val_loss"],
+        learning_rate=1e-2,
+        batch_size=2,
+        epochs=epochs,
+    )
+    return task, data_set
+
+
+def order_of_runs(monkeypatch, policies, seeds, failing=()):
+    def run(task, data_set, policy, seed, epochs, verbose):
+        error = "no" if policy in failing else None
+        return {"policy": policy, "seed": seed, "epochs": epochs, "error": error}
+
+    monkeypatch.setattr(comparison, "run", run)
+    task = SimpleNamespace(name="tiny", epochs=4)
+    return comparison.compare([task], [None], policies, seeds)
+
+
+def test_each_seed_starts_with_another_policy(monkeypatch):
+    records = order_of_runs(monkeypatch, ["a", "b", "c"], seeds=3)
+    assert "".join(record["policy"] for record in records) == "abcbcacab"
+    assert [record["seed"] for record in records] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert {record["epochs"] for record in records} == {4}
+
+
+def test_a_policy_that_cannot_run_is_tried_once_and_said(monkeypatch, capsys):
+    records = order_of_runs(monkeypatch, ["a", "b"], seeds=3, failing=("b",))
+    assert [record["policy"] for record in records] == ["a", "b", "a", "a"]
+    assert "not run: no" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("policy", "compute_dtype", "loss_scale"), [
+    ("float32", "float32", 1.0), ("mixed_bfloat16", "bfloat16", 1.0), ("mixed_float16", "float16", 2.0**15),
+])
+def test_record_of_a_run(policy, compute_dtype, loss_scale):
+    task, data_set = tiny_task()
+    record = comparison.run(task, data_set, policy, seed=0, epochs=2, verbose=0)
+    assert record["error"] is None
+    assert (record["task"], record["policy"], record["seed"]) == ("tiny", policy, 0)
+    assert record["steps"] == 8  # four batches of two, twice
+    assert (record["skipped_steps"], record["loss_scale"]) == (0, loss_scale)
+    assert record["quality"] == record["history"]["quality"][-1] == record["history"]["val_loss"][-1]
+    assert record["history"]["loss_scale"] == [loss_scale, loss_scale]
+    assert record["compute_dtypes"]["outputs"] == compute_dtype
+    assert record["layer_output_bytes"] == 2 * 2 * (4 if policy == "float32" else 2)
+    assert 0 < record["step_time_ms"] < record["first_step_ms"]
+
+
+def test_a_run_is_repeated_by_its_seed_and_changed_by_another():
+    task, data_set = tiny_task()
+    records = [comparison.run(task, data_set, "float32", seed, 2, verbose=0) for seed in (3, 3, 4)]
+    first, second, other = [record["history"]["val_loss"] for record in records]
+    assert first == second
+    assert first != other
+
+
+def test_the_global_policy_has_no_say():
+    task, data_set = tiny_task()
+    keras.config.set_dtype_policy("mixed_float16")
+    record = comparison.run(task, data_set, "float32", seed=0, epochs=1, verbose=0)
+    assert record["compute_dtypes"]["outputs"] == "float32"
+    assert keras.config.dtype_policy().name == "mixed_float16"
+
+
+def test_a_missing_kernel_is_a_result():
+    def build():
+        raise NotImplementedError("no float16 kernel\nfor this layer")
+
+    task, data_set = tiny_task(build)
+    record = comparison.run(task, data_set, "mixed_float16", seed=0, epochs=1)
+    assert record["error"] == "NotImplementedError: no float16 kernel"
+    assert "in build" in record["traceback"]
+    assert "quality" not in record
+
+
+def test_an_error_of_the_backend_is_a_result():
+    """Asks the backend for something that it cannot do, and expects its own exception to be caught."""
+
+    def build():
+        keras.ops.matmul(keras.ops.zeros((2, 3)), keras.ops.zeros((2, 3)))
+
+    task, data_set = tiny_task(build)
+    if keras.backend.backend() == "jax":  # checks shapes in Python, with a TypeError
+        with pytest.raises(TypeError):
+            comparison.run(task, data_set, "float32", seed=0, epochs=1)
+    else:
+        assert comparison.run(task, data_set, "float32", seed=0, epochs=1)["error"]
+
+
+@pytest.mark.parametrize("mistake", [AttributeError, TypeError, KeyError, ValueError])
+def test_a_mistake_in_the_program_is_not_hidden(mistake):
+    def build():
+        raise mistake("a mistake")
+
+    task, data_set = tiny_task(build)
+    with pytest.raises(mistake):
+        comparison.run(task, data_set, "float32", seed=0, epochs=1)
+
+
+def test_the_clock_leaves_nothing_out_and_adds_nothing(monkeypatch):
+    now = iter([1.0, 1.5, 7.0, 7.25])  # seconds; what lies between two steps does not count
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: next(now))
+    clock = comparison.StepClock()
+    for batch in range(2):
+        clock.on_train_batch_begin(batch)
+        clock.on_train_batch_end(batch)
+    assert clock.step_times_ms == [500.0, 250.0]
+
+
+@pytest.mark.parametrize(("step", "expected"), [
+    pytest.param(0, 1e-3, id="starts at a tenth"),
+    pytest.param(8, 1e-2, id="peak after a tenth of 80 steps"),
+    pytest.param(80, 1e-3, id="ends at a tenth"),
+])
+def test_learning_rate(step, expected):
+    task, data_set = tiny_task(epochs=20)  # four steps an epoch
+    schedule = comparison._optimizer(task, data_set, epochs=20)._learning_rate
+    assert float(schedule(step)) == pytest.approx(expected, rel=1e-5)  # float32
+
+
+@pytest.mark.parametrize(("make_task", "dtypes"), [
+    pytest.param(
+        digits_task,
+        {"conv2d": "bfloat16", "batch_normalization": "float32", "probabilities": "float32"},
+        id="digits",
+    ),
+    pytest.param(text_task, {"multi_head_attention": "bfloat16", "logits": "bfloat16"}, id="text"),
+])
+def test_quick_tasks_learn_something_in_mixed_precision(make_task, dtypes):
+    keras.utils.clear_session()  # layer names start from the beginning
+    task = make_task(quick=True)
+    record = comparison.run(task, task.load(), "mixed_bfloat16", seed=0, epochs=2, verbose=0)
+    assert record["error"] is None
+    first, last = record["history"]["loss"]
+    assert last < first
+    assert dtypes.items() <= record["compute_dtypes"].items()

@@ -1,0 +1,116 @@
+import keras
+import numpy as np
+import pytest
+
+from mpkeras.layers import Activation, Softmax
+from mpkeras.policies import set_global_policy
+
+POLICIES = pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+GAPS = (30.0, 20.0, 16.0, 15.0, 10.0, 0.0, -30.0)
+
+
+def softmax(logits):
+    exponentials = np.exp(logits.astype("float64") - logits.max())
+    return exponentials / exponentials.sum()
+
+
+@POLICIES
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("classes", [2, 1000])
+@pytest.mark.parametrize("layer", [Softmax, lambda: Activation("softmax")], ids=["Softmax", "Activation"])
+def test_softmax_head_trains_whatever_the_logits(policy, gap, classes, layer, gradient):
+    # P4: the gradient of the crossentropy is softmax - one_hot, also where Keras clips the probability.
+    set_global_policy(policy)
+    layer = layer()
+    logits = np.zeros((1, classes), "float32")
+    logits[0, 0] = gap
+    one_hot = np.eye(classes, dtype="float32")[[1]]
+    for loss, label in (
+        (keras.losses.CategoricalCrossentropy(), one_hot),
+        (keras.losses.SparseCategoricalCrossentropy(), np.array([1])),
+    ):
+        result = gradient(lambda x: loss(label, layer(x, training=True)), logits)  # noqa: B023
+        np.testing.assert_allclose(result, softmax(logits) - one_hot, atol=1e-3)
+
+
+@POLICIES
+@pytest.mark.parametrize("logit", GAPS)
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_sigmoid_head_trains_whatever_the_logit(policy, logit, label, gradient):
+    set_global_policy(policy)
+    layer = Activation("sigmoid")
+    result = gradient(
+        lambda x: keras.losses.BinaryCrossentropy()(np.array([[label]]), layer(x, training=True)), [[logit]]
+    )
+    np.testing.assert_allclose(result, [[1 / (1 + np.exp(-logit)) - label]], atol=1e-3)
+
+
+@POLICIES
+def test_classifier_with_a_softmax_layer_learns(policy):
+    # It starts out sure of the wrong class, where a 16-bit head stays for good.
+    set_global_policy(policy)
+    kernel = keras.initializers.Constant([[20.0, 0.0]])
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2, kernel_initializer=kernel), Softmax()])
+    model.compile(keras.optimizers.SGD(1.0), "sparse_categorical_crossentropy", jit_compile=False)
+    model.optimizer = keras.optimizers.SGD(1.0)  # Without loss scaling: the gradient itself is looked at.
+    history = model.fit(np.ones((8, 1)), np.ones(8), batch_size=8, epochs=30, verbose=0).history["loss"]
+    assert history[0] > 10 and history[-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    "layer", [Softmax, lambda: Activation("softmax"), lambda: Activation("sigmoid")], ids=["1", "2", "3"]
+)
+def test_predictions_are_exact(layer, numbers):
+    logits = np.array([[30.0, 0.0]], "float32")
+    layer = layer()
+    exact = {"softmax": [[1.0, 9.357623e-14]], "sigmoid": [[1.0, 0.5]]}
+    name = "sigmoid" if getattr(layer, "activation", None) is keras.activations.sigmoid else "softmax"
+    for training in (None, False):
+        np.testing.assert_allclose(numbers(layer(logits, training=training)), exact[name], rtol=1e-6)
+
+
+def test_probabilities_in_training_are_those_of_softmax_to_1e_6(numbers):
+    logits = np.random.default_rng(0).normal(size=(5, 7)).astype("float32") * 5
+    outputs = numbers(Softmax()(logits, training=True))
+    np.testing.assert_allclose(outputs, np.stack([softmax(row) for row in logits]), atol=1e-6)
+    np.testing.assert_allclose(outputs.sum(axis=-1), 1.0, rtol=1e-6)
+
+
+@POLICIES
+@pytest.mark.parametrize("training", [False, True])
+def test_masked_rows(policy, training, numbers):
+    # P12: scores of ±6e4, one row masked altogether.
+    set_global_policy(policy)
+    scores = np.array([[6e4, -6e4, 6e4], [6e4, -6e4, 6e4], [6e4, -6e4, 6e4]], "float32")
+    mask = np.array([[False, False, False], [False, True, False], [True, True, True]])
+    outputs = numbers(Softmax()(scores, mask=mask, training=training))
+    np.testing.assert_array_equal(outputs, [[0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]])
+
+
+def test_several_axes(numbers):
+    set_global_policy("mixed_float16")
+    outputs = Softmax(axis=[1, 2])(np.zeros((1, 2, 2), "float32"), training=True)
+    np.testing.assert_allclose(numbers(outputs), np.full((1, 2, 2), 0.25), rtol=1e-6)
+
+
+def test_other_activations_are_those_of_keras(numbers):
+    set_global_policy("mixed_float16")
+    layer = Activation("relu")
+    np.testing.assert_array_equal(numbers(layer(np.array([[7e4, -1.0]], "float32"))), [[7e4, 0.0]])
+
+
+@pytest.mark.backends("tensorflow")
+def test_keras_finds_the_logits():
+    set_global_policy("mixed_float16")
+    logits = np.array([[2.0, 1.0]], "float32")
+    for layer in (Softmax(), Activation("softmax"), Activation("sigmoid")):
+        np.testing.assert_array_equal(layer(logits)._keras_logits, logits)
+
+
+@pytest.mark.parametrize("layer", [lambda: Activation("softmax"), lambda: Activation("relu")], ids=["a", "b"])
+@pytest.mark.parametrize("output_dtype", [None, "compute"])
+def test_the_mask_of_the_input_survives(layer, output_dtype):
+    set_global_policy("mixed_float16")
+    inputs = keras.layers.Masking()(np.array([[[1.0, 2.0], [0.0, 0.0]]], "float32"))
+    outputs = Activation("softmax", output_dtype=output_dtype)(inputs)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(outputs._keras_mask), [[True, False]])

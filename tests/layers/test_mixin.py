@@ -1,0 +1,123 @@
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from mpkeras.layers import Float32Mixin
+from mpkeras.policies import Policy, policy_scope, set_global_policy
+
+
+@keras.saving.register_keras_serializable("mpkeras_tests")
+class Float32Dense(Float32Mixin, keras.layers.Dense):
+    pass
+
+
+class Composite(keras.layers.Layer):
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.dense = keras.layers.Dense(units)
+        self.shift = self.add_weight(shape=(units,), initializer="ones")
+
+    def call(self, x):
+        return self.dense(x) + self.shift
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+@keras.saving.register_keras_serializable("mpkeras_tests")
+class Float32Composite(Float32Mixin, Composite):
+    pass
+
+
+class Float32LayerNormalization(Float32Mixin, keras.layers.LayerNormalization):
+    pass
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16", "float64"])
+def test_inputs_arithmetic_and_variables_are_float32(policy, dtype_of, numbers):
+    set_global_policy(policy)
+    layer = Float32Dense(1, kernel_initializer="ones")
+    assert layer.dtype_policy == keras.DTypePolicy("float32")
+    # 7e4 and the sum 1.4e5 are inf in float16; 7e4 is 70144 in bfloat16.
+    outputs = layer(np.array([[7e4, 7e4]], "float32"))
+    assert dtype_of(outputs) == layer(keras.Input((2,))).dtype == "float32"
+    assert {variable.dtype for variable in layer.variables} == {"float32"}
+    np.testing.assert_array_equal(numbers(outputs), [[1.4e5]])
+
+
+def test_layers_made_by_the_constructor_are_float32(dtype_of):
+    set_global_policy("mixed_float16")
+    layer = Float32Composite(2)
+    layer(np.ones((1, 2), "float32"))
+    assert {inner.compute_dtype for inner in layer._flatten_layers()} == {"float32"}
+    assert keras.config.dtype_policy().name == "mixed_float16"
+
+
+def test_the_inputs_of_a_layer_without_autocast_are_cast(numbers):
+    # 1 + 2**-9 is a float16 number, but 1 / sqrt(3) needs more bits than it has.
+    inputs = keras.ops.cast(np.array([[0.0, 1.0, 2.0, 1.0 + 2.0**-9]]), "float16")
+    expected = keras.layers.LayerNormalization()(keras.ops.cast(inputs, "float32"))
+    with policy_scope("mixed_float16"):
+        layer = Float32LayerNormalization()
+    np.testing.assert_array_equal(numbers(layer(inputs)), numbers(expected))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", id="name"),
+        pytest.param(np.float32, id="NumPy dtype"),
+        pytest.param(keras.DTypePolicy("float32"), id="Keras policy"),
+        pytest.param(Policy("float32"), id="Policy"),
+        pytest.param({"class_name": "DTypePolicy", "config": {"name": "float32"}}, id="serialized"),
+        pytest.param(None, id="None"),
+    ],
+)
+def test_float32_may_be_said(dtype):
+    assert Float32Dense(1, dtype=dtype).compute_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("mixed_float16", id="name"),
+        pytest.param("float64", id="float64"),
+        pytest.param(keras.DTypePolicy("mixed_bfloat16"), id="Keras policy"),
+        pytest.param(Policy("float16"), id="Policy"),
+        pytest.param(keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"), id="quantized"),
+        pytest.param("flaot32", id="misspelled"),
+    ],
+)
+def test_another_dtype_is_an_error(dtype):
+    with pytest.raises(ValueError, match=r"float32, which Float32Dense.*Received: dtype=.*Leave it out"):
+        Float32Dense(1, dtype=dtype)
+
+
+def test_autocast_cannot_be_turned_off():
+    with pytest.raises(ValueError, match="autocast=False"):
+        Float32Dense(1, autocast=False)
+
+
+@pytest.mark.parametrize("layer", [Float32Dense, Float32Composite])
+def test_config_round_trip_under_another_policy(layer):
+    set_global_policy("mixed_float16")
+    config = layer(3, name="mine").get_config()
+    before = json.dumps(config)
+    set_global_policy("bfloat16")
+    reloaded = layer.from_config(json.loads(before))
+    assert reloaded.get_config() == config
+    assert (reloaded.units, reloaded.compute_dtype, reloaded.variable_dtype) == (3, "float32", "float32")
+    assert json.dumps(config) == before
+
+
+def test_saved_model(tmp_path, numbers):
+    set_global_policy("mixed_bfloat16")
+    model = keras.Sequential([keras.Input((2,)), Float32Dense(3), Float32Composite(2)])
+    model.save(tmp_path / "model.keras")
+    set_global_policy("mixed_float16")
+    reloaded = keras.models.load_model(tmp_path / "model.keras")
+    x = np.array([[7e4, 1.0]], "float32")
+    np.testing.assert_array_equal(numbers(reloaded(x)), numbers(model(x)))
