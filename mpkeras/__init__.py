@@ -1,7 +1,8 @@
 """mpkeras: mixed precision for Keras 3 that cannot fail silently."""
 
-from mpkeras import callbacks
+from mpkeras import callbacks, layers
 from mpkeras._version import __version__
+from mpkeras.layers import float32_island
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies import (
@@ -24,8 +25,10 @@ __all__ = [
     "Policy",
     "__version__",
     "callbacks",
+    "float32_island",
     "get_policy",
     "global_policy",
+    "layers",
     "policy_scope",
     "prepare",
     "register_policy",

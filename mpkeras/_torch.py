@@ -1,6 +1,9 @@
 """torch's part of `LossScaleOptimizer`: one pass that checks and unscales, then an update or none."""
 
+import keras
 import torch
+
+from mpkeras import _keras_private
 
 
 def scale_loss(optimizer, loss, notes):
@@ -18,8 +21,6 @@ def scale_gradient(grad, factor):
 
 
 def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
-    import keras
-
     variables = optimizer.trainable_variables
     mapping = list(zip(variables, trainable_variables, strict=True))
     mapping += list(zip(optimizer.variables, optimizer_variables, strict=True))
@@ -33,7 +34,7 @@ def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, 
 
 @torch.no_grad()
 def apply(optimizer, grads, variables, notes, in_place: bool = True):
-    scale_is_one = notes.grads_are_unscaled or optimizer._scale_is_one()
+    scale_is_one = notes.grads_are_unscaled or optimizer.scale_is_one
     loss_is_finite = torch.stack(notes.loss_flags).all() if notes.loss_flags else None
     reciprocal = None if scale_is_one else (1.0 / optimizer.loss_scale)
     in_place = in_place and not scale_is_one and _may_unscale_in_place(grads, variables)
@@ -61,7 +62,7 @@ def _may_unscale_in_place(grads, variables) -> bool:
     """Whether every gradient is the float32 `.grad` of its variable; a tensor of the caller's own is not ours."""
     present = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
     return bool(present) and all(
-        not getattr(v, "overwrite_with_gradient", False)
+        not _keras_private.overwrites_with_gradient(v)
         and g.dtype == torch.float32
         and not g.is_sparse
         and g is getattr(getattr(v, "value", v), "grad", None)

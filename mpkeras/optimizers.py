@@ -217,19 +217,21 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
         """
         step_notes(self).grads_are_unscaled = True
         grads = list(grads)
-        return self.unscale(grads, [None] * len(grads), _backend)
+        return self.unscale(grads, [None] * len(grads))
 
-    def unscale(self, scaled_grads, variables, backend=_backend) -> list:
+    def unscale(self, scaled_grads, variables) -> list:
         """Returns the gradients times the reciprocal of the scale: exact for powers of two."""
-        if self._scale_is_one():
+        if self.scale_is_one:
             return list(scaled_grads)
         reciprocal = ops.divide(1.0, self.loss_scale)
         return [
-            g if g is None or _keras_private.overwrites_with_gradient(v) else backend.scale_gradient(g, reciprocal)
+            g if g is None or _keras_private.overwrites_with_gradient(v) else _backend.scale_gradient(g, reciprocal)
             for g, v in zip(scaled_grads, variables, strict=True)
         ]
 
-    def _scale_is_one(self) -> bool:
+    @property
+    def scale_is_one(self) -> bool:
+        """Whether there is nothing to scale: the steps are checked only."""
         return isinstance(self._rule, FixedLossScale) and self._rule.scale == 1.0
 
     def apply(self, grads, trainable_variables=None):
@@ -317,7 +319,7 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
         notes.loss_was_scaled = False
         notes.loss_flags = []
         scaled = taken.loss_was_scaled or taken.loss_was_scaled_in_trace or taken.grads_are_unscaled
-        if not scaled and not self._scale_is_one():
+        if not scaled and not self.scale_is_one:
             if taken.in_guarded_step:
                 # The step's own code never scaled the loss: dividing would shrink the gradients.
                 taken.grads_are_unscaled = True

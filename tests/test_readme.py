@@ -1,5 +1,6 @@
 """Runs what the README shows."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -21,7 +23,10 @@ def test_code_block_runs(block, tmp_path, backend):
         pytest.skip("this block is TensorFlow's own loop")
     script = tmp_path / "block.py"
     script.write_text(block)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     if "fit(" in block:
         assert "skipped_steps: 0" in done.stdout
@@ -36,7 +41,6 @@ def test_both_examples_are_there_and_the_first_is_short():
 
 
 def test_pictures_and_files_it_links_exist():
-    root = Path(__file__).parents[1]
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         if not target.startswith("http"):
-            assert (root / target).exists(), target
+            assert (ROOT / target).exists(), target

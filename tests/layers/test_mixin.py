@@ -20,6 +20,9 @@ class Composite(keras.layers.Layer):
         self.dense = keras.layers.Dense(units)
         self.shift = self.add_weight(shape=(units,), initializer="ones")
 
+    def build(self, input_shape):
+        self.dense.build(input_shape)
+
     def call(self, x):
         return self.dense(x) + self.shift
 
