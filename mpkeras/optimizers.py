@@ -13,7 +13,7 @@ from mpkeras.optimizer_arguments import (
     rule_from_arguments,
 )
 from mpkeras.optimizer_delegation import DelegatesToInner
-from mpkeras.step_notes import StepNotes, step_notes
+from mpkeras.step_notes import step_notes, take_notes
 
 if keras.backend.backend() == "tensorflow":
     from mpkeras import _tensorflow as _backend
@@ -99,7 +99,6 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
         super().__init__(inner_optimizer, initial_scale=rule.initial_scale, name=name)
         self._rule = rule
         self._state = {}
-        self._warned_unscaled_loss = False
         # Not in `build`: a train step is traced with these counters before it builds the optimizer.
         self._skipped_steps = self._add_scalar("skipped_steps", 0)
         self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
@@ -249,7 +248,7 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
         if not grads:
             return
         variables = self._checked_variables(grads, trainable_variables)
-        _backend.apply(self, grads, variables, self._take_notes())
+        _backend.apply(self, grads, variables, take_notes(self))
 
     def apply_gradients(self, grads_and_vars):
         """`apply` for pairs. Returns the number of applied steps, an integer scalar."""
@@ -283,7 +282,7 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
                     f"Received: {len(values)} values. Pass them in the order of the variables."
                 )
         return _backend.stateless_apply(
-            self, list(optimizer_variables), list(grads), list(trainable_variables), self._take_notes()
+            self, list(optimizer_variables), list(grads), list(trainable_variables), take_notes(self)
         )
 
     @property
@@ -310,36 +309,6 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
                 "Pass the gradients in the order of the variables, with `None` where there is none."
             )
         return variables
-
-    def _take_notes(self) -> StepNotes:
-        """Returns what is known of this step and starts the notes of the next one."""
-        notes = step_notes(self)
-        taken = StepNotes()
-        taken.__dict__.update(notes.__dict__)
-        notes.loss_was_scaled = False
-        notes.loss_flags = []
-        scaled = taken.loss_was_scaled or taken.loss_was_scaled_in_trace or taken.grads_are_unscaled
-        if not scaled and not self.scale_is_one:
-            if taken.in_guarded_step:
-                # The step's own code never scaled the loss: dividing would shrink the gradients.
-                taken.grads_are_unscaled = True
-            self._warn_unscaled_loss(taken.in_guarded_step)
-        return taken
-
-    def _warn_unscaled_loss(self, in_guarded_step: bool):
-        if self._warned_unscaled_loss:
-            return
-        self._warned_unscaled_loss = True
-        consequence = (
-            "its gradients are taken as unscaled, and small ones are lost in float16"
-            if in_guarded_step
-            else "its gradients are divided by the loss scale all the same"
-        )
-        warnings.warn(
-            f"`{self.name}.apply` was called, but the loss was not scaled since the last step: {consequence}. "
-            "Compute the gradients of `optimizer.scale_loss(loss)`.",
-            stacklevel=4,
-        )
 
     def next_own_values(self, grads_are_finite, loss_is_finite=None) -> list:
         """Returns `(variable, value)` for each of this optimizer's own variables after a step.

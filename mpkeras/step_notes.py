@@ -1,6 +1,8 @@
 """What Python sees of a step between `scale_loss` and `apply`, kept by thread and optimizer."""
 
+import copy
 import threading
+import warnings
 import weakref
 
 
@@ -27,3 +29,38 @@ def step_notes(optimizer) -> StepNotes:
     if not hasattr(_notes, "by_optimizer"):
         _notes.by_optimizer = weakref.WeakKeyDictionary()
     return _notes.by_optimizer.setdefault(optimizer, StepNotes())
+
+
+def take_notes(optimizer) -> StepNotes:
+    """Returns what is known of the step that `apply` is about to take, and starts the notes of the next one.
+
+    Warns once for an optimizer when the loss was not scaled: the gradients are then taken as scaled all the
+    same, as in Keras, except in a guarded step, where it is certain that they are not.
+    """
+    notes = step_notes(optimizer)
+    taken = copy.copy(notes)
+    notes.loss_was_scaled = False
+    notes.loss_flags = []
+    scaled = taken.loss_was_scaled or taken.loss_was_scaled_in_trace or taken.grads_are_unscaled
+    if not scaled and not optimizer.scale_is_one:
+        taken.grads_are_unscaled = taken.in_guarded_step
+        if optimizer not in _warned:
+            _warned.add(optimizer)
+            _warn_unscaled_loss(optimizer, taken.in_guarded_step)
+    return taken
+
+
+_warned = weakref.WeakSet()
+
+
+def _warn_unscaled_loss(optimizer, in_guarded_step: bool):
+    consequence = (
+        "its gradients are taken as unscaled, and small ones are lost in float16"
+        if in_guarded_step
+        else "its gradients are divided by the loss scale all the same"
+    )
+    warnings.warn(
+        f"`{optimizer.name}.apply` was called, but the loss was not scaled since the last step: {consequence}. "
+        "Compute the gradients of `optimizer.scale_loss(loss)`.",
+        stacklevel=4,
+    )

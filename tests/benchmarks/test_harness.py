@@ -70,9 +70,7 @@ def test_no_rounds_and_no_warm_up_are_errors(counts):
     ("values", "expected"),
     [
         pytest.param([5.0], {"median": 5.0, "q1": 5.0, "q3": 5.0}, id="one value"),
-        pytest.param(
-            [1.0, 2.0, 3.0, 4.0, 100.0], {"median": 3.0, "q1": 2.0, "q3": 4.0}, id="outlier ignored"
-        ),
+        pytest.param([1.0, 2.0, 3.0, 4.0, 100.0], {"median": 3.0, "q1": 2.0, "q3": 4.0}, id="outlier ignored"),
         pytest.param([4.0, 1.0], {"median": 2.5, "q1": 1.75, "q3": 3.25}, id="between two values"),
     ],
 )
@@ -95,9 +93,7 @@ def test_ratios_of_different_rounds_are_an_error():
 
 def test_format_table():
     rows = [{"step": "jax jit", "ms": "1.5"}, {"step": "torch", "ms": "10.25"}]
-    assert harness.format_table(rows) == "\n".join(
-        ["step     ms", "-------  -----", "jax jit  1.5", "torch    10.25"]
-    )
+    assert harness.format_table(rows) == "\n".join(["step     ms", "-------  -----", "jax jit  1.5", "torch    10.25"])
     assert harness.format_table([]) == ""
 
 

@@ -65,9 +65,7 @@ def test_quick_means_fewer_rounds_and_one_size():
     assert (options.params, options.rounds) == ([1000, 5000], 2)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--rounds", "0"], ["--params", "3"], ["--backend", "theano"]], ids=str
-)
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--params", "3"], ["--backend", "theano"]], ids=str)
 def test_bad_options_exit_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         benchmark.parse_arguments(arguments)
@@ -92,7 +90,7 @@ def test_tiny_run_writes_every_variant(tmp_path):
     found = [(entry["mode"], entry["variant"]) for entry in content["results"]]
     assert found == [(mode, variant) for mode in modes[backend] for variant in ("bare", "keras", "mpkeras")]
     assert all(entry["time_ms"]["median"] > 0 for entry in content["results"])
-    assert [entry["ratio"]["median"] for entry in content["results"] if entry["variant"] == "bare"] == [
-        1.0
-    ] * (len(modes[backend]))
+    assert [entry["ratio"]["median"] for entry in content["results"] if entry["variant"] == "bare"] == [1.0] * (
+        len(modes[backend])
+    )
     assert content["environments"][0]["backend"] == backend
