@@ -31,7 +31,7 @@ def save(path, rows: list, records: list, titles: dict, heading: str):
     styles = {policy: _style(policy, policies) for policy in policies}
     figure = Figure(figsize=(12.8, 9.2), dpi=125, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
-    figure.suptitle(heading, fontsize=13)
+    figure.suptitle(heading, fontsize=14)
     axes = figure.subplots(2, 2)
     for axis in axes[0][len(tasks) :]:
         axis.set_axis_off()
@@ -47,7 +47,7 @@ def save(path, rows: list, records: list, titles: dict, heading: str):
     memory.set_title("Memory of all layer outputs, one training batch\n(counted by dtype, not peak memory)")
     memory.set_ylabel("bytes / bytes in float32")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=12)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=13)
     figure.savefig(path)
 
 
@@ -81,7 +81,7 @@ def _draw_curves(axis, rows, records, styles, title):
             high = [mean + std for mean, std in zip(means, stds, strict=True)]
             axis.fill_between(epochs, low, high, color=style["color"], alpha=0.15, linewidth=0)
     spread = f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
-    axis.set_title(f"{title}\n({spread})")
+    axis.set_title(f"{title[0].upper()}{title[1:]}\n({spread})")
     axis.set_xlabel("epoch")
     direction = "higher" if rows[0]["higher_is_better"] else "lower"
     axis.set_ylabel(f"{rows[0]['quality_name']} ({direction} is better)")
@@ -100,14 +100,15 @@ def _draw_bars(axis, rows, value_name, styles, with_range: bool = False):
         if value is None:
             axis.annotate("not run", (place, 0.02), rotation=90, ha="center", va="bottom")
             continue
+        axis.bar(place, value, 0.9 * bar_width, color=styles[row["policy"]]["color"])
+        if row["policy"] == "float32":  # 1 by definition
+            continue
         top = value
-        color = styles[row["policy"]]["color"]
-        axis.bar(place, value, 0.9 * bar_width, color=color)
-        if with_range and row["policy"] != "float32":
+        if with_range:
             top = row["speed_up_max"]
             below, above = value - row["speed_up_min"], top - value
             axis.errorbar(place, value, [[below], [above]], color="black", capsize=4)
-        axis.annotate(f"{value:.2f}", (place, top), (0, 3), textcoords="offset points", ha="center")
+        axis.annotate(f"{value:.2f}x", (place, top), (0, 3), textcoords="offset points", ha="center")
     axis.axhline(1.0, color="#444444", linewidth=1, zorder=0.5)
     axis.set_xticks(range(len(tasks)), tasks)
     axis.set_xlim(-0.6, len(tasks) - 0.4)

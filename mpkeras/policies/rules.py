@@ -103,8 +103,8 @@ def apply_rules(model, policy) -> list[AppliedRule]:
     """Moves the layers of `model` that `policy` keeps in float32 there, and returns what was changed.
 
     Each such layer gets the stock policy `float32`. Layers that the active backend and device have no 16-bit
-    kernel for move as well. Layers that do not compute in 16 bits are left alone, so a second call changes
-    nothing.
+    kernel for move as well. Layers that do not compute in 16 bits and quantized layers are left alone, so a
+    second call changes nothing.
 
     Args:
         model: A `keras.Model` of any kind, built or not, or a layer.
@@ -118,7 +118,8 @@ def apply_rules(model, policy) -> list[AppliedRule]:
 
     def move(layer, rule, reason):
         old_policy = layer_policy(layer)
-        if old_policy.compute_dtype in SIXTEEN_BIT_DTYPES:
+        # A quantized layer computes with int8 or float8 kernels, which another policy would read as numbers.
+        if old_policy.compute_dtype in SIXTEEN_BIT_DTYPES and old_policy.quantization_mode is None:
             set_layer_policy(layer, keras.DTypePolicy("float32"))
             applied.append(AppliedRule(layer, rule, reason, old_policy))
 

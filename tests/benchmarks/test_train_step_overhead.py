@@ -35,7 +35,8 @@ def test_batch_fits_the_model(name):
     build, batch_size = benchmark.MODELS[name]
     model = build(keras)
     x, y = benchmark.make_batch(model, batch_size)
-    assert model(x).shape == (batch_size, 10)
+    assert x.shape == (batch_size, *model.input_shape[1:])
+    assert model.output_shape == (None, 10)
     assert y.shape == (batch_size,) and set(y) <= set(range(10))
 
 

@@ -210,6 +210,16 @@ def test_layers_that_do_not_compute_in_16_bits_are_left_alone(dtype):
     assert model.layers[0].compute_dtype == dtype
 
 
+@pytest.mark.parametrize("mode", ["int8", "float8"])
+def test_quantized_layers_are_left_alone(mode):
+    dense = layers.Dense(2, activation="softmax", dtype="mixed_bfloat16")
+    model = keras.Sequential([keras.Input((4,)), dense])
+    model.quantize(mode)
+    policy = dense.dtype_policy
+    assert apply_rules(model, Policy("mixed_bfloat16")) == []
+    assert dense.dtype_policy is policy
+
+
 def test_a_single_layer():
     layer = layers.Softmax(dtype="mixed_float16")
     assert [change.layer for change in apply_rules(layer, Policy("mixed_float16"))] == [layer]
