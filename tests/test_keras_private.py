@@ -114,6 +114,8 @@ def test_stock_optimizers_assign_through_keras_only():
     for name in names:
         inner = getattr(keras.optimizers, name)(learning_rate=0.1, weight_decay=0.01, use_ema=True)
         assert _assigns_through_keras(inner)
+        if name == "Muon" and keras.__version__ < "3.11":
+            continue  # asks TensorFlow variables for a `path` there, under any wrapper or none
         v = keras.Variable(np.ones((4, 4), "float32"), constraint=keras.constraints.NonNeg())
         optimizer = LossScaleOptimizer(inner, loss_scale=None)
         optimizer.build([v])

@@ -8,6 +8,7 @@ import math
 import pathlib
 import shutil
 import sys
+import textwrap
 import time
 
 # Nothing at the top imports Keras or a package that `pip install mpkeras` leaves out: `--help` is quick and
@@ -179,7 +180,7 @@ def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
     width = shutil.get_terminal_size((_WIDTH, 24)).columns if is_terminal else _WIDTH
     text = table.render(rows, heading, comparison.WARM_UP_STEPS, width)
     written = f"Written to {json_path} and {png_path} after {wall_time_s:.0f} s."
-    return result, f"\n{text}\n\n{sentence}\n\n{written}"
+    return result, f"\n{text}\n\n{textwrap.fill(sentence, width)}\n\n{written}"
 
 
 def without_non_finite(value):

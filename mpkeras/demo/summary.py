@@ -27,8 +27,8 @@ def summarize(tasks, policies, records) -> list:
         for policy in policies:
             row = _row(task, policy, by_policy[policy], by_policy[BASELINE])
             row["same_quality"] = same_quality(task, baseline, row)
-            if "layer_output_bytes" in row and "layer_output_bytes" in baseline:
-                row["layer_output_ratio"] = row["layer_output_bytes"] / baseline["layer_output_bytes"]
+            for name in ("layer_output", "xla_temporary"):
+                row[f"{name}_ratio"] = _ratio(row.get(f"{name}_bytes"), baseline.get(f"{name}_bytes"))
             rows.append(row)
     return rows
 
@@ -62,6 +62,10 @@ def _row(task, policy: str, records: list, baseline_records: list) -> dict:
     row["layer_output_bytes"] = records[0]["layer_output_bytes"]
     row["xla_temporary_bytes"] = records[0]["xla_temporary_bytes"]
     return row
+
+
+def _ratio(value, baseline_value):
+    return None if value is None or not baseline_value else value / baseline_value
 
 
 def mean_and_std(values: list) -> tuple:
@@ -112,14 +116,18 @@ def verdict(rows: list) -> str:
     paying = [row for row in candidates[best] if pays_off(row)]
     not_paying = [row for row in candidates[best] if not pays_off(row)]
     if not paying:
-        reasons = _listed([_finding(row) for row in not_paying])
+        saving = _memory_saving(not_paying)
+        advice = "stay with float32 unless memory matters" if saving else "stay with float32"
         return (
-            "No policy pays off on this machine, so stay with float32 unless memory matters: the best other "
-            f"one, {best}, {reasons}{_memory(not_paying)}."
+            f"No policy pays off on this machine, so {advice}: the best other one, {best}, "
+            f"runs at {_listed([_finding(row) for row in not_paying])}{saving}."
         )
-    gains = _listed([f"{row['speed_up']:.2f}x faster per step on {row['task']}" for row in paying])
-    sentence = f"{best} pays off on this machine: {gains} than float32, with {_same_quality_claim(paying)}"
-    return sentence + (f"; it {_listed([_finding(row) for row in not_paying])}." if not_paying else ".")
+    gains = _listed([f"{row['speed_up']:.2f}x faster on {row['task']}" for row in paying])
+    rest = f"; it runs at {_listed([_finding(row) for row in not_paying])}" if not_paying else ""
+    return (
+        f"{best} pays off on this machine: its steps are {gains} than in float32, "
+        f"with {_same_quality_claim(paying)}{rest}."
+    )
 
 
 def _merit(rows: list) -> tuple:
@@ -135,7 +143,7 @@ def _same_quality_claim(rows: list) -> str:
 
 
 def _finding(row: dict) -> str:
-    text = f"runs at {row['speed_up']:.2f}x the speed on {row['task']}"
+    text = f"{row['speed_up']:.2f}x the speed on {row['task']}"
     if row["speed_up"] >= WORTHWHILE_SPEED_UP and row["speed_up_min"] <= 1.0:
         text += f" but not with every seed ({row['speed_up_min']:.2f}x to {row['speed_up_max']:.2f}x)"
     if not row["same_quality"]:
@@ -143,9 +151,13 @@ def _finding(row: dict) -> str:
     return text
 
 
-def _memory(rows: list) -> str:
-    ratios = [row["layer_output_ratio"] for row in rows if "layer_output_ratio" in row]
-    return f", with layer outputs {max(ratios):.2f}x the size" if ratios else ""
+def _memory_saving(rows: list) -> str:
+    """Returns what the policy saves on every task: what XLA really reserves, where that is known."""
+    for name, words in (("xla_temporary_ratio", "XLA temporaries"), ("layer_output_ratio", "layer outputs")):
+        ratios = [row[name] for row in rows if row.get(name) is not None]
+        if ratios:
+            return f", with {words} {max(ratios):.2f}x the size" if max(ratios) < 1.0 else ""
+    return ""
 
 
 def _listed(parts: list) -> str:

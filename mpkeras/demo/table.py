@@ -71,7 +71,7 @@ def _rich_text(header, lines, title, width) -> str:
     gap = 1 if width >= 100 else 0  # on top of the one that the box has
     table = Table(box=box.SIMPLE_HEAD, header_style="", padding=(0, gap, 0, 0), pad_edge=False)
     for number, name in enumerate(header):
-        # In a narrow terminal the task folds into two lines; nothing is cut off.
+        # In a narrow terminal the task folds into two lines.
         table.add_column(
             name.replace(" ", "\n"),
             justify="left" if number < _TEXT_COLUMNS else "right",
@@ -82,11 +82,19 @@ def _rich_text(header, lines, title, width) -> str:
     for number, cells in enumerate(lines):
         is_last_of_task = number + 1 < len(lines) and lines[number + 1][0] != cells[0]
         table.add_row(*cells, end_section=is_last_of_task)
-    # Eight columns fit into 80 characters; a terminal that is narrower still breaks the lines itself.
-    console = Console(file=io.StringIO(), width=max(width, 80 if len(header) == 8 else 92))
+    # Where the terminal is too narrow rich would cut cells off; the terminal itself only breaks the lines.
+    needed = sum(max(map(len, column)) for column in _narrowest(header, lines)) + len(header) * (1 + gap) + 1
+    console = Console(file=io.StringIO(), width=max(width, needed))
     console.print(table)
     drawn = [line.rstrip() for line in console.file.getvalue().splitlines()]
     return "\n".join([title, *drawn]).rstrip()
+
+
+def _narrowest(header, lines):
+    """Yields for each column the strings that must fit: words of the header and of the task, whole cells."""
+    for number, name in enumerate(header):
+        cells = [cells[number] for cells in lines]
+        yield name.split() + (" ".join(cells).split() if number == 0 else cells)
 
 
 def plain_text(header: list, lines: list, title: str) -> str:

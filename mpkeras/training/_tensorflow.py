@@ -93,6 +93,8 @@ def _logs_without_trace(model, logs, step_is_skipped):
     metric_logs = model.get_metrics_result()
     if not isinstance(logs, dict) or set(logs) != set(metric_logs):
         return logs
+    if tf.executing_eagerly():
+        return metric_logs if bool(step_is_skipped) else logs
     return keras.tree.map_structure(
         lambda clean, value: (
             tf.where(step_is_skipped, tf.cast(clean, value.dtype), value) if tf.is_tensor(value) else value

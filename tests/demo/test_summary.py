@@ -85,7 +85,7 @@ def test_summary_of_a_task():
     assert (other["speed_up_min"], other["speed_up"], other["speed_up_max"]) == (0.4, 0.5, 0.8)
     assert (other["skipped_steps"], other["steps"]) == (3, 300)
     assert (other["loss_scale_min"], other["loss_scale_max"]) == (1.0, 8192.0)
-    assert other["layer_output_ratio"] == 0.6
+    assert (other["layer_output_ratio"], other["xla_temporary_ratio"]) == (0.6, None)
     assert other["seeds"] == 3
 
 
@@ -156,16 +156,16 @@ def test_verdict_on_two_tasks_that_gain():
         row("mixed_float16", speed_up=0.5, speed_up_min=0.4),
     ]
     assert summary.verdict(rows) == (
-        "mixed_bfloat16 pays off on this machine: 1.26x faster per step on digits and 1.52x faster per step "
-        "on text than float32, with the same held-out quality within the spread of 3 seeds."
+        "mixed_bfloat16 pays off on this machine: its steps are 1.26x faster on digits and 1.52x faster on "
+        "text than in float32, with the same held-out quality within the spread of 3 seeds."
     )
 
 
 def test_verdict_where_only_one_task_gains():
     rows = [row(task=DIGITS, speed_up=0.97, speed_up_min=0.9), row(task=TEXT)]
     assert summary.verdict(rows) == (
-        "mixed_bfloat16 pays off on this machine: 1.50x faster per step on text than float32, with the same "
-        "held-out quality within the spread of 3 seeds; it runs at 0.97x the speed on digits."
+        "mixed_bfloat16 pays off on this machine: its steps are 1.50x faster on text than in float32, with "
+        "the same held-out quality within the spread of 3 seeds; it runs at 0.97x the speed on digits."
     )
 
 
@@ -176,12 +176,12 @@ def test_verdict_prefers_the_policy_that_pays_off_on_more_tasks():
         row("mixed_bfloat16", DIGITS, speed_up=1.2),
         row("mixed_bfloat16", TEXT, speed_up=1.2),
     ]
-    assert summary.verdict(rows).startswith("mixed_bfloat16 pays off on this machine: 1.20x")
+    assert summary.verdict(rows).startswith("mixed_bfloat16 pays off on this machine: its steps are 1.20x")
 
 
 def test_verdict_prefers_the_faster_of_two_that_pay_off():
     rows = [row("mixed_float16", speed_up=1.6), row("mixed_bfloat16", speed_up=1.5)]
-    assert summary.verdict(rows).startswith("mixed_float16 pays off on this machine: 1.60x")
+    assert summary.verdict(rows).startswith("mixed_float16 pays off on this machine: its steps are 1.60x")
 
 
 def test_verdict_where_nothing_gains():
@@ -190,6 +190,15 @@ def test_verdict_where_nothing_gains():
         "No policy pays off on this machine, so stay with float32 unless memory matters: the best other one, "
         "mixed_bfloat16, runs at 0.95x the speed on text, with layer outputs 0.60x the size."
     )
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    pytest.param({"layer_output_ratio": 1.0}, "so stay with float32: the best", id="nothing saved"),
+    pytest.param({"xla_temporary_ratio": 1.2}, "so stay with float32: the best", id="XLA reserves more"),
+    pytest.param({"xla_temporary_ratio": 0.7}, ", with XLA temporaries 0.70x the size.", id="XLA saves"),
+])
+def test_verdict_speaks_of_memory_only_where_some_is_saved(changes, expected):
+    assert expected in summary.verdict([row(speed_up=0.5, speed_up_min=0.4, **changes)])
 
 
 def test_verdict_names_a_loss_of_quality():

@@ -93,10 +93,16 @@ def test_all_cells_reasons_and_notes_are_shown(monkeypatch, with_rich):
     assert ("─" in text) == with_rich
 
 
-def test_nothing_is_cut_off_in_a_narrow_terminal():
+@pytest.mark.parametrize(("policy", "temporary_bytes", "widest"), [
+    pytest.param("mixed_bfloat16", None, 80, id="fits"),
+    pytest.param("mixed_bfloat16", 2**20, 90, id="a column more"),
+    pytest.param("mixed_bfloat16_as_we_use_it_here", None, 100, id="long name"),
+])
+def test_nothing_is_cut_off_in_a_narrow_terminal(policy, temporary_bytes, widest):
     pytest.importorskip("rich")
-    rows = [row("mixed_bfloat16", loss_scale_max=8192.0, step_time_ms=234.5)]
+    rows = [row(policy, loss_scale_max=8192.0, step_time_ms=234.5, xla_temporary_bytes=temporary_bytes)]
     text = table.render(rows, "On this machine", 3, width=80)
-    assert "…" not in text
-    assert "9.5 MiB" in text
-    assert max(len(line) for line in text.splitlines()) <= 80
+    (line,) = [line for line in text.splitlines() if "MiB" in line]
+    wanted = ["text", policy, "3.004 ± 0.015", "234.5", "1.50x", "2", "8192", "9.5 MiB"]
+    assert " ".join(line.split()).startswith(" ".join(wanted))
+    assert max(len(line) for line in text.splitlines()) <= widest

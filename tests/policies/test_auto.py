@@ -1,4 +1,5 @@
 import logging
+import types
 
 import pytest
 
@@ -96,3 +97,71 @@ def test_resolved_once_when_first_asked_for_and_logged(monkeypatch, caplog):
     assert policies[0].loss_scale is not None
     assert "T4" in policies[0].reason
     assert ["mixed_auto is mixed_float16" in record.getMessage() for record in caplog.records] == [True]
+
+
+A100 = Device("gpu", "A100", compute_capability=(8, 0))
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("visible", "details", "expected"),
+    [
+        pytest.param({"TPU": ["t"]}, {}, [Device("tpu", "TPU")], id="TPU"),
+        pytest.param({"GPU": ["g"]}, {"device_name": "A100", "compute_capability": (8, 0)}, [A100], id="NVIDIA GPU"),
+        pytest.param({"GPU": ["g"]}, {}, [Device("gpu", "GPU")], id="GPU that says nothing"),
+        pytest.param({}, {}, [], id="none"),
+    ],
+)
+def test_accelerators_of_tensorflow(monkeypatch, visible, details, expected):
+    import tensorflow as tf
+
+    from mpkeras.policies import _tensorflow
+
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: visible.get(kind, []))
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda device: details)
+    assert _tensorflow.accelerators() == expected
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        pytest.param({"platform": "tpu", "device_kind": "TPU v4"}, [Device("tpu", "TPU v4")], id="TPU"),
+        pytest.param({"platform": "gpu", "device_kind": "A100", "compute_capability": "8.0"}, [A100], id="NVIDIA GPU"),
+        pytest.param(
+            {"platform": "gpu", "device_kind": "AMD", "compute_capability": "gfx90a"},
+            [amd("gfx90a")],
+            id="AMD GPU",
+        ),
+        pytest.param({"platform": "cpu", "device_kind": "cpu"}, [], id="CPU"),
+    ],
+)
+def test_accelerators_of_jax(monkeypatch, device, expected):
+    import jax
+
+    from mpkeras.policies import _jax
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(**device)])
+    assert _jax.accelerators() == expected
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize(
+    ("hip", "properties", "expected"),
+    [
+        pytest.param(None, {"name": "A100", "major": 8, "minor": 0}, [A100], id="NVIDIA GPU"),
+        pytest.param("6.0", {"name": "AMD", "gcnArchName": "gfx90a"}, [amd("gfx90a")], id="AMD GPU"),
+        pytest.param(None, None, [], id="CPU"),
+    ],
+)
+def test_accelerators_of_torch(monkeypatch, hip, properties, expected):
+    import torch
+
+    from mpkeras.policies import _torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: properties is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(**properties))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert _torch.accelerators() == expected

@@ -214,7 +214,7 @@ def test_layers_that_do_not_compute_in_16_bits_are_left_alone(dtype):
 def test_quantized_layers_are_left_alone(mode):
     dense = layers.Dense(2, activation="softmax", dtype="mixed_bfloat16")
     model = keras.Sequential([keras.Input((4,)), dense])
-    model.quantize(mode)
+    dense.quantize(mode)
     policy = dense.dtype_policy
     assert apply_rules(model, Policy("mixed_bfloat16")) == []
     assert dense.dtype_policy is policy
