@@ -100,3 +100,12 @@ def symbolic_build(model, data_batch):
     Keras 3.15.1 does so itself on JAX and torch, and on TensorFlow only under a distribution strategy.
     """
     model._symbolic_build(data_batch=data_batch)
+
+
+def frozen_weights(model) -> set:
+    """Returns the `id`s of the variables that layers made as trainable, whatever `trainable` says now.
+
+    Among a model's non-trainable variables they are the weights of frozen layers: large, and not statistics.
+    """
+    layers = flatten_layers(model, include_self=True)
+    return {id(variable) for layer in layers for variable in layer._trainable_variables}

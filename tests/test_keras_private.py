@@ -60,6 +60,16 @@ def test_own_variables_are_not_those_of_sublayers(nested):
     assert [v.name for v in private.own_variables(nested.layers[-1])] == ["kernel", "bias"]
 
 
+def test_frozen_weights_are_not_statistics():
+    norm, dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((2,)), norm, dense])
+    dense.trainable = False
+    frozen = private.frozen_weights(model)
+    names = {v.name for v in model.non_trainable_variables if id(v) not in frozen}
+    assert {"moving_mean", "moving_variance"} <= names
+    assert not names & {"kernel", "bias"}
+
+
 def test_the_optimizer_of_the_compile_configuration_can_be_replaced(nested):
     nested.compile("sgd", "mse")
     private.replace_compiled_optimizer(nested, keras.optimizers.Adam(0.25))

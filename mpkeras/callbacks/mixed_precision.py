@@ -105,20 +105,20 @@ class MixedPrecision(keras.callbacks.Callback):
 
     @staticmethod
     def _counts(optimizer):
-        return int(optimizer.skipped_steps), int(optimizer.iterations)
+        return int(_number(optimizer.skipped_steps)), int(_number(optimizer.iterations))
 
     @staticmethod
     def _is_stuck(optimizer) -> bool:
         """Whether steps are skipped in a row although the scale is as low as it may go."""
         min_scale = getattr(optimizer.loss_scale_rule, "min_scale", None)
-        if min_scale is None or int(optimizer.consecutive_skips) < 2:
+        if min_scale is None or _number(optimizer.consecutive_skips) < 2:
             return False
-        return float(optimizer.loss_scale) <= min_scale
+        return _number(optimizer.loss_scale) <= min_scale
 
     @staticmethod
     def _stuck_message(optimizer) -> str:
         return (
-            f"{int(optimizer.consecutive_skips)} steps in a row were skipped with the loss scale at its lowest, "
+            f"{int(_number(optimizer.consecutive_skips))} steps in a row were skipped with the loss scale at its lowest, "
             f"{optimizer.loss_scale_rule.min_scale}: gradients still overflow, and training does not move. Train "
             "in 'mixed_bfloat16', keep the overflowing layers in float32 with `keep_float32`, or lower "
             "`min_scale` in `mpkeras.DynamicLossScale`."
@@ -128,3 +128,8 @@ class MixedPrecision(keras.callbacks.Callback):
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(message, stacklevel=3)
+
+
+def _number(scalar) -> float:
+    """Returns the value of a scalar tensor or variable, also of one that has a copy on every replica."""
+    return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(scalar)).item()

@@ -92,7 +92,7 @@ def _is_about_the_device(error: Exception) -> bool:
 
 
 def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
-    pass
+    keras.utils.set_random_seed(seed)
     # Under float32 whatever the process' global policy is: the callback alone brings the policy in.
     with policy_scope("float32"):
         model = task.build()

@@ -1,6 +1,7 @@
 """Softmax and other activations in float32."""
 
 import keras
+from keras import ops
 
 from mpkeras.layers import probabilities
 from mpkeras.layers.output_dtype import OutputDtype
@@ -37,7 +38,11 @@ class Softmax(OutputDtype, keras.layers.Softmax):
         # Weights of an attention over a mask are no classifier's output, and are left exact.
         if training and mask is None and isinstance(self.axis, int) and not probabilities.is_fused():
             return self.cast_output(probabilities.trainable_softmax(inputs, axis=self.axis))
-        return self.cast_output(super().call(inputs, mask=mask))
+        outputs = super().call(inputs, mask=mask)
+        if mask is not None:
+            # Keras 3.9 leaves a row without any true at its unmasked weights.
+            outputs = ops.where(ops.greater(ops.cast(mask, "float32"), 0.5), outputs, 0.0)
+        return self.cast_output(outputs)
 
 
 @keras.saving.register_keras_serializable(package="mpkeras")

@@ -46,12 +46,16 @@ DEFAULT_RULES = (
         "activation:sigmoid",
         "through the binary crossentropy, logit 10 with label 0 gets the gradient 0 instead of 1 in 16 bits",
     ),
-    # Normalization. `LayerNormalization` and `GroupNormalization` are not here: under any policy they cast
-    # nothing on the way in, sum in float32 and round to the dtype of their input. Under the policy `float32`
-    # they give the same numbers bit for bit, on every backend, and write them in twice the memory.
+    # Normalization. `LayerNormalization` is not here: under any policy it casts nothing on the way in, sums in
+    # float32 and rounds to the dtype of its input. Under the policy `float32` it gives the same numbers bit for
+    # bit, on every backend, and writes them in twice the memory.
     (
         "BatchNormalization",
         "inputs of 1e5: NaN in float16; float32 inputs of 300 ± 1: off by 31% in bfloat16, 4% in float16",
+    ),
+    (
+        "GroupNormalization",
+        "inputs of 1e5: NaN in float16 with Keras 3.9 (3.15 gives the same numbers under any policy)",
     ),
     ("RMSNormalization", "inputs of 1e5: NaN in float16; float32 inputs of 300 ± 1: off by 6e-3 in bfloat16"),
     ("UnitNormalization", "float16: zeros become NaN, and rows of 300 become 0 as their squares overflow"),

@@ -163,7 +163,7 @@ def _walk(parent, rules, inherited, kept, seen):
     for layer in _keras_private.direct_sublayers(parent):
         rule = inherited or first_match(rules, layer)
         # A layer used in two places is walked again when only the second one is kept in float32.
-        if id(layer) in {i for i, _ in seen}:
+        if (id(layer), rule is None) in seen:
             continue
         seen.add((id(layer), rule is None))
         if rule is not None:

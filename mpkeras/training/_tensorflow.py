@@ -40,7 +40,9 @@ def step_without_trace(model, optimizers, train_step, data):
     A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
     fed 1e25) keeps its old value, too.
     """
-    non_trainable = [variable.value for variable in model.non_trainable_variables]
+    frozen = _keras_private.frozen_weights(model)
+    statistics = [v.value for v in model.non_trainable_variables if id(v) not in frozen]
+    non_trainable = statistics + [v.value for v in model.non_trainable_variables if id(v) in frozen]
     metrics = [variable.value for variable in model.metrics_variables]
     # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
     old_values = [tf.identity(variable) for variable in non_trainable + metrics]
@@ -53,7 +55,8 @@ def step_without_trace(model, optimizers, train_step, data):
 
     old_non_trainable = old_values[: len(non_trainable)]
     old_metrics = old_values[len(non_trainable) :]
-    floats = [variable for variable in non_trainable if variable.dtype.is_floating]
+    # The weights of frozen layers are put back where a step is skipped, but not read on every step.
+    floats = [variable for variable in statistics if variable.dtype.is_floating]
     total = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float32)) for v in floats]) if floats else tf.zeros(())
     needs_restoring = tf.logical_or(any_skipped, tf.logical_not(tf.math.is_finite(total)))
 

@@ -4,6 +4,8 @@ import contextlib
 
 import torch
 
+from mpkeras import _keras_private
+
 
 def check_jit_compile(model, jit_compile):
     """torch compiles what it can and runs the rest: nothing to refuse."""
@@ -27,11 +29,14 @@ def step_without_trace(model, optimizers, train_step, data):
     A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
     fed 1e25) keeps its old value, too.
     """
-    non_trainable = [variable.value for variable in model.non_trainable_variables]
+    frozen = _keras_private.frozen_weights(model)
+    statistics = [v.value for v in model.non_trainable_variables if id(v) not in frozen]
+    frozen_values = [v.value for v in model.non_trainable_variables if id(v) in frozen]
     metrics = [variable.value for variable in model.metrics_variables]
     # Copies: torch assigns in place.
     with torch.no_grad():
-        old_non_trainable = [value.clone() for value in non_trainable]
+        old_statistics = [value.clone() for value in statistics]
+        old_frozen = [value.clone() for value in frozen_values]
         old_metrics = [value.clone() for value in metrics]
     before = [_counters(optimizer) for optimizer in optimizers]
     logs = train_step(data)
@@ -40,7 +45,8 @@ def step_without_trace(model, optimizers, train_step, data):
     any_applied = any(new[1] > old[1] for new, old in zip(after, before, strict=True))
     step_is_skipped = any_skipped and not any_applied
     with torch.no_grad():
-        _restore(non_trainable, old_non_trainable, step_is_skipped, True)
+        _restore(statistics, old_statistics, step_is_skipped, True)
+        _restore(frozen_values, old_frozen, step_is_skipped, False)
         _restore(metrics, old_metrics, step_is_skipped, any_skipped)
     if step_is_skipped:
         metric_logs = model.get_metrics_result()

@@ -22,6 +22,7 @@ def main():
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--jit", action="store_true")
     parser.add_argument("--no-batchnorm", action="store_true")
+    parser.add_argument("--callback", action="store_true")
     options = parser.parse_args()
 
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -66,12 +67,19 @@ def main():
 
             # Low enough that no gradient overflows by chance.
             rule = DynamicLossScale(2.0**10)
+        if options.against == "mpkeras" and not options.callback:
             prepare(model, "mixed_float16", loss_scale=rule, jit_compile=True if options.jit else None)
+    callbacks = []
+    if options.callback:
+        # Outside the strategy's scope, as a user would.
+        from mpkeras.callbacks import MixedPrecision
+
+        callbacks = [MixedPrecision("mixed_float16", loss_scale=rule)]
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows)
     first = data.take(1)
-    model.fit(first, verbose=0)
+    model.fit(first, verbose=0, callbacks=callbacks)
     before = [np.array(v) for v in model.trainable_variables]
-    model.fit(data.skip(1), verbose=0)
+    model.fit(data.skip(1), verbose=0, callbacks=callbacks)
     optimizer = model.optimizer
     local = strategy.experimental_local_results(optimizer.dynamic_scale.value)
     result = {

@@ -15,6 +15,13 @@ def test_inf_on_the_last_of_four_replicas_in_eager_mode():
     assert result["scales"] == [1024.0] * 4
 
 
+def test_the_callback_makes_its_variables_on_every_replica():
+    result = run_mirrored("--bad-replica", "1", "--callback")
+    assert result["weights_unchanged"]
+    assert result["state_finite"]
+    assert result["scales"] == [1024.0, 1024.0]
+
+
 def test_two_replicas_without_faults_equal_one_device_with_the_joined_batch():
     # Without BatchNormalization, whose statistics are taken per replica.
     two, one = run_mirrored("--no-batchnorm"), run_mirrored("--no-batchnorm", "--replicas", "1")

@@ -107,10 +107,11 @@ def test_keras_finds_the_logits():
         np.testing.assert_array_equal(layer(logits)._keras_logits, logits)
 
 
-@pytest.mark.parametrize("layer", [lambda: Activation("softmax"), lambda: Activation("relu")], ids=["a", "b"])
+@pytest.mark.parametrize("activation", ["softmax", "relu"])
 @pytest.mark.parametrize("output_dtype", [None, "compute"])
-def test_the_mask_of_the_input_survives(layer, output_dtype):
+def test_the_mask_of_the_input_survives(activation, output_dtype):
     set_global_policy("mixed_float16")
-    inputs = keras.layers.Masking()(np.array([[[1.0, 2.0], [0.0, 0.0]]], "float32"))
-    outputs = Activation("softmax", output_dtype=output_dtype)(inputs)
+    # In float32: Keras 3.9 loses the mask of an input that it casts.
+    inputs = keras.layers.Masking(dtype="float32")(np.array([[[1.0, 2.0], [0.0, 0.0]]], "float32"))
+    outputs = Activation(activation, output_dtype=output_dtype)(inputs)
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(outputs._keras_mask), [[True, False]])

@@ -74,6 +74,36 @@ def test_bad_batches_leave_no_trace(policy, options):
 
 
 @pytest.mark.parametrize("options", MODES)
+def test_a_frozen_layer_that_the_model_updates_itself_is_put_back(options):
+    """A target network: its weights are not trained, but follow others in the forward pass."""
+
+    class Averaging(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.online = keras.layers.Dense(2)
+            self.target = keras.layers.Dense(2, trainable=False)
+            self.online.build((None, 6))
+            self.target.build((None, 6))
+
+        def call(self, x, training=False):
+            if training:
+                for slow, fast in zip(self.target.weights, self.online.weights, strict=True):
+                    slow.assign(0.5 * slow.value + 0.5 * fast.value + keras.ops.sum(x) * 0.0)
+            return self.online(x)
+
+    model = Averaging()
+    model.compile(keras.optimizers.SGD(0.1), "mse", **options)
+    prepare(model, "float32")
+    model.train_on_batch(X[0], Y[0])
+    before = snapshot(model.variables)
+    model.train_on_batch(spoiled(X[1]), Y[1])
+    assert snapshot(model.variables) == before
+    model.train_on_batch(X[2], Y[2])
+    assert snapshot(model.target.variables) != before[2:4]
+    assert all(np.isfinite(keras.ops.convert_to_numpy(v.value)).all() for v in model.variables)
+
+
+@pytest.mark.parametrize("options", MODES)
 def test_without_rollback_only_the_weights_are_kept(options):
     model = batchnorm_dropout_model()
     model.compile(keras.optimizers.SGD(0.01), "mse", **options)
