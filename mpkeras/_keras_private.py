@@ -109,3 +109,20 @@ def frozen_weights(model) -> set:
     """
     layers = flatten_layers(model, include_self=True)
     return {id(variable) for layer in layers for variable in layer._trainable_variables}
+
+
+def step_count(optimizer):
+    """Returns the variable that counts the calls of `apply`, micro-steps of an accumulation included.
+
+    `Optimizer.iterations` is public, but with accumulation it is a tensor of another count.
+    """
+    return optimizer._iterations
+
+
+# The method through which Keras' optimizers decay the weights. On TensorFlow it assigns to variables directly.
+WEIGHT_DECAY_METHOD = "_apply_weight_decay"
+
+
+def decays(optimizer, variable) -> bool:
+    """Whether `optimizer` decays `variable`, after its `exclude_from_weight_decay`."""
+    return optimizer._use_weight_decay(variable)

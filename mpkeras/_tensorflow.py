@@ -6,6 +6,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from mpkeras import _keras_private
+
 
 def in_xla() -> bool:
     """Whether the code that runs now is traced for XLA.
@@ -216,7 +218,7 @@ def selecting_assignments(inner_optimizer, is_applied):
             if optimizer.weight_decay is None:
                 return
             for variable in variables:
-                if optimizer._use_weight_decay(variable):
+                if _keras_private.decays(optimizer, variable):
                     variable = native(variable)
                     rate = tf.cast(optimizer.learning_rate, variable.dtype)
                     decay = tf.cast(optimizer.weight_decay, variable.dtype)
@@ -224,21 +226,22 @@ def selecting_assignments(inner_optimizer, is_applied):
 
         return apply_weight_decay
 
+    methods = {
+        "assign": assign,
+        "assign_add": lambda variable, value: assign_change(variable, value, 1),
+        "assign_sub": lambda variable, value: assign_change(variable, value, -1),
+    }
     covered = _with_parts(inner_optimizer)
     for optimizer in covered:
         # In the instance's dictionary, not by `setattr`: TensorFlow would track the functions.
-        optimizer.__dict__.update(
-            assign=assign,
-            assign_add=lambda variable, value: assign_change(variable, value, 1),
-            assign_sub=lambda variable, value: assign_change(variable, value, -1),
-            _apply_weight_decay=weight_decay(optimizer),
-        )
+        methods[_keras_private.WEIGHT_DECAY_METHOD] = weight_decay(optimizer)
+        optimizer.__dict__.update(methods)
     try:
         with _SelectingScope(assign):
             yield
     finally:
         for optimizer in covered:
-            for name in ("assign", "assign_add", "assign_sub", "_apply_weight_decay"):
+            for name in methods:
                 optimizer.__dict__.pop(name)
 
 

@@ -35,6 +35,22 @@ def test_a_built_optimizer_knows_its_variables():
     assert [id(v) for v in known] == [id(v) for v in variables]
 
 
+def test_an_optimizer_counts_its_steps():
+    v = keras.Variable([1.0])
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    optimizer.build([v])
+    assert any(private.step_count(optimizer) is known for known in optimizer.variables)
+    assert int(private.step_count(optimizer)) == 0
+
+
+def test_weight_decay_goes_through_one_method_and_can_be_excluded():
+    v, w = keras.Variable([1.0], name="v"), keras.Variable([1.0], name="w")
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["w"])
+    assert private.decays(optimizer, v) and not private.decays(optimizer, w)
+    assert callable(getattr(optimizer, private.WEIGHT_DECAY_METHOD))
+
+
 def test_overwrites_with_gradient():
     v = keras.Variable([1.0])
     assert not private.overwrites_with_gradient(v)
@@ -47,6 +63,27 @@ def test_in_stateless_scope():
     assert not private.in_stateless_scope()
     with keras.StatelessScope():
         assert private.in_stateless_scope()
+
+
+def test_autocast_scope_says_how_variables_are_read():
+    v = keras.Variable([1.0])
+    assert private.autocast_dtype() is None
+    with private.autocast_scope("float16"):
+        assert private.autocast_dtype() == "float16"
+        assert keras.backend.standardize_dtype(v.value.dtype) == "float16"
+    assert private.autocast_dtype() is None
+
+
+def test_masks_are_copied():
+    class SeesMask(keras.layers.Layer):
+        def call(self, x, mask=None):
+            return keras.ops.where(mask, x, 0.0)
+
+    source = keras.layers.Masking()(keras.ops.convert_to_tensor([[[1.0], [0.0]]]))
+    target = keras.ops.convert_to_tensor([[5.0, 5.0]])
+    private.copy_mask(source, target)
+    seen = SeesMask()(target)
+    assert keras.ops.convert_to_numpy(seen).tolist() == [[5.0, 0.0]]
 
 
 def test_functional_models_cast_no_inputs_and_others_do(nested):

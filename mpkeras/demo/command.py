@@ -121,7 +121,7 @@ def _checked_policies(values, error) -> list:
             policy = get_policy(name)
         except ValueError as reason:
             error(f"argument --policy: {reason}")
-        if False:
+        if policy.variable_dtype == "float16":
             error(
                 f"argument --policy: expected a policy with float32 variables, received {name!r}, in which "
                 "small updates round to zero; use 'mixed_float16'"

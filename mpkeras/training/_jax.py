@@ -5,6 +5,8 @@ import contextlib
 import jax.numpy as jnp
 import keras
 
+from mpkeras import _keras_private
+
 
 def check_jit_compile(model, jit_compile):
     """JAX compiles under every distribution: nothing to refuse."""
@@ -33,7 +35,7 @@ def step_without_trace(model, optimizers, train_step, state, data):
     optimizer = model.optimizer
     positions = {id(variable): i for i, variable in enumerate(optimizer.variables)}
     skipped = positions[id(optimizer.skipped_steps)]
-    applied = positions[id(optimizer.inner_optimizer.variables[0])]
+    applied = positions[id(_keras_private.step_count(optimizer.inner_optimizer))]
     _, old_non_trainable, old_optimizer, old_metrics = state
     logs, (trainable, non_trainable, optimizer_variables, metrics) = train_step(state, data)
 

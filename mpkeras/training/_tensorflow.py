@@ -75,7 +75,7 @@ def step_without_trace(model, optimizers, train_step, data):
 
 def _counters(optimizer):
     """Returns the skipped and the applied steps so far, integer scalars of shape `()`."""
-    applied = optimizer.inner_optimizer.variables[0]
+    applied = _keras_private.step_count(optimizer.inner_optimizer)
     return tf.identity(optimizer.skipped_steps.value), tf.identity(applied.value)
 
 

@@ -56,7 +56,7 @@ def step_without_trace(model, optimizers, train_step, data):
 
 
 def _counters(optimizer):
-    applied = optimizer.inner_optimizer.variables[0]
+    applied = _keras_private.step_count(optimizer.inner_optimizer)
     return int(optimizer.skipped_steps.value), int(applied.value)
 
 

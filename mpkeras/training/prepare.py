@@ -9,7 +9,7 @@ from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.optimizer_wrapping import rewrapped
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies.registry import get_policy
-from mpkeras.policies.rules import apply_rules
+from mpkeras.policies.rules import apply_rules, set_layer_policy
 from mpkeras.training import rollback as guard
 
 _CONVERTIBLE = ("float32", "float16", "bfloat16")
@@ -136,7 +136,7 @@ def _converter(model, policy, converts: bool):
         for layer in new_layers if converts else []:
             follows = layer.compute_dtype in sources and layer.quantization_mode is None
             if follows and layer.compute_dtype != policy.compute_dtype:
-                layer.dtype_policy = target
+                set_layer_policy(layer, target)
         apply_rules(model, policy)
         _let_inputs_through(model)
 
@@ -153,7 +153,7 @@ def _let_inputs_through(model):
     if model.compute_dtype not in _SIXTEEN_BITS or _keras_private.casts_no_inputs(model):
         return
     if not _keras_private.own_variables(model):
-        model.dtype_policy = keras.DTypePolicy("float32")
+        set_layer_policy(model, keras.DTypePolicy("float32"))
 
 
 def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):

@@ -84,10 +84,17 @@ def test_a_run_is_repeated_by_its_seed_and_changed_by_another():
 
 
 def test_the_global_policy_has_no_say():
-    task, data_set = tiny_task()
+    built_under = []
+
+    def build():
+        built_under.append(keras.config.dtype_policy().name)
+        return linear_model()
+
+    task, data_set = tiny_task(build)
     keras.config.set_dtype_policy("mixed_float16")
-    record = comparison.run(task, data_set, "float32", seed=0, epochs=1, verbose=0)
-    assert record["compute_dtypes"]["outputs"] == "float32"
+    record = comparison.run(task, data_set, "mixed_bfloat16", seed=0, epochs=1, verbose=0)
+    assert built_under == ["float32"]
+    assert record["compute_dtypes"]["outputs"] == "bfloat16"
     assert keras.config.dtype_policy().name == "mixed_float16"
 
 
