@@ -76,6 +76,10 @@ def test_autocast_scope_says_how_variables_are_read():
 
 def test_masks_are_copied():
     class SeesMask(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.supports_masking = True
+
         def call(self, x, mask=None):
             return keras.ops.where(mask, x, 0.0)
 
