@@ -140,8 +140,10 @@ def test_demo_prints_and_writes(capsys, tmp_path, backend):
 
     result = json.loads((out / "demo.json").read_text())
     assert set(result) == {
-        "format", "environment", "settings", "verdict", "summary", "runs", "wall_time_s", "files",
+        "format", "environment", "settings", "verdict", "summary", "runs", "step_times_ms", "wall_time_s",
+        "files",
     }
+    assert set(result["step_times_ms"]["text"]) == {"float32", "mixed_bfloat16"}
     assert result["environment"]["backend"] == backend
     assert {"python", "keras", "mpkeras", "device", "cpu", "cpu_cores"} <= set(result["environment"])
     assert result["settings"]["policies"] == ["float32", "mixed_bfloat16"]

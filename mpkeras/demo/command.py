@@ -133,7 +133,7 @@ def _checked_policies(values, error) -> list:
 
 def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
     """Trains, writes the files, and returns the result as a dictionary for JSON and as text."""
-    from mpkeras.demo import comparison, plot, summary, table
+    from mpkeras.demo import comparison, plot, summary, table, timing
     from mpkeras.demo.environment import environment
     from mpkeras.demo.tasks import TASKS
 
@@ -147,8 +147,10 @@ def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
     heading = f"mpkeras demo: Keras {where['keras']}, {where['backend']} on {where['device']}, {where['cpu']}"
     print(f"{len(tasks) * len(policies) * args.seeds} runs of `fit`: {', '.join(policies)}", flush=True)
     verbose = 1 if is_terminal else 2
-    records = comparison.compare(tasks, data_sets, policies, args.seeds, args.epochs, verbose=verbose)
-    rows = summary.summarize(tasks, policies, records)
+    records, step_times_ms = comparison.compare(
+        tasks, data_sets, policies, args.seeds, args.epochs, verbose=verbose
+    )
+    rows = summary.summarize(tasks, policies, records, step_times_ms)
     sentence = "--quick shows that everything runs; its models are too small to measure anything."
     if not args.quick:
         sentence = summary.verdict(rows)
@@ -167,18 +169,19 @@ def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
             "seeds": args.seeds,
             "quick": args.quick,
             "jit_compile": comparison.uses_xla(),
-            "warm_up_steps": comparison.WARM_UP_STEPS,
+            "timed_rounds": timing.ROUNDS,
         },
         "verdict": sentence,
         "summary": rows,
         "runs": records,
+        "step_times_ms": step_times_ms,
         "wall_time_s": wall_time_s,
         "files": {"json": str(json_path), "png": str(png_path)},
     }
     result = without_non_finite(result)
     json_path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     width = shutil.get_terminal_size((_WIDTH, 24)).columns if is_terminal else _WIDTH
-    text = table.render(rows, heading, comparison.WARM_UP_STEPS, width)
+    text = table.render(rows, heading, timing.ROUNDS, width)
     written = f"Written to {json_path} and {png_path} after {wall_time_s:.0f} s."
     return result, f"\n{text}\n\n{textwrap.fill(sentence, width)}\n\n{written}"
 

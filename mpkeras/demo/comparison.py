@@ -1,6 +1,5 @@
-"""Trains each task under each policy with each seed: plain `fit`, the `MixedPrecision` callback, a clock."""
+"""Trains each task under each policy with each seed, by a plain `fit` with the `MixedPrecision` callback."""
 
-import statistics
 import time
 import traceback
 
@@ -8,36 +7,15 @@ import keras
 
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.demo.memory import XlaMemory, layer_output_bytes
+from mpkeras.demo.timing import interleaved_step_times
 from mpkeras.policies.registry import policy_scope
 
-# The first steps trace, compile and fill caches; they are no part of the step time.
-WARM_UP_STEPS = 3
 
+def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, verbose=2) -> tuple:
+    """Returns `(records, step_times_ms)`.
 
-class StepClock(keras.callbacks.Callback):
-    """Notes how long each call of the train function takes. Goes first in the list of callbacks.
-
-    Attributes:
-        step_times_ms: One number a step, in milliseconds, warm-up included.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.step_times_ms = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, batch, logs=None):
-        # Keras has turned the logs into Python numbers by now, so the device is done with the step's loss.
-        self.step_times_ms.append(1e3 * (time.perf_counter() - self._start))
-
-
-def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, verbose=2) -> list:
-    """Returns one record for each task, seed and policy, in the order they were run.
-
-    For each seed all policies run in turn, each time another one first: when the machine slows down for a
-    while, it does so for all of them.
+    `records` has one record for each task, seed and policy, in the order they were run; `step_times_ms` the
+    times of single training steps, by task and policy.
 
     Args:
         tasks: `Task`s.
@@ -47,33 +25,40 @@ def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, verbose=2) -
         epochs: Epochs for every task; by default each task's own.
         verbose: As in `fit`.
     """
-    records = []
+    records, step_times_ms = [], {}
     for task, data_set in zip(tasks, data_sets, strict=True):
-        failed = set()
+        models, failed = {}, set()
         for seed in range(seeds):
-            turn = seed % len(policies)
-            for policy in policies[turn:] + policies[:turn]:
+            for policy in policies:
                 if policy in failed:  # once is enough: it is the device, not the seed
                     continue
                 print(f"{task.name}, {policy}, seed {seed + 1} of {seeds}", flush=True)
-                record = run(task, data_set, policy, seed, epochs or task.epochs, verbose)
+                record, model = run(task, data_set, policy, seed, epochs or task.epochs, verbose)
                 if record["error"] is not None:
                     print(f"not run: {record['error']}", flush=True)
                     failed.add(policy)
+                elif seed == 0:
+                    models[policy] = model
                 records.append(record)
-    return records
+        print(f"{task.name}, timing steps of {', '.join(models)} in turn", flush=True)
+        step_times_ms[task.name] = interleaved_step_times(
+            models, data_set.x_train, data_set.y_train, task.batch_size
+        )
+    return records, step_times_ms
 
 
-def run(task, data_set, policy: str, seed: int, epochs: int, verbose=2) -> dict:
-    """Trains `task` once and returns what happened, as plain numbers that JSON can hold.
+def run(task, data_set, policy: str, seed: int, epochs: int, verbose=2) -> tuple:
+    """Trains `task` once and returns `(record, model)`; the record holds plain numbers, as JSON does.
 
     A case that the backend cannot run on this device (it has no float16 kernel for some layer) is a result
-    too: its record has an `error` and no numbers.
+    too: its record has an `error` and no numbers, and the model is `None`.
     """
     record = {"task": task.name, "policy": policy, "seed": seed, "error": None}
+    model = None
     started = time.perf_counter()
     try:
-        record.update(_train(task, data_set, policy, seed, epochs, verbose))
+        model, numbers = _train(task, data_set, policy, seed, epochs, verbose)
+        record.update(numbers)
     except Exception as error:
         if not _is_about_the_device(error):
             raise
@@ -81,7 +66,7 @@ def run(task, data_set, policy: str, seed: int, epochs: int, verbose=2) -> dict:
         record["error"] = f"{type(error).__name__}: {reason.splitlines()[0][:200]}"
         record["traceback"] = traceback.format_exc()
     record["wall_time_s"] = round(time.perf_counter() - started, 2)
-    return record
+    return record, model
 
 
 def _is_about_the_device(error: Exception) -> bool:
@@ -91,7 +76,7 @@ def _is_about_the_device(error: Exception) -> bool:
     return from_backend or isinstance(error, (RuntimeError, MemoryError))
 
 
-def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
+def _train(task, data_set, policy, seed, epochs, verbose) -> tuple:
     keras.utils.set_random_seed(seed)
     # Under float32 whatever the process' global policy is: the callback alone brings the policy in.
     with policy_scope("float32"):
@@ -102,8 +87,7 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
             metrics=task.metrics(),
             jit_compile=uses_xla(),
         )
-    clock = StepClock()
-    callbacks = [clock, MixedPrecision(policy)]
+    callbacks = [MixedPrecision(policy)]
     xla_memory = XlaMemory(data_set.x_train[: task.batch_size], data_set.y_train[: task.batch_size])
     if seed == 0:  # the bytes are the same with every seed
         callbacks.append(xla_memory)
@@ -121,12 +105,10 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
     history = {name: [float(value) for value in values] for name, values in history.items()}
     quality = [task.quality({name: values[i] for name, values in history.items()}) for i in range(epochs)]
     output_bytes = layer_output_bytes(model, data_set.x_train, task.batch_size) if seed == 0 else None
-    return {
+    return model, {
         "history": {**history, "quality": quality},
         "quality": quality[-1],
-        "step_time_ms": statistics.median(clock.step_times_ms[WARM_UP_STEPS:]),
-        "first_step_ms": clock.step_times_ms[0],
-        "steps": len(clock.step_times_ms),
+        "steps": task.steps(data_set, epochs),
         "skipped_steps": int(history["skipped_steps"][-1]),
         "loss_scale": history["loss_scale"][-1],
         "layer_output_bytes": output_bytes,

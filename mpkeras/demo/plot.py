@@ -37,11 +37,9 @@ def save(path, rows: list, records: list, titles: dict, heading: str):
         axis.set_axis_off()
     for axis, task in zip(axes[0], tasks, strict=False):
         _draw_curves(axis, [row for row in rows if row["task"] == task], records, styles, titles[task])
-    seeds = max(row["seeds"] for row in rows)
-    spread = f"\n(median of {seeds} seeds, bars from lowest to highest)" if seeds > 1 else ""
     speed, memory = axes[1]
-    _draw_bars(speed, rows, "speed_up", styles, with_range=seeds > 1)
-    speed.set_title(f"Speed of a training step{spread}")
+    _draw_bars(speed, rows, "speed_up", styles)
+    speed.set_title("Speed of a training step\n(policies in turn; whiskers: the middle half of all rounds)")
     speed.set_ylabel("times as fast as float32")
     _draw_bars(memory, rows, "layer_output_ratio", styles)
     memory.set_title("Memory of all layer outputs, one training batch\n(counted by dtype, not peak memory)")
@@ -89,7 +87,7 @@ def _draw_curves(axis, rows, records, styles, title):
     axis.grid(alpha=0.3)
 
 
-def _draw_bars(axis, rows, value_name, styles, with_range: bool = False):
+def _draw_bars(axis, rows, value_name, styles):
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     policies = list(styles)
     bar_width = 0.8 / len(policies)
@@ -104,10 +102,10 @@ def _draw_bars(axis, rows, value_name, styles, with_range: bool = False):
         if row["policy"] == "float32":  # 1 by definition
             continue
         top = value
-        if with_range:
-            top = row["speed_up_max"]
-            below, above = value - row["speed_up_min"], top - value
-            axis.errorbar(place, value, [[below], [above]], color="black", capsize=4)
+        if value_name == "speed_up":
+            low, high = min(value, row["speed_up_low"]), max(value, row["speed_up_high"])
+            axis.errorbar(place, value, [[value - low], [high - value]], color="black", capsize=4)
+            top = high
         axis.annotate(f"{value:.2f}x", (place, top), (0, 3), textcoords="offset points", ha="center")
     axis.axhline(1.0, color="#444444", linewidth=1, zorder=0.5)
     axis.set_xticks(range(len(tasks)), tasks)

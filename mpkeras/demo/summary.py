@@ -9,13 +9,13 @@ BASELINE = "float32"
 WORTHWHILE_SPEED_UP = 1.1
 
 
-def summarize(tasks, policies, records) -> list:
+def summarize(tasks, policies, records, step_times_ms) -> list:
     """Returns one row, a dictionary, for each task and policy, tasks outermost.
 
     Args:
         tasks: Objects with `name`, `quality_name`, `higher_is_better` and `tolerance`.
         policies: Names, `"float32"` among them.
-        records: As `comparison.compare` returns them.
+        records, step_times_ms: As `comparison.compare` returns them.
     """
     rows = []
     for task in tasks:
@@ -23,9 +23,10 @@ def summarize(tasks, policies, records) -> list:
         for record in records:
             if record["task"] == task.name:
                 by_policy[record["policy"]].append(record)
-        baseline = _row(task, BASELINE, by_policy[BASELINE], by_policy[BASELINE])
+        times = step_times_ms[task.name]
+        baseline = _row(task, BASELINE, by_policy[BASELINE], times)
         for policy in policies:
-            row = _row(task, policy, by_policy[policy], by_policy[BASELINE])
+            row = _row(task, policy, by_policy[policy], times)
             row["same_quality"] = same_quality(task, baseline, row)
             for name in ("layer_output", "xla_temporary"):
                 row[f"{name}_ratio"] = _ratio(row.get(f"{name}_bytes"), baseline.get(f"{name}_bytes"))
@@ -33,7 +34,7 @@ def summarize(tasks, policies, records) -> list:
     return rows
 
 
-def _row(task, policy: str, records: list, baseline_records: list) -> dict:
+def _row(task, policy: str, records: list, times: dict) -> dict:
     errors = [record["error"] for record in records if record["error"] is not None]
     row = {
         "task": task.name,
@@ -47,14 +48,8 @@ def _row(task, policy: str, records: list, baseline_records: list) -> dict:
     if errors:
         return row
     row["quality_mean"], row["quality_std"] = mean_and_std([record["quality"] for record in records])
-    row["step_time_ms"] = statistics.median(record["step_time_ms"] for record in records)
-    # Seed by seed: the two runs of a pair were close to each other in time.
-    baseline_times = {r["seed"]: r["step_time_ms"] for r in baseline_records if r["error"] is None}
-    pairs = [record for record in records if record["seed"] in baseline_times]
-    speed_ups = [baseline_times[record["seed"]] / record["step_time_ms"] for record in pairs]
-    row["speed_up"] = statistics.median(speed_ups) if speed_ups else None
-    row["speed_up_min"] = min(speed_ups, default=None)
-    row["speed_up_max"] = max(speed_ups, default=None)
+    row["step_time_ms"] = statistics.median(times[policy])
+    row.update(_speed_up(times.get(BASELINE), times[policy]))
     row["skipped_steps"] = sum(record["skipped_steps"] for record in records)
     row["steps"] = sum(record["steps"] for record in records)
     row["loss_scale_min"] = min(record["loss_scale"] for record in records)
@@ -62,6 +57,19 @@ def _row(task, policy: str, records: list, baseline_records: list) -> dict:
     row["layer_output_bytes"] = records[0]["layer_output_bytes"]
     row["xla_temporary_bytes"] = records[0]["xla_temporary_bytes"]
     return row
+
+
+def _speed_up(baseline_times, times: list) -> dict:
+    """Returns float32's median step time over this one, and the quartiles of the same round by round."""
+    if baseline_times is None:
+        return dict.fromkeys(("speed_up", "speed_up_low", "speed_up_high"))
+    rounds = [baseline / own for baseline, own in zip(baseline_times, times, strict=True)]
+    low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    return {
+        "speed_up": statistics.median(baseline_times) / statistics.median(times),
+        "speed_up_low": low,
+        "speed_up_high": high,
+    }
 
 
 def _ratio(value, baseline_value):
@@ -95,10 +103,10 @@ def same_quality(task, baseline: dict, row: dict):
 
 
 def pays_off(row: dict) -> bool:
-    """Whether the policy is worth it for the task: clearly faster, with every seed, at the same quality."""
+    """Whether the policy is worth it for the task: clearly and steadily faster, at the same quality."""
     if row["policy"] == BASELINE or row.get("speed_up") is None:
         return False
-    return row["speed_up"] >= WORTHWHILE_SPEED_UP and row["speed_up_min"] > 1.0 and bool(row["same_quality"])
+    return row["speed_up"] >= WORTHWHILE_SPEED_UP and row["speed_up_low"] > 1.0 and bool(row["same_quality"])
 
 
 def verdict(rows: list) -> str:
@@ -144,8 +152,8 @@ def _same_quality_claim(rows: list) -> str:
 
 def _finding(row: dict) -> str:
     text = f"{row['speed_up']:.2f}x the speed on {row['task']}"
-    if row["speed_up"] >= WORTHWHILE_SPEED_UP and row["speed_up_min"] <= 1.0:
-        text += f" but not with every seed ({row['speed_up_min']:.2f}x to {row['speed_up_max']:.2f}x)"
+    if row["speed_up"] >= WORTHWHILE_SPEED_UP and row["speed_up_low"] <= 1.0:
+        text += f" but not steadily ({row['speed_up_low']:.2f}x to {row['speed_up_high']:.2f}x)"
     if not row["same_quality"]:
         text += f" with a worse {row['quality_name']} ({row['quality_mean']:.3f})"
     return text

@@ -4,11 +4,10 @@ import io
 import textwrap
 
 _NOTES = (
-    "Quality: at the end of training, mean ± standard deviation over the seeds. Step: median over the steps "
-    "of `fit` after the first {warm_up_steps}, so without tracing and compiling. Speed: float32's step time "
-    "/ this one's, median over the seeds. Skipped: steps left out because a gradient was not finite, in all "
-    "seeds. Layer outputs: bytes that all layers return for one training batch, in the dtypes they really "
-    "return."
+    "Quality: at the end of training, mean ± standard deviation over the seeds. Step: median of {rounds} "
+    "training steps, the policies in turn, after tracing and compiling. Speed: float32's step time / this "
+    "one's. Skipped: steps left out because a gradient was not finite, in all seeds. Layer outputs: bytes "
+    "that all layers return for one training batch, in the dtypes they really return."
 )
 _XLA_NOTE = (
     " XLA temporaries: what XLA reserves for the train step beside weights, optimizer state and batch."
@@ -43,13 +42,13 @@ def columns(rows: list) -> tuple:
     return header, lines, footnotes
 
 
-def render(rows: list, title: str, warm_up_steps: int, width: int = 110) -> str:
+def render(rows: list, title: str, rounds: int, width: int = 110) -> str:
     """Returns the table, what did not run and why, and what the columns mean.
 
     Args:
         rows: As `summary.summarize` returns them.
         title: Goes on top.
-        warm_up_steps: Steps that the step time leaves out.
+        rounds: Timed steps of each policy.
         width: Characters in a line; without rich the table may be wider.
     """
     header, lines, footnotes = columns(rows)
@@ -57,7 +56,7 @@ def render(rows: list, title: str, warm_up_steps: int, width: int = 110) -> str:
         body = _rich_text(header, lines, title, width)
     except ImportError:
         body = plain_text(header, lines, title)
-    notes = _NOTES.format(warm_up_steps=warm_up_steps)
+    notes = _NOTES.format(rounds=rounds)
     if "XLA temporaries" in header:
         notes += _XLA_NOTE
     return "\n".join([body, *footnotes, "", *textwrap.wrap(notes, width)])

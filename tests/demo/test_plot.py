@@ -16,8 +16,8 @@ def row(task, policy, **changes):
         "seeds": 2,
         "error": None,
         "speed_up": 1.5,
-        "speed_up_min": 1.4,
-        "speed_up_max": 1.7,
+        "speed_up_low": 1.4,
+        "speed_up_high": 1.7,
         "layer_output_ratio": 0.6,
         **changes,
     }

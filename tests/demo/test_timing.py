@@ -1,0 +1,56 @@
+import keras
+import numpy as np
+import pytest
+
+from mpkeras.demo import timing
+
+X = np.arange(14, dtype="float32").reshape(7, 2)
+
+
+class FakeModel:
+    """Notes the batches it takes and moves a clock on by `seconds` a step."""
+
+    def __init__(self, name, seconds, clock, calls):
+        self.name, self.seconds, self.clock, self.calls = name, seconds, clock, calls
+
+    def train_on_batch(self, x, y):
+        self.calls.append((self.name, x[0, 0], len(x), len(y)))
+        self.clock[0] += self.seconds
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    clock, calls = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "prepare", lambda model, policy: calls.append(("prepare", policy)))
+    slow, fast = FakeModel("a", 0.5, clock, calls), FakeModel("b", 0.25, clock, calls)
+    return {"float32": slow, "mixed_float16": fast}, calls
+
+
+def test_each_model_has_its_own_times_in_milliseconds_and_no_warm_up(fakes):
+    models, _ = fakes
+    times = timing.interleaved_step_times(models, X, X, batch_size=3, rounds=2)
+    assert times == {"float32": [500.0, 500.0], "mixed_float16": [250.0, 250.0]}
+
+
+def test_models_take_turns_on_the_same_full_batches(fakes, monkeypatch):
+    monkeypatch.setattr(timing, "WARM_UP_ROUNDS", 1)
+    models, calls = fakes
+    timing.interleaved_step_times(models, X, X, batch_size=3, rounds=2)
+    assert calls == [
+        ("prepare", "float32"), ("prepare", "mixed_float16"),
+        ("a", 0.0, 3, 3), ("b", 0.0, 3, 3),
+        ("b", 6.0, 3, 3), ("a", 6.0, 3, 3),  # the seventh example fills no batch
+        ("a", 0.0, 3, 3), ("b", 0.0, 3, 3),
+    ]
+
+
+def test_a_real_model_is_timed_under_its_policy(backend):
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
+    model.compile("sgd", "mse", jit_compile=backend == "jax")
+    times = timing.interleaved_step_times({"mixed_float16": model}, X / 14, X / 14, batch_size=3, rounds=2)
+    assert len(times["mixed_float16"]) == 2
+    assert min(times["mixed_float16"]) > 0
+    assert model.layers[-1].compute_dtype == "float16"
+    assert int(model.optimizer.iterations) == timing.WARM_UP_ROUNDS + 2
