@@ -156,9 +156,7 @@ def cpu_name() -> str:
     entries = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
     entries = {key.strip(): value.strip() for key, value in entries.items()}
     flags = entries.get("flags", "").split()
-    notable = [
-        flag for flag in ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16") if flag in flags
-    ]
+    notable = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16") if flag in flags]
     name = entries.get("model name", platform.machine())
     return f"{name} ({' '.join(notable)})" if notable else name
 
@@ -355,7 +353,7 @@ def write_bar_plot(
     import matplotlib.pyplot as plt
 
     variants = list(dict.fromkeys(name for group in groups.values() for name in group))
-    figure, axes = plt.subplots(figsize=(max(6.0, 1.6 * len(groups) + 2.0), 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(min(max(6.0, 1.6 * len(groups) + 2.0), 18.0), 4.5), layout="constrained")
     width = 0.8 / max(len(variants), 1)
     for index, variant in enumerate(variants):
         shown = [(place, group[variant]) for place, group in enumerate(groups.values()) if variant in group]
@@ -366,7 +364,7 @@ def write_bar_plot(
             [summary["q3"] - summary["median"] for _, summary in shown],
         ]
         bars = axes.bar(places, medians, width, yerr=spread, capsize=2, label=variant)
-        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
     for place, name in enumerate(groups):
         if goals and name in goals:
             axes.hlines(
@@ -378,7 +376,8 @@ def write_bar_plot(
                 linewidth=1,
                 label="goal" if name == next(iter(goals)) else None,
             )
-    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
+    axes.margins(x=0.01)
     axes.set_ylabel(ylabel)
     axes.set_title(title)
     axes.legend()

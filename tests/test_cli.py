@@ -24,11 +24,14 @@ def failing_line(capsys, *arguments):
     return line
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    pytest.param(["--version"], f"mpkeras {__version__}", id="version"),
-    pytest.param(["--help"], "demo", id="help"),
-    pytest.param(["demo", "--help"], "--policy NAME[,NAME]", id="help of demo"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(["--version"], f"mpkeras {__version__}", id="version"),
+        pytest.param(["--help"], "demo", id="help"),
+        pytest.param(["demo", "--help"], "--policy NAME[,NAME]", id="help of demo"),
+    ],
+)
 def test_status_0(capsys, arguments, expected):
     assert main(arguments) == 0
     assert expected in capsys.readouterr().out
@@ -39,18 +42,25 @@ def test_help_says_that_float32_is_always_trained(capsys):
     assert "float32 is always among them" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    pytest.param([], "COMMAND", id="no command"),
-    pytest.param(["demos"], "invalid choice: 'demos'", id="unknown command"),
-    pytest.param(["demo", "--task", "images"], "invalid choice: 'images'", id="unknown task"),
-    pytest.param(["demo", "--seeds", "0"], "--seeds: expected a whole number of at least 1, received '0'",
-                 id="no seeds"),
-    pytest.param(["demo", "--epochs", "-1"], "--epochs: expected a whole number of at least 1, received '-1'",
-                 id="negative epochs"),
-    pytest.param(["demo", "--seeds", "two"], "received 'two'", id="not a number"),
-    pytest.param(["demo", "--policy"], "expected one argument", id="no policy"),
-    pytest.param(["demo", "--fast"], "unrecognized arguments: --fast", id="unknown option"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param([], "COMMAND", id="no command"),
+        pytest.param(["demos"], "invalid choice: 'demos'", id="unknown command"),
+        pytest.param(["demo", "--task", "images"], "invalid choice: 'images'", id="unknown task"),
+        pytest.param(
+            ["demo", "--seeds", "0"], "--seeds: expected a whole number of at least 1, received '0'", id="no seeds"
+        ),
+        pytest.param(
+            ["demo", "--epochs", "-1"],
+            "--epochs: expected a whole number of at least 1, received '-1'",
+            id="negative epochs",
+        ),
+        pytest.param(["demo", "--seeds", "two"], "received 'two'", id="not a number"),
+        pytest.param(["demo", "--policy"], "expected one argument", id="no policy"),
+        pytest.param(["demo", "--fast"], "unrecognized arguments: --fast", id="unknown option"),
+    ],
+)
 def test_bad_options_are_status_2_and_one_line(capsys, arguments, expected):
     line = failing_line(capsys, *arguments)
     assert line.startswith("mpkeras")
@@ -59,8 +69,9 @@ def test_bad_options_are_status_2_and_one_line(capsys, arguments, expected):
 
 
 def test_unknown_policy_names_the_nearest(capsys, tmp_path):
-    line = failing_line(capsys, "demo", "--policy", "mixed_flaot16", "--out", str(tmp_path))
+    line = failing_line(capsys, "demo", "--policy", "mixed_flaot16", "--out", str(tmp_path / "new"))
     assert line.startswith("mpkeras demo: error: argument --policy: ")
+    assert not (tmp_path / "new").exists()
     assert "'mixed_flaot16'" in line
     assert "mixed_float16" in line
 
@@ -78,9 +89,13 @@ def test_unwritable_directory(capsys, tmp_path):
     assert "name another directory" in line
 
 
-@pytest.mark.parametrize(("module", "task", "package"), [
-    ("matplotlib", "text", "matplotlib"), ("sklearn", "digits", "scikit-learn"),
-])
+@pytest.mark.parametrize(
+    ("module", "task", "package"),
+    [
+        ("matplotlib", "text", "matplotlib"),
+        ("sklearn", "digits", "scikit-learn"),
+    ],
+)
 def test_missing_package_names_what_to_install(capsys, monkeypatch, tmp_path, module, task, package):
     monkeypatch.setitem(sys.modules, module, None)
     line = failing_line(capsys, "demo", "--task", task, "--out", str(tmp_path))
@@ -104,11 +119,14 @@ def test_interrupt_is_status_130(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().err.splitlines() == ["mpkeras: interrupted"]
 
 
-@pytest.mark.parametrize(("values", "expected"), [
-    pytest.param(None, ["float32", "mixed_bfloat16", "mixed_float16"], id="default"),
-    pytest.param(["bfloat16, float32", "mixed_float16"], ["float32", "bfloat16", "mixed_float16"], id="both"),
-    pytest.param(["mixed_float16", "mixed_float16"], ["float32", "mixed_float16"], id="twice"),
-])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        pytest.param(None, ["float32", "mixed_bfloat16", "mixed_float16"], id="default"),
+        pytest.param(["bfloat16, float32", "mixed_float16"], ["float32", "bfloat16", "mixed_float16"], id="both"),
+        pytest.param(["mixed_float16", "mixed_float16"], ["float32", "mixed_float16"], id="twice"),
+    ],
+)
 def test_policies(values, expected):
     assert command._checked_policies(values, error=pytest.fail) == expected
 
@@ -122,7 +140,10 @@ def test_adding_float32_is_said(capsys, values, is_said):
 def test_json_has_no_nan():
     nested = {"a": [1.0, float("nan")], "b": {"c": float("-inf")}, "d": "nan", "e": (True, None, 3)}
     assert command.without_non_finite(nested) == {
-        "a": [1.0, None], "b": {"c": None}, "d": "nan", "e": [True, None, 3],
+        "a": [1.0, None],
+        "b": {"c": None},
+        "d": "nan",
+        "e": [True, None, 3],
     }
 
 
@@ -140,7 +161,14 @@ def test_demo_prints_and_writes(capsys, tmp_path, backend):
 
     result = json.loads((out / "demo.json").read_text())
     assert set(result) == {
-        "format", "environment", "settings", "verdict", "summary", "runs", "step_times_ms", "wall_time_s",
+        "format",
+        "environment",
+        "settings",
+        "verdict",
+        "summary",
+        "runs",
+        "step_times_ms",
+        "wall_time_s",
         "files",
     }
     assert set(result["step_times_ms"]["text"]) == {"float32", "mixed_bfloat16"}

@@ -24,9 +24,7 @@ def test_code_block_runs(block, tmp_path, backend):
     script = tmp_path / "block.py"
     script.write_text(block)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=environment
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     if "fit(" in block:
         assert "skipped_steps: 0" in done.stdout

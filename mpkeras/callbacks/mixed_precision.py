@@ -117,8 +117,9 @@ class MixedPrecision(keras.callbacks.Callback):
 
     @staticmethod
     def _stuck_message(optimizer) -> str:
+        steps = int(_number(optimizer.consecutive_skips))
         return (
-            f"{int(_number(optimizer.consecutive_skips))} steps in a row were skipped with the loss scale at its lowest, "
+            f"{steps} steps in a row were skipped with the loss scale at its lowest, "
             f"{optimizer.loss_scale_rule.min_scale}: gradients still overflow, and training does not move. Train "
             "in 'mixed_bfloat16', keep the overflowing layers in float32 with `keep_float32`, or lower "
             "`min_scale` in `mpkeras.DynamicLossScale`."

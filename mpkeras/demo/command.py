@@ -79,11 +79,11 @@ def run(args) -> int:
     """
     task_names = _TASK_NAMES if args.task == "all" else (args.task,)
     _check_packages(task_names, args.error)
-    _check_out(args.out, args.error)
     progress = sys.stderr if args.json else sys.stdout
     # Keras' progress bar writes to standard output, which with `--json` belongs to the result alone.
     with contextlib.redirect_stdout(progress):
         policies = _checked_policies(args.policy, args.error)
+        _check_out(args.out, args.error)
         result, text = _measure(args, task_names, policies, progress.isatty())
         print(text, flush=True)
     if args.json:
@@ -147,9 +147,7 @@ def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
     heading = f"mpkeras demo: Keras {where['keras']}, {where['backend']} on {where['device']}, {where['cpu']}"
     print(f"{len(tasks) * len(policies) * args.seeds} runs of `fit`: {', '.join(policies)}", flush=True)
     verbose = 1 if is_terminal else 2
-    records, step_times_ms = comparison.compare(
-        tasks, data_sets, policies, args.seeds, args.epochs, verbose=verbose
-    )
+    records, step_times_ms = comparison.compare(tasks, data_sets, policies, args.seeds, args.epochs, verbose=verbose)
     rows = summary.summarize(tasks, policies, records, step_times_ms)
     sentence = "--quick shows that everything runs; its models are too small to measure anything."
     if not args.quick:

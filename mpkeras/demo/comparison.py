@@ -8,7 +8,8 @@ import keras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.demo.memory import XlaMemory, layer_output_bytes
 from mpkeras.demo.timing import interleaved_step_times
-from mpkeras.policies.registry import policy_scope
+from mpkeras.policies.kernels import missing_kernel_rules
+from mpkeras.policies.registry import get_policy, policy_scope
 
 
 def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, verbose=2) -> tuple:
@@ -41,9 +42,7 @@ def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, verbose=2) -
                     models[policy] = model
                 records.append(record)
         print(f"{task.name}, timing steps of {', '.join(models)} in turn", flush=True)
-        step_times_ms[task.name] = interleaved_step_times(
-            models, data_set.x_train, data_set.y_train, task.batch_size
-        )
+        step_times_ms[task.name] = interleaved_step_times(models, data_set.x_train, data_set.y_train, task.batch_size)
     return records, step_times_ms
 
 
@@ -113,6 +112,7 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> tuple:
         "loss_scale": history["loss_scale"][-1],
         "layer_output_bytes": output_bytes,
         "xla_temporary_bytes": xla_memory.temporary_bytes,
+        "missing_kernels": missing_kernels(model, policy),
         "compute_dtypes": {layer.name: layer.compute_dtype for layer in model.layers},
     }
 
@@ -123,6 +123,12 @@ def uses_xla() -> bool:
     Not on TensorFlow: on a CPU with 16-bit matrix instructions graph mode uses them and XLA does not.
     """
     return keras.backend.backend() == "jax"
+
+
+def missing_kernels(model, policy: str) -> list:
+    """Returns `[layer class, reason]` for what stays in float32 as the backend cannot do it here."""
+    classes = {type(layer).__name__ for layer in model.layers}
+    return [list(row) for row in missing_kernel_rules(get_policy(policy).compute_dtype, classes)]
 
 
 def settings(task, data_set, epochs=None) -> dict:

@@ -56,6 +56,7 @@ def _row(task, policy: str, records: list, times: dict) -> dict:
     row["loss_scale_max"] = max(record["loss_scale"] for record in records)
     row["layer_output_bytes"] = records[0]["layer_output_bytes"]
     row["xla_temporary_bytes"] = records[0]["xla_temporary_bytes"]
+    row["missing_kernels"] = records[0]["missing_kernels"]
     return row
 
 

@@ -9,9 +9,7 @@ _NOTES = (
     "one's. Skipped: steps left out because a gradient was not finite, in all seeds. Layer outputs: bytes "
     "that all layers return for one training batch, in the dtypes they really return."
 )
-_XLA_NOTE = (
-    " XLA temporaries: what XLA reserves for the train step beside weights, optimizer state and batch."
-)
+_XLA_NOTE = " XLA temporaries: what XLA reserves for the train step beside weights, optimizer state and batch."
 _TEXT_COLUMNS = 2  # task and policy: to the left; numbers go to the right
 
 
@@ -21,12 +19,13 @@ def columns(rows: list) -> tuple:
     header = ["Task", "Policy", "Quality", "Step ms", "Speed", "Skipped", "Loss scale", "Layer outputs"]
     if with_xla:
         header.append("XLA temporaries")
-    lines, footnotes = [], []
+    lines, footnotes, not_run = [], [], 0
     for row in rows:
         task = f"{row['task']} ({row['quality_name'].removeprefix('held-out ').replace(' per ', '/')})"
         if row["error"] is not None:
-            footnotes.append(f"({len(footnotes) + 1}) {row['task']}, {row['policy']}: {row['error']}")
-            cells = [f"not run ({len(footnotes)})"] + ["-"] * (len(header) - _TEXT_COLUMNS - 1)
+            not_run += 1
+            footnotes.append(f"({not_run}) {row['task']}, {row['policy']}: {row['error']}")
+            cells = [f"not run ({not_run})"] + ["-"] * (len(header) - _TEXT_COLUMNS - 1)
         else:
             cells = [
                 _quality_text(row),
@@ -38,12 +37,14 @@ def columns(rows: list) -> tuple:
             ]
             if with_xla:
                 cells.append(_bytes_text(row["xla_temporary_bytes"]))
+            for layer, reason in row["missing_kernels"]:
+                footnotes.append(f"{row['task']}, {row['policy']}: {layer} stays in float32, as it {reason}")
         lines.append([task, row["policy"], *cells])
     return header, lines, footnotes
 
 
 def render(rows: list, title: str, rounds: int, width: int = 110) -> str:
-    """Returns the table, what did not run and why, and what the columns mean.
+    """Returns the table, what did not run or not in 16 bits and why, and what the columns mean.
 
     Args:
         rows: As `summary.summarize` returns them.
@@ -59,7 +60,8 @@ def render(rows: list, title: str, rounds: int, width: int = 110) -> str:
     notes = _NOTES.format(rounds=rounds)
     if "XLA temporaries" in header:
         notes += _XLA_NOTE
-    return "\n".join([body, *footnotes, "", *textwrap.wrap(notes, width)])
+    paragraphs = [*footnotes, notes]
+    return "\n\n".join([body, *(textwrap.fill(paragraph, width) for paragraph in paragraphs)])
 
 
 def _rich_text(header, lines, title, width) -> str:

@@ -61,9 +61,14 @@ def test_a_policy_that_cannot_run_is_tried_once_said_and_not_timed(monkeypatch, 
     assert list(timed["tiny"]) == ["a"]
 
 
-@pytest.mark.parametrize(("policy", "compute_dtype", "loss_scale"), [
-    ("float32", "float32", 1.0), ("mixed_bfloat16", "bfloat16", 1.0), ("mixed_float16", "float16", 2.0**15),
-])
+@pytest.mark.parametrize(
+    ("policy", "compute_dtype", "loss_scale"),
+    [
+        ("float32", "float32", 1.0),
+        ("mixed_bfloat16", "bfloat16", 1.0),
+        ("mixed_float16", "float16", 2.0**15),
+    ],
+)
 def test_record_of_a_run(policy, compute_dtype, loss_scale):
     task, data_set = tiny_task()
     record, model = comparison.run(task, data_set, policy, seed=0, epochs=2, verbose=0)
@@ -76,6 +81,15 @@ def test_record_of_a_run(policy, compute_dtype, loss_scale):
     assert record["compute_dtypes"]["outputs"] == compute_dtype
     assert record["layer_output_bytes"] == 2 * 2 * (4 if policy == "float32" else 2)
     assert isinstance(model, keras.Model)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_layers_that_lack_a_kernel_are_named(backend, policy):
+    model = text_task(quick=True).build()
+    named = [name for name, _ in comparison.missing_kernels(model, policy)]
+    # JAX has no float16 attention on CPUs; the demo uses nothing else that a backend lacks.
+    on_jax_cpu = backend == "jax" and "cpu" in str(keras.ops.zeros(()).device).lower()
+    assert named == (["MultiHeadAttention"] if on_jax_cpu and policy == "mixed_float16" else [])
 
 
 def test_a_run_is_repeated_by_its_seed_and_changed_by_another():
@@ -137,25 +151,31 @@ def test_a_mistake_in_the_program_is_not_hidden(mistake):
         comparison.run(task, data_set, "float32", seed=0, epochs=1)
 
 
-@pytest.mark.parametrize(("step", "expected"), [
-    pytest.param(0, 1e-3, id="starts at a tenth"),
-    pytest.param(8, 1e-2, id="peak after a tenth of 80 steps"),
-    pytest.param(80, 1e-3, id="ends at a tenth"),
-])
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        pytest.param(0, 1e-3, id="starts at a tenth"),
+        pytest.param(8, 1e-2, id="peak after a tenth of 80 steps"),
+        pytest.param(80, 1e-3, id="ends at a tenth"),
+    ],
+)
 def test_learning_rate(step, expected):
     task, data_set = tiny_task(epochs=20)  # four steps an epoch
     schedule = comparison._optimizer(task, data_set, epochs=20)._learning_rate
     assert float(schedule(step)) == pytest.approx(expected, rel=1e-5)  # float32
 
 
-@pytest.mark.parametrize(("make_task", "dtypes"), [
-    pytest.param(
-        digits_task,
-        {"conv2d": "bfloat16", "batch_normalization": "float32", "probabilities": "float32"},
-        id="digits",
-    ),
-    pytest.param(text_task, {"multi_head_attention": "bfloat16", "logits": "bfloat16"}, id="text"),
-])
+@pytest.mark.parametrize(
+    ("make_task", "dtypes"),
+    [
+        pytest.param(
+            digits_task,
+            {"conv2d": "bfloat16", "batch_normalization": "float32", "probabilities": "float32"},
+            id="digits",
+        ),
+        pytest.param(text_task, {"multi_head_attention": "bfloat16", "logits": "bfloat16"}, id="text"),
+    ],
+)
 def test_quick_tasks_learn_something_in_mixed_precision(make_task, dtypes):
     keras.utils.clear_session()  # layer names start from the beginning
     task = make_task(quick=True)

@@ -38,10 +38,13 @@ def test_stratified_choice_takes_the_fraction_of_each_class():
     assert len(set(chosen.tolist())) == 4
 
 
-@pytest.mark.parametrize("load", [
-    pytest.param(data.load_digits, id="digits"),
-    pytest.param(lambda: data.load_text(16, 2000, 500), id="text"),
-])
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(data.load_digits, id="digits"),
+        pytest.param(lambda: data.load_text(16, 2000, 500), id="text"),
+    ],
+)
 def test_loading_twice_gives_the_same(load):
     first, second = load(), load()
     for one, other in zip(first[:4], second[:4], strict=True):
@@ -49,13 +52,14 @@ def test_loading_twice_gives_the_same(load):
     assert first.source == second.source
 
 
-@pytest.mark.parametrize(("text", "x", "y"), [
-    pytest.param(
-        b"abcdefg", [[97, 98, 99], [100, 101, 102]], [[98, 99, 100], [101, 102, 103]], id="two windows"
-    ),
-    pytest.param(b"abcdef", [[97, 98, 99]], [[98, 99, 100]], id="no byte after the second"),
-    pytest.param(b"\xffabc", [[255, 97, 98]], [[97, 98, 99]], id="bytes above 127"),
-])
+@pytest.mark.parametrize(
+    ("text", "x", "y"),
+    [
+        pytest.param(b"abcdefg", [[97, 98, 99], [100, 101, 102]], [[98, 99, 100], [101, 102, 103]], id="two windows"),
+        pytest.param(b"abcdef", [[97, 98, 99]], [[98, 99, 100]], id="no byte after the second"),
+        pytest.param(b"\xffabc", [[255, 97, 98]], [[97, 98, 99]], id="bytes above 127"),
+    ],
+)
 def test_byte_windows(text, x, y):
     windows, following = data.byte_windows(text, context=3)
     assert windows.tolist() == x

@@ -39,9 +39,17 @@ def test_counting_leaves_the_model_as_it_was():
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), old)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [
-    ("float32", 24), ("bfloat16", 12), ("float16", 12), ("int32", 24), ("uint8", 6), ("bool", 6),
-])
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("float32", 24),
+        ("bfloat16", 12),
+        ("float16", 12),
+        ("int32", 24),
+        ("uint8", 6),
+        ("bool", 6),
+    ],
+)
 def test_bytes_of_a_tensor(dtype, expected):
     assert memory._bytes(keras.ops.zeros((2, 3), dtype)) == expected
 

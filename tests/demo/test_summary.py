@@ -4,12 +4,8 @@ import pytest
 
 from mpkeras.demo import summary
 
-DIGITS = SimpleNamespace(
-    name="digits", quality_name="held-out accuracy", higher_is_better=True, tolerance=0.005
-)
-TEXT = SimpleNamespace(
-    name="text", quality_name="held-out bits per byte", higher_is_better=False, tolerance=0.01
-)
+DIGITS = SimpleNamespace(name="digits", quality_name="held-out accuracy", higher_is_better=True, tolerance=0.005)
+TEXT = SimpleNamespace(name="text", quality_name="held-out bits per byte", higher_is_better=False, tolerance=0.01)
 
 
 def record(task, policy, seed, quality, **changes):
@@ -24,6 +20,7 @@ def record(task, policy, seed, quality, **changes):
         "loss_scale": 1.0,
         "layer_output_bytes": 4000 if policy == "float32" else 2400,
         "xla_temporary_bytes": None,
+        "missing_kernels": [],
         **changes,
     }
 
@@ -51,11 +48,14 @@ def row(policy="mixed_bfloat16", task=TEXT, **changes):
     }
 
 
-@pytest.mark.parametrize(("values", "expected"), [
-    pytest.param([1.0, 2.0, 3.0], (2.0, 1.0), id="n - 1 in the denominator"),
-    pytest.param([5.0, 5.0], (5.0, 0.0), id="no spread"),
-    pytest.param([4.0], (4.0, None), id="one value has no spread"),
-])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        pytest.param([1.0, 2.0, 3.0], (2.0, 1.0), id="n - 1 in the denominator"),
+        pytest.param([5.0, 5.0], (5.0, 0.0), id="no spread"),
+        pytest.param([4.0], (4.0, None), id="one value has no spread"),
+    ],
+)
 def test_mean_and_std(values, expected):
     assert summary.mean_and_std(values) == expected
 
@@ -97,7 +97,10 @@ def test_rows_come_task_by_task():
     times = {name: {"float32": [1.0, 1.0], "mixed_float16": [1.0, 1.0]} for name in ("text", "digits")}
     rows = summary.summarize([TEXT, DIGITS], ["float32", "mixed_float16"], records, times)
     assert [(r["task"], r["policy"]) for r in rows] == [
-        ("text", "float32"), ("text", "mixed_float16"), ("digits", "float32"), ("digits", "mixed_float16"),
+        ("text", "float32"),
+        ("text", "mixed_float16"),
+        ("digits", "float32"),
+        ("digits", "mixed_float16"),
     ]
 
 
@@ -118,22 +121,25 @@ def test_without_a_baseline_there_is_no_speed_up():
     assert other["step_time_ms"] == 11.0
 
 
-@pytest.mark.parametrize(("task", "baseline", "other", "expected"), [
-    pytest.param(DIGITS, (0.98, 0.010), (0.961, 0.010), True, id="just within twice the spread"),
-    pytest.param(DIGITS, (0.98, 0.010), (0.959, 0.010), False, id="just beyond twice the spread"),
-    pytest.param(DIGITS, (0.98, 0.000), (0.976, 0.000), True, id="no spread, within the tolerance"),
-    pytest.param(DIGITS, (0.98, 0.000), (0.974, 0.000), False, id="no spread, beyond the tolerance"),
-    pytest.param(DIGITS, (0.98, 0.010), (0.999, 0.000), True, id="better is never held against it"),
-    pytest.param(TEXT, (3.00, 0.010), (3.019, 0.010), True, id="lower is better, within"),
-    pytest.param(TEXT, (3.00, 0.010), (3.021, 0.010), False, id="lower is better, beyond"),
-    pytest.param(TEXT, (3.00, 0.010), (2.500, 0.010), True, id="lower is better, lower"),
-    # The root mean square of 0.03 and 0.04 is 0.03536, twice of it 0.0707.
-    pytest.param(TEXT, (3.00, 0.030), (3.070, 0.040), True, id="both spreads count, within"),
-    pytest.param(TEXT, (3.00, 0.030), (3.071, 0.040), False, id="both spreads count, beyond"),
-    pytest.param(TEXT, (3.00, None), (3.009, None), True, id="one seed, within the tolerance"),
-    pytest.param(TEXT, (3.00, None), (3.011, None), False, id="one seed, beyond the tolerance"),
-    pytest.param(TEXT, (3.00, 0.010), (float("nan"), None), False, id="NaN is worse"),
-])
+@pytest.mark.parametrize(
+    ("task", "baseline", "other", "expected"),
+    [
+        pytest.param(DIGITS, (0.98, 0.010), (0.961, 0.010), True, id="just within twice the spread"),
+        pytest.param(DIGITS, (0.98, 0.010), (0.959, 0.010), False, id="just beyond twice the spread"),
+        pytest.param(DIGITS, (0.98, 0.000), (0.976, 0.000), True, id="no spread, within the tolerance"),
+        pytest.param(DIGITS, (0.98, 0.000), (0.974, 0.000), False, id="no spread, beyond the tolerance"),
+        pytest.param(DIGITS, (0.98, 0.010), (0.999, 0.000), True, id="better is never held against it"),
+        pytest.param(TEXT, (3.00, 0.010), (3.019, 0.010), True, id="lower is better, within"),
+        pytest.param(TEXT, (3.00, 0.010), (3.021, 0.010), False, id="lower is better, beyond"),
+        pytest.param(TEXT, (3.00, 0.010), (2.500, 0.010), True, id="lower is better, lower"),
+        # The root mean square of 0.03 and 0.04 is 0.03536, twice of it 0.0707.
+        pytest.param(TEXT, (3.00, 0.030), (3.070, 0.040), True, id="both spreads count, within"),
+        pytest.param(TEXT, (3.00, 0.030), (3.071, 0.040), False, id="both spreads count, beyond"),
+        pytest.param(TEXT, (3.00, None), (3.009, None), True, id="one seed, within the tolerance"),
+        pytest.param(TEXT, (3.00, None), (3.011, None), False, id="one seed, beyond the tolerance"),
+        pytest.param(TEXT, (3.00, 0.010), (float("nan"), None), False, id="NaN is worse"),
+    ],
+)
 def test_same_quality(task, baseline, other, expected):
     def as_row(mean, std):
         return {"quality_mean": mean, "quality_std": std}
@@ -141,15 +147,18 @@ def test_same_quality(task, baseline, other, expected):
     assert summary.same_quality(task, as_row(*baseline), as_row(*other)) is expected
 
 
-@pytest.mark.parametrize(("changes", "expected"), [
-    pytest.param({}, True, id="faster at the same quality"),
-    pytest.param({"speed_up": 1.10, "speed_up_low": 1.01}, True, id="just fast enough"),
-    pytest.param({"speed_up": 1.09, "speed_up_low": 1.08}, False, id="not fast enough"),
-    pytest.param({"speed_up_low": 1.0}, False, id="not faster in a quarter of the rounds"),
-    pytest.param({"same_quality": False}, False, id="worse"),
-    pytest.param({"policy": "float32"}, False, id="the baseline itself"),
-    pytest.param({"speed_up": None}, False, id="no baseline"),
-])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({}, True, id="faster at the same quality"),
+        pytest.param({"speed_up": 1.10, "speed_up_low": 1.01}, True, id="just fast enough"),
+        pytest.param({"speed_up": 1.09, "speed_up_low": 1.08}, False, id="not fast enough"),
+        pytest.param({"speed_up_low": 1.0}, False, id="not faster in a quarter of the rounds"),
+        pytest.param({"same_quality": False}, False, id="worse"),
+        pytest.param({"policy": "float32"}, False, id="the baseline itself"),
+        pytest.param({"speed_up": None}, False, id="no baseline"),
+    ],
+)
 def test_pays_off(changes, expected):
     assert summary.pays_off(row(**changes)) is expected
 
@@ -198,11 +207,14 @@ def test_verdict_where_nothing_gains():
     )
 
 
-@pytest.mark.parametrize(("changes", "expected"), [
-    pytest.param({"layer_output_ratio": 1.0}, "so stay with float32: the best", id="nothing saved"),
-    pytest.param({"xla_temporary_ratio": 1.2}, "so stay with float32: the best", id="XLA reserves more"),
-    pytest.param({"xla_temporary_ratio": 0.7}, ", with XLA temporaries 0.70x the size.", id="XLA saves"),
-])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({"layer_output_ratio": 1.0}, "so stay with float32: the best", id="nothing saved"),
+        pytest.param({"xla_temporary_ratio": 1.2}, "so stay with float32: the best", id="XLA reserves more"),
+        pytest.param({"xla_temporary_ratio": 0.7}, ", with XLA temporaries 0.70x the size.", id="XLA saves"),
+    ],
+)
 def test_verdict_speaks_of_memory_only_where_some_is_saved(changes, expected):
     assert expected in summary.verdict([row(speed_up=0.5, speed_up_low=0.4, **changes)])
 
@@ -222,14 +234,17 @@ def test_verdict_of_one_seed_claims_no_spread():
     assert "of one seed, so the spread is unknown" in summary.verdict([row(seeds=1, quality_std=None)])
 
 
-@pytest.mark.parametrize(("rows", "expected"), [
-    pytest.param([row("float32")], "Only float32 was trained", id="float32 alone"),
-    pytest.param([row("float32"), row(speed_up=None)], "Nothing could be compared", id="no baseline"),
-    pytest.param(
-        [row("float32"), {"task": "text", "policy": "mixed_float16", "error": "no", "same_quality": None}],
-        "Nothing could be compared",
-        id="no kernel",
-    ),
-])
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        pytest.param([row("float32")], "Only float32 was trained", id="float32 alone"),
+        pytest.param([row("float32"), row(speed_up=None)], "Nothing could be compared", id="no baseline"),
+        pytest.param(
+            [row("float32"), {"task": "text", "policy": "mixed_float16", "error": "no", "same_quality": None}],
+            "Nothing could be compared",
+            id="no kernel",
+        ),
+    ],
+)
 def test_verdict_where_there_is_nothing_to_compare(rows, expected):
     assert summary.verdict(rows).startswith(expected)

@@ -20,6 +20,7 @@ def row(policy, **changes):
         "loss_scale_max": 32768.0,
         "layer_output_bytes": 9 * 2**20 + 2**19,
         "xla_temporary_bytes": None,
+        "missing_kernels": [],
         **changes,
     }
 
@@ -47,13 +48,16 @@ def test_cells():
     assert footnotes == []
 
 
-@pytest.mark.parametrize(("changes", "column", "expected"), [
-    pytest.param({"quality_std": None}, "Quality", "3.004", id="one seed"),
-    pytest.param({"quality_mean": float("nan"), "quality_std": None}, "Quality", "nan", id="diverged"),
-    pytest.param({"speed_up": None}, "Speed", "-", id="no baseline"),
-    pytest.param({"loss_scale_max": 8192.0}, "Loss scale", "8192", id="one loss scale"),
-    pytest.param({"xla_temporary_bytes": 2**20}, "XLA temporaries", "1.0 MiB", id="XLA tells"),
-])
+@pytest.mark.parametrize(
+    ("changes", "column", "expected"),
+    [
+        pytest.param({"quality_std": None}, "Quality", "3.004", id="one seed"),
+        pytest.param({"quality_mean": float("nan"), "quality_std": None}, "Quality", "nan", id="diverged"),
+        pytest.param({"speed_up": None}, "Speed", "-", id="no baseline"),
+        pytest.param({"loss_scale_max": 8192.0}, "Loss scale", "8192", id="one loss scale"),
+        pytest.param({"xla_temporary_bytes": 2**20}, "XLA temporaries", "1.0 MiB", id="XLA tells"),
+    ],
+)
 def test_cells_of_special_cases(changes, column, expected):
     header, (cells,), _ = table.columns([row("mixed_bfloat16", **changes)])
     assert dict(zip(header, cells, strict=True))[column] == expected
@@ -64,6 +68,16 @@ def test_what_did_not_run_gets_a_footnote_with_the_reason():
     assert lines[1] == ["text (bits/byte)", "mixed_float16", "not run (1)", "-", "-", "-", "-", "-"]
     assert len(lines[1]) == len(header)
     assert footnotes == ["(1) text, mixed_float16: NotImplementedError: no kernel"]
+
+
+def test_layers_without_a_kernel_get_a_footnote_and_no_mark():
+    kept = row("mixed_float16", missing_kernels=[["MultiHeadAttention", "raises in float16 here"]])
+    _, lines, footnotes = table.columns([kept, FAILED])
+    assert footnotes == [
+        "text, mixed_float16: MultiHeadAttention stays in float32, as it raises in float16 here",
+        "(1) text, mixed_float16: NotImplementedError: no kernel",
+    ]
+    assert [cells[2] for cells in lines] == ["3.004 ± 0.015", "not run (1)"]
 
 
 def test_plain_text():
@@ -86,18 +100,30 @@ def test_all_cells_reasons_and_notes_are_shown(monkeypatch, with_rich):
     else:
         monkeypatch.setitem(sys.modules, "rich", None)
     text = table.render([row("float32"), row("mixed_bfloat16"), FAILED], "On this machine", 3)
-    for wanted in ("On this machine", "float32", "mixed_bfloat16", "3.004 ± 0.015", "1.50x", "8192 to 32768",
-                   "9.5 MiB", "not run (1)", "(1) text, mixed_float16: NotImplementedError: no kernel",
-                   "median of 3 training steps,"):
+    for wanted in (
+        "On this machine",
+        "float32",
+        "mixed_bfloat16",
+        "3.004 ± 0.015",
+        "1.50x",
+        "8192 to 32768",
+        "9.5 MiB",
+        "not run (1)",
+        "(1) text, mixed_float16: NotImplementedError: no kernel",
+        "median of 3 training steps,",
+    ):
         assert wanted in text
     assert ("─" in text) == with_rich
 
 
-@pytest.mark.parametrize(("policy", "temporary_bytes", "widest"), [
-    pytest.param("mixed_bfloat16", None, 80, id="fits"),
-    pytest.param("mixed_bfloat16", 2**20, 90, id="a column more"),
-    pytest.param("mixed_bfloat16_as_we_use_it_here", None, 100, id="long name"),
-])
+@pytest.mark.parametrize(
+    ("policy", "temporary_bytes", "widest"),
+    [
+        pytest.param("mixed_bfloat16", None, 80, id="fits"),
+        pytest.param("mixed_bfloat16", 2**20, 90, id="a column more"),
+        pytest.param("mixed_bfloat16_as_we_use_it_here", None, 100, id="long name"),
+    ],
+)
 def test_nothing_is_cut_off_in_a_narrow_terminal(policy, temporary_bytes, widest):
     pytest.importorskip("rich")
     rows = [row(policy, loss_scale_max=8192.0, step_time_ms=234.5, xla_temporary_bytes=temporary_bytes)]

@@ -38,10 +38,14 @@ def test_models_take_turns_on_the_same_full_batches(fakes, monkeypatch):
     models, calls = fakes
     timing.interleaved_step_times(models, X, X, batch_size=3, rounds=2)
     assert calls == [
-        ("prepare", "float32"), ("prepare", "mixed_float16"),
-        ("a", 0.0, 3, 3), ("b", 0.0, 3, 3),
-        ("b", 6.0, 3, 3), ("a", 6.0, 3, 3),  # the seventh example fills no batch
-        ("a", 0.0, 3, 3), ("b", 0.0, 3, 3),
+        ("prepare", "float32"),
+        ("prepare", "mixed_float16"),
+        ("a", 0.0, 3, 3),
+        ("b", 0.0, 3, 3),
+        ("b", 6.0, 3, 3),
+        ("a", 6.0, 3, 3),  # the seventh example fills no batch
+        ("a", 0.0, 3, 3),
+        ("b", 0.0, 3, 3),
     ]
 
 
