@@ -21,13 +21,18 @@ def check_jit_compile(model, jit_compile):
 
 
 def ensure_built(model, data):
-    """Builds what the first call of `model` would build.
+    """Builds what the first call of `model` would build, and its optimizer.
 
-    Keras builds a model in TensorFlow's `fit` while it traces the step: too late for the layers that a layer
-    makes in its `build` to be given a policy.
+    Keras builds both in TensorFlow's `fit` while it traces the step: too late for the layers that a layer
+    makes in its `build` to be given a policy, and what an optimizer's `build` assigns (ScheduleFreeAdamW
+    starts from the weights) would become part of every step.
     """
     if not _keras_private.is_built(model):
         _keras_private.symbolic_build(model, data)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and model.distribute_strategy.num_replicas_in_sync == 1:
+        with tf.init_scope():
+            optimizer.build(model.trainable_variables)
 
 
 def variable_scope(model):

@@ -66,7 +66,7 @@ class _Reduced:
 
     def __init__(self, function):
         self._function = function
-        self._mean = _Values()
+        self._mean = _Values(name="loss")
 
     def __call__(self, y, y_pred, sample_weight):
         values = ops.cast(self._function(y, y_pred), "float32")
