@@ -24,6 +24,11 @@ def variable_scope(model):
     return contextlib.nullcontext()
 
 
+def track_random_states(model):
+    """`state_dict` carries the random generators here."""
+    del model
+
+
 def step_without_trace(model, optimizers, train_step, state, data):
     """Runs `train_step(state, data)`; where its update was skipped, takes all other state from before.
 

@@ -23,6 +23,11 @@ def variable_scope(model):
     return contextlib.nullcontext()
 
 
+def track_random_states(model):
+    """`state_dict` carries the random generators here."""
+    del model
+
+
 def step_without_trace(model, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back.
 
