@@ -29,6 +29,15 @@ def track_random_states(model):
     del model
 
 
+def global_random_states() -> dict:
+    """Keras draws from variables here."""
+    return {}
+
+
+def set_global_random_states(states: dict):
+    del states
+
+
 def step_without_trace(model, optimizers, train_step, state, data):
     """Runs `train_step(state, data)`; where its update was skipped, takes all other state from before.
 

@@ -53,6 +53,15 @@ class _RandomStates(tf.Module):
         self.states = [generator.state.value for generator in generators]
 
 
+def global_random_states() -> dict:
+    """Keras draws from variables here."""
+    return {}
+
+
+def set_global_random_states(states: dict):
+    del states
+
+
 def step_without_trace(model, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back.
 

@@ -28,6 +28,20 @@ def track_random_states(model):
     del model
 
 
+def global_random_states() -> dict:
+    """Returns torch's own generators, from which Keras' Dropout without a seed draws here; by device."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {device: state.numpy().copy() for device, state in states.items()}
+
+
+def set_global_random_states(states: dict):
+    for device, state in states.items():
+        setter = torch.set_rng_state if device == "cpu" else torch.cuda.set_rng_state
+        setter(torch.from_numpy(state))
+
+
 def step_without_trace(model, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back.
 

@@ -3,10 +3,12 @@
 import re
 
 import keras
+import ml_dtypes
 import numpy as np
 
 from mpkeras.training import rollback as guard
 
+_RANDOM = "random/"
 # Keras numbers names by what the process has made before: "dense_3", "sequential_1_dense_3_kernel_momentum".
 _AUTO_NUMBER = re.compile(r"_\d+(?=_|$)")
 
@@ -24,8 +26,9 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
     load_state_dict(model, np.load("state.npz"))
     ```
 
-    What Keras draws without a `SeedGenerator` of a layer, and the position in the data, are not part of it.
-    `iterations + skipped_steps` of the optimizer is the number of batches seen.
+    On torch, where a Dropout without a seed draws from torch's own generator, that one is part of it. Keras'
+    global `SeedGenerator`, NumPy's generators and the position in the data are not; the optimizer's
+    `iterations + skipped_steps` is the number of batches seen.
 
     Args:
         model: A built `keras.Model`. During `fit` on JAX its variables are brought up to date.
@@ -36,20 +39,22 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
     Returns:
         Copies of the values as `numpy.ndarray`s of each variable's shape and dtype. The keys are made of a
         group, the position in it and the variable's name without Keras' numbers: `"model/0/kernel"`,
-        `"metrics/1/count"`, `"optimizers/0/6/dynamic_scale"`, `"extra/0/variable"`.
+        `"metrics/1/count"`, `"optimizers/0/6/dynamic_scale"`, `"extra/0/variable"`, on torch `"random/cpu"`.
 
     Raises:
         ValueError: If `model` is not built, or an optimizer that is not `model.optimizer` is not.
     """
     variables = _named_variables(model, optimizers, extra)
     # Copies: on torch the array would share the variable's memory and change with the next step.
-    return {key: np.array(keras.ops.convert_to_numpy(variable.value)) for key, variable in variables.items()}
+    arrays = {key: np.array(keras.ops.convert_to_numpy(variable.value)) for key, variable in variables.items()}
+    return {**arrays, **_random_arrays()}
 
 
 def load_state_dict(model, state, optimizers=None, extra=()):
     """Gives every variable the value it has in `state`, bit for bit; all of them or, on an error, none.
 
-    The global dtype policy plays no part.
+    The global dtype policy plays no part. To go on in the middle of an epoch of `fit`, load in a callback's first
+    `on_train_batch_begin`: when an epoch begins, `fit` resets the metrics, and torch's loader draws a seed.
 
     Args:
         model: The model of `state_dict`, built anew or not. Metrics given to `compile` come into being with
@@ -61,8 +66,11 @@ def load_state_dict(model, state, optimizers=None, extra=()):
         ValueError: If names, shapes or dtypes in `state` are not those of the variables.
     """
     variables = _named_variables(model, optimizers, extra)
-    missing = [key for key in variables if key not in state]
-    unknown = [key for key in state if key not in variables]
+    expected = {key: (tuple(variable.shape), variable.dtype) for key, variable in variables.items()}
+    random_arrays = _random_arrays()
+    expected.update({key: (array.shape, array.dtype.name) for key, array in random_arrays.items()})
+    missing = [key for key in expected if key not in state]
+    unknown = [key for key in state if key not in expected]
     if missing or unknown:
         remedy = "Load it into the model, built and compiled in the same way, that it was taken of."
         if not missing and all(key.startswith("metrics/") for key in unknown):
@@ -71,7 +79,8 @@ def load_state_dict(model, state, optimizers=None, extra=()):
             "Expected `state` to hold one array for each variable of the model and its optimizers. Received: a "
             f"state without {_some(missing)} and with the unknown {_some(unknown)}. {remedy}"
         )
-    values = {key: _checked_value(key, state[key], variable) for key, variable in variables.items()}
+    values = {key: _checked_value(key, state[key], *expected[key]) for key in expected}
+    guard._backend.set_global_random_states({key.removeprefix(_RANDOM): values.pop(key) for key in random_arrays})
     for key, variable in variables.items():
         variable.assign(values[key])
 
@@ -113,17 +122,20 @@ def _build(optimizer, model):
         optimizer.build(model.trainable_variables)
 
 
-def _checked_value(key: str, value, variable):
-    """Returns `value` as an array that `variable` can take; raises `ValueError` where it cannot."""
+def _random_arrays() -> dict:
+    return {_RANDOM + name: array for name, array in guard._backend.global_random_states().items()}
+
+
+def _checked_value(key: str, value, shape: tuple, dtype: str):
+    """Returns `value` as an array of that shape and dtype; raises `ValueError` where it is of another."""
     value = np.asarray(value)
-    dtype = keras.ops.convert_to_numpy(variable.value).dtype
     # NumPy knows bfloat16 only through ml_dtypes: `numpy.load` gives the same bytes without a type.
-    if variable.dtype == "bfloat16" and value.dtype == np.dtype("V2"):
-        value = value.view(dtype)
-    if value.shape != tuple(variable.shape) or value.dtype != dtype:
+    if dtype == "bfloat16" and value.dtype == np.dtype("V2"):
+        value = value.view(ml_dtypes.bfloat16)
+    if value.shape != shape or value.dtype.name != dtype:
         raise ValueError(
-            f"Expected shape {tuple(variable.shape)} and dtype {variable.dtype} for '{key}'. Received: shape "
-            f"{value.shape} and dtype {value.dtype}. Load it into the model that it was taken of."
+            f"Expected shape {shape} and dtype {dtype} for '{key}'. Received: shape {value.shape} and dtype "
+            f"{value.dtype}. Load it into the model that it was taken of."
         )
     return value
 

@@ -175,18 +175,28 @@ def from_state(path):
     return model, fit(model, initial_epoch=HALF)
 
 
-def from_middle_state(path):
-    model = prepared(2, dropout=True)
+def from_middle_state(path, dropout: bool = True):
+    model = prepared(2, dropout)
     model.test_on_batch(*data())
     load_state_dict(model, np.load(path))
-    return model, _rest(model)
+    return model, _rest(model, StateReader(path))
 
 
 def from_killed_state(path):
-    model = prepared(2)
-    model.test_on_batch(*data())
-    load_state_dict(model, np.load(path))
-    return model, _rest(model)
+    return from_middle_state(path, dropout=False)
+
+
+class StateReader(keras.callbacks.Callback):
+    """Loads once the epoch has begun: `fit` has then reset the metrics, and torch's loader has drawn its seed."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.path is not None:
+            load_state_dict(self.model, np.load(self.path))
+            self.path = None
 
 
 def from_killed_backup(path):
@@ -197,11 +207,11 @@ def from_killed_backup(path):
     return model, _rest(model)
 
 
-def _rest(model):
+def _rest(model, *callbacks):
     """Goes on in the middle of an epoch: the optimizer knows how many batches it has seen."""
     seen = int(model.optimizer.iterations) + int(model.optimizer.skipped_steps)
     epoch, batch = divmod(seen, BATCHES)
-    history = fit(model, first_batch=batch, initial_epoch=epoch, epochs=epoch + 1)
+    history = fit(model, *callbacks, first_batch=batch, initial_epoch=epoch, epochs=epoch + 1)
     return {name: history[name] + values for name, values in fit(model, initial_epoch=epoch + 1).items()}
 
 

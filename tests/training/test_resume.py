@@ -48,9 +48,8 @@ def test_training_goes_on_exactly(resumed, name, policy):
     outcome = np.load(directory / f"{name} {policy}.npz")
     assert set(outcome) == set(expected)
     different = [key for key in expected if outcome[key].tobytes() != expected[key].tobytes()]
-    if name in ("killed", "killed.npz", "middle.npz"):
-        # The mean over the broken epoch is that of its last batches.
+    if name == "killed":
+        # Weight files hold no metrics: the means over the broken epoch are those of its last batches.
         different = [key for key in different if key not in ("loss", "mae")]
-        for key in ("loss", "mae"):
-            assert outcome[key][-1] == expected[key][-1]
+        assert [outcome[key][-1] for key in ("loss", "mae")] == [expected[key][-1] for key in ("loss", "mae")]
     assert not different
