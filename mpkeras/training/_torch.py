@@ -57,6 +57,8 @@ def step_without_trace(model, optimizers, train_step, data):
         old_statistics = [value.clone() for value in statistics]
         old_frozen = [value.clone() for value in frozen_values]
         old_metrics = [value.clone() for value in metrics]
+    # Keras' Dropout without a seed draws from torch's own generator.
+    old_random = global_random_states()
     before = [_counters(optimizer) for optimizer in optimizers]
     logs = train_step(data)
     after = [_counters(optimizer) for optimizer in optimizers]
@@ -68,6 +70,7 @@ def step_without_trace(model, optimizers, train_step, data):
         _restore(frozen_values, old_frozen, step_is_skipped, False)
         _restore(metrics, old_metrics, step_is_skipped, any_skipped)
     if step_is_skipped:
+        set_global_random_states(old_random)
         metric_logs = model.get_metrics_result()
         if isinstance(logs, dict) and set(logs) == set(metric_logs):
             return metric_logs
