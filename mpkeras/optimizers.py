@@ -98,6 +98,8 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
             )
         super().__init__(inner_optimizer, initial_scale=rule.initial_scale, name=name)
         self._rule = rule
+        # Such a rule gives way to what the next policy asks for; one of the user's own does not.
+        self._chosen_by_prepare = False
         self._state = {}
         # Not in `build`: a train step is traced with these counters before it builds the optimizer.
         self._skipped_steps = self._add_scalar("skipped_steps", 0)
@@ -365,11 +367,15 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
             config["dynamic_growth_steps"] = rule.dynamic_growth_steps
         else:
             config["loss_scale"] = keras.saving.serialize_keras_object(rule)
+        if self.scale_is_one and self._chosen_by_prepare:
+            # Or a model saved in bfloat16 would train in float16 without loss scaling.
+            config["chosen_by_prepare"] = True
         return config
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
         config = dict(config)
+        chosen_by_prepare = config.pop("chosen_by_prepare", False)
         inner_optimizer = keras.saving.deserialize_keras_object(
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
@@ -377,4 +383,6 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
             config["loss_scale"] = keras.saving.deserialize_keras_object(
                 config["loss_scale"], custom_objects=custom_objects
             )
-        return cls(inner_optimizer, **config)
+        optimizer = cls(inner_optimizer, **config)
+        optimizer._chosen_by_prepare = chosen_by_prepare
+        return optimizer
