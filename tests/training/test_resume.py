@@ -51,7 +51,7 @@ def test_training_goes_on_exactly(resumed, name, policy):
     outcome = np.load(directory / f"{name} {policy}.npz")
     if name in resume_program.WITHOUT_START:
         expected = {key: array for key, array in expected.items() if not key.startswith("start")}
-    assert set(outcome) == set(expected)
+    assert set(outcome) >= set(expected)
     different = [key for key in expected if outcome[key].tobytes() != expected[key].tobytes()]
     if name == "killed":
         # Weight files hold no metrics: the means over the broken epoch are those of its last batches.
