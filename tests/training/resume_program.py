@@ -159,6 +159,7 @@ def kill(directory: Path):
         MixedPrecision(**TRAINING),
         Kill(),
         keras.callbacks.BackupAndRestore(str(directory / "killed"), save_freq=1),
+        keras.callbacks.ModelCheckpoint(str(directory / "killed.keras"), save_freq=1),
         StateWriter(directory / "killed.npz"),
     ]
     fit(compiled(1), *callbacks)
@@ -229,6 +230,11 @@ def from_killed_backup(path):
     return model, _rest(model)
 
 
+def from_killed_model_file(path):
+    model = mpkeras.prepare(keras.saving.load_model(path))
+    return model, _rest(model)
+
+
 def _rest(model, *callbacks):
     """Goes on in the middle of an epoch: the optimizer knows how many batches it has seen."""
     seen = int(model.optimizer.iterations) + int(model.optimizer.skipped_steps)
@@ -264,11 +270,12 @@ FORMATS = {
     "middle.npz": from_middle_state,
     "killed.npz": from_killed_state,
     "killed": from_killed_backup,
+    "killed.keras": from_killed_model_file,
 }
 TF_FORMATS = {"tf": from_tf_checkpoint, "tf unbuilt": from_tf_checkpoint_before_building}
 WITH_DROPOUT = ("state.npz", "middle.npz", *TF_FORMATS)
 # These go on from elsewhere, or have no optimizer state yet when the half begins.
-WITHOUT_START = ("middle.npz", "killed.npz", "killed", "tf unbuilt")
+WITHOUT_START = ("middle.npz", "killed.npz", "killed", "killed.keras", "tf unbuilt")
 # Every format under one global policy that is not the model's, each kind of reader under a second.
 CASES = [(name, "mixed_bfloat16") for name in (*FORMATS, *TF_FORMATS)]
 CASES += [(name, "float32") for name in ("model.keras", "model.weights.h5", "state.npz", "tf")]
