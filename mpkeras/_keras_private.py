@@ -60,6 +60,11 @@ def own_variables(layer) -> list:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def own_seed_generators(layer) -> list:
+    """Returns the `keras.random.SeedGenerator`s that `layer` itself holds; their states are public variables."""
+    return list(layer._seed_generators)
+
+
 def replace_compiled_optimizer(model, optimizer):
     """Makes `model.save` store `optimizer`, the one whose state it stores, in the compile configuration.
 

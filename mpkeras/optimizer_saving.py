@@ -46,11 +46,15 @@ class SavesItsState:
             config["dynamic_growth_steps"] = rule.dynamic_growth_steps
         else:
             config["loss_scale"] = keras.saving.serialize_keras_object(rule)
+        if self.scale_is_one and self._chosen_by_prepare:
+            # Or a model saved in bfloat16 would train in float16 without loss scaling.
+            config["chosen_by_prepare"] = True
         return config
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
         config = dict(config)
+        chosen_by_prepare = config.pop("chosen_by_prepare", False)
         inner_optimizer = keras.saving.deserialize_keras_object(
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
@@ -58,4 +62,6 @@ class SavesItsState:
             config["loss_scale"] = keras.saving.deserialize_keras_object(
                 config["loss_scale"], custom_objects=custom_objects
             )
-        return cls(inner_optimizer, **config)
+        optimizer = cls(inner_optimizer, **config)
+        optimizer._chosen_by_prepare = chosen_by_prepare
+        return optimizer

@@ -12,7 +12,7 @@ def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
 
     Args:
         optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
-        rule: The rule of the result. The current scale and counters are carried over.
+        rule: The rule of the result. Counters are carried over, and the current scale unless it was fixed.
     """
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if optimizer.loss_scale_factor is not None:
@@ -27,8 +27,11 @@ def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
         result.accumulate(window.steps, window.on_overflow)
     if optimizer.built:
         result.build(_keras_private.optimizer_trainable_variables(optimizer.inner_optimizer))
-        for name in ("step_counter", "dynamic_scale"):
-            getattr(result, name).assign(getattr(optimizer, name))
+        # A fixed scale was not found by training: 1.0 of a bfloat16 model would stay with float16 for
+        # thousands of steps.
+        if not isinstance(optimizer, LossScaleOptimizer) or optimizer.dynamic:
+            for name in ("step_counter", "dynamic_scale"):
+                getattr(result, name).assign(getattr(optimizer, name))
     if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
         for name in ("_skipped_steps", "_consecutive_skips", "_last_step_skipped", "_nonfinite_losses"):
             getattr(result, name).assign(getattr(optimizer, name))

@@ -105,6 +105,8 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
             )
         super().__init__(inner_optimizer, initial_scale=rule.initial_scale, name=name)
         self._rule = rule
+        # Such a rule gives way to what the next policy asks for; one of the user's own does not.
+        self._chosen_by_prepare = False
         self._state = {}
         # Not in `build`: a train step is traced with these counters before it builds the optimizer.
         self._skipped_steps = self._add_scalar("skipped_steps", 0)

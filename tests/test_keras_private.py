@@ -113,6 +113,13 @@ def test_own_variables_are_not_those_of_sublayers(nested):
     assert [v.name for v in private.own_variables(nested.layers[-1])] == ["kernel", "bias"]
 
 
+def test_a_layer_knows_its_random_generators(nested):
+    dropout = keras.layers.Dropout(0.5)
+    assert private.own_seed_generators(dropout) == [dropout.seed_generator]
+    nested.add(dropout)
+    assert private.own_seed_generators(nested) == []
+
+
 def test_frozen_weights_are_not_statistics():
     norm, dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((2,)), norm, dense])

@@ -101,3 +101,31 @@ print(" ".join(repr(float(v)) for v in out.ravel()))
     dtypes, values = run(code, str(path)).splitlines()[-2:]
     assert dtypes == "float16 float32 float32"
     np.testing.assert_array_equal(np.array(values.split(), float), expected.astype(float).ravel())
+
+
+def test_a_weights_file_loads_where_mpkeras_cannot_be_imported(tmp_path):
+    """Plain Keras takes the weights. It leaves out the optimizer's state, and says so where there is one."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    mpkeras.prepare(model, "mixed_float16").optimizer.build(model.trainable_variables)
+    path = tmp_path / "model.weights.h5"
+    model.save_weights(path)
+    code = """
+import sys, warnings
+sys.modules["mpkeras"] = None
+import keras
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model.load_weights(sys.argv[1])
+    before = len(caught)
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.load_weights(sys.argv[1])
+print(before, caught[-1].message)
+print(" ".join(repr(float(v)) for v in keras.ops.convert_to_numpy(model.layers[0].kernel).ravel()))
+"""
+    warned, values = run(code, str(path)).splitlines()[-2:]
+    assert warned.startswith("0 Skipping variable loading for optimizer 'adam'")
+    kernel = keras.ops.convert_to_numpy(model.layers[0].kernel)
+    assert values.split() == [repr(float(v)) for v in kernel.ravel()]

@@ -26,6 +26,20 @@ def variable_scope(model):
     return contextlib.nullcontext()
 
 
+def track_random_states(model):
+    """`state_dict` carries the random generators here."""
+    del model
+
+
+def global_random_states() -> dict:
+    """Keras draws from variables here."""
+    return {}
+
+
+def set_global_random_states(states: dict):
+    del states
+
+
 def step_without_trace(model, optimizers, train_step, state, data):
     """Runs `train_step(state, data)`; where its update was skipped, takes all other state from before.
 

@@ -7,6 +7,8 @@ import tensorflow as tf
 from mpkeras import _keras_private
 from mpkeras._tensorflow import in_xla
 
+_RANDOM_STATES = "_mpkeras_random_states"
+
 
 def check_jit_compile(model, jit_compile):
     """Raises `ValueError` where XLA and the model's distribution strategy do not work together."""
@@ -38,6 +40,32 @@ def ensure_built(model, data):
 def variable_scope(model):
     """The scope in which variables of the model's optimizers are made: on every replica."""
     return model.distribute_strategy.scope()
+
+
+def track_random_states(model):
+    """Lets `tf.train.Checkpoint` find the random generators: Keras shows it layers and weights alone."""
+    for layer in _keras_private.flatten_layers(model, include_self=True):
+        generators = _keras_private.own_seed_generators(layer)
+        tracked = getattr(layer, _RANDOM_STATES, None)
+        if generators and (tracked is None or len(tracked.states) != len(generators)):
+            # On the layer itself, not listed on the model: TensorFlow then finds each by its place in the
+            # model, whichever of the layers exist by the time a checkpoint is read.
+            setattr(layer, _RANDOM_STATES, _RandomStates(generators))
+
+
+class _RandomStates(tf.Module):
+    def __init__(self, generators):
+        super().__init__()
+        self.states = [generator.state.value for generator in generators]
+
+
+def global_random_states() -> dict:
+    """Keras draws from variables here."""
+    return {}
+
+
+def set_global_random_states(states: dict):
+    del states
 
 
 def step_without_trace(model, optimizers, train_step, data):

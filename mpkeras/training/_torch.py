@@ -25,6 +25,25 @@ def variable_scope(model):
     return contextlib.nullcontext()
 
 
+def track_random_states(model):
+    """`state_dict` carries the random generators here."""
+    del model
+
+
+def global_random_states() -> dict:
+    """Returns torch's own generators, from which Keras' Dropout without a seed draws here; by device."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {device: state.numpy().copy() for device, state in states.items()}
+
+
+def set_global_random_states(states: dict):
+    for device, state in states.items():
+        setter = torch.set_rng_state if device == "cpu" else torch.cuda.set_rng_state
+        setter(torch.from_numpy(state))
+
+
 def step_without_trace(model, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back."""
     metrics = [variable.value for variable in model.metrics_variables]
@@ -50,6 +69,8 @@ def _run_without_trace(model, metrics, optimizers, run):
         old_statistics = [value.clone() for value in statistics]
         old_frozen = [value.clone() for value in frozen_values]
         old_metrics = [value.clone() for value in metrics]
+    # Keras' Dropout without a seed draws from torch's own generator.
+    old_random = global_random_states()
     before = [_counters(optimizer) for optimizer in optimizers]
     result = run()
     after = [_counters(optimizer) for optimizer in optimizers]
@@ -60,6 +81,8 @@ def _run_without_trace(model, metrics, optimizers, run):
         _restore(statistics, old_statistics, step_is_skipped, True)
         _restore(frozen_values, old_frozen, step_is_skipped, False)
         _restore(metrics, old_metrics, step_is_skipped, any_skipped)
+    if step_is_skipped:
+        set_global_random_states(old_random)
     return result, step_is_skipped
 
 

@@ -50,7 +50,7 @@ def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, rollback:
     # A policy's own settings; the default rule gives way to what is set on the optimizer.
     if policy.loss_scale is not None and policy.loss_scale != DynamicLossScale():
         return policy.loss_scale
-    if is_ours and not getattr(optimizer, "_chosen_by_prepare", False):
+    if is_ours and not optimizer._chosen_by_prepare:
         return optimizer.loss_scale_rule
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not is_ours:
         return DynamicLossScale(optimizer.initial_scale, dynamic_growth_steps=optimizer.dynamic_growth_steps)

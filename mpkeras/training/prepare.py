@@ -114,6 +114,7 @@ def _converter(model, policy, converts: bool):
                 set_layer_policy(layer, target)
         apply_rules(model, policy)
         _let_inputs_through(model)
+        training_backend.track_random_states(model)
 
     return convert
 

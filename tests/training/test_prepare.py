@@ -139,6 +139,23 @@ def test_a_scale_chosen_by_prepare_follows_the_next_policy():
         assert model.optimizer.loss_scale_rule == rule
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_model_trained_in_bfloat16_goes_on_in_float16_at_its_initial_scale(is_saved, tmp_path):
+    """And not at the 1.0 of bfloat16, where small gradients are lost for thousands of steps."""
+    model = classifier()
+    model.compile("adam", "mse")
+    prepare(model, "mixed_bfloat16")
+    model.train_on_batch(X, Y)
+    if is_saved:
+        model.save(tmp_path / "model.keras")
+        model = keras.saving.load_model(tmp_path / "model.keras")
+    prepare(model, "mixed_float16")
+    model.train_on_batch(X, Y)
+    assert model.optimizer.loss_scale_rule == DynamicLossScale()
+    assert float(model.optimizer.loss_scale) == 2.0**15
+    assert int(model.optimizer.iterations) == 2
+
+
 def test_prepare_twice_wraps_nothing_twice():
     model = classifier()
     model.compile("sgd", "mse")

@@ -73,6 +73,23 @@ def test_bad_batches_leave_no_trace(policy, options):
     assert np.isfinite(losses).all()
 
 
+def test_a_skipped_batch_leaves_no_trace_in_dropout_without_a_seed():
+    """On torch such a layer draws from torch's own generator."""
+
+    def run(batches):
+        keras.utils.set_random_seed(11)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        prepare(model, "mixed_bfloat16")
+        train(model, batches)
+        return snapshot(all_variables(model)), int(model.optimizer.skipped_steps)
+
+    with_fault, skipped = run([(X[0], Y[0]), (X[1] * np.inf, Y[1]), (X[2], Y[2])])
+    without, none_skipped = run([(X[0], Y[0]), (X[2], Y[2])])
+    assert (skipped, none_skipped) == (1, 0)
+    assert with_fault == without
+
+
 @pytest.mark.parametrize("options", MODES)
 def test_a_frozen_layer_that_the_model_updates_itself_is_put_back(options):
     """A target network: its weights are not trained, but follow others in the forward pass."""

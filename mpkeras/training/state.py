@@ -1,0 +1,145 @@
+"""`state_dict` and `load_state_dict`: all that training changes, as NumPy arrays."""
+
+import re
+
+import keras
+import ml_dtypes
+import numpy as np
+
+from mpkeras.training import rollback as guard
+from mpkeras.training.backend import training_backend
+
+_RANDOM = "random/"
+# Keras numbers names by what the process has made before: "dense_3", "sequential_1_dense_3_kernel_momentum".
+_AUTO_NUMBER = re.compile(r"_\d+(?=_|$)")
+
+
+def state_dict(model, optimizers=None, extra=()) -> dict:
+    """Returns every variable that training changes, by a name that is the same in every process.
+
+    Weights and statistics of the model, the state of its random generators and metrics, and its optimizers
+    with loss scale and counters. Keras' own files leave out random generators and metrics; from this state a
+    model with Dropout goes on exactly, in the middle of an epoch, too.
+
+    ```python
+    np.savez("state.npz", **state_dict(model))
+    # in another process, once the same model has been built, compiled and prepared
+    load_state_dict(model, np.load("state.npz"))
+    ```
+
+    On torch, where a Dropout without a seed draws from torch's own generator, that one is part of it. Keras'
+    global `SeedGenerator`, NumPy's generators and the position in the data are not; the optimizer's
+    `iterations + skipped_steps` is the number of batches seen.
+
+    Args:
+        model: A built `keras.Model`. During `fit` on JAX its variables are brought up to date.
+        optimizers: The optimizers whose state belongs to it, in an order of your own; by default those that
+            are attributes of `model`. One that is not built is built on the trainable variables of `model`.
+        extra: Further Keras variables.
+
+    Returns:
+        Copies of the values as `numpy.ndarray`s of each variable's shape and dtype. The keys are made of a
+        group, the position in it and the variable's name without Keras' numbers: `"model/0/kernel"`,
+        `"metrics/1/count"`, `"optimizers/0/6/dynamic_scale"`, `"extra/0/variable"`, on torch `"random/cpu"`.
+
+    Raises:
+        ValueError: If `model` is not built, or an optimizer that is not `model.optimizer` is not.
+    """
+    variables = _named_variables(model, optimizers, extra)
+    # Copies: on torch the array would share the variable's memory and change with the next step.
+    arrays = {key: np.array(keras.ops.convert_to_numpy(variable.value)) for key, variable in variables.items()}
+    return {**arrays, **_random_arrays()}
+
+
+def load_state_dict(model, state, optimizers=None, extra=()):
+    """Gives every variable the value it has in `state`, bit for bit; all of them or, on an error, none.
+
+    The global dtype policy plays no part. To go on in the middle of an epoch of `fit`, load in a callback's first
+    `on_train_batch_begin`: when an epoch begins, `fit` resets the metrics, and torch's loader draws a seed.
+
+    Args:
+        model: The model of `state_dict`, built anew or not. Metrics given to `compile` come into being with
+            the first batch; where `state` holds theirs, call `model.test_on_batch(x, y)` before.
+        state: What `state_dict` returned, or `numpy.load` of the file it was written to with `numpy.savez`.
+        optimizers, extra: As in `state_dict`.
+
+    Raises:
+        ValueError: If names, shapes or dtypes in `state` are not those of the variables.
+    """
+    variables = _named_variables(model, optimizers, extra)
+    expected = {key: (tuple(variable.shape), variable.dtype) for key, variable in variables.items()}
+    random_arrays = _random_arrays()
+    expected.update({key: (array.shape, array.dtype.name) for key, array in random_arrays.items()})
+    missing = [key for key in expected if key not in state]
+    unknown = [key for key in state if key not in expected]
+    if missing or unknown:
+        remedy = "Load it into the model, built and compiled in the same way, that it was taken of."
+        if not missing and all(key.startswith("metrics/") for key in unknown):
+            remedy = "The metrics are not built yet: call `model.test_on_batch(x, y)` with any batch first."
+        raise ValueError(
+            "Expected `state` to hold one array for each variable of the model and its optimizers. Received: a "
+            f"state without {_some(missing)} and with the unknown {_some(unknown)}. {remedy}"
+        )
+    values = {key: _checked_value(key, state[key], *expected[key]) for key in expected}
+    training_backend.set_global_random_states({key.removeprefix(_RANDOM): values.pop(key) for key in random_arrays})
+    for key, variable in variables.items():
+        variable.assign(values[key])
+
+
+def _named_variables(model, optimizers, extra) -> dict:
+    """Returns the variables by key, in an order that depends on the model alone."""
+    if not model.built:
+        raise ValueError(
+            f"Expected a built model. Received: model '{model.name}', some of whose variables do not exist yet. "
+            "Call it on a batch of data first."
+        )
+    if optimizers is None:
+        optimizers = {id(o): o for o in guard.find_optimizers(model).values()}.values()
+    if keras.backend.backend() == "jax":
+        # In the middle of `fit` the values are those of the last synchronization.
+        model.jax_state_sync()
+    # `model.variables`, whose order does not depend on which layers are frozen.
+    groups = {"model": model.variables, "metrics": model.metrics_variables}
+    for i, optimizer in enumerate(optimizers):
+        _build(optimizer, model)
+        groups[f"optimizers/{i}"] = optimizer.variables
+    groups["extra"] = extra
+    return {
+        f"{group}/{i}/{_AUTO_NUMBER.sub('', variable.name)}": variable
+        for group, variables in groups.items()
+        for i, variable in enumerate(variables)
+    }
+
+
+def _build(optimizer, model):
+    if optimizer.built:
+        return
+    if optimizer is not getattr(model, "optimizer", None):
+        raise ValueError(
+            f"Expected built optimizers. Received: '{optimizer.name}', which is not built and not "
+            "`model.optimizer`. Call `optimizer.build(variables)` with the variables that it trains."
+        )
+    with training_backend.variable_scope(model):
+        optimizer.build(model.trainable_variables)
+
+
+def _random_arrays() -> dict:
+    return {_RANDOM + name: array for name, array in training_backend.global_random_states().items()}
+
+
+def _checked_value(key: str, value, shape: tuple, dtype: str):
+    """Returns `value` as an array of that shape and dtype; raises `ValueError` where it is of another."""
+    value = np.asarray(value)
+    # NumPy knows bfloat16 only through ml_dtypes: `numpy.load` gives the same bytes without a type.
+    if dtype == "bfloat16" and value.dtype == np.dtype("V2"):
+        value = value.view(ml_dtypes.bfloat16)
+    if value.shape != shape or value.dtype.name != dtype:
+        raise ValueError(
+            f"Expected shape {shape} and dtype {dtype} for '{key}'. Received: shape {value.shape} and dtype "
+            f"{value.dtype}. Load it into the model that it was taken of."
+        )
+    return value
+
+
+def _some(keys) -> str:
+    return f"{len(keys)} keys {keys[:3]}" if keys else "keys: none"
