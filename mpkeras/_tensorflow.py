@@ -66,29 +66,26 @@ def apply(optimizer, grads, variables, notes):
         _apply(optimizer, grads, variables, tf.math.is_finite(grad_total), loss_is_finite, takes_unscaled)
         return
     bad_losses = tf.zeros(()) if loss_is_finite is None else 1.0 - tf.cast(loss_is_finite, tf.float32)
+    # One message, of one form whether this worker knows its loss or not: workers are programs of their own,
+    # and where they wait for different messages they wait for ever.
+    checks = tf.stack([grad_total, bad_losses])
     context = tf.distribute.get_replica_context()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        grad_total, bad_losses = context.all_reduce(tf.distribute.ReduceOp.SUM, [grad_total, bad_losses])
-        grads_are_finite = tf.math.is_finite(grad_total)
-        loss_is_finite = None if loss_is_finite is None else tf.equal(bad_losses, 0.0)
-        _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, takes_unscaled)
+        flags = _flags(context.all_reduce(tf.distribute.ReduceOp.SUM, checks))
+        _apply(optimizer, grads, variables, *flags, takes_unscaled)
         return
-    knows_loss = loss_is_finite is not None
-    context.merge_call(
-        _apply_across_replicas,
-        args=(optimizer, grads, variables, grad_total, bad_losses, knows_loss, takes_unscaled),
-    )
+    context.merge_call(_apply_across_replicas, args=(optimizer, grads, variables, checks, takes_unscaled))
 
 
-def _apply_across_replicas(strategy, optimizer, grads, variables, grad_total, bad_losses, knows_loss, takes_unscaled):
+def _flags(summed_checks):
+    """Returns whether all gradients, and whether all known losses of all replicas are finite."""
+    return tf.math.is_finite(summed_checks[0]), tf.equal(summed_checks[1], 0.0)
+
+
+def _apply_across_replicas(strategy, optimizer, grads, variables, checks, takes_unscaled):
     # Summed over replicas before anyone decides: gradients are reduced later, inside the inner optimizer,
     # where one replica's inf would reach the weights of all.
-    summed = strategy.reduce(tf.distribute.ReduceOp.SUM, grad_total, axis=None)
-    grads_are_finite = tf.math.is_finite(summed)
-    loss_is_finite = None
-    if knows_loss:
-        summed = strategy.reduce(tf.distribute.ReduceOp.SUM, bad_losses, axis=None)
-        loss_is_finite = tf.equal(summed, 0.0)
+    grads_are_finite, loss_is_finite = _flags(strategy.reduce(tf.distribute.ReduceOp.SUM, checks, axis=None))
     is_applied = _both(grads_are_finite, loss_is_finite)
 
     def update():

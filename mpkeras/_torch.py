@@ -3,7 +3,7 @@
 import keras
 import torch
 
-from mpkeras import _keras_private
+from mpkeras import _keras_private, _torch_distributed
 
 
 def scale_loss(optimizer, loss, notes):
@@ -47,6 +47,9 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
         grads_are_finite = found_inf == 0
     else:
         grads_are_finite = _grads_are_finite(grads)
+    if _torch_distributed.is_distributed():
+        device = optimizer.skipped_steps.value.device
+        grads_are_finite, loss_is_finite = _torch_distributed.on_all_ranks(grads_are_finite, loss_is_finite, device)
     is_applied = grads_are_finite if loss_is_finite is None else grads_are_finite & loss_is_finite
     own_values = optimizer.next_own_values(grads_are_finite, loss_is_finite)
     # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
