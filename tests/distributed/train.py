@@ -31,16 +31,16 @@ def main():
     result = {}
     keras.utils.set_random_seed(0)
     with scope():
-        model = compiled_model(options, batch_normalization=True)
+        model = compiled_model(options, with_statistics=True)
     result.update(inflict_faults(model, options, batch))
     keras.utils.set_random_seed(0)
     with scope():
-        model = compiled_model(options, batch_normalization=False)
+        model = compiled_model(options, with_statistics=False)
     result["many"] = train(model, options, batch)
     if options.where == "multiworker":
         result["one_worker_knows_its_loss"] = one_worker_knows_its_loss(model.distribute_strategy)
     one_device()
-    result["one"] = train(compiled_model(options, batch_normalization=False), options, lambda x: x)
+    result["one"] = train(compiled_model(options, with_statistics=False), options, lambda x: x)
     print("RESULT " + json.dumps(result))
 
 
@@ -100,7 +100,7 @@ def one_device():
         keras.distribution.set_distribution(None)
 
 
-def compiled_model(options, batch_normalization: bool):
+def compiled_model(options, with_statistics: bool):
     import keras
 
     import mpkeras
@@ -112,11 +112,26 @@ def compiled_model(options, batch_normalization: bool):
             self.traces += 1
             return super().train_step(*args)
 
+    class RunningMean(keras.layers.Layer):
+        """Passes its inputs on and keeps their mean, with one value for all replicas."""
+
+        def build(self, input_shape):
+            self.mean = self.add_weight(
+                shape=input_shape[1:], initializer="zeros", trainable=False, aggregation="mean", name="mean"
+            )
+
+        def call(self, inputs):
+            new = keras.ops.cast(keras.ops.mean(inputs, axis=0), self.mean.dtype)
+            self.mean.assign(0.9 * self.mean + 0.1 * new)
+            return inputs
+
     def dense(units, seed):
         return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed))
 
     inputs = keras.Input((4,))
-    hidden = keras.layers.BatchNormalization()(inputs) if batch_normalization else inputs
+    hidden = inputs
+    if with_statistics:
+        hidden = RunningMean()(keras.layers.BatchNormalization()(inputs))
     model = Counting(inputs, dense(8, 4)(dense(8, 3)(hidden)))
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", run_eagerly=options.eager, jit_compile="auto")
     # Low enough that no gradient overflows by chance.
