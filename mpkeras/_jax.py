@@ -94,14 +94,36 @@ def apply(optimizer, grads, variables, notes):
 
 def _new_values(optimizer, mapping, grads, variables, notes):
     """Returns a function from variable to its value after the step, in the order of its input."""
-    is_finite = grads_are_finite(grads)
-    with SelectingScope(is_finite, mapping) as scope:
+    # Flags of a differentiated function are out of reach here; our own train step brings one that is not.
+    loss_is_finite = jnp.all(jnp.stack(notes.loss_flags)) if notes.loss_flags else None
+    with keras.StatelessScope(state_mapping=mapping):
+        decision, own_values = optimizer.decide(grads_are_finite(grads), loss_is_finite)
+    with SelectingScope(decision.is_due, mapping) as scope:
         if not notes.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables)
+        if optimizer.window is not None:
+            grads, sums = _accumulated(optimizer.window, grads, variables, decision)
+            own_values = own_values + sums
         optimizer.inner_optimizer.apply(grads, variables)
-    # Unscaled with the scale that was used; only now does the scale move, on every step.
-    with keras.StatelessScope(state_mapping=mapping):
-        own_values = optimizer.next_own_values(is_finite)
+    # Unscaled with the scale that was used; only now does the scale move.
     for variable, value in own_values:
-        scope.state_mapping[id(variable)] = value.astype(variable.dtype)
+        scope.state_mapping[id(variable)] = jnp.asarray(value, variable.dtype)
     return scope.get_current_value
+
+
+def _accumulated(window, grads, variables, decision):
+    """Returns the mean gradients of the window so far, and `(variable, value)` for its sums."""
+    totals = [
+        None if g is None else jnp.where(decision.is_accepted, window.added(total.value, _dense(g), v), total.value)
+        for total, g, v in zip(window.sums, grads, variables, strict=True)
+    ]
+    sums = [
+        (total, jnp.where(decision.is_last, jnp.zeros_like(new), new))
+        for total, new in zip(window.sums, totals, strict=True)
+        if new is not None
+    ]
+    return window.means(totals, variables, decision), sums
+
+
+def _dense(grad):
+    return grad.todense() if isinstance(grad, jax_sparse.JAXSparse) else grad

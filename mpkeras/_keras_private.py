@@ -119,6 +119,16 @@ def step_count(optimizer):
     return optimizer._iterations
 
 
+def taken_accumulation(optimizer) -> tuple[list, object]:
+    """Returns the sums of gradients of an optimizer built with accumulation, and its step count.
+
+    The optimizer forgets the sums: whoever takes them goes on from there.
+    """
+    sums = getattr(optimizer, "_accumulated_gradients", [])
+    optimizer._accumulated_gradients = []
+    return list(sums), step_count(optimizer)
+
+
 # The method through which Keras' optimizers decay the weights. On TensorFlow it assigns to variables directly.
 WEIGHT_DECAY_METHOD = "_apply_weight_decay"
 

@@ -86,47 +86,109 @@ def _apply_across_replicas(strategy, optimizer, grads, variables, checks, takes_
     # Summed over replicas before anyone decides: gradients are reduced later, inside the inner optimizer,
     # where one replica's inf would reach the weights of all.
     grads_are_finite, loss_is_finite = _flags(strategy.reduce(tf.distribute.ReduceOp.SUM, checks, axis=None))
-    is_applied = _both(grads_are_finite, loss_is_finite)
+    decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
 
-    def update():
-        strategy.extended.call_for_each_replica(_update_inner, args=(optimizer, grads, variables, takes_unscaled))
-        return tf.constant(True)
+    def in_each_replica(function, *arguments):
+        # The conditional stands outside the replicas, as a branch inside one could not call the others.
+        strategy.extended.call_for_each_replica(function, args=arguments)
 
-    # The conditional stands outside the replicas, as a branch inside one could not call the others.
-    tf.cond(is_applied, update, lambda: tf.constant(False))
-    _assign_own(optimizer, grads_are_finite, loss_is_finite)
+    if optimizer.window is None:
+        _when(decision.is_due, in_each_replica, _update_inner, optimizer, grads, variables, takes_unscaled)
+    else:
+        # Each replica sums its own gradients; the inner optimizer reduces them when the update is due.
+        def add():
+            unscaled = strategy.extended.call_for_each_replica(
+                _unscaled, args=(optimizer, grads, variables, takes_unscaled)
+            )
+            for total, grad, variable in zip(optimizer.window.sums, unscaled, variables, strict=True):
+                if grad is not None:
+                    strategy.extended.update(
+                        total.value, _add_to_sum, args=(grad, optimizer.window, variable), group=False
+                    )
+
+        _when(decision.is_accepted, add)
+        used = [grad is not None for grad in grads]
+        _when(decision.is_due, in_each_replica, _update_with_means, optimizer, used, variables, decision)
+        _when(decision.is_last, _clear_sums, optimizer.window)
+    _assign_all(own_values)
 
 
 def _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, takes_unscaled):
-    is_applied = _both(grads_are_finite, loss_is_finite)
-    if not in_xla():
+    decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
+    window = optimizer.window
+    if in_xla():
+        if window is not None:
+            grads = _unscaled(optimizer, grads, variables, takes_unscaled)
+            totals = [
+                None if g is None else tf.where(decision.is_accepted, window.added(total.value, g, v), total.value)
+                for total, g, v in zip(window.sums, grads, variables, strict=True)
+            ]
+            grads, takes_unscaled = window.means(totals, variables, decision), True
+        _update_selecting(optimizer, grads, variables, decision.is_due, takes_unscaled)
+        if window is not None:
+            for total, new in zip(window.sums, totals, strict=True):
+                if new is not None:
+                    total.assign(tf.where(decision.is_last, tf.zeros_like(new), new))
+    elif window is None:
         # In eager mode and in a plain graph a conditional around the update is the fastest form.
-        def update():
-            _update_inner(optimizer, grads, variables, takes_unscaled)
-            return tf.constant(True)
-
-        tf.cond(is_applied, update, lambda: tf.constant(False))
-    elif _assigns_through_keras(optimizer.inner_optimizer):
-        with selecting_assignments(optimizer.inner_optimizer, is_applied):
-            _update_inner(optimizer, grads, variables, takes_unscaled)
+        _when(decision.is_due, _update_inner, optimizer, grads, variables, takes_unscaled)
     else:
-        _update_then_select(optimizer, grads, variables, is_applied, takes_unscaled)
-    _assign_own(optimizer, grads_are_finite, loss_is_finite)
+
+        def add():
+            for total, grad, variable in zip(
+                window.sums, _unscaled(optimizer, grads, variables, takes_unscaled), variables, strict=True
+            ):
+                if grad is not None:
+                    _add_to_sum(total.value, grad, window, variable)
+
+        _when(decision.is_accepted, add)
+        used = [grad is not None for grad in grads]
+        _when(decision.is_due, _update_with_means, optimizer, used, variables, decision)
+        _when(decision.is_last, _clear_sums, window)
+    _assign_all(own_values)
+
+
+def _when(condition, function, *arguments):
+    def run():
+        function(*arguments)
+        return tf.constant(True)
+
+    tf.cond(condition, run, lambda: tf.constant(False))
+
+
+def _unscaled(optimizer, grads, variables, takes_unscaled):
+    return grads if takes_unscaled else optimizer.unscale(grads, variables)
 
 
 def _update_inner(optimizer, grads, variables, takes_unscaled):
-    if not takes_unscaled:
-        grads = optimizer.unscale(grads, variables)
-    optimizer.inner_optimizer.apply(grads, variables)
+    optimizer.inner_optimizer.apply(_unscaled(optimizer, grads, variables, takes_unscaled), variables)
 
 
-def _assign_own(optimizer, grads_are_finite, loss_is_finite):
-    for variable, value in optimizer.next_own_values(grads_are_finite, loss_is_finite):
+def _update_selecting(optimizer, grads, variables, is_due, takes_unscaled):
+    if _assigns_through_keras(optimizer.inner_optimizer):
+        with selecting_assignments(optimizer.inner_optimizer, is_due):
+            _update_inner(optimizer, grads, variables, takes_unscaled)
+    else:
+        _update_then_select(optimizer, grads, variables, is_due, takes_unscaled)
+
+
+def _update_with_means(optimizer, used, variables, decision):
+    totals = [total.value if is_used else None for total, is_used in zip(optimizer.window.sums, used, strict=True)]
+    optimizer.inner_optimizer.apply(optimizer.window.means(totals, variables, decision), variables)
+
+
+def _add_to_sum(total, grad, window, variable):
+    total.assign(window.added(total, grad, variable))
+
+
+def _clear_sums(window):
+    for total in window.sums:
+        total.assign(tf.zeros_like(total.value))
+
+
+def _assign_all(values):
+    for variable, value in values:
         variable.assign(value)
-
-
-def _both(first, second):
-    return first if second is None else tf.logical_and(first, second)
 
 
 def _known_loss_flag(notes):

@@ -50,15 +50,32 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
     if _torch_distributed.is_distributed():
         device = optimizer.skipped_steps.value.device
         grads_are_finite, loss_is_finite = _torch_distributed.on_all_ranks(grads_are_finite, loss_is_finite, device)
-    is_applied = grads_are_finite if loss_is_finite is None else grads_are_finite & loss_is_finite
-    own_values = optimizer.next_own_values(grads_are_finite, loss_is_finite)
+    decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
     # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
-    if bool(is_applied):
+    if bool(decision.is_accepted if optimizer.window is None else decision.is_accepted | decision.is_last):
         if not in_place and not scale_is_one:
             grads = optimizer.unscale(grads, variables)
-        optimizer.inner_optimizer.apply(grads, variables)
+        if optimizer.window is None:
+            optimizer.inner_optimizer.apply(grads, variables)
+        else:
+            _apply_window(optimizer, grads, variables, decision)
     for variable, value in own_values:
         variable.assign(value)
+
+
+def _apply_window(optimizer, grads, variables, decision):
+    window = optimizer.window
+    used = [grad is not None for grad in grads]
+    if bool(decision.is_accepted):
+        for total, grad, variable in zip(window.sums, grads, variables, strict=True):
+            if grad is not None:
+                total.assign(window.added(total.value, grad.to_dense() if grad.is_sparse else grad, variable))
+    if bool(decision.is_due):
+        totals = [total.value if is_used else None for total, is_used in zip(window.sums, used, strict=True)]
+        optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
+    if bool(decision.is_last):
+        for total in window.sums:
+            total.assign(torch.zeros_like(total.value))
 
 
 def _may_unscale_in_place(grads, variables) -> bool:

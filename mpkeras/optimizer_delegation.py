@@ -26,7 +26,6 @@ class DelegatesToInner:
     ema_momentum = _delegated("ema_momentum")
     ema_overwrite_frequency = _delegated("ema_overwrite_frequency")
     loss_scale_factor = _delegated("loss_scale_factor")
-    gradient_accumulation_steps = _delegated("gradient_accumulation_steps")
 
     def __getattr__(self, name):
         # Only reached when the wrapper has no such attribute.
@@ -36,6 +35,10 @@ class DelegatesToInner:
 
     def __setattr__(self, name, value):
         inner_optimizer = self.__dict__.get("inner_optimizer")
+        if name == "gradient_accumulation_steps" and inner_optimizer is not None:
+            # Accumulation is the wrapper's own work.
+            super().__setattr__(name, value)
+            return
         if name in INNER_ARGUMENTS:
             # Before there is an inner optimizer, Keras' own constructor sets its neutral defaults.
             if inner_optimizer is not None:

@@ -22,11 +22,17 @@ def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
             result.build(_keras_private.optimizer_trainable_variables(optimizer))
         return result
     result = LossScaleOptimizer(optimizer.inner_optimizer, name=optimizer.name, loss_scale=rule)
+    window = getattr(optimizer, "window", None)
+    if window is not None:
+        result.accumulate(window.steps, window.on_overflow)
     if optimizer.built:
         result.build(_keras_private.optimizer_trainable_variables(optimizer.inner_optimizer))
         for name in ("step_counter", "dynamic_scale"):
             getattr(result, name).assign(getattr(optimizer, name))
     if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
-        for name in ("_skipped_steps", "_consecutive_skips", "_last_step_skipped"):
+        for name in ("_skipped_steps", "_consecutive_skips", "_last_step_skipped", "_nonfinite_losses"):
             getattr(result, name).assign(getattr(optimizer, name))
+        if window is not None:
+            for new, old in zip(result.window.variables, window.variables, strict=True):
+                new.assign(old)
     return result

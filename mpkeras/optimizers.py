@@ -6,13 +6,15 @@ import keras
 from keras import ops
 
 from mpkeras import _keras_private
-from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
+from mpkeras.accumulation import AccumulatesGradients, Decision, single_step
+from mpkeras.loss_scaling import FixedLossScale, LossScale
 from mpkeras.optimizer_arguments import (
     checked_inner_optimizer,
     refuse_inner_arguments,
     rule_from_arguments,
 )
 from mpkeras.optimizer_delegation import DelegatesToInner
+from mpkeras.optimizer_saving import SavesItsState
 from mpkeras.step_notes import step_notes, take_notes
 
 if keras.backend.backend() == "tensorflow":
@@ -29,7 +31,7 @@ else:
 
 
 @keras.saving.register_keras_serializable(package="mpkeras")
-class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, keras.optimizers.LossScaleOptimizer):
     """Scales the loss, unscales the gradients, and skips every step that is not finite.
 
     A drop-in for `keras.optimizers.LossScaleOptimizer` and for the one of tf.keras. On each step the
@@ -57,12 +59,16 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
         name: Name of the optimizer.
         loss_scale: `"dynamic"`, a number (a fixed scale) or a `mpkeras.LossScale`.
         dynamic: `False` for a fixed scale, as in tf.keras.
+        on_overflow: With `gradient_accumulation_steps` on the inner optimizer, what a step that is not finite
+            takes from the update: itself (`"drop_micro"`, the default) or all of it (`"drop_window"`).
 
     Attributes:
         dynamic_scale: float32 variable of shape `()`, the loss scale (once built).
         step_counter: integer variable of shape `()`, finite steps since the scale last changed (once built).
         skipped_steps: integer variable of shape `()`, steps left out so far.
         consecutive_skips: integer variable of shape `()`, steps left out since the last applied one.
+        nonfinite_losses: integer variable of shape `()`, steps left out because the unscaled loss itself was
+            not finite (where that is known).
         last_step_skipped: bool scalar tensor of shape `()`.
 
     Any other public attribute is read from and written to `inner_optimizer`.
@@ -84,6 +90,7 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
         *,
         loss_scale="dynamic",
         dynamic=None,
+        on_overflow=None,
         **kwargs,
     ):
         refuse_inner_arguments(kwargs)
@@ -103,6 +110,9 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
         self._skipped_steps = self._add_scalar("skipped_steps", 0)
         self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
         self._last_step_skipped = self._add_scalar("last_step_skipped", False)
+        self._nonfinite_losses = self._add_scalar("nonfinite_losses", 0)
+        self.window = None
+        self._take_over_accumulation(on_overflow)
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -121,6 +131,8 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
         self._state = state
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(list(variables))
+        if self.window is not None:
+            self._build_window()
         # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
         # optimizer through this one and create averages and accumulators a second time.
         self.built = True
@@ -147,6 +159,10 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
     @property
     def consecutive_skips(self):
         return self._consecutive_skips
+
+    @property
+    def nonfinite_losses(self):
+        return self._nonfinite_losses
 
     @property
     def last_step_skipped(self):
@@ -310,71 +326,26 @@ class LossScaleOptimizer(DelegatesToInner, keras.optimizers.LossScaleOptimizer):
             )
         return variables
 
-    def next_own_values(self, grads_are_finite, loss_is_finite=None) -> list:
-        """Returns `(variable, value)` for each of this optimizer's own variables after a step.
+    def decide(self, grads_are_finite, loss_is_finite=None) -> tuple[Decision, list]:
+        """Returns what a call of `apply` does, and `(variable, value)` for each of this optimizer's own.
 
         Args:
             grads_are_finite: bool scalar, shape `()`, for all replicas.
             loss_is_finite: bool scalar, shape `()`, or `None` where it is not known.
         """
+        decide = single_step if self.window is None else self.window.decide
+        decision = decide(grads_are_finite, loss_is_finite)
         state = {key: variable.value for key, variable in self._state.items()}
         rule_state = {key: state[key] for key in self._rule.initial_state()}
-        moved = self._rule.next_state(rule_state, grads_are_finite)
-        is_applied = grads_are_finite
-        if loss_is_finite is not None:
-            # No scale cures a forward pass that is not finite: the scale stays.
-            moved = {key: ops.where(loss_is_finite, value, state[key]) for key, value in moved.items()}
-            is_applied = ops.logical_and(grads_are_finite, loss_is_finite)
-        is_skipped = ops.logical_not(is_applied)
-        values = [(self._state[key], value) for key, value in moved.items()]
-        skipped, row = self._skipped_steps, self._consecutive_skips
+        moved = self._rule.next_state(rule_state, decision.scale_is_finite)
+        if decision.scale_moves is not True:
+            moved = {key: ops.where(decision.scale_moves, value, state[key]) for key, value in moved.items()}
+        is_skipped = ops.logical_not(decision.is_accepted)
+        values = [(self._state[key], value) for key, value in moved.items()] + decision.values
+        skipped, row, lost = self._skipped_steps, self._consecutive_skips, self._nonfinite_losses
         values.append((skipped, skipped.value + ops.cast(is_skipped, skipped.dtype)))
-        values.append((row, ops.where(is_applied, ops.zeros_like(row.value), row.value + 1)))
+        values.append((row, ops.where(decision.is_accepted, ops.zeros_like(row.value), row.value + 1)))
         values.append((self._last_step_skipped, is_skipped))
-        return values
-
-    # ------------------------------------------------------------------------------------------- saving
-
-    def load_own_variables(self, store):
-        """Loads what this class saved, what stock Keras' LossScaleOptimizer saved, or a plain optimizer."""
-        saved = len(store.keys())
-        inner = self.inner_optimizer.variables
-        # Stock Keras' own: iteration, learning_rate, step_counter, dynamic_scale.
-        stock_own = [*self.variables[:2], self.step_counter, self.dynamic_scale] if self.built else []
-        if stock_own and saved == len(stock_own) + len(inner):
-            targets = stock_own + inner
-        elif stock_own and saved == len(inner):
-            targets = inner
-        else:
-            super().load_own_variables(store)
-            return
-        for i, variable in enumerate(targets):
-            variable.assign(store[str(i)])
-
-    def get_config(self):
-        config = {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-        }
-        rule = self._rule
-        if type(rule) is DynamicLossScale and rule == DynamicLossScale(
-            initial_scale=rule.initial_scale, dynamic_growth_steps=rule.dynamic_growth_steps
-        ):
-            # Stock Keras' four keys, wherever they say it all.
-            config["initial_scale"] = rule.initial_scale
-            config["dynamic_growth_steps"] = rule.dynamic_growth_steps
-        else:
-            config["loss_scale"] = keras.saving.serialize_keras_object(rule)
-        return config
-
-    @classmethod
-    def from_config(cls, config, custom_objects=None):
-        config = dict(config)
-        inner_optimizer = keras.saving.deserialize_keras_object(
-            config.pop("inner_optimizer"), custom_objects=custom_objects
-        )
-        if isinstance(config.get("loss_scale"), dict):
-            config["loss_scale"] = keras.saving.deserialize_keras_object(
-                config["loss_scale"], custom_objects=custom_objects
-            )
-        return cls(inner_optimizer, **config)
+        if loss_is_finite is not None:
+            values.append((lost, lost.value + ops.cast(ops.logical_not(loss_is_finite), lost.dtype)))
+        return decision, values

@@ -1,6 +1,7 @@
 """Notices when a private name of Keras that mpkeras uses changes."""
 
 import keras
+import numpy as np
 import pytest
 
 from mpkeras import _keras_private as private
@@ -41,6 +42,17 @@ def test_an_optimizer_counts_its_steps():
     optimizer.build([v])
     assert any(private.step_count(optimizer) is known for known in optimizer.variables)
     assert int(private.step_count(optimizer)) == 0
+
+
+def test_the_sums_of_an_accumulating_optimizer_are_taken_once():
+    v = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    optimizer.build([v])
+    optimizer.apply([keras.ops.convert_to_tensor([4.0, 8.0])], [v])
+    (total,), calls = private.taken_accumulation(optimizer)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(total.value), [4.0, 8.0])
+    assert int(calls) == 1
+    assert private.taken_accumulation(optimizer)[0] == []
 
 
 def test_weight_decay_goes_through_one_method_and_can_be_excluded():

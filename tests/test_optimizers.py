@@ -112,7 +112,6 @@ def test_training_with_a_bad_step_equals_training_without_it(make, mode):
         pytest.param({"weight_decay": 0.1}, id="weight_decay"),
         pytest.param({"use_ema": True, "ema_momentum": 0.5}, id="ema"),
         pytest.param({"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}, id="ema overwrites"),
-        pytest.param({"gradient_accumulation_steps": 2}, id="accumulation"),
     ],
 )
 def test_inner_options_act_on_unscaled_gradients_and_applied_steps_only(options, mode):
