@@ -26,7 +26,10 @@ def test_each_replica_of_a_mirrored_strategy(replicas, eager):
     assert eager or result["new_traces"] == 0
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["in a graph", "in eager mode"])
+@pytest.mark.parametrize(
+    "eager",
+    [pytest.param(False, id="in a graph"), pytest.param(True, id="in eager mode", marks=pytest.mark.slow)],
+)
 def test_each_worker_of_a_multi_worker_strategy(eager):
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
 

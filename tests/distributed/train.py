@@ -13,6 +13,8 @@ import sys
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 INITIAL_SCALE = 2.0**10
+# The loss stays finite in float32; the gradient of a row with this target is beyond float16 at any scale used here.
+OVERFLOWING_TARGET = 1e9
 
 
 def main():
@@ -37,10 +39,16 @@ def main():
     with scope():
         model = compiled_model(options, with_statistics=False)
     result["many"] = train(model, options, batch)
+    keras.utils.set_random_seed(0)
+    with scope():
+        model = compiled_model(options, with_statistics=False, accumulate_steps=2)
+    result["accumulated"] = {"many": train_with_a_fault(model, options, batch)}
     if options.where == "multiworker":
         result["one_worker_knows_its_loss"] = one_worker_knows_its_loss(model.distribute_strategy)
     one_device()
     result["one"] = train(compiled_model(options, with_statistics=False), options, lambda x: x)
+    model = compiled_model(options, with_statistics=False, accumulate_steps=2)
+    result["accumulated"]["one"] = train_with_a_fault(model, options, lambda x: x)
     print("RESULT " + json.dumps(result))
 
 
@@ -100,7 +108,7 @@ def one_device():
         keras.distribution.set_distribution(None)
 
 
-def compiled_model(options, with_statistics: bool):
+def compiled_model(options, with_statistics: bool, accumulate_steps=None):
     import keras
 
     import mpkeras
@@ -133,7 +141,8 @@ def compiled_model(options, with_statistics: bool):
     if with_statistics:
         hidden = RunningMean()(keras.layers.BatchNormalization()(inputs))
     model = Counting(inputs, dense(8, 4)(dense(8, 3)(hidden)))
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", run_eagerly=options.eager, jit_compile="auto")
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=accumulate_steps)
+    model.compile(optimizer, "mse", run_eagerly=options.eager, jit_compile="auto")
     # Low enough that no gradient overflows by chance.
     return mpkeras.prepare(model, "mixed_float16", loss_scale=mpkeras.DynamicLossScale(INITIAL_SCALE))
 
@@ -180,10 +189,23 @@ def is_multi_worker(model) -> bool:
 
 def train(model, options, batch):
     """Trains on three batches without faults."""
-    import keras
-
     for x, y in batches(options, 3):
         fit(model, x, y, options, batch)
+    return weights_and_scales(model)
+
+
+def train_with_a_fault(model, options, batch):
+    """Trains on two windows of two batches; a gradient of the last shard overflows in the third batch."""
+    for i, (x, y) in enumerate(batches(options, 4)):
+        if i == 2:
+            y[-1] = OVERFLOWING_TARGET
+        fit(model, x, y, options, batch)
+    return weights_and_scales(model)
+
+
+def weights_and_scales(model):
+    import keras
+
     weights = [keras.ops.convert_to_numpy(v).tolist() for v in model.trainable_variables]
     return {"weights": weights, "scales": scales(model)}
 
@@ -204,8 +226,7 @@ def inflict_faults(model, options, batch) -> dict:
             if kind == "input":
                 bad_x[row, 0] = np.inf
             else:
-                # The loss stays finite in float32; the gradient of this row is beyond float16.
-                bad_y[row] = 1e9
+                bad_y[row] = OVERFLOWING_TARGET
             before = [local_values(v) for v in everything(model)]
             skipped = int(local_values(model.optimizer.skipped_steps)[0])
             fit(model, bad_x, bad_y, options, batch)
