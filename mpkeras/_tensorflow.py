@@ -6,7 +6,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from mpkeras import _keras_private
+from mpkeras import _keras_private, _tensorflow_all_reduce
+from mpkeras._tensorflow_all_reduce import check_all_reduce_dtype  # noqa: F401
 
 
 def in_xla() -> bool:
@@ -59,9 +60,11 @@ def apply(optimizer, grads, variables, notes):
             "Expected `apply` to be called in a replica context. Received: a call in a cross-replica context. "
             "Call it in the function that `strategy.run` runs."
         )
+    takes_unscaled = notes.grads_are_unscaled
+    if _tensorflow_all_reduce.is_active(optimizer):
+        grads = _tensorflow_all_reduce.summed(optimizer, grads, variables, takes_unscaled)
     grad_total = grad_sum(grads)
     loss_is_finite = _known_loss_flag(notes)
-    takes_unscaled = notes.grads_are_unscaled
     if strategy.num_replicas_in_sync == 1:
         _apply(optimizer, grads, variables, tf.math.is_finite(grad_total), loss_is_finite, takes_unscaled)
         return
@@ -72,7 +75,8 @@ def apply(optimizer, grads, variables, notes):
     context = tf.distribute.get_replica_context()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         flags = _flags(context.all_reduce(tf.distribute.ReduceOp.SUM, checks))
-        _apply(optimizer, grads, variables, *flags, takes_unscaled)
+        with _tensorflow_all_reduce.no_second_sum(optimizer):
+            _apply(optimizer, grads, variables, *flags, takes_unscaled)
         return
     context.merge_call(_apply_across_replicas, args=(optimizer, grads, variables, checks, takes_unscaled))
 
@@ -90,7 +94,8 @@ def _apply_across_replicas(strategy, optimizer, grads, variables, checks, takes_
 
     def in_each_replica(function, *arguments):
         # The conditional stands outside the replicas, as a branch inside one could not call the others.
-        strategy.extended.call_for_each_replica(function, args=arguments)
+        with _tensorflow_all_reduce.no_second_sum(optimizer):
+            strategy.extended.call_for_each_replica(function, args=arguments)
 
     if optimizer.window is None:
         _when(decision.is_due, in_each_replica, _update_inner, optimizer, grads, variables, takes_unscaled)

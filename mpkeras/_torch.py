@@ -6,6 +6,17 @@ import torch
 from mpkeras import _keras_private, _torch_distributed
 
 
+def check_all_reduce_dtype(dtype):
+    """Raises `ValueError` for a dtype: gradients are summed over ranks before an optimizer sees them."""
+    if dtype is not None:
+        raise ValueError(
+            "Expected no `all_reduce_dtype` on torch, where `DistributedDataParallel` sums the gradients. Received: "
+            f"all_reduce_dtype={dtype!r}. Leave it out, and give the module torch's own hook: "
+            "`module.register_comm_hook(None, default_hooks.fp16_compress_hook)`, from "
+            "`torch.distributed.algorithms.ddp_comm_hooks`."
+        )
+
+
 def scale_loss(optimizer, loss, notes):
     notes.loss_was_scaled_in_trace |= torch.compiler.is_compiling()
     if torch.is_tensor(loss):
