@@ -14,6 +14,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 import keras
 import numpy as np
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import mpkeras
 
@@ -42,10 +43,17 @@ def main():
     half = ROWS // RANKS
     rows = slice(options.rank * half, (options.rank + 1) * half)
     result["many"] = train(*new_model(), rows, wrap)
+    result["compressed"] = train(*new_model(), rows, wrapped_with_16_bit_sums)
     result.update(inflict_faults(*new_model(), rows, wrap))
     result["own_gradients"] = gradients_that_nobody_reduced(options.rank)
     torch.distributed.destroy_process_group()
     print("RESULT " + json.dumps(result))
+
+
+def wrapped_with_16_bit_sums(model):
+    module = torch.nn.parallel.DistributedDataParallel(model)
+    module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return module
 
 
 def new_model():

@@ -8,6 +8,13 @@ from tests.distributed.launch import free_ports, run_workers
 pytestmark = pytest.mark.backends("torch")
 
 
+def assert_equal(one, many):
+    assert one["scale"] == many["scale"] == 1024.0
+    for a, b in zip(one["weights"], many["weights"], strict=True):
+        # float16 has 11 significant bits, and the batch is summed in another order
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=5e-4)
+
+
 @pytest.fixture(scope="module")
 def results():
     (port,) = free_ports(1)
@@ -34,12 +41,14 @@ def test_each_rank_alone_skips_the_step_of_all(results):
 
 def test_without_faults_two_ranks_equal_one_device_with_the_joined_batch(results):
     for result in results:
-        one, many = result["one"], result["many"]
-        assert one["scale"] == many["scale"] == 1024.0
-        for a, b in zip(one["weights"], many["weights"], strict=True):
-            # float16 has 11 significant bits, and the batch is summed in another order
-            np.testing.assert_allclose(a, b, rtol=2e-3, atol=5e-4)
+        assert_equal(result["one"], result["many"])
     assert results[0]["many"] == results[1]["many"]
+
+
+def test_torchs_own_16_bit_sums_equal_the_float32_sums_to_rounding(results):
+    for result in results:
+        assert_equal(result["many"], result["compressed"])
+        assert result["many"]["weights"] != result["compressed"]["weights"]
 
 
 def test_ranks_that_reduce_nothing_else_decide_together(results):

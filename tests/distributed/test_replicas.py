@@ -44,5 +44,6 @@ def test_each_worker_of_a_multi_worker_strategy(eager):
         check_equals_one_device(result)
         assert eager or result["new_traces"] == 0
     assert results[0]["many"] == results[1]["many"]
+    assert [result["sum_in_16_bits"] for result in results] == [{"value": [-3.0], "scale": 8.0}] * 2
     # A NaN loss that worker 1 alone knows of: skipped by both, and no scale would cure it.
     assert [result["one_worker_knows_its_loss"] for result in results] == [{"value": [1.0, 1.0, 1.0], "scale": 8.0}] * 2

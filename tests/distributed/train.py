@@ -45,6 +45,7 @@ def main():
     result["accumulated"] = {"many": train_with_a_fault(model, options, batch)}
     if options.where == "multiworker":
         result["one_worker_knows_its_loss"] = one_worker_knows_its_loss(model.distribute_strategy)
+        result["sum_in_16_bits"] = sum_in_16_bits(model.distribute_strategy)
     one_device()
     result["one"] = train(compiled_model(options, with_statistics=False), options, lambda x: x)
     model = compiled_model(options, with_statistics=False, accumulate_steps=2)
@@ -281,6 +282,31 @@ def one_worker_knows_its_loss(strategy) -> dict:
         # Says that the loss was not scaled by `scale_loss`.
         warnings.simplefilter("ignore")
         run_step()
+    return {"value": variable.numpy().tolist(), "scale": float(optimizer.loss_scale)}
+
+
+def sum_in_16_bits(strategy) -> dict:
+    """Worker k has a gradient of 8 + 8 k, at a scale of 8."""
+    import keras
+    import tensorflow as tf
+
+    import mpkeras
+
+    with strategy.scope():
+        variable = keras.Variable([0.0])
+        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0, all_reduce_dtype="float16")
+        optimizer.build([variable])
+
+    @tf.function
+    def run_step():
+        def step():
+            index = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+            optimizer.scale_loss(tf.ones(()))
+            optimizer.apply([tf.reshape(8.0 + 8.0 * index, [1])], [variable])
+
+        strategy.run(step)
+
+    run_step()
     return {"value": variable.numpy().tolist(), "scale": float(optimizer.loss_scale)}
 
 
