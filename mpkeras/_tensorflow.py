@@ -65,7 +65,7 @@ def apply(optimizer, grads, variables, notes):
         grads = _tensorflow_all_reduce.summed(optimizer, grads, variables, takes_unscaled)
     grad_total = grad_sum(grads)
     loss_is_finite = _known_loss_flag(notes)
-    if strategy.num_replicas_in_sync == 1:
+    if _decides_alone(strategy):
         _apply(optimizer, grads, variables, tf.math.is_finite(grad_total), loss_is_finite, takes_unscaled)
         return
     bad_losses = tf.zeros(()) if loss_is_finite is None else 1.0 - tf.cast(loss_is_finite, tf.float32)
@@ -79,6 +79,15 @@ def apply(optimizer, grads, variables, notes):
             _apply(optimizer, grads, variables, *flags, takes_unscaled)
         return
     context.merge_call(_apply_across_replicas, args=(optimizer, grads, variables, checks, takes_unscaled))
+
+
+def _decides_alone(strategy) -> bool:
+    """Whether this is the only replica, and the inner optimizer may be called from a branch.
+
+    Under a `MirroredStrategy` on one device it may not: it goes the way of several.
+    """
+    calls_others = tf.distribute.has_strategy() and not tf.__internal__.distribute.strategy_supports_no_merge_call()
+    return strategy.num_replicas_in_sync == 1 and (in_xla() or not calls_others)
 
 
 def _flags(summed_checks):

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize(
     ("replicas", "eager"),
     [
+        # As on a machine with one GPU.
+        pytest.param(1, False, id="1 replica in a graph"),
         pytest.param(2, False, id="2 replicas in a graph"),
         pytest.param(2, True, id="2 replicas in eager mode"),
         pytest.param(4, False, id="4 replicas in a graph", marks=pytest.mark.slow),
