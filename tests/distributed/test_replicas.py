@@ -16,7 +16,7 @@ pytestmark = pytest.mark.backends("tensorflow")
         # As on a machine with one GPU.
         pytest.param(1, False, id="1 replica in a graph"),
         pytest.param(2, False, id="2 replicas in a graph"),
-        pytest.param(2, True, id="2 replicas in eager mode"),
+        pytest.param(2, True, id="2 replicas in eager mode", marks=pytest.mark.slow),
         pytest.param(4, False, id="4 replicas in a graph", marks=pytest.mark.slow),
         pytest.param(4, True, id="4 replicas in eager mode", marks=pytest.mark.slow),
     ],
@@ -28,10 +28,8 @@ def test_each_replica_of_a_mirrored_strategy(replicas, eager):
     assert eager or result["new_traces"] == 0
 
 
-@pytest.mark.parametrize(
-    "eager",
-    [pytest.param(False, id="in a graph"), pytest.param(True, id="in eager mode", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("eager", [False, True], ids=["in a graph", "in eager mode"])
 def test_each_worker_of_a_multi_worker_strategy(eager):
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
 
