@@ -16,6 +16,7 @@ from mpkeras.policies import (
     set_global_policy,
 )
 from mpkeras.training.prepare import prepare
+from mpkeras.training.step import make_train_step
 
 __all__ = [
     "DynamicLossScale",
@@ -29,6 +30,7 @@ __all__ = [
     "get_policy",
     "global_policy",
     "layers",
+    "make_train_step",
     "policy_scope",
     "prepare",
     "register_policy",

@@ -1,6 +1,7 @@
 """TensorFlow's guarded train step."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from mpkeras import _keras_private
@@ -20,13 +21,18 @@ def check_jit_compile(model, jit_compile):
 
 
 def ensure_built(model, data):
-    """Builds what the first call of `model` would build.
+    """Builds what the first call of `model` would build, and its optimizer.
 
-    Keras builds a model in TensorFlow's `fit` while it traces the step: too late for the layers that a layer
-    makes in its `build` to be given a policy.
+    Keras builds both in TensorFlow's `fit` while it traces the step: too late for the layers that a layer
+    makes in its `build` to be given a policy, and what an optimizer's `build` assigns (ScheduleFreeAdamW
+    starts from the weights) would become part of every step.
     """
     if not _keras_private.is_built(model):
         _keras_private.symbolic_build(model, data)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and model.distribute_strategy.num_replicas_in_sync == 1:
+        with tf.init_scope():
+            optimizer.build(model.trainable_variables)
 
 
 def variable_scope(model):
@@ -35,7 +41,14 @@ def variable_scope(model):
 
 
 def step_without_trace(model, optimizers, train_step, data):
-    """Runs `train_step(data)`; where every update of it was skipped, puts all other state back.
+    """Runs `train_step(data)`; where every update of it was skipped, puts all other state back."""
+    metrics = [variable.value for variable in model.metrics_variables]
+    logs, step_is_skipped = _run_without_trace(model, metrics, optimizers, lambda: train_step(data))
+    return _logs_without_trace(model, logs, step_is_skipped)
+
+
+def _run_without_trace(model, metrics, optimizers, run):
+    """Returns `run()` and whether its step was skipped; then no other variable shows that it ran.
 
     A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
     fed 1e25) keeps its old value, too.
@@ -43,15 +56,15 @@ def step_without_trace(model, optimizers, train_step, data):
     frozen = _keras_private.frozen_weights(model)
     statistics = [_own_part(v.value) for v in model.non_trainable_variables if id(v) not in frozen]
     non_trainable = statistics + [_own_part(v.value) for v in model.non_trainable_variables if id(v) in frozen]
-    metrics = [_own_part(variable.value) for variable in model.metrics_variables]
+    metrics = [_own_part(variable) for variable in metrics]
     # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
     old_values = [tf.identity(variable) for variable in non_trainable + metrics]
     before = [_counters(optimizer) for optimizer in optimizers]
-    logs = train_step(data)
+    result = run()
     after = [_counters(optimizer) for optimizer in optimizers]
     any_skipped = tf.reduce_any([new[0] > old[0] for new, old in zip(after, before, strict=True)])
-    any_applied = tf.reduce_any([new[1] > old[1] for new, old in zip(after, before, strict=True)])
-    step_is_skipped = tf.logical_and(any_skipped, tf.logical_not(any_applied))
+    any_accepted = tf.reduce_any([new[1] > old[1] for new, old in zip(after, before, strict=True)])
+    step_is_skipped = tf.logical_and(any_skipped, tf.logical_not(any_accepted))
 
     old_non_trainable = old_values[: len(non_trainable)]
     old_metrics = old_values[len(non_trainable) :]
@@ -70,7 +83,7 @@ def step_without_trace(model, optimizers, train_step, data):
         restore()
     else:
         tf.cond(needs_restoring, restore, lambda: tf.constant(False))
-    return _logs_without_trace(model, logs, step_is_skipped)
+    return result, step_is_skipped
 
 
 def _own_part(variable):
@@ -88,9 +101,8 @@ def _own_part(variable):
 
 
 def _counters(optimizer):
-    """Returns the skipped and the applied steps so far, integer scalars of shape `()`."""
-    applied = _keras_private.step_count(optimizer.inner_optimizer)
-    return tf.identity(optimizer.skipped_steps.value), tf.identity(applied.value)
+    """Returns the skipped and the accepted steps so far, integer scalars of shape `()`."""
+    return tf.identity(optimizer.skipped_steps.value), tf.identity(optimizer.accepted_steps.value)
 
 
 def _restore(variables, old_values, step_is_skipped, non_finite_too):
@@ -126,3 +138,77 @@ def with_logs(optimizers, logs, names):
         return logs
     values = (optimizers[0].loss_scale, sum(tf.identity(o.skipped_steps.value) for o in optimizers))
     return {**logs, **dict(zip(names, values, strict=True))}
+
+
+class CompiledStep:
+    """A custom loop's step: `GradientTape` in one `tf.function`. `parts` is a `StepParts`."""
+
+    def __init__(self, parts):
+        self._parts = parts
+        self._function = tf.function(self._one_step, jit_compile=parts.jit_compile)
+        self._distributed = tf.function(self._on_every_replica)
+
+    def __call__(self, x, y, sample_weight):
+        x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
+        strategy = self._parts.model.distribute_strategy
+        if strategy.num_replicas_in_sync > 1 and tf.distribute.in_cross_replica_context():
+            return self._distributed(x, y, sample_weight)
+        return self._function(x, y, sample_weight)
+
+    def compiler_ir(self, x, y, sample_weight, optimized):
+        x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
+        stage = "optimized_hlo" if optimized else "hlo"
+        return self._function.experimental_get_compiler_ir(x, y, sample_weight)(stage=stage)
+
+    def _one_step(self, x, y, sample_weight):
+        parts = self._parts
+        optimizer = parts.optimizer
+        if not parts.guards:
+            return {**self._update(x, y, sample_weight), "skipped": parts.last_step_skipped()}
+        metrics = [variable.value for metric in parts.metrics for variable in metric.variables]
+        result, skipped = _run_without_trace(
+            parts.model, metrics, [optimizer], lambda: self._update(x, y, sample_weight)
+        )
+        return {**result, **parts.metric_results(), "skipped": skipped}
+
+    def _update(self, x, y, sample_weight):
+        parts = self._parts
+        model, optimizer = parts.model, parts.optimizer
+        with tf.GradientTape() as tape:
+            y_pred = model(x, **parts.call_options)
+            loss = parts.total_loss(y, y_pred, sample_weight, model.losses)
+            scaled_loss = optimizer.scale_loss(loss)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(scaled_loss, variables), variables)
+        parts.update_metrics(y, y_pred, sample_weight)
+        return {"loss": loss, "loss_scale": parts.loss_scale(), **parts.metric_results()}
+
+    def _on_every_replica(self, x, y, sample_weight):
+        strategy = self._parts.model.distribute_strategy
+        per_replica = strategy.run(self._one_step, args=(x, y, sample_weight))
+        # Each replica's loss is its share of the mean over all; the rest is the same everywhere.
+        loss = strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica["loss"], axis=None)
+        result = {name: strategy.experimental_local_results(value)[0] for name, value in per_replica.items()}
+        return {**result, **self._parts.metric_results(), "loss": loss}
+
+
+def replicas(model=None) -> int:
+    """Returns how many replicas average their losses together: those of `model`, or of the present scope."""
+    strategy = tf.distribute.get_strategy() if model is None else model.distribute_strategy
+    return strategy.num_replicas_in_sync
+
+
+def local_tensors(structure):
+    """Returns the tensors of a batch, or of its part for one replica."""
+    strategy = tf.distribute.get_strategy()
+    return keras.tree.map_structure(lambda value: _as_tensor(strategy.experimental_local_results(value)[0]), structure)
+
+
+def _as_tensor(value):
+    if value is None or isinstance(value, tf.distribute.DistributedValues):
+        return value
+    if not tf.is_tensor(value):
+        value = np.asarray(value)
+        # As `fit` does: float64 is what NumPy makes by default, not what was meant.
+        value = tf.convert_to_tensor(value.astype(keras.config.floatx()) if value.dtype == np.float64 else value)
+    return value

@@ -2,6 +2,8 @@
 
 import contextlib
 
+import keras
+import numpy as np
 import torch
 
 from mpkeras import _keras_private
@@ -24,30 +26,9 @@ def variable_scope(model):
 
 
 def step_without_trace(model, optimizers, train_step, data):
-    """Runs `train_step(data)`; where every update of it was skipped, puts all other state back.
-
-    A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
-    fed 1e25) keeps its old value, too.
-    """
-    frozen = _keras_private.frozen_weights(model)
-    statistics = [v.value for v in model.non_trainable_variables if id(v) not in frozen]
-    frozen_values = [v.value for v in model.non_trainable_variables if id(v) in frozen]
+    """Runs `train_step(data)`; where every update of it was skipped, puts all other state back."""
     metrics = [variable.value for variable in model.metrics_variables]
-    # Copies: torch assigns in place.
-    with torch.no_grad():
-        old_statistics = [value.clone() for value in statistics]
-        old_frozen = [value.clone() for value in frozen_values]
-        old_metrics = [value.clone() for value in metrics]
-    before = [_counters(optimizer) for optimizer in optimizers]
-    logs = train_step(data)
-    after = [_counters(optimizer) for optimizer in optimizers]
-    any_skipped = any(new[0] > old[0] for new, old in zip(after, before, strict=True))
-    any_applied = any(new[1] > old[1] for new, old in zip(after, before, strict=True))
-    step_is_skipped = any_skipped and not any_applied
-    with torch.no_grad():
-        _restore(statistics, old_statistics, step_is_skipped, True)
-        _restore(frozen_values, old_frozen, step_is_skipped, False)
-        _restore(metrics, old_metrics, step_is_skipped, any_skipped)
+    logs, step_is_skipped = _run_without_trace(model, metrics, optimizers, lambda: train_step(data))
     if step_is_skipped:
         metric_logs = model.get_metrics_result()
         if isinstance(logs, dict) and set(logs) == set(metric_logs):
@@ -55,9 +36,35 @@ def step_without_trace(model, optimizers, train_step, data):
     return logs
 
 
+def _run_without_trace(model, metrics, optimizers, run):
+    """Returns `run()` and whether its step was skipped; then no other variable shows that it ran.
+
+    A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
+    fed 1e25) keeps its old value, too.
+    """
+    frozen = _keras_private.frozen_weights(model)
+    statistics = [v.value for v in model.non_trainable_variables if id(v) not in frozen]
+    frozen_values = [v.value for v in model.non_trainable_variables if id(v) in frozen]
+    # Copies: torch assigns in place.
+    with torch.no_grad():
+        old_statistics = [value.clone() for value in statistics]
+        old_frozen = [value.clone() for value in frozen_values]
+        old_metrics = [value.clone() for value in metrics]
+    before = [_counters(optimizer) for optimizer in optimizers]
+    result = run()
+    after = [_counters(optimizer) for optimizer in optimizers]
+    any_skipped = any(new[0] > old[0] for new, old in zip(after, before, strict=True))
+    any_accepted = any(new[1] > old[1] for new, old in zip(after, before, strict=True))
+    step_is_skipped = any_skipped and not any_accepted
+    with torch.no_grad():
+        _restore(statistics, old_statistics, step_is_skipped, True)
+        _restore(frozen_values, old_frozen, step_is_skipped, False)
+        _restore(metrics, old_metrics, step_is_skipped, any_skipped)
+    return result, step_is_skipped
+
+
 def _counters(optimizer):
-    applied = _keras_private.step_count(optimizer.inner_optimizer)
-    return int(optimizer.skipped_steps.value), int(applied.value)
+    return int(optimizer.skipped_steps.value), int(optimizer.accepted_steps.value)
 
 
 def _restore(values, old_values, step_is_skipped, non_finite_too):
@@ -83,3 +90,68 @@ def with_logs(optimizers, logs, names):
         return logs
     values = (float(optimizers[0].loss_scale), sum(int(o.skipped_steps.value) for o in optimizers))
     return {**logs, **dict(zip(names, values, strict=True))}
+
+
+class CompiledStep:
+    """A custom loop's step: forward pass and loss in `torch.compile`, the rest op by op. `parts` is a `StepParts`."""
+
+    def __init__(self, parts):
+        self._parts = parts
+        self._forward = torch.compile(self._loss) if parts.jit_compile else self._loss
+
+    def __call__(self, x, y, sample_weight):
+        parts = self._parts
+        x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
+        if not parts.guards:
+            return {**self._update(x, y, sample_weight), "skipped": parts.last_step_skipped()}
+        metrics = [variable.value for metric in parts.metrics for variable in metric.variables]
+        result, skipped = _run_without_trace(
+            parts.model, metrics, [parts.optimizer], lambda: self._update(x, y, sample_weight)
+        )
+        return {**result, **parts.metric_results(), "skipped": torch.tensor(skipped)}
+
+    def compiler_ir(self, x, y, sample_weight, optimized):
+        raise ValueError(
+            "Expected a backend with a whole-program compiler. Received: `compiler_ir` on torch, which compiles "
+            "parts of a step. Use the TensorFlow or the JAX backend to read a compiled step."
+        )
+
+    def _loss(self, x, y, sample_weight):
+        parts = self._parts
+        y_pred = parts.model(x, **parts.call_options)
+        return parts.total_loss(y, y_pred, sample_weight, parts.model.losses), y_pred
+
+    def _update(self, x, y, sample_weight):
+        parts = self._parts
+        variables = parts.model.trainable_variables
+        for variable in variables:
+            variable.value.grad = None
+        loss, y_pred = self._forward(x, y, sample_weight)
+        parts.optimizer.scale_loss(loss).backward()
+        with torch.no_grad():
+            parts.optimizer.apply([variable.value.grad for variable in variables], variables)
+            parts.update_metrics(y, keras.tree.map_structure(torch.Tensor.detach, y_pred), sample_weight)
+        return {"loss": loss.detach(), "loss_scale": parts.loss_scale(), **parts.metric_results()}
+
+
+def replicas(model=None) -> int:
+    """Each process averages for itself; `DistributedDataParallel` averages the gradients."""
+    del model
+    return 1
+
+
+@torch.no_grad()
+def local_tensors(structure):
+    """Returns the tensors of a batch."""
+    return keras.tree.map_structure(_as_tensor, structure)
+
+
+def _as_tensor(value):
+    if value is None:
+        return None
+    if not torch.is_tensor(value):
+        value = np.asarray(value)
+        # As `fit` does: float64 is what NumPy makes by default, not what was meant.
+        value = value.astype(keras.config.floatx()) if value.dtype == np.float64 else value
+    # To Keras' device.
+    return keras.ops.convert_to_tensor(value)

@@ -10,13 +10,7 @@ import keras
 
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.step_notes import step_notes
-
-if keras.backend.backend() == "tensorflow":
-    from mpkeras.training import _tensorflow as _backend
-elif keras.backend.backend() == "jax":
-    from mpkeras.training import _jax as _backend
-else:
-    from mpkeras.training import _torch as _backend
+from mpkeras.training.backend import training_backend
 
 LOG_NAMES = ("loss_scale", "skipped_steps")
 
@@ -54,17 +48,17 @@ def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = l
 
     @functools.wraps(train_step)
     def guarded_train_step(*args):
-        _backend.ensure_built(model, *args)
+        training_backend.ensure_built(model, *args)
         guard.convert_new_layers()
         optimizers = _scaling_optimizers(model)
         if guard.rollback and optimizers:
-            step = functools.partial(_backend.step_without_trace, model, optimizers, train_step)
+            step = functools.partial(training_backend.step_without_trace, model, optimizers, train_step)
         else:
             step = train_step
         with _guarded_step(optimizers):
             result = step(*args)
         if guard.add_logs and optimizers:
-            result = _backend.with_logs(optimizers, result, LOG_NAMES)
+            result = training_backend.with_logs(optimizers, result, LOG_NAMES)
         return result
 
     guarded_train_step.mpkeras_guard = guard

@@ -319,3 +319,26 @@ def test_saved_model_resumes_with_its_optimizer_state(tmp_path):
     assert loaded.optimizer.loss_scale_rule == DynamicLossScale(256.0, dynamic_growth_steps=2)
     assert snapshot(loaded.optimizer.variables) == snapshot(model.optimizer.variables)
     assert float(loaded.optimizer.dynamic_scale) == 512.0
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras 3.15 has it")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_an_optimizer_that_starts_from_the_weights_does_so(jit_compile):
+    """Stock Keras traces that start into every step on TensorFlow: the weights fall to zero."""
+
+    def run(built_first):
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.ScheduleFreeAdamW(0.01)
+        if built_first:
+            optimizer.build(model.trainable_variables)
+        model.compile(optimizer, "mse", jit_compile=jit_compile and keras.backend.backend() != "torch")
+        prepare(model, "float32")
+        for i in range(3):
+            model.train_on_batch(np.full((2, 3), i, "float32"), np.ones((2, 2), "float32"))
+        return model.get_weights()
+
+    late, early = run(False), run(True)
+    np.testing.assert_allclose(late[0], early[0], rtol=1e-6)
+    np.testing.assert_allclose(late[1], early[1], rtol=1e-6)
+    assert np.abs(early[0]).max() > 0.1

@@ -1,0 +1,71 @@
+"""Which policy and which loss-scaling rule hold for a model, from what its layers compute in."""
+
+import keras
+
+from mpkeras import _keras_private
+from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
+from mpkeras.optimizer_wrapping import rewrapped
+from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.policies.registry import get_policy
+
+SIXTEEN_BITS = ("float16", "bfloat16")
+
+
+def chosen_policy(model, policy):
+    """Returns the `Policy` whose rules and loss scale hold for `model`."""
+    if policy is not None:
+        return get_policy(policy)
+    global_policy = get_policy(None)
+    dtypes = {layer.compute_dtype for layer in layers_of(model)} & set(SIXTEEN_BITS)
+    if not dtypes or global_policy.compute_dtype in dtypes:
+        return global_policy
+    # The layers, not the model's name or the global policy, say what this model computes in.
+    return get_policy("mixed_float16" if "float16" in dtypes else "mixed_bfloat16")
+
+
+def layers_of(model) -> list:
+    return _keras_private.flatten_layers(model, include_self=True)
+
+
+def computes_in(model, dtypes) -> bool:
+    return any(layer.compute_dtype in dtypes for layer in layers_of(model))
+
+
+def check_variables(model, policy):
+    """Raises `ValueError` for trainable float16 variables: updates and Adam's epsilon round to zero."""
+    half = [v.path for v in model.trainable_variables if v.dtype == "float16"]
+    if half or policy.variable_dtype == "float16":
+        what = f"float16 variables {half[:3]}" if half else f"policy '{policy.name}'"
+        raise ValueError(
+            "Expected float32 variables to train: in float16 small updates and Adam's epsilon of 1e-8 round "
+            f"to zero. Received: {what}. Build the model under 'mixed_float16'."
+        )
+
+
+def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, rollback: bool):
+    """Returns the loss-scaling rule for `optimizer`, or `None` to leave it as it is."""
+    is_ours = isinstance(optimizer, LossScaleOptimizer)
+    if explicit_rule is not None:
+        return explicit_rule
+    # A policy's own settings; the default rule gives way to what is set on the optimizer.
+    if policy.loss_scale is not None and policy.loss_scale != DynamicLossScale():
+        return policy.loss_scale
+    if is_ours and not getattr(optimizer, "_chosen_by_prepare", False):
+        return optimizer.loss_scale_rule
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not is_ours:
+        return DynamicLossScale(optimizer.initial_scale, dynamic_growth_steps=optimizer.dynamic_growth_steps)
+    if not is_ours and optimizer.loss_scale_factor is not None:
+        return FixedLossScale(optimizer.loss_scale_factor)
+    if computes_float16:
+        is_scaling = is_ours and optimizer.loss_scale_rule != FixedLossScale(1.0)
+        return optimizer.loss_scale_rule if is_scaling else DynamicLossScale()
+    # Nothing to scale, but float32 and bfloat16 steps are checked and skipped as well.
+    return FixedLossScale(1.0) if rollback or is_ours else None
+
+
+def wrapped(optimizer, rule):
+    if rule is None or (isinstance(optimizer, LossScaleOptimizer) and optimizer.loss_scale_rule == rule):
+        return optimizer
+    wrapped = rewrapped(optimizer, rule)
+    wrapped._chosen_by_prepare = True
+    return wrapped

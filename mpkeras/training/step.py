@@ -1,0 +1,242 @@
+"""`make_train_step`: the train step of a custom loop, with the same handling of state as `fit`."""
+
+import inspect
+
+import keras
+from keras import ops
+
+from mpkeras import _keras_private
+from mpkeras.accumulation import check_window
+from mpkeras.loss_scaling import FixedLossScale
+from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.training.backend import training_backend
+from mpkeras.training.choice import check_variables, chosen_policy, computes_in, layers_of, rule_for, wrapped
+from mpkeras.training.losses import Objective
+
+
+def make_train_step(
+    model,
+    optimizer,
+    loss_fn,
+    *,
+    jit_compile: bool | None = None,
+    rollback: bool = True,
+    accumulate_steps: int = 1,
+    on_overflow: str = "drop_micro",
+    metrics=(),
+):
+    """Returns a function that trains `model` on one batch: compiled, scaled, checked.
+
+    ```python
+    step = mpkeras.make_train_step(model, keras.optimizers.Adam(1e-3), keras.losses.MeanSquaredError())
+    for x, y in dataset:  # a `tf.data.Dataset`, a generator, a torch `DataLoader`
+        result = step(x, y)
+    print(result["loss"], result["loss_scale"], result["skipped"])
+    ```
+
+    `step(x, y=None, sample_weight=None)` runs the forward pass in training mode, adds the model's own losses
+    (regularizers, `add_loss`) in float32, scales the loss, and updates the model's variables in place. A step
+    whose loss or gradients are not finite is skipped: afterwards every variable of the model, the optimizer,
+    the metrics and the random generators is as before, and only the loss scale's own state has moved. It
+    returns a dictionary of scalar tensors:
+
+    - `"loss"`: float32, the unscaled loss of this batch, infinite or NaN where it was.
+    - `"loss_scale"`: float32, the scale of the next step.
+    - `"skipped"`: bool, whether this step was.
+    - one entry for each of `metrics`, over all steps since its `reset_state()`.
+
+    Reading one of them waits for the device. Layers keep the dtypes they have: build the model under a policy.
+    `step.optimizer` is the optimizer that the step uses, `step.compiler_ir(x, y)` the text of its program.
+
+    Args:
+        model: A `keras.Model` of any kind, compiled or not, built or not.
+        optimizer: A Keras optimizer, its name or its configuration. One that scales no loss is wrapped in a
+            `mpkeras.LossScaleOptimizer` when the model computes in float16, and, with `rollback`, to check
+            the steps under every other policy.
+        loss_fn: A `keras.losses.Loss` or its name, a function `loss_fn(y, y_pred)` that returns a scalar or
+            one loss an example, a list or dictionary of these for several outputs (their sum is
+            trained), or `None` where the model adds its own losses.
+        jit_compile: Whether the step is compiled: by XLA on TensorFlow and JAX, by `torch.compile` on torch;
+            otherwise it runs as a graph on TensorFlow and op by op on JAX and torch. By default XLA, where
+            the layers and the distribution strategy allow it, and on torch op by op: there Keras' layers
+            compile in many pieces, the first step takes tens of seconds, and it pays off for some models only.
+        rollback: Whether a skipped step leaves no trace. Without it, BatchNormalization statistics, metrics
+            and random generators keep what a skipped step did to them, and a model that does not
+            compute in float16 is not checked at all.
+        accumulate_steps: Calls of the step to one update, with the mean of their gradients, summed in
+            float32. The loss scale does not move in between.
+        on_overflow: What a call that is not finite takes from the update: itself (`"drop_micro"`) or all of
+            it (`"drop_window"`).
+        metrics: A list of `keras.metrics.Metric`; for several outputs a list or dictionary of such lists.
+
+    Raises:
+        ValueError: If trainable variables are float16, an argument is out of its range, or XLA does not work
+            with the model. Model and optimizer are then as before.
+        TypeError: If an argument is of a wrong type.
+    """
+    return TrainStep(
+        model,
+        optimizer,
+        loss_fn,
+        jit_compile=jit_compile,
+        rollback=rollback,
+        accumulate_steps=accumulate_steps,
+        on_overflow=on_overflow,
+        metrics=metrics,
+    )
+
+
+class TrainStep:
+    """What `make_train_step` returns."""
+
+    def __init__(self, model, optimizer, loss_fn, *, jit_compile, rollback, accumulate_steps, on_overflow, metrics):
+        optimizer = _checked_optimizer(model, optimizer)
+        if not isinstance(rollback, bool) or jit_compile not in (None, True, False):
+            raise TypeError(
+                "Expected `jit_compile` and `rollback` to be True or False. Received: "
+                f"jit_compile={jit_compile!r}, rollback={rollback!r}. Leave them out for the defaults."
+            )
+        check_window(accumulate_steps, on_overflow)
+        check_variables(model, chosen_policy(model, None))
+        objective = Objective(loss_fn, metrics)
+        jit_compile = _resolved_jit_compile(model, jit_compile)
+        self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow)
+        self._compiled = training_backend.CompiledStep(self._parts)
+        self._is_built = False
+
+    @property
+    def model(self):
+        return self._parts.model
+
+    @property
+    def optimizer(self):
+        """The optimizer that the step uses: yours, or the `LossScaleOptimizer` around it."""
+        return self._parts.optimizer
+
+    @property
+    def metrics(self) -> list:
+        return self._parts.metrics
+
+    def __call__(self, x, y=None, sample_weight=None) -> dict:
+        if not self._is_built:
+            self._build(x, y)
+        return self._compiled(x, y, sample_weight)
+
+    def compiler_ir(self, x, y=None, sample_weight=None, *, optimized: bool = True) -> str:
+        """Returns the HLO text of the step compiled for this batch. Runs no step.
+
+        Args:
+            x, y, sample_weight: A batch, as the step takes it.
+            optimized: Whether the text is of what XLA made for this device, or of what it was given.
+
+        Raises:
+            ValueError: On torch.
+        """
+        if not self._is_built:
+            self._build(x, y)
+        return self._compiled.compiler_ir(x, y, sample_weight, optimized)
+
+    def _build(self, x, y):
+        """Makes every variable before the step is compiled, which makes none."""
+        with training_backend.variable_scope(self.model):
+            lazy = [metric for metric in self.metrics if not metric.variables]
+            if lazy or not _keras_private.is_built(self.model):
+                y_pred = self.model(training_backend.local_tensors(x))
+                for metric in lazy:
+                    metric.update_state(training_backend.local_tensors(y), y_pred)
+                    metric.reset_state()
+            self._parts.wrap_optimizer()
+            if not self.optimizer.built:
+                self.optimizer.build(self.model.trainable_variables)
+        self._is_built = True
+
+
+class StepParts:
+    """What the backends' steps are made of: model, optimizer, losses and metrics."""
+
+    def __init__(self, model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow):
+        self.model = model
+        self.optimizer = optimizer
+        self.objective = objective
+        self.jit_compile = jit_compile
+        self._rollback = rollback
+        self._window = (accumulate_steps, on_overflow)
+        # As in `fit`: a model whose `call` takes no `training` is not told.
+        takes_training = "training" in inspect.signature(model.call).parameters
+        self.call_options = {"training": True} if takes_training else {}
+        self.wrap_optimizer()
+
+    def wrap_optimizer(self):
+        """Wraps the optimizer as the model's layers ask for; again when building has brought new layers."""
+        model, policy = self.model, chosen_policy(self.model, None)
+        rule = rule_for(self.optimizer, policy, None, computes_in(model, ("float16",)), self._rollback)
+        if self._window[0] > 1 and rule is None:
+            rule = FixedLossScale(1.0)
+        with training_backend.variable_scope(model):
+            self.optimizer = wrapped(self.optimizer, rule)
+            if self._window[0] > 1:
+                self.optimizer.accumulate(*self._window)
+
+    @property
+    def metrics(self) -> list:
+        return self.objective.metrics
+
+    @property
+    def checks(self) -> bool:
+        """Whether steps are checked at all."""
+        return isinstance(self.optimizer, LossScaleOptimizer)
+
+    @property
+    def guards(self) -> bool:
+        """Whether a skipped step is undone."""
+        return self._rollback and self.checks
+
+    def total_loss(self, y, y_pred, sample_weight, model_losses):
+        return self.objective.total_loss(y, y_pred, sample_weight, model_losses)
+
+    def update_metrics(self, y, y_pred, sample_weight):
+        self.objective.update_metrics(y, y_pred, sample_weight)
+
+    def metric_results(self) -> dict:
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def loss_scale(self):
+        if self.checks:
+            return self.optimizer.loss_scale
+        return ops.convert_to_tensor(self.optimizer.loss_scale_factor or 1.0, "float32")
+
+    def last_step_skipped(self):
+        return self.optimizer.last_step_skipped if self.checks else ops.convert_to_tensor(False)
+
+
+def _checked_optimizer(model, optimizer):
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). "
+            "Pass the model that you train."
+        )
+    if isinstance(optimizer, (str, dict)):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "Expected `optimizer` to be a Keras optimizer, its name or its configuration. Received: "
+            f"optimizer={optimizer!r} (of type {type(optimizer).__name__}). "
+            "Pass for example `keras.optimizers.Adam()`."
+        )
+    return optimizer
+
+
+def _resolved_jit_compile(model, jit_compile) -> bool:
+    """Returns whether the step is compiled. Raises `ValueError` where it is asked for and cannot be."""
+    if keras.backend.backend() == "torch":
+        return bool(jit_compile)
+    refusing = [layer.name for layer in layers_of(model) if not layer.supports_jit]
+    if jit_compile is None:
+        return not refusing and training_backend.replicas(model) == 1
+    if jit_compile and refusing:
+        raise ValueError(
+            "Expected layers that XLA can compile with `jit_compile=True`. Received: "
+            f"{refusing[:3]}, which say that they cannot. Leave `jit_compile` out."
+        )
+    training_backend.check_jit_compile(model, jit_compile)
+    return jit_compile

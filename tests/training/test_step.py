@@ -1,0 +1,461 @@
+"""`make_train_step`: against hand-worked numbers, against `fit` of stock Keras in float32, and without the fault."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras.training.step import make_train_step
+from tests.step_modes import snapshot
+
+COMPILED = [
+    pytest.param(flag, id="compiled" if flag else "not compiled")
+    for flag in ((True, False) if keras.backend.backend() != "torch" else (False,))
+]
+rng = np.random.default_rng(3)
+X = rng.normal(size=(8, 4, 6)).astype("float32")
+Y = rng.normal(size=(8, 4, 2)).astype("float32")
+
+
+def number(tensor):
+    return np.asarray(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(tensor)))
+
+
+def linear(weights=((1.0,), (2.0,)), **options):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, **options)])
+    model.set_weights([np.array(weights, "float32")])
+    return model
+
+
+def spoiled(x):
+    x = x.copy()
+    x[1, 2] = np.inf
+    return x
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_one_step_by_hand(jit_compile):
+    """y = 1 x1 + 2 x2 for (1, 1) and (2, 0), targets 1 and 4: errors 2 and -2, gradient mean(2 e x)."""
+    model = linear()
+    step = make_train_step(model, keras.optimizers.SGD(0.5), "mse", jit_compile=jit_compile)
+    x, y = np.array([[1.0, 1.0], [2.0, 0.0]]), np.array([[1.0], [4.0]])
+    result = step(x, y)
+    assert set(result) == {"loss", "loss_scale", "skipped"}
+    assert (number(result["loss"]), number(result["loss"]).dtype) == (4.0, "float32")
+    assert (number(result["loss_scale"]), number(result["skipped"])) == (1.0, False)
+    # gradient: (2*2*1 - 2*2*2) / 2 = -2 and (2*2*1) / 2 = 2
+    np.testing.assert_allclose(model.get_weights()[0], [[2.0], [1.0]])
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        pytest.param(keras.losses.MeanSquaredError(), id="Loss"),
+        pytest.param("mean_squared_error", id="name"),
+        pytest.param(lambda y, y_pred: keras.ops.square(y - y_pred)[:, 0], id="one loss an example"),
+    ],
+)
+def test_sample_weights_and_metrics_by_hand(loss_fn, jit_compile):
+    model = linear()
+    metrics = [keras.metrics.MeanAbsoluteError(name="mae")]
+    step = make_train_step(model, keras.optimizers.SGD(0.5), loss_fn, jit_compile=jit_compile, metrics=metrics)
+    x, y = np.array([[1.0, 1.0], [2.0, 0.0]], "float32"), np.array([[1.0], [4.0]], "float32")
+    result = step(x, y, np.array([1.0, 3.0]))
+    assert number(result["loss"]) == (1 * 4.0 + 3 * 4.0) / 2
+    assert number(result["mae"]) == 2.0
+    np.testing.assert_allclose(model.get_weights()[0], [[1.0 + 5.0], [2.0 - 1.0]])
+    # over both steps, until the loop resets it
+    result = step(x, model.predict(x, verbose=0), np.array([1.0, 1.0]))
+    np.testing.assert_allclose(number(result["mae"]), 4 * 2.0 / 6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_the_models_own_losses_are_trained(jit_compile):
+    model = linear(kernel_regularizer=keras.regularizers.L2(0.5))
+    step = make_train_step(model, keras.optimizers.SGD(0.5), None, jit_compile=jit_compile)
+    result = step(np.ones((2, 2), "float32"))
+    assert number(result["loss"]) == 0.5 * (1 + 4)
+    np.testing.assert_allclose(model.get_weights()[0], [[0.5], [1.0]])
+
+
+class Subclassed(keras.Model):
+    def __init__(self, heads=1):
+        super().__init__()
+        self.hidden = keras.layers.Dense(5, activation="tanh")
+        self.heads = [keras.layers.Dense(2) for _ in range(heads)]
+
+    def call(self, x):
+        x = self.hidden(x)
+        return [head(x) for head in self.heads] if len(self.heads) > 1 else self.heads[0](x)
+
+
+def functional():
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(5, activation="tanh")(inputs)
+    x = keras.layers.BatchNormalization()(x)
+    return keras.Model(inputs, keras.layers.Dense(2)(x))
+
+
+def sequential():
+    return keras.Sequential([keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(2)])
+
+
+def nested():
+    return keras.Sequential([functional(), keras.layers.Dense(2)])
+
+
+def two_in_two_out():
+    a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
+    x = keras.layers.Dense(5, activation="tanh")(keras.layers.Add()([a, b]))
+    return keras.Model({"a": a, "b": b}, {"p": keras.layers.Dense(2)(x), "q": keras.layers.Dense(2)(x)})
+
+
+KINDS = {
+    "functional": (functional, lambda i: (X[i], Y[i]), "mse"),
+    "sequential, not built": (sequential, lambda i: (X[i], Y[i]), "mse"),
+    "subclassed": (Subclassed, lambda i: (X[i], Y[i]), "mse"),
+    "nested": (nested, lambda i: (X[i], Y[i]), "mse"),
+    "list of outputs": (lambda: Subclassed(2), lambda i: (X[i], [Y[i], -Y[i]]), ["mse", "mae"]),
+    "dictionaries": (
+        two_in_two_out,
+        lambda i: ({"a": X[i], "b": X[-1 - i]}, {"p": Y[i], "q": -Y[i]}),
+        {"p": "mse", "q": "mae"},
+    ),
+}
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_trains_as_with_stock_keras(kind, jit_compile):
+    make, batch, loss = KINDS[kind]
+
+    def run(with_our_step):
+        keras.utils.set_random_seed(5)
+        model = make()
+        optimizer = keras.optimizers.Adam(0.01)
+        if with_our_step:
+            step = make_train_step(model, optimizer, loss, jit_compile=jit_compile)
+            losses = [float(number(step(*batch(i))["loss"])) for i in range(3)]
+        else:
+            model.compile(optimizer, loss, jit_compile=False)
+            losses = []
+            for i in range(3):
+                model.reset_metrics()
+                losses.append(float(model.train_on_batch(*batch(i), return_dict=True)["loss"]))
+        return losses, model.get_weights()
+
+    losses, weights = run(True)
+    expected_losses, expected_weights = run(False)
+    # the order of sums differs between programs
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    for a, b in zip(weights, expected_weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6)
+
+
+def keras_optimizers():
+    left_out = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+    classes = [c for c in vars(keras.optimizers).values() if inspect.isclass(c) and c.__name__ not in left_out]
+    return sorted({c for c in classes if issubclass(c, keras.optimizers.Optimizer)}, key=lambda c: c.__name__)
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize("make", keras_optimizers(), ids=lambda c: c.__name__)
+def test_every_optimizer_trains_as_with_stock_keras(make, jit_compile):
+    def run(with_our_step):
+        keras.utils.set_random_seed(5)
+        model = functional()
+        options = {"use_ema": True, "ema_momentum": 0.5} if make is keras.optimizers.SGD else {}
+        optimizer = make(learning_rate=0.01, **options)
+        if with_our_step:
+            # Powers of two scale without rounding.
+            optimizer = mpkeras.LossScaleOptimizer(optimizer, loss_scale=2.0**10)
+            step = make_train_step(model, optimizer, "mse", jit_compile=jit_compile)
+            for i in range(4):
+                step(spoiled(X[5]), Y[5]) if i == 2 else step(X[i], Y[i])
+        else:
+            # Built in the first trace, as stock Keras would, ScheduleFreeAdamW starts from zeros on TensorFlow.
+            optimizer.build(model.trainable_variables)
+            model.compile(optimizer, "mse", jit_compile=False)
+            for i in (0, 1, 3):
+                model.train_on_batch(X[i], Y[i])
+        return model.get_weights()
+
+    for a, b in zip(run(True), run(False), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)
+
+
+def dropout_model():
+    keras.utils.set_random_seed(11)
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(8, activation="relu")(inputs)
+    x = keras.layers.BatchNormalization(dtype="float32")(x)
+    x = keras.layers.Dropout(0.5, seed=5)(x)
+    return keras.Model(inputs, keras.layers.Dense(2)(x))
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_bad_batches_leave_no_trace(policy, jit_compile):
+    """G2: bit for bit the run without them, metrics and random generators included."""
+
+    def run(with_faults):
+        with mpkeras.policy_scope(policy):
+            model = dropout_model()
+        optimizer = keras.optimizers.Adam(0.01, use_ema=True)
+        if policy == "mixed_float16":
+            optimizer = mpkeras.LossScaleOptimizer(optimizer, loss_scale=256.0)
+        metric = keras.metrics.MeanAbsoluteError()
+        step = make_train_step(model, optimizer, "mse", jit_compile=jit_compile, metrics=[metric])
+        skips = []
+        for i in range(4):
+            if with_faults and i in (0, 2, 3):
+                result = step(spoiled(X[i + 4]), Y[i])
+                skips.append(bool(number(result["skipped"])))
+                assert not np.isfinite(number(result["loss"]))
+                assert np.isfinite(number(result["mean_absolute_error"]))
+            assert not number(step(X[i], Y[i])["skipped"])
+        return skips, snapshot(model.variables + step.optimizer.inner_optimizer.variables + metric.variables)
+
+    skips, with_faults = run(True)
+    assert skips == [True] * 3
+    assert with_faults == run(False)[1]
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_without_rollback_only_the_weights_are_kept(jit_compile):
+    model = dropout_model()
+    optimizer = mpkeras.LossScaleOptimizer("sgd", loss_scale=256.0)
+    step = make_train_step(model, optimizer, "mse", jit_compile=jit_compile, rollback=False)
+    step(X[0], Y[0])
+    weights = snapshot(model.trainable_variables)
+    assert number(step(spoiled(X[1]), Y[1])["skipped"])
+    assert snapshot(model.trainable_variables) == weights
+    assert not all(np.isfinite(number(v.value)).all() for v in model.non_trainable_weights)
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_without_rollback_a_float32_model_is_not_checked(jit_compile):
+    model = linear()
+    optimizer = keras.optimizers.SGD(0.5)
+    step = make_train_step(model, optimizer, "mse", jit_compile=jit_compile, rollback=False)
+    assert step.optimizer is optimizer
+    result = step(np.full((2, 2), np.inf, "float32"), np.ones((2, 1), "float32"))
+    assert not np.isfinite(model.get_weights()[0]).all()
+    assert (number(result["skipped"]), number(result["loss_scale"])) == (False, 1.0)
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_backoff_knows_its_cause(jit_compile):
+    """P7: gradients that overflow halve the scale, a loss that is not finite leaves it."""
+    with mpkeras.policy_scope("mixed_float16"):
+        model = linear()
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=2.0**10)
+    step = make_train_step(model, optimizer, "mse", jit_compile=jit_compile)
+    x, y = np.ones((2, 2), "float32"), np.ones((2, 1), "float32")
+    # a loss of 1e6; its gradient of 2e3 times the scale is beyond 65504
+    result = step(x, y * 1e3)
+    assert np.isfinite(number(result["loss"])) and number(result["loss_scale"]) == 2.0**9
+    result = step(x * np.inf, y)
+    assert number(result["skipped"]) and number(result["loss_scale"]) == 2.0**9
+    assert (int(optimizer.skipped_steps), int(optimizer.nonfinite_losses)) == (2, 1)
+    assert not number(step(x, y)["skipped"])
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_the_scale_is_never_baked_in(jit_compile):
+    """P24: with growth at every third step, the effective gradient is the true one at each of 12 steps."""
+    model = linear(((0.0,), (0.0,)))
+    rule = mpkeras.DynamicLossScale(4.0, dynamic_growth_steps=3)
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=rule)
+    # a loss linear in the weights: its gradient is 1 at every step
+    step = make_train_step(model, optimizer, lambda y, y_pred: y_pred[:, 0], jit_compile=jit_compile)
+    seen = []
+    for _ in range(12):
+        before = model.get_weights()[0][0, 0]
+        scale = number(step(np.array([[1.0, 0.0]]), np.zeros((1, 1)))["loss_scale"])
+        seen.append((float(before - model.get_weights()[0][0, 0]), float(scale)))
+    assert seen == [(1.0, 4.0 * 2.0 ** ((i + 1) // 3)) for i in range(12)]
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_accumulation(fault, on_overflow, jit_compile):
+    """P14: three batches to an update, the second of the second window spoiled."""
+
+    def run(batches, steps):
+        with mpkeras.policy_scope("mixed_float16"):
+            model = dropout_model()
+        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=2.0**8)
+        step = make_train_step(
+            model, optimizer, "mse", jit_compile=jit_compile, accumulate_steps=steps, on_overflow=on_overflow
+        )
+        scales = [float(number(step(x, y)["loss_scale"])) for x, y in batches]
+        return model, step.optimizer, scales
+
+    bad = (spoiled(X[7]), Y[7]) if fault == "loss" else (X[7], Y[7] + 1e4)
+    batches = [(X[i], Y[i]) for i in range(4)] + [bad] + [(X[5], Y[5])]
+    model, optimizer, scales = run(batches, 3)
+    assert scales == [256.0] * 5 + [256.0 if fault == "loss" else 128.0]
+    assert (int(optimizer.skipped_steps), int(optimizer.accepted_steps)) == (1, 5)
+    assert int(optimizer.iterations) == (2 if on_overflow == "drop_micro" else 1)
+    # The batches before and after it were good: their statistics and random numbers count.
+    others, _, _ = run([*batches[:4], batches[5]], 3)
+    assert snapshot(model.non_trainable_variables) == snapshot(others.non_trainable_variables)
+
+
+def test_any_iterable_of_batches():
+    model = linear()
+    step = make_train_step(model, "sgd", "mse")
+    for x, y in ((np.ones((2, 2)) * i, np.ones((2, 1))) for i in range(3)):
+        result = step(x, y)
+    assert int(step.optimizer.iterations) == 3
+    assert np.isfinite(number(result["loss"]))
+
+
+@pytest.mark.backends("tensorflow")
+def test_tf_data():
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices((X.reshape(-1, 6), Y.reshape(-1, 2), np.ones(32))).batch(8)
+    step = make_train_step(functional(), "sgd", "mse")
+    for batch in data:
+        step(*batch)
+    assert int(step.optimizer.iterations) == 4
+
+
+def test_arrays_read_before_a_step_stay_what_they_were():
+    """JAX donates the buffers of the state; an array read from them is the reader's own."""
+    model = linear()
+    step = make_train_step(model, keras.optimizers.SGD(0.5), "mse")
+    step(np.ones((2, 2)), np.ones((2, 1)))
+    weights = model.get_weights()[0]
+    kept = weights.copy()
+    for _ in range(3):
+        step(np.ones((2, 2)), np.zeros((2, 1)))
+    np.testing.assert_array_equal(weights, kept)
+    assert not np.array_equal(model.get_weights()[0], kept)
+
+
+def test_two_variables_that_hold_one_array_are_two():
+    model = linear()
+    model.compile("sgd", "mse")
+    first, second = (keras.Variable(np.ones(3), trainable=False) for _ in range(2))
+    second.assign(first.value)
+    model.extra = [first, second]
+    step = make_train_step(model, keras.optimizers.SGD(0.5), "mse")
+    for _ in range(2):
+        step(np.ones((2, 2)), np.ones((2, 1)))
+    np.testing.assert_array_equal(number(second.value), [1.0, 1.0, 1.0])
+
+
+class LateHalf(keras.layers.Layer):
+    """Makes its float16 layer in `build`."""
+
+    def build(self, input_shape):
+        self.inner = keras.layers.Dense(2, dtype="mixed_float16")
+        self.inner.build(input_shape)
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_a_layer_that_appears_while_building_is_scaled_too(jit_compile):
+    """P18."""
+    step = make_train_step(keras.Sequential([LateHalf()]), "sgd", "mse", jit_compile=jit_compile)
+    assert not step.optimizer.dynamic
+    step(X[0], Y[0])
+    assert step.optimizer.dynamic
+    assert float(number(step.optimizer.loss_scale)) in (2.0**14, 2.0**15)
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_metrics_that_make_their_variables_late(jit_compile):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, activation="sigmoid")])
+    metric = keras.metrics.F1Score(average="macro", threshold=0.5)
+    step = make_train_step(model, "sgd", "binary_crossentropy", jit_compile=jit_compile, metrics=[metric])
+    y = (Y > 0).astype("float32")
+    result = step(X[0], y[0])
+    probabilities = 1 / (1 + np.exp(-X[0] @ np.zeros((6, 2))))
+    assert probabilities.shape == (4, 2)
+    assert 0.0 <= float(number(result["f1_score"])) <= 1.0
+
+
+def test_optimizers_by_name_and_stock_loss_scale_optimizers():
+    with mpkeras.policy_scope("mixed_float16"):
+        model = linear()
+    assert isinstance(make_train_step(model, "adam", "mse").optimizer, mpkeras.LossScaleOptimizer)
+    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+    step = make_train_step(model, stock, "mse")
+    assert isinstance(step.optimizer, mpkeras.LossScaleOptimizer)
+    assert step.optimizer.initial_scale == 64.0
+    ours = mpkeras.LossScaleOptimizer("sgd")
+    assert make_train_step(model, ours, "mse").optimizer is ours
+
+
+class Refusing(keras.layers.Layer):
+    def __init__(self):
+        super().__init__(name="refusing")
+        self.supports_jit = False
+
+    def call(self, x):
+        return x
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_layers_that_xla_cannot_compile():
+    model = keras.Sequential([keras.Input((2,)), Refusing(), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="refusing.*Leave `jit_compile` out"):
+        make_train_step(model, "sgd", "mse", jit_compile=True)
+    result = make_train_step(model, "sgd", "mse")(np.ones((2, 2)), np.ones((2, 1)))
+    assert not number(result["skipped"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        pytest.param(("model", "sgd", "mse"), {}, TypeError, "keras.Model", id="model"),
+        pytest.param((linear, 3, "mse"), {}, TypeError, "optimizer=3", id="optimizer"),
+        pytest.param((linear, "sgd", 3), {}, TypeError, "loss_fn=3", id="loss"),
+        pytest.param(
+            (linear, "sgd", keras.losses.MeanSquaredError(reduction=None)), {}, ValueError, "scalar", id="red"
+        ),
+        pytest.param((linear, "sgd", "mse"), {"jit_compile": "yes"}, TypeError, "jit_compile='yes'", id="jit"),
+        pytest.param((linear, "sgd", "mse"), {"rollback": None}, TypeError, "rollback=None", id="rollback"),
+        pytest.param((linear, "sgd", "mse"), {"accumulate_steps": 0}, ValueError, "accumulate_steps=0", id="steps"),
+        pytest.param((linear, "sgd", "mse"), {"on_overflow": "x"}, ValueError, "on_overflow='x'", id="on_overflow"),
+        pytest.param((linear, "sgd", "mse"), {"metrics": ["mae"]}, TypeError, "keras.metrics.Metric", id="metrics"),
+        pytest.param(
+            (linear, "sgd", "mse"), {"metrics": [keras.metrics.Mean(name="loss")]}, ValueError, "Rename", id="name"
+        ),
+    ],
+)
+def test_bad_arguments_are_named(arguments, options, error, message):
+    arguments = [argument() if argument is linear else argument for argument in arguments]
+    with pytest.raises(error, match=message):
+        make_train_step(*arguments, **options)
+
+
+def test_float16_variables_are_refused():
+    """P26."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float16")])
+    optimizer = keras.optimizers.SGD(0.1, loss_scale_factor=8.0)
+    with pytest.raises(ValueError, match="float16 variables"):
+        make_train_step(model, optimizer, "mse")
+    assert optimizer.loss_scale_factor == 8.0
+
+
+def test_losses_that_cannot_be_weighted_or_found_are_named():
+    step = make_train_step(linear(), "sgd", lambda y, y_pred: keras.ops.mean(y_pred), jit_compile=False)
+    with pytest.raises(ValueError, match="one loss an example"):
+        step(np.ones((2, 2)), np.ones((2, 1)), np.ones(2))
+    step = make_train_step(two_in_two_out(), "sgd", {"r": "mse"}, jit_compile=False)
+    with pytest.raises(ValueError, match=r"\['r'\] for outputs \['p', 'q'\]"):
+        step({"a": X[0], "b": X[0]}, {"p": Y[0], "q": Y[0]})
+    step = make_train_step(linear(), "sgd", None, jit_compile=False)
+    with pytest.raises(ValueError, match="adds no loss"):
+        step(np.ones((2, 2)))
