@@ -27,6 +27,15 @@ class SelectingScope(keras.StatelessScope):
         super().add_update((variable, jnp.where(self._is_applied, value, current)))
 
 
+def check_all_reduce_dtype(dtype):
+    """Raises `ValueError` for a dtype: the compiler puts the reductions in, no optimizer does."""
+    if dtype is not None:
+        raise ValueError(
+            "Expected no `all_reduce_dtype` on JAX, where the compiler sums the gradients over devices in the dtype "
+            f"of the backward pass. Received: all_reduce_dtype={dtype!r}. Leave it out."
+        )
+
+
 def scale_loss(optimizer, loss, notes):
     in_scope = _keras_private.in_stateless_scope()
     is_traced = _is_traced()

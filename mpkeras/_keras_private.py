@@ -141,3 +141,7 @@ WEIGHT_DECAY_METHOD = "_apply_weight_decay"
 def decays(optimizer, variable) -> bool:
     """Whether `optimizer` decays `variable`, after its `exclude_from_weight_decay`."""
     return optimizer._use_weight_decay(variable)
+
+
+# The method in which Keras' optimizers on TensorFlow sum the gradients over replicas.
+GRADIENT_SUM_METHOD = "_all_reduce_sum_gradients"

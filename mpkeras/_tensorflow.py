@@ -6,7 +6,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from mpkeras import _keras_private
+from mpkeras import _keras_private, _tensorflow_all_reduce
+from mpkeras._tensorflow_all_reduce import check_all_reduce_dtype  # noqa: F401
 
 
 def in_xla() -> bool:
@@ -59,41 +60,51 @@ def apply(optimizer, grads, variables, notes):
             "Expected `apply` to be called in a replica context. Received: a call in a cross-replica context. "
             "Call it in the function that `strategy.run` runs."
         )
+    takes_unscaled = notes.grads_are_unscaled
+    if _tensorflow_all_reduce.is_active(optimizer):
+        grads = _tensorflow_all_reduce.summed(optimizer, grads, variables, takes_unscaled)
     grad_total = grad_sum(grads)
     loss_is_finite = _known_loss_flag(notes)
-    takes_unscaled = notes.grads_are_unscaled
-    if strategy.num_replicas_in_sync == 1:
+    if _decides_alone(strategy):
         _apply(optimizer, grads, variables, tf.math.is_finite(grad_total), loss_is_finite, takes_unscaled)
         return
     bad_losses = tf.zeros(()) if loss_is_finite is None else 1.0 - tf.cast(loss_is_finite, tf.float32)
+    # One message, of one form whether this worker knows its loss or not: workers are programs of their own,
+    # and where they wait for different messages they wait for ever.
+    checks = tf.stack([grad_total, bad_losses])
     context = tf.distribute.get_replica_context()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        grad_total, bad_losses = context.all_reduce(tf.distribute.ReduceOp.SUM, [grad_total, bad_losses])
-        grads_are_finite = tf.math.is_finite(grad_total)
-        loss_is_finite = None if loss_is_finite is None else tf.equal(bad_losses, 0.0)
-        _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, takes_unscaled)
+        flags = _flags(context.all_reduce(tf.distribute.ReduceOp.SUM, checks))
+        with _tensorflow_all_reduce.no_second_sum(optimizer):
+            _apply(optimizer, grads, variables, *flags, takes_unscaled)
         return
-    knows_loss = loss_is_finite is not None
-    context.merge_call(
-        _apply_across_replicas,
-        args=(optimizer, grads, variables, grad_total, bad_losses, knows_loss, takes_unscaled),
-    )
+    context.merge_call(_apply_across_replicas, args=(optimizer, grads, variables, checks, takes_unscaled))
 
 
-def _apply_across_replicas(strategy, optimizer, grads, variables, grad_total, bad_losses, knows_loss, takes_unscaled):
+def _decides_alone(strategy) -> bool:
+    """Whether this is the only replica, and the inner optimizer may be called from a branch.
+
+    Under a `MirroredStrategy` on one device it may not: it goes the way of several.
+    """
+    calls_others = tf.distribute.has_strategy() and not tf.__internal__.distribute.strategy_supports_no_merge_call()
+    return strategy.num_replicas_in_sync == 1 and (in_xla() or not calls_others)
+
+
+def _flags(summed_checks):
+    """Returns whether all gradients, and whether all known losses of all replicas are finite."""
+    return tf.math.is_finite(summed_checks[0]), tf.equal(summed_checks[1], 0.0)
+
+
+def _apply_across_replicas(strategy, optimizer, grads, variables, checks, takes_unscaled):
     # Summed over replicas before anyone decides: gradients are reduced later, inside the inner optimizer,
     # where one replica's inf would reach the weights of all.
-    summed = strategy.reduce(tf.distribute.ReduceOp.SUM, grad_total, axis=None)
-    grads_are_finite = tf.math.is_finite(summed)
-    loss_is_finite = None
-    if knows_loss:
-        summed = strategy.reduce(tf.distribute.ReduceOp.SUM, bad_losses, axis=None)
-        loss_is_finite = tf.equal(summed, 0.0)
+    grads_are_finite, loss_is_finite = _flags(strategy.reduce(tf.distribute.ReduceOp.SUM, checks, axis=None))
     decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
 
     def in_each_replica(function, *arguments):
         # The conditional stands outside the replicas, as a branch inside one could not call the others.
-        strategy.extended.call_for_each_replica(function, args=arguments)
+        with _tensorflow_all_reduce.no_second_sum(optimizer):
+            strategy.extended.call_for_each_replica(function, args=arguments)
 
     if optimizer.window is None:
         _when(decision.is_due, in_each_replica, _update_inner, optimizer, grads, variables, takes_unscaled)

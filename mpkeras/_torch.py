@@ -3,7 +3,18 @@
 import keras
 import torch
 
-from mpkeras import _keras_private
+from mpkeras import _keras_private, _torch_distributed
+
+
+def check_all_reduce_dtype(dtype):
+    """Raises `ValueError` for a dtype: gradients are summed over ranks before an optimizer sees them."""
+    if dtype is not None:
+        raise ValueError(
+            "Expected no `all_reduce_dtype` on torch, where `DistributedDataParallel` sums the gradients. Received: "
+            f"all_reduce_dtype={dtype!r}. Leave it out, and give the module torch's own hook: "
+            "`module.register_comm_hook(None, default_hooks.fp16_compress_hook)`, from "
+            "`torch.distributed.algorithms.ddp_comm_hooks`."
+        )
 
 
 def scale_loss(optimizer, loss, notes):
@@ -47,6 +58,9 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
         grads_are_finite = found_inf == 0
     else:
         grads_are_finite = _grads_are_finite(grads)
+    if _torch_distributed.is_distributed():
+        device = optimizer.skipped_steps.value.device
+        grads_are_finite, loss_is_finite = _torch_distributed.on_all_ranks(grads_are_finite, loss_is_finite, device)
     decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
     # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
     if bool(decision.is_accepted if optimizer.window is None else decision.is_accepted | decision.is_last):

@@ -37,6 +37,8 @@ class SavesItsState:
         config = {"name": self.name, "inner_optimizer": inner_config}
         if self.window is not None and self.window.on_overflow != "drop_micro":
             config["on_overflow"] = self.window.on_overflow
+        if self.all_reduce_dtype is not None:
+            config["all_reduce_dtype"] = self.all_reduce_dtype
         rule = self.loss_scale_rule
         if type(rule) is DynamicLossScale and rule == DynamicLossScale(
             initial_scale=rule.initial_scale, dynamic_growth_steps=rule.dynamic_growth_steps

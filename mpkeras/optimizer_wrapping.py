@@ -21,7 +21,12 @@ def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
         if optimizer.built:
             result.build(_keras_private.optimizer_trainable_variables(optimizer))
         return result
-    result = LossScaleOptimizer(optimizer.inner_optimizer, name=optimizer.name, loss_scale=rule)
+    result = LossScaleOptimizer(
+        optimizer.inner_optimizer,
+        name=optimizer.name,
+        loss_scale=rule,
+        all_reduce_dtype=getattr(optimizer, "all_reduce_dtype", None),
+    )
     window = getattr(optimizer, "window", None)
     if window is not None:
         result.accumulate(window.steps, window.on_overflow)

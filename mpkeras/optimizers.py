@@ -61,6 +61,9 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
         dynamic: `False` for a fixed scale, as in tf.keras.
         on_overflow: With `gradient_accumulation_steps` on the inner optimizer, what a step that is not finite
             takes from the update: itself (`"drop_micro"`, the default) or all of it (`"drop_window"`).
+        all_reduce_dtype: `"float16"` or `"bfloat16"`: under a `tf.distribute` strategy the scaled gradients are
+            summed over replicas in this dtype, and a sum that overflows is a skipped step. Clipping then sees
+            the sum, where Keras clips each replica's part. By default they are summed as they are.
 
     Attributes:
         dynamic_scale: float32 variable of shape `()`, the loss scale (once built).
@@ -91,9 +94,11 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
         loss_scale="dynamic",
         dynamic=None,
         on_overflow=None,
+        all_reduce_dtype=None,
         **kwargs,
     ):
         refuse_inner_arguments(kwargs)
+        _backend.check_all_reduce_dtype(all_reduce_dtype)
         inner_optimizer = checked_inner_optimizer(inner_optimizer)
         rule = rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
         if getattr(inner_optimizer, "loss_scale_factor", None) is not None:
@@ -113,6 +118,7 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
         self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
         self._last_step_skipped = self._add_scalar("last_step_skipped", False)
         self._nonfinite_losses = self._add_scalar("nonfinite_losses", 0)
+        self.all_reduce_dtype = all_reduce_dtype
         self.window = None
         self._take_over_accumulation(on_overflow)
 

@@ -63,6 +63,17 @@ def test_weight_decay_goes_through_one_method_and_can_be_excluded():
     assert callable(getattr(optimizer, private.WEIGHT_DECAY_METHOD))
 
 
+@pytest.mark.backends("tensorflow")
+def test_gradients_are_summed_over_replicas_in_one_method():
+    optimizer = keras.optimizers.SGD(0.1)
+    assert callable(getattr(optimizer, private.GRADIENT_SUM_METHOD))
+    optimizer.__dict__[private.GRADIENT_SUM_METHOD] = lambda grads_and_vars: pytest.fail("called")
+    v = keras.Variable([1.0])
+    optimizer.build([v])
+    with pytest.raises(pytest.fail.Exception):
+        optimizer.apply([keras.ops.ones(1)], [v])
+
+
 def test_overwrites_with_gradient():
     v = keras.Variable([1.0])
     assert not private.overwrites_with_gradient(v)

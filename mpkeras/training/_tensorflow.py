@@ -82,8 +82,9 @@ def _run_without_trace(model, metrics, optimizers, run):
     fed 1e25) keeps its old value, too.
     """
     frozen = _keras_private.frozen_weights(model)
-    statistics = [v.value for v in model.non_trainable_variables if id(v) not in frozen]
-    non_trainable = statistics + [v.value for v in model.non_trainable_variables if id(v) in frozen]
+    statistics = [_own_part(v.value) for v in model.non_trainable_variables if id(v) not in frozen]
+    non_trainable = statistics + [_own_part(v.value) for v in model.non_trainable_variables if id(v) in frozen]
+    metrics = [_own_part(variable) for variable in metrics]
     # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
     old_values = [tf.identity(variable) for variable in non_trainable + metrics]
     before = [_counters(optimizer) for optimizer in optimizers]
@@ -111,6 +112,20 @@ def _run_without_trace(model, metrics, optimizers, run):
     else:
         tf.cond(needs_restoring, restore, lambda: tf.constant(False))
     return result, step_is_skipped
+
+
+def _own_part(variable):
+    """Returns the part of a distributed variable that this replica holds; any other variable as it is.
+
+    Assigning to the whole of one that is aggregated over replicas would have to wait for the others, which
+    TensorFlow refuses in a branch; and the mean of three equal numbers need not be that number.
+    """
+    parts = tf.distribute.get_strategy().experimental_local_results(variable)
+    if len(parts) == 1:
+        return parts[0]
+    replica = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+    # Not known while tracing: one program for all replicas (TPU), where the whole may be assigned.
+    return variable if replica is None else parts[int(replica) % len(parts)]
 
 
 def _counters(optimizer):

@@ -1,0 +1,40 @@
+"""G7 on JAX: inf in the rows of shard k alone, for each k, under `keras.distribution` and in several processes."""
+
+import pytest
+
+from tests.distributed.expectations import check_equals_one_device, check_faults
+from tests.distributed.launch import free_ports, run_program, run_workers
+
+pytestmark = pytest.mark.backends("jax")
+
+
+def test_each_shard_under_data_parallel():
+    result = run_program("train.py", "data_parallel", "--shards", 8)
+    check_faults(result, shards=8, copies=8)
+    check_equals_one_device(result)
+    assert result["new_traces"] == 0
+    assert result["layouts_kept"]
+
+
+def test_each_shard_under_model_parallel():
+    # A mesh of 4 x 2: the batch is cut in four, kernels and their momenta in two.
+    result = run_program("train.py", "model_parallel", "--shards", 4)
+    check_faults(result, shards=4, copies=8)
+    check_equals_one_device(result)
+    assert result["new_traces"] == 0
+    assert result["layouts_kept"]
+    parts = result["part_shapes"]
+    assert [parts["dense/kernel"], parts["sgd/dense_kernel_momentum"]] == [[8, 4], [8, 4]]
+
+
+def test_each_shard_in_two_processes():
+    (port,) = free_ports(1)
+    arguments = ["data_parallel", "--shards", 8, "--processes", 2, "--port", port]
+    results = run_workers("train.py", [([*arguments, "--process", i], {}) for i in range(2)], timeout_s=180)
+    for result in results:
+        # Four of the eight devices are seen by each process.
+        check_faults(result, shards=8, copies=4)
+        check_equals_one_device(result)
+        assert result["new_traces"] == 0
+        assert result["layouts_kept"]
+    assert results[0]["many"] == results[1]["many"]
