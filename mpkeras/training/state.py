@@ -40,7 +40,7 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
     Returns:
         Copies of the values as `numpy.ndarray`s of each variable's shape and dtype. The keys are made of a
         group, the position in it and the variable's name without Keras' numbers: `"model/0/kernel"`,
-        `"metrics/1/count"`, `"optimizers/0/6/dynamic_scale"`, `"extra/0/variable"`, on torch `"random/cpu"`.
+        `"metrics/1/count"`, `"optimizers/0/7/dynamic_scale"`, `"extra/0/variable"`, on torch `"random/cpu"`.
 
     Raises:
         ValueError: If `model` is not built, or an optimizer that is not `model.optimizer` is not.

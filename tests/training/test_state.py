@@ -12,7 +12,7 @@ from tests.step_modes import snapshot
 
 X = np.linspace(-1, 1, 48, dtype="float32").reshape(8, 6)
 Y = np.full((8, 1), 0.1, "float32")
-KERNEL, SCALE = "model/0/kernel", "optimizers/0/6/dynamic_scale"
+KERNEL, SCALE = "model/0/kernel", "optimizers/0/7/dynamic_scale"
 
 
 def compiled(dtype=None):
@@ -100,7 +100,7 @@ def trained_in_bfloat16():
 
 
 CHANGES = [
-    pytest.param({SCALE: None}, r"without 1 keys \['optimizers/0/6/dynamic_scale'\]", id="missing"),
+    pytest.param({SCALE: None}, r"without 1 keys \['optimizers/0/7/dynamic_scale'\]", id="missing"),
     pytest.param({"model/99/k": np.zeros(2)}, r"unknown 1 keys \['model/99/k'\]\. Load it into", id="unknown"),
     pytest.param({KERNEL: np.zeros((6, 5), "float32")}, r"shape \(6, 4\).*/kernel'.*shape \(6, 5\)", id="shape"),
     pytest.param({KERNEL: np.zeros((6, 4))}, r"dtype float32.*dtype float64", id="dtype"),
