@@ -116,6 +116,21 @@ def frozen_weights(model) -> set:
     return {id(variable) for layer in layers for variable in layer._trainable_variables}
 
 
+def recurrent_states(layer) -> list:
+    """Returns the variables in which a stateful recurrent layer keeps its states; `[]` before it is built.
+
+    `RNN.states` is a public attribute, but Keras' tracker does not look into it.
+    """
+    states = keras.tree.flatten(getattr(layer, "states", None))
+    return [state for state in states if isinstance(state, keras.Variable)]
+
+
+def unscoped_value(variable):
+    """Returns the value of `variable` as it is stored, within a layer's `call`, too."""
+    with keras.src.backend.AutocastScope(None):
+        return variable.value
+
+
 def step_count(optimizer):
     """Returns the variable that counts the calls of `apply`, micro-steps of an accumulation included.
 

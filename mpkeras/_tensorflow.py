@@ -8,6 +8,7 @@ from tensorflow.python.ops import control_flow_util
 
 from mpkeras import _keras_private, _tensorflow_all_reduce
 from mpkeras._tensorflow_all_reduce import check_all_reduce_dtype  # noqa: F401
+from mpkeras.step_notes import updating
 
 
 def in_xla() -> bool:
@@ -175,7 +176,8 @@ def _unscaled(optimizer, grads, variables, takes_unscaled):
 
 
 def _update_inner(optimizer, grads, variables, takes_unscaled):
-    optimizer.inner_optimizer.apply(_unscaled(optimizer, grads, variables, takes_unscaled), variables)
+    with updating():
+        optimizer.inner_optimizer.apply(_unscaled(optimizer, grads, variables, takes_unscaled), variables)
 
 
 def _update_selecting(optimizer, grads, variables, is_due, takes_unscaled):
@@ -188,7 +190,8 @@ def _update_selecting(optimizer, grads, variables, is_due, takes_unscaled):
 
 def _update_with_means(optimizer, used, variables, decision):
     totals = [total.value if is_used else None for total, is_used in zip(optimizer.window.sums, used, strict=True)]
-    optimizer.inner_optimizer.apply(optimizer.window.means(totals, variables, decision), variables)
+    with updating():
+        optimizer.inner_optimizer.apply(optimizer.window.means(totals, variables, decision), variables)
 
 
 def _add_to_sum(total, grad, window, variable):

@@ -4,6 +4,7 @@ import keras
 import torch
 
 from mpkeras import _keras_private, _torch_distributed
+from mpkeras.step_notes import updating
 
 
 def check_all_reduce_dtype(dtype):
@@ -67,7 +68,8 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
         if not in_place and not scale_is_one:
             grads = optimizer.unscale(grads, variables)
         if optimizer.window is None:
-            optimizer.inner_optimizer.apply(grads, variables)
+            with updating():
+                optimizer.inner_optimizer.apply(grads, variables)
         else:
             _apply_window(optimizer, grads, variables, decision)
     for variable, value in own_values:
@@ -83,7 +85,8 @@ def _apply_window(optimizer, grads, variables, decision):
                 total.assign(window.added(total.value, grad.to_dense() if grad.is_sparse else grad, variable))
     if bool(decision.is_due):
         totals = [total.value if is_used else None for total, is_used in zip(window.sums, used, strict=True)]
-        optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
+        with updating():
+            optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
     if bool(decision.is_last):
         for total in window.sums:
             total.assign(torch.zeros_like(total.value))

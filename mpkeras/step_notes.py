@@ -1,5 +1,6 @@
 """What Python sees of a step between `scale_loss` and `apply`, kept by thread and optimizer."""
 
+import contextlib
 import copy
 import threading
 import warnings
@@ -22,6 +23,21 @@ class StepNotes:
 # By thread, as TensorFlow traces each replica of a `MirroredStrategy` in a thread of its own; outside the
 # optimizer, as a thread-local attribute could be neither copied nor pickled.
 _notes = threading.local()
+
+
+@contextlib.contextmanager
+def updating():
+    """Marks what runs in it, in this thread, as an update of weights by an optimizer."""
+    _notes.updates = getattr(_notes, "updates", 0) + 1
+    try:
+        yield
+    finally:
+        _notes.updates -= 1
+
+
+def is_updating() -> bool:
+    """Whether an optimizer is at work in this thread, and not a layer."""
+    return getattr(_notes, "updates", 0) > 0
 
 
 def step_notes(optimizer) -> StepNotes:

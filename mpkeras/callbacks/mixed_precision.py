@@ -1,5 +1,6 @@
 """`MixedPrecision`: the one line for `model.fit`."""
 
+import dataclasses
 import warnings
 
 import keras
@@ -73,25 +74,33 @@ class MixedPrecision(keras.callbacks.Callback):
         guard.uninstall(self.model)
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._at_epoch_begin = [self._counts(optimizer) for optimizer in self._optimizers()]
+        self._at_epoch_begin = [_Counts.of(optimizer) for optimizer in self._optimizers()]
+        self._nonfinite_losses = [counts.nonfinite_losses for counts in self._at_epoch_begin]
 
     def on_epoch_end(self, epoch, logs=None):
-        optimizers = self._optimizers()
-        for optimizer, (skipped_before, applied_before) in zip(optimizers, self._at_epoch_begin, strict=True):
-            skipped, applied = self._counts(optimizer)
-            if skipped > skipped_before and applied == applied_before:
+        for optimizer, before in zip(self._optimizers(), self._at_epoch_begin, strict=True):
+            counts = _Counts.of(optimizer).since(before)
+            if counts.skipped and not counts.accepted:
                 self._warn_once(
                     "only skips",
-                    f"All {skipped - skipped_before} steps of epoch {epoch + 1} were skipped: no loss or gradient "
-                    "was finite, and nothing was learned. If the loss is not finite, the forward pass is at "
-                    "fault and no loss scale cures it: keep more layers in float32, or lower the learning rate.",
+                    f"All {counts.skipped} steps of epoch {epoch + 1} were skipped, and nothing was learned: "
+                    + counts.cause(),
                 )
-            if self._on_min_scale == "warn" and self._is_stuck(optimizer):
+            elif counts.nonfinite_losses:
+                self._warn_once(
+                    "losses",
+                    f"{counts.skipped} of {counts.skipped + counts.accepted} steps of epoch {epoch + 1} were skipped: "
+                    + counts.cause(),
+                )
+            overflows = counts.skipped > counts.nonfinite_losses
+            if self._on_min_scale == "warn" and overflows and self._is_stuck(optimizer):
                 self._warn_once("min scale", self._stuck_message(optimizer))
 
     def _check_scale_after_batch(self, batch, logs=None):
-        for optimizer in self._optimizers():
-            if not self._is_stuck(optimizer):
+        for i, optimizer in enumerate(self._optimizers()):
+            lost, self._nonfinite_losses[i] = self._nonfinite_losses[i], _Counts.of(optimizer).nonfinite_losses
+            # Where the loss itself was not finite, the scale has no part in it.
+            if self._nonfinite_losses[i] > lost or not self._is_stuck(optimizer):
                 continue
             if self._on_min_scale == "raise":
                 raise FloatingPointError(self._stuck_message(optimizer))
@@ -102,10 +111,6 @@ class MixedPrecision(keras.callbacks.Callback):
     def _optimizers(self):
         found = guard.find_optimizers(self.model).values()
         return [optimizer for optimizer in found if isinstance(optimizer, LossScaleOptimizer)]
-
-    @staticmethod
-    def _counts(optimizer):
-        return int(_number(optimizer.skipped_steps)), int(_number(optimizer.iterations))
 
     @staticmethod
     def _is_stuck(optimizer) -> bool:
@@ -134,3 +139,36 @@ class MixedPrecision(keras.callbacks.Callback):
 def _number(scalar) -> float:
     """Returns the value of a scalar tensor or variable, also of one that has a copy on every replica."""
     return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(scalar)).item()
+
+
+@dataclasses.dataclass
+class _Counts:
+    """Steps of one optimizer: skipped ones, those of them whose loss was not finite, and accepted ones."""
+
+    skipped: int
+    nonfinite_losses: int
+    accepted: int
+
+    @classmethod
+    def of(cls, optimizer):
+        counters = (optimizer.skipped_steps, optimizer.nonfinite_losses, optimizer.accepted_steps)
+        return cls(*(int(_number(counter)) for counter in counters))
+
+    def since(self, before):
+        return _Counts(
+            self.skipped - before.skipped,
+            self.nonfinite_losses - before.nonfinite_losses,
+            self.accepted - before.accepted,
+        )
+
+    def cause(self) -> str:
+        if not self.nonfinite_losses:
+            return (
+                "the loss was finite, but gradients overflowed. The loss scale has come down after each; if it goes "
+                "on, train in 'mixed_bfloat16' or keep the overflowing layers in float32 with `keep_float32`."
+            )
+        which = "in each" if self.nonfinite_losses == self.skipped else f"in {self.nonfinite_losses} of them"
+        return (
+            f"{which} the loss itself was not finite, so the forward pass is at fault and no loss scale cures it. "
+            "Look for inf or NaN in the data, keep more layers in float32, or lower the learning rate."
+        )

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from mpkeras import _keras_private
 from mpkeras._tensorflow import in_xla
+from mpkeras.training.forward_writes import unlisted_states, watched_weights
 
 _RANDOM_STATES = "_mpkeras_random_states"
 
@@ -83,12 +84,14 @@ def _run_without_trace(model, metrics, optimizers, run):
     """
     frozen = _keras_private.frozen_weights(model)
     statistics = [_own_part(v.value) for v in model.non_trainable_variables if id(v) not in frozen]
+    statistics += [_own_part(v.value) for v in unlisted_states(model)]
     non_trainable = statistics + [_own_part(v.value) for v in model.non_trainable_variables if id(v) in frozen]
     metrics = [_own_part(variable) for variable in metrics]
     # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
     old_values = [tf.identity(variable) for variable in non_trainable + metrics]
     before = [_counters(optimizer) for optimizer in optimizers]
-    result = run()
+    with watched_weights(model, _old_weight) as weights:
+        result = run()
     after = [_counters(optimizer) for optimizer in optimizers]
     any_skipped = tf.reduce_any([new[0] > old[0] for new, old in zip(after, before, strict=True)])
     any_accepted = tf.reduce_any([new[1] > old[1] for new, old in zip(after, before, strict=True)])
@@ -105,6 +108,7 @@ def _run_without_trace(model, metrics, optimizers, run):
         _restore(non_trainable, old_non_trainable, step_is_skipped, True)
         # A metric may be infinite in its own right; only a skip makes its value a trace.
         _restore(metrics, old_metrics, step_is_skipped, any_skipped)
+        _restore([_own_part(v.value) for v, _ in weights], [old for _, old in weights], step_is_skipped, False)
         return tf.constant(True)
 
     if in_xla():
@@ -112,6 +116,10 @@ def _run_without_trace(model, metrics, optimizers, run):
     else:
         tf.cond(needs_restoring, restore, lambda: tf.constant(False))
     return result, step_is_skipped
+
+
+def _old_weight(variable):
+    return tf.identity(_own_part(_keras_private.unscoped_value(variable)))
 
 
 def _own_part(variable):

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from mpkeras import _keras_private
+from mpkeras.training.forward_writes import unlisted_states, watched_weights
 
 
 def check_jit_compile(model, jit_compile):
@@ -63,6 +64,7 @@ def _run_without_trace(model, metrics, optimizers, run):
     """
     frozen = _keras_private.frozen_weights(model)
     statistics = [v.value for v in model.non_trainable_variables if id(v) not in frozen]
+    statistics += [v.value for v in unlisted_states(model)]
     frozen_values = [v.value for v in model.non_trainable_variables if id(v) in frozen]
     # Copies: torch assigns in place.
     with torch.no_grad():
@@ -72,7 +74,8 @@ def _run_without_trace(model, metrics, optimizers, run):
     # Keras' Dropout without a seed draws from torch's own generator.
     old_random = global_random_states()
     before = [_counters(optimizer) for optimizer in optimizers]
-    result = run()
+    with watched_weights(model, _old_weight) as weights:
+        result = run()
     after = [_counters(optimizer) for optimizer in optimizers]
     any_skipped = any(new[0] > old[0] for new, old in zip(after, before, strict=True))
     any_accepted = any(new[1] > old[1] for new, old in zip(after, before, strict=True))
@@ -81,9 +84,14 @@ def _run_without_trace(model, metrics, optimizers, run):
         _restore(statistics, old_statistics, step_is_skipped, True)
         _restore(frozen_values, old_frozen, step_is_skipped, False)
         _restore(metrics, old_metrics, step_is_skipped, any_skipped)
+        _restore([v.value for v, _ in weights], [old for _, old in weights], step_is_skipped, False)
     if step_is_skipped:
         set_global_random_states(old_random)
     return result, step_is_skipped
+
+
+def _old_weight(variable):
+    return _keras_private.unscoped_value(variable).detach().clone()
 
 
 def _counters(optimizer):

@@ -8,6 +8,7 @@ import numpy as np
 
 from mpkeras.training import rollback as guard
 from mpkeras.training.backend import training_backend
+from mpkeras.training.forward_writes import unlisted_states
 
 _RANDOM = "random/"
 # Keras numbers names by what the process has made before: "dense_3", "sequential_1_dense_3_kernel_momentum".
@@ -103,6 +104,7 @@ def _named_variables(model, optimizers, extra) -> dict:
     for i, optimizer in enumerate(optimizers):
         _build(optimizer, model)
         groups[f"optimizers/{i}"] = optimizer.variables
+    groups["states"] = unlisted_states(model)
     groups["extra"] = extra
     return {
         f"{group}/{i}/{_AUTO_NUMBER.sub('', variable.name)}": variable

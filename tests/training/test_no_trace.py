@@ -104,12 +104,16 @@ def spoiled(batch, fault):
     elif fault == "target":
         y[1] = np.inf
     else:
-        x[1, 2, 3] = np.nan
+        # All of a sample: Dropout may leave out single numbers.
+        x[1] = np.nan
     return x, y
 
 
 def train(model, optimizer, sequence, *, way, jit_compile, policy):
-    """Trains on `(x, y)` batches; returns the bytes of everything that training changes, and the skips."""
+    """Trains on `(x, y)` batches; returns the bytes of everything that training changes, and the skips.
+
+    Each `train_on_batch` starts its metrics anew, so the last batch must be a good one to compare them.
+    """
     scale = 2.0**10 if policy == "mixed_float16" else None
     model.compile(optimizer, "mse", metrics=["mae"], jit_compile=jit_compile)
     mpkeras.prepare(model, policy, loss_scale=scale)
@@ -197,9 +201,9 @@ def test_accumulating_optimizers(way, jit_compile):
             keras.optimizers.SGD(0.01, gradient_accumulation_steps=3), loss_scale=2.0**10
         )
         bad = [spoiled(sequence[4], "input")] if with_fault else []
-        return train(model, optimizer, [*sequence[:4], *bad], way=way, jit_compile=jit_compile, policy="mixed_float16")[
-            0
-        ], [np.asarray(keras.ops.convert_to_numpy(v.value)) for v in optimizer.window.sums]
+        used = [*sequence[:3], *bad, sequence[3]]
+        state, _ = train(model, optimizer, used, way=way, jit_compile=jit_compile, policy="mixed_float16")
+        return state, [np.asarray(keras.ops.convert_to_numpy(v.value)) for v in optimizer.window.sums]
 
     (state, sums), (clean_state, clean_sums) = run(True), run(False)
     assert state == clean_state
@@ -208,6 +212,8 @@ def test_accumulating_optimizers(way, jit_compile):
     assert any(np.abs(total).max() > 0 for total in sums)
 
 
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.filterwarnings("ignore:2 of 8 steps of epoch 1 were skipped:UserWarning")
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize("steps", [2, 4])
 def test_steps_per_execution(steps, jit_compile):
