@@ -32,9 +32,7 @@ def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
         result.accumulate(window.steps, window.on_overflow)
     if optimizer.built:
         result.build(_keras_private.optimizer_trainable_variables(optimizer.inner_optimizer))
-        # A fixed scale was not found by training: 1.0 of a bfloat16 model would stay with float16 for
-        # thousands of steps.
-        if not isinstance(optimizer, LossScaleOptimizer) or optimizer.dynamic:
+        if _has_found_its_scale(optimizer):
             for name in ("step_counter", "dynamic_scale"):
                 getattr(result, name).assign(getattr(optimizer, name))
     if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
@@ -44,3 +42,20 @@ def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
             for new, old in zip(result.window.variables, window.variables, strict=True):
                 new.assign(old)
     return result
+
+
+def _has_found_its_scale(optimizer) -> bool:
+    """Whether the scale of a built optimizer is one that training has moved, and so worth more than a default.
+
+    A fixed scale was not found by training: 1.0 of a bfloat16 model would stay with float16 for thousands of
+    steps. Nor was that of an optimizer that took no step: Keras' `fit` builds it before any callback is asked.
+    """
+    if isinstance(optimizer, LossScaleOptimizer) and not optimizer.dynamic:
+        return False
+    values = (optimizer.step_counter, optimizer.inner_optimizer.iterations)
+    return any(_number(value) for value in values) or _number(optimizer.dynamic_scale) != optimizer.initial_scale
+
+
+def _number(scalar) -> float:
+    # A tensor first: under a strategy the variable is one on each replica.
+    return float(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(scalar)))

@@ -83,13 +83,13 @@ class MixedPrecision(keras.callbacks.Callback):
             if counts.skipped and not counts.accepted:
                 self._warn_once(
                     "only skips",
-                    f"All {counts.skipped} steps of epoch {epoch + 1} were skipped, and nothing was learned: "
+                    f"All {counts.skipped} steps of epoch {epoch + 1} were skipped, nothing was learned: "
                     + counts.cause(),
                 )
             elif counts.nonfinite_losses:
                 self._warn_once(
                     "losses",
-                    f"{counts.skipped} of {counts.skipped + counts.accepted} steps of epoch {epoch + 1} were skipped: "
+                    f"{counts.skipped} of {counts.skipped + counts.accepted} steps skipped in epoch {epoch + 1}: "
                     + counts.cause(),
                 )
             overflows = counts.skipped > counts.nonfinite_losses
@@ -167,8 +167,8 @@ class _Counts:
                 "the loss was finite, but gradients overflowed. The loss scale has come down after each; if it goes "
                 "on, train in 'mixed_bfloat16' or keep the overflowing layers in float32 with `keep_float32`."
             )
-        which = "in each" if self.nonfinite_losses == self.skipped else f"in {self.nonfinite_losses} of them"
+        which = "each time" if self.nonfinite_losses == self.skipped else f"{self.nonfinite_losses} times"
         return (
-            f"{which} the loss itself was not finite, so the forward pass is at fault and no loss scale cures it. "
+            f"{which} the loss itself was not finite: the forward pass is at fault and no loss scale cures it. "
             "Look for inf or NaN in the data, keep more layers in float32, or lower the learning rate."
         )

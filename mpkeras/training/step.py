@@ -12,6 +12,7 @@ from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.training.backend import training_backend
 from mpkeras.training.choice import check_variables, chosen_policy, computes_in, layers_of, rule_for, wrapped
 from mpkeras.training.losses import Objective
+from mpkeras.training.state import load_state_dict, state_dict
 
 
 def make_train_step(
@@ -136,6 +137,31 @@ class TrainStep:
             self._build(x, y)
         return self._compiled.compiler_ir(x, y, sample_weight, optimized)
 
+    def state_dict(self) -> dict:
+        """Returns all that the step changes, as NumPy arrays by name: see `mpkeras.training.state.state_dict`.
+
+        Model, optimizer with loss scale and half-full window, metrics and random generators: a step that is
+        made in a new process, under any global policy, goes on exactly after `load_state_dict`.
+
+        Raises:
+            ValueError: If the model is not built.
+        """
+        return state_dict(*self._state_parts())
+
+    def load_state_dict(self, state):
+        """Gives every variable its value in `state`, or on an error none: see `state_dict`.
+
+        Raises:
+            ValueError: If the model is not built, or names, shapes or dtypes in `state` are not those of the step.
+        """
+        model, optimizers, metric_variables = self._state_parts()
+        load_state_dict(model, state, optimizers, metric_variables)
+
+    def _state_parts(self):
+        if self.model.built:
+            self._build_optimizer()
+        return self.model, [self.optimizer], [v for metric in self.metrics for v in metric.variables]
+
     def _build(self, x, y):
         """Makes every variable before the step is compiled, which makes none."""
         with training_backend.variable_scope(self.model):
@@ -145,10 +171,15 @@ class TrainStep:
                 for metric in lazy:
                     metric.update_state(training_backend.local_tensors(y), y_pred)
                     metric.reset_state()
+        self._build_optimizer()
+        self._is_built = True
+
+    def _build_optimizer(self):
+        with training_backend.variable_scope(self.model):
             self._parts.wrap_optimizer()
             if not self.optimizer.built:
                 self.optimizer.build(self.model.trainable_variables)
-        self._is_built = True
+        training_backend.track_random_states(self.model)
 
 
 class StepParts:

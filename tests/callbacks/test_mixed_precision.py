@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.loss_scaling import DynamicLossScale
 from mpkeras.optimizers import LossScaleOptimizer
@@ -210,3 +211,48 @@ def test_mixed_training_ends_where_float32_ends():
     single = final("float32")
     assert final("mixed_float16") == pytest.approx(single, rel=0.05)
     assert final("mixed_bfloat16") == pytest.approx(single, rel=0.2)  # 8 significant bits
+
+
+def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflow():
+    """P7: once an epoch, with the numbers; an overflow now and then is nothing to speak of."""
+    import warnings
+
+    x, y = np.ones((12, 2), "float32"), np.ones((12, 1), "float32")
+
+    def messages(x, y):
+        with mpkeras.policy_scope("mixed_float16"):
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            rule = mpkeras.DynamicLossScale(2.0**10)
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[MixedPrecision(loss_scale=rule)])
+        found = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+        return found, float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))
+
+    with_nan, overflowing = x.copy(), y.copy()
+    with_nan[5] = np.nan
+    overflowing[5] = 1e4
+    (message,), scale = messages(with_nan, y)
+    assert message.startswith("1 of 3 steps skipped in epoch 1: each time the loss itself was not finite: the forward")
+    assert scale == 2.0**10
+    assert messages(x, overflowing) == ([], 2.0**9)
+    (message,), scale = messages(x, y + 1e4)
+    assert message.startswith("All 3 steps of epoch 1 were skipped, nothing was learned: the loss was finite, but grad")
+    assert scale == 2.0**7
+
+
+def test_a_loss_that_is_not_finite_is_no_matter_of_the_lowest_scale():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    rule = mpkeras.DynamicLossScale(1.0, min_scale=1.0)
+    x = np.full((12, 2), np.nan, "float32")
+    with pytest.warns(UserWarning, match="forward pass is at fault"):
+        model.fit(
+            x,
+            np.ones((12, 1)),
+            batch_size=4,
+            verbose=0,
+            callbacks=[MixedPrecision("mixed_float16", loss_scale=rule, on_min_scale="raise")],
+        )
+    assert int(model.optimizer.consecutive_skips) == 3

@@ -149,6 +149,7 @@ def test_one_trace_over_a_hundred_steps_with_overflows():
     assert skipped == 14
 
 
+@pytest.mark.filterwarnings("ignore:1 of 10 steps skipped in epoch 1:UserWarning")
 def test_one_trace_in_fit():
     model = classifier("mixed_float16")
     model.compile("adam", "sparse_categorical_crossentropy", jit_compile=True)

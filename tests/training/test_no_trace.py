@@ -213,7 +213,7 @@ def test_accumulating_optimizers(way, jit_compile):
 
 
 @pytest.mark.backends("tensorflow", "jax")
-@pytest.mark.filterwarnings("ignore:2 of 8 steps of epoch 1 were skipped:UserWarning")
+@pytest.mark.filterwarnings("ignore:2 of 8 steps skipped in epoch 1:UserWarning")
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize("steps", [2, 4])
 def test_steps_per_execution(steps, jit_compile):

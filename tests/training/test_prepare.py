@@ -2,6 +2,7 @@ import keras
 import numpy as np
 import pytest
 
+import mpkeras
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies import Policy
@@ -359,3 +360,14 @@ def test_an_optimizer_that_starts_from_the_weights_does_so(jit_compile):
     np.testing.assert_allclose(late[0], early[0], rtol=1e-6)
     np.testing.assert_allclose(late[1], early[1], rtol=1e-6)
     assert np.abs(early[0]).max() > 0.1
+
+
+def test_a_rule_starts_at_its_own_scale_where_the_optimizer_took_no_step():
+    """Keras builds the optimizer before a callback is asked; its scale of 32768 was not found by training."""
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with mpkeras.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    prepare(model, loss_scale=mpkeras.DynamicLossScale(64.0))
+    assert float(keras.ops.convert_to_numpy(model.optimizer.loss_scale)) == 64.0

@@ -133,6 +133,7 @@ def test_without_rollback_only_the_weights_are_kept(options):
     assert not all(np.isfinite(v).all() for v in statistics)
 
 
+@pytest.mark.filterwarnings("ignore:1 of 3 steps skipped in epoch 1:UserWarning")
 @pytest.mark.parametrize("options", MODES)
 def test_an_epochs_loss_is_that_of_its_applied_steps(options):
     def run(xs, ys):

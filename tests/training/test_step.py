@@ -459,3 +459,55 @@ def test_losses_that_cannot_be_weighted_or_found_are_named():
     step = make_train_step(linear(), "sgd", None, jit_compile=False)
     with pytest.raises(ValueError, match="adds no loss"):
         step(np.ones((2, 2)))
+
+
+def test_a_new_step_goes_on_from_the_state_of_another(tmp_path):
+    """G6, in the middle of a window, with metrics and random generators; under another global policy."""
+
+    def make():
+        with mpkeras.policy_scope("mixed_float16"):
+            model = dropout_model()
+        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=2.0**8)
+        metrics = [keras.metrics.MeanAbsoluteError()]
+        return make_train_step(model, optimizer, "mse", accumulate_steps=2, metrics=metrics)
+
+    def everything(step):
+        return snapshot(step.model.variables + step.optimizer.variables + step.metrics[0].variables)
+
+    batches = [(X[i], Y[i]) for i in range(4)] + [(spoiled(X[4]), Y[4]), (X[5], Y[5] + 1e4), (X[6], Y[6])]
+    straight, first = make(), make()
+    for x, y in [*batches, *batches]:
+        straight(x, y)
+    for x, y in batches:
+        first(x, y)
+    np.savez(tmp_path / "state.npz", **first.state_dict())
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        second = make()
+        second.load_state_dict(np.load(tmp_path / "state.npz"))
+        assert everything(second) == everything(first)
+        for x, y in batches:
+            second(x, y)
+    assert everything(second) == everything(straight)
+    with pytest.raises(ValueError, match="Call it on a batch of data first"):
+        make_train_step(sequential(), "sgd", "mse").state_dict()
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_states_of_stateful_layers_are_in_the_state():
+    """On JAX Keras does not carry them from step to step."""
+
+    def make():
+        keras.utils.set_random_seed(3)
+        layers = [keras.Input(batch_shape=(4, 2, 3)), keras.layers.SimpleRNN(2, stateful=True)]
+        return make_train_step(keras.Sequential(layers), "sgd", "mse", jit_compile=False)
+
+    first, second = make(), make()
+    batch = X[0].reshape(4, 2, 3), Y[0]
+    first(*batch)
+    second.load_state_dict(first.state_dict())
+    states = [number(state.value) for state in second.model.layers[0].states]
+    assert all(np.abs(state).max() > 0 for state in states)
+    first(*batch)
+    second(*batch)
+    for a, b in zip(first.model.layers[0].states, second.model.layers[0].states, strict=True):
+        np.testing.assert_array_equal(number(a.value), number(b.value))
