@@ -511,3 +511,23 @@ def test_states_of_stateful_layers_are_in_the_state():
     second(*batch)
     for a, b in zip(first.model.layers[0].states, second.model.layers[0].states, strict=True):
         np.testing.assert_array_equal(number(a.value), number(b.value))
+
+
+@pytest.mark.slow
+@pytest.mark.backends("torch")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torch_compile_takes_the_same_steps():
+    """The finite check and the update stay outside of what is compiled."""
+
+    def run(jit_compile):
+        keras.utils.set_random_seed(5)
+        model = linear()
+        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1), loss_scale=64.0)
+        step = make_train_step(model, optimizer, "mse", jit_compile=jit_compile)
+        x, y = np.array([[1.0, 1.0], [2.0, 0.0]], "float32"), np.array([[1.0], [4.0]], "float32")
+        results = [step(x, y), step(x * np.nan, y), step(x, y)]
+        return [bool(result["skipped"]) for result in results], model.get_weights()[0]
+
+    (skips, weights), (expected_skips, expected) = run(True), run(False)
+    assert skips == expected_skips == [False, True, False]
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
