@@ -1,0 +1,43 @@
+"""The table of guarantees in CONTRIBUTING.md names tests that exist, in every cell."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SECTION = (
+    (ROOT / "CONTRIBUTING.md").read_text().split("## What is promised, and where it is tested\n")[1].split("\n## ")[0]
+)
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in SECTION.splitlines()
+    if line.startswith("|") and "---" not in line
+]
+ENTRIES = {
+    label: re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    for label, text in re.findall(r"^- (\w+): (.*?)(?=^- |\Z)", SECTION, flags=re.MULTILINE | re.DOTALL)
+}
+
+
+def test_every_cell_names_a_test_or_says_why_there_is_none():
+    header, *rows = ROWS
+    assert header[1:] == ["G2", "G3", "G4", "G5", "G6", "G7"] and len(rows) == 7
+    used = set()
+    for name, *cells in rows:
+        assert len(cells) == 6, name
+        for cell in cells:
+            if cell.startswith("–"):
+                assert re.fullmatch(r"– \(\d\)", cell) and f"\n{cell[2:]}" in f"\n{SECTION}" or cell[2:] in SECTION
+            else:
+                labels = cell.split(", ")
+                assert labels and set(labels) <= set(ENTRIES), f"{name}: {cell}"
+                used.update(labels)
+    assert used | {"u"} == set(ENTRIES)
+
+
+@pytest.mark.parametrize("label", ENTRIES)
+def test_the_tests_exist(label):
+    assert ENTRIES[label]
+    for file, function in ENTRIES[label]:
+        assert re.search(rf"^def {function}\(", (ROOT / file).read_text(), flags=re.MULTILINE), f"{file}::{function}"
