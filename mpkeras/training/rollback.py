@@ -110,6 +110,7 @@ def _guarded_step(optimizers):
         notes.loss_was_scaled = False
         notes.grads_are_unscaled = False
         notes.loss_flags = []
+        notes.loss_scale = None
     try:
         yield
     finally:
