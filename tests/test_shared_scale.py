@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*the loss was not scaled since 
 
 GRADIENT = np.array([1.0, 6.0], "float32")
 INFINITE = np.array([1.0, np.inf], "float32")
+tensor = keras.ops.convert_to_tensor
 
 
 def variable():
@@ -80,11 +81,11 @@ def test_a_step_is_unscaled_with_the_scale_its_loss_was_scaled_with(mode, gradie
 
     def step():
         scaled, other_scaled = owner.scale_loss(one), follower.scale_loss(one)
-        owner.apply([gradient * scaled], [v])
-        grads = [keras.ops.convert_to_tensor(GRADIENT) * other_scaled]
+        owner.apply([tensor(gradient) * scaled], [v])
+        grads = [tensor(GRADIENT) * other_scaled]
         if way == "another loss after the move":
             # Its gradients are added: they must have been scaled alike.
-            grads = [grads[0] * 0.5 + GRADIENT * 0.5 * follower.scale_loss(one)]
+            grads = [(grads[0] + tensor(GRADIENT) * follower.scale_loss(one)) * 0.5]
         if way == "get_unscaled_gradients":
             grads = follower.get_unscaled_gradients(grads)
         follower.apply(grads, [w])
@@ -164,12 +165,12 @@ def test_the_shared_scale_is_not_baked_into_a_compiled_function_even_before_the_
 def test_the_follower_may_be_built_and_used_before_the_owner():
     owner, follower = pair()
     w = variable()
-    follower.apply([INFINITE], [w])
+    follower.apply([tensor(INFINITE)], [w])
     assert not owner.built
     assert not owner.inner_optimizer.built
     assert float(owner.loss_scale) == float(follower.loss_scale) == 512.0
     v = keras.Variable(np.ones((2, 2), "float32"))
-    owner.apply([np.full((2, 2), 512.0, "float32")], [v])
+    owner.apply([tensor(np.full((2, 2), 512.0, "float32"))], [v])
     assert owner.trainable_variables == [v]
     # 1 - 0.5 * 1
     np.testing.assert_array_equal(numpy(v), np.full((2, 2), 0.5))
@@ -199,8 +200,8 @@ def test_a_state_saved_by_one_pair_is_loaded_by_another():
     stores = {}, {}
     for optimizer in (owner, follower, new_owner, new_follower):
         optimizer.build([variable()])
-    follower.apply([INFINITE])
-    owner.apply([GRADIENT])
+    follower.apply([tensor(INFINITE)])
+    owner.apply([tensor(GRADIENT)])
     for optimizer, store in zip((owner, follower), stores, strict=True):
         optimizer.save_own_variables(store)
     for optimizer, store in zip((new_owner, new_follower), stores, strict=True):
@@ -277,7 +278,7 @@ def test_prepare_keeps_a_scale_shared():
     prepare(model, "mixed_float16")
     assert (model.in_dict["d"], model.in_dict["g"]) == (owner, follower)
     # The follower is found first, and built alone.
-    follower.apply([INFINITE], [variable()])
+    follower.apply([tensor(INFINITE)], [variable()])
     prepare(model, "mixed_float16", loss_scale=DynamicLossScale(64.0, dynamic_growth_steps=3))
     d, g = model.in_dict["d"], model.in_dict["g"]
     assert d.inner_optimizer is owner.inner_optimizer
