@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras.loss_scaling import DynamicLossScale
+from mpkeras.loss_scaling import DynamicLossScale, LossScale
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
 from mpkeras.training.rollback import find_optimizers
@@ -103,6 +103,41 @@ def test_a_step_is_unscaled_with_the_scale_its_loss_was_scaled_with(mode, gradie
     assert float(owner.dynamic_scale) == float(follower.dynamic_scale) == expected
 
 
+class Halving(LossScale):
+    """Its scale is the state variable's own value, which is not to change once noted."""
+
+    def initial_state(self):
+        return {"dynamic_scale": 1024.0}
+
+    def next_state(self, state, is_finite):
+        return {"dynamic_scale": state["dynamic_scale"] * 0.5}
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "jit"])
+def test_the_scale_of_a_rule_of_ones_own_is_noted_as_it_is_then(mode):
+    owner = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=Halving())
+    follower = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=owner)
+    v, w = variable(), variable()
+    owner.build([v])
+    follower.build([w])
+
+    def step():
+        scaled, other_scaled = owner.scale_loss(tensor(1.0)), follower.scale_loss(tensor(1.0))
+        owner.apply([tensor(GRADIENT) * scaled], [v])
+        follower.apply([tensor(GRADIENT) * other_scaled], [w])
+
+    if mode in ("graph", "xla"):
+        import tensorflow as tf
+
+        step = tf.function(step, jit_compile=mode == "xla")
+    step()
+    assert float(owner.dynamic_scale) == 256.0
+    np.testing.assert_array_equal(numpy(w), [0.5, -1.0])
+
+
 @pytest.mark.backends("tensorflow")
 def test_a_scale_noted_outside_does_not_become_a_constant_of_a_graph():
     import tensorflow as tf
@@ -115,11 +150,13 @@ def test_a_scale_noted_outside_does_not_become_a_constant_of_a_graph():
 
     @tf.function
     def step():
-        follower.apply([GRADIENT * follower.scale_loss(tf.ones(()))], [w])
+        scaled = follower.scale_loss(tf.ones(()))
+        follower.apply([GRADIENT * scaled], [w])
+        return scaled
 
     for scale in (1024.0, 256.0):
         owner.dynamic_scale.assign(scale)
-        step()
+        assert step() == scale
     np.testing.assert_array_equal(numpy(w), [0.0, -4.0])
     assert follower.scale_loss(tf.ones(())) == 256.0
 
