@@ -219,14 +219,11 @@ def _assign_all(values):
 def _known_loss_flag(notes):
     """Returns whether the losses scaled since the last step are finite, or `None` where this is not known."""
     flags = notes.loss_flags
-    if not flags:
-        return None
-    if tf.executing_eagerly():
-        usable = all(hasattr(flag, "numpy") for flag in flags)
-    else:
-        # A flag of another graph (a branch, a loop body, an earlier trace) is out of reach here.
-        graph = tf.compat.v1.get_default_graph()
-        usable = all(hasattr(flag, "numpy") or flag.graph is graph for flag in flags)
+    if not tf.executing_eagerly():
+        # An eager flag is of a loss before the trace: as a constant it would decide every later step.
+        flags = [flag for flag in flags if not hasattr(flag, "numpy")]
+    # A flag of another graph (a branch, a loop body, an earlier trace) is out of reach here.
+    usable = bool(flags) and all(_is_of_this_graph(flag) for flag in flags)
     return tf.reduce_all(tf.stack(flags)) if usable else None
 
 
