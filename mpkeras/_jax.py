@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import keras
 from jax.experimental import sparse as jax_sparse
 
-from mpkeras import _keras_private
+from mpkeras import _keras_private, shared_scale
 
 
 class SelectingScope(keras.StatelessScope):
@@ -40,7 +40,7 @@ def scale_loss(optimizer, loss, notes):
     in_scope = _keras_private.in_stateless_scope()
     is_traced = _is_traced()
     notes.loss_was_scaled_in_trace |= is_traced
-    if is_traced and not in_scope and optimizer.built and optimizer.dynamic:
+    if is_traced and not in_scope and optimizer.scale_state and optimizer.dynamic:
         raise ValueError(
             "Expected `scale_loss` in a compiled function to be called in a `keras.StatelessScope` that maps "
             "`optimizer.variables` to this step's values. Received: a call outside, which bakes the present "
@@ -50,7 +50,17 @@ def scale_loss(optimizer, loss, notes):
     # A NaN factor where the loss is not finite makes the gradients NaN, so that `stateless_apply`, which
     # never sees the loss, skips the step.
     is_finite = jnp.isfinite(jnp.sum(jax.lax.stop_gradient(loss)))
-    return loss * jnp.where(is_finite, optimizer.loss_scale, jnp.nan)
+    return loss * jnp.where(is_finite, scale_of_step(optimizer, notes), jnp.nan)
+
+
+def scale_of_step(optimizer, notes):
+    """Returns the loss scale of this step; in a `StatelessScope` and in compiled code the state decides."""
+
+    def is_within_reach(scale):
+        del scale
+        return not (_keras_private.in_stateless_scope() or _is_traced())
+
+    return shared_scale.scale_of_step(optimizer, notes, is_within_reach, lambda scale: scale)
 
 
 def _is_traced() -> bool:
@@ -96,20 +106,21 @@ def apply(optimizer, grads, variables, notes):
     """The same step on the variables' present values; what comes out is assigned."""
     touched = variables + optimizer.variables
     mapping = [(variable, variable.value) for variable in touched]
-    new_value = _new_values(optimizer, mapping, grads, variables, notes)
+    scale = scale_of_step(optimizer, notes)
+    new_value = _new_values(optimizer, mapping, grads, variables, notes, scale)
     for variable, value in [(variable, new_value(variable)) for variable in touched]:
         variable.assign(value)
 
 
-def _new_values(optimizer, mapping, grads, variables, notes):
-    """Returns a function from variable to its value after the step, in the order of its input."""
+def _new_values(optimizer, mapping, grads, variables, notes, scale=None):
+    """Returns a function from variable to its value after the step; `scale` is the one used if not the state's."""
     # Flags of a differentiated function are out of reach here; our own train step brings one that is not.
     loss_is_finite = jnp.all(jnp.stack(notes.loss_flags)) if notes.loss_flags else None
     with keras.StatelessScope(state_mapping=mapping):
         decision, own_values = optimizer.decide(grads_are_finite(grads), loss_is_finite)
     with SelectingScope(decision.is_due, mapping) as scope:
         if not notes.grads_are_unscaled:
-            grads = optimizer.unscale(grads, variables)
+            grads = optimizer.unscale(grads, variables, scale)
         if optimizer.window is not None:
             grads, sums = _accumulated(optimizer.window, grads, variables, decision)
             own_values = own_values + sums

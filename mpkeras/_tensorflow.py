@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from mpkeras import _keras_private, _tensorflow_all_reduce
+from mpkeras import _keras_private, _tensorflow_all_reduce, shared_scale
 from mpkeras._tensorflow_all_reduce import check_all_reduce_dtype  # noqa: F401
 from mpkeras.step_notes import updating
 
@@ -22,7 +22,19 @@ def in_xla() -> bool:
 def scale_loss(optimizer, loss, notes):
     notes.loss_was_scaled_in_trace |= not tf.executing_eagerly()
     notes.loss_flags.append(tf.math.is_finite(tf.reduce_sum(tf.stop_gradient(loss))))
-    return loss * tf.cast(optimizer.loss_scale, loss.dtype)
+    return loss * tf.cast(scale_of_step(optimizer, notes), loss.dtype)
+
+
+def scale_of_step(optimizer, notes):
+    """Returns the loss scale of this step: the noted one if it is eager or of the graph that is traced now."""
+    return shared_scale.scale_of_step(optimizer, notes, _is_of_this_graph, tf.identity)
+
+
+def _is_of_this_graph(tensor) -> bool:
+    if tf.executing_eagerly():
+        return hasattr(tensor, "numpy")
+    # An eager tensor would become a constant of the graph.
+    return not hasattr(tensor, "numpy") and tensor.graph is tf.compat.v1.get_default_graph()
 
 
 def scale_gradient(grad, factor):
@@ -61,13 +73,14 @@ def apply(optimizer, grads, variables, notes):
             "Expected `apply` to be called in a replica context. Received: a call in a cross-replica context. "
             "Call it in the function that `strategy.run` runs."
         )
-    takes_unscaled = notes.grads_are_unscaled
+    # `None` where there is nothing to unscale.
+    scale = None if notes.grads_are_unscaled or optimizer.scale_is_one else scale_of_step(optimizer, notes)
     if _tensorflow_all_reduce.is_active(optimizer):
-        grads = _tensorflow_all_reduce.summed(optimizer, grads, variables, takes_unscaled)
+        grads = _tensorflow_all_reduce.summed(optimizer, grads, variables, notes.grads_are_unscaled)
     grad_total = grad_sum(grads)
     loss_is_finite = _known_loss_flag(notes)
     if _decides_alone(strategy):
-        _apply(optimizer, grads, variables, tf.math.is_finite(grad_total), loss_is_finite, takes_unscaled)
+        _apply(optimizer, grads, variables, tf.math.is_finite(grad_total), loss_is_finite, scale)
         return
     bad_losses = tf.zeros(()) if loss_is_finite is None else 1.0 - tf.cast(loss_is_finite, tf.float32)
     # One message, of one form whether this worker knows its loss or not: workers are programs of their own,
@@ -77,9 +90,9 @@ def apply(optimizer, grads, variables, notes):
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         flags = _flags(context.all_reduce(tf.distribute.ReduceOp.SUM, checks))
         with _tensorflow_all_reduce.no_second_sum(optimizer):
-            _apply(optimizer, grads, variables, *flags, takes_unscaled)
+            _apply(optimizer, grads, variables, *flags, scale)
         return
-    context.merge_call(_apply_across_replicas, args=(optimizer, grads, variables, checks, takes_unscaled))
+    context.merge_call(_apply_across_replicas, args=(optimizer, grads, variables, checks, scale))
 
 
 def _decides_alone(strategy) -> bool:
@@ -96,7 +109,7 @@ def _flags(summed_checks):
     return tf.math.is_finite(summed_checks[0]), tf.equal(summed_checks[1], 0.0)
 
 
-def _apply_across_replicas(strategy, optimizer, grads, variables, checks, takes_unscaled):
+def _apply_across_replicas(strategy, optimizer, grads, variables, checks, scale):
     # Summed over replicas before anyone decides: gradients are reduced later, inside the inner optimizer,
     # where one replica's inf would reach the weights of all.
     grads_are_finite, loss_is_finite = _flags(strategy.reduce(tf.distribute.ReduceOp.SUM, checks, axis=None))
@@ -108,13 +121,11 @@ def _apply_across_replicas(strategy, optimizer, grads, variables, checks, takes_
             strategy.extended.call_for_each_replica(function, args=arguments)
 
     if optimizer.window is None:
-        _when(decision.is_due, in_each_replica, _update_inner, optimizer, grads, variables, takes_unscaled)
+        _when(decision.is_due, in_each_replica, _update_inner, optimizer, grads, variables, scale)
     else:
         # Each replica sums its own gradients; the inner optimizer reduces them when the update is due.
         def add():
-            unscaled = strategy.extended.call_for_each_replica(
-                _unscaled, args=(optimizer, grads, variables, takes_unscaled)
-            )
+            unscaled = strategy.extended.call_for_each_replica(_unscaled, args=(optimizer, grads, variables, scale))
             for total, grad, variable in zip(optimizer.window.sums, unscaled, variables, strict=True):
                 if grad is not None:
                     strategy.extended.update(
@@ -128,30 +139,30 @@ def _apply_across_replicas(strategy, optimizer, grads, variables, checks, takes_
     _assign_all(own_values)
 
 
-def _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, takes_unscaled):
+def _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, scale):
     decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
     window = optimizer.window
     if in_xla():
         if window is not None:
-            grads = _unscaled(optimizer, grads, variables, takes_unscaled)
+            grads = _unscaled(optimizer, grads, variables, scale)
             totals = [
                 None if g is None else tf.where(decision.is_accepted, window.added(total.value, g, v), total.value)
                 for total, g, v in zip(window.sums, grads, variables, strict=True)
             ]
-            grads, takes_unscaled = window.means(totals, variables, decision), True
-        _update_selecting(optimizer, grads, variables, decision.is_due, takes_unscaled)
+            grads, scale = window.means(totals, variables, decision), None
+        _update_selecting(optimizer, grads, variables, decision.is_due, scale)
         if window is not None:
             for total, new in zip(window.sums, totals, strict=True):
                 if new is not None:
                     total.assign(tf.where(decision.is_last, tf.zeros_like(new), new))
     elif window is None:
         # In eager mode and in a plain graph a conditional around the update is the fastest form.
-        _when(decision.is_due, _update_inner, optimizer, grads, variables, takes_unscaled)
+        _when(decision.is_due, _update_inner, optimizer, grads, variables, scale)
     else:
 
         def add():
             for total, grad, variable in zip(
-                window.sums, _unscaled(optimizer, grads, variables, takes_unscaled), variables, strict=True
+                window.sums, _unscaled(optimizer, grads, variables, scale), variables, strict=True
             ):
                 if grad is not None:
                     _add_to_sum(total.value, grad, window, variable)
@@ -171,21 +182,21 @@ def _when(condition, function, *arguments):
     tf.cond(condition, run, lambda: tf.constant(False))
 
 
-def _unscaled(optimizer, grads, variables, takes_unscaled):
-    return grads if takes_unscaled else optimizer.unscale(grads, variables)
+def _unscaled(optimizer, grads, variables, scale):
+    return grads if scale is None else optimizer.unscale(grads, variables, scale)
 
 
-def _update_inner(optimizer, grads, variables, takes_unscaled):
+def _update_inner(optimizer, grads, variables, scale):
     with updating():
-        optimizer.inner_optimizer.apply(_unscaled(optimizer, grads, variables, takes_unscaled), variables)
+        optimizer.inner_optimizer.apply(_unscaled(optimizer, grads, variables, scale), variables)
 
 
-def _update_selecting(optimizer, grads, variables, is_due, takes_unscaled):
+def _update_selecting(optimizer, grads, variables, is_due, scale):
     if _assigns_through_keras(optimizer.inner_optimizer):
         with selecting_assignments(optimizer.inner_optimizer, is_due):
-            _update_inner(optimizer, grads, variables, takes_unscaled)
+            _update_inner(optimizer, grads, variables, scale)
     else:
-        _update_then_select(optimizer, grads, variables, is_due, takes_unscaled)
+        _update_then_select(optimizer, grads, variables, is_due, scale)
 
 
 def _update_with_means(optimizer, used, variables, decision):
@@ -211,14 +222,11 @@ def _assign_all(values):
 def _known_loss_flag(notes):
     """Returns whether the losses scaled since the last step are finite, or `None` where this is not known."""
     flags = notes.loss_flags
-    if not flags:
-        return None
-    if tf.executing_eagerly():
-        usable = all(hasattr(flag, "numpy") for flag in flags)
-    else:
-        # A flag of another graph (a branch, a loop body, an earlier trace) is out of reach here.
-        graph = tf.compat.v1.get_default_graph()
-        usable = all(hasattr(flag, "numpy") or flag.graph is graph for flag in flags)
+    if not tf.executing_eagerly():
+        # An eager flag is of a loss before the trace: as a constant it would decide every later step.
+        flags = [flag for flag in flags if not hasattr(flag, "numpy")]
+    # A flag of another graph (a branch, a loop body, an earlier trace) is out of reach here.
+    usable = bool(flags) and all(_is_of_this_graph(flag) for flag in flags)
     return tf.reduce_all(tf.stack(flags)) if usable else None
 
 
@@ -321,11 +329,11 @@ def selecting_assignments(inner_optimizer, is_applied):
                 optimizer.__dict__.pop(name)
 
 
-def _update_then_select(optimizer, grads, variables, is_applied, takes_unscaled):
+def _update_then_select(optimizer, grads, variables, is_applied, scale):
     """For any other optimizer: updates, then puts the old values back where the step is skipped."""
     touched = [v.value if isinstance(v, keras.Variable) else v for v in variables]
     touched += [v.value for v in optimizer.inner_optimizer.variables]
     old_values = [tf.identity(variable) for variable in touched]
-    _update_inner(optimizer, grads, variables, takes_unscaled)
+    _update_inner(optimizer, grads, variables, scale)
     for variable, old in zip(touched, old_values, strict=True):
         variable.assign(tf.where(is_applied, variable, old))

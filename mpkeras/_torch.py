@@ -3,7 +3,7 @@
 import keras
 import torch
 
-from mpkeras import _keras_private, _torch_distributed
+from mpkeras import _keras_private, _torch_distributed, shared_scale
 from mpkeras.step_notes import updating
 
 
@@ -22,7 +22,12 @@ def scale_loss(optimizer, loss, notes):
     notes.loss_was_scaled_in_trace |= torch.compiler.is_compiling()
     if torch.is_tensor(loss):
         notes.loss_flags.append(torch.isfinite(loss.detach().sum()))
-    return loss * optimizer.loss_scale
+    return loss * scale_of_step(optimizer, notes)
+
+
+def scale_of_step(optimizer, notes):
+    """Returns the loss scale of this step; a clone where it is noted, as variables are assigned in place."""
+    return shared_scale.scale_of_step(optimizer, notes, lambda noted: True, torch.clone)
 
 
 def scale_gradient(grad, factor):
@@ -48,7 +53,8 @@ def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, 
 def apply(optimizer, grads, variables, notes, in_place: bool = True):
     scale_is_one = notes.grads_are_unscaled or optimizer.scale_is_one
     loss_is_finite = torch.stack(notes.loss_flags).all() if notes.loss_flags else None
-    reciprocal = None if scale_is_one else (1.0 / optimizer.loss_scale)
+    scale = scale_of_step(optimizer, notes)
+    reciprocal = None if scale_is_one else (1.0 / scale)
     in_place = in_place and not scale_is_one and _may_unscale_in_place(grads, variables)
     if in_place:
         # torch's own fused pass over the gradients: reads, checks and writes each once. The `.grad` that
@@ -66,7 +72,7 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
     # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
     if bool(decision.is_accepted if optimizer.window is None else decision.is_accepted | decision.is_last):
         if not in_place and not scale_is_one:
-            grads = optimizer.unscale(grads, variables)
+            grads = optimizer.unscale(grads, variables, scale)
         if optimizer.window is None:
             with updating():
                 optimizer.inner_optimizer.apply(grads, variables)

@@ -45,7 +45,7 @@ class DelegatesToInner:
                 setattr(inner_optimizer, name, value)
             return
         if name in ("initial_scale", "dynamic_growth_steps"):
-            if "_rule" in self.__dict__:
+            if "_scale" in self.__dict__:
                 self._replace_rule(name, value)
             return
         is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
@@ -63,7 +63,7 @@ class DelegatesToInner:
                 f"Expected a loss scale with `{name}`. Received: {name}={value} for {self._rule!r}. "
                 "Create the optimizer with `loss_scale=mpkeras.DynamicLossScale(...)`."
             )
-        self._rule = self._rule.from_config({**config, name: value})
+        self._scale.rule = self._rule.from_config({**config, name: value})
 
     def exclude_from_weight_decay(self, var_list=None, var_names=None):
         self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)

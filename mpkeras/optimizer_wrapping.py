@@ -7,12 +7,13 @@ from mpkeras.loss_scaling import LossScale
 from mpkeras.optimizers import LossScaleOptimizer
 
 
-def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
+def rewrapped(optimizer, rule: LossScale, shared_with: LossScaleOptimizer | None = None) -> LossScaleOptimizer:
     """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
 
     Args:
         optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
         rule: The rule of the result. Counters are carried over, and the current scale unless it was fixed.
+        shared_with: An optimizer with `rule` whose scale the result shares.
     """
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if optimizer.loss_scale_factor is not None:
@@ -24,7 +25,7 @@ def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
     result = LossScaleOptimizer(
         optimizer.inner_optimizer,
         name=optimizer.name,
-        loss_scale=rule,
+        loss_scale=rule if shared_with is None else shared_with,
         all_reduce_dtype=getattr(optimizer, "all_reduce_dtype", None),
     )
     window = getattr(optimizer, "window", None)

@@ -15,6 +15,7 @@ from mpkeras.optimizer_arguments import (
 )
 from mpkeras.optimizer_delegation import DelegatesToInner
 from mpkeras.optimizer_saving import SavesItsState
+from mpkeras.shared_scale import HoldsScale, shared_scale_owner
 from mpkeras.step_notes import step_notes, take_notes
 
 if keras.backend.backend() == "tensorflow":
@@ -31,7 +32,9 @@ else:
 
 
 @keras.saving.register_keras_serializable(package="mpkeras")
-class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(
+    HoldsScale, DelegatesToInner, AccumulatesGradients, SavesItsState, keras.optimizers.LossScaleOptimizer
+):
     """Scales the loss, unscales the gradients, and skips every step that is not finite.
 
     A drop-in for `keras.optimizers.LossScaleOptimizer` and for the one of tf.keras. On each step the
@@ -57,7 +60,10 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
         initial_scale: The first loss scale; with `dynamic=False` the only one. Default 2**15.
         dynamic_growth_steps: Finite steps in a row before the scale doubles. Default 2000.
         name: Name of the optimizer.
-        loss_scale: `"dynamic"`, a number (a fixed scale) or a `mpkeras.LossScale`.
+        loss_scale: `"dynamic"`, a number (a fixed scale), a `mpkeras.LossScale`, or another
+            `mpkeras.LossScaleOptimizer` whose scale is shared: both hold the same scale variables, each step of
+            either moves them, and each counts its own skipped steps. A configuration cannot say so: loaded from
+            one, each has a scale of its own by the same rule.
         dynamic: `False` for a fixed scale, as in tf.keras.
         on_overflow: With `gradient_accumulation_steps` on the inner optimizer, what a step that is not finite
             takes from the update: itself (`"drop_micro"`, the default) or all of it (`"drop_window"`).
@@ -100,6 +106,9 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
         refuse_inner_arguments(kwargs)
         _backend.check_all_reduce_dtype(all_reduce_dtype)
         inner_optimizer = checked_inner_optimizer(inner_optimizer)
+        shared_with = shared_scale_owner(inner_optimizer, loss_scale)
+        if shared_with is not None:
+            loss_scale = shared_with.loss_scale_rule
         rule = rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
         if getattr(inner_optimizer, "loss_scale_factor", None) is not None:
             warnings.warn(
@@ -109,15 +118,14 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
                 stacklevel=2,
             )
         super().__init__(inner_optimizer, initial_scale=rule.initial_scale, name=name)
-        self._rule = rule
         # Such a rule gives way to what the next policy asks for; one of the user's own does not.
         self._chosen_by_prepare = False
-        self._state = {}
         # Not in `build`: a train step is traced with these counters before it builds the optimizer.
         self._skipped_steps = self._add_scalar("skipped_steps", 0)
         self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
         self._last_step_skipped = self._add_scalar("last_step_skipped", False)
         self._nonfinite_losses = self._add_scalar("nonfinite_losses", 0)
+        self._start_scale(rule, shared_with)
         self.all_reduce_dtype = all_reduce_dtype
         self.window = None
         self._take_over_accumulation(on_overflow)
@@ -128,15 +136,7 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
         """Creates the state for `variables`, and the inner optimizer's unless it has been built before."""
         if self.built:
             return
-        initial_state = {"step_counter": 0, **self._rule.initial_state()}
-        ordered = ["step_counter", "dynamic_scale"]
-        ordered += [key for key in initial_state if key not in ordered]
-        # Keras' "int": int64 on TensorFlow, int32 on JAX and torch, as its own counter.
-        state = {"step_counter": self._add_scalar("step_counter", initial_state["step_counter"], "int")}
-        state.update({key: self._add_scalar(key, initial_state[key]) for key in ordered[1:]})
-        self.step_counter = state["step_counter"]
-        self.dynamic_scale = state["dynamic_scale"]
-        self._state = state
+        self._make_scale_state()
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(list(variables))
         if self.window is not None:
@@ -144,21 +144,6 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
         # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
         # optimizer through this one and create averages and accumulators a second time.
         self.built = True
-
-    def _add_scalar(self, name: str, value, int_dtype: str = "int32"):
-        dtype = {bool: "bool", int: int_dtype, float: "float32"}[type(value)]
-        return self.add_variable(
-            shape=(),
-            initializer=keras.initializers.Constant(value),
-            dtype=dtype,
-            aggregation="none",
-            name=name,
-        )
-
-    @property
-    def scale_state(self) -> dict:
-        """The variables that the loss-scaling rule moves, by name; empty before `build`."""
-        return dict(self._state)
 
     @property
     def skipped_steps(self):
@@ -180,7 +165,7 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
     @property
     def loss_scale(self):
         """The loss scale now: float32 scalar tensor of shape `()`."""
-        if not self.built:
+        if not self._state:
             return ops.convert_to_tensor(self._rule.initial_scale, "float32")
         return self._rule.current_scale({key: variable.value for key, variable in self._state.items()})
 
@@ -238,15 +223,16 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
         Until the next `scale_loss` or `get_scaled_loss`, `apply` and `apply_gradients` then take their
         gradients as unscaled, as in the tf.keras loop.
         """
-        step_notes(self).grads_are_unscaled = True
+        notes = step_notes(self)
+        notes.grads_are_unscaled = True
         grads = list(grads)
-        return self.unscale(grads, [None] * len(grads))
+        return self.unscale(grads, [None] * len(grads), _backend.scale_of_step(self, notes))
 
-    def unscale(self, scaled_grads, variables) -> list:
-        """Returns the gradients times the reciprocal of the scale: exact for powers of two."""
+    def unscale(self, scaled_grads, variables, loss_scale=None) -> list:
+        """Returns the gradients times the reciprocal of the scale (the present one): exact for powers of two."""
         if self.scale_is_one:
             return list(scaled_grads)
-        reciprocal = ops.divide(1.0, self.loss_scale)
+        reciprocal = ops.divide(1.0, self.loss_scale if loss_scale is None else loss_scale)
         return [
             g if g is None or _keras_private.overwrites_with_gradient(v) else _backend.scale_gradient(g, reciprocal)
             for g, v in zip(scaled_grads, variables, strict=True)
@@ -283,6 +269,10 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
     def stateless_apply(self, optimizer_variables, grads, trainable_variables):
         """`apply` without side effects, for JAX and torch.
 
+        The gradients must be those of a loss scaled with the scale in `optimizer_variables`. Optimizers that
+        share a scale take turns: the values that one returns for the shared variables go into the next one's
+        `optimizer_variables`, for `scale_loss` and here.
+
         Args:
             optimizer_variables: List of tensors, the values of `self.variables`.
             grads: List of scaled gradients.
@@ -305,9 +295,10 @@ class LossScaleOptimizer(DelegatesToInner, AccumulatesGradients, SavesItsState, 
                     f"Expected `{name}` to match the {len(expected)} variables of the optimizer one to one. "
                     f"Received: {len(values)} values. Pass them in the order of the variables."
                 )
-        return _backend.stateless_apply(
-            self, list(optimizer_variables), list(grads), list(trainable_variables), take_notes(self)
-        )
+        notes = take_notes(self)
+        # The state that is passed in says which scale was used.
+        notes.loss_scale = None
+        return _backend.stateless_apply(self, list(optimizer_variables), list(grads), list(trainable_variables), notes)
 
     @property
     def trainable_variables(self) -> list:

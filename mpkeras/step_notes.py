@@ -18,6 +18,8 @@ class StepNotes:
         # Set by the guarded train step, which knows where a step begins.
         self.in_guarded_step = False
         self.loss_flags = []
+        # The scale of this step, where another optimizer may move it before `apply`.
+        self.loss_scale = None
 
 
 # By thread, as TensorFlow traces each replica of a `MirroredStrategy` in a thread of its own; outside the
@@ -57,6 +59,7 @@ def take_notes(optimizer) -> StepNotes:
     taken = copy.copy(notes)
     notes.loss_was_scaled = False
     notes.loss_flags = []
+    notes.loss_scale = None
     scaled = taken.loss_was_scaled or taken.loss_was_scaled_in_trace or taken.grads_are_unscaled
     if not scaled and not optimizer.scale_is_one:
         taken.grads_are_unscaled = taken.in_guarded_step

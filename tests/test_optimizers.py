@@ -541,3 +541,19 @@ def test_fixed_scale_of_one_multiplies_nothing():
         optimizer.apply([keras.ops.ones(4)], [v])
     np.testing.assert_array_equal(numpy(v), [0.5, 1.5, 2.5, 3.5])
     assert float(optimizer.scale_loss(3.0)) == 3.0
+
+
+@pytest.mark.backends("tensorflow")
+def test_the_loss_of_an_eager_call_does_not_decide_the_steps_of_a_graph():
+    import tensorflow as tf
+
+    v = variable()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=2.0)
+    optimizer.build([v])
+    apply = tf.function(lambda grad: optimizer.apply([grad], [v]))
+    optimizer.scale_loss(tf.constant(np.nan))
+    apply(tf.constant([np.nan, 0.0, 0.0, 0.0]))
+    optimizer.scale_loss(tf.constant(1.0))
+    apply(2.0 * tf.constant(GRADIENT))
+    np.testing.assert_array_equal(numpy(v), [0.5, -1.0, -0.5, 3.0])
+    assert int(optimizer.skipped_steps) == 1

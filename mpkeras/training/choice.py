@@ -63,9 +63,19 @@ def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, rollback:
     return FixedLossScale(1.0) if rollback or is_ours else None
 
 
-def wrapped(optimizer, rule):
-    if rule is None or (isinstance(optimizer, LossScaleOptimizer) and optimizer.loss_scale_rule == rule):
+def wrapped(optimizer, rule, sharing: dict | None = None):
+    """Returns `optimizer` in a `LossScaleOptimizer` with `rule`; itself where it is one, or `rule` is `None`.
+
+    Args:
+        sharing: The wrappers made so far for optimizers with a shared scale, filled here: they go on sharing it.
+    """
+    is_ours = isinstance(optimizer, LossScaleOptimizer)
+    if rule is None or (is_ours and optimizer.loss_scale_rule == rule):
         return optimizer
-    wrapped = rewrapped(optimizer, rule)
-    wrapped._chosen_by_prepare = True
-    return wrapped
+    sharing = {} if sharing is None else sharing
+    shared = id(optimizer._scale) if is_ours and optimizer._scale.is_shared else None
+    wrapper = rewrapped(optimizer, rule, shared_with=sharing.get(shared))
+    wrapper._chosen_by_prepare = True
+    if shared is not None:
+        sharing.setdefault(shared, wrapper)
+    return wrapper

@@ -134,12 +134,12 @@ def _let_inputs_through(model):
 
 def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):
     computes_float16 = computes_in(model, ("float16",))
-    replaced = {}
-    for name, optimizer in guard.find_optimizers(model).items():
-        if id(optimizer) not in replaced:
-            rule = rule_for(optimizer, policy, explicit_rule, computes_float16, rollback)
-            replaced[id(optimizer)] = wrapped(optimizer, rule)
-        if replaced[id(optimizer)] is not optimizer:
-            setattr(model, name, replaced[id(optimizer)])
+    replaced, sharing = {}, {}
+    for optimizer in guard.find_optimizers(model).values():
+        rule = rule_for(optimizer, policy, explicit_rule, computes_float16, rollback)
+        wrapper = wrapped(optimizer, rule, sharing)
+        if wrapper is not optimizer:
+            replaced[id(optimizer)] = wrapper
+    guard.replace_optimizers(model, replaced)
     if getattr(model, "optimizer", None) is not None:
         _keras_private.replace_compiled_optimizer(model, model.optimizer)

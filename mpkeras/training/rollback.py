@@ -16,17 +16,48 @@ LOG_NAMES = ("loss_scale", "skipped_steps")
 
 
 def find_optimizers(model) -> dict:
-    """Returns the Keras optimizers that are attributes of `model`, by attribute name.
+    """Returns the Keras optimizers that `model` holds, each once, by where it holds them.
 
-    `optimizer` comes first; models with several (a GAN's two) keep them under names of their own.
+    They are attributes, or in lists, tuples and dictionaries that are. `optimizer` comes first; models with
+    several (a GAN's two) keep them under names of their own: `"d_optimizer"`, `"optimizers['d']"`.
     """
-    found = {}
-    if getattr(model, "optimizer", None) is not None:
-        found["optimizer"] = model.optimizer
-    for name, value in vars(model).items():
-        if isinstance(value, keras.optimizers.Optimizer) and name not in found:
-            found[name] = value
+    places = [("optimizer", getattr(model, "optimizer", None))]
+    for name, value in _own_attributes(model):
+        places.append((name, value))
+        places += [(f"{name}[{key!r}]", item) for key, item in _items(value)]
+    found, seen = {}, set()
+    for place, value in places:
+        if isinstance(value, keras.optimizers.Optimizer) and id(value) not in seen:
+            seen.add(id(value))
+            found[place] = value
     return found
+
+
+def replace_optimizers(model, replacements: dict):
+    """Puts `replacements[id(optimizer)]` wherever `model` holds `optimizer`."""
+    for name, value in _own_attributes(model):
+        if id(value) in replacements:
+            setattr(model, name, replacements[id(value)])
+            continue
+        new_items = {key: replacements[id(item)] for key, item in _items(value) if id(item) in replacements}
+        if new_items and isinstance(value, tuple):
+            items = [new_items.get(i, item) for i, item in enumerate(value)]
+            setattr(model, name, value._make(items) if hasattr(value, "_make") else tuple(items))
+        else:
+            for key, item in new_items.items():
+                value[key] = item
+
+
+def _own_attributes(model) -> list:
+    """Returns `(name, value)` of the attributes of `model`, but for TensorFlow's records of them."""
+    return [(name, value) for name, value in vars(model).items() if not name.startswith("_self_")]
+
+
+def _items(value) -> list:
+    """Returns `(key or index, item)` of a list, tuple or dictionary; of anything else none."""
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
 
 
 @dataclasses.dataclass
@@ -88,9 +119,8 @@ def uninstall(model):
 
 
 def _scaling_optimizers(model) -> list:
-    """Returns the model's optimizers that check for finite steps, each once."""
-    optimizers = find_optimizers(model).values()
-    checking = list({id(o): o for o in optimizers if isinstance(o, LossScaleOptimizer)}.values())
+    """Returns the model's optimizers that check for finite steps."""
+    checking = [o for o in find_optimizers(model).values() if isinstance(o, LossScaleOptimizer)]
     if not checking:
         warnings.warn(
             f"The train step of model '{model.name}' is guarded, but none of its optimizers is a "
@@ -110,6 +140,7 @@ def _guarded_step(optimizers):
         notes.loss_was_scaled = False
         notes.grads_are_unscaled = False
         notes.loss_flags = []
+        notes.loss_scale = None
     try:
         yield
     finally:

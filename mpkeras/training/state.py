@@ -35,7 +35,7 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
     Args:
         model: A built `keras.Model`. During `fit` on JAX its variables are brought up to date.
         optimizers: The optimizers whose state belongs to it, in an order of your own; by default those that
-            are attributes of `model`. One that is not built is built on the trainable variables of `model`.
+            `model` holds. One that is not built is built on the trainable variables of `model`.
         extra: Further Keras variables.
 
     Returns:
@@ -95,7 +95,7 @@ def _named_variables(model, optimizers, extra) -> dict:
             "Call it on a batch of data first."
         )
     if optimizers is None:
-        optimizers = {id(o): o for o in guard.find_optimizers(model).values()}.values()
+        optimizers = guard.find_optimizers(model).values()
     if keras.backend.backend() == "jax":
         # In the middle of `fit` the values are those of the last synchronization.
         model.jax_state_sync()
