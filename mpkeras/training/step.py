@@ -45,6 +45,9 @@ def make_train_step(
     - `"skipped"`: bool, whether this step was.
     - one entry for each of `metrics`, over all steps since its `reset_state()`.
 
+    Under a `tf.distribute` strategy and a `keras.distribution` the step runs on all devices, and the results are
+    those of the whole batch; of the ranks of torch, each has its own. See "Many devices" in README.md.
+
     Reading one of them waits for the device. Layers keep the dtypes they have: build the model under a policy.
     `step.optimizer` is the optimizer that the step uses, `step.compiler_ir(x, y)` the text of its program.
 
@@ -58,7 +61,7 @@ def make_train_step(
             trained), or `None` where the model adds its own losses.
         jit_compile: Whether the step is compiled: by XLA on TensorFlow and JAX, by `torch.compile` on torch;
             otherwise it runs as a graph on TensorFlow and op by op on JAX and torch. By default XLA, where
-            the layers and the distribution strategy allow it, and on torch op by op: there Keras' layers
+            the layers allow it and no distribution strategy is there, and on torch op by op: there Keras' layers
             compile in many pieces, the first step takes tens of seconds, and it pays off for some models only.
         rollback: Whether a skipped step leaves no trace. Without it, BatchNormalization statistics, metrics
             and random generators keep what a skipped step did to them, and a model that does not

@@ -62,7 +62,7 @@ class Loop:
         self.options = options
         self.own_rows = own_rows
         with mpkeras.policy_scope("mixed_float16"):
-            self.model = new_model(with_statistics, kernel_regularizer=keras.regularizers.L2(0.01))
+            self.model = new_model(with_statistics, kernel_regularizer=keras.regularizers.L2(0.1))
         self.loss = Counting()
         self.metric = keras.metrics.MeanAbsoluteError(name="mae")
         # Low enough that no gradient overflows by chance.
