@@ -15,7 +15,7 @@ import harness
 from models import MODELS, MODES, make_batch
 
 VARIANTS = ("bare", "check", "check, rollback")
-# Of BatchNormalization, whose statistics are put back; an LSTM and a transformer have no such state.
+# The first has state besides its weights, the statistics of BatchNormalization; the others have none.
 NAMES = ("cnn", "transformer", "lstm")
 # The most that the rollback may cost, as a ratio to `check`.
 ROLLBACK_GOAL = 1.02
