@@ -7,7 +7,6 @@ import types
 from train import (
     INITIAL_SCALE,
     OVERFLOWING_TARGET,
-    backend,
     batches,
     everything,
     layout_of,
@@ -33,7 +32,7 @@ def main():
     with scope():
         loop = Loop(options, own_rows, accumulate_steps=2)
     result["accumulated"] = {"many": train(loop, options, with_fault=True)}
-    if backend() == "tensorflow":
+    if options.where == "mirrored":
         result["refused"] = refused(options, scope)
     one_device()
     alone = types.SimpleNamespace(**{**vars(options), "where": "one device"})
@@ -72,7 +71,8 @@ class Loop:
             self.model, optimizer, self.loss, metrics=[self.metric], accumulate_steps=accumulate_steps
         )
         self.optimizer = self.model.optimizer = self.step.optimizer
-        if options.in_run and options.where == "mirrored":
+        self.has_strategy = options.where in ("mirrored", "multiworker")
+        if options.in_run and self.has_strategy:
             import tensorflow as tf
 
             self.run = tf.function(lambda batch: self.model.distribute_strategy.run(self.step, args=batch))
@@ -80,7 +80,7 @@ class Loop:
     def __call__(self, x, y, weights) -> dict:
         """Returns what the step reported: for each name a list, of one value for each local replica."""
         batch = tuple(self.own_rows(values) for values in (x, y, weights))
-        if self.options.where != "mirrored":
+        if not self.has_strategy:
             return {name: [float(value)] for name, value in self.step(*batch).items()}
         import tensorflow as tf
 
@@ -91,7 +91,7 @@ class Loop:
         return {name: [float(v) for v in strategy.experimental_local_results(v)] for name, v in result.items()}
 
     def metric_over_all(self) -> float:
-        if self.options.where != "mirrored":
+        if not self.has_strategy:
             return float(self.metric.result())
         with self.model.distribute_strategy.scope():
             return float(self.metric.result())
@@ -191,6 +191,7 @@ def refused(options, scope) -> dict:
     plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
     attempts = {
         "jit_compile": lambda: make_train_step(model, optimizer, "mse", jit_compile=True),
+        "jit_compile in run": lambda: strategy.run(make_train_step(model, "sgd", "mse", jit_compile=True), args=(x, y)),
         "scalar loss": lambda: make_train_step(model, "sgd", lambda y, p: keras.ops.mean(p))(x, y),
         "optimizer made outside": lambda: make_train_step(model, keras.optimizers.SGD(0.1), "mse")(x, y),
         "odd rows": lambda: make_train_step(model, optimizer, "mse")(x[1:], y[1:]),

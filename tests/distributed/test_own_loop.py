@@ -1,5 +1,7 @@
 """`make_train_step` on many devices: inf on shard k alone, for each k, and one device with the joined batch."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,7 @@ def test_each_replica_of_a_mirrored_strategy(replicas, in_run):
     refused = result["refused"]
     assert "in the scope of one strategy" in refused["optimizer made outside"]
     assert "in the scope of one strategy" in refused["model made outside"]
+    assert "XLA" in refused["jit_compile in run"]
     assert "Build the model in the strategy's scope" in refused["not built"]
     if replicas > 1:
         assert "XLA" in refused["jit_compile"] and f"{replicas} replicas" in refused["jit_compile"]
@@ -56,6 +59,21 @@ def test_each_replica_of_a_mirrored_strategy(replicas, in_run):
         assert f"{replicas} replicas can share equally" in refused["odd rows"]
     else:
         assert refused["jit_compile"] == refused["scalar loss"] == refused["odd rows"] == ""
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.slow
+def test_each_worker_of_a_multi_worker_strategy():
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+
+    def environment(index):
+        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        return {"TF_CONFIG": json.dumps(config)}
+
+    results = run_workers("own_loop.py", [(["multiworker"], environment(i)) for i in range(2)], timeout_s=180)
+    for result in results:
+        check(result, shards=2, copies=1)
+    assert results[0]["many"] == results[1]["many"]
 
 
 @pytest.mark.backends("jax")
