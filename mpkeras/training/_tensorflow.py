@@ -23,6 +23,17 @@ def check_jit_compile(model, jit_compile):
         )
 
 
+def check_scope(model, variables):
+    """Raises `ValueError` for variables that are not there on every replica of the model."""
+    strategy = model.distribute_strategy
+    outside = [v.path for v in variables if not strategy.extended.variable_created_in_scope(v.value)]
+    if is_distributed(model) and outside:
+        raise ValueError(
+            "Expected model, optimizer and metrics to be made in the scope of one strategy, on every replica. "
+            f"Received: {outside[:3]} made outside. Make all of them in `with strategy.scope():`."
+        )
+
+
 def ensure_built(model, data):
     """Builds what the first call of `model` would build, and its optimizer.
 
@@ -182,13 +193,21 @@ class CompiledStep:
     def __init__(self, parts):
         self._parts = parts
         self._function = tf.function(self._one_step, jit_compile=parts.jit_compile)
-        self._distributed = tf.function(self._on_every_replica)
+        self._distributed = tf.function(self._on_every_replica, jit_compile=parts.jit_compile)
 
     def __call__(self, x, y, sample_weight):
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
-        strategy = self._parts.model.distribute_strategy
-        if strategy.num_replicas_in_sync > 1 and tf.distribute.in_cross_replica_context():
-            return self._distributed(x, y, sample_weight)
+        if in_replica_context():
+            if self._parts.jit_compile:
+                raise ValueError(
+                    "Expected a step without XLA in a function that `strategy.run` runs. Received: jit_compile=True. "
+                    "Call the step itself, which runs on every replica, or leave `jit_compile` out."
+                )
+            # Not in a function of its own: from there replicas cannot call each other.
+            return self._one_step(x, y, sample_weight)
+        if is_distributed(self._parts.model):
+            with variable_scope(self._parts.model):
+                return self._distributed(x, y, sample_weight)
         return self._function(x, y, sample_weight)
 
     def compiler_ir(self, x, y, sample_weight, optimized):
@@ -199,13 +218,18 @@ class CompiledStep:
     def _one_step(self, x, y, sample_weight):
         parts = self._parts
         optimizer = parts.optimizer
-        if not parts.guards:
-            return {**self._update(x, y, sample_weight), "skipped": parts.last_step_skipped()}
-        metrics = [variable.value for metric in parts.metrics for variable in metric.variables]
-        result, skipped = _run_without_trace(
-            parts.model, metrics, [optimizer], lambda: self._update(x, y, sample_weight)
-        )
-        return {**result, **parts.metric_results(), "skipped": skipped}
+        if parts.guards:
+            metrics = [variable.value for metric in parts.metrics for variable in metric.variables]
+            result, skipped = _run_without_trace(
+                parts.model, metrics, [optimizer], lambda: self._update(x, y, sample_weight)
+            )
+        else:
+            result, skipped = self._update(x, y, sample_weight), parts.last_step_skipped()
+        loss = result["loss"]
+        if replicas() > 1:
+            # Each replica's loss is its share of the mean over all.
+            loss = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, loss)
+        return {**result, **parts.metric_results(), "loss": loss, "skipped": skipped}
 
     def _update(self, x, y, sample_weight):
         parts = self._parts
@@ -221,17 +245,50 @@ class CompiledStep:
 
     def _on_every_replica(self, x, y, sample_weight):
         strategy = self._parts.model.distribute_strategy
-        per_replica = strategy.run(self._one_step, args=(x, y, sample_weight))
-        # Each replica's loss is its share of the mean over all; the rest is the same everywhere.
-        loss = strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica["loss"], axis=None)
+        batch = (x, y, sample_weight)
+        local_replicas = len(strategy.extended.worker_devices)
+        # A batch that is not distributed yet is cut here: on several workers, each brings the rows of its own.
+        leaves = keras.tree.flatten(batch)
+        cut = [_rows_for_replicas(leaf, local_replicas) if tf.is_tensor(leaf) else None for leaf in leaves]
+
+        def step(leaves, cut):
+            index = tf.distribute.get_replica_context().replica_id_in_sync_group % local_replicas
+            parts = [leaf if rows is None else rows[index] for leaf, rows in zip(leaves, cut, strict=True)]
+            return self._one_step(*keras.tree.pack_sequence_as(batch, parts))
+
+        per_replica = strategy.run(step, args=(leaves, cut))
+        # The same everywhere, but for the metrics: read here, they are of all replicas together.
         result = {name: strategy.experimental_local_results(value)[0] for name, value in per_replica.items()}
-        return {**result, **self._parts.metric_results(), "loss": loss}
+        return {**result, **self._parts.metric_results()}
 
 
 def replicas(model=None) -> int:
     """Returns how many replicas average their losses together: those of `model`, or of the present scope."""
     strategy = tf.distribute.get_strategy() if model is None else model.distribute_strategy
     return strategy.num_replicas_in_sync
+
+
+def is_distributed(model) -> bool:
+    """Whether the model belongs to a distribution strategy, of one replica or several."""
+    strategy = model.distribute_strategy
+    # Outside of every scope the present strategy is TensorFlow's default, which distributes nothing.
+    return (strategy is tf.distribute.get_strategy()) == tf.distribute.has_strategy()
+
+
+def in_replica_context() -> bool:
+    """Whether this code runs on one replica of a strategy: in a function that `strategy.run` was given."""
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+
+
+def _rows_for_replicas(tensor, replicas: int):
+    """Returns `tensor` with a new first axis: one equal part of its rows for each replica."""
+    rows = tensor.shape[0] if tensor.shape.rank else None
+    if not rows or rows % replicas:
+        raise ValueError(
+            f"Expected a batch that {replicas} replicas can share equally. Received: shape={tuple(tensor.shape)}. Take "
+            "another batch size, or pass the batches of `strategy.experimental_distribute_dataset(dataset)`."
+        )
+    return tf.reshape(tensor, (replicas, rows // replicas, *tensor.shape[1:]))
 
 
 def local_tensors(structure):

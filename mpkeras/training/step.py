@@ -46,6 +46,9 @@ def make_train_step(
     - `"skipped"`: bool, whether this step was.
     - one entry for each of `metrics`, over all steps since its `reset_state()`.
 
+    Under a `tf.distribute` strategy and a `keras.distribution` the step runs on all devices, and the results are
+    those of the whole batch; of the ranks of torch, each has its own. See "Many devices" in README.md.
+
     Reading one of them waits for the device. Layers keep the dtypes they have: build the model under a policy.
     `step.optimizer` is the optimizer that the step uses, `step.compiler_ir(x, y)` the text of its program.
 
@@ -59,7 +62,7 @@ def make_train_step(
             trained), or `None` where the model adds its own losses.
         jit_compile: Whether the step is compiled: by XLA on TensorFlow and JAX, by `torch.compile` on torch;
             otherwise it runs as a graph on TensorFlow and op by op on JAX and torch. By default XLA, where
-            the layers and the distribution strategy allow it, and on torch op by op: there Keras' layers
+            the layers allow it and no distribution strategy is there, and on torch op by op: there Keras' layers
             compile in many pieces, the first step takes tens of seconds, and it pays off for some models only.
         rollback: Whether a skipped step leaves no trace. Without it, BatchNormalization statistics, metrics
             and random generators keep what a skipped step did to them, and a model that does not
@@ -104,6 +107,9 @@ class TrainStep:
         self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow)
         self._compiled = training_backend.CompiledStep(self._parts)
         self._is_built = False
+        if training_backend.is_distributed(model) and not self._lacks_variables():
+            # While it can be done: a replica in `strategy.run` makes no variables.
+            self._build(None, None)
 
     @property
     def model(self):
@@ -164,9 +170,15 @@ class TrainStep:
 
     def _build(self, x, y):
         """Makes every variable before the step is compiled, which makes none."""
+        if training_backend.in_replica_context():
+            raise ValueError(
+                "Expected a model and metrics that have their variables where the step is called in `strategy.run`. "
+                f"Received: model '{self.model.name}' or metrics without. Build the model in the strategy's scope, "
+                "or call the step itself, which runs on all replicas."
+            )
         with training_backend.variable_scope(self.model):
             lazy = [metric for metric in self.metrics if not metric.variables]
-            if lazy or not _keras_private.is_built(self.model):
+            if self._lacks_variables():
                 y_pred = self.model(training_backend.local_tensors(x))
                 for metric in lazy:
                     metric.update_state(training_backend.local_tensors(y), y_pred)
@@ -179,7 +191,13 @@ class TrainStep:
             self._parts.wrap_optimizer()
             if not self.optimizer.built:
                 self.optimizer.build(self.model.trainable_variables)
+        metrics = [variable for metric in self.metrics for variable in metric.variables]
+        training_backend.check_scope(self.model, self.model.variables + self.optimizer.variables + metrics)
         training_backend.track_random_states(self.model)
+
+    def _lacks_variables(self) -> bool:
+        """Whether the model or a metric makes its variables on the first batch."""
+        return not _keras_private.is_built(self.model) or not all(metric.variables for metric in self.metrics)
 
 
 class StepParts:
@@ -247,7 +265,8 @@ def _checked_optimizer(model, optimizer):
             "Pass the model that you train."
         )
     if isinstance(optimizer, (str, dict)):
-        optimizer = keras.optimizers.get(optimizer)
+        with training_backend.variable_scope(model):
+            optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             "Expected `optimizer` to be a Keras optimizer, its name or its configuration. Received: "
@@ -263,7 +282,7 @@ def _resolved_jit_compile(model, jit_compile) -> bool:
         return bool(jit_compile)
     refusing = [layer.name for layer in layers_of(model) if not layer.supports_jit]
     if jit_compile is None:
-        return not refusing and training_backend.replicas(model) == 1
+        return not refusing and not training_backend.is_distributed(model)
     if jit_compile and refusing:
         raise ValueError(
             "Expected layers that XLA can compile with `jit_compile=True`. Received: "

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import mpkeras
+from mpkeras.training.step import TrainStep, make_train_step
 
 RANKS = 2
 INITIAL_SCALE = 2.0**10
@@ -30,7 +31,7 @@ def main():
     torch.set_num_threads(1)
     mpkeras.set_global_policy("mixed_float16")
     # Without a process group: one device, with the joined batch.
-    result = {"one": train(*new_model(), rows=slice(None), wrap=lambda model: model)}
+    result = {"one": train(*new_model(), rows=slice(None), wrap=lambda model, optimizer: model)}
 
     torch.distributed.init_process_group(
         "gloo",
@@ -39,21 +40,38 @@ def main():
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=60),
     )
-    wrap = torch.nn.parallel.DistributedDataParallel
+
+    def wrap(model, optimizer):
+        return torch.nn.parallel.DistributedDataParallel(model)
+
     half = ROWS // RANKS
     rows = slice(options.rank * half, (options.rank + 1) * half)
     result["many"] = train(*new_model(), rows, wrap)
     result["compressed"] = train(*new_model(), rows, wrapped_with_16_bit_sums)
     result.update(inflict_faults(*new_model(), rows, wrap))
+    result["own_step"] = train(*new_model(), rows, averaging_step)
+    result["own_step"].update(inflict_faults(*new_model(), rows, averaging_step))
     result["own_gradients"] = gradients_that_nobody_reduced(options.rank)
     torch.distributed.destroy_process_group()
     print("RESULT " + json.dumps(result))
 
 
-def wrapped_with_16_bit_sums(model):
+def wrapped_with_16_bit_sums(model, optimizer):
     module = torch.nn.parallel.DistributedDataParallel(model)
     module.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return module
+
+
+def averaging_step(model, optimizer):
+    """`make_train_step`, whose gradients torch averages over ranks as soon as each is there."""
+
+    def average(parameter):
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= RANKS
+
+    for variable in model.trainable_variables:
+        variable.value.register_post_accumulate_grad_hook(average)
+    return make_train_step(model, optimizer, "mse")
 
 
 def new_model():
@@ -74,7 +92,10 @@ def batches(count: int):
 
 
 def step(model, module, optimizer, x, y, rows, knows_loss: bool = True):
-    """One step of a loop of one's own: `module` is the model, wrapped or not."""
+    """One step of a loop of one's own: `module` is the model, wrapped or not, or our step for it."""
+    if isinstance(module, TrainStep):
+        module(x[rows], y[rows])
+        return
     model.zero_grad()
     loss = keras.losses.MeanSquaredError()(torch.tensor(y[rows]), module(torch.tensor(x[rows])))
     scaled_loss = optimizer.scale_loss(loss) if knows_loss else loss * optimizer.loss_scale
@@ -85,7 +106,7 @@ def step(model, module, optimizer, x, y, rows, knows_loss: bool = True):
 
 def train(model, optimizer, rows, wrap) -> dict:
     """Trains on three batches without faults."""
-    module = wrap(model)
+    module = wrap(model, optimizer)
     for x, y in batches(3):
         step(model, module, optimizer, x, y, rows)
     weights = [keras.ops.convert_to_numpy(v).tolist() for v in model.trainable_variables]
@@ -94,7 +115,7 @@ def train(model, optimizer, rows, wrap) -> dict:
 
 def inflict_faults(model, optimizer, rows, wrap) -> dict:
     (good_x, good_y), (x, y) = batches(2)
-    module = wrap(model)
+    module = wrap(model, optimizer)
     step(model, module, optimizer, good_x, good_y, rows)
     everything = model.variables + optimizer.inner_optimizer.variables
     found = []

@@ -39,6 +39,17 @@ def test_each_rank_alone_skips_the_step_of_all(results):
         assert result["learns_on"]
 
 
+def test_our_step_with_averaged_gradients(results):
+    for result in results:
+        own = result["own_step"]
+        # It knows the loss of every rank: the scale halves for gradients alone.
+        assert [fault["scale"] for fault in own["faults"]] == [1024.0, 512.0, 512.0, 512.0, 256.0, 256.0]
+        assert all(fault["changed"] == [] and fault["new_skips"] == 1 for fault in own["faults"])
+        assert own["learns_on"]
+        assert_equal(result["one"], own)
+    assert results[0]["own_step"]["weights"] == results[1]["own_step"]["weights"]
+
+
 def test_without_faults_two_ranks_equal_one_device_with_the_joined_batch(results):
     for result in results:
         assert_equal(result["one"], result["many"])

@@ -11,7 +11,7 @@ from tests.distributed.launch import ROOT, free_ports
 
 DRAFT = ROOT / "README_many_devices.md"
 TEXT = (DRAFT if DRAFT.exists() else ROOT / "README.md").read_text().split("## Many devices\n")[1].split("\n## ")[0]
-FIT, DDP = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+FIT, DDP, AVERAGE = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
 def run(path, text, environment):
@@ -42,10 +42,8 @@ tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfigur
     assert "skipped_steps: 0" in run(tmp_path / "block.py", text, environment)
 
 
-@pytest.mark.backends("torch")
-def test_the_ddp_example_on_two_ranks(tmp_path):
-    script = tmp_path / "block.py"
-    script.write_text(DDP)
+def run_on_two_ranks(script, pattern: str) -> list:
+    """Returns what was printed that matches `pattern`; two ranks may share a line."""
     (port,) = free_ports(1)
     # `torchrun`, which needs not be on the path.
     arguments = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
@@ -57,6 +55,28 @@ def test_the_ddp_example_on_two_ranks(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert sorted(re.findall(r"rank \d: loss scale \d+\.0, skipped 0", done.stdout)) == [
-        f"rank {rank}: loss scale 32768.0, skipped 0" for rank in range(2)
-    ]
+    return sorted(re.findall(pattern, done.stdout))
+
+
+@pytest.mark.backends("torch")
+def test_the_ddp_example_on_two_ranks(tmp_path):
+    script = tmp_path / "block.py"
+    script.write_text(DDP)
+    found = run_on_two_ranks(script, r"rank \d: loss scale \d+\.0, skipped 0")
+    assert found == [f"rank {rank}: loss scale 32768.0, skipped 0" for rank in range(2)]
+
+
+@pytest.mark.backends("torch")
+def test_our_step_with_averaged_gradients_on_two_ranks(tmp_path):
+    script = tmp_path / "block.py"
+    setup = DDP.split("module = ")[0] + "loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)\n"
+    report = """
+import numpy as np
+result = step(np.full((4, 64), rank, "float32"), np.arange(4))
+weights = float(keras.ops.sum(model.trainable_variables[0].value))
+print(f"rank {rank}: {weights:.6f} {bool(result['skipped'])}")
+"""
+    script.write_text(setup + AVERAGE + report)
+    first, second = run_on_two_ranks(script, r"rank \d: -?\d+\.\d{6} (?:True|False)")
+    # Different rows, the same update.
+    assert first.endswith("False") and second == first.replace("rank 0", "rank 1")

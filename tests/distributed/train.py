@@ -17,15 +17,20 @@ INITIAL_SCALE = 2.0**10
 OVERFLOWING_TARGET = 1e9
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_arguments(description):
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("where", choices=["mirrored", "multiworker", "data_parallel", "model_parallel"])
     parser.add_argument("--shards", type=int, default=2, help="parts that the batch is cut into")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--process", type=int, default=0, help="number of this process (JAX)")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="port of the coordinator on 127.0.0.1 (JAX)")
-    options = parser.parse_args()
+    parser.add_argument("--in-run", action="store_true", help="call the step in `strategy.run` (own_loop.py)")
+    return parser.parse_args()
+
+
+def main():
+    options = parse_arguments(__doc__)
     scope, batch = many_devices(options)
 
     import keras
@@ -109,10 +114,8 @@ def one_device():
         keras.distribution.set_distribution(None)
 
 
-def compiled_model(options, with_statistics: bool, accumulate_steps=None):
+def new_model(with_statistics: bool, **options_of_last):
     import keras
-
-    import mpkeras
 
     class Counting(keras.Model):
         traces = 0
@@ -134,14 +137,22 @@ def compiled_model(options, with_statistics: bool, accumulate_steps=None):
             self.mean.assign(0.9 * self.mean + 0.1 * new)
             return inputs
 
-    def dense(units, seed):
-        return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed))
+    def dense(units, seed, **options):
+        return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed), **options)
 
     inputs = keras.Input((4,))
     hidden = inputs
     if with_statistics:
         hidden = RunningMean()(keras.layers.BatchNormalization()(inputs))
-    model = Counting(inputs, dense(8, 4)(dense(8, 3)(hidden)))
+    return Counting(inputs, dense(8, 4, **options_of_last)(dense(8, 3)(hidden)))
+
+
+def compiled_model(options, with_statistics: bool, accumulate_steps=None):
+    import keras
+
+    import mpkeras
+
+    model = new_model(with_statistics)
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=accumulate_steps)
     model.compile(optimizer, "mse", run_eagerly=options.eager, jit_compile="auto")
     # Low enough that no gradient overflows by chance.

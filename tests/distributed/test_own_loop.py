@@ -1,0 +1,100 @@
+"""`make_train_step` on many devices: inf on shard k alone, for each k, and one device with the joined batch."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.distributed.expectations import check_equals_one_device, check_faults
+from tests.distributed.launch import free_ports, run_program, run_workers
+
+
+def check(result, shards: int, copies: int, reports: int = 1):
+    """Checks variables and what the step reported, on each of `reports` replicas."""
+    check_faults(result, shards, copies)
+    assert result["new_traces"] == 0
+    for fault in result["faults"]:
+        assert fault["reported"] == {
+            "loss_is_finite": [fault["kind"] == "gradient"] * reports,
+            "loss_scale": fault["scales"][:1] * reports,
+            "skipped": [1.0] * reports,
+        }
+    check_equals_one_device(result)
+    accumulated = result["accumulated"]
+    assert result["many"]["skipped"] == [[0.0] * reports] * 4
+    assert accumulated["many"]["skipped"] == [[float(i == 2)] * reports for i in range(4)]
+    for one, many in ((result["one"], result["many"]), (accumulated["one"], accumulated["many"])):
+        # The loss of the whole batch on every replica: with its weights, and the model's own loss once.
+        losses = np.broadcast_to(one["losses"], (4, reports))
+        # float16 has 11 significant bits, and the batch is summed in another order
+        np.testing.assert_allclose(many["losses"], losses, rtol=2e-3)
+        np.testing.assert_allclose(many["metric"], one["metric"], rtol=2e-3)
+    if reports == 1:
+        assert result["many"]["reported_metric"] == [result["many"]["metric"]]
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("replicas", "in_run"),
+    [
+        pytest.param(1, False, id="1 replica"),
+        pytest.param(2, False, id="2 replicas", marks=pytest.mark.slow),
+        pytest.param(2, True, id="2 replicas, called in strategy.run", marks=pytest.mark.slow),
+        pytest.param(4, False, id="4 replicas", marks=pytest.mark.slow),
+        pytest.param(4, True, id="4 replicas, called in strategy.run", marks=pytest.mark.slow),
+    ],
+)
+def test_each_replica_of_a_mirrored_strategy(replicas, in_run):
+    result = run_program("own_loop.py", "mirrored", "--shards", replicas, *(["--in-run"] if in_run else []))
+    check(result, replicas, copies=replicas, reports=replicas if in_run else 1)
+    assert not result["many"]["jit_compile"] and result["one"]["jit_compile"]
+    refused = result["refused"]
+    assert "in the scope of one strategy" in refused["optimizer made outside"]
+    assert "in the scope of one strategy" in refused["model made outside"]
+    assert "XLA" in refused["jit_compile in run"]
+    assert "Build the model in the strategy's scope" in refused["not built"]
+    if replicas > 1:
+        assert "XLA" in refused["jit_compile"] and f"{replicas} replicas" in refused["jit_compile"]
+        assert "Return the losses before their mean" in refused["scalar loss"]
+        assert f"{replicas} replicas can share equally" in refused["odd rows"]
+    else:
+        assert refused["jit_compile"] == refused["scalar loss"] == refused["odd rows"] == ""
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.slow
+def test_each_worker_of_a_multi_worker_strategy():
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+
+    def environment(index):
+        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        return {"TF_CONFIG": json.dumps(config)}
+
+    results = run_workers("own_loop.py", [(["multiworker"], environment(i)) for i in range(2)], timeout_s=180)
+    for result in results:
+        check(result, shards=2, copies=1)
+    assert results[0]["many"] == results[1]["many"]
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize(("where", "shards"), [("data_parallel", 8), ("model_parallel", 4)])
+def test_each_shard_of_a_distribution(where, shards):
+    result = run_program("own_loop.py", where, "--shards", shards)
+    check(result, shards, copies=8)
+    assert result["layouts_kept"]
+    if where == "model_parallel":
+        parts = result["part_shapes"]
+        assert [parts["dense/kernel"], parts["sgd/dense_kernel_momentum"]] == [[8, 4], [8, 4]]
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.slow
+def test_each_shard_in_two_processes():
+    (port,) = free_ports(1)
+    arguments = ["data_parallel", "--shards", 8, "--processes", 2, "--port", port]
+    results = run_workers("own_loop.py", [([*arguments, "--process", i], {}) for i in range(2)], timeout_s=180)
+    for result in results:
+        # Four of the eight devices are seen by each process.
+        check(result, shards=8, copies=4)
+        assert result["layouts_kept"]
+    assert results[0]["many"] == results[1]["many"]

@@ -1,0 +1,136 @@
+"""G4: after the same faults the same scales on every backend, for 240 random sequences through the real optimizer.
+
+What they are compared with is the documented rule in plain Python, written here a second time: a backend that equals
+it bit for bit equals the other two.
+"""
+
+import random
+import struct
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras.training.step import make_train_step
+
+GROUPS, SEQUENCES_PER_GROUP = 16, 15
+# TensorFlow in a graph and under XLA, JAX compiled, torch op by op.
+COMPILED = {"tensorflow": (False, True), "jax": (True,), "torch": (False,)}[keras.backend.backend()]
+# With a prediction of 0, the loss sqrt(prediction - target) and its gradient 1 / (2 sqrt(...)) are these:
+TARGETS = {
+    "finite": (-1.0,),  # 1 and 1/2
+    "gradient": (0.0,),  # 0 and infinity
+    "loss": (-np.inf, 1.0),  # infinity and 0; NaN and NaN
+}
+
+
+def float32(number: float) -> float:
+    return struct.unpack("f", struct.pack("f", number))[0]
+
+
+class Rule:
+    """One scale, moved event by event; a product of two float32 numbers is exact in Python before it is rounded."""
+
+    def __init__(self, settings):
+        self.settings = {name: n if isinstance(n, int) else float32(n) for name, n in settings.items()}
+        self.scale = self.settings["initial_scale"]
+        self.finite_row = self.bad_row = 0
+        self.seen = set()
+
+    def after(self, event: str) -> float:
+        s = self.settings
+        if event == "finite":
+            self.bad_row = 0
+            self.finite_row += 1
+            if self.finite_row == s["dynamic_growth_steps"]:
+                self.finite_row = 0
+                self._move(s["growth_factor"], "grows", "stops at the ceiling")
+        elif event == "gradient":
+            self.finite_row = 0
+            self.bad_row += 1
+            if self.bad_row >= s["hysteresis"]:
+                self._move(s["backoff_factor"], "backs off", "stops at the floor")
+            else:
+                self.seen.add("waits for another bad step")
+        else:
+            # No scale cures a loss that is not finite: for the scale this step never was.
+            self.seen.add("stays for a loss")
+        return self.scale
+
+    def _move(self, factor, moves, stops):
+        moved = float32(self.scale * factor)
+        self.scale = min(max(moved, self.settings["min_scale"]), self.settings["max_scale"])
+        self.seen.add(moves if self.scale == moved else stops)
+
+
+def random_settings(generator) -> dict:
+    initial_scale = 2.0 ** generator.uniform(-3, 20)
+    return {
+        "initial_scale": initial_scale,
+        "growth_factor": generator.choice([2.0, 4.0, generator.uniform(1.01, 3.0)]),
+        "backoff_factor": generator.choice([0.5, 0.25, generator.uniform(0.1, 0.95)]),
+        "dynamic_growth_steps": generator.randint(1, 5),
+        "min_scale": initial_scale / 2.0 ** generator.uniform(0, 8),
+        "max_scale": initial_scale * 2.0 ** generator.uniform(0, 8),
+        "hysteresis": generator.randint(1, 3),
+    }
+
+
+def random_events(generator) -> list:
+    weights = [generator.choice([1, 3, 10]), generator.choice([1, 3]), 1]
+    return generator.choices(["finite", "gradient", "loss"], weights, k=generator.randint(20, 60))
+
+
+def cases(group: int):
+    """Returns the settings and the sequences of one group."""
+    generator = random.Random(group)
+    return random_settings(generator), [random_events(generator) for _ in range(SEQUENCES_PER_GROUP)]
+
+
+def root_of_the_error(y, y_pred):
+    return keras.ops.sqrt(y_pred - y)[:, 0]
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_scales_are_those_of_the_documented_rule(group, jit_compile):
+    settings, sequences = cases(group)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    # Without a learning rate the prediction stays 0, and so do the losses what the events say.
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.0), loss_scale=mpkeras.DynamicLossScale(**settings))
+    optimizer.build(model.trainable_variables)
+    initial_state = [(v, keras.ops.convert_to_numpy(v.value).copy()) for v in optimizer.scale_state.values()]
+    step = make_train_step(model, optimizer, root_of_the_error, jit_compile=jit_compile)
+    x, generator = np.ones((1, 1), "float32"), random.Random(group)
+    for events in sequences:
+        rule = Rule(settings)
+        for variable, value in initial_state:
+            variable.assign(value)
+        for i, event in enumerate(events):
+            result = step(x, np.full((1, 1), generator.choice(TARGETS[event]), "float32"))
+            found = float(result["loss_scale"]), bool(result["skipped"])
+            assert found == (rule.after(event), event != "finite"), (settings, events[: i + 1])
+    assert model.get_weights()[0] == 0.0
+
+
+def test_the_sequences_go_everywhere():
+    seen = {}
+    for group in range(GROUPS):
+        settings, sequences = cases(group)
+        for events in sequences:
+            rule = Rule(settings)
+            for event in events:
+                rule.after(event)
+            for what in rule.seen:
+                seen[what] = seen.get(what, 0) + 1
+    everything = {"grows", "stops at the ceiling", "backs off", "stops at the floor", "stays for a loss"}
+    assert set(seen) == everything | {"waits for another bad step"}
+    assert min(seen.values()) >= 20, seen
+
+
+def test_the_rule_by_hand():
+    settings = {"initial_scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "dynamic_growth_steps": 2}
+    rule = Rule({**settings, "min_scale": 4.0, "max_scale": 16.0, "hysteresis": 2})
+    events = ["finite", "loss", "finite", "finite", "finite", "gradient", "loss", "gradient", "gradient", "gradient"]
+    assert [rule.after(event) for event in events] == [8, 8, 16, 16, 16, 16, 16, 8, 4, 4]
