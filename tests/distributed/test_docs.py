@@ -1,4 +1,4 @@
-"""Runs what the README shows about many devices, on one device and on several."""
+"""Runs what docs/many_devices.md shows, on one device and on several."""
 
 import os
 import re
@@ -9,8 +9,7 @@ import pytest
 
 from tests.distributed.launch import ROOT, free_ports
 
-DRAFT = ROOT / "README_many_devices.md"
-TEXT = (DRAFT if DRAFT.exists() else ROOT / "README.md").read_text().split("## Many devices\n")[1].split("\n## ")[0]
+TEXT = (ROOT / "docs/many_devices.md").read_text()
 FIT, DDP, AVERAGE = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
@@ -80,3 +79,7 @@ print(f"rank {rank}: {weights:.6f} {bool(result['skipped'])}")
     first, second = run_on_two_ranks(script, r"rank \d: -?\d+\.\d{6} (?:True|False)")
     # Different rows, the same update.
     assert first.endswith("False") and second == first.replace("rank 0", "rank 1")
+
+
+def test_the_readme_shows_the_same_script():
+    assert FIT in (ROOT / "README.md").read_text()
