@@ -31,7 +31,7 @@ def cases():
                 yield pytest.param(block, id=f"{page} {i + 1}")
 
 
-@pytest.mark.parametrize("block", cases())
+@pytest.mark.parametrize("block", list(cases()))
 def test_code_block_runs(block, tmp_path, backend):
     if "import tensorflow" in block and backend != "tensorflow":
         pytest.skip("this block is TensorFlow's own loop")

@@ -47,7 +47,7 @@ def make_train_step(
     - one entry for each of `metrics`, over all steps since its `reset_state()`.
 
     Under a `tf.distribute` strategy and a `keras.distribution` the step runs on all devices, and the results are
-    those of the whole batch; of the ranks of torch, each has its own. See "Many devices" in README.md.
+    those of the whole batch; of the ranks of torch, each has its own. See docs/many_devices.md.
 
     Reading one of them waits for the device. Layers keep the dtypes they have: build the model under a policy.
     `step.optimizer` is the optimizer that the step uses, `step.compiler_ir(x, y)` the text of its program.
