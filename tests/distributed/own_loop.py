@@ -60,6 +60,8 @@ class Loop:
         keras.utils.set_random_seed(0)
         self.options = options
         self.own_rows = own_rows
+        # One of the loops gives the step whole batches, which it cuts for the replicas itself.
+        self.is_plain = options.where == "mirrored" and not options.in_run and accumulate_steps > 1
         with mpkeras.policy_scope("mixed_float16"):
             self.model = new_model(with_statistics, kernel_regularizer=keras.regularizers.L2(0.1))
         self.loss = Counting()
@@ -86,7 +88,8 @@ class Loop:
 
         strategy = self.model.distribute_strategy
         data = tf.data.Dataset.from_tensor_slices(batch).batch(len(x))
-        (batch,) = strategy.experimental_distribute_dataset(data)
+        if not self.is_plain:
+            (batch,) = strategy.experimental_distribute_dataset(data)
         result = self.run(batch) if self.options.in_run else self.step(*batch)
         return {name: [float(v) for v in strategy.experimental_local_results(v)] for name, v in result.items()}
 
