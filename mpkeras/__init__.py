@@ -2,6 +2,7 @@
 
 from mpkeras import callbacks, layers
 from mpkeras._version import __version__
+from mpkeras.conversion import apply_policy
 from mpkeras.layers import float32_island
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.optimizers import LossScaleOptimizer
@@ -25,6 +26,7 @@ __all__ = [
     "LossScaleOptimizer",
     "Policy",
     "__version__",
+    "apply_policy",
     "callbacks",
     "float32_island",
     "get_policy",

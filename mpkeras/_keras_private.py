@@ -82,7 +82,7 @@ def autocast_dtype() -> str | None:
     return None if scope is None else scope.dtype
 
 
-def autocast_scope(dtype: str):
+def autocast_scope(dtype: str | None):
     """Context manager: float variables are read in `dtype`. Keras opens it around `Layer.call` only."""
     return keras.src.backend.AutocastScope(dtype)
 
@@ -160,3 +160,95 @@ def decays(optimizer, variable) -> bool:
 
 # The method in which Keras' optimizers on TensorFlow sum the gradients over replicas.
 GRADIENT_SUM_METHOD = "_all_reduce_sum_gradients"
+
+
+def graph_of(model):
+    """Returns the Functional model that `model` is, or that a built Sequential has in it; `None` for any other."""
+    if isinstance(model, keras.Sequential):
+        model = model._functional
+    return model if isinstance(model, keras.src.models.functional.Functional) else None
+
+
+def refresh_symbolic_dtypes(model):
+    """Gives every symbolic tensor of a Functional model the dtype that its layer returns now.
+
+    Keras computes them once, when the model is made. Its own `KerasTensor.dtype` has no setter.
+    """
+    for depth in sorted(model._nodes_by_depth, reverse=True):
+        for node in model._nodes_by_depth[depth]:
+            if node.is_input:
+                continue
+            args, kwargs = keras.tree.map_structure(
+                lambda value, layer=node.operation: _as_input_of(layer, value),
+                (node.arguments.args, node.arguments.kwargs),
+            )
+            # As in `Layer.__call__`: a layer without a rule of its own is asked by running its `call`.
+            layer_dtype = getattr(node.operation, "autocast", False) and node.operation.compute_dtype
+            with autocast_scope(layer_dtype or None):
+                specs = node.operation.compute_output_spec(*args, **kwargs)
+            for tensor, spec in zip(node.outputs, keras.tree.flatten(specs), strict=True):
+                tensor._dtype = spec.dtype
+
+
+def _as_input_of(layer, value):
+    """Returns a symbolic tensor in the dtype in which `layer` hands it to its `call`; anything else as it is."""
+    converts = isinstance(layer, keras.layers.Layer) and layer._convert_input_args
+    if not converts or not isinstance(value, keras.KerasTensor):
+        return value
+    return layer.dtype_policy.convert_input(value, layer.autocast, layer.input_dtype)
+
+
+def output_structure(model):
+    """Returns the outputs of a Functional model in the structure it returns them; `Model.outputs` is flat."""
+    return model._outputs_struct
+
+
+def made_by(tensor) -> tuple:
+    """Returns the layer that returned a symbolic tensor, and the number of the call."""
+    history = tensor._keras_history
+    return history.operation, history.node_index
+
+
+def inputs_of_call(layer, node_index: int) -> list:
+    """Returns the symbolic tensors that a call of `layer` was given."""
+    return layer._inbound_nodes[node_index].input_tensors
+
+
+def replace_outputs(model, outputs):
+    """Lets a Functional model end in other symbolic tensors; it stays the same object, class and weights.
+
+    What `Function.__init__` and `Functional.__init__` do with their outputs. To make a new `keras.Model` would
+    lose the class of a subclass, with its `train_step`; to call `__init__` again, all that it has become.
+    """
+    from keras.src.ops.function import map_graph
+
+    before = model.layers
+    flat = keras.tree.flatten(outputs)
+    nodes, nodes_by_depth, operations, operations_by_depth = map_graph(model._inputs, flat)
+    # Into the dictionary: an attribute would be tracked, and its lists wrapped by TensorFlow.
+    vars(model).update(
+        _outputs_struct=outputs,
+        _outputs=flat,
+        _nodes=nodes,
+        _nodes_by_depth=nodes_by_depth,
+        _operations=operations,
+        _operations_by_depth=operations_by_depth,
+        output_names=[made_by(tensor)[0].name for tensor in flat],
+    )
+    for layer in model.layers:
+        if not any(layer is known for known in before):
+            model._tracker.track(layer)
+    for layer in before:
+        if not any(layer is known for known in model.layers):
+            model._tracker.untrack(layer)
+
+
+def replace_last_layers(model, old, new):
+    """Exchanges the layers `old` at the end of a Sequential model for `new`, its graph left alone.
+
+    `add` and `pop` would call every layer anew, and leave `layer.output` at the first of the calls.
+    """
+    layers = model._layers
+    for layer in old:
+        layers.remove(layer)
+    layers.extend(new)

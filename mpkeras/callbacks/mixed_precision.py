@@ -167,7 +167,10 @@ class _Counts:
                 "the loss was finite, but gradients overflowed. The loss scale has come down after each; if it goes "
                 "on, train in 'mixed_bfloat16' or keep the overflowing layers in float32 with `keep_float32`."
             )
-        which = "each time" if self.nonfinite_losses == self.skipped else f"{self.nonfinite_losses} times"
+        if self.nonfinite_losses == self.skipped:
+            which = "each time"
+        else:
+            which = "once" if self.nonfinite_losses == 1 else f"{self.nonfinite_losses} times"
         return (
             f"{which} the loss itself was not finite: the forward pass is at fault and no loss scale cures it. "
             "Look for inf or NaN in the data, keep more layers in float32, or lower the learning rate."

@@ -2,13 +2,12 @@
 
 import keras
 
-from mpkeras import _keras_private
+from mpkeras.conversion import layers_of
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.optimizer_wrapping import rewrapped
 from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.registry import get_policy
-
-SIXTEEN_BITS = ("float16", "bfloat16")
 
 
 def chosen_policy(model, policy):
@@ -16,19 +15,11 @@ def chosen_policy(model, policy):
     if policy is not None:
         return get_policy(policy)
     global_policy = get_policy(None)
-    dtypes = {layer.compute_dtype for layer in layers_of(model)} & set(SIXTEEN_BITS)
+    dtypes = {layer.compute_dtype for layer in layers_of(model)} & set(SIXTEEN_BIT_DTYPES)
     if not dtypes or global_policy.compute_dtype in dtypes:
         return global_policy
     # The layers, not the model's name or the global policy, say what this model computes in.
     return get_policy("mixed_float16" if "float16" in dtypes else "mixed_bfloat16")
-
-
-def layers_of(model) -> list:
-    return _keras_private.flatten_layers(model, include_self=True)
-
-
-def computes_in(model, dtypes) -> bool:
-    return any(layer.compute_dtype in dtypes for layer in layers_of(model))
 
 
 def check_variables(model, policy):

@@ -1,25 +1,14 @@
 """`prepare`: makes a compiled model train under a policy, with nothing failing silently."""
 
-import weakref
-
 import keras
 
 from mpkeras import _keras_private, loss_scaling
+from mpkeras.conversion import computes_in, layer_converter
 from mpkeras.optimizers import LossScaleOptimizer
-from mpkeras.policies.rules import apply_rules, set_layer_policy
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.training import rollback as guard
 from mpkeras.training.backend import training_backend
-from mpkeras.training.choice import (
-    SIXTEEN_BITS,
-    check_variables,
-    chosen_policy,
-    computes_in,
-    layers_of,
-    rule_for,
-    wrapped,
-)
-
-_CONVERTIBLE = ("float32", "float16", "bfloat16")
+from mpkeras.training.choice import check_variables, chosen_policy, rule_for, wrapped
 
 
 def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: bool = True):
@@ -65,7 +54,14 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
     training_backend.check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)
     check_variables(model, chosen)
 
-    convert = _converter(model, chosen, converts=policy is not None or not computes_in(model, SIXTEEN_BITS))
+    convert_layers = layer_converter(
+        model, chosen, converts=policy is not None or not computes_in(model, SIXTEEN_BIT_DTYPES)
+    )
+
+    def convert():
+        if convert_layers():
+            training_backend.track_random_states(model)
+
     convert()
     with training_backend.variable_scope(model):
         _wrap_optimizers(model, chosen, explicit_rule, rollback)
@@ -89,47 +85,6 @@ def _check_model(model):
             f"Expected a compiled model. Received: model '{model.name}', which has no optimizer. "
             "Call `model.compile(...)` first."
         )
-
-
-def _converter(model, policy, converts: bool):
-    """Returns a function that gives the layers of `model` their dtypes; called again, the new ones among them.
-
-    Layers of a layer often come into being when it is built, in the middle of the first step.
-    """
-    # Among 16-bit layers a float32 layer is there on purpose; alone, it is what Keras does by default.
-    sources = SIXTEEN_BITS if computes_in(model, SIXTEEN_BITS) else _CONVERTIBLE
-    if policy.compute_dtype not in SIXTEEN_BITS:
-        sources = SIXTEEN_BITS
-    target = policy.stock() or policy
-    seen = weakref.WeakSet()
-
-    def convert():
-        new_layers = [layer for layer in layers_of(model) if layer not in seen]
-        if not new_layers:
-            return
-        seen.update(new_layers)
-        for layer in new_layers if converts else []:
-            follows = layer.compute_dtype in sources and layer.quantization_mode is None
-            if follows and layer.compute_dtype != policy.compute_dtype:
-                set_layer_policy(layer, target)
-        apply_rules(model, policy)
-        _let_inputs_through(model)
-        training_backend.track_random_states(model)
-
-    return convert
-
-
-def _let_inputs_through(model):
-    """Keeps a Sequential or subclassed model from casting its inputs before its first layer sees them.
-
-    Raw inputs may be beyond float16's 65504 and belong to a float32 normalization layer. A Functional model
-    passes inputs on as they are; the others cast them to their own compute dtype. Where the model holds no
-    variables of its own, nothing else depends on that dtype.
-    """
-    if model.compute_dtype not in SIXTEEN_BITS or _keras_private.casts_no_inputs(model):
-        return
-    if not _keras_private.own_variables(model):
-        set_layer_policy(model, keras.DTypePolicy("float32"))
 
 
 def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):

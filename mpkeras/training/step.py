@@ -7,10 +7,11 @@ from keras import ops
 
 from mpkeras import _keras_private
 from mpkeras.accumulation import check_window
+from mpkeras.conversion import computes_in, layers_of
 from mpkeras.loss_scaling import FixedLossScale
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.training.backend import training_backend
-from mpkeras.training.choice import check_variables, chosen_policy, computes_in, layers_of, rule_for, wrapped
+from mpkeras.training.choice import check_variables, chosen_policy, rule_for, wrapped
 from mpkeras.training.losses import Objective
 from mpkeras.training.state import load_state_dict, state_dict
 

@@ -7,6 +7,7 @@
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -58,16 +59,19 @@ def fit(model, *callbacks, first_batch: int = 0, epochs: int = EPOCHS, initial_e
     x, y = data()
     first = first_batch * BATCH
     start = StartOfSecondHalf()
-    history = model.fit(
-        x[first:],
-        y[first:],
-        batch_size=BATCH,
-        epochs=epochs,
-        initial_epoch=initial_epoch,
-        shuffle=False,
-        verbose=0,
-        callbacks=[*callbacks, start],
-    )
+    with warnings.catch_warnings():
+        # One loss of each epoch is NaN on purpose, and is said.
+        warnings.filterwarnings("ignore", ".* steps skipped in epoch", UserWarning)
+        history = model.fit(
+            x[first:],
+            y[first:],
+            batch_size=BATCH,
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            shuffle=False,
+            verbose=0,
+            callbacks=[*callbacks, start],
+        )
     return {**history.history, "start": start.values}
 
 

@@ -1,0 +1,178 @@
+"""`apply_policy`: gives an existing model the dtypes of a policy, its weights untouched."""
+
+import warnings
+import weakref
+
+import keras
+
+from mpkeras import _keras_private
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.registry import get_policy
+from mpkeras.policies.rules import apply_rules, set_layer_policy
+
+_CONVERTIBLE = ("float32", "float16", "bfloat16")
+# The layer that ends a 16-bit output in float32; known by its name, so that the way back takes it out again.
+_CAST_NAME = "mpkeras_float32_output"
+
+
+def apply_policy(model, policy=None):
+    """Gives a model the dtypes of a policy and returns the model to use.
+
+    Works on models of any kind, built or not, compiled or not: Functional, Sequential, nested, subclassed,
+    models that share layers. Layers compute in the policy's dtype, except those its `keep_float32` rules name;
+    the weights are the same variables as before. Symbolic dtypes of Functional and Sequential models follow,
+    and 16-bit outputs of such a model end in a cast to float32: the last product stays in 16 bits, while whoever
+    uses the model gets float32, as before.
+
+    ```python
+    model = mpkeras.apply_policy(keras.applications.ResNet50(weights=None), "mixed_bfloat16")
+    ```
+
+    `apply_policy(model, "float32")` is the way back: the model is then as it was.
+
+    Args:
+        model: A `keras.Model`.
+        policy: A policy or its name; by default the global one.
+
+    Returns:
+        `model` itself, converted. It stays compiled; to train it with `fit` call `mpkeras.prepare`, or use the
+        callback, or pass it to `mpkeras.make_train_step`. A subclassed model returns what its `call` returns.
+
+    Raises:
+        ValueError: If the policy is not known, asks for 16-bit variables, or the model has some. The model
+            is then as before.
+        TypeError: If an argument is of a wrong type.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). "
+            "Pass the model itself; for one layer, set `layer.dtype_policy`."
+        )
+    policy = get_policy(policy)
+    _check_variable_dtypes(model, policy)
+    layer_converter(model, policy)()
+    _refresh(model)
+    _end_in_float32(model)
+    # Functions that Keras compiled before hold the old dtypes.
+    model.train_function = model.test_function = model.predict_function = None
+    _warn_unscaled(model)
+    return model
+
+
+def _warn_unscaled(model):
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not computes_in(model, ("float16",)):
+        return
+    is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
+    if not is_scaling or getattr(optimizer, "scale_is_one", False):
+        warnings.warn(
+            f"Model '{model.name}' computes in float16 now, but is compiled with an optimizer that scales no loss: "
+            "small gradients would be lost. Before `fit`, call `mpkeras.prepare(model)`.",
+            stacklevel=3,
+        )
+
+
+def layer_converter(model, policy, converts: bool = True):
+    """Returns a function that gives the layers of `model` their dtypes; called again, the new ones among them.
+
+    Layers of a layer often come into being when it is built, in the middle of the first step.
+
+    Args:
+        model: A `keras.Model`.
+        policy: A `Policy`.
+        converts: Whether layers change to the policy's dtype, or only its float32 rules are applied.
+    """
+    # Among 16-bit layers a float32 layer is there on purpose; alone, it is what Keras does by default.
+    sources = SIXTEEN_BIT_DTYPES if computes_in(model, SIXTEEN_BIT_DTYPES) else _CONVERTIBLE
+    if policy.compute_dtype not in SIXTEEN_BIT_DTYPES:
+        sources = SIXTEEN_BIT_DTYPES
+    target = policy.stock() or policy
+    seen = weakref.WeakSet()
+
+    def convert() -> bool:
+        new_layers = [layer for layer in layers_of(model) if layer not in seen]
+        if not new_layers:
+            return False
+        seen.update(new_layers)
+        for layer in new_layers if converts else []:
+            follows = layer.compute_dtype in sources and layer.quantization_mode is None
+            if follows and layer.compute_dtype != policy.compute_dtype:
+                set_layer_policy(layer, target)
+        apply_rules(model, policy)
+        _let_inputs_through(model)
+        return True
+
+    return convert
+
+
+def layers_of(model) -> list:
+    return _keras_private.flatten_layers(model, include_self=True)
+
+
+def computes_in(model, dtypes) -> bool:
+    return any(layer.compute_dtype in dtypes for layer in layers_of(model))
+
+
+def _let_inputs_through(model):
+    """Keeps a Sequential or subclassed model from casting its inputs before its first layer sees them.
+
+    Raw inputs may be beyond float16's 65504 and belong to a float32 normalization layer. A Functional model
+    passes inputs on as they are; the others cast them to their own compute dtype. Where the model holds no
+    variables of its own, nothing else depends on that dtype.
+    """
+    if model.compute_dtype not in SIXTEEN_BIT_DTYPES or _keras_private.casts_no_inputs(model):
+        return
+    if not _keras_private.own_variables(model):
+        set_layer_policy(model, keras.DTypePolicy("float32"))
+
+
+def _check_variable_dtypes(model, policy):
+    half = [v.path for v in model.variables if v.dtype in SIXTEEN_BIT_DTYPES]
+    if half or policy.variable_dtype in SIXTEEN_BIT_DTYPES:
+        what = f"16-bit variables {half[:3]}" if half else f"policy '{policy.name}'"
+        raise ValueError(
+            "Expected float32 variables before and after: `apply_policy` changes what layers compute in, and "
+            f"keeps the weights as they are. Received: {what}. Use 'mixed_float16' or 'mixed_bfloat16'; a model "
+            "with 16-bit variables is built anew under one of them, and takes the old weights by `set_weights`."
+        )
+
+
+def _refresh(model):
+    """Brings the symbolic dtypes of every Functional and Sequential model in `model` up to date, inner ones first."""
+    for layer in reversed(layers_of(model)):
+        graph = _keras_private.graph_of(layer)
+        if graph is not None:
+            _keras_private.refresh_symbolic_dtypes(graph)
+
+
+def _end_in_float32(model):
+    """Lets 16-bit outputs of a Functional or Sequential model end in float32; takes out casts that are not needed."""
+    graph = _keras_private.graph_of(model)
+    if graph is None:
+        return
+    structure = _keras_private.output_structure(graph)
+    old_outputs = keras.tree.flatten(structure)
+    outputs = [_without_cast(output) for output in old_outputs]
+    outputs = [_cast(i)(output) if output.dtype in SIXTEEN_BIT_DTYPES else output for i, output in enumerate(outputs)]
+    if all(new is old for new, old in zip(outputs, old_outputs, strict=True)):
+        return
+    _keras_private.replace_outputs(graph, keras.tree.pack_sequence_as(structure, outputs))
+    if graph is not model:
+        _keras_private.replace_last_layers(model, _casts(old_outputs), _casts(outputs))
+
+
+def _casts(outputs) -> list:
+    layers = [_keras_private.made_by(output)[0] for output in outputs]
+    return [layer for layer in layers if layer.name.startswith(_CAST_NAME)]
+
+
+def _cast(index: int):
+    return keras.layers.Activation("linear", dtype="float32", name=f"{_CAST_NAME}_{index}")
+
+
+def _without_cast(output):
+    """Returns what the cast of an earlier conversion was given; any other output as it is."""
+    layer, node_index = _keras_private.made_by(output)
+    if layer.name.startswith(_CAST_NAME):
+        return _keras_private.inputs_of_call(layer, node_index)[0]
+    return output

@@ -1,0 +1,284 @@
+"""P20: an existing model gets the dtypes of a policy, keeps its weights, and finds its way back."""
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras.conversion import apply_policy
+from tests.step_modes import snapshot
+
+POLICIES = ["mixed_float16", "mixed_bfloat16"]
+rng = np.random.default_rng(0)
+IMAGES = rng.normal(size=(2, 8, 8, 3)).astype("float32")
+SEQUENCES = rng.normal(size=(2, 5, 4)).astype("float32")
+
+
+def numpy(tensor):
+    return np.asarray(keras.ops.convert_to_numpy(tensor), "float64")
+
+
+def functional():
+    inputs = keras.Input((8, 8, 3))
+    x = keras.layers.Rescaling(1 / 255)(inputs)
+    x = keras.layers.Conv2D(4, 3, activation="relu")(x)
+    x = keras.layers.BatchNormalization()(x)
+    x = keras.layers.Add()([x, keras.layers.Conv2D(4, 1)(x)])
+    return keras.Model(inputs, keras.layers.Dense(5)(keras.layers.GlobalAveragePooling2D()(x)))
+
+
+def sequential():
+    layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(4, "relu"), keras.layers.Dense(3)]
+    return keras.Sequential(layers)
+
+
+def nested():
+    inputs = keras.Input((8, 8, 3))
+    return keras.Model(inputs, {"a": functional()(inputs), "b": sequential()(inputs)})
+
+
+def softmax_head():
+    inputs = keras.Input((8, 8, 3))
+    x = keras.layers.Dense(5, activation="softmax")(keras.layers.Flatten()(inputs))
+    return keras.Model(inputs, x)
+
+
+def shared():
+    layer = keras.layers.Dense(3, activation="tanh")
+    a, b = keras.Input((8, 8, 3)), keras.Input((8, 8, 3))
+    return keras.Model([a, b], [keras.layers.Subtract()([layer(a), layer(b)]), layer(a)])
+
+
+def wrappers():
+    inputs = keras.Input((5, 4))
+    x = keras.layers.Bidirectional(keras.layers.LSTM(3, return_sequences=True))(inputs)
+    x = keras.layers.TimeDistributed(keras.layers.Dense(4))(x)
+    return keras.Model(inputs, keras.layers.MultiHeadAttention(2, 2)(x, x))
+
+
+class Backbone(keras.Model):
+    """As KerasHub's: a class of its own around a functional graph."""
+
+    def __init__(self, width=4):
+        inputs = keras.Input((8, 8, 3), name="images")
+        x = keras.layers.Dense(width, activation="gelu")(inputs)
+        super().__init__(inputs, keras.layers.LayerNormalization()(x))
+        self.width = width
+
+    def train_step(self, *args):
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().train_step(*args)
+
+    def get_config(self):
+        return {"width": self.width}
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(4, activation="relu")
+        self.head = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+
+KINDS = {
+    "functional": (functional, IMAGES),
+    "sequential": (sequential, IMAGES),
+    "nested": (nested, IMAGES),
+    "softmax head": (softmax_head, IMAGES),
+    "shared layers": (shared, [IMAGES, IMAGES[::-1].copy()]),
+    "wrappers": (wrappers, SEQUENCES),
+    "backbone": (Backbone, IMAGES),
+}
+
+
+def real_dtypes(outputs):
+    return [keras.backend.standardize_dtype(output.dtype) for output in keras.tree.flatten(outputs)]
+
+
+def layer_outputs(model, x):
+    """Returns `(symbolic dtype, real dtype)` of every tensor between the layers of a Functional model."""
+    inner = model if not isinstance(model, keras.Sequential) else keras.Model(model.inputs, model.outputs)
+    tensors = [tensor for layer in inner.layers for tensor in keras.tree.flatten(layer.output) if layer.output is not x]
+    inputs = x if isinstance(x, list) else [x]
+    return [tensor.dtype for tensor in tensors], real_dtypes(keras.Model(inner.inputs, tensors)(inputs))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model(kind, policy, backend):
+    if (kind, policy, backend) == ("wrappers", "mixed_float16", "jax"):
+        pytest.skip("JAX has no float16 attention on a CPU: the layer stays in float32 by a rule, tested there")
+    make, x = KINDS[kind]
+    model = make()
+    weights, config, names = snapshot(model.variables), model.get_config(), [layer.name for layer in model.layers]
+    variables, expected = list(model.variables), keras.tree.flatten(model(x))
+
+    assert apply_policy(model, policy) is model
+    assert all(a is b for a, b in zip(model.variables, variables, strict=True))
+    assert snapshot(model.variables) == weights
+    assert any(layer.compute_dtype == policy.removeprefix("mixed_") for layer in model.layers)
+    outputs = model(x)
+    assert real_dtypes(outputs) == ["float32"] * len(expected) == [output.dtype for output in model.outputs]
+    for output, reference in zip(keras.tree.flatten(outputs), expected, strict=True):
+        # bfloat16 has 8 significant bits; a few layers
+        np.testing.assert_allclose(numpy(output), numpy(reference), rtol=5e-2, atol=5e-2)
+
+    # Back: the same numbers, layers and configuration.
+    apply_policy(model, "float32")
+    for output, reference in zip(keras.tree.flatten(model(x)), expected, strict=True):
+        np.testing.assert_array_equal(numpy(output), numpy(reference))
+    assert ([layer.name for layer in model.layers], model.get_config()) == (names, config)
+    assert snapshot(model.variables) == weights
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["functional", "sequential", "softmax head", "shared layers"])
+def test_symbolic_dtypes_are_the_real_ones(kind, policy):
+    make, x = KINDS[kind]
+    symbolic, real = layer_outputs(apply_policy(make(), policy), x)
+    assert symbolic == real
+    assert policy.removeprefix("mixed_") in real
+
+
+def test_symbolic_dtypes_within_nested_models():
+    model = apply_policy(nested(), "mixed_bfloat16")
+    for inner in model.layers[1:3]:
+        symbolic, real = layer_outputs(inner, IMAGES)
+        assert symbolic == real and real[-1] == "bfloat16"
+
+
+def test_the_last_product_stays_in_16_bits():
+    model = apply_policy(functional(), "mixed_bfloat16")
+    cast, dense = model.layers[-1], model.layers[-2]
+    assert (dense.compute_dtype, cast.compute_dtype) == ("bfloat16", "float32")
+    # A head whose softmax is in float32 needs no cast.
+    assert apply_policy(softmax_head(), "mixed_bfloat16").layers[-1].name.startswith("dense")
+
+
+def test_from_one_policy_to_another_and_twice():
+    model = functional()
+    for policy in ("mixed_float16", "mixed_bfloat16", "mixed_bfloat16"):
+        apply_policy(model, policy)
+        assert len([layer for layer in model.layers if layer.name.startswith("mpkeras_float32_output")]) == 1
+    assert model.layers[2].compute_dtype == "bfloat16"
+
+
+def test_a_class_around_a_graph_keeps_its_class_and_its_train_step():
+    model = apply_policy(Backbone(), "mixed_bfloat16")
+    assert type(model) is Backbone
+    model.compile("sgd", "mse")
+    model.train_on_batch(IMAGES, np.zeros((2, 8, 8, 4), "float32"))
+    assert model.steps >= 1
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_subclassed_models(built):
+    model = Subclassed()
+    if built:
+        model(IMAGES)
+    weights = snapshot(model.variables)
+    assert apply_policy(model, "mixed_bfloat16") is model
+    assert snapshot(model.variables) == weights
+    assert real_dtypes(model.hidden(IMAGES)) == ["bfloat16"]
+    # Nothing stands behind its `call`.
+    assert real_dtypes(model(IMAGES)) == ["bfloat16"]
+    assert all(v.dtype == "float32" for v in model.variables)
+
+
+def test_a_sequential_that_is_not_built():
+    model = apply_policy(keras.Sequential([keras.layers.Dense(3)]), "mixed_bfloat16")
+    model(IMAGES)
+    assert model.layers[-1].compute_dtype == "bfloat16"
+
+
+def test_the_global_policy_is_the_default():
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        pass
+    model = functional()
+    mpkeras.set_global_policy("mixed_bfloat16")
+    assert apply_policy(model).layers[2].compute_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_converted_model_trains(policy):
+    model = apply_policy(functional(), policy)
+    step = mpkeras.make_train_step(model, keras.optimizers.SGD(0.1), "mse")
+    results = [step(IMAGES, np.ones((2, 5), "float32")) for _ in range(8)]
+    losses = [float(numpy(result["loss"])) for result in results]
+    assert losses[-1] < losses[0]
+    assert step.optimizer.dynamic == (policy == "mixed_float16")
+
+
+def test_a_converted_model_saves_and_loads_in_plain_keras(tmp_path):
+    model = apply_policy(functional(), "mixed_bfloat16")
+    expected = numpy(model(IMAGES))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", compile=False)
+    np.testing.assert_array_equal(numpy(loaded(IMAGES)), expected)
+    # The way back works on the loaded model, too.
+    assert len(apply_policy(loaded, "float32").layers) == len(functional().layers)
+
+
+@pytest.mark.backends("tensorflow")
+def test_signatures_are_float32_in_and_out(tmp_path):
+    import tensorflow as tf
+
+    model = apply_policy(functional(), "mixed_bfloat16")
+    model.export(tmp_path / "saved", verbose=False)
+    signature = tf.saved_model.load(str(tmp_path / "saved")).signatures["serving_default"]
+    specs = [*signature.structured_input_signature[1].values(), *signature.structured_outputs.values()]
+    assert {spec.dtype for spec in specs} == {tf.float32}
+
+
+def test_float16_on_a_compiled_model_without_loss_scaling_is_said():
+    """P18: its `fit` would lose small gradients."""
+    model = functional()
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="scales no loss.*mpkeras.prepare"):
+        apply_policy(model, "mixed_float16")
+    mpkeras.prepare(model)
+    apply_policy(model, "mixed_float16")
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "error", "message"),
+    [
+        pytest.param(lambda: keras.layers.Dense(2), "mixed_float16", TypeError, "keras.Model", id="layer"),
+        pytest.param(functional, "mixed_float8", ValueError, "mixed_float8", id="unknown policy"),
+        pytest.param(functional, "float16", ValueError, "policy 'float16'.*mixed_float16", id="float16 variables"),
+        pytest.param(
+            lambda: keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float16")]),
+            "mixed_float16",
+            ValueError,
+            "16-bit variables.*set_weights",
+            id="a model with float16 variables",
+        ),
+    ],
+)
+def test_bad_input_changes_nothing(make, policy, error, message):
+    model = make()
+    before = [layer.dtype_policy for layer in getattr(model, "layers", [])]
+    with pytest.raises(error, match=message):
+        apply_policy(model, policy)
+    assert [layer.dtype_policy for layer in getattr(model, "layers", [])] == before
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("name", ["MobileNetV2", "EfficientNetB0", "ConvNeXtTiny", "DenseNet121"])
+def test_applications(name):
+    model = getattr(keras.applications, name)(weights=None, input_shape=(32, 32, 3), classes=10)
+    weights, config = snapshot(model.variables), model.get_config()
+    x = rng.uniform(0, 255, size=(2, 32, 32, 3)).astype("float32")
+    expected = numpy(model(x))
+    apply_policy(model, "mixed_bfloat16")
+    symbolic, real = layer_outputs(model, x)
+    assert symbolic == real
+    assert snapshot(model.variables) == weights
+    # probabilities of ten classes
+    np.testing.assert_allclose(numpy(model(x)), expected, atol=5e-2)
+    apply_policy(model, "float32")
+    assert model.get_config() == config
