@@ -1,5 +1,6 @@
 """`apply_policy`: gives an existing model the dtypes of a policy, its weights untouched."""
 
+import importlib
 import warnings
 import weakref
 
@@ -100,6 +101,7 @@ def layer_converter(model, policy, converts: bool = True):
                 set_layer_policy(layer, target)
         apply_rules(model, policy)
         _let_inputs_through(model)
+        _let_torch_modules_follow(new_layers)
         return True
 
     return convert
@@ -124,6 +126,14 @@ def _let_inputs_through(model):
         return
     if not _keras_private.own_variables(model):
         set_layer_policy(model, keras.DTypePolicy("float32"))
+
+
+def _let_torch_modules_follow(layers):
+    if keras.backend.backend() == "torch":
+        # Imported here: only the active backend may be.
+        torch_policies = importlib.import_module("mpkeras.policies._torch")
+        for layer in layers:
+            torch_policies.let_module_follow(layer)
 
 
 def _check_variable_dtypes(model, policy):

@@ -282,3 +282,37 @@ def test_applications(name):
     np.testing.assert_allclose(numpy(model(x)), expected, atol=5e-2)
     apply_policy(model, "float32")
     assert model.get_config() == config
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_torch_modules_follow(policy, tmp_path):
+    """P25: stock Keras hands 16-bit inputs to float32 weights, and torch raises."""
+    import torch
+
+    torch.manual_seed(0)
+    module = keras.layers.TorchModuleWrapper(torch.nn.Linear(4, 3))
+    model = keras.Sequential([keras.Input((4,)), module, keras.layers.Dense(2)])
+    x = SEQUENCES[0]
+    expected = numpy(model(x))
+    apply_policy(model, policy)
+    assert real_dtypes(module(x)) == [policy.removeprefix("mixed_")]
+    np.testing.assert_allclose(numpy(model(x)), expected, atol=5e-2)
+    step = mpkeras.make_train_step(model, keras.optimizers.SGD(0.1), "mse")
+    losses = [float(step(x, np.ones((5, 2), "float32"))["loss"]) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    apply_policy(model, "float32")
+    assert real_dtypes(module(x)) == ["float32"]
+
+
+@pytest.mark.backends("torch")
+def test_a_torch_module_made_under_a_policy_follows_once_prepared():
+    import torch
+
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        layers = [keras.Input((4,)), keras.layers.TorchModuleWrapper(torch.nn.Linear(4, 3), output_shape=(None, 3))]
+        model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model)
+    assert np.isfinite(float(model.train_on_batch(SEQUENCES[0], np.ones((5, 3), "float32"))))
