@@ -3,6 +3,7 @@
 from mpkeras import callbacks, layers
 from mpkeras._version import __version__
 from mpkeras.conversion import apply_policy
+from mpkeras.insight.hardware import hardware
 from mpkeras.layers import float32_island
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.optimizers import LossScaleOptimizer
@@ -31,6 +32,7 @@ __all__ = [
     "float32_island",
     "get_policy",
     "global_policy",
+    "hardware",
     "layers",
     "make_train_step",
     "policy_scope",

@@ -268,11 +268,30 @@ def test_bad_input_changes_nothing(make, policy, error, message):
 
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("name", ["MobileNetV2", "EfficientNetB0", "ConvNeXtTiny", "DenseNet121"])
-def test_applications(name):
-    model = getattr(keras.applications, name)(weights=None, input_shape=(32, 32, 3), classes=10)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("ConvNeXtTiny", 32),
+        ("DenseNet121", 32),
+        ("EfficientNetB0", 32),
+        ("EfficientNetV2B0", 32),
+        ("InceptionResNetV2", 75),
+        ("InceptionV3", 75),
+        ("MobileNet", 32),
+        ("MobileNetV2", 32),
+        ("MobileNetV3Small", 32),
+        ("NASNetMobile", 32),
+        ("ResNet50", 32),
+        ("ResNet50V2", 32),
+        ("VGG16", 32),
+        ("Xception", 75),
+    ],
+)
+def test_applications(name, size):
+    """One model of each family."""
+    model = getattr(keras.applications, name)(weights=None, input_shape=(size, size, 3), classes=10)
     weights, config = snapshot(model.variables), model.get_config()
-    x = rng.uniform(0, 255, size=(2, 32, 32, 3)).astype("float32")
+    x = rng.uniform(0, 255, size=(2, size, size, 3)).astype("float32")
     expected = numpy(model(x))
     apply_policy(model, "mixed_bfloat16")
     symbolic, real = layer_outputs(model, x)

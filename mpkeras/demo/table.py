@@ -3,6 +3,8 @@
 import io
 import textwrap
 
+from mpkeras.insight.report import plain_text
+
 _NOTES = (
     "Quality: at the end of training, mean ± standard deviation over the seeds. Step: median of {rounds} "
     "training steps, the policies in turn, after tracing and compiling. Speed: float32's step time / this "
@@ -56,7 +58,7 @@ def render(rows: list, title: str, rounds: int, width: int = 110) -> str:
     try:
         body = _rich_text(header, lines, title, width)
     except ImportError:
-        body = plain_text(header, lines, title)
+        body = plain_text(header, lines, title, _TEXT_COLUMNS)
     notes = _NOTES.format(rounds=rounds)
     if "XLA temporaries" in header:
         notes += _XLA_NOTE
@@ -96,21 +98,6 @@ def _narrowest(header, lines):
     for number, name in enumerate(header):
         cells = [cells[number] for cells in lines]
         yield name.split() + (" ".join(cells).split() if number == 0 else cells)
-
-
-def plain_text(header: list, lines: list, title: str) -> str:
-    """Returns the table in aligned columns under a title."""
-    widths = [max(len(cells[i]) for cells in [header, *lines]) for i in range(len(header))]
-
-    def aligned(cells):
-        padded = [
-            cell.ljust(width) if i < _TEXT_COLUMNS else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return "  ".join(padded).rstrip()
-
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([title, "", aligned(header), rule, *(aligned(cells) for cells in lines)])
 
 
 def _quality_text(row: dict) -> str:

@@ -83,7 +83,7 @@ def test_layers_without_a_kernel_get_a_footnote_and_no_mark():
 def test_plain_text():
     header = ["Task", "Policy", "Quality"]
     lines = [["text", "float32", "3.0"], ["text", "mixed_bfloat16", "12.25"]]
-    assert table.plain_text(header, lines, "On this machine").splitlines() == [
+    assert table.plain_text(header, lines, "On this machine", left_columns=2).splitlines() == [
         "On this machine",
         "",
         "Task  Policy          Quality",

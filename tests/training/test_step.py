@@ -183,7 +183,11 @@ def test_every_optimizer_trains_as_with_stock_keras(make, jit_compile):
                 model.train_on_batch(X[i], Y[i])
         return model.get_weights()
 
-    for a, b in zip(run(True), run(False), strict=True):
+    try:
+        expected = run(False)
+    except AttributeError as error:
+        pytest.skip(f"stock Keras {keras.version()} cannot: {error}")
+    for a, b in zip(run(True), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)
 
 

@@ -1,0 +1,138 @@
+"""`hardware`: the devices of this process and what each computes natively."""
+
+import importlib.metadata
+import platform
+import re
+
+import keras
+
+from mpkeras.insight.report import Report
+from mpkeras.policies.auto import Device, choose, probe
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# Instruction sets that multiply in 16 bits: x86, and ARM's as Linux names them.
+_CPU_INSTRUCTIONS = {
+    "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "svebf16"),
+    "float16": ("amx_fp16", "avx512_fp16", "asimdhp"),
+}
+
+
+def hardware() -> "HardwareReport":
+    """Returns what devices the active backend computes on, what each does natively, and the policy that suits.
+
+    ```python
+    print(mpkeras.hardware())
+    ```
+
+    Initializes JAX's devices: with several processes, call `jax.distributed.initialize` before.
+
+    Returns:
+        A report: `str()` is a table, `.to_dict()` what JSON can hold, `.plot()` a matplotlib figure.
+    """
+    backend = keras.backend.backend()
+    return HardwareReport(backend, probe(backend))
+
+
+def native_dtypes(device: Device) -> tuple[str, ...]:
+    """Returns the dtypes that `device` multiplies matrices in natively; `float32` is always one of them.
+
+    References:
+        NVIDIA: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+        AMD: https://rocm.docs.amd.com/en/latest/reference/precision-support.html
+    """
+    if device.kind == "tpu":
+        return ("float32", "bfloat16")
+    if device.kind == "cpu":
+        known = [dtype for dtype in ("bfloat16", "float16") if device.instruction_sets & set(_CPU_INSTRUCTIONS[dtype])]
+        return ("float32", *known)
+    if device.compute_capability is not None:
+        if device.compute_capability >= (8, 0):
+            return _DTYPES
+        return ("float32", "float16") if device.compute_capability >= (7, 0) else ("float32",)
+    architecture = (device.architecture or "").split(":")[0]
+    if re.fullmatch(r"gfx(908|90a|9[45]\w|1[12]\w\w)", architecture):
+        return _DTYPES
+    if re.fullmatch(r"gfx(90\w|10\w\w)", architecture):
+        return ("float32", "float16")
+    return ("float32",)
+
+
+class HardwareReport(Report):
+    """What `hardware` returns.
+
+    Attributes:
+        backend: The active Keras backend.
+        devices: List of `mpkeras.policies.auto.Device`.
+        policy: Name of the policy that `mixed_auto` stands for here.
+        reason: Why, in a few words.
+    """
+
+    title = "Devices and what they multiply matrices in"
+
+    def __init__(self, backend: str, devices: list):
+        self.backend = backend
+        self.devices = list(devices)
+        self.policy, self.reason = choose(self.devices, backend)
+
+    def table(self):
+        rows = [
+            [device.kind, device.name or "-", _capability(device), ", ".join(native_dtypes(device))]
+            for device in self.devices
+        ]
+        return ["Device", "Name", "Capability", "Natively"], rows
+
+    def notes(self) -> list:
+        versions = ", ".join(f"{name} {version}" for name, version in self._versions().items())
+        return [f"mixed_auto is {self.policy} on the {self.backend} backend: {self.reason}.", versions]
+
+    def to_dict(self) -> dict:
+        return {
+            "backend": self.backend,
+            "versions": self._versions(),
+            "devices": [
+                {
+                    "kind": device.kind,
+                    "name": device.name,
+                    "capability": _capability(device),
+                    "native_dtypes": list(native_dtypes(device)),
+                }
+                for device in self.devices
+            ],
+            "policy": self.policy,
+            "reason": self.reason,
+        }
+
+    def plot(self):
+        """Returns a figure: a row for each device, a column for each dtype, filled where it is native."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 1.2 + 0.5 * len(self.devices)), layout="constrained")
+        axes = figure.subplots()
+        grid = [[float(dtype in native_dtypes(device)) for dtype in _DTYPES] for device in self.devices]
+        axes.imshow(grid, cmap="Greens", vmin=0.0, vmax=1.5, aspect="auto")
+        axes.set_xticks(range(len(_DTYPES)), _DTYPES)
+        axes.set_yticks(range(len(grid)), [device.name or device.kind for device in self.devices])
+        for i, row in enumerate(grid):
+            for j, is_native in enumerate(row):
+                axes.text(j, i, "native" if is_native else "-", ha="center", va="center")
+        axes.set_title(f"mixed_auto: {self.policy}")
+        return figure
+
+    def _versions(self) -> dict:
+        names = ("mpkeras", "keras", self.backend, "numpy")
+        found = {"python": platform.python_version()}
+        for name in names:
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return found
+
+
+def _capability(device: Device) -> str:
+    if device.compute_capability is not None:
+        return "compute capability {}.{}".format(*device.compute_capability)
+    if device.architecture is not None:
+        return device.architecture
+    known = {name for names in _CPU_INSTRUCTIONS.values() for name in names}
+    return ", ".join(sorted(device.instruction_sets & known)) or "-"
