@@ -52,6 +52,16 @@ def mlp(keras):
 MODELS = {"cnn": (cnn, 32), "transformer": (transformer, 16), "lstm": (lstm, 32), "mlp": (mlp, 32)}
 
 
+def ratios_by_case(results: list[dict]) -> dict:
+    """Returns the ratios to `bare` as `harness.write_bar_plot` takes them: by model and mode, then by variant."""
+    groups = {}
+    for result in results:
+        if result["variant"] != "bare":
+            name = f"{result['model']}\n{result['mode']}"
+            groups.setdefault(name, {})[result["variant"]] = result["ratio"]
+    return groups
+
+
 def make_batch(model, batch_size: int):
     """Returns a seeded batch `(x, y)` of what `model` takes, and of ten classes."""
     import numpy as np

@@ -12,7 +12,7 @@ import logging
 import sys
 
 import harness
-from models import MODELS, MODES, make_batch
+from models import MODELS, MODES, make_batch, ratios_by_case
 
 VARIANTS = ("bare", "check", "check, rollback")
 # The first has state besides its weights, the statistics of BatchNormalization; the others have none.
@@ -84,14 +84,9 @@ def table_rows(results: list[dict]) -> list[dict[str, str]]:
 
 def write_plot(path: str, results: list[dict]) -> None:
     """Writes the ratios to `bare` as bars."""
-    groups = {}
-    for result in results:
-        if result["variant"] != "bare":
-            name = f"{result['model']}\n{result['mode']}"
-            groups.setdefault(name, {})[result["variant"]] = result["ratio"]
     harness.write_bar_plot(
         path,
-        groups,
+        ratios_by_case(results),
         title="What the finite check and the rollback cost a whole training step",
         ylabel="time / time without check",
     )

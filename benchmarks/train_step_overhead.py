@@ -14,7 +14,7 @@ import logging
 import sys
 
 import harness
-from models import MODELS, MODES, make_batch
+from models import MODELS, MODES, make_batch, ratios_by_case
 
 VARIANTS = ("bare", "keras", "mpkeras", "mpkeras, rollback")
 # The most that a step may cost, as a ratio to `bare`; rollback as a ratio to `mpkeras` without it.
@@ -98,14 +98,9 @@ def table_rows(results: list[dict]) -> list[dict[str, str]]:
 
 def write_plot(path: str, results: list[dict]) -> None:
     """Writes the ratios to `bare` as bars."""
-    groups = {}
-    for result in results:
-        if result["variant"] != "bare":
-            name = f"{result['model']}\n{result['mode']}"
-            groups.setdefault(name, {})[result["variant"]] = result["ratio"]
     harness.write_bar_plot(
         path,
-        groups,
+        ratios_by_case(results),
         title="What loss scaling costs a whole training step",
         ylabel="time / time with plain Adam",
     )

@@ -122,27 +122,14 @@ def _new_values(optimizer, mapping, grads, variables, notes, scale=None):
         if not notes.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables, scale)
         if optimizer.window is not None:
-            grads, sums = _accumulated(optimizer.window, grads, variables, decision)
-            own_values = own_values + sums
+            totals = optimizer.window.next_totals([_dense(grad) for grad in grads], variables, decision)
+            own_values = own_values + optimizer.window.cleared_at_the_end(totals, decision)
+            grads = optimizer.window.means(totals, variables, decision)
         optimizer.inner_optimizer.apply(grads, variables)
     # Unscaled with the scale that was used; only now does the scale move.
     for variable, value in own_values:
         scope.state_mapping[id(variable)] = jnp.asarray(value, variable.dtype)
     return scope.get_current_value
-
-
-def _accumulated(window, grads, variables, decision):
-    """Returns the mean gradients of the window so far, and `(variable, value)` for its sums."""
-    totals = [
-        None if g is None else jnp.where(decision.is_accepted, window.added(total.value, _dense(g), v), total.value)
-        for total, g, v in zip(window.sums, grads, variables, strict=True)
-    ]
-    sums = [
-        (total, jnp.where(decision.is_last, jnp.zeros_like(new), new))
-        for total, new in zip(window.sums, totals, strict=True)
-        if new is not None
-    ]
-    return window.means(totals, variables, decision), sums
 
 
 def _dense(grad):

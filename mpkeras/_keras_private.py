@@ -127,7 +127,7 @@ def recurrent_states(layer) -> list:
 
 def unscoped_value(variable):
     """Returns the value of `variable` as it is stored, within a layer's `call`, too."""
-    with keras.src.backend.AutocastScope(None):
+    with autocast_scope(None):
         return variable.value
 
 
@@ -222,7 +222,7 @@ def replace_outputs(model, outputs):
     """
     from keras.src.ops.function import map_graph
 
-    before = model.layers
+    before = {id(layer): layer for layer in model.layers}
     flat = keras.tree.flatten(outputs)
     nodes, nodes_by_depth, operations, operations_by_depth = map_graph(model._inputs, flat)
     # Into the dictionary: an attribute would be tracked, and its lists wrapped by TensorFlow.
@@ -235,11 +235,12 @@ def replace_outputs(model, outputs):
         _operations_by_depth=operations_by_depth,
         output_names=[made_by(tensor)[0].name for tensor in flat],
     )
-    for layer in model.layers:
-        if not any(layer is known for known in before):
+    after = {id(layer): layer for layer in model.layers}
+    for key, layer in after.items():
+        if key not in before:
             model._tracker.track(layer)
-    for layer in before:
-        if not any(layer is known for known in model.layers):
+    for key, layer in before.items():
+        if key not in after:
             model._tracker.untrack(layer)
 
 

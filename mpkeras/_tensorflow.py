@@ -6,8 +6,9 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from mpkeras import _keras_private, _tensorflow_all_reduce, shared_scale
-from mpkeras._tensorflow_all_reduce import check_all_reduce_dtype  # noqa: F401
+from mpkeras import _keras_private, shared_scale
+from mpkeras.distribution import _tensorflow as all_reduce
+from mpkeras.distribution._tensorflow import check_all_reduce_dtype  # noqa: F401
 from mpkeras.step_notes import updating
 
 
@@ -75,8 +76,8 @@ def apply(optimizer, grads, variables, notes):
         )
     # `None` where there is nothing to unscale.
     scale = None if notes.grads_are_unscaled or optimizer.scale_is_one else scale_of_step(optimizer, notes)
-    if _tensorflow_all_reduce.is_active(optimizer):
-        grads = _tensorflow_all_reduce.summed(optimizer, grads, variables, notes.grads_are_unscaled)
+    if all_reduce.is_active(optimizer):
+        grads = all_reduce.summed(optimizer, grads, variables, notes.grads_are_unscaled)
     grad_total = grad_sum(grads)
     loss_is_finite = _known_loss_flag(notes)
     if _decides_alone(strategy):
@@ -89,7 +90,7 @@ def apply(optimizer, grads, variables, notes):
     context = tf.distribute.get_replica_context()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         flags = _flags(context.all_reduce(tf.distribute.ReduceOp.SUM, checks))
-        with _tensorflow_all_reduce.no_second_sum(optimizer):
+        with all_reduce.no_second_sum(optimizer):
             _apply(optimizer, grads, variables, *flags, scale)
         return
     context.merge_call(_apply_across_replicas, args=(optimizer, grads, variables, checks, scale))
@@ -117,7 +118,7 @@ def _apply_across_replicas(strategy, optimizer, grads, variables, checks, scale)
 
     def in_each_replica(function, *arguments):
         # The conditional stands outside the replicas, as a branch inside one could not call the others.
-        with _tensorflow_all_reduce.no_second_sum(optimizer):
+        with all_reduce.no_second_sum(optimizer):
             strategy.extended.call_for_each_replica(function, args=arguments)
 
     if optimizer.window is None:
@@ -145,16 +146,11 @@ def _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, scale)
     if in_xla():
         if window is not None:
             grads = _unscaled(optimizer, grads, variables, scale)
-            totals = [
-                None if g is None else tf.where(decision.is_accepted, window.added(total.value, g, v), total.value)
-                for total, g, v in zip(window.sums, grads, variables, strict=True)
-            ]
+            totals = window.next_totals(grads, variables, decision)
             grads, scale = window.means(totals, variables, decision), None
         _update_selecting(optimizer, grads, variables, decision.is_due, scale)
         if window is not None:
-            for total, new in zip(window.sums, totals, strict=True):
-                if new is not None:
-                    total.assign(tf.where(decision.is_last, tf.zeros_like(new), new))
+            _assign_all(window.cleared_at_the_end(totals, decision))
     elif window is None:
         # In eager mode and in a plain graph a conditional around the update is the fastest form.
         _when(decision.is_due, _update_inner, optimizer, grads, variables, scale)

@@ -3,7 +3,8 @@
 import keras
 import torch
 
-from mpkeras import _keras_private, _torch_distributed, shared_scale
+from mpkeras import _keras_private, shared_scale
+from mpkeras.distribution import _torch as ranks
 from mpkeras.step_notes import updating
 
 
@@ -65,9 +66,9 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
         grads_are_finite = found_inf == 0
     else:
         grads_are_finite = _grads_are_finite(grads)
-    if _torch_distributed.is_distributed():
+    if ranks.is_distributed():
         device = optimizer.skipped_steps.value.device
-        grads_are_finite, loss_is_finite = _torch_distributed.on_all_ranks(grads_are_finite, loss_is_finite, device)
+        grads_are_finite, loss_is_finite = ranks.on_all_ranks(grads_are_finite, loss_is_finite, device)
     decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
     # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
     if bool(decision.is_accepted if optimizer.window is None else decision.is_accepted | decision.is_last):

@@ -130,6 +130,23 @@ class GradientWindow:
             return ops.cast(grad, total.dtype)
         return total + ops.cast(grad, total.dtype)
 
+    def next_totals(self, grads, variables, decision: Decision) -> list:
+        """Returns the sums with this call's unscaled gradients added where it is accepted; without a branch."""
+        return [
+            None
+            if grad is None
+            else ops.where(decision.is_accepted, self.added(total.value, grad, variable), total.value)
+            for total, grad, variable in zip(self.sums, grads, variables, strict=True)
+        ]
+
+    def cleared_at_the_end(self, totals, decision: Decision) -> list:
+        """Returns `(variable, value)` for the sums: `totals`, or zeros where this call ends the window."""
+        return [
+            (total, ops.where(decision.is_last, ops.zeros_like(new), new))
+            for total, new in zip(self.sums, totals, strict=True)
+            if new is not None
+        ]
+
     def means(self, totals, variables, decision: Decision) -> list:
         """Returns the gradients of the update: the mean over the calls that were accepted."""
         # The division is not reached with 0: then no update is due. It must not make a NaN all the same.

@@ -20,15 +20,21 @@ INNER_ARGUMENTS = {
 }
 
 
-def checked_inner_optimizer(inner_optimizer):
-    if isinstance(inner_optimizer, (str, dict)):
-        inner_optimizer = keras.optimizers.get(inner_optimizer)
-    if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+def checked_optimizer(optimizer, argument: str):
+    """Returns the optimizer that `optimizer` is or names; `argument` is what the caller calls it."""
+    if isinstance(optimizer, (str, dict)):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
-            "Expected `inner_optimizer` to be a Keras optimizer, its name or its configuration. Received: "
-            f"inner_optimizer={inner_optimizer!r} (of type {type(inner_optimizer).__name__}). "
+            f"Expected `{argument}` to be a Keras optimizer, its name or its configuration. Received: "
+            f"{argument}={optimizer!r} (of type {type(optimizer).__name__}). "
             "Pass for example `keras.optimizers.Adam()`."
         )
+    return optimizer
+
+
+def checked_inner_optimizer(inner_optimizer):
+    inner_optimizer = checked_optimizer(inner_optimizer, "inner_optimizer")
     if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "Expected an `inner_optimizer` that does not scale the loss itself, or it would be scaled twice. "

@@ -98,7 +98,8 @@ class MixedPrecision(keras.callbacks.Callback):
 
     def _check_scale_after_batch(self, batch, logs=None):
         for i, optimizer in enumerate(self._optimizers()):
-            lost, self._nonfinite_losses[i] = self._nonfinite_losses[i], _Counts.of(optimizer).nonfinite_losses
+            # One number and no `_Counts`: each waits for the device, after every batch.
+            lost, self._nonfinite_losses[i] = self._nonfinite_losses[i], int(_number(optimizer.nonfinite_losses))
             # Where the loss itself was not finite, the scale has no part in it.
             if self._nonfinite_losses[i] > lost or not self._is_stuck(optimizer):
                 continue

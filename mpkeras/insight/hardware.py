@@ -2,19 +2,13 @@
 
 import importlib.metadata
 import platform
-import re
 
 import keras
 
 from mpkeras.insight.report import Report
-from mpkeras.policies.auto import Device, choose, probe
+from mpkeras.policies.auto import CPU_INSTRUCTIONS, Device, choose, native_dtypes, probe
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# Instruction sets that multiply in 16 bits: x86, and ARM's as Linux names them.
-_CPU_INSTRUCTIONS = {
-    "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "svebf16"),
-    "float16": ("amx_fp16", "avx512_fp16", "asimdhp"),
-}
 
 
 def hardware() -> "HardwareReport":
@@ -31,30 +25,6 @@ def hardware() -> "HardwareReport":
     """
     backend = keras.backend.backend()
     return HardwareReport(backend, probe(backend))
-
-
-def native_dtypes(device: Device) -> tuple[str, ...]:
-    """Returns the dtypes that `device` multiplies matrices in natively; `float32` is always one of them.
-
-    References:
-        NVIDIA: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
-        AMD: https://rocm.docs.amd.com/en/latest/reference/precision-support.html
-    """
-    if device.kind == "tpu":
-        return ("float32", "bfloat16")
-    if device.kind == "cpu":
-        known = [dtype for dtype in ("bfloat16", "float16") if device.instruction_sets & set(_CPU_INSTRUCTIONS[dtype])]
-        return ("float32", *known)
-    if device.compute_capability is not None:
-        if device.compute_capability >= (8, 0):
-            return _DTYPES
-        return ("float32", "float16") if device.compute_capability >= (7, 0) else ("float32",)
-    architecture = (device.architecture or "").split(":")[0]
-    if re.fullmatch(r"gfx(908|90a|9[45]\w|1[12]\w\w)", architecture):
-        return _DTYPES
-    if re.fullmatch(r"gfx(90\w|10\w\w)", architecture):
-        return ("float32", "float16")
-    return ("float32",)
 
 
 class HardwareReport(Report):
@@ -134,5 +104,5 @@ def _capability(device: Device) -> str:
         return "compute capability {}.{}".format(*device.compute_capability)
     if device.architecture is not None:
         return device.architecture
-    known = {name for names in _CPU_INSTRUCTIONS.values() for name in names}
+    known = {name for names in CPU_INSTRUCTIONS.values() for name in names}
     return ", ".join(sorted(device.instruction_sets & known)) or "-"

@@ -1,9 +1,10 @@
 """What all reports have in common: a table as text, the same as a dictionary, and a figure."""
 
+import abc
 import io
 
 
-class Report:
+class Report(abc.ABC):
     """A finding that prints as a table, converts to JSON and draws itself.
 
     A subclass implements `title`, `table`, `notes`, `to_dict` and `plot`.
@@ -12,21 +13,21 @@ class Report:
     #: What the table is about, in one line.
     title = ""
 
+    @abc.abstractmethod
     def table(self) -> tuple[list, list]:
         """Returns `(header, rows)`: strings, and one list of strings for each row."""
-        raise NotImplementedError
 
     def notes(self) -> list:
         """Returns the lines under the table."""
         return []
 
+    @abc.abstractmethod
     def to_dict(self) -> dict:
         """Returns all of it as what JSON can hold."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def plot(self):
         """Returns a `matplotlib.figure.Figure`."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         header, rows = self.table()

@@ -11,6 +11,11 @@ import keras
 logger = logging.getLogger("mpkeras")
 
 _CPU_BFLOAT16 = ("amx_bf16", "avx512_bf16")
+# Instruction sets that multiply in 16 bits: x86, and ARM's as Linux names them.
+CPU_INSTRUCTIONS = {
+    "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "svebf16"),
+    "float16": ("amx_fp16", "avx512_fp16", "asimdhp"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +57,33 @@ def choose(devices, backend: str) -> tuple[str, str]:
             order = ("float32", "mixed_float16", "mixed_bfloat16")
             return min(choices, key=lambda choice: order.index(choice[0]))
     return _choose_cpu([device for device in devices if device.kind == "cpu"], backend)
+
+
+def native_dtypes(device: Device) -> tuple[str, ...]:
+    """Returns the dtypes that `device` multiplies matrices in natively; `float32` is always one of them.
+
+    References:
+        NVIDIA: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+        AMD: https://rocm.docs.amd.com/en/latest/reference/precision-support.html
+    """
+    if device.kind == "tpu":
+        return ("float32", "bfloat16")
+    if device.kind == "cpu":
+        known = [dtype for dtype in ("bfloat16", "float16") if device.instruction_sets & set(CPU_INSTRUCTIONS[dtype])]
+        return ("float32", *known)
+    if device.compute_capability is not None:
+        if device.compute_capability >= (8, 0):
+            return ("float32", "bfloat16", "float16")
+        return ("float32", "float16") if device.compute_capability >= (7, 0) else ("float32",)
+    # ROCm may append features: "gfx90a:sramecc+:xnack-".
+    architecture = (device.architecture or "").split(":")[0]
+    # Matrix cores since MI100 (gfx908, gfx90a, gfx94x, gfx95x), WMMA since RDNA3 (gfx11xx).
+    if re.fullmatch(r"gfx(908|90a|9[45]\w|1[12]\w\w)", architecture):
+        return ("float32", "bfloat16", "float16")
+    # Packed float16 arithmetic: Vega and RDNA.
+    if re.fullmatch(r"gfx(90\w|10\w\w)", architecture):
+        return ("float32", "float16")
+    return ("float32",)
 
 
 def resolve() -> tuple[str, str]:
@@ -102,22 +134,20 @@ def _choose_one(device: Device) -> tuple[str, str]:
 def _choose_nvidia(device: Device) -> tuple[str, str]:
     major, minor = device.compute_capability
     about = f"{device.name or 'NVIDIA GPU'} (compute capability {major}.{minor})"
-    if major >= 8:
+    native = native_dtypes(device)
+    if "bfloat16" in native:
         return "mixed_bfloat16", f"{about} has bfloat16 tensor cores"
-    if major == 7:
+    if "float16" in native:
         return "mixed_float16", f"{about} is fast in float16 and has no bfloat16; the loss is scaled"
     return "float32", f"{about} is older than 7.0, where fast float16 begins"
 
 
 def _choose_amd(device: Device) -> tuple[str, str]:
-    # ROCm may append features: "gfx90a:sramecc+:xnack-".
-    architecture = device.architecture.split(":")[0]
-    about = f"{device.name or 'AMD GPU'} ({architecture})"
-    # Matrix cores since MI100 (gfx908, gfx90a, gfx94x, gfx95x), WMMA since RDNA3 (gfx11xx).
-    if re.fullmatch(r"gfx(908|90a|9[45]\w|1[12]\w\w)", architecture):
+    about = f"{device.name or 'AMD GPU'} ({device.architecture.split(':')[0]})"
+    native = native_dtypes(device)
+    if "bfloat16" in native:
         return "mixed_bfloat16", f"{about} multiplies matrices in bfloat16"
-    # Packed float16 arithmetic: Vega and RDNA.
-    if re.fullmatch(r"gfx(90\w|10\w\w)", architecture):
+    if "float16" in native:
         return "mixed_float16", f"{about} is fast in float16 and has no native bfloat16; the loss is scaled"
     return "float32", f"nothing is known of what {about} does natively in 16 bits"
 

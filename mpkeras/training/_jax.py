@@ -1,50 +1,21 @@
 """JAX's guarded train step: stateless, without a branch."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 
 from mpkeras.step_notes import step_notes
-
-
-def check_jit_compile(model, jit_compile):
-    """JAX compiles under every distribution: nothing to refuse."""
-    del model, jit_compile
-
-
-def check_scope(model, variables):
-    """Variables belong to no scope here."""
-    del model, variables
-
-
-def is_distributed(model) -> bool:
-    """Models belong to no strategy here."""
-    del model
-    return False
-
-
-def in_replica_context() -> bool:
-    """No code runs on one replica alone here."""
-    return False
-
-
-def ensure_built(model, state, data):
-    """Keras builds the model before the train step here."""
-    del model, state, data
-
-
-def variable_scope(model):
-    """Variables belong to no scope here."""
-    del model
-    return contextlib.nullcontext()
-
-
-def track_random_states(model):
-    """`state_dict` carries the random generators here."""
-    del model
+from mpkeras.training.batches import as_array
+from mpkeras.training.no_strategy import (  # noqa: F401
+    check_jit_compile,
+    check_scope,
+    ensure_built,
+    in_replica_context,
+    is_distributed,
+    replicas,
+    track_random_states,
+    variable_scope,
+)
 
 
 def global_random_states() -> dict:
@@ -225,12 +196,6 @@ class CompiledStep:
         return [trainable, updated, new_optimizer, new_metrics], result
 
 
-def replicas(model=None) -> int:
-    """Under a distribution JAX sees one batch, not parts of it."""
-    del model
-    return 1
-
-
 def local_tensors(structure):
     """Returns the tensors of a batch."""
     return keras.tree.map_structure(_as_array, structure)
@@ -252,9 +217,7 @@ def _each_once(state):
 def _as_array(value):
     if value is None or isinstance(value, jax.Array):
         return value
-    value = np.asarray(value)
-    # As `fit` does: float64 is what NumPy makes by default, not what was meant.
-    value = value.astype(keras.config.floatx()) if value.dtype == np.float64 else value
+    value = as_array(value)
     distribution = keras.distribution.distribution()
     if distribution is None:
         return jnp.asarray(value)

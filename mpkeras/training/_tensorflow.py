@@ -1,11 +1,11 @@
 """TensorFlow's guarded train step."""
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from mpkeras import _keras_private
 from mpkeras._tensorflow import in_xla
+from mpkeras.training.batches import as_array
 from mpkeras.training.forward_writes import unlisted_states, watched_weights
 
 _RANDOM_STATES = "_mpkeras_random_states"
@@ -241,7 +241,7 @@ class CompiledStep:
         variables = model.trainable_variables
         optimizer.apply(tape.gradient(scaled_loss, variables), variables)
         parts.update_metrics(y, y_pred, sample_weight)
-        return {"loss": loss, "loss_scale": parts.loss_scale(), **parts.metric_results()}
+        return {"loss": loss, "loss_scale": parts.loss_scale()}
 
     def _on_every_replica(self, x, y, sample_weight):
         strategy = self._parts.model.distribute_strategy
@@ -300,8 +300,4 @@ def local_tensors(structure):
 def _as_tensor(value):
     if value is None or isinstance(value, tf.distribute.DistributedValues):
         return value
-    if not tf.is_tensor(value):
-        value = np.asarray(value)
-        # As `fit` does: float64 is what NumPy makes by default, not what was meant.
-        value = tf.convert_to_tensor(value.astype(keras.config.floatx()) if value.dtype == np.float64 else value)
-    return value
+    return value if tf.is_tensor(value) else tf.convert_to_tensor(as_array(value))

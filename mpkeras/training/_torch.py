@@ -1,50 +1,21 @@
 """torch's guarded train step."""
 
-import contextlib
-
 import keras
-import numpy as np
 import torch
 
 from mpkeras import _keras_private
+from mpkeras.training.batches import as_array
 from mpkeras.training.forward_writes import unlisted_states, watched_weights
-
-
-def check_jit_compile(model, jit_compile):
-    """torch compiles what it can and runs the rest: nothing to refuse."""
-    del model, jit_compile
-
-
-def check_scope(model, variables):
-    """Variables belong to no scope here."""
-    del model, variables
-
-
-def is_distributed(model) -> bool:
-    """Models belong to no strategy here."""
-    del model
-    return False
-
-
-def in_replica_context() -> bool:
-    """No code runs on one replica alone here."""
-    return False
-
-
-def ensure_built(model, data):
-    """Keras builds the model before the train step here."""
-    del model, data
-
-
-def variable_scope(model):
-    """Variables belong to no scope here."""
-    del model
-    return contextlib.nullcontext()
-
-
-def track_random_states(model):
-    """`state_dict` carries the random generators here."""
-    del model
+from mpkeras.training.no_strategy import (  # noqa: F401
+    check_jit_compile,
+    check_scope,
+    ensure_built,
+    in_replica_context,
+    is_distributed,
+    replicas,
+    track_random_states,
+    variable_scope,
+)
 
 
 def global_random_states() -> dict:
@@ -149,13 +120,15 @@ class CompiledStep:
     def __call__(self, x, y, sample_weight):
         parts = self._parts
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
-        if not parts.guards:
-            return {**self._update(x, y, sample_weight), "skipped": parts.last_step_skipped()}
-        metrics = [variable.value for metric in parts.metrics for variable in metric.variables]
-        result, skipped = _run_without_trace(
-            parts.model, metrics, [parts.optimizer], lambda: self._update(x, y, sample_weight)
-        )
-        return {**result, **parts.metric_results(), "skipped": torch.tensor(skipped)}
+        if parts.guards:
+            metrics = [variable.value for metric in parts.metrics for variable in metric.variables]
+            result, skipped = _run_without_trace(
+                parts.model, metrics, [parts.optimizer], lambda: self._update(x, y, sample_weight)
+            )
+            skipped = torch.tensor(skipped)
+        else:
+            result, skipped = self._update(x, y, sample_weight), parts.last_step_skipped()
+        return {**result, **parts.metric_results(), "skipped": skipped}
 
     def compiler_ir(self, x, y, sample_weight, optimized):
         raise ValueError(
@@ -178,13 +151,7 @@ class CompiledStep:
         with torch.no_grad():
             parts.optimizer.apply([variable.value.grad for variable in variables], variables)
             parts.update_metrics(y, keras.tree.map_structure(torch.Tensor.detach, y_pred), sample_weight)
-        return {"loss": loss.detach(), "loss_scale": parts.loss_scale(), **parts.metric_results()}
-
-
-def replicas(model=None) -> int:
-    """Each process averages for itself; `DistributedDataParallel` averages the gradients."""
-    del model
-    return 1
+        return {"loss": loss.detach(), "loss_scale": parts.loss_scale()}
 
 
 @torch.no_grad()
@@ -196,9 +163,5 @@ def local_tensors(structure):
 def _as_tensor(value):
     if value is None:
         return None
-    if not torch.is_tensor(value):
-        value = np.asarray(value)
-        # As `fit` does: float64 is what NumPy makes by default, not what was meant.
-        value = value.astype(keras.config.floatx()) if value.dtype == np.float64 else value
     # To Keras' device.
-    return keras.ops.convert_to_tensor(value)
+    return keras.ops.convert_to_tensor(value if torch.is_tensor(value) else as_array(value))

@@ -22,6 +22,14 @@ def chosen_policy(model, policy):
     return get_policy("mixed_float16" if "float16" in dtypes else "mixed_bfloat16")
 
 
+def check_model(model):
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). "
+            "Pass the model that you train."
+        )
+
+
 def check_variables(model, policy):
     """Raises `ValueError` for trainable float16 variables: updates and Adam's epsilon round to zero."""
     half = [v.path for v in model.trainable_variables if v.dtype == "float16"]

@@ -8,13 +8,14 @@ from mpkeras.step_notes import is_updating
 
 def unlisted_states(model) -> list:
     """Returns the states of stateful recurrent layers: variables that no list of Keras' holds."""
-    listed = {id(variable) for variable in model.variables}
     states = [
         state
         for layer in _keras_private.flatten_layers(model, include_self=True)
         if getattr(layer, "stateful", False)
         for state in _keras_private.recurrent_states(layer)
     ]
+    # Most models have none, and torch asks at every step: only then is it worth to list all variables.
+    listed = {id(variable) for variable in model.variables} if states else ()
     return [state for state in states if id(state) not in listed]
 
 

@@ -1,14 +1,12 @@
 """`prepare`: makes a compiled model train under a policy, with nothing failing silently."""
 
-import keras
-
 from mpkeras import _keras_private, loss_scaling
 from mpkeras.conversion import computes_in, layer_converter
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.training import rollback as guard
 from mpkeras.training.backend import training_backend
-from mpkeras.training.choice import check_variables, chosen_policy, rule_for, wrapped
+from mpkeras.training.choice import check_model, check_variables, chosen_policy, rule_for, wrapped
 
 
 def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: bool = True):
@@ -43,7 +41,7 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
             XLA does not work with the model's distribution strategy. The model is then as before.
         TypeError: If an argument is of a wrong type.
     """
-    _check_model(model)
+    _check_compiled(model)
     chosen = chosen_policy(model, policy)
     explicit_rule = loss_scaling.resolve(loss_scale)
     if jit_compile not in (None, True, False):
@@ -74,12 +72,8 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
     return model
 
 
-def _check_model(model):
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). "
-            "Pass the model that you train."
-        )
+def _check_compiled(model):
+    check_model(model)
     if not guard.find_optimizers(model):
         raise ValueError(
             f"Expected a compiled model. Received: model '{model.name}', which has no optimizer. "

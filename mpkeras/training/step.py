@@ -9,9 +9,10 @@ from mpkeras import _keras_private
 from mpkeras.accumulation import check_window
 from mpkeras.conversion import computes_in, layers_of
 from mpkeras.loss_scaling import FixedLossScale
+from mpkeras.optimizer_arguments import checked_optimizer
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.training.backend import training_backend
-from mpkeras.training.choice import check_variables, chosen_policy, rule_for, wrapped
+from mpkeras.training.choice import check_model, check_variables, chosen_policy, rule_for, wrapped
 from mpkeras.training.losses import Objective
 from mpkeras.training.state import load_state_dict, state_dict
 
@@ -95,7 +96,9 @@ class TrainStep:
     """What `make_train_step` returns."""
 
     def __init__(self, model, optimizer, loss_fn, *, jit_compile, rollback, accumulate_steps, on_overflow, metrics):
-        optimizer = _checked_optimizer(model, optimizer)
+        check_model(model)
+        with training_backend.variable_scope(model):
+            optimizer = checked_optimizer(optimizer, "optimizer")
         if not isinstance(rollback, bool) or jit_compile not in (None, True, False):
             raise TypeError(
                 "Expected `jit_compile` and `rollback` to be True or False. Received: "
@@ -257,24 +260,6 @@ class StepParts:
 
     def last_step_skipped(self):
         return self.optimizer.last_step_skipped if self.checks else ops.convert_to_tensor(False)
-
-
-def _checked_optimizer(model, optimizer):
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). "
-            "Pass the model that you train."
-        )
-    if isinstance(optimizer, (str, dict)):
-        with training_backend.variable_scope(model):
-            optimizer = keras.optimizers.get(optimizer)
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            "Expected `optimizer` to be a Keras optimizer, its name or its configuration. Received: "
-            f"optimizer={optimizer!r} (of type {type(optimizer).__name__}). "
-            "Pass for example `keras.optimizers.Adam()`."
-        )
-    return optimizer
 
 
 def _resolved_jit_compile(model, jit_compile) -> bool:

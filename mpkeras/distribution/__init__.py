@@ -1,0 +1,1 @@
+"""What an optimizer owes to several devices: one decision, and gradients summed once."""
