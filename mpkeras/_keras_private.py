@@ -87,6 +87,11 @@ def autocast_scope(dtype: str | None):
     return keras.src.backend.AutocastScope(dtype)
 
 
+def replace_policy_map(layer, policy):
+    """Gives `layer` `policy` in the place of its `DTypePolicyMap`; the public setter would add an entry to it."""
+    layer._dtype_policy = policy
+
+
 def copy_mask(source, target):
     """Gives `target` the mask of `source`, if it has one: a cast makes a new tensor without it."""
     mask = keras.src.backend.get_keras_mask(source)

@@ -7,6 +7,7 @@ import weakref
 import keras
 
 from mpkeras import _keras_private
+from mpkeras.policies import penalties, products
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import apply_rules, set_layer_policy
@@ -95,12 +96,18 @@ def layer_converter(model, policy, converts: bool = True):
         if not new_layers:
             return False
         seen.update(new_layers)
+        for layer in new_layers:
+            # Of an earlier policy, or of a file: its product counts as what the layer computes in.
+            products.join(layer)
         for layer in new_layers if converts else []:
             follows = layer.compute_dtype in sources and layer.quantization_mode is None
             if follows and layer.compute_dtype != policy.compute_dtype:
                 set_layer_policy(layer, target)
         apply_rules(model, policy)
         _let_inputs_through(model)
+        for layer in new_layers:
+            sums = penalties.add_in_float32 if layer.compute_dtype in SIXTEEN_BIT_DTYPES else penalties.add_as_before
+            sums(layer)
         _let_torch_modules_follow(new_layers)
         return True
 
@@ -112,7 +119,12 @@ def layers_of(model) -> list:
 
 
 def computes_in(model, dtypes) -> bool:
-    return any(layer.compute_dtype in dtypes for layer in layers_of(model))
+    return not compute_dtypes(model).isdisjoint(dtypes)
+
+
+def compute_dtypes(model) -> set[str]:
+    """Returns what the layers of `model` compute in; of those that only multiply in 16 bits, that dtype."""
+    return {(products.product_policy(layer) or layer).compute_dtype for layer in layers_of(model)}
 
 
 def _let_inputs_through(model):

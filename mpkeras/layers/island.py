@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras_private
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
 
 
 def float32_island(function):
@@ -64,8 +64,7 @@ def _widen(value):
         return value
     if isinstance(value, (np.ndarray, np.generic)):
         return value.astype("float32") if value.dtype.name in SIXTEEN_BIT_DTYPES else value
-    is_tensor = ops.is_tensor(value) or isinstance(value, keras.KerasTensor)
-    if not is_tensor or keras.backend.standardize_dtype(value.dtype) not in SIXTEEN_BIT_DTYPES:
+    if tensor_dtype(value) not in SIXTEEN_BIT_DTYPES:
         return value
     widened = ops.cast(value, "float32")
     _keras_private.copy_mask(value, widened)

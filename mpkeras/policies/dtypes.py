@@ -1,6 +1,7 @@
 """The dtypes of a policy, and what policy names mean to Keras."""
 
 import keras
+from keras import ops
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
@@ -47,3 +48,10 @@ def keras_dtypes(name: str) -> tuple[str, str] | None:
     except ValueError:
         return None
     return policy.compute_dtype, policy.variable_dtype
+
+
+def tensor_dtype(value) -> str | None:
+    """Returns the dtype of a tensor, symbolic or not; `None` for anything else, variables included."""
+    if ops.is_tensor(value) or isinstance(value, keras.KerasTensor):
+        return keras.backend.standardize_dtype(value.dtype)
+    return None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import keras
 
 from mpkeras import _keras_private
-from mpkeras.policies import kernels
+from mpkeras.policies import kernels, products
 from mpkeras.policies.default_rules import DEFAULT_RULES
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
@@ -102,7 +102,8 @@ def layers_to_keep(model, rules) -> list:
 def apply_rules(model, policy) -> list[AppliedRule]:
     """Moves the layers of `model` that `policy` keeps in float32 there, and returns what was changed.
 
-    Each such layer gets the stock policy `float32`. Layers that the active backend and device have no 16-bit
+    Each such layer gets the stock policy `float32`. Where a rule names the activation of a `Dense` or convolution
+    layer, its product stays in 16 bits nevertheless. Layers that the active backend and device have no 16-bit
     kernel for move as well. Layers that do not compute in 16 bits and quantized layers are left alone, so a
     second call changes nothing.
 
@@ -117,11 +118,18 @@ def apply_rules(model, policy) -> list[AppliedRule]:
     applied = []
 
     def move(layer, rule, reason):
-        old_policy = layer_policy(layer)
+        old_policy = products.product_policy(layer) or layer_policy(layer)
         # A quantized layer computes with int8 or float8 kernels, which another policy would read as numbers.
-        if old_policy.compute_dtype in SIXTEEN_BIT_DTYPES and old_policy.quantization_mode is None:
+        if old_policy.compute_dtype not in SIXTEEN_BIT_DTYPES or old_policy.quantization_mode is not None:
+            return
+        if rule.startswith("activation:") and _names_activation_alone(layer, policy.keep_float32):
+            if products.is_split(layer):
+                return
+            set_layer_policy(layer, old_policy)
+            products.split(layer, old_policy)
+        else:
             set_layer_policy(layer, keras.DTypePolicy("float32"))
-            applied.append(AppliedRule(layer, rule, reason, old_policy))
+        applied.append(AppliedRule(layer, rule, reason, old_policy))
 
     for layer, rule in layers_to_keep(model, policy.keep_float32):
         move(layer, rule, reasons.get(rule, f"kept in float32 by the policy {policy.name!r}"))
@@ -149,7 +157,8 @@ def layer_policy(layer) -> keras.DTypePolicy:
 
 
 def set_layer_policy(layer, policy: keras.DTypePolicy):
-    """Sets the policy of `layer`, built or not, and what it keeps in the compute dtype."""
+    """Sets the policy of `layer`, built or not, for all of it, and what it keeps in the compute dtype."""
+    products.join(layer)
     layer.dtype_policy = policy
     # `Normalization` casts its mean and variance once, when it is built: a variance of 1e6 is inf by then.
     if isinstance(layer, keras.layers.Normalization) and layer.built:
@@ -170,6 +179,13 @@ def _walk(parent, rules, inherited, kept, seen):
             kept.setdefault(id(layer), (layer, rule))
         if rule is not None or not isinstance(layer, _KEEP_OWN_PRECISION):
             _walk(layer, rules, rule, kept, seen)
+
+
+def _names_activation_alone(layer, rules) -> bool:
+    """Whether `rules` name the activation of `layer` only, and its product can do without float32."""
+    if not products.is_split(layer) and not products.can_split(layer):
+        return False
+    return {rule.partition(":")[0] for rule in rules if matches(rule, layer)} == {"activation"}
 
 
 def _class_names(model, compute_dtype: str) -> set[str]:

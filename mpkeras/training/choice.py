@@ -2,7 +2,7 @@
 
 import keras
 
-from mpkeras.conversion import layers_of
+from mpkeras.conversion import compute_dtypes
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.optimizer_wrapping import rewrapped
 from mpkeras.optimizers import LossScaleOptimizer
@@ -15,7 +15,7 @@ def chosen_policy(model, policy):
     if policy is not None:
         return get_policy(policy)
     global_policy = get_policy(None)
-    dtypes = {layer.compute_dtype for layer in layers_of(model)} & set(SIXTEEN_BIT_DTYPES)
+    dtypes = compute_dtypes(model) & set(SIXTEEN_BIT_DTYPES)
     if not dtypes or global_policy.compute_dtype in dtypes:
         return global_policy
     # The layers, not the model's name or the global policy, say what this model computes in.

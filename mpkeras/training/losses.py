@@ -31,7 +31,7 @@ class Objective:
         Args:
             y, y_pred, sample_weight: Of the structure of the model's outputs; `sample_weight` may be one
                 tensor for all of them, or `None`.
-            model_losses: List of scalars, `model.losses`.
+            model_losses: List of tensors of any shape, `model.losses`; summed, as `fit` does.
         """
         y_pred = keras.tree.map_structure(_in_float32, y_pred)
         losses = []
@@ -40,7 +40,7 @@ class Objective:
                 losses.append(loss(*arguments))
         # What an average over the batch is divided by on every replica, the model's own losses are, too.
         replicas = training_backend.replicas()
-        losses += [ops.cast(loss, "float32") / replicas for loss in model_losses]
+        losses += [ops.sum(ops.cast(loss, "float32")) / replicas for loss in model_losses]
         if not losses:
             raise ValueError(
                 "Expected a loss to train. Received: `loss_fn=None` for a model that adds no loss of its own. "

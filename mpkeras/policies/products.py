@@ -1,0 +1,113 @@
+"""Layers with a product and an activation: the product in 16 bits, the activation in float32.
+
+`Dense(50_000, activation="softmax")` needs its softmax in float32, not the product with its large kernel. Such a
+layer gets the stock policy `float32`, by which Keras and everyone else knows it: it takes float32, returns float32, and
+is saved so. Its `call` alone multiplies in 16 bits, and hands the activation a float32 result.
+"""
+
+import functools
+import weakref
+
+import keras
+from keras import ops
+
+from mpkeras import _keras_private
+from mpkeras.policies.dtypes import FLOAT_DTYPES, stock_name, tensor_dtype
+from mpkeras.policies.overrides import override, restore
+
+# The activation is the last thing that the `call` of these does.
+_PRODUCTS = (
+    keras.layers.Dense,
+    keras.layers.EinsumDense,
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+    keras.layers.Conv1DTranspose,
+    keras.layers.Conv2DTranspose,
+    keras.layers.Conv3DTranspose,
+    keras.layers.DepthwiseConv1D,
+    keras.layers.DepthwiseConv2D,
+    keras.layers.SeparableConv1D,
+    keras.layers.SeparableConv2D,
+)
+# As an expression it is found in no path, so plain Keras gives the layer the map's default: float32.
+_MARK = "mpkeras: product in 16 bits(?!)"
+
+# Layer -> the policy that it had, in whose compute dtype its product is.
+_product_policies = weakref.WeakKeyDictionary()
+
+
+def can_split(layer) -> bool:
+    """Whether the product of `layer` can have another dtype than its activation."""
+    stock_call = type(layer).call in [base.call for base in _PRODUCTS]
+    activation = getattr(layer, "activation", None)
+    # One with a name of Keras is saved under this name, wrapped or not.
+    stock_activation = activation is getattr(keras.activations, getattr(activation, "__name__", ""), _MARK)
+    return stock_call and stock_activation and layer.quantization_mode is None
+
+
+def is_split(layer) -> bool:
+    return layer in _product_policies
+
+
+def product_policy(layer) -> keras.DTypePolicy | None:
+    """Returns the 16-bit policy of the product in a split layer; `None` for any other.
+
+    A layer from a file, where it was saved as split, counts as one.
+    """
+    if layer in _product_policies:
+        return _product_policies[layer]
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and _MARK in policy:
+        return policy[_MARK]
+    return None
+
+
+def split(layer, policy: keras.DTypePolicy):
+    """Puts `layer` under the stock policy `float32`, and its product alone in the compute dtype of `policy`."""
+    compute_dtype = policy.compute_dtype
+    call, get_config = layer.call, layer.get_config
+
+    @functools.wraps(layer.activation)
+    def activation(x, *args, **kwargs):
+        return layer_activation(ops.cast(x, "float32"), *args, **kwargs)
+
+    @functools.wraps(call)
+    def call_with_16_bit_product(*args, **kwargs):
+        args, kwargs = keras.tree.map_structure(lambda value: _cast(value, compute_dtype), (args, kwargs))
+        with _keras_private.autocast_scope(compute_dtype):
+            return call(*args, **kwargs)
+
+    @functools.wraps(get_config)
+    def get_config_with_mark():
+        # Stock and portable; only `prepare` and `apply_policy` read the mark, and split the layer again.
+        name = stock_name(compute_dtype, policy.variable_dtype) or f"mixed_{compute_dtype}"
+        saved = keras.dtype_policies.DTypePolicyMap("float32", {_MARK: keras.DTypePolicy(name)})
+        return {**get_config(), "dtype": keras.dtype_policies.serialize(saved)}
+
+    layer_activation = layer.activation
+    layer.dtype_policy = keras.DTypePolicy("float32")
+    override(layer, "activation", activation)
+    override(layer, "call", call_with_16_bit_product)
+    override(layer, "get_config", get_config_with_mark)
+    # Or a 16-bit input is cast up on the way in, and down again: twice over memory wherever XLA is not.
+    override(layer, "autocast", False)
+    _product_policies[layer] = policy
+
+
+def join(layer):
+    """Takes back `split`: the whole layer computes in the dtype of its product."""
+    policy = product_policy(layer)
+    if policy is None:
+        return
+    if is_split(layer):
+        for name in ("activation", "call", "get_config", "autocast"):
+            restore(layer, name)
+        del _product_policies[layer]
+        layer.dtype_policy = policy
+    else:
+        _keras_private.replace_policy_map(layer, policy)
+
+
+def _cast(value, dtype: str):
+    return ops.cast(value, dtype) if tensor_dtype(value) in FLOAT_DTYPES else value

@@ -1,0 +1,89 @@
+"""P33: what layers add to the loss is computed and summed in float32."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.callbacks import MixedPrecision
+from tests.training.one_step import loss_of_one_step
+
+POLICIES = ["mixed_float16", "mixed_bfloat16"]
+X = np.full((1, 512), 400.0, "float32")  # one example: Keras 3.10 does not divide by their number
+
+
+class Penalized(layers.Layer):
+    """Adds a loss of its own, not yet summed: Keras sums it in the dtype that it has."""
+
+    def call(self, x):
+        self.add_loss(ops.abs(x))
+        return x
+
+
+def identity(**options):
+    return layers.Dense(512, kernel_initializer="identity", **options)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", ["fit", "make_train_step"])
+def test_a_penalty_beyond_float16_is_finite_and_that_of_float32(policy, way):
+    inputs = keras.Input((512,))
+    outputs = identity(activity_regularizer=keras.regularizers.L2(0.01))(inputs)
+    loss = loss_of_one_step(keras.Model(inputs, outputs), policy, way, X, X)
+    # The outputs are the labels: the penalty is all of the loss, and inf in float16.
+    assert loss == pytest.approx(0.01 * 400**2 * 512, rel=1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", ["fit", "make_train_step"])
+def test_a_layers_own_loss_is_summed_in_float32(policy, way):
+    inputs = keras.Input((512,))
+    loss = loss_of_one_step(keras.Model(inputs, Penalized()(identity()(inputs))), policy, way, X, X)
+    assert loss == pytest.approx(400 * 512, rel=1e-6)  # 204800: inf in float16
+
+
+@pytest.mark.parametrize("regularizer", [keras.regularizers.L1L2(0.1, 0.2), keras.regularizers.OrthogonalRegularizer()])
+def test_a_converted_layer_is_saved_with_the_regularizer_itself(regularizer):
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(4, activity_regularizer=regularizer)(inputs))
+    before = model.get_config()
+    mpkeras.apply_policy(model, "mixed_float16")
+    stood_in_for = model.layers[-2].activity_regularizer
+    assert isinstance(stood_in_for, type(regularizer)) and stood_in_for is not regularizer
+    assert model.layers[-2].get_config()["activity_regularizer"] == keras.regularizers.serialize(regularizer)
+    copy = keras.Model.from_config(model.get_config())
+    assert type(copy.layers[-2].activity_regularizer) is type(regularizer)
+    # Once more changes nothing, and the way back takes it out.
+    mpkeras.apply_policy(model, "mixed_float16")
+    assert model.layers[-2].activity_regularizer is stood_in_for
+    mpkeras.apply_policy(model, "float32")
+    assert model.layers[-1].activity_regularizer is regularizer
+    assert model.get_config() == before
+
+
+def a_function_of_the_users_own(x):
+    return ops.sum(ops.square(x)) * 1e-4
+
+
+def test_a_function_is_a_regularizer_as_well():
+    inputs = keras.Input((512,))
+    outputs = identity(activity_regularizer=a_function_of_the_users_own)(inputs)
+    model = keras.Model(inputs, outputs)
+    loss = loss_of_one_step(model, "mixed_float16", "fit", X, X)
+    assert loss == pytest.approx(400**2 * 512 * 1e-4, rel=1e-6)
+    assert model.layers[1].activity_regularizer.__name__ == "a_function_of_the_users_own"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_penalty_trains_as_in_float32(policy):
+    def weights(policy):
+        precision = MixedPrecision(policy, loss_scale=128.0)
+        keras.utils.set_random_seed(0)
+        x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(4, activity_regularizer="l2"), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        model.fit(x, x[:, :1], epochs=3, verbose=0, shuffle=False, callbacks=[precision])
+        return np.concatenate([w.ravel() for w in model.get_weights()])
+
+    np.testing.assert_allclose(weights(policy), weights("float32"), atol=0.01)
