@@ -7,10 +7,10 @@ import weakref
 import keras
 
 from mpkeras import _keras_private
-from mpkeras.policies import penalties, products
+from mpkeras.policies import mixing, penalties, products
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.registry import get_policy
-from mpkeras.policies.rules import apply_rules, set_layer_policy
+from mpkeras.policies.rules import apply_rules, layer_policy, set_layer_policy
 
 _CONVERTIBLE = ("float32", "float16", "bfloat16")
 # The layer that ends a 16-bit output in float32; known by its name, so that the way back takes it out again.
@@ -43,7 +43,8 @@ def apply_policy(model, policy=None):
     Raises:
         ValueError: If the policy is not known, asks for 16-bit variables, or the model has some. The model
             is then as before.
-        TypeError: If an argument is of a wrong type.
+        TypeError: If an argument is of a wrong type, or a layer of the user's own in a Functional or Sequential
+            model mixes other float dtypes into the policy's: it is named. The model is then as before.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -52,8 +53,13 @@ def apply_policy(model, policy=None):
         )
     policy = get_policy(policy)
     _check_variable_dtypes(model, policy)
-    layer_converter(model, policy)()
-    _refresh(model)
+    put_back = _recorded(model)
+    try:
+        layer_converter(model, policy)()
+        _refresh(model)
+    except Exception:
+        put_back()
+        raise
     _end_in_float32(model)
     # Functions that Keras compiled before hold the old dtypes.
     model.train_function = model.test_function = model.predict_function = None
@@ -106,12 +112,21 @@ def layer_converter(model, policy, converts: bool = True):
         apply_rules(model, policy)
         _let_inputs_through(model)
         for layer in new_layers:
-            sums = penalties.add_in_float32 if layer.compute_dtype in SIXTEEN_BIT_DTYPES else penalties.add_as_before
-            sums(layer)
+            _cover(layer)
         _let_torch_modules_follow(new_layers)
         return True
 
     return convert
+
+
+def _cover(layer):
+    """Lets what surrounds 16-bit arithmetic in a layer be as it should; takes it back from a float32 layer."""
+    if layer.compute_dtype in SIXTEEN_BIT_DTYPES:
+        penalties.add_in_float32(layer)
+        mixing.name_mixed_dtypes(layer)
+    else:
+        penalties.add_as_before(layer)
+        mixing.name_nothing(layer)
 
 
 def layers_of(model) -> list:
@@ -157,6 +172,21 @@ def _check_variable_dtypes(model, policy):
             f"keeps the weights as they are. Received: {what}. Use 'mixed_float16' or 'mixed_bfloat16'; a model "
             "with 16-bit variables is built anew under one of them, and takes the old weights by `set_weights`."
         )
+
+
+def _recorded(model):
+    """Returns a function that gives every layer of `model` what it computes in now."""
+    before = [(layer, layer_policy(layer), products.product_policy(layer)) for layer in layers_of(model)]
+
+    def put_back():
+        for layer, policy, product_policy in before:
+            set_layer_policy(layer, policy)
+            if product_policy is not None:
+                products.split(layer, product_policy)
+            _cover(layer)
+        _refresh(model)
+
+    return put_back
 
 
 def _refresh(model):
