@@ -92,6 +92,19 @@ def replace_policy_map(layer, policy):
     layer._dtype_policy = policy
 
 
+def widen(variable):
+    """Makes a 16-bit variable a float32 one of the same value: the same object, so that all who hold it still do."""
+    value = keras.ops.cast(unscoped_value(variable), "float32")
+    variable._dtype = "float32"
+    variable._initialize(value)
+
+
+def track_parameters_again(layer):
+    """Lets torch know the present parameters of `layer`; elsewhere there is nothing to do."""
+    if hasattr(layer, "_torch_params"):
+        layer._track_variables()
+
+
 def copy_mask(source, target):
     """Gives `target` the mask of `source`, if it has one: a cast makes a new tensor without it."""
     mask = keras.src.backend.get_keras_mask(source)

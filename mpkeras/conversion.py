@@ -17,7 +17,7 @@ _CONVERTIBLE = ("float32", "float16", "bfloat16")
 _CAST_NAME = "mpkeras_float32_output"
 
 
-def apply_policy(model, policy=None):
+def apply_policy(model, policy=None, *, float32_variables: bool = False):
     """Gives a model the dtypes of a policy and returns the model to use.
 
     Works on models of any kind, built or not, compiled or not: Functional, Sequential, nested, subclassed,
@@ -35,14 +35,16 @@ def apply_policy(model, policy=None):
     Args:
         model: A `keras.Model`.
         policy: A policy or its name; by default the global one.
+        float32_variables: Whether 16-bit variables become float32 ones of the same values: the master weights in
+            which small updates are not lost. Without it such a model is refused.
 
     Returns:
         `model` itself, converted. It stays compiled; to train it with `fit` call `mpkeras.prepare`, or use the
         callback, or pass it to `mpkeras.make_train_step`. A subclassed model returns what its `call` returns.
 
     Raises:
-        ValueError: If the policy is not known, asks for 16-bit variables, or the model has some. The model
-            is then as before.
+        ValueError: If the policy is not known, asks for 16-bit variables, or the model has some and
+            `float32_variables` is false or its optimizer is built on them. The model is then as before.
         TypeError: If an argument is of a wrong type, or a layer of the user's own in a Functional or Sequential
             model mixes other float dtypes into the policy's: it is named. The model is then as before.
     """
@@ -52,7 +54,7 @@ def apply_policy(model, policy=None):
             "Pass the model itself; for one layer, set `layer.dtype_policy`."
         )
     policy = get_policy(policy)
-    _check_variable_dtypes(model, policy)
+    _check_variable_dtypes(model, policy, float32_variables)
     put_back = _recorded(model)
     try:
         layer_converter(model, policy)()
@@ -60,6 +62,7 @@ def apply_policy(model, policy=None):
     except Exception:
         put_back()
         raise
+    _widen_variables(model)
     _end_in_float32(model)
     # Functions that Keras compiled before hold the old dtypes.
     model.train_function = model.test_function = model.predict_function = None
@@ -107,7 +110,8 @@ def layer_converter(model, policy, converts: bool = True):
             products.join(layer)
         for layer in new_layers if converts else []:
             follows = layer.compute_dtype in sources and layer.quantization_mode is None
-            if follows and layer.compute_dtype != policy.compute_dtype:
+            is_other = layer.compute_dtype != policy.compute_dtype or layer.variable_dtype in SIXTEEN_BIT_DTYPES
+            if follows and is_other:
                 set_layer_policy(layer, target)
         apply_rules(model, policy)
         _let_inputs_through(model)
@@ -163,15 +167,34 @@ def _let_torch_modules_follow(layers):
             torch_policies.let_module_follow(layer)
 
 
-def _check_variable_dtypes(model, policy):
+def _check_variable_dtypes(model, policy, float32_variables):
+    if float32_variables not in (True, False):
+        raise TypeError(
+            f"Expected `float32_variables` to be True or False. Received: float32_variables={float32_variables!r}. "
+            "Pass True to make 16-bit variables float32."
+        )
     half = [v.path for v in model.variables if v.dtype in SIXTEEN_BIT_DTYPES]
-    if half or policy.variable_dtype in SIXTEEN_BIT_DTYPES:
+    if policy.variable_dtype in SIXTEEN_BIT_DTYPES or (half and not float32_variables):
         what = f"16-bit variables {half[:3]}" if half else f"policy '{policy.name}'"
         raise ValueError(
             "Expected float32 variables before and after: `apply_policy` changes what layers compute in, and "
-            f"keeps the weights as they are. Received: {what}. Use 'mixed_float16' or 'mixed_bfloat16'; a model "
-            "with 16-bit variables is built anew under one of them, and takes the old weights by `set_weights`."
+            f"keeps the weights as they are. Received: {what}. Use 'mixed_float16' or 'mixed_bfloat16', with "
+            "`float32_variables=True` if the model has 16-bit variables: they become float32 ones of the same values."
         )
+    optimizer = getattr(model, "optimizer", None)
+    if half and optimizer is not None and optimizer.built:
+        raise ValueError(
+            "Expected no optimizer that is built on the 16-bit variables: its state is of their dtype. Received: model "
+            f"'{model.name}' with a built {type(optimizer).__name__}. Call `model.compile` with a new optimizer first."
+        )
+
+
+def _widen_variables(model):
+    half = [variable for variable in model.variables if variable.dtype in SIXTEEN_BIT_DTYPES]
+    for variable in half:
+        _keras_private.widen(variable)
+    for layer in layers_of(model) if half else []:
+        _keras_private.track_parameters_again(layer)
 
 
 def _recorded(model):

@@ -255,7 +255,7 @@ def test_float16_on_a_compiled_model_without_loss_scaling_is_said():
             lambda: keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float16")]),
             "mixed_float16",
             ValueError,
-            "16-bit variables.*set_weights",
+            "16-bit variables.*float32_variables=True",
             id="a model with float16 variables",
         ),
     ],
@@ -337,3 +337,73 @@ def test_a_torch_module_made_under_a_policy_follows_once_prepared():
     model.compile("sgd", "mse")
     mpkeras.prepare(model)
     assert np.isfinite(float(model.train_on_batch(SEQUENCES[0], np.ones((5, 3), "float32"))))
+
+
+def pure(dtype):
+    keras.utils.set_random_seed(0)
+    with mpkeras.policy_scope(dtype):
+        first = [keras.Input((4,)), keras.layers.Dense(3, "relu"), keras.layers.BatchNormalization()]
+        return keras.Sequential([*first, keras.layers.Dense(2, activation="softmax")])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_p26_16_bit_variables_become_float32_on_request(dtype, tmp_path, backend):
+    model = pure(dtype)
+    before = [numpy(v.value) for v in model.variables]
+    with pytest.raises(ValueError, match="float32_variables=True"):
+        apply_policy(model, f"mixed_{dtype}")
+    assert {v.dtype for v in model.variables} == {dtype}
+    apply_policy(model, f"mixed_{dtype}", float32_variables=True)
+    assert {v.dtype for v in model.variables} == {"float32"}
+    for variable, value in zip(model.variables, before, strict=True):
+        assert keras.backend.standardize_dtype(variable.value.dtype) == "float32"
+        np.testing.assert_array_equal(numpy(variable.value), value)
+    assert model.layers[0].dtype_policy == keras.DTypePolicy(f"mixed_{dtype}")
+    x = np.ones((2, 4), "float32")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert {v.dtype for v in loaded.variables} == {"float32"}
+    np.testing.assert_array_equal(numpy(apply_policy(loaded, f"mixed_{dtype}")(x)), numpy(model(x)))
+    if backend == "tensorflow":
+        model.export(tmp_path / "exported", verbose=False)
+    # Updates of 1e-4 on weights near 1 are lost in 16 bits, which Adam takes a hundred times.
+    model.compile(keras.optimizers.Adam(1e-4), "sparse_categorical_crossentropy")
+    mpkeras.prepare(model, f"mixed_{dtype}")
+    gamma = model.layers[1].gamma
+    model.fit(np.eye(4, dtype="float32"), np.array([0, 1, 0, 1]), epochs=20, verbose=0)
+    # Exactly representable numbers have few digits: a weight that moved by updates of its own has more.
+    assert np.all(numpy(gamma) != 1) and np.max(np.abs(numpy(gamma) - 1)) < 2.5e-3
+    zeros = [keras.ops.zeros(v.shape) for v in model.trainable_variables]
+    model.optimizer.scale_loss(0.0)
+    model.optimizer.apply(zeros, model.trainable_variables)
+    assert all(np.isfinite(numpy(v)).all() for v in model.variables)
+
+
+def test_p26_what_cannot_be_widened_is_refused_and_stays():
+    model = pure("bfloat16")
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    with pytest.raises(ValueError, match=r"Call `model.compile` with a new optimizer"):
+        apply_policy(model, "mixed_bfloat16", float32_variables=True)
+    with pytest.raises(TypeError, match="`float32_variables` to be True or False"):
+        apply_policy(model, "mixed_bfloat16", float32_variables="yes")
+    with pytest.raises(ValueError, match="policy 'float16'|16-bit variables"):
+        apply_policy(model, "float16", float32_variables=True)
+    assert {v.dtype for v in model.variables} == {"bfloat16"}
+
+
+def test_p29_lora_weights_are_float32_and_move():
+    model = sequential()
+    apply_policy(model, "mixed_bfloat16")
+    dense = model.layers[-2]
+    dense.enable_lora(2)
+    assert {v.dtype for v in dense.trainable_variables} == {"float32"}
+    before = numpy(dense.lora_kernel_b)
+    model.compile(keras.optimizers.Adam(1e-5), "mse")
+    mpkeras.prepare(model)
+    assert {v.dtype for v in model.optimizer.variables if "lora" in v.path} <= {"float32"}
+    for _ in range(10):
+        model.train_on_batch(IMAGES, np.zeros((2, 3), "float32"))
+    moved = np.abs(numpy(dense.lora_kernel_b) - before)
+    # Adam's first steps are of the size of the learning rate: 1e-5 each.
+    assert np.all(moved > 5e-6) and np.all(moved < 2e-4)

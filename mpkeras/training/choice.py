@@ -37,7 +37,8 @@ def check_variables(model, policy):
         what = f"float16 variables {half[:3]}" if half else f"policy '{policy.name}'"
         raise ValueError(
             "Expected float32 variables to train: in float16 small updates and Adam's epsilon of 1e-8 round "
-            f"to zero. Received: {what}. Build the model under 'mixed_float16'."
+            f"to zero. Received: {what}. Build the model under 'mixed_float16', or call "
+            "`mpkeras.apply_policy(model, 'mixed_float16', float32_variables=True)` before `compile`."
         )
 
 
