@@ -4,6 +4,7 @@ from mpkeras import callbacks, layers
 from mpkeras._version import __version__
 from mpkeras.conversion import apply_policy
 from mpkeras.insight.hardware import hardware
+from mpkeras.insight.numerics import trace_numerics
 from mpkeras.layers import float32_island
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.optimizers import LossScaleOptimizer
@@ -40,6 +41,7 @@ __all__ = [
     "register_policy",
     "registered_policies",
     "set_global_policy",
+    "trace_numerics",
 ]
 
 install_from_environment()

@@ -55,7 +55,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         )
     policy = get_policy(policy)
     _check_variable_dtypes(model, policy, float32_variables)
-    put_back = _recorded(model)
+    put_back = recorded(model)
     try:
         layer_converter(model, policy)()
         _refresh(model)
@@ -197,7 +197,7 @@ def _widen_variables(model):
         _keras_private.track_parameters_again(layer)
 
 
-def _recorded(model):
+def recorded(model):
     """Returns a function that gives every layer of `model` what it computes in now."""
     before = [(layer, layer_policy(layer), products.product_policy(layer)) for layer in layers_of(model)]
 

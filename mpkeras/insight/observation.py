@@ -1,0 +1,199 @@
+"""What goes into and comes out of every layer in one forward and backward pass, the model unchanged afterwards."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import itertools
+
+import keras
+import numpy as np
+from keras import ops
+
+from mpkeras import _keras_private
+from mpkeras.conversion import layers_of
+from mpkeras.policies import products
+from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
+
+# They call the layers inside them in loops of the backend, out of which nothing can be carried.
+_LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
+_MISSING = object()
+
+
+@dataclasses.dataclass
+class LayerCall:
+    """One call of one layer: the tensors as NumPy arrays of their own dtype, gradients like them or `None`."""
+
+    layer: keras.layers.Layer
+    number: int  # 0 for the first call of this layer
+    compute_dtype: str
+    start: int
+    end: int = 0
+    inputs: list = dataclasses.field(default_factory=list)
+    outputs: list = dataclasses.field(default_factory=list)
+    # The outputs of the same layer for the same inputs in float32, where it was asked for.
+    references: list = dataclasses.field(default_factory=list)
+    input_grads: list = dataclasses.field(default_factory=list)
+    output_grads: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Observation:
+    """One pass through a model.
+
+    Attributes:
+        calls: List of `LayerCall`s in the order in which they ended.
+        loss: The loss, not scaled, as a float; `None` without labels.
+        variable_grads: List of `(variable, gradient)`, of the trainable variables.
+    """
+
+    calls: list
+    loss: float | None
+    variable_grads: list
+
+
+def observe(model, x, y=None, sample_weight=None, *, loss_scale: float = 1.0, references: bool = False) -> Observation:
+    """Runs `model` forward, as in training, and backward where there are labels, and returns what it saw.
+
+    Weights, statistics, random generators and metrics are as before afterwards.
+
+    Args:
+        model: A built `keras.Model`; compiled, if `y` is given.
+        x, y, sample_weight: A batch, as for `train_on_batch`.
+        loss_scale: The factor on the loss, by which all gradients are multiplied.
+        references: Whether each 16-bit layer is also run in float32, on the same inputs.
+    """
+    backend = importlib.import_module(f"mpkeras.insight._{keras.backend.backend()}")
+    calls, taps = [], []
+
+    def run(tap_input, tap_output):
+        calls.clear()
+        taps.clear()
+        found = {"references": {}}
+        with _observed(model, calls, taps, tap_input, tap_output, found["references"] if references else None):
+            training = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
+            y_pred = model(x, **training)
+            found["taps"] = list(taps)
+            if y is None:
+                return None, found
+            loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        found["loss"] = ops.cast(loss, "float32")
+        return found["loss"] * loss_scale, found
+
+    found, tap_grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
+    _fill(calls, found, tap_grads)
+    loss = None if y is None else float(ops.convert_to_numpy(found["loss"]))
+    grads = [
+        (v, None if g is None else _array(g)) for v, g in zip(model.trainable_variables, variable_grads, strict=True)
+    ]
+    return Observation(sorted(calls, key=lambda call: call.end), loss, grads)
+
+
+def observed_layers(model) -> list:
+    """Returns the layers that are looked at: all but the models around them and what runs in loops."""
+    hidden = {
+        id(inner)
+        for layer in layers_of(model)
+        if isinstance(layer, _LOOPS)
+        for inner in _keras_private.flatten_layers(layer)
+    }
+    skipped = (keras.layers.InputLayer, keras.Model)
+    return [layer for layer in layers_of(model) if id(layer) not in hidden and not isinstance(layer, skipped)]
+
+
+def _fill(calls, found, tap_grads):
+    """Puts arrays in the place of the numbers of the taps."""
+    for call in calls:
+        call.input_grads = [_array(tap_grads[i]) for i in call.inputs]
+        call.output_grads = [_array(tap_grads[i]) for i in call.outputs]
+        call.references = [_array(found["references"].get(i)) for i in call.outputs]
+        call.inputs = [_array(found["taps"][i]) for i in call.inputs]
+        call.outputs = [_array(found["taps"][i]) for i in call.outputs]
+
+
+def _array(tensor):
+    return None if tensor is None else np.asarray(ops.convert_to_numpy(tensor))
+
+
+@contextlib.contextmanager
+def _observed(model, calls, taps, tap_input, tap_output, references):
+    """Within this context every layer hands its inputs and outputs to the taps."""
+    clock = itertools.count()
+    paused = []
+    before = []
+    for layer in observed_layers(model):
+        before.append((layer, vars(layer).get("call", _MISSING)))
+        observed = _observed_call(layer, calls, taps, tap_input, tap_output, references, clock, paused)
+        # Not by `setattr`, which Keras and torch both watch.
+        vars(layer)["call"] = observed
+    try:
+        yield
+    finally:
+        for layer, call in before:
+            if call is _MISSING:
+                del vars(layer)["call"]
+            else:
+                vars(layer)["call"] = call
+
+
+def _observed_call(layer, calls, taps, tap_input, tap_output, references, clock, paused):
+    call = layer.call
+    numbers = itertools.count()
+
+    def tapped(value, tap, numbers_of_taps):
+        if tensor_dtype(value) not in FLOAT_DTYPES:
+            return value
+        tensor = tap(value)
+        _keras_private.copy_mask(value, tensor)
+        numbers_of_taps.append(len(taps))
+        taps.append(tensor)
+        return tensor
+
+    @functools.wraps(call)
+    def observed(*args, **kwargs):
+        if paused:
+            return call(*args, **kwargs)
+        compute_dtype = (products.product_policy(layer) or layer).compute_dtype
+        record = LayerCall(layer, next(numbers), compute_dtype, next(clock))
+        args, kwargs = keras.tree.map_structure(lambda v: tapped(v, tap_input, record.inputs), (args, kwargs))
+        outputs = call(*args, **kwargs)
+        reference = None
+        if references is not None and compute_dtype in SIXTEEN_BIT_DTYPES:
+            paused.append(True)
+            reference = _in_float32(layer, args, kwargs)
+            paused.clear()
+        outputs = keras.tree.map_structure(lambda v: tapped(v, tap_output, record.outputs), outputs)
+        if reference is not None:
+            floats = [value for value in keras.tree.flatten(reference) if tensor_dtype(value) in FLOAT_DTYPES]
+            references.update(zip(record.outputs, floats, strict=False))
+        record.end = next(clock)
+        calls.append(record)
+        return outputs
+
+    return observed
+
+
+def _in_float32(layer, args, kwargs):
+    """Returns what `layer` makes of the same inputs in float32; `None` where this is no comparison."""
+    layers = _keras_private.flatten_layers(layer, include_self=True)
+    draws = any(_keras_private.own_seed_generators(inner) for inner in layers)
+    if draws or any(isinstance(inner.dtype_policy, keras.dtype_policies.DTypePolicyMap) for inner in layers):
+        return None
+
+    def wide(value):
+        return ops.stop_gradient(ops.cast(value, "float32")) if tensor_dtype(value) in FLOAT_DTYPES else value
+
+    before = [(inner, inner.dtype_policy) for inner in layers if inner.compute_dtype in SIXTEEN_BIT_DTYPES]
+    try:
+        for inner, _ in before:
+            inner.dtype_policy = keras.DTypePolicy("float32")
+        with _keras_private.autocast_scope("float32"):
+            args, kwargs = keras.tree.map_structure(wide, (args, kwargs))
+            # The class's own: on the instance it may multiply in 16 bits.
+            return type(layer).call(layer, *args, **kwargs)
+    except Exception:  # A layer of the user's that cannot do float32 has no reference.
+        return None
+    finally:
+        for inner, policy in before:
+            inner.dtype_policy = policy

@@ -1,0 +1,236 @@
+"""P1, P27: `trace_numerics` names the layer, the number and the remedy, and leaves the model as it was."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.insight.ranges import Range, overflow_limit, underflow_limit
+from tests.step_modes import snapshot
+
+X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(4, 8)).astype("float32")
+POLICIES = ["mixed_float16", "mixed_bfloat16"]
+
+
+class Times(layers.Layer):
+    """Multiplies its input by `up` twice, and the gradient on its way back by `1 + down` squared as well."""
+
+    def __init__(self, up=1.0, down=0.0, **kwargs):
+        super().__init__(**kwargs)
+        self.up, self.down = up, down
+
+    def call(self, x):
+        # The second term is zero; its gradient is what is to be added.
+        return x * self.up * self.up + (x - ops.stop_gradient(x)) * self.down * self.down
+
+
+def name(path):
+    return path.rpartition("/")[2]
+
+
+def six_layers(k=None, policy="mixed_float16", *, loss_scale=1.0, **fault):
+    """Dense layers of which the k-th is followed by a fault."""
+    keras.utils.set_random_seed(0)
+    with mpkeras.policy_scope(policy):
+        stack = [keras.Input((8,))]
+        for i in range(1, 7):
+            stack.append(Times(name=f"layer_{i}", **fault) if i == k else layers.Dense(8, name=f"layer_{i}"))
+        model = keras.Sequential(stack)
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return mpkeras.prepare(model, policy, loss_scale=loss_scale)
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_p1_an_overflow_forward_is_named_with_number_and_remedy(k):
+    report = mpkeras.trace_numerics(six_layers(k, up=1e3), X, Y)
+    assert report.culprit.side == "output" and name(report.culprit.path) == f"layer_{k}"
+    named = next(layer for layer in report.layers if name(layer.path) == f"layer_{k}")
+    assert 0 < named.overflow <= 1 and named.true_outputs.max_abs > 65504
+    assert any(rule.endswith(f"/layer_{k}$") for rule in report.rules)
+    assert f"Layer '{named.path}': its output reaches {named.true_outputs.max_abs:.3g}, over float16's 65504" in str(
+        report
+    )
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_p1_an_overflow_backward_is_named(k):
+    report = mpkeras.trace_numerics(six_layers(k, down=200.0, loss_scale=64.0), X, Y)
+    assert report.culprit.side == "gradient" and name(report.culprit.path) == f"layer_{k}"
+    assert all(layer.overflow == 0 for layer in report.layers)
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_a_weight_that_is_not_finite_is_named(k):
+    model = six_layers(policy="mixed_bfloat16")
+    kernel = model.layers[k - 1].kernel
+    kernel.assign(np.where(np.eye(8), np.nan, ops.convert_to_numpy(kernel.value)))
+    report = mpkeras.trace_numerics(model, X, Y)
+    assert report.culprit.side == "weight" and name(report.culprit.path) == f"layer_{k}"
+    assert "kernel" in report.culprit.message
+
+
+def test_data_and_loss_are_named():
+    model = six_layers()
+    bad = X.copy()
+    bad[0, 0] = np.inf
+    assert mpkeras.trace_numerics(model, bad, Y).culprit.side == "input"
+    report = mpkeras.trace_numerics(model, X, np.full_like(Y, np.nan))
+    assert report.culprit.side == "loss" and "look at the loss and the labels" in str(report)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "float32"])
+def test_a_clean_model_has_no_culprit_and_is_as_it_was(policy):
+    keras.utils.set_random_seed(0)
+    stack = [keras.Input((8,)), layers.Dense(8, "relu", activity_regularizer="l2"), layers.BatchNormalization()]
+    model = keras.Sequential([*stack, layers.Dropout(0.5), layers.Dense(8)])
+    model.compile("adam", "mse", metrics=["mae"])
+    mpkeras.prepare(model, policy, loss_scale=1.0)
+    model.train_on_batch(X, Y)
+    before = snapshot(model.variables), snapshot(model.optimizer.variables), snapshot(model.metrics_variables)
+    config, methods = model.get_config(), [layer.call for layer in model.layers]
+    report = mpkeras.trace_numerics(model, X, Y)
+    assert report.culprit is None and report.rules == () and "Everything is finite" in str(report)
+    assert before == (
+        snapshot(model.variables),
+        snapshot(model.optimizer.variables),
+        snapshot(model.metrics_variables),
+    )
+    assert model.get_config() == config and [layer.call for layer in model.layers] == methods
+    assert model.losses == [] or len(model.losses) == 1
+    model.train_on_batch(X, Y)
+
+
+def test_numbers_are_those_of_numpy():
+    kernel = np.array([[2.0, 0.0], [0.0, -3e-9]], "float32")
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2, use_bias=False, name="dense")])
+    model.layers[0].set_weights([kernel])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_float16", loss_scale=8.0)
+    x = np.array([[1.0, 1.0], [-4.0, 0.5]], "float32")
+    report = mpkeras.trace_numerics(model, x, np.zeros((2, 2), "float32"))
+    (dense,) = report.layers
+    # Outputs [[2, 0], [-8, 0]]: of four, the two of -3e-9 and -1.5e-9 are zero in float16 (its smallest is 6e-8).
+    assert (dense.outputs.min, dense.outputs.max, dense.outputs.max_abs) == (-8, 2, 8)
+    assert dense.underflow == 0.5 and dense.overflow == 0
+    # d mse / d output = 2 y / 4: 1, -4 and the tiny ones; kernel: x'g = [[17, ..], [-1, ..]].
+    assert dense.true_weight_grads.max_abs == 17 and dense.weight_grads.max_abs == 17 * 8
+    # By output 4, by input 2 * 4: the largest of what the layer sends back is 8, times the scale 64.
+    assert dense.true_grads.max_abs == 8 and dense.grads.max_abs == 64
+    # 65520 rounds to inf: 17 * 2048 is below, 17 * 4096 above.
+    assert report.window[1] == 2048
+    assert report.loss == pytest.approx((4 + 64) / 4)
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_the_window_is_where_training_neither_overflows_nor_loses_gradients():
+    model = six_layers()
+    _, highest = mpkeras.trace_numerics(model, X, Y).window
+    for factor, is_skipped in ((0.5, False), (4.0, True)):
+        model = six_layers(loss_scale=highest * factor)
+        model.train_on_batch(X, Y)
+        assert bool(ops.convert_to_numpy(model.optimizer.last_step_skipped)) == is_skipped
+
+
+def test_p27_gradients_that_are_lost_are_counted_and_the_scale_is_named():
+    model = six_layers()
+    model.compile(keras.optimizers.SGD(0.01), lambda y, p: 1e-9 * keras.losses.mean_squared_error(y, p))
+    mpkeras.prepare(model, loss_scale=1.0)
+    report = mpkeras.trace_numerics(model, X, Y)
+    assert min(layer.grad_underflow for layer in report.layers) > 0.99
+    # A 1/32 of 1e-9 is 2^-35: 2^-25 rounds to zero.
+    assert report.window[0] >= 2.0**10 and "is too small" in str(report)
+    better = mpkeras.trace_numerics(model, X, Y, loss_scale=report.window[0])
+    assert max(layer.grad_underflow for layer in better.layers) <= 1e-2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_proposed_policy_cures_the_model(policy):
+    if policy == "mixed_float16":
+        model = six_layers(3, up=1e3)
+        report = mpkeras.trace_numerics(model, X, Y)
+        keras.utils.set_random_seed(0)
+        mpkeras.prepare(model, report.policy(), loss_scale=1.0)
+        again = mpkeras.trace_numerics(model, X, Y)
+        assert again.culprit is None or again.culprit.side == "gradient"
+        assert all(layer.overflow == 0 for layer in again.layers)
+    else:
+        assert mpkeras.trace_numerics(six_layers(3, policy, up=1e3), X, Y).rules == ()
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.shared = layers.Dense(8, name="shared")
+        self.boom = Times(1e3, name="boom")
+        self.block = keras.Sequential([layers.Dense(8, "relu"), layers.Dense(8)], name="block")
+
+    def call(self, x):
+        return self.boom(self.block(self.shared(self.shared(x))))
+
+
+def test_layers_called_twice_and_inner_models():
+    with mpkeras.policy_scope("mixed_float16"):
+        model = Subclassed()
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_float16")
+    report = mpkeras.trace_numerics(model, X, Y)
+    calls = [(name(layer.path), layer.number) for layer in report.layers]
+    assert calls[:2] == [("shared", 0), ("shared", 1)] and len(calls) == 5
+    assert name(report.culprit.path) == "boom" and "(call 2)" in str(report)
+
+
+def test_sequences_attention_and_wrappers(backend):
+    inputs = keras.Input((6, 8))
+    x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(inputs)
+    x = layers.TimeDistributed(layers.Dense(8))(x)
+    x = layers.Add()([x, layers.MultiHeadAttention(2, 4)(x, x)])
+    x = Times(3e3, name="boom")(layers.LayerNormalization()(x))
+    model = keras.Model(inputs, layers.Dense(3, activation="softmax")(layers.Flatten()(x)))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    mpkeras.prepare(model, "mixed_float16")
+    report = mpkeras.trace_numerics(model, np.ones((2, 6, 8), "float32"), np.array([0, 2]))
+    assert name(report.culprit.path) == "boom"
+    classes = [layer.class_name for layer in report.layers]
+    assert {"LSTM", "TimeDistributed", "MultiHeadAttention", "EinsumDense"} <= set(classes)
+    assert "LSTMCell" not in classes
+
+
+def test_what_people_see(tmp_path):
+    report = mpkeras.trace_numerics(six_layers(3, up=1e3), X, Y)
+    json.dumps(report.to_dict(), allow_nan=False)
+    text = str(report)
+    assert "First culprit: the output of layer 'sequential" in text and "/layer_3' is not finite" in text
+    assert "/layer_3$'" in text and "Largest gradient" in text
+    figure = report.plot()
+    assert len(figure.axes) == 2 and len(figure.axes[0].get_yticklabels()) == 6
+    figure.savefig(tmp_path / "numerics.png")
+    forward = mpkeras.trace_numerics(six_layers(), X)
+    assert forward.loss is None and "gradient" not in str(forward) and len(forward.plot().axes) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((layers.Dense(2), X), TypeError, "keras.Model"),
+        ((keras.Sequential([keras.Input((8,)), layers.Dense(8)]), X, Y), ValueError, "compiled with a loss"),
+    ],
+)
+def test_bad_input(arguments, error, message):
+    with pytest.raises(error, match=message):
+        mpkeras.trace_numerics(*arguments)
+    with pytest.raises(ValueError, match="positive finite number"):
+        mpkeras.trace_numerics(six_layers(), X, Y, loss_scale=0.0)
+
+
+def test_ranges_of_hand_worked_arrays():
+    found = Range.of([np.array([0.0, -4.0, 0.25, np.inf, np.nan], "float32"), None])
+    assert (found.min, found.max, found.max_abs, found.nonfinite, found.zeros, found.size) == (-4, 0.25, 4, 2, 1, 5)
+    assert found.exponents.sum() == 2 and found.exponents[45 + 2] == 1 and found.exponents[45 - 2] == 1
+    with np.errstate(over="ignore"):
+        assert np.isinf(np.float16(overflow_limit("float16"))) and np.isfinite(np.float16(65519.0))
+    assert overflow_limit("float16") == 65520
+    assert np.float16(underflow_limit("float16")) == 0 and np.float16(underflow_limit("float16") * 1.001) > 0
