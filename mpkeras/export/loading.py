@@ -104,7 +104,7 @@ def _reason(path: Path, error: Exception) -> str:
                     f"Expected a model of classes and functions that are known. Received: '{path}' with the "
                     f"{found['what']} '{found['name']}'. Name the module that defines it: `--import MODULE`."
                 )
-    if any("lambda" in message for message in messages) or _holds_lambda(path):
+    if any("lambda" in message for message in messages):
         return (
             f"Expected a model without Python lambdas, which may run any code. Received: '{path}', which has one. "
             "If you trust it, load it in Python with `safe_mode=False`, and call `mpkeras.apply_policy`."
@@ -119,14 +119,6 @@ def _reason(path: Path, error: Exception) -> str:
         f"Expected a file that Keras {keras.__version__} can load. Received: '{path}' "
         f"({type(chain[-1]).__name__}: {shortened(messages[-1])}). Save it anew with this Keras or an older one."
     )
-
-
-def _holds_lambda(path: Path) -> bool:
-    # Of a lambda that is an activation Keras says only that it cannot interpret it.
-    if path.suffix != ".keras":
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return "config.json" in archive.namelist() and b'"__lambda__"' in archive.read("config.json")
 
 
 def shortened(message: str, length: int = 300) -> str:
