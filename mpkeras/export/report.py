@@ -114,8 +114,8 @@ class ConversionReport(Report):
             lines.append(f"Loads only where mpkeras is installed, because of: {', '.join(self.needs_mpkeras)}.")
         if self.format == "onnx" and self.compute_dtype in SIXTEEN_BIT_DTYPES:
             lines.append(
-                "Keras promises ONNX for float32 models. Try what you will run it with: ONNX Runtime 1.31 has no "
-                "bfloat16 kernels on a CPU, and float16 ones for some models. `--policy float32` is safe."
+                "Keras promises ONNX for float32 models. Try what you will run it with: ONNX Runtime 1.31 "
+                "computes no bfloat16 on a CPU, and float16 for some models. With `--policy float32` all is as promised."
             )
         return lines
 
