@@ -115,7 +115,7 @@ class ConversionReport(Report):
         if self.format == "onnx" and self.compute_dtype in SIXTEEN_BIT_DTYPES:
             lines.append(
                 "Keras promises ONNX for float32 models. Try what you will run it with: ONNX Runtime 1.31 "
-                "computes no bfloat16 on a CPU, and float16 for some models. With `--policy float32` all is as promised."
+                "computes no bfloat16 on a CPU, and float16 for some models. `--policy float32` keeps to that."
             )
         return lines
 
