@@ -114,8 +114,8 @@ class ConversionReport(Report):
             lines.append(f"Loads only where mpkeras is installed, because of: {', '.join(self.needs_mpkeras)}.")
         if self.format == "onnx" and self.compute_dtype in SIXTEEN_BIT_DTYPES:
             lines.append(
-                "Keras promises ONNX for float32 models. Try what you will run it with: ONNX Runtime 1.31 "
-                "computes no bfloat16 on a CPU, and float16 for some models. `--policy float32` keeps to that."
+                "Keras promises ONNX for float32 models. Try what you will run it with: on a CPU "
+                "ONNX Runtime 1.31 loads no bfloat16 models, and only some in float16. Or use `--policy float32`."
             )
         return lines
 
