@@ -56,6 +56,11 @@ def trained_in_16_bits():
     return model
 
 
+# Keras asks jax2tf for what JAX will take away.
+JAX_TO_TF = pytest.mark.filterwarnings("ignore:.*(native_serialization|jax2tf)")
+
+
+@JAX_TO_TF
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", [functional, sequential, nested, softmax_head])
@@ -75,6 +80,7 @@ def test_signatures_of_a_saved_model_are_float32(tmp_path, make, policy):
         np.testing.assert_allclose(output.numpy(), numpy(expected), atol=1e-2)
 
 
+@JAX_TO_TF
 @pytest.mark.backends("tensorflow", "jax")
 def test_a_saved_model_by_convert(tmp_path):
     import tensorflow as tf

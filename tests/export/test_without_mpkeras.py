@@ -74,8 +74,9 @@ def nested():
 
 
 def application():
-    """A pretrained backbone as one fine-tunes it, without the weights."""
+    """A backbone as one fine-tunes it, frozen; without the weights."""
     backbone = keras.applications.MobileNetV2(weights=None, input_shape=(32, 32, 3), include_top=False, pooling="avg")
+    backbone.trainable = False
     inputs = keras.Input((32, 32, 3))
     return keras.Model(inputs, keras.layers.Dense(5)(backbone(inputs)))
 
