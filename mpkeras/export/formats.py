@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import keras
 
+from mpkeras import _keras_private
 from mpkeras.export.loading import shortened
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
@@ -158,6 +159,7 @@ def _write(model, path: Path, found: Format):
             if found.keras_name is None:
                 model.save(path)
             else:
+                _call_once(model)
                 model.export(str(path), format=found.keras_name, verbose=False)
     except OSError:
         raise
@@ -167,6 +169,13 @@ def _write(model, path: Path, found: Format):
             f"Received: {type(error).__name__}: {shortened(str(error))}. "
             "Try the policy float32, another backend (KERAS_BACKEND) or another format."
         ) from error
+
+
+def _call_once(model):
+    # Keras writes ONNX of models that were called; one from a file was not. Symbols do: nothing is computed.
+    graph = _keras_private.graph_of(model)
+    if graph is not None:
+        model(graph.input)
 
 
 def size_of(path) -> int:

@@ -92,7 +92,8 @@ def test_a_saved_model_by_convert(tmp_path):
     assert (report.format, report.inputs, report.outputs) == ("savedmodel", ["float32"], ["float32"])
     assert report.out_bytes == sum(p.stat().st_size for p in (tmp_path / "served").rglob("*") if p.is_file())
     loaded = tf.saved_model.load(str(tmp_path / "served"))
-    served = loaded.serve(IMAGES)
+    # The signature: `serve` takes a list on Keras 3.10, for any Functional model that was loaded.
+    served = loaded.signatures["serving_default"](tf.constant(IMAGES))["output_0"]
     # bfloat16 has 8 significant bits
     np.testing.assert_allclose(served.numpy(), numpy(model(IMAGES)), atol=2e-2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.keras", "served"]
