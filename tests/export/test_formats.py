@@ -80,6 +80,15 @@ def test_signatures_of_a_saved_model_are_float32(tmp_path, make, policy):
         np.testing.assert_allclose(output.numpy(), numpy(expected), atol=1e-2)
 
 
+def test_a_model_that_the_callback_made_mixed_gets_its_cast():
+    model = trained_in_16_bits()
+    assert keras.backend.standardize_dtype(model(IMAGES).dtype) == "float16"
+    before = numpy(model(IMAGES)).astype("float32")
+    mpkeras.apply_policy(model, "mixed_float16")
+    assert model.outputs[0].dtype == "float32"
+    np.testing.assert_array_equal(numpy(model(IMAGES)), before)
+
+
 @JAX_TO_TF
 @pytest.mark.backends("tensorflow", "jax")
 def test_a_saved_model_by_convert(tmp_path):
