@@ -119,10 +119,12 @@ def predictions(model):
 @pytest.mark.slow
 # Keras 3.10 warns of the structure of inputs for any Functional model that it has loaded.
 @pytest.mark.filterwarnings("ignore:The structure of `inputs` does:UserWarning")
-def test_saved_models_load_and_give_the_same_numbers(tmp_path):
+def test_saved_models_load_and_give_the_same_numbers(tmp_path, backend):
     np.save(tmp_path / "images.npy", IMAGES)
     expected, dtypes = {}, {}
-    for name, (make, train, policy, dtype) in CASES.items():
+    # JAX compiles each operation of a large model by itself, in both processes: minutes.
+    cases = {name: case for name, case in CASES.items() if (name, backend) != ("application", "jax")}
+    for name, (make, train, policy, dtype) in cases.items():
         model = train(make(), policy)
         model.save(tmp_path / f"{name}.keras")
         expected[name], dtypes[name] = predictions(model), dtype
