@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
+from mpkeras._keras_private import direct_sublayers
 from mpkeras.demo.data import load_text
 from mpkeras.policies.kernels import missing_kernel_rules
 
@@ -154,8 +155,7 @@ def _visit(model, x, around, seen):
 
 def _visit_sublayers(layer, path, names, seen):
     seen.append(Seen("layer", path, names, layer.compute_dtype))
-    found = [value for value in vars(layer).values() if isinstance(value, layers.Layer)]
-    for sublayer in found:
+    for sublayer in direct_sublayers(layer):
         _visit_sublayers(sublayer, f"{path}/{sublayer.name}", (*names, _class_name(sublayer)), seen)
 
 
