@@ -260,6 +260,11 @@ def replace_outputs(model, outputs):
     for key, layer in before.items():
         if key not in after:
             model._tracker.untrack(layer)
+    # On TensorFlow, Keras 3.10 keeps another list than the tracker's, and walks that one.
+    known = [layer for layer in model._layers if id(layer) in after or id(layer) not in before]
+    missing = [layer for key, layer in after.items() if key not in before and layer not in known]
+    if missing or len(known) < len(model._layers):
+        model._layers = [*known, *missing]
 
 
 def replace_last_layers(model, old, new):

@@ -12,7 +12,9 @@ import pytest
 import loss_scale_overhead as benchmark
 
 FOLDER = Path(benchmark.__file__).parent
-SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("harness.py", "models.py"))
+SCRIPTS = sorted(
+    path for path in FOLDER.glob("*.py") if path.name not in ("harness.py", "models.py", "fine_tune_models.py")
+)
 
 
 def run(*arguments):

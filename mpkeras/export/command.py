@@ -1,0 +1,58 @@
+"""The subcommand `convert`."""
+
+import argparse
+import json
+
+# `formats` imports Keras: its names are written here once more, so that `--help` is quick.
+FORMAT_NAMES = ("keras", "savedmodel", "onnx", "tflite")
+
+_DESCRIPTION = """\
+Gives a saved model the dtypes of a policy and writes it again; its weights stay the same float32 numbers.
+
+  mpkeras convert model.keras --policy mixed_bfloat16 faster.keras
+  mpkeras convert model.keras --policy mixed_bfloat16 served            a SavedModel, float32 in and out
+  mpkeras convert model.keras --policy float32 model.tflite             the float32 twin, for TFLite
+
+A `.keras` result loads in plain Keras, without mpkeras. The environment variable KERAS_BACKEND chooses the
+backend: SavedModel is written on tensorflow and jax, TFLite on tensorflow, ONNX on each of the three.
+"""
+
+
+def add_parser(subparsers):
+    """Adds the subcommand to `subparsers` of an `argparse` parser."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="give a saved model the dtypes of a policy, and save or export it",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option("model", metavar="MODEL", help="a .keras or .h5 file")
+    option("out", metavar="OUT", help="a .keras, .onnx or .tflite file, or a directory for a SavedModel")
+    option("--policy", required=True, metavar="NAME", help="such as mixed_bfloat16, mixed_float16 or float32")
+    option("--format", choices=FORMAT_NAMES, help="what to write (default: what OUT ends in)")
+    option(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import this module first, which defines classes and functions of the model; may be repeated. "
+        "The current directory is searched, too",
+    )
+    option("--force", action="store_true", help="replace OUT if it exists")
+    option("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=run, error=parser.error)
+
+
+def run(args) -> int:
+    """Converts and returns 0; bad input ends the program through `args.error`, with one line and status 2."""
+    from mpkeras.export.convert import convert
+
+    options = {"format": args.format, "imports": args.imports, "force": args.force}
+    try:
+        report = convert(args.model, args.out, args.policy, **options)
+    except ValueError as reason:
+        args.error(reason)
+    print(json.dumps(report.to_dict(), indent=2) if args.json else report)
+    return 0

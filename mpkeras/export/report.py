@@ -1,0 +1,174 @@
+"""`ConversionReport`: which layers compute in what after a conversion, why, and what was written."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import keras
+
+from mpkeras import _keras_private
+from mpkeras.conversion import layers_of
+from mpkeras.insight.report import Report
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.kernels import missing_kernel_rules
+from mpkeras.policies.rules import layers_to_keep
+
+_NAMES_SHOWN = 4
+
+
+class LayerDtype(NamedTuple):
+    """What one layer computes in, and why."""
+
+    path: str
+    class_name: str
+    compute_dtype: str
+    reason: str
+
+
+def layer_dtypes(model, policy) -> list[LayerDtype]:
+    """Returns what each layer of a converted model computes in; inputs and models, which compute nothing, left out."""
+    layers = [layer for layer in layers_of(model) if not isinstance(layer, (keras.Model, keras.layers.InputLayer))]
+    reasons = {id(layer): f"rule {rule}" for layer, rule in layers_to_keep(model, policy.keep_float32)}
+    classes = {base.__name__ for layer in layers for base in type(layer).__mro__}
+    missing = dict(missing_kernel_rules(policy.compute_dtype, among=classes))
+    for layer, rule in layers_to_keep(model, missing):
+        reasons.setdefault(id(layer), f"no {policy.compute_dtype} kernel for {rule} here")
+    return [
+        LayerDtype(layer.path or layer.name, type(layer).__name__, layer.compute_dtype, _reason(layer, policy, reasons))
+        for layer in layers
+    ]
+
+
+def _reason(layer, policy, reasons) -> str:
+    if layer.compute_dtype == policy.compute_dtype:
+        return f"policy {policy.name}"
+    if layer.name.startswith("mpkeras_float32_output"):
+        return "float32 outputs"
+    return reasons.get(id(layer), "as it was in the file")
+
+
+class ConversionReport(Report):
+    """What `convert` returns.
+
+    Attributes:
+        layers: List of `LayerDtype`.
+        inputs, outputs: Dtypes of what the model takes and returns; `None` for a subclassed model, where its
+            `call` decides.
+        needs_mpkeras: Names of what in a `.keras` file only loads where mpkeras is installed.
+    """
+
+    def __init__(
+        self,
+        model,
+        policy,
+        *,
+        source: Path,
+        source_bytes: int,
+        out: Path,
+        out_bytes: int,
+        format: str,
+        was_compiled: bool,
+    ):
+        self.policy = policy.name
+        self.compute_dtype = policy.compute_dtype
+        self.layers = layer_dtypes(model, policy)
+        self.parameters = model.count_params()
+        graph = _keras_private.graph_of(model)
+        self.inputs = None if graph is None else [tensor.dtype for tensor in graph.inputs]
+        self.outputs = None if graph is None else [tensor.dtype for tensor in graph.outputs]
+        self.source, self.source_bytes = source, source_bytes
+        self.out, self.out_bytes = out, out_bytes
+        self.format = format
+        self.was_compiled = was_compiled
+        self.needs_mpkeras = sorted(_names_of_mpkeras(json.loads(model.to_json()))) if format == "keras" else []
+        self.backend = keras.backend.backend()
+
+    @property
+    def title(self) -> str:
+        return f"{self.source} under {self.policy}"
+
+    def layers_by_dtype(self) -> dict:
+        """Returns the number of layers by what they compute in."""
+        return dict(Counter(layer.compute_dtype for layer in self.layers))
+
+    def table(self):
+        groups = {}
+        for layer in self.layers:
+            groups.setdefault((layer.compute_dtype, layer.reason), []).append(layer.path)
+        # The policy's own dtype first, its exceptions below.
+        ordered = sorted(groups.items(), key=lambda item: (item[0][0] != self.compute_dtype, -len(item[1])))
+        rows = [[dtype, str(len(paths)), reason, _shown(paths)] for (dtype, reason), paths in ordered]
+        return ["Computes in", "Layers", "Because of", "Which"], rows
+
+    def notes(self) -> list:
+        size = f"{_readable(self.source_bytes)} before, {_readable(self.out_bytes)} now"
+        lines = [f"Written to {self.out} ({self.format}): {self.parameters:,} parameters in float32, {size}."]
+        if self.inputs is None:
+            lines.append("Inputs and outputs are what the `call` of the model makes of them.")
+        else:
+            lines.append(f"Inputs are {_joined(self.inputs)}, outputs {_joined(self.outputs)}.")
+        if self.was_compiled:
+            lines.append("Its optimizer, loss and metrics are not in the result: to train it, compile it again.")
+        if self.needs_mpkeras:
+            lines.append(f"Loads only where mpkeras is installed, because of: {', '.join(self.needs_mpkeras)}.")
+        if self.format == "onnx" and self.compute_dtype in SIXTEEN_BIT_DTYPES:
+            lines.append(
+                "Keras promises ONNX for float32 models. Try what you will run it with: on a CPU "
+                "ONNX Runtime 1.31 loads no bfloat16 models, and only some in float16. Or use `--policy float32`."
+            )
+        return lines
+
+    def to_dict(self) -> dict:
+        return {
+            "source": str(self.source),
+            "source_bytes": self.source_bytes,
+            "out": str(self.out),
+            "out_bytes": self.out_bytes,
+            "format": self.format,
+            "policy": self.policy,
+            "backend": self.backend,
+            "keras": keras.__version__,
+            "parameters": self.parameters,
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "layers_by_dtype": self.layers_by_dtype(),
+            "layers": [layer._asdict() for layer in self.layers],
+            "was_compiled": self.was_compiled,
+            "needs_mpkeras": self.needs_mpkeras,
+        }
+
+    def plot(self):
+        """Returns a figure: a bar for each dtype, as long as it has layers."""
+        from matplotlib.figure import Figure
+
+        counts = self.layers_by_dtype()
+        figure = Figure(figsize=(6, 1.2 + 0.5 * len(counts)), layout="constrained")
+        axes = figure.subplots()
+        axes.bar_label(axes.barh(list(counts), list(counts.values())))
+        axes.set(title=self.title, xlabel="layers")
+        return figure
+
+
+def _names_of_mpkeras(config) -> set:
+    """Returns the classes of mpkeras in what `to_json` of a model says."""
+    if isinstance(config, list):
+        return set().union(*map(_names_of_mpkeras, config))
+    if not isinstance(config, dict):
+        return set()
+    found = set().union(*map(_names_of_mpkeras, config.values()))
+    ours = (str(config.get(key)).partition(mark)[0] for key, mark in (("registered_name", ">"), ("module", ".")))
+    return found | {config["class_name"]} if "mpkeras" in ours else found
+
+
+def _shown(paths) -> str:
+    more = len(paths) - _NAMES_SHOWN
+    return ", ".join(paths[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _joined(dtypes) -> str:
+    return ", ".join(dict.fromkeys(dtypes))
+
+
+def _readable(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"

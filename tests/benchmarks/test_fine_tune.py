@@ -1,0 +1,99 @@
+"""benchmarks/fine_tune.py: its options, what it finds wrong, and short runs of both models under XLA."""
+
+import json
+
+import numpy as np
+import pytest
+
+import fine_tune as benchmark
+import fine_tune_models as models
+import mpkeras
+
+pytest.importorskip("sklearn")
+XLA = pytest.mark.backends("tensorflow", "jax")
+
+
+def test_quick_means_one_model_and_fewer_steps():
+    options = benchmark.parse_arguments(["--quick"])
+    assert (options.model, options.steps) == (["transformer"], 8)
+    options = benchmark.parse_arguments(["--quick", "--model", "resnet50", "--steps", "2"])
+    assert (options.model, options.steps) == (["resnet50"], 2)
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--model", "mlp"], ["--backend", "torch"]], ids=str)
+def test_bad_options_exit_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.parse_arguments(arguments)
+    assert stopped.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_passes_are_means_over_the_batches():
+    assert benchmark.BATCHES == 4
+    assert benchmark.passes([4.0, 2.0, 4.0, 2.0, 9.0, 1.0, 2.0, 1.0, 2.0]) == (3.0, 1.5)
+
+
+@pytest.mark.parametrize("name", benchmark.MODELS)
+def test_batches_are_real_and_fit_the_model(name):
+    case = models.MODELS[name]
+    batches = case.load(40, 3, 2)
+    assert len(batches) == 2
+    for x, y in batches:
+        assert len(x) == len(y) == 3
+        if name == "transformer":
+            assert x.dtype == y.dtype == "int32"
+            np.testing.assert_array_equal(x[:, 1:], y[:, :-1])  # the byte after each
+        else:
+            assert x.shape == (3, 40, 40, 3) and set(y) <= {0, 1}
+    assert not np.array_equal(batches[0][0], batches[1][0])
+
+
+def small_transformer():
+    return models.CausalLM(models.Backbone(8, width=16, heads=2, blocks=1))
+
+
+def test_what_is_wrong_is_named():
+    model = mpkeras.apply_policy(small_transformer(), "mixed_bfloat16")
+    tokens = np.zeros((2, 8), "int32")
+    assert models.unexpected(models.dtypes(model, tokens), (), "bfloat16") == []
+    model.backbone.get_layer("mlp_up_0").dtype_policy = "float32"
+    assert models.unexpected(models.dtypes(model, tokens), (), "bfloat16") == [
+        "tensor mlp_up_0 (Dense): float32, not bfloat16",
+        "layer mlp_up_0 (Dense): float32, not bfloat16",
+    ]
+
+
+def test_layers_within_layers_are_seen():
+    model = mpkeras.apply_policy(small_transformer(), "mixed_bfloat16")
+    seen = models.dtypes(model, np.zeros((2, 8), "int32"))
+    # The embedding and its two; three normalizations; the attention with its four products, softmax and dropout;
+    # dropout, two sums, two products of the block; the head and the cast.
+    assert models.count(seen, "layer") == {"bfloat16": 3 + 3 + 7 + 1 + 2 + 2 + 1, "float32": 1}
+    # What each of those returns that is not within another.
+    assert models.count(seen, "tensor") == {"bfloat16": 1 + 3 + 1 + 1 + 2 + 2 + 1, "float32": 1}
+
+
+@pytest.mark.slow
+@XLA
+@pytest.mark.parametrize("policy", benchmark.POLICIES)
+def test_the_transformer_trains(policy, monkeypatch):
+    monkeypatch.setattr(benchmark, "BATCHES", 1)
+    result = json.loads(json.dumps(benchmark.train("transformer", policy, steps=5, size=16)))
+    assert result["unexpected"] == []
+    assert not any(result["skipped"])
+    assert result["loss"][-1] < result["loss"][0] == pytest.approx(np.log(256), rel=0.1)
+    assert benchmark.table_rows([{"backend": "jax", **result}])[0]["unexpected"] == "0"
+
+
+@pytest.mark.slow
+@XLA
+def test_resnet50_trains(monkeypatch):
+    monkeypatch.setitem(models.MODELS, "resnet50", models.MODELS["resnet50"]._replace(batch_size=4))
+    monkeypatch.setattr(benchmark, "BATCHES", 1)
+    result = benchmark.train("resnet50", "mixed_bfloat16", steps=3, size=32)
+    assert result["unexpected"] == []
+    # 53 normalizations and the cast in float32; 53 convolutions, 49 activations, 16 sums, two paddings, two
+    # poolings and the head in 16 bits.
+    assert result["layers"] == result["tensors"] == {"bfloat16": 53 + 49 + 16 + 2 + 2 + 1, "float32": 53 + 1}
+    # That it learns takes more steps than a test has time for: see benchmarks/results/fine_tune.txt.
+    assert not any(result["skipped"]) and np.isfinite(result["loss"]).all()

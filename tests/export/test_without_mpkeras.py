@@ -1,0 +1,159 @@
+"""G8: models trained in mixed precision give the same numbers where mpkeras cannot be imported."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras.export.convert import convert
+
+IMAGES = np.random.default_rng(0).normal(size=(4, 32, 32, 3)).astype("float32")
+TARGETS = np.random.default_rng(1).normal(size=(4, 5)).astype("float32")
+
+LOAD = """
+import sys
+from pathlib import Path
+sys.modules["mpkeras"] = None
+import keras, numpy as np
+folder = Path(sys.argv[1])
+images = np.load(folder / "images.npy")
+for path in sorted(folder.glob("*.keras")):
+    model = keras.saving.load_model(path, compile=path.stem.startswith("converted"))
+    outputs = keras.tree.flatten(model(images))
+    dtypes = [keras.backend.standardize_dtype(output.dtype) for output in outputs]
+    arrays = [keras.ops.convert_to_numpy(keras.ops.cast(output, "float32")) for output in outputs]
+    np.savez(path.with_suffix(".npz"), *arrays)
+    print(path.stem, *dtypes)
+"""
+SERVE = """
+import sys
+from pathlib import Path
+sys.modules["mpkeras"] = sys.modules["keras"] = None
+import numpy as np, tensorflow as tf
+folder = Path(sys.argv[1])
+images = np.load(folder / "images.npy")
+for path in sorted(folder.glob("*_served")):
+    loaded = tf.saved_model.load(str(path))
+    output = loaded.signatures["serving_default"](tf.constant(images))["output_0"]
+    np.savez(str(path) + ".npz", output.numpy())
+    print(path.name, output.dtype.name)
+"""
+
+
+def run(code, folder):
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [line.split() for line in done.stdout.strip().splitlines()]
+
+
+def cnn():
+    inputs = keras.Input((32, 32, 3))
+    x = keras.layers.Conv2D(8, 3, strides=2, activation="relu")(inputs)
+    x = keras.layers.BatchNormalization()(x)
+    return keras.Model(inputs, keras.layers.Dense(5)(keras.layers.GlobalAveragePooling2D()(x)))
+
+
+def with_softmax():
+    model = cnn()
+    return keras.Model(model.inputs, keras.layers.Softmax()(model.outputs[0]))
+
+
+def nested():
+    inputs = keras.Input((32, 32, 3))
+    return keras.Model(inputs, keras.layers.Dense(5)(keras.layers.Activation("relu")(cnn()(inputs))))
+
+
+def application():
+    """A backbone as one fine-tunes it, frozen; without the weights."""
+    backbone = keras.applications.MobileNetV2(weights=None, input_shape=(32, 32, 3), include_top=False, pooling="avg")
+    backbone.trainable = False
+    inputs = keras.Input((32, 32, 3))
+    return keras.Model(inputs, keras.layers.Dense(5)(backbone(inputs)))
+
+
+def by_callback(model, policy):
+    model.compile("sgd", "mse")
+    model.fit(IMAGES, TARGETS, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision(policy)])
+    return model
+
+
+def by_prepare(model, policy):
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, policy).train_on_batch(IMAGES, TARGETS)
+    return model
+
+
+def by_apply_policy(model, policy):
+    mpkeras.apply_policy(model, policy)
+    mpkeras.make_train_step(model, keras.optimizers.SGD(0.01), "mse", jit_compile=False)(IMAGES, TARGETS)
+    return model
+
+
+# What a model is, how it became mixed, under which policy, and the dtype of its output.
+CASES = {
+    "callback": (cnn, by_callback, "mixed_float16", "float16"),
+    "prepare": (with_softmax, by_prepare, "mixed_float16", "float32"),
+    "apply_policy": (cnn, by_apply_policy, "mixed_float16", "float32"),
+    "apply_policy_softmax": (with_softmax, by_apply_policy, "mixed_bfloat16", "float32"),
+    "nested": (nested, by_apply_policy, "mixed_float16", "float32"),
+    "nested_callback": (nested, by_callback, "mixed_bfloat16", "bfloat16"),
+    "application": (application, by_apply_policy, "mixed_float16", "float32"),
+}
+
+
+def predictions(model):
+    outputs = keras.tree.flatten(model(IMAGES))
+    return [keras.ops.convert_to_numpy(keras.ops.cast(output, "float32")) for output in outputs]
+
+
+@pytest.mark.slow
+# Keras 3.10 warns of the structure of inputs for any Functional model that it has loaded.
+@pytest.mark.filterwarnings("ignore:The structure of `inputs` does:UserWarning")
+def test_saved_models_load_and_give_the_same_numbers(tmp_path, backend):
+    np.save(tmp_path / "images.npy", IMAGES)
+    expected, dtypes = {}, {}
+    # JAX compiles each operation of a large model by itself, in both processes: minutes.
+    cases = {name: case for name, case in CASES.items() if (name, backend) != ("application", "jax")}
+    for name, (make, train, policy, dtype) in cases.items():
+        model = train(make(), policy)
+        model.save(tmp_path / f"{name}.keras")
+        expected[name], dtypes[name] = predictions(model), dtype
+    # `convert` leaves the optimizer out: its files load in plain Keras without `compile=False`.
+    convert(tmp_path / "callback.keras", tmp_path / "converted.keras", "mixed_bfloat16")
+    expected["converted"] = predictions(keras.saving.load_model(tmp_path / "converted.keras"))
+    dtypes["converted"] = "float32"
+
+    assert dict(run(LOAD, tmp_path)) == dtypes
+    for name, arrays in expected.items():
+        with np.load(tmp_path / f"{name}.npz") as found:
+            for array, key in zip(arrays, found.files, strict=True):
+                np.testing.assert_array_equal(found[key], array, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_a_saved_model_is_served_by_tensorflow_alone(tmp_path):
+    import tensorflow as tf
+
+    np.save(tmp_path / "images.npy", IMAGES)
+    expected = {}
+    for name in ("apply_policy", "apply_policy_softmax", "nested", "application"):
+        make, train, policy, _ = CASES[name]
+        model = train(make(), policy)
+        model.export(tmp_path / f"{name}_served", verbose=False)
+        # A graph, as what is served: operation by operation TensorFlow may choose other kernels.
+        expected[f"{name}_served"] = tf.function(model)(IMAGES).numpy()
+    assert dict(run(SERVE, tmp_path)) == dict.fromkeys(expected, "float32")
+    for name, array in expected.items():
+        with np.load(tmp_path / f"{name}.npz") as found:
+            np.testing.assert_array_equal(found["arr_0"], array, err_msg=name)
