@@ -30,8 +30,9 @@ class Case(NamedTuple):
         make: Called with `keras.layers`, returns the layer under the global dtype policy.
         family: What its error bound goes by (`BOUNDS` in `zoo_measure.py`).
         shapes: One shape per input, batch first.
-        kind: `"float"`, `"ids"` (integers below 10), or data as it comes, float32 that is *not* rounded to 16 bits
-            beforehand: `"pixels"` (in [0, 255]), `"offset"` (300 ± 1), `"wave"` (samples of sound), `"large"` (7e4 ± 1e3).
+        kind: `"float"`, `"ids"` (integers below 10), `"logits"` (pairs up to 60 apart), or data as it comes, float32
+            that is *not* rounded to 16 bits beforehand: `"pixels"` (in [0, 255]), `"offset"` (300 ± 1), `"wave"` (samples of sound),
+            `"large"` (7e4 ± 1e3).
         call: `(layer, inputs, **options)`, where the layer is not called with its input, or the list of them.
         options: Keyword arguments of the call, such as masks.
         draws: Whether it draws random numbers: the reference is then float32, as float64 draws others.
@@ -108,7 +109,7 @@ for _name, _shapes, _make in [
     ("LeakyReLU", (_VECTOR,), lambda k: k.LeakyReLU()),
     ("PReLU", (_VECTOR,), lambda k: k.PReLU(alpha_initializer="glorot_uniform")),
     ("ELU", (_VECTOR,), lambda k: k.ELU()),
-    ("ActivityRegularization", ((4, 128),), lambda k: k.ActivityRegularization(l1=0.01, l2=0.01)),
+    ("ActivityRegularization", ((4, 128),), lambda k: k.ActivityRegularization(l2=1e-4)),
 ]:
     CASES[_name] = Case(_make, "elementwise", _shapes)
 
@@ -129,6 +130,28 @@ CASES["Activation"] = CASES.pop("Activation[relu]")
 CASES["Softmax"] = Case(lambda k: k.Softmax(), "elementwise", (_SEQUENCE[:2],))
 CASES["Softmax[mask]"] = Case(lambda k: k.Softmax(), "elementwise", ((4, 6),), options={"mask": _LENGTHS})
 CASES["Softmax[nothing left]"] = Case(lambda k: k.Softmax(), "elementwise", ((4, 6),), options={"mask": _NONE_LEFT})
+
+
+def _through(loss, labels):
+    """Returns a `call` that gives the layer's probabilities to a Keras loss: there 16 bits lose the gradient."""
+
+    def call(layer, inputs, **options):
+        import keras
+
+        return getattr(keras.losses, loss)()(np.array(labels, "float32"), layer(inputs[0], **options))
+
+    return call
+
+
+_CROSSENTROPY = _through("CategoricalCrossentropy", [[0, 1], [0, 1], [1, 0], [1, 0]])
+_BINARY = _through("BinaryCrossentropy", [[0, 1], [0, 1], [1, 0], [0, 0]])
+for _name, _make, _call in [
+    ("Softmax[crossentropy]", lambda k: k.Softmax(), _CROSSENTROPY),
+    ("Activation[softmax, crossentropy]", lambda k: k.Activation("softmax"), _CROSSENTROPY),
+    ("Activation[sigmoid, crossentropy]", lambda k: k.Activation("sigmoid"), _BINARY),
+    ("Activation[log_softmax, logits]", lambda k: k.Activation("log_softmax"), None),
+]:
+    CASES[_name] = Case(_make, "elementwise", ((4, 2),), "logits", _call)
 
 
 def _small(k, activation):
@@ -223,27 +246,27 @@ for _name, _shape, _make in [
     ("ConvLSTM3D", (4, 6, 3, 3, 3, 2), lambda k: k.ConvLSTM3D(2, 2)),
 ]:
     CASES[_name] = Case(_make, "recurrent", (_shape,))
-    if not _name.startswith("Conv"):
+    if _name in ("SimpleRNN", "LSTM", "GRU"):
         CASES[f"{_name}[mask]"] = Case(_make, "recurrent", (_shape,), options={"mask": _LENGTHS})
 CASES["SimpleRNNCell"] = Case(lambda k: k.SimpleRNNCell(3), "products", call=_cell)
 CASES["LSTMCell"] = Case(lambda k: k.LSTMCell(3), "products", call=_cell)
 CASES["GRUCell"] = Case(lambda k: k.GRUCell(3), "products", call=_cell)
-CASES["StackedRNNCells"] = Case(
-    lambda k: k.StackedRNNCells([k.LSTMCell(3), k.LSTMCell(3)]), "products", call=_stacked
-)
+CASES["StackedRNNCells"] = Case(lambda k: k.StackedRNNCells([k.LSTMCell(3), k.LSTMCell(3)]), "products", call=_stacked)
 CASES["TimeDistributed[mask]"] = CASES["TimeDistributed"]._replace(options={"mask": _LENGTHS})
 
 # Attention.
 _PAIR = (_SEQUENCE, _SEQUENCE)
 for _name, _make, _call, _mask in [
     ("Attention", lambda k: k.Attention(), None, "mask"),
-    ("Attention[scale]", lambda k: k.Attention(use_scale=True, score_mode="concat"), None, "mask"),
+    ("Attention[concat]", lambda k: k.Attention(use_scale=True, score_mode="concat"), None, "mask"),
     ("AdditiveAttention", lambda k: k.AdditiveAttention(), None, "mask"),
     ("MultiHeadAttention", lambda k: k.MultiHeadAttention(2, 4), _apart, "attention_mask"),
     ("GroupQueryAttention", lambda k: k.GroupQueryAttention(4, 2, 1), _apart, "attention_mask"),
 ]:
     CASES[_name] = Case(_make, "attention", _PAIR, call=_call)
     for _variant, _lengths, _keys in [("mask", _LENGTHS, _KEYS), ("nothing left", _NONE_LEFT, _NO_KEYS)]:
+        if "[" in _name:
+            continue  # As in `Attention`.
         _value = [_LENGTHS, _lengths] if _mask == "mask" else _keys
         CASES[f"{_name}[{_variant}]"] = Case(_make, "attention", _PAIR, call=_call, options={_mask: _value})
 
