@@ -31,8 +31,8 @@ class Case(NamedTuple):
         family: What its error bound goes by (`BOUNDS` in `zoo_measure.py`).
         shapes: One shape per input, batch first.
         kind: `"float"`, `"ids"` (integers below 10), `"logits"` (pairs up to 60 apart), or data as it comes, float32
-            that is *not* rounded to 16 bits beforehand: `"pixels"` (in [0, 255]), `"offset"` (300 ± 1), `"wave"` (samples of sound),
-            `"large"` (7e4 ± 1e3).
+            that is *not* rounded to 16 bits beforehand: `"pixels"` (in [0, 255]), `"offset"` (300 ± 1),
+            `"wave"` (samples of sound), `"large"` (7e4 ± 1e3).
         call: `(layer, inputs, **options)`, where the layer is not called with its input, or the list of them.
         options: Keyword arguments of the call, such as masks.
         draws: Whether it draws random numbers: the reference is then float32, as float64 draws others.
@@ -218,6 +218,7 @@ for _name, _shapes, _make in [
 ]:
     CASES[_name] = Case(_make, "normalization", _shapes)
     CASES[f"{_name}[300 ± 1]"] = Case(_make, "normalization", _shapes, "offset")
+    CASES[f"{_name}[7e4 ± 1e3]"] = Case(_make, "normalization", _shapes, "large")
 CASES["BatchNormalization[mask]"] = Case(
     lambda k: k.BatchNormalization(), "normalization", (_SEQUENCE,), options={"mask": _LENGTHS}
 )

@@ -51,7 +51,7 @@ def _typical(kind, shape, random):
     if kind == "large":
         return random.normal(7e4, 1e3, shape).astype("float32")
     if kind == "logits":
-        return np.array([[15, 0], [20, 0], [-30, 30], [10, 0]], "float32")
+        return np.array([[15, 0], [20, 0], [-29.875, 30.25], [10, 0]], "float32")
     if kind == "offset":
         return random.normal(300, 1, shape).astype("float32")
     if kind == "wave":
