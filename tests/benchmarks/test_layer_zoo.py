@@ -1,7 +1,8 @@
 """The layer zoo: each stock Keras layer in 16 bits against itself in float64, so that a changed layer is noticed.
 
 `python benchmarks/layer_zoo.py` writes the same numbers as a table and a picture. On JAX, where each case is compiled
-several times over, one case per class runs here, with the rules only and mostly against float32; the script runs them all.
+several times over, one case per class runs here, with the rules only and mostly against float32; the script runs them
+all.
 """
 
 import functools
@@ -14,6 +15,7 @@ import pytest
 import layer_zoo
 import zoo_measure
 import zoo_plot
+import zoo_runner
 from mpkeras.policies import DEFAULT_RULES, default_rules
 from zoo_cases import CASES, NOT_RUN
 
@@ -67,7 +69,7 @@ def known_nonfinite(name, dtype):
     if dtype != "float16":
         return ()
     if name in NAN_WITHOUT_KEYS and BACKEND == "torch":
-        return ("typical", *zoo_measure.CONSTANTS)
+        return ("typical", *zoo_runner.CONSTANTS)
     return SCORES_OVERFLOW.get(name, SCORES_OVERFLOW.get(zoo_measure.class_name(name), ()))
 
 
