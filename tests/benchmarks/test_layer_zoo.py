@@ -39,6 +39,10 @@ NAN_WITHOUT_KEYS = ("Attention[nothing left]", "AdditiveAttention[nothing left]"
 # Where no key is left, torch's attention kernel in float16 gives other numbers than in float32. Nobody reads them.
 ARBITRARY_WITHOUT_KEYS = ("MultiHeadAttention[nothing left]", "GroupQueryAttention[nothing left]")
 
+# Keras 3.10 cannot broadcast the mask of its keys, in float32 either.
+MASKS_RAISE = ("Attention[mask]", "AdditiveAttention[mask]", *NAN_WITHOUT_KEYS)
+IS_OLD = tuple(int(part) for part in keras.__version__.split(".")[:2]) < (3, 15)
+
 # Rules whose reason shows on these backends only.
 NEEDED_ON = {
     "AveragePooling1D": ("tensorflow", "jax"),
@@ -82,6 +86,8 @@ def test_each_layer_of_keras_has_a_case_or_a_reason():
 @pytest.mark.filterwarnings("ignore")  # What Keras and the backends say of 16 bits is their own affair here.
 @pytest.mark.parametrize("name", SHOWN)
 def test_default_rules_keep_what_float32_keeps(name):
+    if IS_OLD and name in MASKS_RAISE:
+        pytest.skip("this Keras may raise in float32 as well")
     for result in in_mode(name, "rules"):
         assert "raises" not in result, result
         known = known_nonfinite(name, result["dtype"])
