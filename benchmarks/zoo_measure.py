@@ -157,7 +157,8 @@ def _first_line(error) -> str:
 def _summary(case, data, runner, single, double, dtype):
     result = {"errors": {}, "nonfinite": [], "outside": [], "moved": 0.0}
     if runner is single is double:
-        return result  # Float32 throughout, compared with itself.
+        # Float32 throughout, compared with itself.
+        return {**result, "errors": {given: {"output": 0.0} for given in data}}
     found, float32, reference = (each.run_all(data) for each in (runner, single, double))
     for given, arrays in found.items():
         result["errors"][given] = errors = {}
@@ -167,7 +168,7 @@ def _summary(case, data, runner, single, double, dtype):
             judged = [tensor["error"] for tensor in tensors if tensor["error"] is not None]
             # At constant inputs many gradients are 0 but for rounding: an error relative to them says nothing.
             if judged and case.family != "random" and (given == "typical" or part == "output"):
-                errors[part] = max(judged)
+                errors[part] = float(f"{max(judged):.3g}")
             if any(tensor["range"] for tensor in tensors):
                 result["outside"].append(f"{part} at {given}")
             # What leaves the range on the way out comes back as inf or NaN: one cause, listed once.

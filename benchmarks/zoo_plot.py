@@ -25,13 +25,14 @@ def write_plot(path: str | os.PathLike, results: Sequence[Mapping[str, object]])
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(result["case"] for result in results))
+    # Dropout and the like have no error, only a range.
+    names = list(dict.fromkeys(result["case"] for result in results if result["family"] != "random"))
     half = (len(names) + 1) // 2
     figure, columns = plt.subplots(1, 2, figsize=(15, 3 + 0.17 * half), layout="constrained")
     for axes, shown in zip(columns, (names[:half], names[half:]), strict=True):
         _draw(axes, shown, results)
     handles, labels = columns[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=10)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=10)
     figure.suptitle("Error of each Keras layer in 16 bits, worst of all backends", fontsize=13)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
