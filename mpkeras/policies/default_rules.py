@@ -52,8 +52,8 @@ DEFAULT_RULES = (
     ),
     # Other activations.
     ("activation:squareplus", "float16: the square of 300 overflows, and 300 becomes inf"),
-    ("activation:sparse_plus", "float16: the gradient for an input of 6e4 is NaN (torch)"),
-    ("activation:sparsemax", "bfloat16: rows of 300 become NaN or infinite (TensorFlow, torch)"),
+    ("activation:sparse_plus", "float16: the gradient for an input of 6e4 is NaN (JAX, torch)"),
+    ("activation:sparsemax", "bfloat16: rows of 300 become inf or NaN"),
     # Normalization. `LayerNormalization` is not here: under any policy it casts nothing on the way in, sums in
     # float32 and rounds to the dtype of its input. Under the policy `float32` it gives the same numbers bit for
     # bit, on every backend, and writes them in twice the memory.

@@ -50,7 +50,7 @@ NEEDED_ON = {
     "AdaptiveAveragePooling1D": ("tensorflow", "jax"),
     "AdaptiveAveragePooling2D": ("tensorflow", "jax"),
     "AdaptiveAveragePooling3D": ("tensorflow", "jax"),
-    "activation:sparse_plus": ("torch",),
+    "activation:sparse_plus": ("jax", "torch"),
     # Keras 3.10 to 3.15 compute it in float32 whatever the policy: the rule changes no number.
     "GroupNormalization": (),
 }
