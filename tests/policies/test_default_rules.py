@@ -19,7 +19,7 @@ def test_each_rule_names_something_of_keras_and_has_a_reason(rule, reason):
     elif hasattr(keras.layers, rule):
         assert issubclass(getattr(keras.layers, rule), keras.layers.Layer)
     else:  # Newer than the oldest Keras that is supported.
-        assert rule.startswith(("Adaptive", "Random", "Aug", "Cut"))
+        assert rule.startswith(("Adaptive", "Random", "Aug", "Contrast", "Cut"))
     assert reason
 
 
