@@ -7,6 +7,7 @@ from keras import ops
 
 from mpkeras import _keras_private
 from mpkeras.accumulation import AccumulatesGradients, Decision, single_step
+from mpkeras.gradient_statistics import gradient_statistics
 from mpkeras.loss_scaling import FixedLossScale, LossScale
 from mpkeras.optimizer_arguments import (
     checked_inner_optimizer,
@@ -258,7 +259,9 @@ class LossScaleOptimizer(
         if not grads:
             return
         variables = self._checked_variables(grads, trainable_variables)
-        _backend.apply(self, grads, variables, take_notes(self))
+        notes = take_notes(self)
+        self._note_statistics(grads, notes)
+        _backend.apply(self, grads, variables, notes)
 
     def apply_gradients(self, grads_and_vars):
         """`apply` for pairs. Returns the number of applied steps, an integer scalar."""
@@ -298,7 +301,15 @@ class LossScaleOptimizer(
         notes = take_notes(self)
         # The state that is passed in says which scale was used.
         notes.loss_scale = None
-        return _backend.stateless_apply(self, list(optimizer_variables), list(grads), list(trainable_variables), notes)
+        grads = list(grads)
+        with keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True))):
+            self._note_statistics(grads, notes)
+        return _backend.stateless_apply(self, list(optimizer_variables), grads, list(trainable_variables), notes)
+
+    def _note_statistics(self, grads, notes):
+        if notes.wants_statistics:
+            scale = None if notes.grads_are_unscaled or self.scale_is_one else self.loss_scale
+            step_notes(self).statistics = gradient_statistics(grads, scale)
 
     @property
     def trainable_variables(self) -> list:

@@ -20,6 +20,9 @@ class StepNotes:
         self.loss_flags = []
         # The scale of this step, where another optimizer may move it before `apply`.
         self.loss_scale = None
+        # Where the guarded train step wants to show them: the norm of the gradients and the share of zeros.
+        self.wants_statistics = False
+        self.statistics = None
 
 
 # By thread, as TensorFlow traces each replica of a `MirroredStrategy` in a thread of its own; outside the

@@ -1,5 +1,6 @@
 """Callbacks for `model.fit`."""
 
 from mpkeras.callbacks.mixed_precision import MixedPrecision
+from mpkeras.callbacks.numerics_monitor import NumericsMonitor
 
-__all__ = ["MixedPrecision"]
+__all__ = ["MixedPrecision", "NumericsMonitor"]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import keras
 
+from mpkeras.gradient_statistics import NAMES as GRADIENT_LOG_NAMES
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.step_notes import step_notes
 from mpkeras.training.backend import training_backend
@@ -69,6 +70,7 @@ class Guard:
     # Gives layers that come into being when the model is built their policy, too.
     convert_new_layers: Callable[[], None]
     add_logs: bool = False
+    add_gradient_logs: bool = False
 
 
 def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = lambda: None):
@@ -81,15 +83,17 @@ def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = l
     def guarded_train_step(*args):
         training_backend.ensure_built(model, *args)
         guard.convert_new_layers()
-        optimizers = _scaling_optimizers(model)
+        optimizers = scaling_optimizers(model)
         if guard.rollback and optimizers:
             step = functools.partial(training_backend.step_without_trace, model, optimizers, train_step)
         else:
             step = train_step
-        with _guarded_step(optimizers):
+        with _guarded_step(optimizers, guard.add_gradient_logs):
             result = step(*args)
         if guard.add_logs and optimizers:
             result = training_backend.with_logs(optimizers, result, LOG_NAMES)
+        if guard.add_gradient_logs and optimizers:
+            result = _with_gradient_logs(result, step_notes(optimizers[0]))
         return result
 
     guarded_train_step.mpkeras_guard = guard
@@ -98,19 +102,40 @@ def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = l
     model.train_function = None
 
 
-def add_logs(model):
-    """Lets the guarded step of `model` report `loss_scale` and `skipped_steps` among its logs."""
-    guarded = vars(model).get("train_step")
-    if hasattr(guarded, "mpkeras_guard"):
-        guarded.mpkeras_guard.add_logs = True
+def is_guarded(model) -> bool:
+    return hasattr(vars(model).get("train_step"), "mpkeras_guard")
+
+
+def add_logs(model, *, gradients: bool = False):
+    """Lets the guarded step of `model` report `loss_scale` and `skipped_steps` among its logs.
+
+    Args:
+        model: A model; nothing happens if its step is not guarded.
+        gradients: Whether to report `grad_norm` and `zero_grad_fraction` of the first optimizer, too.
+    """
+    if not is_guarded(model):
+        return
+    guard = model.train_step.mpkeras_guard
+    if not guard.add_logs or (gradients and not guard.add_gradient_logs):
+        guard.add_logs = True
+        guard.add_gradient_logs |= gradients
         model.make_train_function(force=True)
+
+
+def _with_gradient_logs(result, notes):
+    # On JAX the step returns `(logs, state)`.
+    logs, *state = result if isinstance(result, tuple) else (result,)
+    if isinstance(logs, dict) and notes.statistics is not None:
+        logs = {**logs, **dict(zip(GRADIENT_LOG_NAMES, notes.statistics, strict=True))}
+    notes.statistics = None
+    return (logs, *state) if isinstance(result, tuple) else logs
 
 
 def uninstall(model):
     """Puts the train step back as it was before `install`; does nothing where there is no guard."""
-    guarded = vars(model).get("train_step")
-    if not hasattr(guarded, "mpkeras_guard"):
+    if not is_guarded(model):
         return
+    guarded = model.train_step
     if guarded.mpkeras_guard.own_train_step is None:
         del model.train_step
     else:
@@ -118,7 +143,7 @@ def uninstall(model):
     model.train_function = None
 
 
-def _scaling_optimizers(model) -> list:
+def scaling_optimizers(model) -> list:
     """Returns the model's optimizers that check for finite steps."""
     checking = [o for o in find_optimizers(model).values() if isinstance(o, LossScaleOptimizer)]
     if not checking:
@@ -132,7 +157,7 @@ def _scaling_optimizers(model) -> list:
 
 
 @contextlib.contextmanager
-def _guarded_step(optimizers):
+def _guarded_step(optimizers, wants_statistics: bool = False):
     """Tells the optimizers where a step begins and ends."""
     for optimizer in optimizers:
         notes = step_notes(optimizer)
@@ -141,8 +166,10 @@ def _guarded_step(optimizers):
         notes.grads_are_unscaled = False
         notes.loss_flags = []
         notes.loss_scale = None
+        notes.wants_statistics = wants_statistics
     try:
         yield
     finally:
         for optimizer in optimizers:
             step_notes(optimizer).in_guarded_step = False
+            step_notes(optimizer).wants_statistics = False

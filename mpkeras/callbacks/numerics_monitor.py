@@ -1,0 +1,161 @@
+"""`NumericsMonitor`: names the layer when a step is not finite."""
+
+import dataclasses
+import warnings
+
+import keras
+
+from mpkeras.callbacks.kept_batches import KeptBatches
+from mpkeras.insight.culprit import Culprit
+from mpkeras.insight.numerics import trace_numerics
+from mpkeras.training import rollback as guard
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What was found when a step was skipped.
+
+    Attributes:
+        epoch, batch: Of the step, counted from 0.
+        culprit: A `Culprit`, or `None` where the batch is finite with the weights as they are now.
+        report: The `NumericsReport` of the batch.
+    """
+
+    epoch: int
+    batch: int
+    culprit: Culprit | None
+    report: object
+
+
+class NumericsMonitor(keras.callbacks.Callback):
+    """Names the first layer that is not finite whenever a step is skipped.
+
+    A skipped step leaves no trace in the model, so the same batch can be run again, and is: with
+    `mpkeras.trace_numerics`, which names the layer, the side (input, weight, output, gradient) and the number. In steps
+    that are not skipped nothing is computed. Works with XLA and with `steps_per_execution`, too; with several replicas
+    the step is reported without a name.
+
+    ```python
+    monitor = mpkeras.callbacks.NumericsMonitor()
+    model.fit(x, y, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float16"), monitor])
+    monitor.findings
+    ```
+
+    Each culprit is warned of once. Gradients that overflow while a dynamic loss scale settles are as it should be: they
+    are among the findings, and warned of when they go on for 5 steps in a row.
+
+    Args:
+        every: Also looks at the batch after every so many steps; `None` does not. The result is `last_report`.
+        gradients: Whether to add `grad_norm` (of the unscaled gradients) and `zero_grad_fraction` (the share of the
+            weights' gradients that are exactly zero) to the logs.
+        max_findings: After so many findings, skipped steps are only counted: each costs two passes op by op.
+
+    Attributes:
+        findings: List of `Finding`s.
+        last_report: The last `NumericsReport`.
+
+    Raises:
+        ValueError: If an argument is out of range, or, when training begins, the model's train step is not guarded.
+    """
+
+    def __init__(self, *, every=None, gradients: bool = False, max_findings: int = 20):
+        super().__init__()
+        for name, value in (("every", every), ("max_findings", max_findings)):
+            if (value is not None or name != "every") and (not isinstance(value, int) or value < 1):
+                raise ValueError(
+                    f"Expected `{name}` to be a number of steps of 1 or more. Received: {name}={value!r}. "
+                    "Leave it out for the default."
+                )
+        self.findings = []
+        self.last_report = None
+        self._every = every
+        self._gradients = gradients
+        self._max_findings = max_findings
+        self._kept = KeptBatches()
+        self._warned = set()
+        self._epoch = self._steps = self._in_a_row = 0
+
+    def on_train_begin(self, logs=None):
+        if not guard.is_guarded(self.model):
+            raise ValueError(
+                f"Expected a model whose train step is guarded. Received: model '{self.model.name}', whose is not. Add "
+                "`mpkeras.callbacks.MixedPrecision(...)` to the callbacks, or call `mpkeras.prepare(model)` before."
+            )
+        guard.add_logs(self.model, gradients=self._gradients)
+        self._skipped = None
+
+    def on_train_end(self, logs=None):
+        self._kept.detach(self.model)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._kept.attach(self.model)
+        if self._skipped is None:
+            self._skipped = self._skipped_steps()
+
+    def on_train_batch_end(self, batch, logs=None):
+        skipped = int(keras.ops.convert_to_numpy((logs or {}).get("skipped_steps", self._skipped)))
+        self._steps += 1
+        is_due = self._every is not None and self._steps % self._every == 0 and bool(self._kept.batches)
+        if (skipped > self._skipped or is_due) and keras.backend.backend() == "jax":
+            # `fit` holds the state itself there, and takes it up again from the variables.
+            self.model.jax_state_sync()
+        if skipped > self._skipped:
+            self._in_a_row += 1
+            self._look_at_skipped(batch)
+        else:
+            self._in_a_row = 0
+            if is_due:
+                self.last_report = self._trace(self._kept.batches[-1], self._scales()[0])
+        self._skipped = skipped
+
+    def _skipped_steps(self) -> int:
+        optimizers = guard.scaling_optimizers(self.model)
+        return sum(int(keras.ops.convert_to_numpy(o.skipped_steps.value)) for o in optimizers)
+
+    def _look_at_skipped(self, batch):
+        if len(self.findings) >= self._max_findings:
+            return
+        if not self._kept.batches:
+            self._warn("nothing kept", batch, "which layer was at fault cannot be said with several replicas.")
+            return
+        report = self._first_report()
+        self.last_report = report
+        self.findings.append(Finding(self._epoch, batch, report.culprit, report))
+        self.found(self.findings[-1])
+        if report.culprit is None:
+            self._warn(None, batch, "with the weights as they are now its batch is finite.")
+        elif report.culprit.side != "gradient" or self._in_a_row >= 5:
+            remedies = " ".join(report.remedies()[:1])
+            self._warn(report.culprit.path or report.culprit.side, batch, f"{report.culprit.message}. {remedies}")
+
+    def found(self, finding: Finding):
+        """Called with each finding; for subclasses."""
+
+    def _first_report(self):
+        """Returns the report of the first batch with a culprit, at the scale before the last one, or at the present."""
+        report = None
+        for data in self._kept.batches:
+            for scale in self._scales():
+                report = self._trace(data, scale)
+                if report.culprit is not None:
+                    return report
+        return report
+
+    def _scales(self) -> list:
+        """Returns the loss scales that the step may have had: the present one, and the one that backed off to it."""
+        optimizers = guard.scaling_optimizers(self.model)
+        scale = float(keras.ops.convert_to_numpy(optimizers[0].loss_scale)) if optimizers else 1.0
+        backoff = getattr(optimizers[0].loss_scale_rule, "backoff_factor", None) if optimizers else None
+        return [scale] if backoff is None else [scale, scale / backoff]
+
+    def _trace(self, data, scale):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        return trace_numerics(self.model, x, y, sample_weight, loss_scale=scale)
+
+    def _warn(self, key, batch, message: str):
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(f"Step {batch} of epoch {self._epoch + 1} was skipped: {message}".strip(), stacklevel=3)

@@ -1,0 +1,144 @@
+"""P1, P16, P27: a skipped step is named by layer and side, in `fit`, however it is compiled."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import mpkeras
+from mpkeras.callbacks import MixedPrecision, NumericsMonitor
+from tests.insight.test_numerics import Times, name
+from tests.step_modes import snapshot
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(12, 8)).astype("float32")
+Y = rng.normal(size=(12, 8)).astype("float32")
+
+TENSORFLOW_AND_JAX = pytest.mark.backends("tensorflow", "jax")
+MODES = {
+    "graph": {},
+    "eager": {"run_eagerly": True},
+    "xla": pytest.param({"jit_compile": True}, id="xla", marks=TENSORFLOW_AND_JAX),
+    "several": pytest.param({"steps_per_execution": 3}, id="several steps", marks=TENSORFLOW_AND_JAX),
+    "xla, several": pytest.param(
+        {"jit_compile": True, "steps_per_execution": 3}, id="xla, several steps", marks=TENSORFLOW_AND_JAX
+    ),
+}
+MODES = [pytest.param(mode, id=name) if isinstance(mode, dict) else mode for name, mode in MODES.items()]
+
+
+def six_layers(k=None, options=(), learning_rate=0.01, **fault):
+    keras.utils.set_random_seed(0)
+    stack = [keras.Input((8,))]
+    for i in range(1, 7):
+        stack.append(Times(name=f"layer_{i}", **fault) if i == k else layers.Dense(8, name=f"layer_{i}"))
+    model = keras.Sequential(stack)
+    model.compile(keras.optimizers.SGD(learning_rate), "mse", **dict(options))
+    return model
+
+
+def fit(model, monitor, x=X, y=Y, loss_scale=1.0, **options):
+    precision = MixedPrecision("mixed_float16", loss_scale=loss_scale)
+    options = {"batch_size": 4, "verbose": 0, "shuffle": False, **options}
+    return model.fit(x, y, callbacks=[precision, monitor], **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch", "ignore:.* steps skipped in epoch")
+@pytest.mark.parametrize("k", range(1, 7))
+def test_p1_the_layer_that_overflows_is_named(k):
+    monitor = NumericsMonitor()
+    fit(six_layers(k, up=1e3), monitor)
+    assert len(monitor.findings) == 3
+    assert {(found.culprit.side, name(found.culprit.path)) for found in monitor.findings} == {("output", f"layer_{k}")}
+
+
+@pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch", "ignore:.* steps skipped in epoch")
+@pytest.mark.parametrize("mode", MODES)
+def test_p1_however_the_step_is_compiled(mode):
+    # One bad batch among three: the second. The small scale keeps the gradients of the others finite.
+    x = X.copy()
+    x[4:8] *= 100
+    for k in (2, 5):
+        monitor = NumericsMonitor()
+        model = six_layers(k, mode, learning_rate=0.0, up=30.0)
+        fit(model, monitor, x=x, loss_scale=2.0**-8)
+        (found,) = monitor.findings
+        assert (found.culprit.side, name(found.culprit.path)) == ("output", f"layer_{k}")
+        assert getattr(model.train_function, "mpkeras_kept_batches", None) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch")
+def test_gradients_that_overflow_are_found_at_the_scale_of_the_step():
+    monitor = NumericsMonitor()
+    fit(six_layers(4, down=200.0), monitor, loss_scale=mpkeras.DynamicLossScale(initial_scale=64.0))
+    assert monitor.findings and {found.culprit.side for found in monitor.findings} == {"gradient"}
+    assert name(monitor.findings[0].culprit.path) == "layer_4"
+    assert monitor.findings[0].report.loss_scale == 64.0 or monitor.findings[0].report.loss_scale == 32.0
+
+
+def test_nothing_is_reported_of_a_clean_model_and_training_is_the_same(backend):
+    monitored, alone = six_layers(), six_layers()
+    monitor = NumericsMonitor()
+    history = fit(monitored, monitor, epochs=2, batch_size=5)
+    precision = MixedPrecision("mixed_float16", loss_scale=1.0)
+    expected = alone.fit(X, Y, batch_size=5, epochs=2, verbose=0, shuffle=False, callbacks=[precision])
+    assert monitor.findings == [] and monitor.last_report is None
+    assert snapshot(monitored.variables) == snapshot(alone.variables)
+    assert history.history["loss"] == expected.history["loss"]
+
+
+def test_warns_once_of_each_culprit():
+    monitor = NumericsMonitor()
+    with pytest.warns(UserWarning) as warned:
+        fit(six_layers(3, up=1e3), monitor, epochs=2)
+    named = [str(w.message) for w in warned if "was skipped: the output of layer" in str(w.message)]
+    assert len(named) == 1 and "Step 0 of epoch 1 was skipped" in named[0] and "keep it in float32" in named[0]
+    assert len(monitor.findings) == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch", "ignore:.* steps skipped in epoch")
+def test_findings_are_bounded():
+    monitor = NumericsMonitor(max_findings=2)
+    fit(six_layers(3, up=1e3), monitor)
+    assert len(monitor.findings) == 2
+
+
+def test_every_so_many_steps():
+    monitor = NumericsMonitor(every=2)
+    fit(six_layers(), monitor)
+    assert monitor.findings == [] and monitor.last_report.culprit is None and len(monitor.last_report.layers) == 6
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 8.0])
+def test_gradient_statistics_in_the_logs_are_those_of_numpy(loss_scale):
+    kernel = np.array([[1.0, 0.0], [0.0, 1.0]], "float32")
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2, use_bias=False)])
+    model.layers[0].set_weights([kernel])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    history = fit(
+        model, NumericsMonitor(gradients=True), x=np.eye(2) * [3.0, 0.0], y=np.zeros((2, 2)), loss_scale=loss_scale
+    )
+    # Outputs [[3, 0], [0, 0]]; by output 2 * 3 / 4 = 1.5; by kernel [[4.5, 0], [0, 0]].
+    assert history.history["grad_norm"] == [pytest.approx(4.5)]
+    assert history.history["zero_grad_fraction"] == [pytest.approx(0.75)]
+
+
+def test_p27_lost_gradients_show_and_a_scale_recovers_them():
+    def zeros(loss_scale):
+        model = six_layers()
+        model.compile(keras.optimizers.SGD(0.01), lambda y, p: 1e-9 * keras.losses.mean_squared_error(y, p))
+        return fit(model, NumericsMonitor(gradients=True), loss_scale=loss_scale).history["zero_grad_fraction"][0]
+
+    assert zeros(1.0) > 0.99
+    assert zeros(2.0**20) < 0.05
+
+
+@pytest.mark.parametrize("arguments", [{"every": 0}, {"every": 1.5}, {"max_findings": 0}, {"max_findings": None}])
+def test_bad_arguments(arguments):
+    with pytest.raises(ValueError, match="number of steps of 1 or more"):
+        NumericsMonitor(**arguments)
+
+
+def test_an_unguarded_model_is_refused():
+    with pytest.raises(ValueError, match="whose train step is guarded"):
+        six_layers().fit(X, Y, verbose=0, callbacks=[NumericsMonitor()])
