@@ -1,6 +1,7 @@
 """Callbacks for `model.fit`."""
 
+from mpkeras.callbacks.float32_fallback import Float32Fallback
 from mpkeras.callbacks.mixed_precision import MixedPrecision
 from mpkeras.callbacks.numerics_monitor import NumericsMonitor
 
-__all__ = ["MixedPrecision", "NumericsMonitor"]
+__all__ = ["Float32Fallback", "MixedPrecision", "NumericsMonitor"]

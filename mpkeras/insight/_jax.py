@@ -30,14 +30,9 @@ def run_with_gradients(run, variables):
         loss, results = run_in_scope(values, tap, tap)
         return (loss if has_loss else jnp.zeros(())), results
 
-    @jax.jit
-    def forward_and_backward(zeros, values):
-        _, backward, results = jax.vjp(loss_of, zeros, values, has_aux=True)
-        return results, backward(jnp.ones(())) if has_loss else None
-
     zeros = [jnp.zeros(shape, dtype) for shape, dtype in shapes]
-    # Op by op the compiler would be asked a hundred times, and take minutes.
-    results, grads = forward_and_backward(zeros, values)
-    if grads is None:
+    # Op by op, as what is compiled for one operation serves the next batch, too: `jit` would begin anew each time.
+    _, backward, results = jax.vjp(loss_of, zeros, values, has_aux=True)
+    if not has_loss:
         return results, [None] * len(zeros), [None] * len(variables)
-    return results, *grads
+    return results, *backward(jnp.ones(()))

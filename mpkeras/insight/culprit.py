@@ -11,7 +11,8 @@ class Culprit:
     """Where inf or NaN began.
 
     Attributes:
-        side: `"input"` (it was in the data), `"weight"`, `"output"`, `"loss"` or `"gradient"`.
+        side: `"input"` (the layer was given inf or NaN, or more than its dtype holds), `"weight"`, `"output"`, `"loss"`
+            or `"gradient"`.
         path: `layer.path` of the layer; `None` for the data and the loss.
         message: A sentence with the numbers.
     """
@@ -21,13 +22,19 @@ class Culprit:
     message: str
 
 
-def find_culprit(observed, loss_scale: float) -> Culprit | None:
-    """Returns where inf or NaN began in an `Observation`; `None` where all is finite."""
-    return _forward(observed) or _loss(observed) or _backward(observed, loss_scale)
+def find_culprit(observed, reference, loss_scale: float) -> Culprit | None:
+    """Returns where inf or NaN began in an `Observation`; `None` where all is finite.
+
+    Args:
+        observed: The `Observation` of the model as it is.
+        reference: That of the same batch with all of the model in float32.
+        loss_scale: The factor on the loss in `observed`.
+    """
+    return _forward(observed, reference) or _loss(observed) or _backward(observed, loss_scale)
 
 
-def _forward(observed):
-    for call in observed.calls:
+def _forward(observed, reference):
+    for call, twin in zip(observed.calls, reference.calls, strict=True):
         if _finite(call.outputs):
             continue
         path = _path(call)
@@ -36,7 +43,12 @@ def _forward(observed):
             return Culprit("weight", path, f"the weight '{bad[0].path}' holds values that are not finite")
         if _finite(call.inputs):
             return Culprit("output", path, f"the output of layer '{path}' is not finite: {_reached(call)}")
-        # The data came in so, and no layer before this one is to blame.
+        # No layer before this one is to blame.
+        if _finite(twin.inputs):
+            given = max(np.abs(i).max(initial=0.0) for i in twin.inputs)
+            return Culprit(
+                "input", path, f"layer '{path}' is given up to {given:.3g}, more than {call.compute_dtype} holds"
+            )
         return Culprit("input", path, f"layer '{path}' was given values that are not finite: look into the data")
     return None
 

@@ -61,7 +61,7 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> 
     _add_weights(layers, observed, reference)
     return NumericsReport(
         layers,
-        find_culprit(observed, loss_scale),
+        find_culprit(observed, reference, loss_scale),
         loss=observed.loss,
         loss_scale=loss_scale if y is not None else None,
         window=None if y is None else _window(layers, reference),

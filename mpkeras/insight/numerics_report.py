@@ -198,7 +198,9 @@ class NumericsReport(Report):
         for exponent, style in ((-24, ":"), (-14, "--"), (16, "-")):
             axes.axvline(exponent, color="crimson", linestyle=style, linewidth=1)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("power of two (red: float16's smallest, smallest normal and largest)", fontsize=8)
+        axes.set_xlabel(
+            "power of two; darker: more values (red: float16's smallest, smallest normal, largest)", fontsize=8
+        )
 
 
 def _largest_of(layer) -> tuple[str, float]:
@@ -225,7 +227,9 @@ def _magnitude(found: Range) -> str:
 
 
 def _percent(share: float) -> str:
-    return "-" if share == 0 else f"{share:.2%}"
+    if share == 0:
+        return "-"
+    return f"{share:.2%}" if share >= 5e-5 else "< 0.01%"
 
 
 def _power(scale: float) -> str:

@@ -1,4 +1,4 @@
-"""Layers with a product and an activation: the product in 16 bits, the activation in float32.
+"""Layers with a large product and an activation: the product in 16 bits, the activation in float32.
 
 `Dense(50_000, activation="softmax")` needs its softmax in float32, not the product with its large kernel. Such a
 layer gets the stock policy `float32`, by which Keras and everyone else knows it: it takes float32, returns float32, and
@@ -30,6 +30,9 @@ _PRODUCTS = (
     keras.layers.SeparableConv1D,
     keras.layers.SeparableConv2D,
 )
+# Parameters below which a product costs so little that it stays with its activation: a classifier of a few classes is
+# then in plain Keras, too, what it was here, bit for bit.
+MIN_PARAMETERS = 4096
 # As an expression it is found in no path, so plain Keras gives the layer the map's default: float32.
 _MARK = "mpkeras: product in 16 bits(?!)"
 
@@ -38,12 +41,15 @@ _product_policies = weakref.WeakKeyDictionary()
 
 
 def can_split(layer) -> bool:
-    """Whether the product of `layer` can have another dtype than its activation."""
+    """Whether the product of `layer` can have another dtype than its activation, and is large enough to be worth it.
+
+    A layer that is not built counts as large; what it is shows when it is called.
+    """
     stock_call = type(layer).call in [base.call for base in _PRODUCTS]
     activation = getattr(layer, "activation", None)
     # One with a name of Keras is saved under this name, wrapped or not.
     stock_activation = activation is getattr(keras.activations, getattr(activation, "__name__", ""), _MARK)
-    return stock_call and stock_activation and layer.quantization_mode is None
+    return stock_call and stock_activation and layer.quantization_mode is None and _is_large(layer)
 
 
 def is_split(layer) -> bool:
@@ -74,12 +80,15 @@ def split(layer, policy: keras.DTypePolicy):
 
     @functools.wraps(call)
     def call_with_16_bit_product(*args, **kwargs):
-        args, kwargs = keras.tree.map_structure(lambda value: _cast(value, compute_dtype), (args, kwargs))
-        with _keras_private.autocast_scope(compute_dtype):
+        dtype = compute_dtype if _is_large(layer) else "float32"
+        args, kwargs = keras.tree.map_structure(lambda value: _cast(value, dtype), (args, kwargs))
+        with _keras_private.autocast_scope(dtype):
             return call(*args, **kwargs)
 
     @functools.wraps(get_config)
     def get_config_with_mark():
+        if not _is_large(layer):
+            return get_config()
         # Stock and portable; only `prepare` and `apply_policy` read the mark, and split the layer again.
         name = stock_name(compute_dtype, policy.variable_dtype) or f"mixed_{compute_dtype}"
         saved = keras.dtype_policies.DTypePolicyMap("float32", {_MARK: keras.DTypePolicy(name)})
@@ -107,6 +116,10 @@ def join(layer):
         layer.dtype_policy = policy
     else:
         _keras_private.replace_policy_map(layer, policy)
+
+
+def _is_large(layer) -> bool:
+    return not layer.built or layer.count_params() >= MIN_PARAMETERS
 
 
 def _cast(value, dtype: str):

@@ -125,7 +125,6 @@ def apply_rules(model, policy) -> list[AppliedRule]:
         if rule.startswith("activation:") and _names_activation_alone(layer, policy.keep_float32):
             if products.is_split(layer):
                 return
-            set_layer_policy(layer, old_policy)
             products.split(layer, old_policy)
         else:
             set_layer_policy(layer, keras.DTypePolicy("float32"))

@@ -122,6 +122,18 @@ def add_logs(model, *, gradients: bool = False):
         model.make_train_function(force=True)
 
 
+def trace_again(model):
+    """Lets the next step of `model` be traced anew, after the dtypes of its layers have changed."""
+    if is_guarded(model):
+        guard = model.train_step.mpkeras_guard
+        # A step of its own: JAX finds what it compiled for a function by the function.
+        install(model, rollback=guard.rollback, convert_new_layers=guard.convert_new_layers)
+        new_guard = model.train_step.mpkeras_guard
+        new_guard.add_logs, new_guard.add_gradient_logs = guard.add_logs, guard.add_gradient_logs
+    model.train_function = model.test_function = model.predict_function = None
+    model.make_train_function(force=True)
+
+
 def _with_gradient_logs(result, notes):
     # On JAX the step returns `(logs, state)`.
     logs, *state = result if isinstance(result, tuple) else (result,)

@@ -77,7 +77,10 @@ def test_data_and_loss_are_named():
     model = six_layers()
     bad = X.copy()
     bad[0, 0] = np.inf
-    assert mpkeras.trace_numerics(model, bad, Y).culprit.side == "input"
+    culprit = mpkeras.trace_numerics(model, bad, Y).culprit
+    assert culprit.side == "input" and "look into the data" in culprit.message
+    culprit = mpkeras.trace_numerics(model, X * 1e5, Y).culprit
+    assert culprit.side == "input" and name(culprit.path) == "layer_1" and "more than float16 holds" in culprit.message
     report = mpkeras.trace_numerics(model, X, np.full_like(Y, np.nan))
     assert report.culprit.side == "loss" and "look at the loss and the labels" in str(report)
 

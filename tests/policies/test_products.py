@@ -20,23 +20,23 @@ def dtype_of(policy):
 
 
 def head():
-    return keras.Sequential([keras.Input((6, 8)), layers.Dense(16, "relu"), layers.Dense(50, "softmax")])
+    return keras.Sequential([keras.Input((6, 8)), layers.Dense(64, "relu"), layers.Dense(80, "softmax")])
 
 
 def two_heads():
     inputs = keras.Input((6, 8))
-    x = layers.Dense(16, "relu")(inputs)
-    gate = layers.Dense(4, activation="sigmoid")(x)
-    classes = layers.TimeDistributed(layers.EinsumDense("ab,bc->ac", 5, activation="log_softmax"))(x)
-    return keras.Model(inputs, [layers.Multiply()([layers.Dense(4)(x), gate]), classes])
+    x = layers.Dense(64, "relu")(inputs)
+    gate = layers.Dense(64, activation="sigmoid")(x)
+    classes = layers.TimeDistributed(layers.EinsumDense("ab,bc->ac", 72, activation="log_softmax"))(x)
+    return keras.Model(inputs, [layers.Multiply()([layers.Dense(64)(x), gate]), classes])
 
 
 def squeeze_and_excite():
     """The gate of EfficientNet and MobileNetV3: convolutions on both sides of a sigmoid."""
     inputs = keras.Input((8, 8, 3))
-    x = layers.Conv2D(8, 3)(inputs)
+    x = layers.Conv2D(64, 3)(inputs)
     gate = layers.GlobalAveragePooling2D(keepdims=True)(x)
-    gate = layers.Conv2D(8, 1, activation="sigmoid")(layers.Conv2D(2, 1, activation="relu")(gate))
+    gate = layers.Conv2D(64, 1, activation="sigmoid")(layers.Conv2D(64, 1, activation="relu")(gate))
     return keras.Model(inputs, layers.Conv2D(4, 1)(layers.Multiply()([x, gate])))
 
 
@@ -44,7 +44,7 @@ def attention():
     inputs = keras.Input((6, 8))
     x = layers.MultiHeadAttention(2, 4)(inputs, inputs)
     x = layers.Attention()([x, x, x])
-    return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
+    return keras.Model(inputs, layers.Dense(600, activation="softmax")(x))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -77,9 +77,9 @@ def test_casts_are_those_that_a_hand_count_gives(make):
 def test_values_and_gradients_are_those_of_a_16_bit_product_and_a_float32_softmax(policy):
     # Stock layers that do the same in two: `Dense` in 16 bits, `Softmax` in float32.
     inputs = keras.Input((6, 8))
-    logits = layers.Dense(50, dtype=policy)(inputs)
+    logits = layers.Dense(600, dtype=policy)(inputs)
     reference = keras.Model(inputs, layers.Softmax(dtype="float32")(logits))
-    model = keras.Sequential([keras.Input((6, 8)), layers.Dense(50, activation="softmax")])
+    model = keras.Sequential([keras.Input((6, 8)), layers.Dense(600, activation="softmax")])
     model.set_weights(reference.get_weights())
     mpkeras.apply_policy(model, policy)
     outputs, expected = (keras.ops.convert_to_numpy(m(x)) for m in (model, reference))
@@ -130,7 +130,7 @@ def test_a_saved_head_is_split_again(policy, tmp_path):
 
 def test_a_float32_head_of_the_users_own_stays_wholly_in_float32():
     mpkeras.set_global_policy("mixed_bfloat16")
-    own = layers.Dense(50, activation="softmax", dtype="float32")
+    own = layers.Dense(600, activation="softmax", dtype="float32")
     model = keras.Sequential([keras.Input((6, 8)), layers.Dense(16, "relu"), own])
     model.compile("sgd", "categorical_crossentropy")
     mpkeras.prepare(model)
@@ -142,7 +142,7 @@ def test_a_float32_head_of_the_users_own_stays_wholly_in_float32():
     "rules", [("activation:softmax", "path:probabilities"), ("Dense",), ("path:.", "activation:softmax")]
 )
 def test_a_rule_for_the_layer_keeps_all_of_it_in_float32(rules):
-    layer = layers.Dense(50, activation="softmax", dtype="mixed_bfloat16", name="probabilities")
+    layer = layers.Dense(600, activation="softmax", dtype="mixed_bfloat16", name="probabilities")
     model = keras.Sequential([keras.Input((6, 8)), layer])
     apply_rules(model, Policy("mixed_bfloat16"))
     assert products.is_split(layer)
@@ -159,7 +159,8 @@ class OwnCall(layers.Dense):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: OwnCall(5, activation="softmax", dtype="mixed_bfloat16"),
+        lambda: layers.Dense(5, activation="softmax", dtype="mixed_bfloat16"),  # too small to be worth it
+        lambda: OwnCall(600, activation="softmax", dtype="mixed_bfloat16"),
         lambda: layers.SimpleRNN(5, activation="sigmoid", dtype="mixed_bfloat16"),
         lambda: layers.Softmax(dtype="mixed_bfloat16"),
     ],
@@ -170,8 +171,24 @@ def test_what_cannot_be_split_is_kept_in_float32_whole(make):
     assert not products.is_split(layer) and layer.compute_dtype == "float32"
 
 
+def test_a_layer_that_was_not_built_decides_when_it_is(tmp_path):
+    small, large = layers.Dense(5, activation="softmax"), layers.Dense(600, activation="softmax")
+    for layer, dtypes in ((small, {"float32"}), (large, {"bfloat16"})):
+        model = keras.Sequential([layer])
+        mpkeras.apply_policy(model, "mixed_bfloat16")
+        assert products.is_split(layer)
+        model(x)
+        assert product_dtypes(training_ops(model, x)) == dtypes
+        model.save(tmp_path / "model.keras")
+        marked = isinstance(
+            keras.models.load_model(tmp_path / "model.keras").layers[0].dtype_policy,
+            keras.dtype_policies.DTypePolicyMap,
+        )
+        assert marked == (layer is large)
+
+
 def test_undone_rules_leave_nothing_on_the_layer():
-    layer = layers.Dense(5, activation="softmax", dtype="mixed_bfloat16")
+    layer = layers.Dense(600, activation="softmax", dtype="mixed_bfloat16")
     model = keras.Sequential([keras.Input((6, 8)), layer])
     before, attributes = layer.get_config(), dict(vars(layer))
     undo_rules(apply_rules(model, Policy("mixed_bfloat16")))
@@ -182,7 +199,7 @@ def test_undone_rules_leave_nothing_on_the_layer():
 
 def test_logistic_regression_in_float16_gets_its_loss_scaled():
     # Its only layer is a head: in float32 by name, while its product is in float16.
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="softmax")])
+    model = keras.Sequential([keras.Input((64,)), layers.Dense(80, activation="softmax")])
     model.compile("sgd", "sparse_categorical_crossentropy")
     mpkeras.prepare(model, "mixed_float16")
     assert float(keras.ops.convert_to_numpy(model.optimizer.loss_scale)) == 2.0**15
@@ -191,7 +208,7 @@ def test_logistic_regression_in_float16_gets_its_loss_scaled():
 
 
 def test_training_goes_on_from_a_file_as_if_nothing_had_happened(tmp_path):
-    y = np.random.default_rng(0).integers(0, 50, size=(2, 6))
+    y = np.random.default_rng(0).integers(0, 80, size=(2, 6))
 
     def fit(model, epochs):
         model.fit(x, y, epochs=epochs, verbose=0, shuffle=False, callbacks=[MixedPrecision("mixed_bfloat16")])

@@ -1,0 +1,101 @@
+"""`Float32Fallback`: layers that keep overflowing move to float32, and training goes on."""
+
+import re
+import warnings
+
+import keras
+
+from mpkeras.callbacks.numerics_monitor import NumericsMonitor
+from mpkeras.conversion import layers_of
+from mpkeras.policies import products
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.rules import set_layer_policy
+from mpkeras.training import rollback as guard
+
+
+class Float32Fallback(NumericsMonitor):
+    """Moves the layer that keeps overflowing to float32, it alone, and lets training go on with all its state.
+
+    Skipped steps are looked at as by `NumericsMonitor`. A layer that is the culprit of `patience` of them moves: at
+    once if its input, output or weights are beyond its dtype's range, as no loss scale cures that; if only its
+    gradients overflow, when the loss scale has come down to its lowest. The train function is built anew; weights,
+    optimizer, metrics and random generators stay as they are. What was moved is told by a warning, and is in `moved`.
+
+    ```python
+    fallback = mpkeras.callbacks.Float32Fallback()
+    model.fit(x, y, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float16"), fallback])
+    mpkeras.Policy("mixed_float16", keep_float32=(*mpkeras.Policy("mixed_float16").keep_float32, *fallback.rules))
+    ```
+
+    Args:
+        patience: Skipped steps with the same culprit before it moves.
+        max_layers: After so many layers nothing moves any more, and a warning says so.
+        every, gradients, max_findings: As in `NumericsMonitor`.
+
+    Attributes:
+        moved: List of the paths of the layers that were moved, in this order.
+
+    Raises:
+        ValueError: If an argument is out of range, or, when training begins, the model's train step is not guarded.
+    """
+
+    def __init__(self, *, patience: int = 2, max_layers: int = 8, every=None, gradients=False, max_findings: int = 100):
+        super().__init__(every=every, gradients=gradients, max_findings=max_findings)
+        for name, value in (("patience", patience), ("max_layers", max_layers)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"Expected `{name}` to be a whole number of 1 or more. Received: {name}={value!r}. "
+                    "Leave it out for the default."
+                )
+        self.moved = []
+        self._patience = patience
+        self._max_layers = max_layers
+        self._counts = {}
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The float32 rules that keep the moved layers where they are now, for a policy."""
+        return tuple(f"path:^{re.escape(path)}$" for path in self.moved)
+
+    def found(self, finding):
+        culprit = finding.culprit
+        if culprit is None or culprit.path is None:
+            return
+        if culprit.side == "gradient" and not self._scale_is_lowest():
+            return
+        layer = next((layer for layer in layers_of(self.model) if (layer.path or layer.name) == culprit.path), None)
+        if layer is None or (products.product_policy(layer) or layer).compute_dtype not in SIXTEEN_BIT_DTYPES:
+            return
+        self._counts[culprit.path] = self._counts.get(culprit.path, 0) + 1
+        if self._counts[culprit.path] < self._patience:
+            return
+        if len(self.moved) >= self._max_layers:
+            self._warn(
+                "no more layers",
+                finding.batch,
+                f"{culprit.message}. {len(self.moved)} layers are in float32 by now, and no more are moved: train in "
+                "'mixed_bfloat16', or raise `max_layers`.",
+            )
+            return
+        self._move(layer, finding)
+
+    def _move(self, layer, finding):
+        dtype = (products.product_policy(layer) or layer).compute_dtype
+        set_layer_policy(layer, keras.DTypePolicy("float32"))
+        self.moved.append(finding.culprit.path)
+        # Those that are there hold the layer as it was.
+        self._kept.detach(self.model)
+        guard.trace_again(self.model)
+        warnings.warn(
+            f"Layer '{finding.culprit.path}' has moved from {dtype} to float32, in step {finding.batch} of epoch "
+            f"{finding.epoch + 1}: {finding.culprit.message}.",
+            stacklevel=4,
+        )
+
+    def _scale_is_lowest(self) -> bool:
+        for optimizer in guard.scaling_optimizers(self.model):
+            rule = optimizer.loss_scale_rule
+            lowest = getattr(rule, "min_scale", None) if optimizer.dynamic else rule.initial_scale
+            if lowest is not None and float(keras.ops.convert_to_numpy(optimizer.loss_scale)) <= lowest:
+                return True
+        return False
