@@ -271,3 +271,8 @@ def replace_last_layers(model, old, new):
     for layer in old:
         layers.remove(layer)
     layers.extend(new)
+
+
+def input_structure(model):
+    """Returns the symbolic inputs of a Functional model in the structure it takes them; `Model.inputs` is flat."""
+    return model._inputs_struct
