@@ -40,10 +40,12 @@ def listed(names) -> str:
 
 
 def percent(share: float) -> str:
-    """Returns a share of 1 in percent, with one decimal place below 10."""
+    """Returns a share of 1 in percent, with one decimal place below 10; 0 and 100 only where it is all or nothing."""
     value = 100 * share
     if 0 < value < 0.1:
         return "< 0.1 %"
+    if 99.5 <= value < 100:
+        return "> 99 %"
     return f"{value:.1f} %" if value < 10 else f"{value:.0f} %"
 
 
