@@ -3,6 +3,8 @@
 Read in Keras 3.15.1. `tests/test_keras_private.py` fails when one of them changes.
 """
 
+import contextlib
+
 import keras
 
 
@@ -276,3 +278,20 @@ def replace_last_layers(model, old, new):
 def input_structure(model):
     """Returns the symbolic inputs of a Functional model in the structure it takes them; `Model.inputs` is flat."""
     return model._inputs_struct
+
+
+@contextlib.contextmanager
+def kept_losses(layers):
+    """Context manager: the losses of the last call of `layers` outlive a call, which begins by clearing them.
+
+    Even in a `keras.StatelessScope`. `Layer.losses` is public, but returns a new list.
+    """
+    before = [(layer, list(layer._losses), set(layer._loss_ids)) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, losses, ids in before:
+            layer._losses.clear()
+            layer._losses.extend(losses)
+            layer._loss_ids.clear()
+            layer._loss_ids.update(ids)

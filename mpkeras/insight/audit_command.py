@@ -44,32 +44,42 @@ def run(args) -> int:
     from mpkeras.conversion import apply_policy
     from mpkeras.export import loading
     from mpkeras.insight.audit import audit_with_optimizer
+    from mpkeras.insight.findings import Finding
     from mpkeras.policies.registry import get_policy
 
     try:
         policy = None if args.policy is None else get_policy(args.policy)
         custom_objects = loading.import_modules(args.imports)
         model = loading.load(args.model, custom_objects)
-        optimizer = _saved_optimizer(Path(args.model), custom_objects)
         if policy is not None:
             apply_policy(model, policy)
     except (ValueError, TypeError) as reason:
         args.error(reason)
+    optimizer, why_not = _saved_optimizer(Path(args.model), custom_objects)
     report = audit_with_optimizer(model, optimizer)
+    if why_not is not None:
+        what = f"The optimizer in the file is not audited: {why_not}."
+        report.findings.append(Finding("note", None, what, "Call `mpkeras.audit` on the compiled model in Python."))
     print(json.dumps(report.to_dict(), indent=2) if args.json else report)
     return 0
 
 
-def _saved_optimizer(path, custom_objects):
-    """Returns the optimizer that a model was saved with, without its state; `None` if there is none to be read.
+def _saved_optimizer(path, custom_objects) -> tuple:
+    """Returns `(optimizer, why_not)`: the optimizer that a model was saved with, without its state.
 
     The model itself is loaded without: its losses and metrics may be functions that only its owner has.
     """
     import keras
 
+    from mpkeras.export.loading import is_compiled, shortened
+
+    if not is_compiled(path):
+        return None, None
+    if path.suffix != ".keras":
+        return None, f"a '{path.suffix}' file holds it in another form"
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))["compile_config"].get("optimizer")
     try:
-        config = json.loads(zipfile.ZipFile(path).read("config.json"))
-        optimizer = (config.get("compile_config") or {}).get("optimizer")
-        return optimizer and keras.optimizers.deserialize(optimizer, custom_objects=custom_objects)
-    except Exception:  # An `.h5` file, or an optimizer of the owner's: the layers can be audited all the same.
-        return None
+        return keras.optimizers.deserialize(config, custom_objects=custom_objects), None
+    except Exception as error:  # one of the owner's, or of a newer Keras: the layers can be audited all the same
+        return None, shortened(f"{type(error).__name__}: {error}")

@@ -50,4 +50,7 @@ def percent(share: float) -> str:
 
 
 def mebibytes(n: int) -> str:
+    """Returns a number of bytes in the unit that suits it, MiB at most."""
+    if n < 2**10:
+        return f"{n} bytes"
     return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 2**10:.1f} KiB"

@@ -34,13 +34,11 @@ def check_trace(forward, rows) -> list:
         row = rows[index]
         findings.append(Finding("warning", row.path, f"{what} It computes in float32.", mixing.remedy(row.layer)))
     if forward.program is not None and forward.program.uncounted:
-        n = forward.program.uncounted
         what = (
-            f"{n} loop{'s' * (n > 1)} or product{'s' * (n > 1)} of a size that the program does not say: counted once."
+            f"In {forward.program.uncounted} places the program does not say how long a loop or how large a product is: "
+            "a loop counts once, an open batch as that of the inputs."
         )
-        findings.append(
-            Finding("note", None, what, "Read the shares of FLOPs as lower bounds for the layers with them.")
-        )
+        findings.append(Finding("note", None, what, "Take the FLOPs of the layers with them as a lower bound."))
     half = [dtype for dtype in forward.output_dtypes if dtype in SIXTEEN_BIT_DTYPES]
     if half:
         what = f"The model returns {' and '.join(half)}: what you compute from it by hand does so in 16 bits."

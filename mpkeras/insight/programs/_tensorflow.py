@@ -19,22 +19,23 @@ def trace(function, inputs) -> Program:
     specs = [tf.TensorSpec(shape, dtype) for shape, dtype in inputs]
     traced = tf.function(lambda *tensors: function(list(tensors)), autograph=False).get_concrete_function(*specs)
     program = Program()
-    _walk(traced.graph, program, owner=None, times=1)
+    batch = inputs[0][0][0] if inputs and inputs[0][0] else None
+    _walk(traced.graph, program, owner=None, times=1, batch=batch)
     return program
 
 
-def _walk(graph, program, owner, times):
+def _walk(graph, program, owner, times, batch):
     for operation in _used(graph):
         inside = owner_of(operation.name, owner)
         flops = _FLOPS.get(operation.type)
         if flops is not None:
-            _add_product(program, operation, inside, flops, times)
+            _add_product(program, operation, inside, flops, times, batch)
         elif operation.type == "Cast":
             source, target = operation.inputs[0].dtype.name, operation.outputs[0].dtype.name
             program.add_cast(inside, source, target, operation.outputs[0].shape.num_elements() or 0, times)
         for inner, repeated in _functions(operation):
             before = len(program.products)
-            _walk(inner, program, inside, times * (repeated or 1))
+            _walk(inner, program, inside, times * (repeated or 1), batch)
             program.uncounted += repeated is None and len(program.products) > before
 
 
@@ -73,29 +74,30 @@ def _static(tensor) -> int | None:
     return int(value) if value is not None and value >= 0 else None
 
 
-def _add_product(program, operation, owner, flops, times):
-    operands = [tensor for tensor in operation.inputs if tensor.dtype.is_floating or tensor.dtype.is_integer]
-    try:
-        count = flops(operation, [tensor.shape.as_list() for tensor in operation.inputs])
-        if count:
-            program.add_product(owner, [tensor.dtype.name for tensor in operands[-2:]], count, times)
-    except (TypeError, ValueError):  # a dimension, or all of them, is not known
+def _add_product(program, operation, owner, flops, times, batch):
+    shapes = [tensor.shape for tensor in (*operation.inputs, operation.outputs[0])]
+    if not all(shape.is_fully_defined() for shape in shapes):
+        # A saved function leaves the size of the batch open.
         program.uncounted += 1
+    dtypes = [tensor.dtype.name for tensor in operation.inputs if tensor.dtype.is_floating or tensor.dtype.is_integer]
+    try:
+        shapes = [[batch if i == 0 and n is None else n for i, n in enumerate(shape.as_list())] for shape in shapes]
+        count = flops(operation, shapes[:-1], size(shapes[-1]))
+    except (TypeError, ValueError):  # another dimension, or all of them, is not known
+        return
+    if count:
+        program.add_product(owner, dtypes[-2:], count, times)
 
 
-def _result(operation) -> int:
-    return size(operation.outputs[0].shape.as_list())
+def _matmul(operation, shapes, results) -> int:
+    return 2 * results * shapes[0][-2 if operation.get_attr("transpose_a") else -1]
 
 
-def _matmul(operation, shapes) -> int:
-    return 2 * _result(operation) * shapes[0][-2 if operation.get_attr("transpose_a") else -1]
+def _batch_matmul(operation, shapes, results) -> int:
+    return 2 * results * shapes[0][-2 if operation.get_attr("adj_x") else -1]
 
 
-def _batch_matmul(operation, shapes) -> int:
-    return 2 * _result(operation) * shapes[0][-2 if operation.get_attr("adj_x") else -1]
-
-
-def _einsum(operation, shapes) -> int:
+def _einsum(operation, shapes, results) -> int:
     terms, result = operation.get_attr("equation").decode().split("->")
     terms = terms.split(",")
     if len(terms) < 2:  # a transposition or a sum
@@ -105,18 +107,18 @@ def _einsum(operation, shapes) -> int:
         front, _, back = term.partition("...")
         sizes.update(zip(front, shape, strict=False))
         sizes.update(zip(back, shape[len(shape) - len(back) :], strict=True))
-    return 2 * _result(operation) * size(n for label, n in sizes.items() if label not in result)
+    return 2 * results * size(n for label, n in sizes.items() if label not in result)
 
 
-def _convolution(operation, shapes) -> int:
-    return 2 * _result(operation) * size(shapes[1][:-1])
+def _convolution(operation, shapes, results) -> int:
+    return 2 * results * size(shapes[1][:-1])
 
 
-def _depthwise_convolution(operation, shapes) -> int:
-    return 2 * _result(operation) * size(shapes[1][:-2])
+def _depthwise_convolution(operation, shapes, results) -> int:
+    return 2 * results * size(shapes[1][:-2])
 
 
-def _transposed_convolution(operation, shapes) -> int:
+def _transposed_convolution(operation, shapes, results) -> int:
     return 2 * size(shapes[2]) * size(shapes[1][:-1])
 
 

@@ -41,6 +41,7 @@ class _Recording(TorchDispatchMode):
         self._program = program
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        _check_operands(function.overloadpacket, args)
         result = function(*args, **(kwargs or {}))
         owner = _layers[-1] if _layers else None
         operation = function.overloadpacket
@@ -58,6 +59,13 @@ class _Recording(TorchDispatchMode):
             operands = tensors[1:3] if name in ("addmm", "baddbmm") else tensors[:2]
             self._program.add_product(owner, map(_dtype, operands), flops)
         return result
+
+
+def _check_operands(operation, args):
+    """Raises as torch does for a product of two dtypes; without data it lets them pass."""
+    dtypes = [_dtype(value) for value in args if torch.is_tensor(value) and value.is_floating_point()]
+    if operation in flop_registry and len(set(dtypes)) > 1:
+        raise RuntimeError(f"{operation.__name__}: expected operands of the same dtype, but got {' and '.join(dtypes)}")
 
 
 def _dtype(tensor) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import re
 import warnings
 
 import keras
@@ -74,9 +75,7 @@ def forward_pass(model, inputs, batch_size: int) -> ForwardPass:
         try:
             _trace(model, structure, result)
         except Exception as error:  # Whatever the user's layers raise.
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            lines = [line for line in lines if not line.startswith("Exception encountered when calling")]
-            result.why_not = f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
+            result.why_not = f"{type(error).__name__}: {_first_line(str(error))}"
             result.remedy = "Call the model on a batch: the error says more."
             failed = failed or result
             if result.is_mixing:
@@ -84,6 +83,14 @@ def forward_pass(model, inputs, batch_size: int) -> ForwardPass:
         else:
             return result
     return failed
+
+
+def _first_line(message: str) -> str:
+    """Returns the line of an error that says what is wrong, without what Keras puts around it."""
+    plain = re.sub(r"\x1b\[\d*m", "", message)
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("Exception encountered when calling")]
+    return lines[0][:300] if lines else "no message"
 
 
 def _arguments(model, inputs, batch_size):
@@ -137,7 +144,13 @@ def _trace(model, structure, result):
         result.output_dtypes = tuple(sorted(dtype for dtype in dtypes if "float" in dtype))
         return outputs
 
-    with _watched(layers_of(model), backend, result), warnings.catch_warnings(), mixing.in_silence():
+    layers = layers_of(model)
+    with (
+        _keras_private.kept_losses(layers),
+        _watched(layers, backend, result),
+        mixing.in_silence(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         result.program = backend.trace(run, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
 
