@@ -80,6 +80,8 @@ def _saved_optimizer(path, custom_objects) -> tuple:
     with zipfile.ZipFile(path) as archive:
         config = json.loads(archive.read("config.json"))["compile_config"].get("optimizer")
     try:
-        return keras.optimizers.deserialize(config, custom_objects=custom_objects), None
+        with keras.saving.custom_object_scope(custom_objects):
+            optimizer = keras.optimizers.get(config)
     except Exception as error:  # one of the owner's, or of a newer Keras: the layers can be audited all the same
         return None, shortened(f"{type(error).__name__}: {error}")
+    return optimizer, None
