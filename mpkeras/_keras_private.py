@@ -204,7 +204,8 @@ def refresh_symbolic_dtypes(model):
             )
             # As in `Layer.__call__`: a layer without a rule of its own is asked by running its `call`.
             layer_dtype = getattr(node.operation, "autocast", False) and node.operation.compute_dtype
-            with autocast_scope(layer_dtype or None):
+            # Those that take text compute in "string", for which Keras opens no scope either.
+            with autocast_scope(layer_dtype if "float" in (layer_dtype or "") else None):
                 specs = node.operation.compute_output_spec(*args, **kwargs)
             for tensor, spec in zip(node.outputs, keras.tree.flatten(specs), strict=True):
                 tensor._dtype = spec.dtype

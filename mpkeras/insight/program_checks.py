@@ -106,13 +106,18 @@ def _of_wide_products(rows, all_flops) -> list:
     share = sum(row.flops["float32"] for row in wide) / all_flops
     what = (
         f"By their policy these compute in 16 bits, yet their products are in float32: "
-        f"{listed(f'{row.path} ({row.class_name})' for row in wide)}, {percent(share)} of all FLOPs."
+        f"{listed(map(_name, wide))}, {percent(share)} of all FLOPs."
     )
     remedy = (
-        "Look for float32 tensors and `float32_island` in them; a `TFSMLayer` or `JaxLayer` keeps the dtypes it was "
-        "made with; and Keras multiplies float16 in float32 on a CPU with torch."
+        "Look for float32 inputs, tensors and `float32_island`; a `TFSMLayer` or `JaxLayer` keeps the dtypes it "
+        "was made with; and Keras multiplies float16 in float32 on a CPU with torch."
     )
     return [Finding("warning" if share > _DEAR else "note", wide[0].path if len(wide) == 1 else None, what, remedy)]
+
+
+def _name(row) -> str:
+    between = "operations between the layers of " * row.is_container
+    return f"{between}{row.path} ({row.class_name})"
 
 
 def _kept_with_reason(model) -> set:

@@ -326,6 +326,15 @@ class TestIslands:
         (finding,) = found(report, "warning", "yet their products are in float32")
         assert "mine (Projection), 50 % of all FLOPs" in finding.what and finding.layer.endswith("mine")
 
+    def test_a_product_between_layers_is_in_the_dtype_of_its_operands(self):
+        inputs = keras.Input((4, 8))
+        products = ops.matmul(inputs, ops.transpose(inputs, (0, 2, 1)))
+        model = keras.Model(inputs, layers.Dense(8)(products), name="gram")
+        report = mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16"))
+        # 4 * 8 * 4 products in float32, and as many after them.
+        (finding,) = found(report, "warning", "products are in float32")
+        assert "operations between the layers of gram (Functional), 50 % of all FLOPs" in finding.what
+
     @pytest.mark.backends("tensorflow")
     def test_a_saved_model_from_elsewhere_keeps_its_dtypes(self, tmp_path):
         inner = keras.Sequential([keras.Input((8,)), layers.Dense(64)])
@@ -445,6 +454,27 @@ def test_of_a_model_that_is_not_built_what_is_known_is_said():
     report.plot()
     model(X)
     assert mpkeras.audit(model).half_share == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:`build\\(\\)` was called on layer:UserWarning")  # Keras, of the unused layer
+def test_a_layer_that_is_never_called_is_named():
+    model = Unbuilt()
+    model.unused = layers.Dense(3, name="unused")
+    model(X)
+    (finding,) = found(mpkeras.audit(model), "note", "could not be traced")
+    assert "'unused'" in finding.what and not model.unused.built
+    model.unused.build((None, 8))
+    assert mpkeras.audit(model).half_share == 1.0
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_model_of_text():
+    vectorize = layers.TextVectorization(output_sequence_length=4, vocabulary=["a", "b"])
+    inputs = keras.Input((1,), dtype="string")
+    x = layers.Embedding(8, 16)(vectorize(inputs))
+    model = keras.Model(inputs, layers.Dense(8)(x))
+    report = mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16"))
+    assert report.flops == {"bfloat16": 2 * 8 * 4 * 16 * 8} and report.findings == []
 
 
 def test_a_layer_that_raises_is_named():

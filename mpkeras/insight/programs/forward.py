@@ -58,10 +58,12 @@ def forward_pass(model, inputs, batch_size: int) -> ForwardPass:
 
     First as in training; where that cannot be traced (random numbers of a fixed seed on torch), as in inference.
     """
-    unbuilt = [layer.name for layer in layers_of(model) if not layer.built]
+    # Lookup layers, of text or whole numbers, have no variables to build, and are built in their first call.
+    unbuilt = [layer.name for layer in layers_of(model) if not layer.built and "float" in layer.compute_dtype]
     if unbuilt:
         why_not = f"it is not built: layers {', '.join(map(repr, unbuilt[:4]))} have no variables and shapes yet."
-        return ForwardPass(why_not=why_not, remedy="Call the model once, on a batch of data, and audit it then.")
+        remedy = "Call the model once, on a batch of data, and audit it then; what it never calls needs `layer.build`."
+        return ForwardPass(why_not=why_not, remedy=remedy)
     arguments = _arguments(model, inputs, batch_size)
     if arguments is None:
         return ForwardPass(
@@ -145,6 +147,7 @@ def _trace(model, structure, result):
         return outputs
 
     layers = layers_of(model)
+    unbuilt = [layer for layer in layers if not layer.built]
     with (
         _keras_private.kept_losses(layers),
         _watched(layers, backend, result),
@@ -152,7 +155,11 @@ def _trace(model, structure, result):
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        result.program = backend.trace(run, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+        try:
+            result.program = backend.trace(run, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+        finally:
+            for layer in unbuilt:
+                layer.built = False
 
 
 @contextlib.contextmanager
