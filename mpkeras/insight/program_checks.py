@@ -35,8 +35,8 @@ def check_trace(forward, rows) -> list:
         findings.append(Finding("warning", row.path, f"{what} It computes in float32.", mixing.remedy(row.layer)))
     if forward.program is not None and forward.program.uncounted:
         what = (
-            f"In {forward.program.uncounted} places the program does not say how long a loop or how large a product "
-            "is: a loop counts once, an open batch as that of the inputs."
+            "The program does not say how long a loop or how large a product is, in places: "
+            f"{forward.program.uncounted}. Such a loop counts once, a product as if it were of the batch alone."
         )
         findings.append(Finding("note", None, what, "Take the FLOPs of the layers with them as a lower bound."))
     half = [dtype for dtype in forward.output_dtypes if dtype in SIXTEEN_BIT_DTYPES]

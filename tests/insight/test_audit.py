@@ -474,7 +474,11 @@ def test_a_model_of_text():
     x = layers.Embedding(8, 16)(vectorize(inputs))
     model = keras.Model(inputs, layers.Dense(8)(x))
     report = mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16"))
-    assert report.flops == {"bfloat16": 2 * 8 * 4 * 16 * 8} and report.findings == []
+    if report.findings:  # The program does not know of the four words of each text; with Keras 3.10 it does.
+        (finding,) = report.findings
+        assert "in places: 1. Such a loop counts once" in finding.what and "lower bound" in finding.remedy
+    assert report.flops == {"bfloat16": 2 * 8 * (1 if report.findings else 4) * 16 * 8}
+    assert all(not layer.built for layer in layers_of(vectorize)[1:])
 
 
 def test_a_layer_that_raises_is_named():

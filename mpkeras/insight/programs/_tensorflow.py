@@ -90,7 +90,9 @@ def _add_product(program, operation, owner, flops, times, batch):
 
 
 def _matmul(operation, shapes, results) -> int:
-    return 2 * results * shapes[0][-2 if operation.get_attr("transpose_a") else -1]
+    left = shapes[0][-2 if operation.get_attr("transpose_a") else -1]
+    right = shapes[1][-1 if operation.get_attr("transpose_b") else -2]
+    return 2 * results * (left or right)  # of an input of unknown shape the kernel knows
 
 
 def _batch_matmul(operation, shapes, results) -> int:
