@@ -476,7 +476,7 @@ def test_a_model_of_text():
     report = mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16"))
     (finding,) = report.findings
     assert "in places: 1. Such a loop counts once" in finding.what and "lower bound" in finding.remedy
-    # The program does not know the batch that comes out of the text, nor that each has four words (Keras 3.10: it does).
+    # The program does not know the batch that comes out of the text, nor (after Keras 3.10) its four words.
     assert report.flops in ({"bfloat16": 2 * 8 * 16 * 8}, {"bfloat16": 2 * 8 * 4 * 16 * 8})
     assert all(not layer.built for layer in layers_of(vectorize)[1:])
 
