@@ -3,6 +3,7 @@
 from mpkeras import callbacks, layers
 from mpkeras._version import __version__
 from mpkeras.conversion import apply_policy
+from mpkeras.insight.audit import audit
 from mpkeras.insight.hardware import hardware
 from mpkeras.insight.numerics import trace_numerics
 from mpkeras.layers import float32_island
@@ -29,6 +30,7 @@ __all__ = [
     "Policy",
     "__version__",
     "apply_policy",
+    "audit",
     "callbacks",
     "float32_island",
     "get_policy",

@@ -3,6 +3,8 @@
 Read in Keras 3.15.1. `tests/test_keras_private.py` fails when one of them changes.
 """
 
+import contextlib
+
 import keras
 
 
@@ -202,7 +204,8 @@ def refresh_symbolic_dtypes(model):
             )
             # As in `Layer.__call__`: a layer without a rule of its own is asked by running its `call`.
             layer_dtype = getattr(node.operation, "autocast", False) and node.operation.compute_dtype
-            with autocast_scope(layer_dtype or None):
+            # Those that take text compute in "string", for which Keras opens no scope either.
+            with autocast_scope(layer_dtype if "float" in (layer_dtype or "") else None):
                 specs = node.operation.compute_output_spec(*args, **kwargs)
             for tensor, spec in zip(node.outputs, keras.tree.flatten(specs), strict=True):
                 tensor._dtype = spec.dtype
@@ -276,3 +279,25 @@ def replace_last_layers(model, old, new):
     for layer in old:
         layers.remove(layer)
     layers.extend(new)
+
+
+def input_structure(model):
+    """Returns the symbolic inputs of a Functional model in the structure it takes them; `Model.inputs` is flat."""
+    return model._inputs_struct
+
+
+@contextlib.contextmanager
+def kept_losses(layers):
+    """Context manager: the losses of the last call of `layers` outlive a call, which begins by clearing them.
+
+    Even in a `keras.StatelessScope`. `Layer.losses` is public, but returns a new list.
+    """
+    before = [(layer, list(layer._losses), set(layer._loss_ids)) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, losses, ids in before:
+            layer._losses.clear()
+            layer._losses.extend(losses)
+            layer._loss_ids.clear()
+            layer._loss_ids.update(ids)

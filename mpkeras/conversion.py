@@ -14,7 +14,7 @@ from mpkeras.policies.rules import apply_rules, layer_policy, set_layer_policy
 
 _CONVERTIBLE = ("float32", "float16", "bfloat16")
 # The layer that ends a 16-bit output in float32; known by its name, so that the way back takes it out again.
-_CAST_NAME = "mpkeras_float32_output"
+CAST_NAME = "mpkeras_float32_output"
 
 
 def apply_policy(model, policy=None, *, float32_variables: bool = False):
@@ -74,13 +74,18 @@ def _warn_unscaled(model):
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not computes_in(model, ("float16",)):
         return
-    is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
-    if not is_scaling or getattr(optimizer, "scale_is_one", False):
+    if not scales_loss(optimizer):
         warnings.warn(
             f"Model '{model.name}' computes in float16 now, but is compiled with an optimizer that scales no loss: "
             "small gradients would be lost. Before `fit`, call `mpkeras.prepare(model)`.",
             stacklevel=3,
         )
+
+
+def scales_loss(optimizer) -> bool:
+    """Whether `optimizer` multiplies the loss before the backward pass."""
+    is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
+    return is_scaling and not getattr(optimizer, "scale_is_one", False)
 
 
 def layer_converter(model, policy, converts: bool = True):
@@ -238,16 +243,16 @@ def _end_in_float32(model):
 
 def _casts(outputs) -> list:
     layers = [_keras_private.made_by(output)[0] for output in outputs]
-    return [layer for layer in layers if layer.name.startswith(_CAST_NAME)]
+    return [layer for layer in layers if layer.name.startswith(CAST_NAME)]
 
 
 def _cast(index: int):
-    return keras.layers.Activation("linear", dtype="float32", name=f"{_CAST_NAME}_{index}")
+    return keras.layers.Activation("linear", dtype="float32", name=f"{CAST_NAME}_{index}")
 
 
 def _without_cast(output):
     """Returns what the cast of an earlier conversion was given; any other output as it is."""
     layer, node_index = _keras_private.made_by(output)
-    if layer.name.startswith(_CAST_NAME):
+    if layer.name.startswith(CAST_NAME):
         return _keras_private.inputs_of_call(layer, node_index)[0]
     return output

@@ -211,3 +211,21 @@ def test_stock_optimizers_assign_through_keras_only():
         assert snapshot([v, *inner.variables]) == before, name
         step(tf.ones((4, 4)))
         assert snapshot([v, *inner.variables]) != before, name
+
+
+def test_losses_of_the_last_call_outlive_another_in_a_scope():
+    layer = keras.layers.Dense(2, activity_regularizer="l2")
+    model = keras.Sequential([keras.Input((2,)), layer])
+    x = np.ones((1, 2), "float32")
+    model(x)
+    losses = model.losses
+    with private.kept_losses([model, layer]), keras.StatelessScope():
+        model(x)
+    assert [id(loss) for loss in model.losses] == [id(loss) for loss in losses] and len(losses) == 1
+
+
+def test_a_functional_model_knows_the_structure_of_its_inputs(nested):
+    inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((2,), name="b")}
+    model = keras.Model(inputs, keras.layers.Add()([inputs["a"], inputs["b"]]))
+    assert private.input_structure(model) == inputs
+    assert private.input_structure(private.graph_of(nested)).shape == (None, 2)

@@ -1,5 +1,6 @@
 """Names the layer, the tensor and both dtypes where a layer of the user's mixes float32 into its 16-bit arithmetic."""
 
+import contextlib
 import functools
 import inspect
 import re
@@ -26,6 +27,7 @@ _SPELLINGS = {
 _SPELLED = re.compile(rf"(?<![a-z])({'|'.join(_SPELLINGS)})(?![a-z0-9])", re.IGNORECASE)
 
 _covered = weakref.WeakSet()
+_silent = []
 
 
 class MixedDtypesError(TypeError):
@@ -38,33 +40,65 @@ def name_mixed_dtypes(layer):
     Where the backend raises, a `TypeError` names the layer, the attribute, argument or variable, and both dtypes. Where
     it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once.
     """
-    is_lambda = isinstance(layer, keras.layers.Lambda)
-    if (type(layer).call.__module__.startswith("keras.") and not is_lambda) or is_overridden(layer, "call"):
+    if not has_own_call(layer) or is_overridden(layer, "call"):
         return
     call = layer.call
-    function = layer.function if is_lambda else type(layer).call
 
     @functools.wraps(call)
     def call_and_name(*args, **kwargs):
         try:
             outputs = call(*args, **kwargs)
         except Exception as error:
-            both = _dtypes_in(str(error))
-            if isinstance(error, MixedDtypesError) or len(both) < 2 or layer.compute_dtype not in both:
+            what = refused(layer, args, kwargs, error)
+            if what is None:
                 raise
-            found = _other_dtypes(layer, function, args, kwargs)
-            raise MixedDtypesError(f"{_message(layer, both, found)} The backend says: {error}") from error
-        if not has_warned and _is_promoted(layer, outputs, args, kwargs):
-            found = _other_dtypes(layer, function, args, kwargs)
-            if found:
+            raise MixedDtypesError(f"{what} {remedy(layer)} The backend says: {error}") from error
+        if not has_warned and not _silent:
+            what = promoted(layer, args, kwargs, outputs)
+            if what:
                 has_warned.append(True)
-                dtypes = {layer.compute_dtype, *(dtype for _, dtype in found)}
-                warnings.warn(f"{_message(layer, dtypes, found)} Until then it computes in float32.", stacklevel=2)
+                warnings.warn(f"{what} {remedy(layer)} Until then it computes in float32.", stacklevel=2)
         return outputs
 
     has_warned = []
     override(layer, "call", call_and_name)
     _covered.add(layer)
+
+
+@contextlib.contextmanager
+def in_silence():
+    """Context manager: layers that mix without an error say nothing, and will say it the next time."""
+    _silent.append(True)
+    try:
+        yield
+    finally:
+        _silent.pop()
+
+
+def has_own_call(layer) -> bool:
+    """Whether the arithmetic of `layer` is the user's own."""
+    return not type(layer).call.__module__.startswith("keras.") or isinstance(layer, keras.layers.Lambda)
+
+
+def refused(layer, args, kwargs, error) -> str | None:
+    """Returns what `layer` mixes where its `call` raised `error`, in a sentence; `None` for another error."""
+    both = _dtypes_in(str(error))
+    if isinstance(error, MixedDtypesError) or len(both) < 2 or layer.compute_dtype not in both:
+        return None
+    return _what(layer, both, _other_dtypes(layer, args, kwargs))
+
+
+def promoted(layer, args, kwargs, outputs) -> str | None:
+    """Returns what lets the `call` of `layer` return a wider float, in a sentence; `None` if nothing in reach does."""
+    found = _other_dtypes(layer, args, kwargs) if _is_promoted(layer, outputs, args, kwargs) else []
+    return _what(layer, {dtype for _, dtype in found}, found) if found else None
+
+
+def remedy(layer) -> str:
+    return (
+        "Cast it with `keras.ops.cast(..., self.compute_dtype)`, put `@mpkeras.float32_island` "
+        f"on the method, or keep the layer in float32: `dtype=\"float32\"`, or the rule 'path:{layer.name}'."
+    )
 
 
 def name_nothing(layer):
@@ -87,8 +121,9 @@ def _is_promoted(layer, outputs, args, kwargs) -> bool:
     return inputs == {layer.compute_dtype} and not outputs <= inputs and not layer._layers
 
 
-def _other_dtypes(layer, function, args, kwargs) -> list[tuple[str, str]]:
+def _other_dtypes(layer, args, kwargs) -> list[tuple[str, str]]:
     """Returns `(what, dtype)` for each float tensor in reach of a call that is not in the layer's compute dtype."""
+    function = layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call
     try:
         arguments = inspect.signature(layer.call).bind(*args, **kwargs).arguments
     except TypeError:
@@ -132,12 +167,11 @@ def _dtypes_of(value) -> set[str]:
     return found & set(FLOAT_DTYPES)
 
 
-def _message(layer, dtypes, found) -> str:
+def _what(layer, dtypes, found) -> str:
     others = " and ".join(sorted(set(dtypes) - {layer.compute_dtype}))
     what = "; ".join(f"{where} is {dtype}" for where, dtype in found)
     made_inside = "a tensor made inside `call` (`ops.ones`, `ops.arange` … are float32 unless they are given `dtype=`)"
     return (
         f"Layer '{layer.name}' ({type(layer).__name__}) computes in {layer.compute_dtype} and mixes it with {others}: "
-        f"{what or made_inside}. Cast it with `keras.ops.cast(..., self.compute_dtype)`, put `@mpkeras.float32_island` "
-        f"on the method, or keep the layer in float32: `dtype=\"float32\"`, or the rule 'path:{layer.name}'."
+        f"{what or made_inside}."
     )

@@ -29,6 +29,13 @@ def add_in_float32(layer):
         override(layer, "add_loss", add_float32_loss)
 
 
+def regularizes_in_16_bits(layer) -> bool:
+    """Whether the activity regularizer of `layer`, if it has one, is computed in 16 bits."""
+    regularizer = layer.activity_regularizer
+    is_given_16_bits = layer.compute_dtype in SIXTEEN_BIT_DTYPES and not isinstance(regularizer, _Float32Call)
+    return regularizer is not None and is_given_16_bits
+
+
 def add_as_before(layer):
     """Takes back `add_in_float32`."""
     restore(layer, "activity_regularizer")

@@ -1,0 +1,237 @@
+"""Tracing the forward pass of a model without data, and without leaving a trace in the model."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import re
+import warnings
+
+import keras
+from keras import ops
+
+from mpkeras import _keras_private
+from mpkeras.conversion import layers_of
+from mpkeras.insight.programs.program import Program, size
+from mpkeras.policies import mixing
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
+
+# In place of a size that the model leaves open, such as the length of a sequence.
+ASSUMED_SIZE = 64
+# They call the layer in them step by step: what that returns is no output of its own.
+_STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
+
+
+@dataclasses.dataclass
+class ForwardPass:
+    """What became of tracing a model.
+
+    Attributes:
+        program: A `Program`, or `None` where the model could not be traced.
+        why_not: Why there is none, in a sentence.
+        remedy: What helps then.
+        culprit: The layer whose `call` raised, or `None`.
+        is_mixing: Whether it raised as it mixes dtypes.
+        training: Whether the pass is that of training; otherwise of inference.
+        assumed: Whether the model left a size open besides that of the batch.
+        output_bytes: `{number of the layer: {dtype: bytes}}`, layers with others inside left out.
+        output_dtypes: The float dtypes that the model returns.
+        input_shapes: The shapes that were traced.
+        mixed: `{number of the layer: sentence}` for layers that let wider floats in.
+    """
+
+    program: Program | None = None
+    why_not: str | None = None
+    remedy: str | None = None
+    culprit: object = None
+    is_mixing: bool = False
+    training: bool = True
+    assumed: bool = False
+    output_bytes: dict = dataclasses.field(default_factory=dict)
+    output_dtypes: tuple = ()
+    input_shapes: list = dataclasses.field(default_factory=list)
+    mixed: dict = dataclasses.field(default_factory=dict)
+
+
+def forward_pass(model, inputs, batch_size: int) -> ForwardPass:
+    """Traces `model` on symbolic inputs; numbers layers by their place in `layers_of(model)`.
+
+    First as in training; where that cannot be traced (random numbers of a fixed seed on torch), as in inference.
+    """
+    # Lookup layers, of text or whole numbers, have no variables to build, and are built in their first call.
+    unbuilt = [layer.name for layer in layers_of(model) if not layer.built and "float" in layer.compute_dtype]
+    if unbuilt:
+        why_not = f"it is not built: layers {', '.join(map(repr, unbuilt[:4]))} have no variables and shapes yet."
+        remedy = "Call the model once, on a batch of data, and audit it then; what it never calls needs `layer.build`."
+        return ForwardPass(why_not=why_not, remedy=remedy)
+    arguments = _arguments(model, inputs, batch_size)
+    if arguments is None:
+        return ForwardPass(
+            why_not="it does not say what it takes.",
+            remedy="Pass `inputs=`: a batch, or `keras.KerasTensor`s, in the structure in which the model takes them.",
+        )
+    structure, assumed = arguments
+    failed = None
+    for training in (True, False):
+        result = ForwardPass(training=training, assumed=assumed)
+        try:
+            _trace(model, structure, result)
+        except Exception as error:  # Whatever the user's layers raise.
+            result.why_not = f"{type(error).__name__}: {_first_line(str(error))}"
+            result.remedy = "Call the model on a batch: the error says more."
+            failed = failed or result
+            if result.is_mixing:
+                return result
+        else:
+            return result
+    return failed
+
+
+def _first_line(message: str) -> str:
+    """Returns the line of an error that says what is wrong, without what Keras puts around it."""
+    plain = re.sub(r"\x1b\[\d*m", "", message)
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("Exception encountered when calling")]
+    return lines[0][:300] if lines else "no message"
+
+
+def _arguments(model, inputs, batch_size):
+    """Returns `((args, kwargs), assumed)` for a call of the model, of KerasTensors with every size known; or `None`."""
+    assumed = []
+
+    def sized(shape, dtype):
+        assumed.extend(axis for axis, n in enumerate(shape) if n is None and axis > 0)
+        known = [ASSUMED_SIZE if n is None else n for n in shape]
+        if known and shape[0] is None:
+            known[0] = batch_size
+        return keras.KerasTensor(tuple(known), dtype=dtype)
+
+    def like(value):
+        return sized(tuple(value.shape), keras.backend.standardize_dtype(value.dtype))
+
+    graph = _keras_private.graph_of(model)
+    if inputs is not None:
+        call = (keras.tree.map_structure(like, inputs),), {}
+    elif graph is not None:
+        call = (keras.tree.map_structure(like, _keras_private.input_structure(graph)),), {}
+    else:
+        config = model.get_build_config() or {}
+        shapes = config.get("shapes_dict") or {"input_shape": config.get("input_shape")}
+        if any(shape is None for shape in shapes.values()):
+            return None
+
+        def of_shape(shape):
+            return sized((None, *shape[1:]), model.input_dtype)
+
+        tensors = {name: keras.tree.map_shape_structure(of_shape, shape) for name, shape in shapes.items()}
+        if len(tensors) == 1:
+            call = tuple(tensors.values()), {}
+        else:
+            call = (), {name.removesuffix("_shape"): tensor for name, tensor in tensors.items()}
+    return call, bool(assumed)
+
+
+def _trace(model, structure, result):
+    backend = importlib.import_module(f"mpkeras.insight.programs._{keras.backend.backend()}")
+    tensors = keras.tree.flatten(structure)
+    result.input_shapes = [tuple(tensor.shape) for tensor in tensors]
+
+    def run(flat):
+        args, kwargs = keras.tree.pack_sequence_as(structure, flat)
+        # Nothing that the layers assign reaches their variables.
+        with keras.StatelessScope():
+            outputs = keras.tree.flatten(model(*args, **kwargs, training=result.training))
+        outputs = [output for output in outputs if ops.is_tensor(output)]
+        dtypes = {tensor_dtype(output) for output in outputs}
+        result.output_dtypes = tuple(sorted(dtype for dtype in dtypes if "float" in dtype))
+        return outputs
+
+    layers = layers_of(model)
+    unbuilt = [layer for layer in layers if not layer.built]
+    with (
+        _keras_private.kept_losses(layers),
+        _watched(layers, backend, result),
+        mixing.in_silence(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            result.program = backend.trace(run, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+        finally:
+            for layer in unbuilt:
+                layer.built = False
+
+
+@contextlib.contextmanager
+def _watched(layers, backend, result):
+    """Lets the `call` of each layer run in a scope of its own, and notes what it returns."""
+    running = []
+    missing = object()
+    before = [(layer, vars(layer).get("call", missing)) for layer in layers]
+    try:
+        for index, layer in enumerate(layers):
+            # On the instance, and not by `setattr`, which Keras and torch both watch.
+            vars(layer)["call"] = _watching(layer, index, backend, running, result)
+        yield
+    finally:
+        for layer, call in before:
+            if call is missing:
+                del vars(layer)["call"]
+            else:
+                vars(layer)["call"] = call
+
+
+def _watching(layer, index, backend, running, result):
+    call = layer.call
+
+    @functools.wraps(call)
+    def call_in_scope(*args, **kwargs):
+        is_step = any(isinstance(outer, _STEPPING) for outer, _ in running)
+        for _, inner in running:
+            inner.append(layer)
+        inside = []
+        running.append((layer, inside))
+        try:
+            with backend.scope(index):
+                outputs = call(*args, **kwargs)
+        except Exception as error:
+            _note_failure(layer, args, kwargs, error, result)
+            raise
+        finally:
+            running.pop()
+        if not is_step and (not inside or isinstance(layer, _STEPPING)):
+            _note_outputs(index, outputs, result)
+        if mixing.has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES and index not in result.mixed:
+            what = mixing.promoted(layer, args, kwargs, outputs)
+            if what:
+                result.mixed[index] = what
+        return outputs
+
+    return call_in_scope
+
+
+def _note_failure(layer, args, kwargs, error, result):
+    if result.culprit is None:  # the innermost layer comes first
+        result.culprit = layer
+        if isinstance(error, mixing.MixedDtypesError):
+            result.is_mixing = True
+        elif mixing.has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES:
+            what = mixing.refused(layer, args, kwargs, error)
+            if what:
+                result.is_mixing = True
+                raise mixing.MixedDtypesError(what) from error
+
+
+def _note_outputs(index, outputs, result):
+    known = result.output_bytes.setdefault(index, {})
+    for output in keras.tree.flatten(outputs):
+        dtype = tensor_dtype(output)
+        if dtype not in (None, "string") and None not in tuple(output.shape):
+            known[dtype] = known.get(dtype, 0) + bytes_of(output.shape, dtype)
+
+
+def bytes_of(shape, dtype: str) -> int:
+    """Returns the bytes of a tensor."""
+    # "bfloat16" and "int32" end in their size in bits; "bool" does not. "float8_e4m3fn" has it in the middle.
+    digits = dtype.split("_")[0].lstrip("abcdefghijklmnopqrstuvwxyz")
+    return size(shape) * (8 if dtype == "bool" else int(digits)) // 8

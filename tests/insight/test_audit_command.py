@@ -1,0 +1,112 @@
+"""`mpkeras audit`: what it prints of a file, and one line on bad input."""
+
+import json
+import sys
+
+import keras
+import pytest
+from keras import layers
+
+import mpkeras
+from mpkeras.cli import main
+
+
+def saved(path, optimizer=None):
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(8, "softmax")], name="small")
+    if optimizer is not None:
+        model.compile(optimizer, "categorical_crossentropy")
+    model.save(path)
+    return str(path)
+
+
+def failing_line(capsys, *arguments):
+    """Runs an audit that must fail, and returns its one line."""
+    assert main(["audit", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("mpkeras audit: error: ")
+    return line
+
+
+def printed(capsys, *arguments):
+    assert main(["audit", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_file_and_what_a_policy_would_make_of_it(capsys, tmp_path, backend):
+    path = saved(tmp_path / "model.keras")
+    before = (tmp_path / "model.keras").read_bytes()
+    text = printed(capsys, path)
+    assert text.startswith(f"Audit of 'small' on the {backend} backend") and "No layer computes in 16 bits" in text
+    text = printed(capsys, path, "--policy", "mixed_bfloat16")
+    assert "float32 (product bfloat16)" in text and "100 % in 16 bits" in text
+    assert (tmp_path / "model.keras").read_bytes() == before
+
+
+def test_json(capsys, tmp_path):
+    report = json.loads(printed(capsys, saved(tmp_path / "model.keras"), "--json", "--policy", "mixed_bfloat16"))
+    assert report["model"] == "small" and report["half_share"] == 1.0
+    # Batches of 8: 8 * 16 and 16 * 8 products.
+    assert report["flops"] == {"bfloat16": 2 * 8 * (8 * 16 + 16 * 8)}
+
+
+def test_p18_the_optimizer_in_the_file_is_audited(capsys, tmp_path):
+    path = saved(tmp_path / "model.keras", "adam")
+    text = printed(capsys, path, "--policy", "mixed_float16")
+    assert "error: Layers compute in float16, and the optimizer (Adam) scales no loss" in text
+    path = saved(tmp_path / "scaled.keras", mpkeras.LossScaleOptimizer("adam"))
+    assert "error: " not in printed(capsys, path, "--policy", "mixed_float16")
+    assert "not audited" not in printed(capsys, path)
+
+
+def test_an_optimizer_that_cannot_be_read_is_said(capsys, tmp_path):
+    class Own(keras.optimizers.SGD):
+        pass
+
+    path = saved(tmp_path / "model.keras", Own())
+    assert "The optimizer in the file is not audited: " in printed(capsys, path)
+
+
+@pytest.mark.filterwarnings("ignore:.*HDF5 file:UserWarning", "ignore::UserWarning")
+def test_an_h5_file(capsys, tmp_path):
+    text = printed(capsys, saved(tmp_path / "model.h5", "adam"), "--policy", "mixed_bfloat16")
+    assert "100 % in 16 bits" in text and "a '.h5' file holds it in another form" in text
+
+
+def test_missing_and_broken_files_are_status_2(capsys, tmp_path):
+    assert "does not exist" in failing_line(capsys, tmp_path / "none.keras")
+    (tmp_path / "broken.keras").write_bytes(b"PK no archive")
+    assert "zip archive" in failing_line(capsys, tmp_path / "broken.keras")
+    assert "a directory" in failing_line(capsys, tmp_path)
+    (tmp_path / "model.txt").write_text("")
+    assert "`.keras` or `.h5`" in failing_line(capsys, tmp_path / "model.txt")
+
+
+def test_unknown_policies_are_status_2(capsys, tmp_path):
+    line = failing_line(capsys, saved(tmp_path / "model.keras"), "--policy", "mixed_flaot16")
+    assert "'mixed_flaot16'" in line and "mixed_float16" in line
+    assert "float32 variables" in failing_line(capsys, saved(tmp_path / "model.keras"), "--policy", "float16")
+
+
+MODULE = """
+import keras
+
+class Twice(keras.layers.Layer):
+    def call(self, x):
+        return x + x
+"""
+
+
+def test_unknown_classes_are_named_and_may_be_imported(capsys, tmp_path, monkeypatch):
+    (tmp_path / "twice_of_audit.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    namespace = {"__name__": "twice_of_audit"}
+    exec(MODULE, namespace)
+    model = keras.Sequential([keras.Input((8,)), namespace["Twice"](), layers.Dense(8)])
+    model.save("model.keras")
+    line = failing_line(capsys, "model.keras")
+    assert "'Twice'" in line and "--import MODULE" in line
+    assert "Twice" in printed(capsys, "model.keras", "--import", "twice_of_audit")
+    assert "'no_such_module'" in failing_line(capsys, "model.keras", "--import", "no_such_module")
