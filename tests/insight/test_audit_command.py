@@ -12,7 +12,7 @@ from mpkeras.cli import main
 
 
 def saved(path, optimizer=None):
-    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(8, "softmax")], name="small")
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(504, "softmax")], name="small")
     if optimizer is not None:
         model.compile(optimizer, "categorical_crossentropy")
     model.save(path)
@@ -48,7 +48,7 @@ def test_json(capsys, tmp_path):
     report = json.loads(printed(capsys, saved(tmp_path / "model.keras"), "--json", "--policy", "mixed_bfloat16"))
     assert report["model"] == "small" and report["half_share"] == 1.0
     # Batches of 8: 8 * 16 and 16 * 8 products.
-    assert report["flops"] == {"bfloat16": 2 * 8 * (8 * 16 + 16 * 8)}
+    assert report["flops"] == {"bfloat16": 2 * 8 * (8 * 16 + 16 * 504)}
 
 
 def test_p18_the_optimizer_in_the_file_is_audited(capsys, tmp_path):
