@@ -118,7 +118,8 @@ def _of_call(call, twin, loss_scale: float) -> LayerNumerics:
         compute_dtype=call.compute_dtype,
         inputs=Range.of(call.inputs),
         outputs=Range.of(call.outputs),
-        true_inputs=Range.of(twin.inputs),
+        # A layer that casts nothing on the way in (LayerNormalization) reads what it is given as it is.
+        true_inputs=Range.of(twin.inputs if call.layer.autocast else []),
         true_outputs=Range.of(twin.outputs),
         overflow=_overflow(call),
         underflow=underflow_share(call.outputs, call.references),

@@ -49,7 +49,8 @@ def rich_text(header: list, rows: list, title: str) -> str:
         table.add_row(*row)
     cells = [header, *rows]
     width = sum(max(len(row[i]) for row in cells) + 3 for i in range(len(header)))
-    console = Console(file=io.StringIO(), width=width)
+    # In a notebook rich would show the table by itself, wherever the text goes.
+    console = Console(file=io.StringIO(), width=width, force_jupyter=False)
     console.print(table, markup=False)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     return "\n".join([title, *lines]).rstrip()
