@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": (ROOT / "README.md").read_text()}
 PAGES.update({f"docs/{path.name}": path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))})
 # What a block prints in the end.
-RESULT = re.compile(r"skipped_steps: 0|loss \d+\.\d+, (loss scale \d+\.0, )?skipped \d")
+RESULT = re.compile(r"First culprit|skipped_steps: 0|loss \d+\.\d+, (loss scale \d+\.0, )?skipped \d")
 
 
 def blocks(page):
