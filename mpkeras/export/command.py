@@ -3,6 +3,8 @@
 import argparse
 import json
 
+from mpkeras.export.options import add_model_options
+
 # `formats` imports Keras: its names are written here once more, so that `--help` is quick.
 FORMAT_NAMES = ("keras", "savedmodel", "onnx", "tflite")
 
@@ -26,22 +28,12 @@ def add_parser(subparsers):
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model_options(parser)
     option = parser.add_argument
-    option("model", metavar="MODEL", help="a .keras or .h5 file")
     option("out", metavar="OUT", help="a .keras, .onnx or .tflite file, or a directory for a SavedModel")
     option("--policy", required=True, metavar="NAME", help="such as mixed_bfloat16, mixed_float16 or float32")
     option("--format", choices=FORMAT_NAMES, help="what to write (default: what OUT ends in)")
-    option(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="MODULE",
-        help="import this module first, which defines classes and functions of the model; may be repeated. "
-        "The current directory is searched, too",
-    )
     option("--force", action="store_true", help="replace OUT if it exists")
-    option("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run, error=parser.error)
 
 

@@ -5,6 +5,8 @@ import json
 import zipfile
 from pathlib import Path
 
+from mpkeras.export.options import add_model_options
+
 _DESCRIPTION = """\
 Says what each layer of a saved model computes in, how much of it is in 16 bits, and what looks wrong.
 
@@ -23,19 +25,9 @@ def add_parser(subparsers):
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model_options(parser)
     option = parser.add_argument
-    option("model", metavar="MODEL", help="a .keras or .h5 file")
     option("--policy", metavar="NAME", help="audit the model as this policy makes it, such as mixed_bfloat16")
-    option(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="MODULE",
-        help="import this module first, which defines classes and functions of the model; may be repeated. "
-        "The current directory is searched, too",
-    )
-    option("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run, error=parser.error)
 
 

@@ -1,6 +1,5 @@
 """What goes into and comes out of every layer in one forward and backward pass, the model unchanged afterwards."""
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -13,12 +12,12 @@ from keras import ops
 
 from mpkeras import _keras_private
 from mpkeras.conversion import layers_of
+from mpkeras.insight.wrapped_calls import wrapped_calls
 from mpkeras.policies import products
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 
 # They call the layers inside them in loops of the backend, out of which nothing can be carried.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
-_MISSING = object()
 
 
 @dataclasses.dataclass
@@ -67,11 +66,16 @@ def observe(model, x, y=None, sample_weight=None, *, loss_scale: float = 1.0, re
     backend = importlib.import_module(f"mpkeras.insight._{keras.backend.backend()}")
     calls, taps = [], []
 
+    def observed_call(tap_input, tap_output, found):
+        clock, paused = itertools.count(), []
+        found = found if references else None
+        return lambda layer: _observed_call(layer, calls, taps, tap_input, tap_output, found, clock, paused)
+
     def run(tap_input, tap_output):
         calls.clear()
         taps.clear()
         found = {"references": {}}
-        with _observed(model, calls, taps, tap_input, tap_output, found["references"] if references else None):
+        with wrapped_calls(observed_layers(model), observed_call(tap_input, tap_output, found["references"])):
             training = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
             y_pred = model(x, **training)
             found["taps"] = list(taps)
@@ -114,27 +118,6 @@ def _fill(calls, found, tap_grads):
 
 def _array(tensor):
     return None if tensor is None else np.asarray(ops.convert_to_numpy(tensor))
-
-
-@contextlib.contextmanager
-def _observed(model, calls, taps, tap_input, tap_output, references):
-    """Within this context every layer hands its inputs and outputs to the taps."""
-    clock = itertools.count()
-    paused = []
-    before = []
-    for layer in observed_layers(model):
-        before.append((layer, vars(layer).get("call", _MISSING)))
-        observed = _observed_call(layer, calls, taps, tap_input, tap_output, references, clock, paused)
-        # Not by `setattr`, which Keras and torch both watch.
-        vars(layer)["call"] = observed
-    try:
-        yield
-    finally:
-        for layer, call in before:
-            if call is _MISSING:
-                del vars(layer)["call"]
-            else:
-                vars(layer)["call"] = call
 
 
 def _observed_call(layer, calls, taps, tap_input, tap_output, references, clock, paused):

@@ -1,6 +1,5 @@
 """Tracing the forward pass of a model without data, and without leaving a trace in the model."""
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -13,6 +12,7 @@ from keras import ops
 from mpkeras import _keras_private
 from mpkeras.conversion import layers_of
 from mpkeras.insight.programs.program import Program, size
+from mpkeras.insight.wrapped_calls import wrapped_calls
 from mpkeras.policies import mixing
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
 
@@ -162,23 +162,11 @@ def _trace(model, structure, result):
                 layer.built = False
 
 
-@contextlib.contextmanager
 def _watched(layers, backend, result):
     """Lets the `call` of each layer run in a scope of its own, and notes what it returns."""
     running = []
-    missing = object()
-    before = [(layer, vars(layer).get("call", missing)) for layer in layers]
-    try:
-        for index, layer in enumerate(layers):
-            # On the instance, and not by `setattr`, which Keras and torch both watch.
-            vars(layer)["call"] = _watching(layer, index, backend, running, result)
-        yield
-    finally:
-        for layer, call in before:
-            if call is missing:
-                del vars(layer)["call"]
-            else:
-                vars(layer)["call"] = call
+    indices = {id(layer): index for index, layer in enumerate(layers)}
+    return wrapped_calls(layers, lambda layer: _watching(layer, indices[id(layer)], backend, running, result))
 
 
 def _watching(layer, index, backend, running, result):

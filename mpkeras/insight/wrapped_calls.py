@@ -1,0 +1,23 @@
+"""Functions around the `call` of layers, for the length of a context."""
+
+import contextlib
+
+_MISSING = object()
+
+
+@contextlib.contextmanager
+def wrapped_calls(layers, wrap):
+    """Within this context each layer's `call` is `wrap(layer)`, which finds the one before it as `layer.call`."""
+    before = []
+    try:
+        for layer in layers:
+            before.append((layer, vars(layer).get("call", _MISSING)))
+            # On the instance, and not by `setattr`, which Keras and torch both watch.
+            vars(layer)["call"] = wrap(layer)
+        yield
+    finally:
+        for layer, call in before:
+            if call is _MISSING:
+                vars(layer).pop("call", None)
+            else:
+                vars(layer)["call"] = call
