@@ -276,3 +276,16 @@ def replace_last_layers(model, old, new):
     for layer in old:
         layers.remove(layer)
     layers.extend(new)
+
+
+def made_global_seed_generator():
+    """Returns the generator that Keras' random functions without a seed draw from; `None` if it is not made yet.
+
+    `keras.src.random.seed_generator.global_seed_generator()` makes one, from Python's generator.
+    """
+    return keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
+
+
+def set_global_seed_generator(generator):
+    """Lets Keras' random functions draw from `generator`; with `None` they make a new one when they need it."""
+    keras.src.backend.common.global_state.set_global_attribute("global_seed_generator", generator)

@@ -198,16 +198,21 @@ def _widen_variables(model):
 
 
 def recorded(model):
-    """Returns a function that gives every layer of `model` what it computes in now."""
+    """Returns a function that gives every layer of `model` what it computes in now.
+
+    Called with `refresh=False` it leaves the symbolic dtypes as they are, which only new graphs are made of: on a
+    large model that is quick.
+    """
     before = [(layer, layer_policy(layer), products.product_policy(layer)) for layer in layers_of(model)]
 
-    def put_back():
+    def put_back(refresh: bool = True):
         for layer, policy, product_policy in before:
             set_layer_policy(layer, policy)
             if product_policy is not None:
                 products.split(layer, product_policy)
             _cover(layer)
-        _refresh(model)
+        if refresh:
+            _refresh(model)
 
     return put_back
 
