@@ -221,6 +221,11 @@ def output_structure(model):
     return model._outputs_struct
 
 
+def input_structure(model):
+    """Returns the inputs of a Functional model in the structure it takes them; `Model.inputs` is flat."""
+    return model._inputs_struct
+
+
 def made_by(tensor) -> tuple:
     """Returns the layer that returned a symbolic tensor, and the number of the call."""
     history = tensor._keras_history

@@ -197,13 +197,21 @@ def _widen_variables(model):
         _keras_private.track_parameters_again(layer)
 
 
-def recorded(model):
+def recorded(model, on=None):
     """Returns a function that gives every layer of `model` what it computes in now.
 
     Called with `refresh=False` it leaves the symbolic dtypes as they are, which only new graphs are made of: on a
     large model that is quick.
+
+    Args:
+        model: A `keras.Model`.
+        on: A copy of `model`, whose layers the function is for; by default `model` itself.
     """
-    before = [(layer, layer_policy(layer), products.product_policy(layer)) for layer in layers_of(model)]
+    on = model if on is None else on
+    before = [
+        (target, layer_policy(layer), products.product_policy(layer))
+        for layer, target in zip(layers_of(model), layers_of(on), strict=True)
+    ]
 
     def put_back(refresh: bool = True):
         for layer, policy, product_policy in before:
@@ -212,7 +220,7 @@ def recorded(model):
                 products.split(layer, product_policy)
             _cover(layer)
         if refresh:
-            _refresh(model)
+            _refresh(on)
 
     return put_back
 

@@ -70,7 +70,7 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
             f"Expected a compiled model, whose loss and optimizer can be measured. Received: model '{model.name}', "
             "which is not. Call `model.compile(optimizer, loss)` first, or pass `measure=False`."
         )
-    loss_fn, y = _loss_and_targets(model, y)
+    loss_fn, y = loss_and_targets(model, y)
     return measured_advice(model, x, y, loss_fn, settings=settings, budget_s=budget_s, verbose=verbose)
 
 
@@ -110,7 +110,9 @@ def grid_of(settings, native_policy: str) -> list:
 
 def _check_options(measure, budget_s):
     if not isinstance(measure, bool):
-        raise TypeError(f"Expected `measure` to be True or False. Received: measure={measure!r}. Leave it out to measure.")
+        raise TypeError(
+            f"Expected `measure` to be True or False. Received: measure={measure!r}. Leave it out to measure."
+        )
     if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not 0 < budget_s < float("inf"):
         raise ValueError(
             f"Expected `budget_s` to be a positive number of seconds. Received: budget_s={budget_s!r}. "
@@ -148,7 +150,7 @@ def _rows(x) -> int:
     return rows.pop()
 
 
-def _loss_and_targets(model, y) -> tuple:
+def loss_and_targets(model, y) -> tuple:
     """Returns the loss the model is compiled with and its targets as `make_train_step` takes them: by position."""
     loss = model.loss
     names = list(getattr(model, "output_names", None) or [])

@@ -103,7 +103,8 @@ class AdviceReport(Report):
         found = self.decision
         setting = f"{self.policy} with jit_compile={self.jit_compile}"
         if found.because == "none":
-            return f"Do not bother: stay with {setting}. {self._not_worth()}"
+            stay = "stay with" if self.jit_compile == self.present_jit else "use"
+            return f"Do not bother with 16 bits: {stay} {setting}. {self._not_worth()}"
         if found.reference is None:
             return f"Choose {setting}: float32 could not be measured."
         saving = found.memory_saving
@@ -152,9 +153,13 @@ class AdviceReport(Report):
             why = "what this model does with its time is something else, on this batch"
         return f"Why: {self._native_reason}; but {why}."
 
+    def add_remark(self, line: str):
+        """Adds a line to the end of the notes."""
+        self._remarks.append(line)
+
     def _unmeasured_notes(self) -> list:
         setting = f"{self.policy} with jit_compile={self.jit_compile}"
-        lines = [f"Choose {setting}." if self.bother else f"Do not bother: stay with {setting}."]
+        lines = [f"Choose {setting}." if self.bother else f"Do not bother with 16 bits: stay with {setting}."]
         share = f"{self._product_share:.0%} of the {self._parameters:,} weights are in matrix products"
         lines.append(f"Why: {self._native_reason}; {share}.")
         if self.bother and self._has_accelerator and self._parameters < _SMALL:
@@ -184,7 +189,7 @@ class AdviceReport(Report):
         if found is not None:
             content |= {
                 "because": found.because,
-                "speedup": None if found.speedup is None else dict(zip(("q1", "median", "q3"), found.speedup)),
+                "speedup": _named(found.speedup),
                 "memory_saving": found.memory_saving,
                 "share_of_rounds_that_agree": found.agreeing,
                 "runner_up": None if found.rival is None else found.rival.name,
@@ -193,7 +198,7 @@ class AdviceReport(Report):
 
     @staticmethod
     def _cell_dict(cell) -> dict:
-        summary = dict(zip(("q1", "median", "q3"), quartiles(cell.times_ms))) if cell.is_measured else None
+        summary = _named(quartiles(cell.times_ms)) if cell.is_measured else None
         return {
             "policy": cell.policy,
             "jit_compile": cell.jit_compile,
@@ -228,6 +233,10 @@ class AdviceReport(Report):
             axes.set_xscale("log")
         axes.set(xlabel="ms a step: median and quartiles of the rounds; green: the advice", title=self.title)
         return figure
+
+
+def _named(spread) -> dict | None:
+    return None if spread is None else dict(zip(("q1", "median", "q3"), spread, strict=True))
 
 
 def _times(speedup) -> str:

@@ -69,6 +69,8 @@ class Guard:
     # Gives layers that come into being when the model is built their policy, too.
     convert_new_layers: Callable[[], None]
     add_logs: bool = False
+    # Examples in the largest batch that the step was traced for or given; 0 where no shape says.
+    batch_size: int = 0
 
 
 def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = lambda: None):
@@ -79,6 +81,7 @@ def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = l
 
     @functools.wraps(train_step)
     def guarded_train_step(*args):
+        guard.batch_size = max(guard.batch_size, _examples(args[-1]))
         training_backend.ensure_built(model, *args)
         guard.convert_new_layers()
         optimizers = _scaling_optimizers(model)
@@ -116,6 +119,23 @@ def uninstall(model):
     else:
         model.train_step = guarded.mpkeras_guard.own_train_step
     model.train_function = None
+
+
+def seen_batch_size(model) -> int | None:
+    """Returns the examples in a full batch of the guarded step; `None` where none was seen, or replicas share it."""
+    guarded = vars(model).get("train_step")
+    if not hasattr(guarded, "mpkeras_guard") or training_backend.is_distributed(model):
+        return None
+    return guarded.mpkeras_guard.batch_size or None
+
+
+def _examples(data) -> int:
+    for value in keras.tree.flatten(data):
+        shape = getattr(value, "shape", None)
+        # A TensorFlow shape of unknown rank has no length.
+        if shape is not None and getattr(shape, "rank", 1) and len(shape) and shape[0] is not None:
+            return int(shape[0])
+    return 0
 
 
 def _scaling_optimizers(model) -> list:

@@ -72,7 +72,7 @@ def decide(cells, present_jit: bool, memory_counts: bool = True) -> Decision | N
         ratios = paired_ratios(reference, best)
         rounds, speedup = len(ratios), quartiles(ratios)
         if memory_counts and reference.memory_bytes and best.memory_bytes is not None:
-            saving = 1.0 - best.memory_bytes / reference.memory_bytes
+            saving = (reference.memory_bytes - best.memory_bytes) / reference.memory_bytes
         if speedup[1] >= WORTH:
             because = "speed"
         elif saving is not None and saving >= MEMORY_WORTH and speedup[1] >= _NEARLY:

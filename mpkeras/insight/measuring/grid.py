@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from collections.abc import Callable
 from mpkeras.export.loading import shortened
 
 ROUNDS = 60
-# So much of the budget goes into compiling and first steps; the rest is there to compare.
-PREPARATION_SHARE = 0.6
+# Compiling leaves time for so many rounds of the cells that are ready, or this share of the budget if that is less.
+_ROUNDS_KEPT = 20
+_SHARE_KEPT = 0.4
 # A setting of `jit_compile` that no cell has tried may take so many times as long to prepare as the slowest so far:
 # JAX op by op compiles each operation on its own.
 _UNTRIED = 2.0
@@ -20,6 +22,9 @@ _HOPELESS = {0: 10.0, 3: 3.0, 12: 1.5}
 # One reading of the clock covers about this time, or noise of the timer and of thread wake-ups is what is compared.
 _READING_MS = 20.0
 _MOST_STEPS = 20
+_RAISED_IN_CALL = re.compile(
+    r"Exception encountered when calling ([\w.]+)\(\)\.\s*(.*?)\s*(?:Arguments received|$)", re.DOTALL
+)
 
 
 @dataclasses.dataclass
@@ -89,7 +94,8 @@ def measure_grid(
 
     first_ms = {}
     for i, cell in enumerate(cells):
-        cell.failure = _reason_to_leave_out(cell, cells[:i], first_ms, PREPARATION_SHARE * budget_s - elapsed())
+        kept_s = min(_SHARE_KEPT * budget_s, _rounds_s(first_ms))
+        cell.failure = _reason_to_leave_out(cell, cells[:i], first_ms, budget_s - elapsed() - kept_s)
         if cell.failure is None:
             begun = clock()
             try:
@@ -98,7 +104,7 @@ def measure_grid(
                 cell.failure = str(reason)
             except Exception as error:  # of any layer, loss or compiler
                 cell.error = error
-                cell.failure = shortened(f"raises: {type(error).__name__}: {error}", 90)
+                cell.failure = shortened(f"raises: {type(error).__name__}: {_innermost(str(error))}", 90)
             cell.preparation_s = clock() - begun
         progress(i + 1, len(cells) + rounds)
     if first_ms:
@@ -110,18 +116,47 @@ def _reason_to_leave_out(cell, earlier, first_ms, left_s: float) -> str | None:
     if not first_ms:
         return None
     alike = [i for i in first_ms if earlier[i].jit_compile == cell.jit_compile]
-    slowest_s = max(earlier[i].preparation_s for i in alike or first_ms)
-    if slowest_s * (1.0 if alike else _UNTRIED) > left_s:
+    if alike:
+        # The last one: the very first also pays for what the backend makes once.
+        expected_s = earlier[alike[-1]].preparation_s
+    else:
+        expected_s = _UNTRIED * max(earlier[i].preparation_s for i in first_ms)
+    if expected_s > left_s:
         return "not measured: time"
-    slowness = min((first_ms[i] for i in alike), default=0.0) / min(first_ms.values())
-    if slowness > _HOPELESS[0]:
-        return f"not measured: jit_compile={cell.jit_compile} is {slowness:.0f} times slower in {earlier[alike[0]].policy}"
+    if alike:
+        slowness = min(first_ms[i] for i in alike) / min(first_ms.values())
+        if slowness > _HOPELESS[0]:
+            return f"not measured: {slowness:.0f} times slower in {earlier[alike[0]].policy}"
     return None
+
+
+def _innermost(message: str) -> str:
+    """Returns what a layer said, without what Keras and TensorFlow put around it."""
+    message = re.sub("\x1b\\[[0-9]*m", "", message)
+    found = re.findall(
+        r"Exception encountered when calling ([\w.]+)\(\)\.\s*(.*?)\s*(?:Arguments received|$)", message, re.S
+    )
+    if found:
+        return ": ".join(found[-1])
+    return message.rpartition("\n\n    ")[2] if message.startswith("in user code:") else message
+
+
+def _rounds_s(first_ms) -> float:
+    """Returns about how many seconds the rounds will take for which time is kept."""
+    if not first_ms:
+        return 0.0
+    near = [ms for ms in first_ms.values() if ms <= _HOPELESS[3] * min(first_ms.values())]
+    return 1e-3 * _ROUNDS_KEPT * _steps(first_ms) * sum(near)
+
+
+def _steps(first_ms) -> int:
+    """Returns how many steps one reading of the clock covers."""
+    return max(1, min(_MOST_STEPS, math.ceil(_READING_MS / max(min(first_ms.values()), 1e-3))))
 
 
 def _rounds(cells, bench, first_ms, rounds, budget_s, elapsed, progress):
     fastest = min(first_ms.values())
-    steps = max(1, min(_MOST_STEPS, math.ceil(_READING_MS / max(fastest, 1e-3))))
+    steps = _steps(first_ms)
     live = []
     for i, milliseconds in first_ms.items():
         if milliseconds > _HOPELESS[0] * fastest:
