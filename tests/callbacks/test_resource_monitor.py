@@ -142,8 +142,8 @@ def test_history_has_them_wherever_the_callback_stands(tmp_path):
 
 @pytest.mark.parametrize("options", [{"jit_compile": True}, {"steps_per_execution": 3}, {"run_eagerly": True}])
 def test_modes_of_fit(options, backend):
-    if backend == "torch" and "jit_compile" in options:
-        pytest.skip("Keras' layers take torch.compile minutes")
+    if backend == "torch" and "run_eagerly" not in options:
+        pytest.skip("Keras refuses steps_per_execution on torch, and its layers take torch.compile minutes")
     model = compiled(**options)
     history = model.fit(X, Y, batch_size=2, epochs=2, callbacks=[ResourceMonitor(2)], verbose=0).history
     assert all(0 < value < 1e5 for value in history["step_time_ms"])
@@ -154,7 +154,8 @@ def test_a_generator_of_unknown_length():
         for _ in range(3):
             yield X[:5], Y[:5]
 
-    history = compiled().fit(batches(), shuffle=False, callbacks=[ResourceMonitor()], verbose=0).history
+    with pytest.warns(UserWarning, match="ran out of data"):
+        history = compiled().fit(batches(), shuffle=False, callbacks=[ResourceMonitor()], verbose=0).history
     assert set(history) == {"loss", "mae"} | NAMES
 
 
