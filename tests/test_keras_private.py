@@ -145,7 +145,7 @@ def test_the_global_random_generator_is_known_and_can_be_put_back():
 
 
 def test_functional_models_know_the_structure_of_their_inputs():
-    inputs = {"a": keras.Input((2,)), "b": keras.Input((3,))}
+    inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((3,), name="b")}
     model = keras.Model(inputs, keras.layers.Concatenate()([inputs["a"], inputs["b"]]))
     assert {name: tensor.shape for name, tensor in private.input_structure(model).items()} == {
         "a": (None, 2),

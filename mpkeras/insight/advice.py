@@ -84,7 +84,8 @@ def measured_advice(model, x, y, loss_fn, *, settings=None, budget_s=60.0, verbo
     started = time.perf_counter()
     with subject(model, x) as (trained, is_copy):
         bench = Bench(trained, x, y, _optimizer_maker(model, notes), loss_fn)
-        measure_grid(cells, bench, budget_s=budget_s, rounds=rounds, progress=_progress(verbose))
+        left_s = max(budget_s - (time.perf_counter() - started), 0.0)
+        measure_grid(cells, bench, budget_s=left_s, rounds=rounds, progress=_progress(verbose))
     if not any(cell.is_measured for cell in cells):
         failure = next((cell for cell in cells if cell.failure is not None), None)
         raise ValueError(

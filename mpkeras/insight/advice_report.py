@@ -3,7 +3,7 @@
 import keras
 
 from mpkeras import _keras_private
-from mpkeras.conversion import layers_of
+from mpkeras.conversion import computes_in, layers_of
 from mpkeras.insight.measuring.decision import WORTH, decide, paired_ratios, quartiles, rounds_won
 from mpkeras.insight.measuring.memory import ESTIMATE
 from mpkeras.insight.report import Report
@@ -47,6 +47,7 @@ class AdviceReport(Report):
         self.backend = keras.backend.backend()
         self.native_policy, self._native_reason = auto.choose(devices, self.backend)
         self._name, self._remarks = model.name, list(remarks)
+        self._computes_in_16_bits = computes_in(model, tuple(_SIXTEEN_BITS.values()))
         self._has_accelerator = any(device.kind != "cpu" for device in devices)
         self._parameters, self._product_share = _parameters(model), _product_share(model)
         self.decision = decide(self.cells, present_jit, memory_counts=memory_kind not in (None, ESTIMATE))
@@ -103,7 +104,8 @@ class AdviceReport(Report):
         found = self.decision
         setting = f"{self.policy} with jit_compile={self.jit_compile}"
         if found.because == "none":
-            stay = "stay with" if self.jit_compile == self.present_jit else "use"
+            is_present = self.jit_compile == self.present_jit and not self._computes_in_16_bits
+            stay = "stay with" if is_present else "use"
             return f"Do not bother with 16 bits: {stay} {setting}. {self._not_worth()}"
         if found.reference is None:
             return f"Choose {setting}: float32 could not be measured."
