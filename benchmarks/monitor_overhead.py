@@ -1,8 +1,8 @@
 """What does a monitoring callback cost a training step of `fit`?
 
 The same model is trained by `fit` without a callback and with each of those in `CALLBACKS`, on the same batches. A
-round is one epoch of each; what counts is the ratio within a round. The whole of `fit` is timed, the callback's work
-at the ends of an epoch included, so short epochs exaggerate.
+round is one `fit` of each, of a few epochs; what counts is the ratio within a round. The whole of `fit` is timed, the
+callback's work at the ends of an epoch included, so short epochs exaggerate.
 
     python benchmarks/monitor_overhead.py --backend jax --model cnn
 """
@@ -22,12 +22,12 @@ VARIANTS = ("bare", *CALLBACKS)
 NAMES = ("cnn", "transformer", "mlp")
 # The most that a callback may cost, as a ratio to `bare`.
 GOAL = 1.02
-# Steps of one epoch, as one step alone would mostly measure how `fit` begins and ends.
-STEPS = 50
+# Of one call of `fit`: one step alone would mostly measure how `fit` begins and ends.
+EPOCHS, STEPS = 3, 50
 
 
-def make_epoch(name: str, variant: str, jit_compile: bool, steps: int):
-    """Returns `(epoch, batch_size)`: a function that trains a fresh model for one epoch of so many batches."""
+def make_fit(name: str, variant: str, jit_compile: bool, steps: int):
+    """Returns `(fit, batch_size)`: a function that trains a fresh model for `EPOCHS` epochs of so many batches."""
     import keras
     import numpy as np
 
@@ -46,12 +46,12 @@ def make_epoch(name: str, variant: str, jit_compile: bool, steps: int):
     data = np.concatenate([x] * steps), np.concatenate([y] * steps)
     callbacks = [] if variant == "bare" else [CALLBACKS[variant](mpkeras)]
 
-    def epoch():
-        return model.fit(*data, batch_size=batch_size, shuffle=False, verbose=0, callbacks=list(callbacks)).history[
-            "loss"
-        ]
+    options = {"batch_size": batch_size, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
 
-    return epoch, batch_size
+    def fit():
+        return model.fit(*data, **options, callbacks=list(callbacks)).history["loss"]
+
+    return fit, batch_size
 
 
 def measure(backend: str, models: list[str], rounds: int, steps: int = STEPS) -> dict:
@@ -61,10 +61,10 @@ def measure(backend: str, models: list[str], rounds: int, steps: int = STEPS) ->
     results = []
     for name in models:
         for mode, jit_compile in MODES[backend]:
-            made = {variant: make_epoch(name, variant, jit_compile, steps) for variant in VARIANTS}
-            epochs = {variant: epoch for variant, (epoch, _) in made.items()}
-            times_ms = harness.time_interleaved(epochs, rounds, wait=harness.wait_for_device)
-            times_ms = {variant: [ms / steps for ms in values] for variant, values in times_ms.items()}
+            made = {variant: make_fit(name, variant, jit_compile, steps) for variant in VARIANTS}
+            fits = {variant: fit for variant, (fit, _) in made.items()}
+            times_ms = harness.time_interleaved(fits, rounds, wait=harness.wait_for_device, warm_up=1)
+            times_ms = {variant: [ms / (EPOCHS * steps) for ms in values] for variant, values in times_ms.items()}
             for variant, summary in harness.compare(times_ms, baseline="bare").items():
                 result = {"mode": mode, "model": name, "variant": variant, **summary, "batch_size": made[variant][1]}
                 results.append(result if variant == "bare" else {**result, "goal_ratio": GOAL})
@@ -99,7 +99,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=NAMES, help="may be given more than once (default: all)")
     parser.add_argument(
-        "--rounds", type=int, metavar="N", help="timed epochs of each variant (default: 12; with --quick: 5)"
+        "--rounds", type=int, metavar="N", help="timed calls of `fit` of each variant (default: 12; with --quick: 5)"
     )
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps an epoch (default: {STEPS})")
     parser.add_argument("--quick", action="store_true", help="fewer rounds; cnn only")
@@ -121,7 +121,13 @@ def main() -> int:
         options,
         measure=lambda backend: measure(backend, options.model, options.rounds, options.steps),
         arguments=[*numbers, *(argument for name in options.model for argument in ("--model", name))],
-        settings={"optimizer": "Adam", "policy": "float32", "rounds": options.rounds, "steps": options.steps},
+        settings={
+            "optimizer": "Adam",
+            "policy": "float32",
+            "rounds": options.rounds,
+            "epochs": EPOCHS,
+            "steps": options.steps,
+        },
         table_rows=table_rows,
         write_plot=write_plot,
     )
