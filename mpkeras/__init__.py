@@ -3,6 +3,7 @@
 from mpkeras import callbacks, layers
 from mpkeras._version import __version__
 from mpkeras.conversion import apply_policy
+from mpkeras.insight.advice import advise
 from mpkeras.insight.audit import audit
 from mpkeras.insight.hardware import hardware
 from mpkeras.insight.numerics import trace_numerics
@@ -29,6 +30,7 @@ __all__ = [
     "LossScaleOptimizer",
     "Policy",
     "__version__",
+    "advise",
     "apply_policy",
     "audit",
     "callbacks",

@@ -224,6 +224,11 @@ def output_structure(model):
     return model._outputs_struct
 
 
+def input_structure(model):
+    """Returns the inputs of a Functional model in the structure it takes them; `Model.inputs` is flat."""
+    return model._inputs_struct
+
+
 def made_by(tensor) -> tuple:
     """Returns the layer that returned a symbolic tensor, and the number of the call."""
     history = tensor._keras_history
@@ -281,11 +286,6 @@ def replace_last_layers(model, old, new):
     layers.extend(new)
 
 
-def input_structure(model):
-    """Returns the symbolic inputs of a Functional model in the structure it takes them; `Model.inputs` is flat."""
-    return model._inputs_struct
-
-
 @contextlib.contextmanager
 def kept_losses(layers):
     """Context manager: the losses of the last call of `layers` outlive a call, which begins by clearing them.
@@ -301,3 +301,16 @@ def kept_losses(layers):
             layer._losses.extend(losses)
             layer._loss_ids.clear()
             layer._loss_ids.update(ids)
+
+
+def made_global_seed_generator():
+    """Returns the generator that Keras' random functions without a seed draw from; `None` if it is not made yet.
+
+    `keras.src.random.seed_generator.global_seed_generator()` makes one, from Python's generator.
+    """
+    return keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
+
+
+def set_global_seed_generator(generator):
+    """Lets Keras' random functions draw from `generator`; with `None` they make a new one when they need it."""
+    keras.src.backend.common.global_state.set_global_attribute("global_seed_generator", generator)

@@ -7,11 +7,11 @@ import sys
 from mpkeras._version import __version__
 from mpkeras.demo import command as demo_command
 from mpkeras.export import command as convert_command
-from mpkeras.insight import audit_command
+from mpkeras.insight import advice_command, audit_command
 from mpkeras.insight import command as hardware_command
 
 # Each adds its subcommand. These modules import Keras when they run, not before: `--help` is quick.
-COMMANDS = (demo_command, hardware_command, audit_command, convert_command)
+COMMANDS = (demo_command, hardware_command, audit_command, advice_command, convert_command)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -202,17 +202,32 @@ def _widen_variables(model):
         _keras_private.track_parameters_again(layer)
 
 
-def recorded(model):
-    """Returns a function that gives every layer of `model` what it computes in now."""
-    before = [(layer, layer_policy(layer), products.product_policy(layer)) for layer in layers_of(model)]
+def recorded(model, on=None):
+    """Returns a function that gives every layer of `model` what it computes in now.
 
-    def put_back():
-        for layer, policy, product_policy in before:
+    Called with `refresh=False` it leaves the symbolic dtypes as they are, which only new graphs are made of: on a
+    large model that is quick.
+
+    Args:
+        model: A `keras.Model`.
+        on: A copy of `model`, whose layers the function is for; by default `model` itself.
+    """
+    on = model if on is None else on
+    before = [
+        (target, layer_policy(layer), products.product_policy(layer), products.saved_mark(layer))
+        for layer, target in zip(layers_of(model), layers_of(on), strict=True)
+    ]
+
+    def put_back(refresh: bool = True):
+        for layer, policy, product_policy, mark in before:
             set_layer_policy(layer, policy)
-            if product_policy is not None:
+            if mark is not None:
+                _keras_private.replace_policy_map(layer, mark)
+            elif product_policy is not None:
                 products.split(layer, product_policy)
             _cover(layer)
-        _refresh(model)
+        if refresh:
+            _refresh(on)
 
     return put_back
 

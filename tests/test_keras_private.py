@@ -131,6 +131,28 @@ def test_a_layer_knows_its_random_generators(nested):
     assert private.own_seed_generators(nested) == []
 
 
+def test_the_global_random_generator_is_known_and_can_be_put_back():
+    before = private.made_global_seed_generator()
+    try:
+        private.set_global_seed_generator(None)
+        assert private.made_global_seed_generator() is None
+        keras.random.normal((1,))
+        made = private.made_global_seed_generator()
+        assert isinstance(made, keras.random.SeedGenerator)
+        assert keras.src.random.seed_generator.global_seed_generator() is made
+    finally:
+        private.set_global_seed_generator(before)
+
+
+def test_functional_models_know_the_structure_of_their_inputs():
+    inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((3,), name="b")}
+    model = keras.Model(inputs, keras.layers.Concatenate()([inputs["a"], inputs["b"]]))
+    assert {name: tensor.shape for name, tensor in private.input_structure(model).items()} == {
+        "a": (None, 2),
+        "b": (None, 3),
+    }
+
+
 def test_frozen_weights_are_not_statistics():
     norm, dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((2,)), norm, dense])

@@ -63,10 +63,15 @@ def product_policy(layer) -> keras.DTypePolicy | None:
     """
     if layer in _product_policies:
         return _product_policies[layer]
+    mark = saved_mark(layer)
+    return None if mark is None else mark[_MARK]
+
+
+def saved_mark(layer) -> keras.dtype_policies.DTypePolicyMap | None:
+    """Returns the policy by which a file says that `layer` was split; `None` for any other, and once it is again."""
     policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and _MARK in policy:
-        return policy[_MARK]
-    return None
+    is_mark = isinstance(policy, keras.dtype_policies.DTypePolicyMap) and _MARK in policy
+    return policy if is_mark else None
 
 
 def split(layer, policy: keras.DTypePolicy):

@@ -137,6 +137,14 @@ class CompiledStep:
         lowered = jax.jit(self._pure_step, donate_argnums=0).lower(state, *data)
         return lowered.compile().as_text() if optimized else lowered.as_text(dialect="hlo")
 
+    def temporary_bytes(self, x, y, sample_weight):
+        if not self._parts.jit_compile:
+            return None
+        state, data = self._inputs(x, y, sample_weight)
+        self._function = self._function or self._compiled(state)
+        analysis = self._function.lower(state, *data).compile().memory_analysis()
+        return None if analysis is None else int(analysis.temp_size_in_bytes)
+
     def _inputs(self, x, y, sample_weight):
         state = [[variable.value for variable in variables] for variables in self._variables()]
         return _each_once(state), keras.tree.map_structure(_as_array, (x, y, sample_weight))

@@ -215,6 +215,9 @@ class CompiledStep:
         stage = "optimized_hlo" if optimized else "hlo"
         return self._function.experimental_get_compiler_ir(x, y, sample_weight)(stage=stage)
 
+    def temporary_bytes(self, x, y, sample_weight):
+        return None
+
     def _one_step(self, x, y, sample_weight):
         parts = self._parts
         optimizer = parts.optimizer

@@ -136,6 +136,9 @@ class CompiledStep:
             "parts of a step. Use the TensorFlow or the JAX backend to read a compiled step."
         )
 
+    def temporary_bytes(self, x, y, sample_weight):
+        return None
+
     def _loss(self, x, y, sample_weight):
         parts = self._parts
         y_pred = parts.model(x, **parts.call_options)

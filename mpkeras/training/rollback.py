@@ -71,6 +71,8 @@ class Guard:
     convert_new_layers: Callable[[], None]
     add_logs: bool = False
     add_gradient_logs: bool = False
+    # Examples in the largest batch that the step was traced for or given; 0 where no shape says.
+    batch_size: int = 0
 
 
 def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = lambda: None):
@@ -81,6 +83,7 @@ def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = l
 
     @functools.wraps(train_step)
     def guarded_train_step(*args):
+        guard.batch_size = max(guard.batch_size, _examples(args[-1]))
         training_backend.ensure_built(model, *args)
         guard.convert_new_layers()
         optimizers = scaling_optimizers(model)
@@ -130,6 +133,7 @@ def trace_again(model):
         install(model, rollback=guard.rollback, convert_new_layers=guard.convert_new_layers)
         new_guard = model.train_step.mpkeras_guard
         new_guard.add_logs, new_guard.add_gradient_logs = guard.add_logs, guard.add_gradient_logs
+        new_guard.batch_size = guard.batch_size
     model.train_function = model.test_function = model.predict_function = None
     model.make_train_function(force=True)
 
@@ -153,6 +157,22 @@ def uninstall(model):
     else:
         model.train_step = guarded.mpkeras_guard.own_train_step
     model.train_function = None
+
+
+def seen_batch_size(model) -> int | None:
+    """Returns the examples in a full batch of the guarded step; `None` where none was seen, or replicas share it."""
+    if not is_guarded(model) or training_backend.is_distributed(model):
+        return None
+    return model.train_step.mpkeras_guard.batch_size or None
+
+
+def _examples(data) -> int:
+    for value in keras.tree.flatten(data):
+        shape = getattr(value, "shape", None)
+        # A TensorFlow shape of unknown rank has no length.
+        if shape is not None and getattr(shape, "rank", 1) and len(shape) and shape[0] is not None:
+            return int(shape[0])
+    return 0
 
 
 def scaling_optimizers(model) -> list:

@@ -147,6 +147,16 @@ class TrainStep:
             self._build(x, y)
         return self._compiled.compiler_ir(x, y, sample_weight, optimized)
 
+    def temporary_bytes(self, x, y=None, sample_weight=None) -> int | None:
+        """Returns the bytes of temporary buffers of the step compiled for this batch; `None` where no compiler tells.
+
+        JAX with `jit_compile` does: what lives in the middle of a step, beside weights and optimizer. After a
+        call of the step with such a batch nothing is compiled for it. Takes what the step takes.
+        """
+        if not self._is_built:
+            self._build(x, y)
+        return self._compiled.temporary_bytes(x, y, sample_weight)
+
     def state_dict(self) -> dict:
         """Returns all that the step changes, as NumPy arrays by name: see `mpkeras.training.state.state_dict`.
 

@@ -121,6 +121,9 @@ def test_a_saved_head_is_split_again(policy, tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras")
     # As it is loaded its product is in float32, which is what plain Keras computes.
     assert loaded.layers[-1].compute_dtype == "float32" and not products.is_split(loaded.layers[-1])
+    mark = loaded.layers[-1].dtype_policy
+    mpkeras.conversion.recorded(loaded)()
+    assert loaded.layers[-1].dtype_policy is mark and not products.is_split(loaded.layers[-1])
     mpkeras.apply_policy(loaded, policy)
     assert products.is_split(loaded.layers[-1])
     np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))

@@ -1,0 +1,89 @@
+"""The subcommand `advise`."""
+
+import argparse
+import json
+import sys
+
+_DESCRIPTION = """\
+Measures training steps of a saved model in float32, bfloat16 and float16, compiled and not, and says what to choose.
+
+  mpkeras advise model.keras
+  mpkeras advise model.keras --batch-size 256 --budget 120
+  mpkeras advise model.keras --data batch.npz
+
+Without data the inputs are random numbers of the model's input shapes, integers 0 and 1, and the loss is the mean
+square of the outputs: good for times, not for saying whether float16 trains. With `--data` the arrays of the file are
+used: `x` (or one array for each input, by its name), and `y` with the loss that the model was saved with.
+
+The environment variable KERAS_BACKEND chooses the backend.
+"""
+
+
+def add_parser(subparsers):
+    """Adds the subcommand to `subparsers` of an `argparse` parser."""
+    parser = subparsers.add_parser(
+        "advise",
+        help="which policy and jit setting pay off for a saved model, measured",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option("model", metavar="MODEL", help="a .keras or .h5 file")
+    option("--batch-size", type=_count, metavar="N", help="examples a step (default: 32, or all of the data)")
+    option(
+        "--budget", type=_seconds, default=60.0, metavar="S", help="seconds for all, compiling included (default: 60)"
+    )
+    option("--data", metavar="FILE", help="an .npz file with arrays `x` and `y`: a batch of your own")
+    option(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import this module first, which defines classes and functions of the model; may be repeated",
+    )
+    option("--no-measure", action="store_true", help="advice from the device and the layers alone, at once")
+    option("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=run, error=parser.error)
+
+
+def run(args) -> int:
+    """Measures, prints and returns 0; bad input ends the program through `args.error`, with one line and status 2."""
+    from mpkeras.insight.saved_model import advise_saved
+
+    # A bar in a pipe would be a line for each of its steps.
+    verbose = int(not args.json and sys.stdout.isatty())
+    try:
+        report = advise_saved(
+            args.model,
+            data=args.data,
+            batch_size=args.batch_size,
+            budget_s=args.budget,
+            imports=args.imports,
+            measure=not args.no_measure,
+            verbose=verbose,
+        )
+    except ValueError as reason:
+        args.error(reason)
+    print(json.dumps(report.to_dict(), indent=2) if args.json else report)
+    return 0
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, received {text!r}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, received {text!r}")
+    return number

@@ -1,0 +1,141 @@
+"""`advise_saved`: advice for the file of a model, on data from a file or on random inputs."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import keras
+import numpy as np
+from keras import ops
+
+from mpkeras import _keras_private
+from mpkeras.export import loading
+from mpkeras.insight.advice import advise, loss_and_targets, measured_advice
+from mpkeras.insight.advice_report import AdviceReport
+
+_BATCH_SIZE = 32
+
+
+def advise_saved(
+    path, *, data=None, batch_size=None, budget_s=60.0, imports=(), measure=True, verbose=0
+) -> AdviceReport:
+    """Returns what `mpkeras.advise` says of the model in a `.keras` or `.h5` file.
+
+    Args:
+        path: The file.
+        data: Path of an `.npz` file with `x`, or one array for each input by its name, and `y`; by default random
+            inputs, and a loss that needs no targets.
+        batch_size: Examples a step; by default all of `data`, or 32.
+        budget_s, measure, verbose: As in `mpkeras.advise`.
+        imports: Modules to import first.
+
+    Raises:
+        ValueError: If a file cannot be read, does not fit the model, or no setting can train on it.
+    """
+    custom_objects = loading.import_modules(imports)
+    model = loading.load(path, custom_objects=custom_objects)
+    if not measure:
+        return advise(model, None, measure=False)
+    if data is None:
+        x, y = random_inputs(model, batch_size or _BATCH_SIZE), None
+        about = "The inputs were random numbers"
+    else:
+        x, y = _read(model, data, batch_size)
+        about = f"The inputs were those of '{data}'"
+    # The optimizer, too, is the one that the model was saved with.
+    is_compiled = _compile(model, path, custom_objects)
+    if y is not None and is_compiled:
+        loss_fn, y = loss_and_targets(model, y)
+        remarks = [f"{about}, with the loss that the model was saved with."]
+    else:
+        missing = "no targets" if is_compiled else "no loss in the file"
+        remarks = [
+            f"{about}; the mean square of the outputs stood in for the loss: {missing}.",
+            "Whether float16 trains on your data, `mpkeras.trace_numerics` says.",
+        ]
+        loss_fn, y = mean_square, None
+    report = measured_advice(model, x, y, loss_fn, budget_s=budget_s, verbose=verbose)
+    for line in remarks:
+        report.add_remark(line)
+    return report
+
+
+def mean_square(y, y_pred):
+    """Returns the mean square of all outputs, float32 of shape `()`: a loss without targets."""
+    del y
+    outputs = [ops.cast(output, "float32") for output in keras.tree.flatten(y_pred)]
+    return sum(ops.mean(ops.square(output)) for output in outputs) / len(outputs)
+
+
+def random_inputs(model, batch_size: int):
+    """Returns a batch of random numbers in the structure that `model` takes: normal ones, integers 0 and 1.
+
+    Raises:
+        ValueError: If the model does not say what it takes, or leaves a length open.
+    """
+    graph = _keras_private.graph_of(model)
+    if graph is None:
+        raise ValueError(
+            f"Expected a model that says what inputs it takes, to make random ones. Received: '{model.name}', a "
+            f"subclassed {type(model).__name__}. Give a batch: `--data FILE.npz`."
+        )
+    rng = np.random.default_rng(0)
+
+    def draw(tensor):
+        shape = (batch_size, *tensor.shape[1:])
+        if None in shape:
+            raise ValueError(
+                f"Expected inputs of known shape, to make random ones. Received: input '{tensor.name}' of shape "
+                f"{tuple(tensor.shape)}. Give a batch: `--data FILE.npz`."
+            )
+        if "float" in tensor.dtype:
+            return rng.normal(size=shape).astype("float32")
+        # 0 and 1 are in every vocabulary.
+        return rng.integers(0, 2, size=shape).astype(tensor.dtype)
+
+    return keras.tree.map_structure(draw, _keras_private.input_structure(graph))
+
+
+def _read(model, data, batch_size) -> tuple:
+    remedy = "Write it with `numpy.savez('batch.npz', x=x, y=y)`."
+    try:
+        with np.load(data, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"Expected an `.npz` file of arrays. Received: '{data}' ({type(error).__name__}: "
+            f"{loading.shortened(str(error), 120)}). {remedy}"
+        ) from error
+    graph = _keras_private.graph_of(model)
+    names = [] if graph is None else [tensor.name for tensor in graph.inputs]
+    found = {name: arrays[name] for name in names if name in arrays}
+    if "x" in arrays:
+        x = arrays["x"]
+    elif names and len(found) == len(names):
+        x = keras.tree.map_structure(lambda tensor: found[tensor.name], _keras_private.input_structure(graph))
+    else:
+        raise ValueError(
+            f"Expected an array `x`, or one for each of the inputs {names}. Received: '{data}' with "
+            f"{sorted(arrays)}. {remedy}"
+        )
+    y = arrays.get("y")
+    batch = (x, y) if y is not None else (x,)
+    if any(array.ndim == 0 or not len(array) for array in keras.tree.flatten(batch)):
+        raise ValueError(f"Expected arrays of at least one example. Received: '{data}' with empty ones. {remedy}")
+    x = keras.tree.map_structure(lambda array: array[:batch_size], x)
+    return x, None if y is None else y[:batch_size]
+
+
+def _compile(model, path, custom_objects) -> bool:
+    """Compiles the model as it was saved, where its file says how and this process knows the classes."""
+    path = Path(path)
+    if path.suffix != ".keras" or not loading.is_compiled(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            config = json.loads(archive.read("config.json"))["compile_config"]
+        with keras.saving.custom_object_scope(custom_objects):
+            model.compile_from_config(config)
+    except Exception:  # of losses and optimizers of the user's own
+        return False
+    return bool(getattr(model, "compiled", False)) and getattr(model, "loss", None) is not None

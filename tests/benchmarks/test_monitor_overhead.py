@@ -1,0 +1,38 @@
+"""benchmarks/monitor_overhead.py: its options, and a tiny run on the active backend."""
+
+import json
+
+import keras
+import pytest
+
+import monitor_overhead as benchmark
+
+
+def test_options():
+    options = benchmark.parse_arguments(["--quick"])
+    assert (options.model, options.rounds) == (["cnn"], 5)
+
+
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--steps", "0"], ["--model", "lstm"]], ids=str)
+def test_bad_options_exit_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.parse_arguments(arguments)
+    assert stopped.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_tiny_run_measures_every_callback(monkeypatch):
+    def small(keras):
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(10)])
+
+    monkeypatch.setitem(benchmark.MODELS, "cnn", (small, 8))
+    backend = keras.backend.backend()
+    results = json.loads(json.dumps(benchmark.measure(backend, ["cnn"], 1, steps=3)))["results"]
+    found = [(entry["mode"], entry["variant"]) for entry in results]
+    assert found == [(mode, variant) for mode, _ in benchmark.MODES[backend] for variant in benchmark.VARIANTS]
+    rows = benchmark.table_rows(results)
+    assert [(row["callback"], row["goal"]) for row in rows[:3]] == [
+        ("bare", ""),
+        ("bare again", ""),
+        ("ResourceMonitor", "1.02"),
+    ]

@@ -1,0 +1,108 @@
+"""`mpkeras advise MODEL`: what it prints, and one line with status 2 for what it cannot use."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from mpkeras.cli import main
+from mpkeras.insight.saved_model import random_inputs
+
+
+@pytest.fixture
+def path(tmp_path):
+    inputs = keras.Input((4,), name="features")
+    model = keras.Model(inputs, keras.layers.Dense(3)(inputs))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    path = tmp_path / "model.keras"
+    model.save(path)
+    return path
+
+
+def failing_line(capsys, *arguments):
+    assert main(["advise", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("mpkeras advise: error: ")
+    return line
+
+
+def printed(capsys, *arguments):
+    assert main(["advise", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_random_inputs_and_a_stand_in_loss_are_said(capsys, path):
+    text = printed(capsys, path, "--batch-size", "5", "--budget", "3")
+    assert "trained on 5 examples a step" in text
+    assert "random numbers; the mean square of the outputs stood in for the loss" in text
+
+
+def test_data_and_the_loss_of_the_file(capsys, path, tmp_path):
+    np.savez(tmp_path / "batch.npz", x=np.ones((6, 4), "float32"), y=np.ones((6, 3), "float32"))
+    result = json.loads(printed(capsys, path, "--data", tmp_path / "batch.npz", "--budget", "3", "--json"))
+    assert "with the loss that the model was saved with" in result["advice"][-1]
+    assert any("trained on 6 examples" in line for line in result["advice"])
+    assert result["policy"] and len(result["cells"]) >= 3
+
+
+def test_inputs_by_name_and_no_targets(capsys, path, tmp_path):
+    np.savez(tmp_path / "batch.npz", features=np.ones((6, 4), "float32"))
+    text = printed(capsys, path, "--data", tmp_path / "batch.npz", "--budget", "2", "--batch-size", "2")
+    assert "trained on 2 examples" in text and "stood in for the loss: no targets" in text
+
+
+def test_without_measuring(capsys, path):
+    assert "Not measured" in printed(capsys, path, "--no-measure")
+
+
+def test_bad_files(capsys, path, tmp_path):
+    assert "does not exist" in failing_line(capsys, tmp_path / "none.keras")
+    assert "`numpy.savez" in failing_line(capsys, path, "--data", tmp_path / "none.npz")
+    (tmp_path / "broken.npz").write_bytes(b"PK no zip")
+    assert "`numpy.savez" in failing_line(capsys, path, "--data", tmp_path / "broken.npz")
+    np.savez(tmp_path / "other.npz", z=np.ones(3))
+    line = failing_line(capsys, path, "--data", tmp_path / "other.npz")
+    assert "Expected an array `x`, or one for each of the inputs ['features']" in line
+    np.savez(tmp_path / "empty.npz", x=np.ones((0, 4)))
+    assert "at least one example" in failing_line(capsys, path, "--data", tmp_path / "empty.npz")
+    np.savez(tmp_path / "wrong.npz", x=np.ones((2, 9)))
+    assert "none of" in failing_line(capsys, path, "--data", tmp_path / "wrong.npz")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--budget", "0"], "--budget: expected a positive number of seconds, received '0'"),
+        (["--budget", "inf"], "received 'inf'"),
+        (["--batch-size", "-1"], "--batch-size: expected a whole number of at least 1, received '-1'"),
+        (["--import", "no_such_module_here"], "module"),
+    ],
+)
+def test_bad_options(capsys, path, arguments, expected):
+    assert expected in failing_line(capsys, path, *arguments)
+
+
+def test_random_inputs_follow_the_structure_of_the_model():
+    inputs = {"image": keras.Input((2, 2), name="image"), "words": keras.Input((5,), dtype="int32", name="words")}
+    outputs = keras.layers.Flatten()(inputs["image"]), keras.layers.Embedding(2, 3)(inputs["words"])
+    batch = random_inputs(keras.Model(inputs, outputs), 4)
+    assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
+        "image": ((4, 2, 2), "float32"),
+        "words": ((4, 5), "int32"),
+    }
+    assert set(np.unique(batch["words"])) <= {0, 1}
+
+
+def test_inputs_that_cannot_be_made():
+    with pytest.raises(ValueError, match="known shape.*--data"):
+        random_inputs(keras.Sequential([keras.Input((None, 3)), keras.layers.Dense(2)]), 4)
+
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    with pytest.raises(ValueError, match="says what inputs.*--data"):
+        random_inputs(Own(), 4)
