@@ -17,6 +17,7 @@ from models import MODELS, MODES, make_batch, ratios_by_case
 # One line for each callback to measure: its name, and how it is made.
 CALLBACKS = {
     "ResourceMonitor": lambda mpkeras: mpkeras.callbacks.ResourceMonitor(),
+    "NumericsMonitor": lambda mpkeras: mpkeras.callbacks.NumericsMonitor(),
 }
 # `bare again` is another model without a callback: how much two models differ by themselves.
 VARIANTS = ("bare", "bare again", *CALLBACKS)
