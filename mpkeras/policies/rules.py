@@ -95,7 +95,8 @@ def layers_to_keep(model, rules) -> list:
     rule = None if isinstance(model, keras.Model) else first_match(rules, model)
     if rule is not None:
         kept[id(model)] = (model, rule)
-    _walk(model, tuple(rules), rule, kept, set())
+    if rule is not None or not isinstance(model, _KEEP_OWN_PRECISION):
+        _walk(model, tuple(rules), rule, kept, set())
     return list(kept.values())
 
 
