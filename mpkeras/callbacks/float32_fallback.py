@@ -85,6 +85,7 @@ class Float32Fallback(NumericsMonitor):
         self.moved.append(finding.culprit.path)
         # Those that are there hold the layer as it was.
         self._kept.detach(self.model)
+        self.model.test_function = self.model.predict_function = None
         guard.trace_again(self.model)
         warnings.warn(
             f"Layer '{finding.culprit.path}' has moved from {dtype} to float32, in step {finding.batch} of epoch "

@@ -78,7 +78,10 @@ class Guard:
 def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = lambda: None):
     """Puts the guard around the train step that `model` has now; a guard already there is replaced."""
     uninstall(model)
-    guard = Guard(vars(model).get("train_step"), rollback, convert_new_layers)
+    _put_around(model, Guard(vars(model).get("train_step"), rollback, convert_new_layers))
+
+
+def _put_around(model, guard):
     train_step = model.train_step
 
     @functools.wraps(train_step)
@@ -122,19 +125,15 @@ def add_logs(model, *, gradients: bool = False):
     if not guard.add_logs or (gradients and not guard.add_gradient_logs):
         guard.add_logs = True
         guard.add_gradient_logs |= gradients
-        model.make_train_function(force=True)
+        trace_again(model)
 
 
 def trace_again(model):
-    """Lets the next step of `model` be traced anew, after the dtypes of its layers have changed."""
-    if is_guarded(model):
-        guard = model.train_step.mpkeras_guard
-        # A step of its own: JAX finds what it compiled for a function by the function.
-        install(model, rollback=guard.rollback, convert_new_layers=guard.convert_new_layers)
-        new_guard = model.train_step.mpkeras_guard
-        new_guard.add_logs, new_guard.add_gradient_logs = guard.add_logs, guard.add_gradient_logs
-        new_guard.batch_size = guard.batch_size
-    model.train_function = model.test_function = model.predict_function = None
+    """Lets the next step of a guarded model be traced anew, after what it computes has changed."""
+    guard = model.train_step.mpkeras_guard
+    # A function of its own: JAX finds what it compiled for a function by the function.
+    uninstall(model)
+    _put_around(model, guard)
     model.make_train_function(force=True)
 
 

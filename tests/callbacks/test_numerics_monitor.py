@@ -142,3 +142,15 @@ def test_bad_arguments(arguments):
 def test_an_unguarded_model_is_refused():
     with pytest.raises(ValueError, match="whose train step is guarded"):
         six_layers().fit(X, Y, verbose=0, callbacks=[NumericsMonitor()])
+
+
+@pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch")
+def test_a_model_that_was_trained_before_is_watched_as_well():
+    # JAX finds the step that it compiled for the first `fit`, which told nothing of skipped steps.
+    model = mpkeras.prepare(six_layers(3, learning_rate=0.0, up=30.0), "mixed_float16", loss_scale=2.0**-8)
+    options = {"batch_size": 4, "verbose": 0, "shuffle": False}
+    model.fit(X, Y, **options)
+    monitor = NumericsMonitor(gradients=True)
+    history = model.fit(X * 100, Y, callbacks=[monitor], **options).history
+    assert {name(found.culprit.path) for found in monitor.findings} == {"layer_3"}
+    assert {"skipped_steps", "grad_norm"} <= set(history)
