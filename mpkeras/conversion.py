@@ -148,7 +148,7 @@ def computes_in(model, dtypes) -> bool:
 
 def compute_dtypes(model) -> set[str]:
     """Returns what the layers of `model` compute in; of those that only multiply in 16 bits, that dtype."""
-    return {(products.product_policy(layer) or layer).compute_dtype for layer in layers_of(model)}
+    return {products.compute_dtype(layer) for layer in layers_of(model)}
 
 
 def _let_inputs_through(model):

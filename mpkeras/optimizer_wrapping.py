@@ -5,6 +5,7 @@ import keras
 from mpkeras import _keras_private
 from mpkeras.loss_scaling import LossScale
 from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.scalars import number
 
 
 def rewrapped(optimizer, rule: LossScale, shared_with: LossScaleOptimizer | None = None) -> LossScaleOptimizer:
@@ -54,9 +55,4 @@ def _has_found_its_scale(optimizer) -> bool:
     if isinstance(optimizer, LossScaleOptimizer) and not optimizer.dynamic:
         return False
     values = (optimizer.step_counter, optimizer.inner_optimizer.iterations)
-    return any(_number(value) for value in values) or _number(optimizer.dynamic_scale) != optimizer.initial_scale
-
-
-def _number(scalar) -> float:
-    # A tensor first: under a strategy the variable is one on each replica.
-    return float(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(scalar)))
+    return any(number(value) for value in values) or number(optimizer.dynamic_scale) != optimizer.initial_scale

@@ -10,6 +10,7 @@ from mpkeras.conversion import layers_of
 from mpkeras.policies import products
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import set_layer_policy
+from mpkeras.scalars import number
 from mpkeras.training import rollback as guard
 
 
@@ -64,7 +65,7 @@ class Float32Fallback(NumericsMonitor):
         if culprit.side == "gradient" and not self._scale_is_lowest():
             return
         layer = next((layer for layer in layers_of(self.model) if (layer.path or layer.name) == culprit.path), None)
-        if layer is None or (products.product_policy(layer) or layer).compute_dtype not in SIXTEEN_BIT_DTYPES:
+        if layer is None or products.compute_dtype(layer) not in SIXTEEN_BIT_DTYPES:
             return
         self._counts[culprit.path] = self._counts.get(culprit.path, 0) + 1
         if self._counts[culprit.path] < self._patience:
@@ -80,7 +81,7 @@ class Float32Fallback(NumericsMonitor):
         self._move(layer, finding)
 
     def _move(self, layer, finding):
-        dtype = (products.product_policy(layer) or layer).compute_dtype
+        dtype = products.compute_dtype(layer)
         set_layer_policy(layer, keras.DTypePolicy("float32"))
         self.moved.append(finding.culprit.path)
         # Those that are there hold the layer as it was.
@@ -97,6 +98,6 @@ class Float32Fallback(NumericsMonitor):
         for optimizer in guard.scaling_optimizers(self.model):
             rule = optimizer.loss_scale_rule
             lowest = getattr(rule, "min_scale", None) if optimizer.dynamic else rule.initial_scale
-            if lowest is not None and float(keras.ops.convert_to_numpy(optimizer.loss_scale)) <= lowest:
+            if lowest is not None and number(optimizer.loss_scale) <= lowest:
                 return True
         return False

@@ -8,6 +8,7 @@ import keras
 from mpkeras import loss_scaling
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies.registry import get_policy
+from mpkeras.scalars import number
 from mpkeras.training import rollback as guard
 from mpkeras.training.prepare import prepare
 
@@ -99,7 +100,7 @@ class MixedPrecision(keras.callbacks.Callback):
     def _check_scale_after_batch(self, batch, logs=None):
         for i, optimizer in enumerate(self._optimizers()):
             # One number and no `_Counts`: each waits for the device, after every batch.
-            lost, self._nonfinite_losses[i] = self._nonfinite_losses[i], int(_number(optimizer.nonfinite_losses))
+            lost, self._nonfinite_losses[i] = self._nonfinite_losses[i], int(number(optimizer.nonfinite_losses))
             # Where the loss itself was not finite, the scale has no part in it.
             if self._nonfinite_losses[i] > lost or not self._is_stuck(optimizer):
                 continue
@@ -117,13 +118,13 @@ class MixedPrecision(keras.callbacks.Callback):
     def _is_stuck(optimizer) -> bool:
         """Whether steps are skipped in a row although the scale is as low as it may go."""
         min_scale = getattr(optimizer.loss_scale_rule, "min_scale", None)
-        if min_scale is None or _number(optimizer.consecutive_skips) < 2:
+        if min_scale is None or number(optimizer.consecutive_skips) < 2:
             return False
-        return _number(optimizer.loss_scale) <= min_scale
+        return number(optimizer.loss_scale) <= min_scale
 
     @staticmethod
     def _stuck_message(optimizer) -> str:
-        steps = int(_number(optimizer.consecutive_skips))
+        steps = int(number(optimizer.consecutive_skips))
         return (
             f"{steps} steps in a row were skipped with the loss scale at its lowest, "
             f"{optimizer.loss_scale_rule.min_scale}: gradients still overflow, and training does not move. Train "
@@ -137,11 +138,6 @@ class MixedPrecision(keras.callbacks.Callback):
             warnings.warn(message, stacklevel=3)
 
 
-def _number(scalar) -> float:
-    """Returns the value of a scalar tensor or variable, also of one that has a copy on every replica."""
-    return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(scalar)).item()
-
-
 @dataclasses.dataclass
 class _Counts:
     """Steps of one optimizer: skipped ones, those of them whose loss was not finite, and accepted ones."""
@@ -153,7 +149,7 @@ class _Counts:
     @classmethod
     def of(cls, optimizer):
         counters = (optimizer.skipped_steps, optimizer.nonfinite_losses, optimizer.accepted_steps)
-        return cls(*(int(_number(counter)) for counter in counters))
+        return cls(*(int(number(counter)) for counter in counters))
 
     def since(self, before):
         return _Counts(

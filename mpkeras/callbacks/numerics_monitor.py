@@ -8,6 +8,7 @@ import keras
 from mpkeras.callbacks.kept_batches import KeptBatches
 from mpkeras.insight.culprit import Culprit
 from mpkeras.insight.numerics import trace_numerics
+from mpkeras.scalars import number
 from mpkeras.training import rollback as guard
 
 
@@ -96,7 +97,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._skipped = self._skipped_steps()
 
     def on_train_batch_end(self, batch, logs=None):
-        skipped = int(keras.ops.convert_to_numpy((logs or {}).get("skipped_steps", self._skipped)))
+        skipped = int(number((logs or {}).get("skipped_steps", self._skipped)))
         self._steps += 1
         is_due = self._every is not None and self._steps % self._every == 0 and bool(self._kept.batches)
         if (skipped > self._skipped or is_due) and keras.backend.backend() == "jax":
@@ -113,7 +114,7 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def _skipped_steps(self) -> int:
         optimizers = guard.scaling_optimizers(self.model)
-        return sum(int(keras.ops.convert_to_numpy(o.skipped_steps.value)) for o in optimizers)
+        return sum(number(optimizer.skipped_steps) for optimizer in optimizers)
 
     def _look_at_skipped(self, batch):
         if len(self.findings) >= self._max_findings:
@@ -147,7 +148,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _scales(self) -> list:
         """Returns the loss scales that the step may have had: the present one, and the one that backed off to it."""
         optimizers = guard.scaling_optimizers(self.model)
-        scale = float(keras.ops.convert_to_numpy(optimizers[0].loss_scale)) if optimizers else 1.0
+        scale = number(optimizers[0].loss_scale) if optimizers else 1.0
         backoff = getattr(optimizers[0].loss_scale_rule, "backoff_factor", None) if optimizers else None
         return [scale] if backoff is None else [scale, scale / backoff]
 

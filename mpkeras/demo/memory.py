@@ -1,9 +1,9 @@
 """Bytes of one training batch: what the layers return, and what XLA reserves where it says so."""
 
-import math
-
 import keras
 from keras import ops
+
+from mpkeras.policies.dtypes import bytes_of, tensor_dtype
 
 
 def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
@@ -24,14 +24,7 @@ def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
         if not isinstance(operation, keras.layers.InputLayer):
             symbolic.extend(keras.tree.flatten(operation.output))
     outputs = keras.Model(model.inputs, symbolic)(ops.convert_to_tensor(x[:1]))
-    return batch_size * sum(_bytes(tensor) for tensor in keras.tree.flatten(outputs))
-
-
-def _bytes(tensor) -> int:
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    # "bfloat16" and "int32" end in their size in bits; "bool" does not.
-    bits = 8 if dtype == "bool" else int(dtype.lstrip("abcdefghijklmnopqrstuvwxyz"))
-    return math.prod(tensor.shape) * bits // 8
+    return batch_size * sum(bytes_of(tensor.shape, tensor_dtype(tensor)) for tensor in keras.tree.flatten(outputs))
 
 
 class XlaMemory(keras.callbacks.Callback):

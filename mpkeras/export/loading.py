@@ -71,8 +71,13 @@ def is_compiled(path) -> bool:
 
         with h5py.File(path, "r") as file:
             return "training_config" in file.attrs
+    return bool(compile_config(path))
+
+
+def compile_config(path) -> dict | None:
+    """Returns what a `.keras` file says of `compile`; `None` for a model that was not compiled."""
     with zipfile.ZipFile(path) as archive:
-        return bool(json.loads(archive.read("config.json")).get("compile_config"))
+        return json.loads(archive.read("config.json")).get("compile_config")
 
 
 def _check_file(path: Path):

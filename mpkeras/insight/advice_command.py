@@ -4,6 +4,8 @@ import argparse
 import json
 import sys
 
+from mpkeras.export.options import add_model_options
+
 _DESCRIPTION = """\
 Measures training steps of a saved model in float32, bfloat16 and float16, compiled and not, and says what to choose.
 
@@ -27,23 +29,14 @@ def add_parser(subparsers):
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model_options(parser)
     option = parser.add_argument
-    option("model", metavar="MODEL", help="a .keras or .h5 file")
     option("--batch-size", type=_count, metavar="N", help="examples a step (default: 32, or all of the data)")
     option(
         "--budget", type=_seconds, default=60.0, metavar="S", help="seconds for all, compiling included (default: 60)"
     )
     option("--data", metavar="FILE", help="an .npz file with arrays `x` and `y`: a batch of your own")
-    option(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="MODULE",
-        help="import this module first, which defines classes and functions of the model; may be repeated",
-    )
     option("--no-measure", action="store_true", help="advice from the device and the layers alone, at once")
-    option("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run, error=parser.error)
 
 

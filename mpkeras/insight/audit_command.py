@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import zipfile
 from pathlib import Path
 
 from mpkeras.export.options import add_model_options
@@ -63,14 +62,13 @@ def _saved_optimizer(path, custom_objects) -> tuple:
     """
     import keras
 
-    from mpkeras.export.loading import is_compiled, shortened
+    from mpkeras.export.loading import compile_config, is_compiled, shortened
 
     if not is_compiled(path):
         return None, None
     if path.suffix != ".keras":
         return None, f"a '{path.suffix}' file holds it in another form"
-    with zipfile.ZipFile(path) as archive:
-        config = json.loads(archive.read("config.json"))["compile_config"].get("optimizer")
+    config = compile_config(path).get("optimizer")
     try:
         with keras.saving.custom_object_scope(custom_objects):
             optimizer = keras.optimizers.get(config)

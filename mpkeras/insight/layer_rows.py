@@ -6,9 +6,9 @@ import keras
 
 from mpkeras import _keras_private
 from mpkeras.conversion import layers_of
-from mpkeras.insight.programs.forward import bytes_of
+from mpkeras.insight.programs.program import size
 from mpkeras.policies import products
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 
 
 @dataclasses.dataclass
@@ -75,7 +75,7 @@ def layer_rows(model, forward) -> list:
             compute_dtype=layer.compute_dtype,
             product_dtype=products.product_policy(layer).compute_dtype if products.is_split(layer) else None,
             weight_bytes={},
-            parameters=sum(bytes_of(variable.shape, "bool") for variable in variables if _is_initialized(variable)),
+            parameters=sum(size(variable.shape) for variable in variables if _is_initialized(variable)),
             flops=None if program is None else {},
             casts=None if program is None else 0,
             output_bytes=forward.output_bytes.get(index, {}),

@@ -14,6 +14,7 @@ from mpkeras.insight.ranges import Range, overflow_limit, overflow_share, underf
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import set_layer_policy
+from mpkeras.scalars import number
 
 # Of the gradients that are not zero in float32, so many may round to zero before a scale counts as too small.
 _UNDERFLOW_SHARE = 1e-3
@@ -90,10 +91,10 @@ def _check(model, y, loss_scale):
 def _scale_of(model) -> float:
     optimizer = getattr(model, "optimizer", None)
     if isinstance(optimizer, LossScaleOptimizer):
-        return float(keras.ops.convert_to_numpy(optimizer.loss_scale))
+        return number(optimizer.loss_scale)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
-        return float(keras.ops.convert_to_numpy(scale))
+        return number(scale)
     return float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
 
 
@@ -111,17 +112,18 @@ def _in_float32(model):
 
 def _of_call(call, twin, loss_scale: float) -> LayerNumerics:
     true_grads = [grad for grad in (*twin.input_grads, *twin.output_grads) if grad is not None]
+    inputs, outputs = Range.of(call.inputs), Range.of(call.outputs)
     return LayerNumerics(
         path=call.layer.path or call.layer.name,
         class_name=type(call.layer).__name__,
         number=call.number,
         compute_dtype=call.compute_dtype,
-        inputs=Range.of(call.inputs),
-        outputs=Range.of(call.outputs),
+        inputs=inputs,
+        outputs=outputs,
         # A layer that casts nothing on the way in (LayerNormalization) reads what it is given as it is.
         true_inputs=Range.of(twin.inputs if call.layer.autocast else []),
         true_outputs=Range.of(twin.outputs),
-        overflow=_overflow(call),
+        overflow=_overflow(call, inputs, outputs),
         underflow=underflow_share(call.outputs, call.references),
         grads=Range.of([*call.input_grads, *call.output_grads]),
         true_grads=Range.of(true_grads),
@@ -129,11 +131,10 @@ def _of_call(call, twin, loss_scale: float) -> LayerNumerics:
     )
 
 
-def _overflow(call) -> float:
+def _overflow(call, inputs, outputs) -> float:
     if any(reference is not None for reference in call.references):
         return overflow_share(call.outputs, call.references)
     # Without a float32 twin (a layer that draws numbers): finite in, not finite out.
-    inputs, outputs = Range.of(call.inputs), Range.of(call.outputs)
     return outputs.nonfinite / outputs.size if outputs.size and not inputs.nonfinite else 0.0
 
 

@@ -12,12 +12,9 @@ from keras import ops
 
 from mpkeras import _keras_private
 from mpkeras.conversion import layers_of
-from mpkeras.insight.wrapped_calls import wrapped_calls
+from mpkeras.insight.wrapped_calls import STEPPING, wrapped_calls
 from mpkeras.policies import products
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
-
-# They call the layers inside them in loops of the backend, out of which nothing can be carried.
-_LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
 
 
 @dataclasses.dataclass
@@ -99,7 +96,7 @@ def observed_layers(model) -> list:
     hidden = {
         id(inner)
         for layer in layers_of(model)
-        if isinstance(layer, _LOOPS)
+        if isinstance(layer, STEPPING)
         for inner in _keras_private.flatten_layers(layer)
     }
     skipped = (keras.layers.InputLayer, keras.Model)
@@ -137,7 +134,7 @@ def _observed_call(layer, calls, taps, tap_input, tap_output, references, clock,
     def observed(*args, **kwargs):
         if paused:
             return call(*args, **kwargs)
-        compute_dtype = (products.product_policy(layer) or layer).compute_dtype
+        compute_dtype = products.compute_dtype(layer)
         record = LayerCall(layer, next(numbers), compute_dtype, next(clock))
         args, kwargs = keras.tree.map_structure(lambda v: tapped(v, tap_input, record.inputs), (args, kwargs))
         outputs = call(*args, **kwargs)

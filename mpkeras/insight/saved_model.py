@@ -1,6 +1,5 @@
 """`advise_saved`: advice for the file of a model, on data from a file or on random inputs."""
 
-import json
 import zipfile
 from pathlib import Path
 
@@ -132,8 +131,7 @@ def _compile(model, path, custom_objects) -> bool:
     if path.suffix != ".keras" or not loading.is_compiled(path):
         return False
     try:
-        with zipfile.ZipFile(path) as archive:
-            config = json.loads(archive.read("config.json"))["compile_config"]
+        config = loading.compile_config(path)
         with keras.saving.custom_object_scope(custom_objects):
             model.compile_from_config(config)
     except Exception:  # of losses and optimizers of the user's own

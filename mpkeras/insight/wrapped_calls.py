@@ -2,6 +2,11 @@
 
 import contextlib
 
+import keras
+
+# They call the layer in them step by step, in loops of the backend: what that returns is no output of its own, and
+# nothing can be carried out of there.
+STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
 _MISSING = object()
 
 

@@ -1,5 +1,7 @@
 """The dtypes of a policy, and what policy names mean to Keras."""
 
+import math
+
 import keras
 from keras import ops
 
@@ -55,3 +57,10 @@ def tensor_dtype(value) -> str | None:
     if ops.is_tensor(value) or isinstance(value, keras.KerasTensor):
         return keras.backend.standardize_dtype(value.dtype)
     return None
+
+
+def bytes_of(shape, dtype: str) -> int:
+    """Returns the bytes of a tensor. Raises `TypeError` where a dimension is not known."""
+    # "bfloat16" and "int32" end in their size in bits; "bool" does not. "float8_e4m3fn" has it in the middle.
+    bits = 8 if dtype == "bool" else int(dtype.split("_")[0].lstrip("abcdefghijklmnopqrstuvwxyz"))
+    return math.prod(shape) * bits // 8

@@ -5,7 +5,6 @@ import functools
 import inspect
 import re
 import warnings
-import weakref
 
 import keras
 import numpy as np
@@ -26,7 +25,6 @@ _SPELLINGS = {
 }
 _SPELLED = re.compile(rf"(?<![a-z])({'|'.join(_SPELLINGS)})(?![a-z0-9])", re.IGNORECASE)
 
-_covered = weakref.WeakSet()
 _silent = []
 
 
@@ -62,7 +60,6 @@ def name_mixed_dtypes(layer):
 
     has_warned = []
     override(layer, "call", call_and_name)
-    _covered.add(layer)
 
 
 @contextlib.contextmanager
@@ -103,9 +100,9 @@ def remedy(layer) -> str:
 
 def name_nothing(layer):
     """Takes back `name_mixed_dtypes`."""
-    if layer in _covered:
+    # The `call` of a stock layer is overridden by others.
+    if has_own_call(layer):
         restore(layer, "call")
-        _covered.remove(layer)
 
 
 def _dtypes_in(message: str) -> set[str]:

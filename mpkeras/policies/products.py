@@ -67,6 +67,11 @@ def product_policy(layer) -> keras.DTypePolicy | None:
     return None if mark is None else mark[_MARK]
 
 
+def compute_dtype(layer) -> str:
+    """Returns the dtype that `layer` computes in; of one whose product alone is in 16 bits, that dtype."""
+    return (product_policy(layer) or layer).compute_dtype
+
+
 def saved_mark(layer) -> keras.dtype_policies.DTypePolicyMap | None:
     """Returns the policy by which a file says that `layer` was split; `None` for any other, and once it is again."""
     policy = layer.dtype_policy
@@ -76,7 +81,7 @@ def saved_mark(layer) -> keras.dtype_policies.DTypePolicyMap | None:
 
 def split(layer, policy: keras.DTypePolicy):
     """Puts `layer` under the stock policy `float32`, and its product alone in the compute dtype of `policy`."""
-    compute_dtype = policy.compute_dtype
+    product_dtype = policy.compute_dtype
     call, get_config = layer.call, layer.get_config
 
     @functools.wraps(layer.activation)
@@ -85,7 +90,7 @@ def split(layer, policy: keras.DTypePolicy):
 
     @functools.wraps(call)
     def call_with_16_bit_product(*args, **kwargs):
-        dtype = compute_dtype if _is_large(layer) else "float32"
+        dtype = product_dtype if _is_large(layer) else "float32"
         args, kwargs = keras.tree.map_structure(lambda value: _cast(value, dtype), (args, kwargs))
         with _keras_private.autocast_scope(dtype):
             return call(*args, **kwargs)
@@ -95,7 +100,7 @@ def split(layer, policy: keras.DTypePolicy):
         if not _is_large(layer):
             return get_config()
         # Stock and portable; only `prepare` and `apply_policy` read the mark, and split the layer again.
-        name = stock_name(compute_dtype, policy.variable_dtype) or f"mixed_{compute_dtype}"
+        name = stock_name(product_dtype, policy.variable_dtype) or f"mixed_{product_dtype}"
         saved = keras.dtype_policies.DTypePolicyMap("float32", {_MARK: keras.DTypePolicy(name)})
         return {**get_config(), "dtype": keras.dtype_policies.serialize(saved)}
 

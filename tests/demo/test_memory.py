@@ -4,6 +4,7 @@ import pytest
 
 import mpkeras
 from mpkeras.demo import memory
+from mpkeras.policies.dtypes import bytes_of
 
 
 def small_model():
@@ -51,7 +52,8 @@ def test_counting_leaves_the_model_as_it_was():
     ],
 )
 def test_bytes_of_a_tensor(dtype, expected):
-    assert memory._bytes(keras.ops.zeros((2, 3), dtype)) == expected
+    tensor = keras.ops.zeros((2, 3), dtype)
+    assert bytes_of(tensor.shape, keras.backend.standardize_dtype(tensor.dtype)) == expected
 
 
 def test_xla_tells_its_temporary_bytes_on_jax_only(backend):

@@ -10,6 +10,7 @@ from mpkeras.conversion import computes_in, layer_converter, recorded
 from mpkeras.insight.measuring.grid import NotTrainable
 from mpkeras.insight.measuring.memory import estimated_output_bytes
 from mpkeras.policies.registry import get_policy
+from mpkeras.scalars import number
 from mpkeras.training.backend import training_backend
 from mpkeras.training.step import make_train_step
 
@@ -62,8 +63,8 @@ class Bench:
         result = self._run(step, 1)
         self._optimizers[scales] = step.optimizer
         steps = 1
-        while bool(_value(result["skipped"])):
-            loss = float(_value(result["loss"]))
+        while bool(number(result["skipped"])):
+            loss = float(number(result["loss"]))
             if not np.isfinite(loss):
                 raise NotTrainable(f"loss not finite: {loss}")
             if steps == _WARM_UP_STEPS:
@@ -108,7 +109,3 @@ class Bench:
             layer_converter(self._model, get_policy(policy))()
             self._policies[policy] = recorded(self._model)
         self._policy = policy
-
-
-def _value(tensor):
-    return keras.ops.convert_to_numpy(tensor).item()

@@ -133,9 +133,7 @@ def _reason_to_leave_out(cell, earlier, first_ms, left_s: float) -> str | None:
 def _innermost(message: str) -> str:
     """Returns what a layer said, without what Keras and TensorFlow put around it."""
     message = re.sub("\x1b\\[[0-9]*m", "", message)
-    found = re.findall(
-        r"Exception encountered when calling ([\w.]+)\(\)\.\s*(.*?)\s*(?:Arguments received|$)", message, re.S
-    )
+    found = _RAISED_IN_CALL.findall(message)
     if found:
         return ": ".join(found[-1])
     return message.rpartition("\n\n    ")[2] if message.startswith("in user code:") else message

@@ -11,15 +11,13 @@ from keras import ops
 
 from mpkeras import _keras_private
 from mpkeras.conversion import layers_of
-from mpkeras.insight.programs.program import Program, size
-from mpkeras.insight.wrapped_calls import wrapped_calls
+from mpkeras.insight.programs.program import Program
+from mpkeras.insight.wrapped_calls import STEPPING, wrapped_calls
 from mpkeras.policies import mixing
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of, tensor_dtype
 
 # In place of a size that the model leaves open, such as the length of a sequence.
 ASSUMED_SIZE = 64
-# They call the layer in them step by step: what that returns is no output of its own.
-_STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
 
 
 @dataclasses.dataclass
@@ -174,7 +172,7 @@ def _watching(layer, index, backend, running, result):
 
     @functools.wraps(call)
     def call_in_scope(*args, **kwargs):
-        is_step = any(isinstance(outer, _STEPPING) for outer, _ in running)
+        is_step = any(isinstance(outer, STEPPING) for outer, _ in running)
         for _, inner in running:
             inner.append(layer)
         inside = []
@@ -187,7 +185,7 @@ def _watching(layer, index, backend, running, result):
             raise
         finally:
             running.pop()
-        if not is_step and (not inside or isinstance(layer, _STEPPING)):
+        if not is_step and (not inside or isinstance(layer, STEPPING)):
             _note_outputs(index, outputs, result)
         if mixing.has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES and index not in result.mixed:
             what = mixing.promoted(layer, args, kwargs, outputs)
@@ -216,10 +214,3 @@ def _note_outputs(index, outputs, result):
         dtype = tensor_dtype(output)
         if dtype not in (None, "string") and None not in tuple(output.shape):
             known[dtype] = known.get(dtype, 0) + bytes_of(output.shape, dtype)
-
-
-def bytes_of(shape, dtype: str) -> int:
-    """Returns the bytes of a tensor."""
-    # "bfloat16" and "int32" end in their size in bits; "bool" does not. "float8_e4m3fn" has it in the middle.
-    digits = dtype.split("_")[0].lstrip("abcdefghijklmnopqrstuvwxyz")
-    return size(shape) * (8 if dtype == "bool" else int(digits)) // 8
