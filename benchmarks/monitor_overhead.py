@@ -2,13 +2,17 @@
 
 The same model is trained by `fit` without a callback and with each of those in `CALLBACKS`, on the same batches. A
 round is one `fit` of each, of a few epochs; what counts is the ratio within a round. The whole of `fit` is timed, the
-callback's work at the ends of an epoch included, so short epochs exaggerate.
+callback's work at the ends of an epoch included, so short epochs exaggerate. With the progress bar, the default, and
+with `verbose=0`: without a bar nothing on JAX waits for a step before the next begins, until a callback looks.
 
     python benchmarks/monitor_overhead.py --backend jax --model cnn
 """
 
 import argparse
+import contextlib
+import itertools
 import logging
+import os
 import sys
 
 import harness
@@ -26,9 +30,11 @@ NAMES = ("cnn", "transformer", "mlp")
 GOAL = 1.02
 # Of one call of `fit`: one step alone would mostly measure how `fit` begins and ends.
 EPOCHS, STEPS = 3, 50
+# The name of what `fit` shows, and `verbose`.
+DISPLAYS = (("progress bar", 1), ("nothing", 0))
 
 
-def make_fit(name: str, variant: str, jit_compile: bool, steps: int):
+def make_fit(name: str, variant: str, jit_compile: bool, steps: int, verbose: int):
     """Returns `(fit, batch_size)`: a function that trains a fresh model for `EPOCHS` epochs of so many batches."""
     import keras
     import numpy as np
@@ -48,10 +54,11 @@ def make_fit(name: str, variant: str, jit_compile: bool, steps: int):
     data = np.concatenate([x] * steps), np.concatenate([y] * steps)
     callbacks = [CALLBACKS[variant](mpkeras)] if variant in CALLBACKS else []
 
-    options = {"batch_size": batch_size, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    options = {"batch_size": batch_size, "epochs": EPOCHS, "shuffle": False, "verbose": verbose}
 
     def fit():
-        return model.fit(*data, **options, callbacks=list(callbacks)).history["loss"]
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            return model.fit(*data, **options, callbacks=list(callbacks)).history["loss"]
 
     return fit, batch_size
 
@@ -62,13 +69,14 @@ def measure(backend: str, models: list[str], rounds: int, steps: int = STEPS) ->
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     results = []
     for name in models:
-        for mode, jit_compile in MODES[backend]:
-            made = {variant: make_fit(name, variant, jit_compile, steps) for variant in VARIANTS}
+        for (mode, jit_compile), (display, verbose) in itertools.product(MODES[backend], DISPLAYS):
+            made = {variant: make_fit(name, variant, jit_compile, steps, verbose) for variant in VARIANTS}
             fits = {variant: fit for variant, (fit, _) in made.items()}
             times_ms = harness.time_interleaved(fits, rounds, wait=harness.wait_for_device, warm_up=1)
             times_ms = {variant: [ms / (EPOCHS * steps) for ms in values] for variant, values in times_ms.items()}
             for variant, summary in harness.compare(times_ms, baseline="bare").items():
-                result = {"mode": mode, "model": name, "variant": variant, **summary, "batch_size": made[variant][1]}
+                result = {"mode": mode, "model": name, "display": display, "variant": variant, **summary}
+                result["batch_size"] = made[variant][1]
                 results.append({**result, "goal_ratio": GOAL} if variant in CALLBACKS else result)
     return {"environment": harness.environment(), "results": results}
 
@@ -78,7 +86,7 @@ def table_rows(results: list[dict]) -> list[dict[str, str]]:
     rows = []
     for result in results:
         row = {"model": result["model"], "batch": str(result["batch_size"]), "step": result["mode"]}
-        row |= {"callback": result["variant"], **harness.summary_cells(result)}
+        row |= {"shown": result["display"], "callback": result["variant"], **harness.summary_cells(result)}
         row["ratio"] = f"{result['ratio']['median']:.3f}"
         row["goal"] = f"{result['goal_ratio']:.2f}" if "goal_ratio" in result else ""
         rows.append(row)
@@ -87,12 +95,13 @@ def table_rows(results: list[dict]) -> list[dict[str, str]]:
 
 def write_plot(path: str, results: list[dict]) -> None:
     """Writes the ratios to `bare` as bars."""
+    cases = ratios_by_case([{**result, "mode": f"{result['mode']}\n{result['display']}"} for result in results])
     harness.write_bar_plot(
         path,
-        ratios_by_case(results),
+        cases,
         title="What a monitoring callback costs a training step of fit",
         ylabel="time / time without it",
-        goals=dict.fromkeys(ratios_by_case(results), GOAL),
+        goals=dict.fromkeys(cases, GOAL),
     )
 
 

@@ -62,7 +62,7 @@ class Float32Fallback(NumericsMonitor):
         culprit = finding.culprit
         if culprit is None or culprit.path is None:
             return
-        if culprit.side == "gradient" and not self._scale_is_lowest():
+        if culprit.side == "gradient" and not self._scale_is_lowest(finding):
             return
         layer = next((layer for layer in layers_of(self.model) if (layer.path or layer.name) == culprit.path), None)
         if layer is None or products.compute_dtype(layer) not in SIXTEEN_BIT_DTYPES:
@@ -84,8 +84,8 @@ class Float32Fallback(NumericsMonitor):
         dtype = products.compute_dtype(layer)
         set_layer_policy(layer, keras.DTypePolicy("float32"))
         self.moved.append(finding.culprit.path)
-        # Those that are there hold the layer as it was.
-        self._kept.detach(self.model)
+        # The functions that are there hold the layer as it was, and so does what they have executed since.
+        self._stop_watching()
         self.model.test_function = self.model.predict_function = None
         guard.trace_again(self.model)
         warnings.warn(
@@ -94,10 +94,15 @@ class Float32Fallback(NumericsMonitor):
             stacklevel=4,
         )
 
-    def _scale_is_lowest(self) -> bool:
-        for optimizer in guard.scaling_optimizers(self.model):
+    def _scale_is_lowest(self, finding) -> bool:
+        optimizers = guard.scaling_optimizers(self.model)
+        if not optimizers:
+            return False
+        # Of the first, what it was after that step: on JAX another step has been taken since.
+        scales = [finding.loss_scale, *(number(optimizer.loss_scale) for optimizer in optimizers[1:])]
+        for optimizer, scale in zip(optimizers, scales, strict=True):
             rule = optimizer.loss_scale_rule
             lowest = getattr(rule, "min_scale", None) if optimizer.dynamic else rule.initial_scale
-            if lowest is not None and number(optimizer.loss_scale) <= lowest:
+            if lowest is not None and scale <= lowest:
                 return True
         return False

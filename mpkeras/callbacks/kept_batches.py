@@ -1,20 +1,42 @@
 """The batches of the last call of a model's train function, kept for whoever wants to look at them again."""
 
+import collections
+import dataclasses
 import functools
 import itertools
 
 import keras
 
 
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """One call of a train function.
+
+    Attributes:
+        step: Of its last batch in the epoch, counted from 0.
+        batches: List of what it trained on; empty under a `tf.distribute` strategy with several replicas.
+        logs: What it returned, as tensors that may still be computed.
+    """
+
+    step: int
+    batches: list
+    logs: dict
+
+
 class KeptBatches:
-    """Keeps what `fit` trains on, one execution long: references, no copies.
+    """Keeps what `fit` trains on, a few executions long: references, no copies.
 
     `fit` asks `model.train_function` anew on every step; there a function stands that reads ahead the batches of one
-    execution and hands them on. Under a `tf.distribute` strategy with several replicas nothing is kept.
+    execution and hands them on.
+
+    Attributes:
+        executions: Those that nobody has taken from here yet, the oldest first; no more than two.
+        begin: The step with which the next execution begins.
     """
 
     def __init__(self):
-        self.batches = []
+        self.executions = collections.deque(maxlen=2)
+        self.begin = 0
 
     def attach(self, model):
         """Puts itself in front of the train function that `model` has now, unless it is there."""
@@ -27,18 +49,22 @@ class KeptBatches:
         @functools.wraps(function)
         def train_function(*args):
             *state, data = args
+            batches = None
             if backend == "torch":
                 # A list of one batch, already read.
-                self.batches = list(data)
-                return function(*args)
-            if not _is_read_by_next(data):
-                self.batches = []
-                return function(*args)
-            self.batches = list(itertools.islice(data, steps))
-            if not self.batches:
-                # As Keras' own functions do at the end of the data.
-                raise StopIteration
-            return function(*state, iter(self.batches))
+                batches = list(data)
+            elif _is_read_by_next(data):
+                batches = list(itertools.islice(data, steps))
+                if not batches:
+                    # As Keras' own functions do at the end of the data.
+                    raise StopIteration
+                data = iter(batches)
+            result = function(*state, data)
+            # On JAX the new state comes back, too.
+            logs = result[0] if isinstance(result, tuple) else result
+            end = self.begin + len(batches or [0]) - 1
+            self.executions.append(Execution(end, batches or [], logs))
+            return result
 
         train_function.mpkeras_kept_batches = self
         train_function.mpkeras_own_function = function
@@ -49,7 +75,7 @@ class KeptBatches:
         function = model.train_function
         if getattr(function, "mpkeras_kept_batches", None) is self:
             model.train_function = function.mpkeras_own_function
-        self.batches = []
+        self.executions.clear()
 
 
 def _is_read_by_next(data) -> bool:

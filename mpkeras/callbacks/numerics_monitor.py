@@ -20,12 +20,14 @@ class Finding:
         epoch, batch: Of the step, counted from 0.
         culprit: A `Culprit`, or `None` where the batch is finite with the weights as they are now.
         report: The `NumericsReport` of the batch.
+        loss_scale: After the step, of the first optimizer that scales its loss; 1.0 if none does.
     """
 
     epoch: int
     batch: int
     culprit: Culprit | None
     report: object
+    loss_scale: float = 1.0
 
 
 class NumericsMonitor(keras.callbacks.Callback):
@@ -34,7 +36,9 @@ class NumericsMonitor(keras.callbacks.Callback):
     A skipped step leaves no trace in the model, so the same batch can be run again, and is: with
     `mpkeras.trace_numerics`, which names the layer, the side (input, weight, output, gradient) and the number. In steps
     that are not skipped nothing is computed. Works with XLA and with `steps_per_execution`, too; with several replicas
-    the step is reported without a name.
+    the step is reported without a name. On JAX steps run ahead of `fit`, and waiting for each would cost more than all
+    else here: a skipped step is looked at when one more has been taken, with the weights after that, until a step is
+    finite again.
 
     ```python
     monitor = mpkeras.callbacks.NumericsMonitor()
@@ -74,6 +78,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._max_findings = max_findings
         self._kept = KeptBatches()
         self._warned = set()
+        self._skipped = None
         self._epoch = self._steps = self._in_a_row = 0
 
     def on_train_begin(self, logs=None):
@@ -83,73 +88,91 @@ class NumericsMonitor(keras.callbacks.Callback):
                 "`mpkeras.callbacks.MixedPrecision(...)` to the callbacks, or call `mpkeras.prepare(model)` before."
             )
         guard.add_logs(self.model, gradients=self._gradients)
-        self._skipped = None
 
     def on_train_end(self, logs=None):
+        self._stop_watching()
+
+    def _stop_watching(self):
+        """Forgets what was kept; with the next batch everything begins anew."""
         self._kept.detach(self.model)
+        self._skipped = None
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
+        # Here and not at the end of a batch: there, Keras would wait for every step on JAX.
+        self._look_at_executions(ahead=1 if keras.backend.backend() == "jax" else 0)
         self._kept.attach(self.model)
+        self._kept.begin = batch
         if self._skipped is None:
             self._skipped = self._skipped_steps()
 
-    def on_train_batch_end(self, batch, logs=None):
-        skipped = int(number((logs or {}).get("skipped_steps", self._skipped)))
-        self._steps += 1
-        is_due = self._every is not None and self._steps % self._every == 0 and bool(self._kept.batches)
-        if (skipped > self._skipped or is_due) and keras.backend.backend() == "jax":
-            # `fit` holds the state itself there, and takes it up again from the variables.
-            self.model.jax_state_sync()
-        if skipped > self._skipped:
-            self._in_a_row += 1
-            self._look_at_skipped(batch)
-        else:
-            self._in_a_row = 0
-            if is_due:
-                self.last_report = self._trace(self._kept.batches[-1], self._scales()[0])
-        self._skipped = skipped
+    def on_epoch_end(self, epoch, logs=None):
+        self._look_at_executions(ahead=0)
+
+    def _look_at_executions(self, ahead: int):
+        """Looks at the executions that are new, but for the last `ahead`; at all of them while steps are skipped."""
+        while len(self._kept.executions) > (0 if self._in_a_row else ahead):
+            execution = self._kept.executions.popleft()
+            logs = execution.logs or {}
+            skipped = int(number(logs.get("skipped_steps", self._skipped)))
+            self._steps += 1
+            is_due = self._every is not None and self._steps % self._every == 0 and bool(execution.batches)
+            was_skipped = skipped > self._skipped
+            if (was_skipped or is_due) and keras.backend.backend() == "jax":
+                # `fit` holds the state itself there, and takes it up again from the variables.
+                self.model.jax_state_sync()
+            self._skipped = skipped
+            self._in_a_row = self._in_a_row + 1 if was_skipped else 0
+            if was_skipped:
+                self._look_at_skipped(execution)
+            elif is_due:
+                self.last_report = self._trace(execution.batches[-1], self._scales(execution)[0])
 
     def _skipped_steps(self) -> int:
         optimizers = guard.scaling_optimizers(self.model)
         return sum(number(optimizer.skipped_steps) for optimizer in optimizers)
 
-    def _look_at_skipped(self, batch):
+    def _look_at_skipped(self, execution):
         if len(self.findings) >= self._max_findings:
             return
-        if not self._kept.batches:
-            self._warn("nothing kept", batch, "which layer was at fault cannot be said with several replicas.")
+        if not execution.batches:
+            message = "which layer was at fault cannot be said with several replicas."
+            self._warn("nothing kept", execution.step, message)
             return
-        report = self._first_report()
+        report = self._first_report(execution)
         self.last_report = report
-        self.findings.append(Finding(self._epoch, batch, report.culprit, report))
+        scale = self._scales(execution)[0]
+        self.findings.append(Finding(self._epoch, execution.step, report.culprit, report, scale))
         self.found(self.findings[-1])
         if report.culprit is None:
-            self._warn(None, batch, "with the weights as they are now its batch is finite.")
+            self._warn(None, execution.step, "with the weights as they are now its batch is finite.")
         elif report.culprit.side != "gradient" or self._in_a_row >= 5:
             remedies = " ".join(report.remedies()[:1])
-            self._warn(report.culprit.path or report.culprit.side, batch, f"{report.culprit.message}. {remedies}")
+            where = report.culprit.path or report.culprit.side
+            self._warn(where, execution.step, f"{report.culprit.message}. {remedies}")
 
     def found(self, finding: Finding):
         """Called with each finding; for subclasses."""
 
-    def _first_report(self):
+    def _first_report(self, execution):
         """Returns the report of the first batch with a culprit, at the scale before the last one, or at the present."""
         report = None
-        for data in self._kept.batches:
-            for scale in self._scales():
+        for data in execution.batches:
+            for scale in self._scales(execution):
                 report = self._trace(data, scale)
                 if report.culprit is not None:
                     return report
         return report
 
-    def _scales(self) -> list:
-        """Returns the loss scales that the step may have had: the present one, and the one that backed off to it."""
+    def _scales(self, execution) -> list:
+        """Returns the loss scales that the step may have had: the one after it, and the one that backed off to it."""
         optimizers = guard.scaling_optimizers(self.model)
-        scale = number(optimizers[0].loss_scale) if optimizers else 1.0
-        backoff = getattr(optimizers[0].loss_scale_rule, "backoff_factor", None) if optimizers else None
+        if not optimizers:
+            return [1.0]
+        scale = number((execution.logs or {}).get("loss_scale", optimizers[0].loss_scale))
+        backoff = getattr(optimizers[0].loss_scale_rule, "backoff_factor", None)
         return [scale] if backoff is None else [scale, scale / backoff]
 
     def _trace(self, data, scale):

@@ -1,5 +1,6 @@
 """benchmarks/monitor_overhead.py: its options, and a tiny run on the active backend."""
 
+import itertools
 import json
 
 import keras
@@ -28,8 +29,9 @@ def test_tiny_run_measures_every_callback(monkeypatch):
     monkeypatch.setitem(benchmark.MODELS, "cnn", (small, 8))
     backend = keras.backend.backend()
     results = json.loads(json.dumps(benchmark.measure(backend, ["cnn"], 1, steps=3)))["results"]
-    found = [(entry["mode"], entry["variant"]) for entry in results]
-    assert found == [(mode, variant) for mode, _ in benchmark.MODES[backend] for variant in benchmark.VARIANTS]
+    found = [(entry["mode"], entry["display"], entry["variant"]) for entry in results]
+    modes, displays = ([name for name, _ in cases] for cases in (benchmark.MODES[backend], benchmark.DISPLAYS))
+    assert found == list(itertools.product(modes, displays, benchmark.VARIANTS))
     rows = benchmark.table_rows(results)
     assert [(row["callback"], row["goal"]) for row in rows[:3]] == [
         ("bare", ""),

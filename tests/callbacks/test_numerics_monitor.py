@@ -52,6 +52,22 @@ def test_p1_the_layer_that_overflows_is_named(k):
     assert {(found.culprit.side, name(found.culprit.path)) for found in monitor.findings} == {("output", f"layer_{k}")}
 
 
+@pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.* steps skipped in epoch")
+@pytest.mark.parametrize("bad", [(0,), (3,), (5,), (1, 2), (0, 5)], ids=str)
+def test_each_skipped_step_of_an_epoch_is_found_once_wherever_it_is(bad):
+    # The last step has no next one, at whose beginning JAX would look.
+    x, y = np.tile(X, (2, 1)), np.tile(Y, (2, 1))
+    for step in bad:
+        x[4 * step] = np.inf
+    monitor = NumericsMonitor()
+    model = six_layers(learning_rate=1e-3)
+    fit(model, monitor, x, y, epochs=2)
+    steps = [(found.epoch, found.batch) for found in monitor.findings]
+    assert steps == [(epoch, step) for epoch in range(2) for step in bad]
+    assert {found.culprit.side for found in monitor.findings} == {"input"}
+    assert int(model.optimizer.skipped_steps) == len(steps)
+
+
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch", "ignore:.* steps skipped in epoch")
 @pytest.mark.parametrize("mode", MODES)
 def test_p1_however_the_step_is_compiled(mode):
