@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": (ROOT / "README.md").read_text()}
 PAGES.update({f"docs/{path.name}": path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))})
+# tests/distributed/test_docs.py runs the one on many devices, tests/test_migration.py compares blocks in pairs.
+PAGES_OF_OTHER_TESTS = ("docs/many_devices.md", "docs/migration.md")
 # What a block prints in the end.
 RESULT = re.compile(r"First culprit|skipped_steps: 0|loss \d+\.\d+, (loss scale \d+\.0, )?skipped \d")
 
@@ -25,8 +27,7 @@ def fit_example():
 
 def cases():
     for page in PAGES:
-        # tests/distributed/test_docs.py runs the page about many devices, on many.
-        for i, block in enumerate(blocks(page) if page != "docs/many_devices.md" else []):
+        for i, block in enumerate(blocks(page) if page not in PAGES_OF_OTHER_TESTS else []):
             if "set_distribution" not in block:
                 yield pytest.param(block, id=f"{page} {i + 1}")
 
