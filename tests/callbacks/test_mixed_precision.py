@@ -219,13 +219,14 @@ def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflo
 
     x, y = np.ones((12, 2), "float32"), np.ones((12, 1), "float32")
 
-    def messages(x, y, rule=mpkeras.DynamicLossScale(2.0**10)):
+    def messages(x, y, rule=None):
         with mpkeras.policy_scope("mixed_float16"):
             model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[MixedPrecision(loss_scale=rule)])
+            precision = MixedPrecision(loss_scale=rule or mpkeras.DynamicLossScale(2.0**10))
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[precision])
         found = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
         return found, float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))
 
