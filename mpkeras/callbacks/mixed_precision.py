@@ -85,13 +85,13 @@ class MixedPrecision(keras.callbacks.Callback):
                 self._warn_once(
                     "only skips",
                     f"All {counts.skipped} steps of epoch {epoch + 1} were skipped, nothing was learned: "
-                    + counts.cause(),
+                    + counts.cause(optimizer.loss_scale_rule),
                 )
             elif counts.nonfinite_losses:
                 self._warn_once(
                     "losses",
                     f"{counts.skipped} of {counts.skipped + counts.accepted} steps skipped in epoch {epoch + 1}: "
-                    + counts.cause(),
+                    + counts.cause(optimizer.loss_scale_rule),
                 )
             overflows = counts.skipped > counts.nonfinite_losses
             if self._on_min_scale == "warn" and overflows and self._is_stuck(optimizer):
@@ -158,11 +158,17 @@ class _Counts:
             self.accepted - before.accepted,
         )
 
-    def cause(self) -> str:
+    def cause(self, rule) -> str:
         if not self.nonfinite_losses:
+            if rule.dynamic:
+                remedy = "The loss scale has come down after each; if it goes on, train"
+            elif rule.initial_scale > 1:
+                remedy = f"The loss scale is fixed at {rule.initial_scale:.15g}: lower it, or train"
+            else:
+                remedy = "Train"
             return (
-                "the loss was finite, but gradients overflowed. The loss scale has come down after each; if it goes "
-                "on, train in 'mixed_bfloat16' or keep the overflowing layers in float32 with `keep_float32`."
+                f"the loss was finite, but gradients overflowed. {remedy} in 'mixed_bfloat16' or keep the overflowing "
+                "layers in float32 with `keep_float32`."
             )
         if self.nonfinite_losses == self.skipped:
             which = "each time"

@@ -50,6 +50,9 @@ def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, rollback:
     # A policy's own settings; the default rule gives way to what is set on the optimizer.
     if policy.loss_scale is not None and policy.loss_scale != DynamicLossScale():
         return policy.loss_scale
+    if policy.loss_scale is None and policy.compute_dtype == "float16":
+        # Every float16 policy scales unless it is told not to.
+        return FixedLossScale(1.0)
     if is_ours and not optimizer._chosen_by_prepare:
         return optimizer.loss_scale_rule
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not is_ours:

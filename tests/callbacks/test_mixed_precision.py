@@ -219,14 +219,14 @@ def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflo
 
     x, y = np.ones((12, 2), "float32"), np.ones((12, 1), "float32")
 
-    def messages(x, y):
+    def messages(x, y, rule=None):
         with mpkeras.policy_scope("mixed_float16"):
             model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            rule = mpkeras.DynamicLossScale(2.0**10)
-            model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[MixedPrecision(loss_scale=rule)])
+            precision = MixedPrecision(loss_scale=rule or mpkeras.DynamicLossScale(2.0**10))
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[precision])
         found = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
         return found, float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))
 
@@ -240,6 +240,14 @@ def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflo
     (message,), scale = messages(x, y + 1e4)
     assert message.startswith("All 3 steps of epoch 1 were skipped, nothing was learned: the loss was finite, but grad")
     assert scale == 2.0**7
+    assert "The loss scale has come down" in message
+    # 2 * 1e4 / 4 * 2**10 is over 65504: a scale that cannot come down is what has to be changed.
+    (message,), scale = messages(x, y + 1e4, mpkeras.FixedLossScale(2.0**10))
+    assert "The loss scale is fixed at 1024: lower it" in message
+    assert scale == 2.0**10
+    # 2 * 1.6e5 / 4 is over 65504 by itself: there is nothing to lower.
+    (message,), scale = messages(x, y + 1.6e5, mpkeras.FixedLossScale(1.0))
+    assert "gradients overflowed. Train in 'mixed_bfloat16'" in message
 
 
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_lowest_scale():

@@ -94,6 +94,9 @@ def test_rules_of_ones_own():
             Policy("mixed_float16", loss_scale=64.0), lambda: "sgd", FixedLossScale(64.0), id="set on the policy"
         ),
         pytest.param(
+            Policy("mixed_float16", loss_scale=None), lambda: "sgd", FixedLossScale(1.0), id="none, by the policy"
+        ),
+        pytest.param(
             "mixed_float16",
             lambda: LossScaleOptimizer("sgd", loss_scale=8.0),
             FixedLossScale(8.0),
