@@ -116,7 +116,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="default",
         help="mode of torch.compile",
     )
-    parser.add_argument("--torch-python", metavar="PATH", help="interpreter for torch, where it has its own environment")
+    parser.add_argument(
+        "--torch-python", metavar="PATH", help="interpreter for torch, where it has its own environment"
+    )
     parser.add_argument("--tiny", action="store_true", help="everything small, for a CPU; says nothing about speed")
     parser.add_argument("--json", metavar="OUT", help="write the results here")
     parser.add_argument("--plot", metavar="OUT", help="write a picture here; needs matplotlib")
@@ -153,7 +155,10 @@ def main() -> int:
         return 1
     for line in harness.environment_lines(content["environments"]):
         print(line)
-    shown = {**_settings(options), "batch sizes": {result["model"]: result["batch_size"] for result in content["results"]}}
+    shown = {
+        **_settings(options),
+        "batch sizes": {result["model"]: result["batch_size"] for result in content["results"]},
+    }
     print("; ".join(f"{name}: {value}" for name, value in shown.items()))
     for framework, rates in content["matrix_flops_per_s"].items():
         cells = ", ".join(f"{name} {'-' if rate is None else f'{rate / 1e12:.2f}'}" for name, rate in rates.items())

@@ -102,27 +102,29 @@ def goals(results: list[dict], is_judged: bool) -> list[dict]:
     found = []
     for model in dict.fromkeys(result["model"] for result in results):
         by_name = {result["variant"]: result for result in results if result["model"] == model}
-        for name, stock, torch in (
-            (MPKERAS_FLOAT16, KERAS_FLOAT16, TORCH_FLOAT16),
-            (MPKERAS_BFLOAT16, None, TORCH_BFLOAT16),
+        for name, others in (
+            (MPKERAS_FLOAT16, {"stock Keras": (KERAS_FLOAT16,), "the faster torch": TORCH_FLOAT16}),
+            (MPKERAS_BFLOAT16, {"the faster torch": TORCH_BFLOAT16}),
         ):
             own = by_name.get(name, {})
-            rate = (own.get("per_s") or {}).get("median")
-
-            def add(text, value, is_met, name=name, model=model):
-                met = bool(is_met(value)) if is_judged and value is not None else None
-                found.append({"model": model, "variant": name, "goal": text, "value": value, "met": met})
-
+            values = []
             if model in SPEED_MODELS:
-                value = (own.get("speedup") or {}).get("median")
-                add(f"at least {SPEED_GOAL} x float32 (TF32 off)", value, lambda value: value >= SPEED_GOAL)
-            add(f"at most {MEMORY_GOAL} of float32's memory", own.get("memory_ratio"), lambda v: v <= MEMORY_GOAL)
-            for words, names in (("stock Keras", (stock,)), ("the faster torch", torch)):
-                rates = [by_name[other]["per_s"]["median"] for other in names if (by_name.get(other) or {}).get("per_s")]
-                if names != (None,):
-                    value = rate / max(rates) if rate and rates else None
-                    add(f"ahead of {words} (x its rate)", value, lambda value: value > 1)
+                speed = (own.get("speedup") or {}).get("median")
+                values.append((f"at least {SPEED_GOAL} x float32 (TF32 off)", speed, SPEED_GOAL, 1))
+            values.append((f"at most {MEMORY_GOAL} of float32's memory", own.get("memory_ratio"), MEMORY_GOAL, -1))
+            for words, names in others.items():
+                values.append((f"ahead of {words} (x its rate)", _rate_ratio(by_name, name, names), 1.0, 1))
+            for text, value, bound, sign in values:
+                met = sign * value >= sign * bound if is_judged and value is not None else None
+                found.append({"model": model, "variant": name, "goal": text, "value": value, "met": met})
     return found
+
+
+def _rate_ratio(by_name, name, others) -> float | None:
+    """Returns the rate of `name` divided by that of the fastest of `others`."""
+    rates = {key: by_name[key]["per_s"] for key in (name, *others) if key in by_name and by_name[key]["per_s"]}
+    fastest = max((rates[key]["median"] for key in others if key in rates), default=None)
+    return rates[name]["median"] / fastest if name in rates and fastest else None
 
 
 def goal_lines(found: list[dict]) -> list[str]:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import harness
-from gpu.variants import FLOAT32, TF32, UNITS, VARIANTS, Variant
+from gpu.variants import FLOAT32, TF32, UNITS, Variant
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 NO_TF32 = "TF32 is a mode of NVIDIA GPUs; on this device the variant would be the float32 one again"
@@ -23,9 +23,9 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A process of `worker.py`."""
+    """A process of `worker.py`; `extra` are environment variables of its own."""
 
-    def __init__(self, framework: str, python: str = sys.executable):
+    def __init__(self, framework: str, python: str = sys.executable, extra: dict | None = None):
         path = os.pathsep.join(entry for entry in (str(BENCHMARKS), os.environ.get("PYTHONPATH")) if entry)
         settings = {
             "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -34,6 +34,7 @@ class Worker:
             "KERAS_BACKEND": "jax",
             # JAX would take three quarters of the memory at once and leave nothing for the other processes.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            **(extra or {}),
         }
         command = [python, "-m", "gpu.worker", framework]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -77,11 +78,15 @@ class Workers:
     def are_shared(self) -> bool:
         return self._shared is not None
 
-    def start(self, framework: str) -> Worker:
+    def start(self, framework: str, variant: str | None = None) -> Worker:
         if self._shared is None:
-            return Worker(framework, self._pythons[framework])
+            # JAX is told by its precision; NVIDIA's libraries hear of it as well, in case a call does not pass it on.
+            extra = {"NVIDIA_TF32_OVERRIDE": "0"} if variant == FLOAT32 else {}
+            return Worker(framework, self._pythons[framework], extra)
         if framework not in self._shared:
-            self._shared[framework] = Worker(framework, self._pythons[framework])
+            # Half the time of a tiny run is XLA's: less optimized, its programs are quick enough.
+            extra = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")}
+            self._shared[framework] = Worker(framework, self._pythons[framework], extra)
         return self._shared[framework]
 
     def release(self, worker: Worker):
@@ -139,7 +144,8 @@ def measure_model(model: str, names: list[str], workers: Workers, options: dict,
                         running[variant.name] = worker
                     if before is not None:
                         needed = max(needed, before - (free_bytes() or before))
-            _time_rounds(model, running, options, results)
+            if running:
+                _time_rounds(model, running, options, results)
         finally:
             for worker in running.values():
                 workers.release(worker)
@@ -154,7 +160,7 @@ def _has_room(needed: int) -> bool:
 
 def _prepared(model, variant: Variant, workers, options, result, log) -> Worker | None:
     start = time.perf_counter()
-    worker = workers.start(variant.framework)
+    worker = workers.start(variant.framework, variant.name)
     try:
         described = worker.ask(
             "prepare", model=model, variant=variant.name, warm_up=options["warm_up"], options=options
@@ -188,10 +194,3 @@ def _time_rounds(model, running, options, results):
     for name in running:
         if results[name]["unavailable"] is None:
             results[name] |= ask(name, "finish") or {}
-
-
-def default_variants() -> list[str]:
-    """Returns the names of all variants, the float32 ones, which the others are compared to, first."""
-    names = list(VARIANTS)
-    assert names[:2] == [FLOAT32, TF32]
-    return names

@@ -52,7 +52,7 @@ class TorchTrainer(Trainer):
         return F.cross_entropy(logits.flatten(0, -2), y.flatten())
 
     def step(self, x, y):
-        with torch.autocast(KIND, dtype=self._dtype):
+        with torch.autocast(KIND, dtype=self._dtype, enabled=self._dtype != torch.float32):
             loss = self._loss_of(x, y)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
