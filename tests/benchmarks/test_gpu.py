@@ -1,0 +1,293 @@
+"""benchmarks/gpu_training.py: that both sides are one architecture, what follows from the times, and a tiny run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import gpu_training as benchmark
+from gpu import cases, report, rounds, variants
+from gpu.variants import FLOAT32, KERAS_FLOAT16, MPKERAS_BFLOAT16, MPKERAS_FLOAT16, TF32, TORCH_FLOAT16, VARIANTS
+
+JAX = pytest.mark.backends("jax")
+
+
+@pytest.mark.parametrize(
+    ("name", "macs"),
+    [
+        # torchvision's figure for ResNet-50 v1.5 at 224 x 224: 4.09 G.
+        pytest.param("resnet50", 4.089e9, id="resnet50"),
+        # 85 M weights of the blocks x 512 tokens, 2 x 768 x 512^2 in each attention, the pooler and two classes.
+        pytest.param("bert_base", 84.934656e6 * 512 + 12 * 2 * 768 * 512**2 + 768**2 + 2 * 768, id="bert_base"),
+        pytest.param("gpt2_small", (84.934656e6 + 768 * 50304) * 1024 + 12 * 768 * 1024**2, id="gpt2_small"),
+    ],
+)
+def test_flops(name, macs):
+    case = benchmark.case_of(name, False, batch_size=3)
+    assert cases.flops_per_step(case) == pytest.approx(3 * 6 * macs, rel=1e-3)
+
+
+@JAX
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        pytest.param("resnet50", 25_557_032, id="torchvision's ResNet-50"),
+        # Hugging Face's BertModel has 109,482,240, with two rows for segments and without the two classes.
+        pytest.param("bert_base", 109_482_240 - 2 * 768 + 2 * 769, id="BERT-base"),
+        # GPT-2 has 124,439,808 with a vocabulary of 50257.
+        pytest.param("gpt2_small", 124_439_808 + 768 * (50304 - 50257), id="GPT-2 small"),
+    ],
+)
+def test_full_size_models_have_the_published_parameters(name, params):
+    torch = pytest.importorskip("torch")
+    from gpu import torch_models
+
+    with torch.device("meta"):
+        module = torch_models.build(cases.CASES[name])
+    assert sum(parameter.numel() for parameter in module.parameters()) == params
+
+
+def copy_weights(model, module):
+    """Gives the torch module the weights of the Keras model; fails where one is left over or does not fit."""
+    torch = pytest.importorskip("torch")
+    left = {id(variable) for variable in model.trainable_variables}
+
+    def kernel(layer):
+        left.difference_update(id(variable) for variable in layer.trainable_variables)
+        return [keras.ops.convert_to_numpy(variable) for variable in layer.trainable_variables]
+
+    def assign(parameter, value):
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(np.array(value)))
+
+    for path, part in module.named_modules():
+        name = path.replace(".", "_")
+        if type(part).__name__ == "ConvNorm":
+            (weights,) = kernel(model.get_layer(name))
+            gamma, beta = kernel(model.get_layer(f"{name}_norm"))
+            assign(part.conv.weight, weights.transpose(3, 2, 0, 1))
+            assign(part.norm.weight, gamma)
+            assign(part.norm.bias, beta)
+        elif type(part).__name__ == "Attention":
+            values = kernel(model.get_layer(name))
+            query, key, value = (v.reshape(v.shape[0], -1).T for v in values[0:6:2])
+            assign(part.qkv.weight, np.concatenate([query, key, value]))
+            assign(part.qkv.bias, np.concatenate([bias.ravel() for bias in values[1:6:2]]))
+            assign(part.out.weight, values[6].reshape(-1, values[6].shape[-1]).T)
+            assign(part.out.bias, values[7])
+        elif isinstance(part, torch.nn.LayerNorm) or name.endswith(("head", "pooler", "mlp_up", "mlp_down")):
+            weight, bias = kernel(model.get_layer(name))
+            assign(part.weight, weight.T)
+            assign(part.bias, bias)
+        elif type(part).__name__ == "Transformer":
+            tokens, positions = kernel(model.get_layer("embeddings"))
+            assign(part.tokens.weight, tokens)
+            assign(part.positions.weight, positions)
+    assert not left
+
+
+@JAX
+@pytest.mark.parametrize("name", cases.TINY_CASES)
+def test_keras_and_torch_train_the_same_architecture(name):
+    pytest.importorskip("torch")
+    from gpu import keras_trainer, torch_models, torch_trainer
+
+    # Plain SGD steps on both sides: the loss of the third tells of the gradients of the first two.
+    case = cases.TINY_CASES[name]._replace(learning_rate=0.01)
+    options = {"data_format": "channels_last", "torch_compiler": "aot_eager", "torch_mode": "default"}
+    ours = keras_trainer.make_trainer(case, VARIANTS[FLOAT32], options)
+    variant = VARIANTS[TORCH_FLOAT16[0]]._replace(dtype="float32", scales=False)
+    theirs = torch_trainer.make_trainer(case, variant, options)
+    assert isinstance(theirs.model, (torch_models.ResNet, torch_models.Transformer))
+    copy_weights(ours.model, theirs.model)
+    for trainer in (ours, theirs):
+        trainer.warm_up(3)
+    # Sums in another order; Adam divides by small numbers in its first steps.
+    np.testing.assert_allclose(theirs.losses, ours.losses, rtol=1e-3)
+    assert ours.losses[2] < ours.losses[0]
+    assert ours.describe()["params"] == theirs.describe()["params"]
+
+
+def blocks(*step_ms):
+    return [{"step_ms": ms, "queue_ms": 1.0} for ms in step_ms]
+
+
+def measured(step_ms, *, group=0, peak_bytes=None):
+    return {
+        "group": group,
+        "blocks": blocks(*step_ms),
+        "unavailable": None,
+        "peak_bytes": peak_bytes,
+        "losses": [1.0, 0.5],
+        "attention": "cuDNN flash",
+    }
+
+
+BARE = f"{MPKERAS_FLOAT16}, no scaling"
+
+
+def results_of(found, peak_flops_per_s=1e12):
+    results = report.summarized("bert_base", cases.TINY_CASES["bert_base"], found, peak_flops_per_s, False)
+    return {result["variant"]: result for result in results}
+
+
+def test_what_follows_from_the_times():
+    found = results_of(
+        {
+            FLOAT32: measured([8.0, 12.0], peak_bytes=4000),
+            MPKERAS_FLOAT16: measured([4.0, 4.0], peak_bytes=2000),
+            BARE: measured([3.0, 3.5], peak_bytes=2000),
+        }
+    )
+    ours = found[MPKERAS_FLOAT16]
+    # Four sequences of sixteen tokens in 4 ms.
+    assert ours["per_s"]["median"] == 16_000
+    assert ours["speedup"] == {"median": 2.5, "q1": 2.25, "q3": 2.75, "paired": True}
+    assert ours["scaling_ms"]["median"] == 0.75
+    assert ours["memory_ratio"] == 0.5
+    flops = cases.flops_per_step(cases.TINY_CASES["bert_base"])
+    assert ours["utilisation"] == pytest.approx(flops / 4e-3 / 1e12)
+    assert found[FLOAT32]["scaling_ms"] is None and ours["notes"] == []
+
+
+def test_ratios_to_another_group_say_so():
+    found = results_of({FLOAT32: measured([8.0, 12.0]), MPKERAS_FLOAT16: measured([4.0, 4.0], group=1)})
+    assert found[MPKERAS_FLOAT16]["speedup"] == {"median": 2.5, "q1": 2.5, "q3": 2.5, "paired": False}
+    assert any("not in the same rounds" in note for note in found[MPKERAS_FLOAT16]["notes"])
+
+
+def test_what_failed_has_no_numbers_and_a_reason():
+    failed = {"group": 0, "blocks": [], "unavailable": "out of memory"}
+    found = results_of({FLOAT32: failed, MPKERAS_FLOAT16: measured([4.0])})
+    assert found[FLOAT32]["per_s"] is found[FLOAT32]["speedup"] is found[FLOAT32]["peak_bytes"] is None
+    assert found[FLOAT32]["notes"] == ["out of memory"]
+    assert found[MPKERAS_FLOAT16]["speedup"] is None
+    assert [row["x float32"] for row in report.table_rows(list(found.values()))] == ["-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "peak_bytes", "is_judged", "met"),
+    [
+        pytest.param(4.0, 2000, True, [True, True, True, True], id="met"),
+        pytest.param(6.0, 3000, True, [False, False, True, False], id="slower than torch"),
+        pytest.param(4.0, 2000, False, [None] * 4, id="not judged on a CPU"),
+        pytest.param(4.0, None, True, [True, None, True, True], id="no memory counted"),
+    ],
+)
+def test_goals(step_ms, peak_bytes, is_judged, met):
+    found = results_of(
+        {
+            FLOAT32: measured([8.0], peak_bytes=4000),
+            KERAS_FLOAT16: measured([7.0], peak_bytes=2000),
+            MPKERAS_FLOAT16: measured([step_ms], peak_bytes=peak_bytes),
+            TORCH_FLOAT16[0]: measured([9.0]),
+            TORCH_FLOAT16[1]: measured([5.0]),
+        }
+    )
+    goals = report.goals(list(found.values()), is_judged)
+    assert [goal["met"] for goal in goals if goal["variant"] == MPKERAS_FLOAT16] == met
+    assert {goal["met"] for goal in goals if goal["variant"] == MPKERAS_BFLOAT16} == {None}
+    assert len(report.goal_lines(goals)) == len(goals)
+
+
+class FakeWorkers:
+    """Stands in for processes: each takes 10 bytes of 28, and `torch bfloat16` fails."""
+
+    def __init__(self):
+        self.free, self.alive_at_once = 28, 0
+        self._alive = 0
+
+    def start(self, framework, variant):
+        self._alive += 1
+        self.free -= 10
+        self.alive_at_once = max(self.alive_at_once, self._alive)
+        return self
+
+    def ask(self, do, variant, **arguments):
+        if variant.startswith("torch bfloat16"):
+            raise rounds.WorkerError("no kernel")
+        return {"prepare": {}, "block": blocks(1.0)[0], "finish": {"losses": [1.0]}}[do]
+
+    def release(self, worker):
+        self._alive -= 1
+        self.free += 10
+
+
+def test_variants_that_find_no_room_come_in_a_later_group(monkeypatch):
+    workers = FakeWorkers()
+    monkeypatch.setattr(rounds, "free_bytes", lambda: workers.free)
+    options = {"rounds": 3, "steps": 1, "warm_up": 1}
+    found = rounds.measure_model("bert_base", list(VARIANTS), workers, options, is_gpu=False, log=lambda line: None)
+    # Room for 25 beside each process, for 50 beside a pair: two single variants, then one pair at a time.
+    assert workers.alive_at_once == 2 and workers.free == 28
+    for variant in VARIANTS.values():
+        entry = found[variant.name]
+        failed = variant.name == TF32 or variant.name.startswith("torch bfloat16")
+        assert (entry["unavailable"] is not None) == failed
+        assert len(entry["blocks"]) == (0 if failed else 3)
+        if variant.unscaled:
+            assert found[variant.unscaled]["group"] == entry["group"]
+
+
+def test_a_worker_says_what_went_wrong():
+    worker = rounds.Worker("nothing")
+    with pytest.raises(rounds.WorkerError, match="nothing_trainer"):
+        worker.ask("hello")
+    worker._process.kill()
+    worker._process.wait()
+    with pytest.raises(rounds.WorkerError, match="exit status -9"):
+        worker.ask("hello")
+    worker.close()
+
+
+@pytest.mark.parametrize("arguments", [["--model", "mlp"], ["--rounds", "0"], ["--gpt2-small-batch", "0"]], ids=str)
+def test_bad_options_exit_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.parse_arguments(arguments)
+    assert stopped.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_options():
+    options = benchmark.parse_arguments(["--out", "folder", "--variant", MPKERAS_FLOAT16, "--variant", FLOAT32])
+    assert options.variant == [FLOAT32, MPKERAS_FLOAT16] and options.model == list(cases.CASES)
+    assert (options.json, options.rounds) == (str(Path("folder", "gpu_training.json")), 8)
+
+
+@JAX
+@pytest.mark.slow
+def test_tiny_run_without_tensorflow(tmp_path):
+    # Where TensorFlow is installed, this is what importing it finds instead.
+    (tmp_path / "tensorflow.py").write_text("raise ImportError('no TensorFlow here')\n")
+    root = Path(benchmark.__file__).parents[1]
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
+    output = tmp_path / "results.json"
+    command = [sys.executable, benchmark.__file__, "--tiny", "--json", str(output)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=settings)
+    assert run.returncode == 0, run.stderr
+    content = json.loads(output.read_text())
+
+    has_torch = "plain torch" in [entry["backend"] for entry in content["environments"]]
+    names = [name for name, variant in VARIANTS.items() if has_torch or variant.framework != "torch"]
+    found = {(result["model"], result["variant"]): result for result in content["results"]}
+    assert list(found) == [(model, name) for model in cases.CASES for name in names]
+    for (model, name), result in found.items():
+        if content["device"]["kind"] == "cpu":
+            assert result["peak_bytes"] is None and result["utilisation"] is None and result["notes"]
+            if name == TF32:
+                assert result["per_s"] is None and result["notes"] == [rounds.NO_TF32]
+                continue
+        assert result["per_s"]["median"] > 0, result["notes"]
+        assert np.isfinite(result["losses"]).all() and result["losses"][-1] < result["losses"][0]
+        assert (result["scaling_ms"] is not None) == (VARIANTS[name].unscaled is not None)
+        assert result["params"] == found[model, FLOAT32]["params"]
+        if VARIANTS[name].framework == "keras":
+            # The same seed and data: 16 bits change the loss in the third digit.
+            np.testing.assert_allclose(result["losses"], found[model, FLOAT32]["losses"], rtol=2e-2)
+    assert {goal["met"] for goal in content["goals"]} == {None}
+    assert variants.TF32 in run.stdout and "FLOPs" in run.stdout
