@@ -151,6 +151,14 @@ def unscoped_value(variable):
         return variable.value
 
 
+def put(variable, value):
+    """Gives `variable` a backend tensor of its own shape and dtype, unchecked.
+
+    `Variable.assign` is public; its conversions and checks take 5 ms a step for the 760 variables of a ResNet-50.
+    """
+    variable._direct_assign(value)
+
+
 def step_count(optimizer):
     """Returns the variable that counts the calls of `apply`, micro-steps of an accumulation included.
 

@@ -36,6 +36,12 @@ def test_a_built_optimizer_knows_its_variables():
     assert [id(v) for v in known] == [id(v) for v in variables]
 
 
+def test_put_is_an_unchecked_assign():
+    v = keras.Variable([1.0, 2.0])
+    private.put(v, keras.ops.convert_to_tensor([3.0, 4.0]))
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(v), [3.0, 4.0])
+
+
 def test_an_optimizer_counts_its_steps():
     v = keras.Variable([1.0])
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from mpkeras._keras_private import put
 from mpkeras.step_notes import step_notes
 from mpkeras.training.batches import as_array
 from mpkeras.training.no_strategy import (  # noqa: F401
@@ -129,7 +130,8 @@ class CompiledStep:
         state, result = self._function(state, *data)
         for variables, values in zip(self._variables(), state, strict=True):
             for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
+                # Each has been through `assign` in a scope of the step, which converts and checks.
+                put(variable, value)
         return result
 
     def compiler_ir(self, x, y, sample_weight, optimized):
