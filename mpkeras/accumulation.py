@@ -188,6 +188,16 @@ class AccumulatesGradients:
 
         Raises:
             ValueError: If an argument is out of its range, or this optimizer accumulates otherwise already.
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=1.0, dynamic=False)
+        >>> optimizer.accumulate(2)
+        >>> variable = keras.Variable(5.0)
+        >>> for grad in (1.0, 3.0):
+        ...     optimizer.apply([keras.ops.array(grad)], [variable])
+        >>> variable.numpy().item()
+        3.0
         """
         check_window(steps, on_overflow)
         now = (1, on_overflow) if self.window is None else (self.window.steps, self.window.on_overflow)
@@ -222,6 +232,7 @@ class AccumulatesGradients:
 
     @property
     def gradient_accumulation_steps(self):
+        """Calls of `apply` to an update; `None` where each updates."""
         return None if self.window is None else self.window.steps
 
     @gradient_accumulation_steps.setter

@@ -36,11 +36,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     that are not skipped nothing is computed. Works with XLA and with `steps_per_execution`, too; with several replicas
     the step is reported without a name.
 
-    ```python
-    monitor = mpkeras.callbacks.NumericsMonitor()
-    model.fit(x, y, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float16"), monitor])
-    monitor.findings
-    ```
+
 
     Each culprit is warned of once. Gradients that overflow while a dynamic loss scale settles are as it should be: they
     are among the findings, and warned of when they go on for 5 steps in a row.
@@ -57,6 +53,16 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     Raises:
         ValueError: If an argument is out of range, or, when training begins, the model's train step is not guarded.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="head")], name="net")
+    >>> model.compile("sgd", "mse")
+    >>> monitor = mpkeras.callbacks.NumericsMonitor()
+    >>> callbacks = [mpkeras.callbacks.MixedPrecision("mixed_float16"), monitor]
+    >>> history = model.fit(np.full((4, 2), 1e5), np.ones((4, 1)), verbose=0, callbacks=callbacks)
+    >>> print(monitor.findings[0].culprit.message)
+    layer 'net/head' is given up to 1e+05, more than float16 holds
     """
 
     def __init__(self, *, every=None, gradients: bool = False, max_findings: int = 20):
@@ -133,7 +139,17 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._warn(report.culprit.path or report.culprit.side, batch, f"{report.culprit.message}. {remedies}")
 
     def found(self, finding: Finding):
-        """Called with each finding; for subclasses."""
+        """Called with each finding; for subclasses.
+
+        Args:
+            finding: A `Finding`.
+
+        Example:
+
+        >>> class Printing(mpkeras.callbacks.NumericsMonitor):
+        ...     def found(self, finding):
+        ...         print(f"batch {finding.batch}:", finding.culprit.message)
+        """
 
     def _first_report(self):
         """Returns the report of the first batch with a culprit, at the scale before the last one, or at the present."""

@@ -56,6 +56,14 @@ class ConversionReport(Report):
         inputs, outputs: Dtypes of what the model takes and returns; `None` for a subclassed model, where its
             `call` decides.
         needs_mpkeras: Names of what in a `.keras` file only loads where mpkeras is installed.
+
+    Example:
+
+    >>> from mpkeras.export.convert import convert
+    >>> keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="head")]).save("model.keras")
+    >>> report = convert("model.keras", "model.keras", "mixed_float16", force=True)
+    >>> report.layers[0].path, report.layers[0].compute_dtype, report.layers_by_dtype()["float16"]
+    ('head', 'float16', 1)
     """
 
     def __init__(

@@ -38,6 +38,13 @@ class AdviceReport(Report):
         memory_kind: What the memory of the cells is; `None` if nobody tells.
         present_jit: The `jit_compile` that the model has.
         native_policy: The policy that the device suggests.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> report = mpkeras.advise(model, np.ones((8, 4)), measure=False)
+    >>> report.sureness, report.to_dict()["policy"] == report.policy
+    ('not measured', True)
     """
 
     def __init__(self, model, cells, present_jit: bool, devices, *, memory_kind=None, remarks=()):
@@ -156,7 +163,11 @@ class AdviceReport(Report):
         return f"Why: {self._native_reason}; but {why}."
 
     def add_remark(self, line: str):
-        """Adds a line to the end of the notes."""
+        """Adds a line to the end of the notes.
+
+        Args:
+            line: A sentence.
+        """
         self._remarks.append(line)
 
     def _unmeasured_notes(self) -> list:

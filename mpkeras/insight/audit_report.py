@@ -21,6 +21,14 @@ class AuditReport(Report):
         half_share: Share of the FLOPs in 16 bits, from 0 to 1; `None` where it is not known.
         casts: `{(source, target): (casts, elements)}` between float dtypes; `None` where it is not known.
         input_shapes: The shapes for which this was counted.
+
+    Example:
+
+    >>> report = mpkeras.audit(keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]), batch_size=4)
+    >>> report.flops, report.half_share, report.input_shapes
+    ({'float32': 128}, 0.0, [(4, 8)])
+    >>> report.to_dict()["weight_bytes"]
+    {'float32': 72}
     """
 
     def __init__(self, name: str, backend: str, layers: list, findings: list, forward):
