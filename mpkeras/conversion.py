@@ -106,7 +106,7 @@ def layer_converter(model, policy, converts: bool = True):
     if policy.compute_dtype not in SIXTEEN_BIT_DTYPES:
         sources = SIXTEEN_BIT_DTYPES
     target = policy.stock() or policy
-    seen = weakref.WeakSet()
+    seen: weakref.WeakSet = weakref.WeakSet()
 
     def convert() -> bool:
         new_layers = [layer for layer in layers_of(model) if layer not in seen]

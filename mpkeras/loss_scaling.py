@@ -297,7 +297,7 @@ def resolve(identifier) -> LossScale | None:
         rule = keras.saving.deserialize_keras_object(identifier)
         if isinstance(rule, LossScale):
             return rule
-    elif isinstance(identifier, numbers.Real) and not isinstance(identifier, bool):
+    elif not isinstance(identifier, bool) and isinstance(identifier, numbers.Real):
         return FixedLossScale(float(identifier))
     raise TypeError(
         "Expected a `loss_scale` of 'dynamic', a number, a `LossScale` or None. Received: "

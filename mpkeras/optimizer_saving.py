@@ -2,10 +2,11 @@
 
 import keras
 
+from mpkeras._typing import OptimizerMixin
 from mpkeras.loss_scaling import DynamicLossScale
 
 
-class SavesItsState:
+class SavesItsState(OptimizerMixin):
     """Goes before `keras.optimizers.LossScaleOptimizer` in the bases of our wrapper."""
 
     def load_own_variables(self, store):

@@ -22,9 +22,9 @@ from mpkeras.step_notes import step_notes, take_notes
 if keras.backend.backend() == "tensorflow":
     from mpkeras import _tensorflow as _backend
 elif keras.backend.backend() == "jax":
-    from mpkeras import _jax as _backend
+    from mpkeras import _jax as _backend  # type: ignore[no-redef]
 elif keras.backend.backend() == "torch":
-    from mpkeras import _torch as _backend
+    from mpkeras import _torch as _backend  # type: ignore[no-redef]
 else:
     raise ImportError(
         "Expected a Keras backend that trains: 'tensorflow', 'jax' or 'torch'. Received: "
@@ -100,6 +100,8 @@ class LossScaleOptimizer(
         Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740.
     """
 
+    built: bool
+
     def __init__(
         self,
         inner_optimizer,
@@ -133,7 +135,6 @@ class LossScaleOptimizer(
         self._make_counters()
         self._start_scale(rule, shared_with)
         self.all_reduce_dtype = all_reduce_dtype
-        self.window = None
         self._take_over_accumulation(on_overflow)
 
     # ---------------------------------------------------------------------------------------------- state
@@ -150,7 +151,7 @@ class LossScaleOptimizer(
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(list(variables))
         if self.window is not None:
-            self._build_window()
+            self._build_window(self.window)
         # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
         # optimizer through this one and create averages and accumulators a second time.
         self.built = True

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from mpkeras._typing import OptimizerMixin
 from mpkeras.loss_scaling import FixedLossScale, LossScale
 
 
@@ -18,13 +19,13 @@ class ScaleRule:
         self.is_shared = False
 
 
-class HoldsScale:
+class HoldsScale(OptimizerMixin):
     """Goes before `keras.optimizers.LossScaleOptimizer` in the bases of our wrapper: its loss scale."""
 
     def _start_scale(self, rule: LossScale, shared_with):
         """Takes `rule`, or the rule and the variables of `shared_with` where that is an optimizer."""
         self._scale = ScaleRule(rule)
-        self._state = {}
+        self._state: dict = {}
         if shared_with is None:
             return
         # Now, and not when one of the two is built: each may be built on variables of its own at any time.

@@ -2,8 +2,10 @@
 
 from keras import ops
 
+from mpkeras._typing import OptimizerMixin
 
-class CountsSteps:
+
+class CountsSteps(OptimizerMixin):
     """Goes before `keras.optimizers.LossScaleOptimizer` in the bases of our wrapper: its counters."""
 
     def _make_counters(self):

@@ -57,10 +57,10 @@ class Float32Fallback(NumericsMonitor):
                     f"Expected `{name}` to be a whole number of 1 or more. Received: {name}={value!r}. "
                     "Leave it out for the default."
                 )
-        self.moved = []
+        self.moved: list = []
         self._patience = patience
         self._max_layers = max_layers
-        self._counts = {}
+        self._counts: dict = {}
 
     @property
     def rules(self) -> tuple[str, ...]:

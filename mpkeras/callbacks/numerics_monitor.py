@@ -73,13 +73,13 @@ class NumericsMonitor(keras.callbacks.Callback):
                     f"Expected `{name}` to be a number of steps of 1 or more. Received: {name}={value!r}. "
                     "Leave it out for the default."
                 )
-        self.findings = []
+        self.findings: list = []
         self.last_report = None
         self._every = every
         self._gradients = gradients
         self._max_findings = max_findings
         self._kept = KeptBatches()
-        self._warned = set()
+        self._warned: set = set()
         self._epoch = self._steps = self._in_a_row = 0
 
     def on_train_begin(self, logs=None):
@@ -103,13 +103,14 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._skipped = self._skipped_steps()
 
     def on_train_batch_end(self, batch, logs=None):
-        skipped = int(number((logs or {}).get("skipped_steps", self._skipped)))
+        before = self._skipped or 0
+        skipped = int(number((logs or {}).get("skipped_steps", before)))
         self._steps += 1
         is_due = self._every is not None and self._steps % self._every == 0 and bool(self._kept.batches)
-        if (skipped > self._skipped or is_due) and keras.backend.backend() == "jax":
+        if (skipped > before or is_due) and keras.backend.backend() == "jax":
             # `fit` holds the state itself there, and takes it up again from the variables.
             self.model.jax_state_sync()
-        if skipped > self._skipped:
+        if skipped > before:
             self._in_a_row += 1
             self._look_at_skipped(batch)
         else:

@@ -1,5 +1,6 @@
 """`advise`: which policy and which `jit_compile` pay off for a model on this machine, measured."""
 
+import functools
 import time
 
 import keras
@@ -86,14 +87,15 @@ def measured_advice(model, x, y, loss_fn, *, settings=None, budget_s=60.0, verbo
     present_jit = _present_jit(model)
     devices = auto.probe(keras.backend.backend())
     cells = grid_of(settings or _settings(None, present_jit), auto.choose(devices, keras.backend.backend())[0])
-    notes = []
+    notes: list = []
     started = time.perf_counter()
     with subject(model, x) as (trained, is_copy):
         bench = Bench(trained, x, y, _optimizer_maker(model, notes), loss_fn)
         left_s = max(budget_s - (time.perf_counter() - started), 0.0)
         measure_grid(cells, bench, budget_s=left_s, rounds=rounds, progress=_progress(verbose))
     if not any(cell.is_measured for cell in cells):
-        failure = next((cell for cell in cells if cell.failure is not None), None)
+        # The first cell is always begun, so that one of them has failed.
+        failure = next(cell for cell in cells if cell.failure is not None)
         raise ValueError(
             f"Expected a batch and a loss that model '{model.name}' can train on. Received: none of {len(cells)} "
             f"settings could be measured; {failure.name} {failure.failure}. Try `model.train_on_batch(x, y)`."
@@ -148,8 +150,8 @@ def _settings(jit_compile, present_jit: bool) -> tuple:
 
 def _rows(x) -> int:
     shapes = [np.shape(value) for value in keras.tree.flatten(x)]
-    rows = {shape[0] if shape else None for shape in shapes}
-    if len(rows) != 1 or rows == {None} or rows == {0}:
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    if len(rows) != 1 or rows == {0}:
         raise ValueError(
             "Expected `x` to be one batch: arrays with the same number of examples, at least one. Received: "
             f"x={type(x).__name__} of shapes {shapes[:3]}. Pass for example `x[:128]`, or the first batch of a dataset."
@@ -184,22 +186,26 @@ def _optimizer_maker(model, notes: list):
     optimizer = next(iter(find_optimizers(model).values()), None)
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
+    if optimizer is None:
+        notes.append("Measured with Adam, as the model is not compiled.")
+        return keras.optimizers.Adam
+    make = functools.partial(_like, optimizer)
     try:
-        config = None if optimizer is None else optimizer.get_config()
-        make = keras.optimizers.Adam if config is None else lambda: type(optimizer).from_config(dict(config))
         make()
     except Exception as error:  # of an optimizer of the user's own
         notes.append(f"Measured with Adam: {type(optimizer).__name__} cannot be copied ({type(error).__name__}).")
         return keras.optimizers.Adam
-    if optimizer is None:
-        notes.append("Measured with Adam, as the model is not compiled.")
     return make
+
+
+def _like(optimizer):
+    return type(optimizer).from_config(optimizer.get_config())
 
 
 def _progress(verbose):
     if not verbose:
         return lambda done, total: None
-    bars = []
+    bars: list = []
 
     def progress(done, total):
         if not bars:

@@ -23,7 +23,7 @@ class Report(abc.ABC):
     """
 
     #: What the table is about, in one line.
-    title = ""
+    title: str = ""
 
     @abc.abstractmethod
     def table(self) -> tuple[list, list]:

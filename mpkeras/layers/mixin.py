@@ -2,10 +2,11 @@
 
 import keras
 
+from mpkeras._typing import LayerMixin
 from mpkeras.policies.registry import policy_scope
 
 
-class Float32Mixin:
+class Float32Mixin(LayerMixin):
     """Keeps a layer's inputs, arithmetic and variables in float32. Goes before the layer class in the bases.
 
     The layers that its constructor makes are kept in float32 as well. `TimeDistributed` passes by the policy

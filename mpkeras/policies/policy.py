@@ -18,7 +18,7 @@ from mpkeras.policies.dtypes import (
 
 # Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked
 # for. It is here because `Policy(name)` starts from the registered settings.
-REGISTERED = {}
+REGISTERED: dict = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,22 +73,25 @@ class Policy(keras.DTypePolicy):
     def __init__(self, name, *, compute_dtype=None, variable_dtype=None, keep_float32=None, loss_scale="auto"):
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
         base = _find_settings(name, has_dtypes=compute_dtype is not None and variable_dtype is not None)
-        compute_dtype = check_dtype("compute_dtype", compute_dtype or base.compute_dtype)
-        variable_dtype = check_dtype("variable_dtype", variable_dtype or base.variable_dtype)
+        if base is not None:
+            compute_dtype, variable_dtype = compute_dtype or base.compute_dtype, variable_dtype or base.variable_dtype
+        compute_dtype = check_dtype("compute_dtype", compute_dtype)
+        variable_dtype = check_dtype("variable_dtype", variable_dtype)
         check_keras_name(name, compute_dtype, variable_dtype)
         # Rules and scale of a registered policy were chosen for its compute dtype.
-        inherits = base is not None and base.compute_dtype == compute_dtype
+        inherited = base if base is not None and base.compute_dtype == compute_dtype else None
         if keep_float32 is None:
-            keep_float32 = base.keep_float32 if inherits else _default_rules(compute_dtype)
+            keep_float32 = _default_rules(compute_dtype) if inherited is None else inherited.keep_float32
         if isinstance(loss_scale, str) and loss_scale == "auto":
-            loss_scale = base.loss_scale if inherits else ("dynamic" if compute_dtype == "float16" else None)
+            own = "dynamic" if compute_dtype == "float16" else None
+            loss_scale = own if inherited is None else inherited.loss_scale
         self._settings = _Settings(
             name=name,
             compute_dtype=compute_dtype,
             variable_dtype=variable_dtype,
             keep_float32=rules.validate(keep_float32),
             loss_scale=loss_scaling.resolve(loss_scale),
-            reason=base.reason if inherits else None,
+            reason=None if inherited is None else inherited.reason,
         )
 
     @property

@@ -212,7 +212,8 @@ def install_from_environment() -> Policy | None:
 
 def _from_keras(policy: keras.DTypePolicy) -> Policy:
     """Returns the `Policy` with the dtypes of a Keras policy: the registered one, if it has the name."""
-    name = getattr(policy, "name", None)
+    # A policy of the user's own may have no name.
+    name = getattr(policy, "name", None) or ""
     known = name in REGISTERED
     if known and (registered(name).compute_dtype, registered(name).variable_dtype) == (
         policy.compute_dtype,

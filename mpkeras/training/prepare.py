@@ -94,7 +94,8 @@ def _check_compiled(model):
 
 def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):
     computes_float16 = computes_in(model, ("float16",))
-    replaced, sharing = {}, {}
+    replaced = {}
+    sharing: dict = {}
     for optimizer in guard.find_optimizers(model).values():
         rule = rule_for(optimizer, policy, explicit_rule, computes_float16, rollback)
         wrapper = wrapped(optimizer, rule, sharing)

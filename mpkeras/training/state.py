@@ -128,7 +128,8 @@ def _named_variables(model, optimizers, extra) -> dict:
 def _build(optimizer, model):
     if optimizer.built:
         return
-    if optimizer is not getattr(model, "optimizer", None):
+    is_own = optimizer is getattr(model, "optimizer", None)
+    if not is_own:
         raise ValueError(
             f"Expected built optimizers. Received: '{optimizer.name}', which is not built and not "
             "`model.optimizer`. Call `optimizer.build(variables)` with the variables that it trains."
