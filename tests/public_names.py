@@ -90,7 +90,9 @@ def documented_parameters(doc: str, title: str = "Args") -> set:
 
 
 def parameters(thing) -> set:
-    return {name for name in inspect.signature(thing).parameters if name not in ("self", "cls")}
+    # Of a class by its constructor: Keras' layers have a `__new__`, which some versions of Python ask first.
+    function = thing.__init__ if inspect.isclass(thing) else thing
+    return {name for name in inspect.signature(function).parameters if name not in ("self", "cls")}
 
 
 def syntax(function) -> ast.AST:
