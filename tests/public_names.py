@@ -92,6 +92,8 @@ def documented_parameters(doc: str, title: str = "Args") -> set:
 def parameters(thing) -> set:
     # Of a class by its constructor: Keras' layers have a `__new__`, which some versions of Python ask first.
     function = thing.__init__ if inspect.isclass(thing) else thing
+    if function is object.__init__:
+        return set()
     return {name for name in inspect.signature(function).parameters if name not in ("self", "cls")}
 
 
