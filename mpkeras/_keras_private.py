@@ -167,7 +167,7 @@ def step_count(optimizer):
     return optimizer._iterations
 
 
-def taken_accumulation(optimizer) -> tuple[list, object]:
+def taken_accumulation(optimizer) -> tuple[list, keras.Variable]:
     """Returns the sums of gradients of an optimizer built with accumulation, and its step count.
 
     The optimizer forgets the sums: whoever takes them goes on from there.
@@ -211,9 +211,9 @@ def refresh_symbolic_dtypes(model):
                 (node.arguments.args, node.arguments.kwargs),
             )
             # As in `Layer.__call__`: a layer without a rule of its own is asked by running its `call`.
-            layer_dtype = getattr(node.operation, "autocast", False) and node.operation.compute_dtype
+            layer_dtype = node.operation.compute_dtype if getattr(node.operation, "autocast", False) else None
             # Those that take text compute in "string", for which Keras opens no scope either.
-            with autocast_scope(layer_dtype if "float" in (layer_dtype or "") else None):
+            with autocast_scope(layer_dtype if layer_dtype is not None and "float" in layer_dtype else None):
                 specs = node.operation.compute_output_spec(*args, **kwargs)
             for tensor, spec in zip(node.outputs, keras.tree.flatten(specs), strict=True):
                 tensor._dtype = spec.dtype

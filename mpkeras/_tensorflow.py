@@ -89,9 +89,9 @@ def apply(optimizer, grads, variables, notes):
     checks = tf.stack([grad_total, bad_losses])
     context = tf.distribute.get_replica_context()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        flags = _flags(context.all_reduce(tf.distribute.ReduceOp.SUM, checks))
+        grads_are_finite, loss_is_finite = _flags(context.all_reduce(tf.distribute.ReduceOp.SUM, checks))
         with all_reduce.no_second_sum(optimizer):
-            _apply(optimizer, grads, variables, *flags, scale)
+            _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, scale)
         return
     context.merge_call(_apply_across_replicas, args=(optimizer, grads, variables, checks, scale))
 

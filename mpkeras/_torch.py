@@ -56,8 +56,8 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
     loss_is_finite = torch.stack(notes.loss_flags).all() if notes.loss_flags else None
     scale = scale_of_step(optimizer, notes)
     reciprocal = None if scale_is_one else (1.0 / scale)
-    in_place = in_place and not scale_is_one and _may_unscale_in_place(grads, variables)
-    if in_place:
+    in_place = in_place and _may_unscale_in_place(grads, variables)
+    if in_place and reciprocal is not None:
         # torch's own fused pass over the gradients: reads, checks and writes each once. The `.grad` that
         # the caller sees is unscaled afterwards, as after `torch.amp.GradScaler.unscale_`.
         present = [grad for grad in grads if grad is not None]

@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from mpkeras import _keras_private
+from mpkeras._typing import OptimizerMixin
 
 ON_OVERFLOW = ("drop_micro", "drop_window")
 
@@ -67,7 +68,7 @@ class GradientWindow:
         check_window(steps, on_overflow)
         self.steps = steps
         self.on_overflow = on_overflow
-        self.variables = []
+        self.variables: list = []
 
     def build(self, optimizer, variables):
         """Makes the window's variables as variables of `optimizer`."""
@@ -159,8 +160,10 @@ class GradientWindow:
         ]
 
 
-class AccumulatesGradients:
+class AccumulatesGradients(OptimizerMixin):
     """Goes before `keras.optimizers.LossScaleOptimizer` in the bases of our wrapper: its window."""
+
+    window: GradientWindow | None = None
 
     def _take_over_accumulation(self, on_overflow):
         """Sums the gradients here instead of in the inner optimizer, which would count skipped calls out."""
@@ -188,6 +191,16 @@ class AccumulatesGradients:
 
         Raises:
             ValueError: If an argument is out of its range, or this optimizer accumulates otherwise already.
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=1.0, dynamic=False)
+        >>> optimizer.accumulate(2)
+        >>> variable = keras.Variable(5.0)
+        >>> for grad in (1.0, 3.0):
+        ...     optimizer.apply([keras.ops.array(grad)], [variable])
+        >>> variable.numpy().item()
+        3.0
         """
         check_window(steps, on_overflow)
         now = (1, on_overflow) if self.window is None else (self.window.steps, self.window.on_overflow)
@@ -201,19 +214,19 @@ class AccumulatesGradients:
             )
         self.window = GradientWindow(steps, on_overflow) if steps > 1 else None
         if self.built and self.window is not None:
-            self._build_window()
+            self._build_window(self.window)
 
-    def _build_window(self):
-        self.window.build(self, self.trainable_variables)
+    def _build_window(self, window: GradientWindow):
+        window.build(self, self.trainable_variables)
         # Of an optimizer that accumulated without us: its counter counted calls, its sums may be half full.
         sums, calls = _keras_private.taken_accumulation(self.inner_optimizer)
         if sums:
-            position = ops.mod(calls.value, self.window.steps)
-            self.window.position.assign(position)
-            self.window.accepted.assign(position)
-            for total, old in zip(self.window.sums, sums, strict=True):
+            position = ops.mod(calls.value, window.steps)
+            window.position.assign(position)
+            window.accepted.assign(position)
+            for total, old in zip(window.sums, sums, strict=True):
                 total.assign(ops.cast(old.value, total.dtype))
-            calls.assign(ops.floor_divide(calls.value, self.window.steps))
+            calls.assign(ops.floor_divide(calls.value, window.steps))
 
     @property
     def accepted_steps(self):
@@ -222,6 +235,7 @@ class AccumulatesGradients:
 
     @property
     def gradient_accumulation_steps(self):
+        """Calls of `apply` to an update; `None` where each updates."""
         return None if self.window is None else self.window.steps
 
     @gradient_accumulation_steps.setter

@@ -46,6 +46,9 @@ def main(argv=None) -> int:
         args = build_parser().parse_args(argv)
         return args.run(args)
     except SystemExit as end:  # how argparse ends: the status is ours to return
+        if isinstance(end.code, str):  # of a module of the user's own: as Python does with it
+            print(end.code, file=sys.stderr)
+            return 1
         return end.code or 0
     except KeyboardInterrupt:
         print("mpkeras: interrupted", file=sys.stderr)

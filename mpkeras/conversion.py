@@ -26,10 +26,6 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     and 16-bit outputs of such a model end in a cast to float32: the last product stays in 16 bits, while whoever
     uses the model gets float32, as before.
 
-    ```python
-    model = mpkeras.apply_policy(keras.applications.ResNet50(weights=None), "mixed_bfloat16")
-    ```
-
     `apply_policy(model, "float32")` is the way back: the model is then as it was.
 
     Args:
@@ -47,6 +43,13 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
             `float32_variables` is false or its optimizer is built on them. The model is then as before.
         TypeError: If an argument is of a wrong type, or a layer of the user's own in a Functional or Sequential
             model mixes other float dtypes into the policy's: it is named. The model is then as before.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Softmax()])
+    >>> model = mpkeras.apply_policy(model, "mixed_bfloat16")
+    >>> [layer.compute_dtype for layer in model.layers]
+    ['bfloat16', 'float32']
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -103,7 +106,7 @@ def layer_converter(model, policy, converts: bool = True):
     if policy.compute_dtype not in SIXTEEN_BIT_DTYPES:
         sources = SIXTEEN_BIT_DTYPES
     target = policy.stock() or policy
-    seen = weakref.WeakSet()
+    seen: weakref.WeakSet = weakref.WeakSet()
 
     def convert() -> bool:
         new_layers = [layer for layer in layers_of(model) if layer not in seen]

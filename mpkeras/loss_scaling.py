@@ -31,19 +31,23 @@ class LossScale:
 
     Example:
 
-    ```python
-    @keras.saving.register_keras_serializable("my_package")
-    class Impatient(mpkeras.LossScale):
-        def initial_state(self):
-            return {"dynamic_scale": 1024.0}
-
-        def next_state(self, state, is_finite):
-            factor = keras.ops.where(is_finite, 1.01, 0.5)
-            return {"dynamic_scale": state["dynamic_scale"] * factor}
-
-        def get_config(self):
-            return {}
-    ```
+    >>> @keras.saving.register_keras_serializable("my_package")
+    ... class Impatient(mpkeras.LossScale):
+    ...     def initial_state(self):
+    ...         return {"dynamic_scale": 1024.0}
+    ...
+    ...     def next_state(self, state, is_finite):
+    ...         factor = keras.ops.where(is_finite, 1.01, 0.5)
+    ...         return {"dynamic_scale": state["dynamic_scale"] * factor}
+    ...
+    ...     def get_config(self):
+    ...         return {}
+    >>> rule = Impatient()
+    >>> state = rule.next_state(rule.initial_state(), is_finite=False)
+    >>> float(rule.current_scale(state))
+    512.0
+    >>> Impatient.from_config(rule.get_config()) == rule
+    True
     """
 
     #: Whether the scale can change during training.
@@ -59,11 +63,18 @@ class LossScale:
         Args:
             state: Scalars of shape `()`, with the keys of `initial_state`.
             is_finite: bool scalar, shape `()`. Whether every gradient of this step was finite.
+
+        Returns:
+            The new state: float32 and integer scalars of shape `()`, with the same keys.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `next_state`.")
 
     def current_scale(self, state: dict):
-        """Returns the factor to use now, a float32 scalar of shape `()`."""
+        """Returns the factor to use now, a float32 scalar of shape `()`.
+
+        Args:
+            state: Scalars of shape `()`, with the keys of `initial_state`.
+        """
         return ops.cast(state["dynamic_scale"], "float32")
 
     @property
@@ -72,10 +83,16 @@ class LossScale:
         return float(self.initial_state()["dynamic_scale"])
 
     def get_config(self) -> dict:
+        """Returns the settings, as what JSON can hold: the arguments that make an equal rule."""
         raise NotImplementedError(f"{type(self).__name__} must implement `get_config`.")
 
     @classmethod
     def from_config(cls, config: dict):
+        """Returns a rule with these settings.
+
+        Args:
+            config: What `get_config` returned.
+        """
         return cls(**config)
 
     def __eq__(self, other):
@@ -96,6 +113,18 @@ class FixedLossScale(LossScale):
     Raises:
         ValueError: If `scale` is not a finite number in that range.
         TypeError: If `scale` is not a number.
+
+    Example:
+
+    >>> rule = mpkeras.FixedLossScale(1024)
+    >>> state = rule.next_state(rule.initial_state(), is_finite=False)
+    >>> float(rule.current_scale(state))
+    1024.0
+    >>> rule.dynamic
+    False
+
+    References:
+        Micikevicius et al., 2018, section 3.2, https://arxiv.org/abs/1710.03740.
     """
 
     scale: float
@@ -144,6 +173,18 @@ class DynamicLossScale(LossScale):
     Raises:
         ValueError: If a number is out of its range or the bounds are not in order.
         TypeError: If an argument is not a number.
+
+    Example:
+
+    >>> rule = mpkeras.DynamicLossScale(initial_scale=8.0, dynamic_growth_steps=2)
+    >>> state = rule.initial_state()
+    >>> for is_finite in (True, True, False, False):
+    ...     state = rule.next_state(state, is_finite)
+    ...     print(float(rule.current_scale(state)))
+    8.0
+    16.0
+    8.0
+    4.0
 
     References:
         Loss scaling: Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740.
@@ -256,7 +297,7 @@ def resolve(identifier) -> LossScale | None:
         rule = keras.saving.deserialize_keras_object(identifier)
         if isinstance(rule, LossScale):
             return rule
-    elif isinstance(identifier, numbers.Real) and not isinstance(identifier, bool):
+    elif not isinstance(identifier, bool) and isinstance(identifier, numbers.Real):
         return FixedLossScale(float(identifier))
     raise TypeError(
         "Expected a `loss_scale` of 'dynamic', a number, a `LossScale` or None. Received: "

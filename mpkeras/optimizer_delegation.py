@@ -69,7 +69,23 @@ class DelegatesToInner:
         self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     def set_weights(self, weights):
-        """Sets the values of `variables`, the inner optimizer's included."""
+        """Sets the values of `variables`, the inner optimizer's included.
+
+        Args:
+            weights: One array for each of `variables`, of its shape, in their order.
+
+        Raises:
+            ValueError: If the optimizer is not built, or the number of arrays is not that of `variables`.
+
+        Example:
+
+        >>> first, second = (mpkeras.LossScaleOptimizer("sgd", initial_scale=scale) for scale in (8.0, 4.0))
+        >>> for optimizer in (first, second):
+        ...     optimizer.build([keras.Variable(1.0)])
+        >>> first.set_weights([keras.ops.convert_to_numpy(variable) for variable in second.variables])
+        >>> float(first.loss_scale)
+        4.0
+        """
         if not self.built:
             raise ValueError(
                 "Expected a built optimizer. Received: `set_weights` on one that is not. "

@@ -2,14 +2,30 @@
 
 import keras
 
+from mpkeras._typing import OptimizerMixin
 from mpkeras.loss_scaling import DynamicLossScale
 
 
-class SavesItsState:
+class SavesItsState(OptimizerMixin):
     """Goes before `keras.optimizers.LossScaleOptimizer` in the bases of our wrapper."""
 
     def load_own_variables(self, store):
-        """Loads what this class saved, what stock Keras' LossScaleOptimizer saved, or a plain optimizer."""
+        """Loads what this class saved, what stock Keras' LossScaleOptimizer saved, or a plain optimizer.
+
+        Args:
+            store: The open group of a file, which Keras hands over: arrays by `"0"`, `"1"`, ...
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer("sgd", initial_scale=1024.0)
+        >>> optimizer.build([keras.Variable(1.0)])
+        >>> store = {}
+        >>> optimizer.save_own_variables(store)
+        >>> _ = optimizer.dynamic_scale.assign(2.0)
+        >>> optimizer.load_own_variables(store)
+        >>> float(optimizer.loss_scale)
+        1024.0
+        """
         targets = self._targets(len(store.keys())) if self.built else None
         if targets is None:
             super().load_own_variables(store)

@@ -40,7 +40,7 @@ def rewrapped(optimizer, rule: LossScale, shared_with: LossScaleOptimizer | None
     if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
         for name in ("_skipped_steps", "_consecutive_skips", "_last_step_skipped", "_nonfinite_losses"):
             getattr(result, name).assign(getattr(optimizer, name))
-        if window is not None:
+        if window is not None and result.window is not None:
             for new, old in zip(result.window.variables, window.variables, strict=True):
                 new.assign(old)
     return result

@@ -8,7 +8,6 @@ from keras import ops
 from mpkeras import _keras_private
 from mpkeras.accumulation import AccumulatesGradients, Decision, single_step
 from mpkeras.gradient_statistics import gradient_statistics
-from mpkeras.loss_scaling import FixedLossScale, LossScale
 from mpkeras.optimizer_arguments import (
     checked_inner_optimizer,
     refuse_inner_arguments,
@@ -17,14 +16,15 @@ from mpkeras.optimizer_arguments import (
 from mpkeras.optimizer_delegation import DelegatesToInner
 from mpkeras.optimizer_saving import SavesItsState
 from mpkeras.shared_scale import HoldsScale, shared_scale_owner
+from mpkeras.step_counters import CountsSteps
 from mpkeras.step_notes import step_notes, take_notes
 
 if keras.backend.backend() == "tensorflow":
     from mpkeras import _tensorflow as _backend
 elif keras.backend.backend() == "jax":
-    from mpkeras import _jax as _backend
+    from mpkeras import _jax as _backend  # type: ignore[no-redef]
 elif keras.backend.backend() == "torch":
-    from mpkeras import _torch as _backend
+    from mpkeras import _torch as _backend  # type: ignore[no-redef]
 else:
     raise ImportError(
         "Expected a Keras backend that trains: 'tensorflow', 'jax' or 'torch'. Received: "
@@ -34,7 +34,12 @@ else:
 
 @keras.saving.register_keras_serializable(package="mpkeras")
 class LossScaleOptimizer(
-    HoldsScale, DelegatesToInner, AccumulatesGradients, SavesItsState, keras.optimizers.LossScaleOptimizer
+    HoldsScale,
+    CountsSteps,
+    DelegatesToInner,
+    AccumulatesGradients,
+    SavesItsState,
+    keras.optimizers.LossScaleOptimizer,
 ):
     """Scales the loss, unscales the gradients, and skips every step that is not finite.
 
@@ -44,15 +49,6 @@ class LossScaleOptimizer(
     rate schedules see unscaled gradients and applied steps only. A step whose loss or gradients are not
     finite changes no variable but this optimizer's own. The scale backs off after it, unless the unscaled
     loss itself was not finite: then the forward pass is at fault, and no scale cures it.
-
-    ```python
-    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
-    with tf.GradientTape() as tape:
-        loss = loss_fn(y, model(x, training=True))
-        scaled_loss = optimizer.scale_loss(loss)
-    scaled_grads = tape.gradient(scaled_loss, model.trainable_variables)
-    optimizer.apply(scaled_grads, model.trainable_variables)
-    ```
 
     A gradient whose float32 *sum* overflows (values near 1e38) counts as not finite.
 
@@ -71,6 +67,7 @@ class LossScaleOptimizer(
         all_reduce_dtype: `"float16"` or `"bfloat16"`: under a `tf.distribute` strategy the scaled gradients are
             summed over replicas in this dtype, and a sum that overflows is a skipped step. Clipping then sees
             the sum, where Keras clips each replica's part. By default they are summed as they are.
+        **kwargs: Arguments of other Keras optimizers, with their neutral values only.
 
     Attributes:
         dynamic_scale: float32 variable of shape `()`, the loss scale (once built).
@@ -87,9 +84,23 @@ class LossScaleOptimizer(
         ValueError: If arguments contradict each other, or belong on the inner optimizer.
         TypeError: If `inner_optimizer` or `loss_scale` is of a wrong type.
 
+    Example:
+
+    >>> optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.25), initial_scale=1024.0)
+    >>> variable = keras.Variable([3.0])
+    >>> optimizer.build([variable])
+    >>> for scaled_grad in (2048.0, np.inf):
+    ...     scaled_loss = optimizer.scale_loss(2.0 * variable[0])  # `scaled_grad` is what its gradient is
+    ...     optimizer.apply([keras.ops.array([scaled_grad])], [variable])
+    ...     print(variable.numpy()[0], float(optimizer.loss_scale), int(optimizer.skipped_steps))
+    2.5 1024.0 0
+    2.5 512.0 1
+
     References:
         Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740.
     """
+
+    built: bool
 
     def __init__(
         self,
@@ -121,77 +132,29 @@ class LossScaleOptimizer(
         super().__init__(inner_optimizer, initial_scale=rule.initial_scale, name=name)
         # Such a rule gives way to what the next policy asks for; one of the user's own does not.
         self._chosen_by_prepare = False
-        # Not in `build`: a train step is traced with these counters before it builds the optimizer.
-        self._skipped_steps = self._add_scalar("skipped_steps", 0)
-        self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
-        self._last_step_skipped = self._add_scalar("last_step_skipped", False)
-        self._nonfinite_losses = self._add_scalar("nonfinite_losses", 0)
+        self._make_counters()
         self._start_scale(rule, shared_with)
         self.all_reduce_dtype = all_reduce_dtype
-        self.window = None
         self._take_over_accumulation(on_overflow)
 
     # ---------------------------------------------------------------------------------------------- state
 
     def build(self, variables):
-        """Creates the state for `variables`, and the inner optimizer's unless it has been built before."""
+        """Creates the state for `variables`, and the inner optimizer's unless it has been built before.
+
+        Args:
+            variables: List of the trainable `keras.Variable`s.
+        """
         if self.built:
             return
         self._make_scale_state()
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(list(variables))
         if self.window is not None:
-            self._build_window()
+            self._build_window(self.window)
         # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
         # optimizer through this one and create averages and accumulators a second time.
         self.built = True
-
-    @property
-    def skipped_steps(self):
-        return self._skipped_steps
-
-    @property
-    def consecutive_skips(self):
-        return self._consecutive_skips
-
-    @property
-    def nonfinite_losses(self):
-        return self._nonfinite_losses
-
-    @property
-    def last_step_skipped(self):
-        # The value: a Keras variable cannot be asked `if optimizer.last_step_skipped`.
-        return self._last_step_skipped.value
-
-    @property
-    def loss_scale(self):
-        """The loss scale now: float32 scalar tensor of shape `()`."""
-        if not self._state:
-            return ops.convert_to_tensor(self._rule.initial_scale, "float32")
-        return self._rule.current_scale({key: variable.value for key, variable in self._state.items()})
-
-    @property
-    def loss_scale_rule(self) -> LossScale:
-        """The `mpkeras.LossScale` by which the scale moves."""
-        return self._rule
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the loss scale can change during training."""
-        return self._rule.dynamic
-
-    @property
-    def dynamic_counter(self):
-        """`step_counter`, by its tf.keras name; `None` for a fixed scale."""
-        return self.step_counter if self.dynamic else None
-
-    @property
-    def initial_scale(self) -> float:
-        return self._rule.initial_scale
-
-    @property
-    def dynamic_growth_steps(self):
-        return getattr(self._rule, "dynamic_growth_steps", None)
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -203,6 +166,19 @@ class LossScaleOptimizer(
 
         Returns:
             A tensor of the shape of `loss`, float32 (float64 where `loss` is).
+
+        Example (TensorFlow):
+
+        >>> import tensorflow as tf
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        >>> optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+        >>> with tf.GradientTape() as tape:
+        ...     loss = keras.losses.mean_squared_error([1.0], model(np.ones((1, 2)))[0])
+        ...     scaled_loss = optimizer.scale_loss(loss)
+        >>> scaled_grads = tape.gradient(scaled_loss, model.trainable_variables)
+        >>> optimizer.apply(scaled_grads, model.trainable_variables)
+        >>> float(scaled_loss), float(model.layers[0].bias[0])
+        (32768.0, 1.0)
         """
         loss = ops.convert_to_tensor(loss)
         if keras.backend.standardize_dtype(loss.dtype) != "float64":
@@ -213,7 +189,17 @@ class LossScaleOptimizer(
         return _backend.scale_loss(self, loss, notes)
 
     def get_scaled_loss(self, loss):
-        """Returns the scaled loss. The tf.keras name; a callable loss gives a callable."""
+        """Returns the scaled loss. The tf.keras name; a callable loss gives a callable.
+
+        Args:
+            loss: As for `scale_loss`, or a function without arguments that returns it.
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer("sgd", initial_scale=1024.0)
+        >>> float(optimizer.get_scaled_loss(keras.ops.array(0.5)))
+        512.0
+        """
         if callable(loss):
             return lambda: self.scale_loss(loss())
         return self.scale_loss(loss)
@@ -223,6 +209,15 @@ class LossScaleOptimizer(
 
         Until the next `scale_loss` or `get_scaled_loss`, `apply` and `apply_gradients` then take their
         gradients as unscaled, as in the tf.keras loop.
+
+        Args:
+            grads: List of scaled gradients, tensors of any float dtype.
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer("sgd", initial_scale=1024.0)
+        >>> [float(grad) for grad in optimizer.get_unscaled_gradients([keras.ops.array(512.0)])]
+        [0.5]
         """
         notes = step_notes(self)
         notes.grads_are_unscaled = True
@@ -230,7 +225,13 @@ class LossScaleOptimizer(
         return self.unscale(grads, [None] * len(grads), _backend.scale_of_step(self, notes))
 
     def unscale(self, scaled_grads, variables, loss_scale=None) -> list:
-        """Returns the gradients times the reciprocal of the scale (the present one): exact for powers of two."""
+        """Returns the gradients times the reciprocal of the scale: exact for powers of two.
+
+        Args:
+            scaled_grads: List of tensors of any float dtype, or `None`.
+            variables: The variables, one for each gradient, or `None`.
+            loss_scale: float32 scalar, shape `()`; by default the present scale.
+        """
         if self.scale_is_one:
             return list(scaled_grads)
         reciprocal = ops.divide(1.0, self.loss_scale if loss_scale is None else loss_scale)
@@ -238,11 +239,6 @@ class LossScaleOptimizer(
             g if g is None or _keras_private.overwrites_with_gradient(v) else _backend.scale_gradient(g, reciprocal)
             for g, v in zip(scaled_grads, variables, strict=True)
         ]
-
-    @property
-    def scale_is_one(self) -> bool:
-        """Whether there is nothing to scale: the steps are checked only."""
-        return isinstance(self._rule, FixedLossScale) and self._rule.scale == 1.0
 
     def apply(self, grads, trainable_variables=None):
         """Unscales the gradients and updates the variables, or skips the step if it is not finite.
@@ -264,7 +260,18 @@ class LossScaleOptimizer(
         _backend.apply(self, grads, variables, notes)
 
     def apply_gradients(self, grads_and_vars):
-        """`apply` for pairs. Returns the number of applied steps, an integer scalar."""
+        """`apply` for pairs. Returns the number of applied steps, an integer scalar.
+
+        Args:
+            grads_and_vars: Pairs of a scaled gradient and its variable.
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer("sgd", initial_scale=1024.0)
+        >>> grads = optimizer.get_unscaled_gradients([keras.ops.array(512.0)])
+        >>> int(optimizer.apply_gradients([(grads[0], keras.Variable(1.0))]))
+        1
+        """
         grads, trainable_variables = zip(*grads_and_vars, strict=True)
         self.apply(grads, trainable_variables)
         return self.iterations
@@ -283,6 +290,24 @@ class LossScaleOptimizer(
 
         Returns:
             `(trainable_variables, optimizer_variables)`, new values in the same order.
+
+        Raises:
+            ValueError: If the optimizer is not built, or the numbers of values are not those of its variables.
+
+        Example (JAX):
+
+        >>> import jax
+        >>> variable = keras.Variable(3.0)
+        >>> optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.25))
+        >>> optimizer.build([variable])
+        >>> values, state = [variable.value], [v.value for v in optimizer.variables]
+        >>> def scaled_loss(values, state):
+        ...     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state))):
+        ...         return optimizer.scale_loss(2.0 * values[0])
+        >>> scaled_grads = jax.grad(scaled_loss)(values, state)
+        >>> values, state = optimizer.stateless_apply(state, scaled_grads, values)
+        >>> float(values[0])
+        2.5
         """
         if not self.built:
             raise ValueError(
@@ -350,12 +375,5 @@ class LossScaleOptimizer(
         moved = self._rule.next_state(rule_state, decision.scale_is_finite)
         if decision.scale_moves is not True:
             moved = {key: ops.where(decision.scale_moves, value, state[key]) for key, value in moved.items()}
-        is_skipped = ops.logical_not(decision.is_accepted)
         values = [(self._state[key], value) for key, value in moved.items()] + decision.values
-        skipped, row, lost = self._skipped_steps, self._consecutive_skips, self._nonfinite_losses
-        values.append((skipped, skipped.value + ops.cast(is_skipped, skipped.dtype)))
-        values.append((row, ops.where(decision.is_accepted, ops.zeros_like(row.value), row.value + 1)))
-        values.append((self._last_step_skipped, is_skipped))
-        if loss_is_finite is not None:
-            values.append((lost, lost.value + ops.cast(ops.logical_not(loss_is_finite), lost.dtype)))
-        return decision, values
+        return decision, values + self._counted(decision.is_accepted, loss_is_finite)

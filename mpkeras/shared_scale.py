@@ -1,8 +1,10 @@
 """The loss scale of one optimizer or of several: who holds its state, and which scale a step has used."""
 
 import keras
+from keras import ops
 
-from mpkeras.loss_scaling import LossScale
+from mpkeras._typing import OptimizerMixin
+from mpkeras.loss_scaling import FixedLossScale, LossScale
 
 
 class ScaleRule:
@@ -17,13 +19,13 @@ class ScaleRule:
         self.is_shared = False
 
 
-class HoldsScale:
+class HoldsScale(OptimizerMixin):
     """Goes before `keras.optimizers.LossScaleOptimizer` in the bases of our wrapper: its loss scale."""
 
     def _start_scale(self, rule: LossScale, shared_with):
         """Takes `rule`, or the rule and the variables of `shared_with` where that is an optimizer."""
         self._scale = ScaleRule(rule)
-        self._state = {}
+        self._state: dict = {}
         if shared_with is None:
             return
         # Now, and not when one of the two is built: each may be built on variables of its own at any time.
@@ -64,6 +66,43 @@ class HoldsScale:
     @property
     def _rule(self) -> LossScale:
         return self._scale.rule
+
+    @property
+    def loss_scale(self):
+        """The loss scale now: float32 scalar tensor of shape `()`."""
+        if not self._state:
+            return ops.convert_to_tensor(self._rule.initial_scale, "float32")
+        return self._rule.current_scale({key: variable.value for key, variable in self._state.items()})
+
+    @property
+    def loss_scale_rule(self) -> LossScale:
+        """The `mpkeras.LossScale` by which the scale moves."""
+        return self._rule
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale can change during training."""
+        return self._rule.dynamic
+
+    @property
+    def dynamic_counter(self):
+        """`step_counter`, by its tf.keras name; `None` for a fixed scale."""
+        return self.step_counter if self.dynamic else None
+
+    @property
+    def initial_scale(self) -> float:
+        """The first loss scale; setting it changes the rule, and the scale of an optimizer not yet built."""
+        return self._rule.initial_scale
+
+    @property
+    def dynamic_growth_steps(self):
+        """Finite steps in a row before the scale grows; `None` for a rule without."""
+        return getattr(self._rule, "dynamic_growth_steps", None)
+
+    @property
+    def scale_is_one(self) -> bool:
+        """Whether there is nothing to scale: the steps are checked only."""
+        return isinstance(self._rule, FixedLossScale) and self._rule.scale == 1.0
 
     @property
     def scale_state(self) -> dict:

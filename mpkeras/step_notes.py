@@ -72,7 +72,7 @@ def take_notes(optimizer) -> StepNotes:
     return taken
 
 
-_warned = weakref.WeakSet()
+_warned: weakref.WeakSet = weakref.WeakSet()
 
 
 def _warn_unscaled_loss(optimizer, in_guarded_step: bool):

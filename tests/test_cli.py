@@ -1,5 +1,6 @@
 """The command line: exit statuses, one line on bad input, and what `demo` prints and writes."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from mpkeras import __version__
+from mpkeras import __version__, cli
 from mpkeras.cli import main
 from mpkeras.demo import command
 
@@ -35,6 +36,19 @@ def failing_line(capsys, *arguments):
 def test_status_0(capsys, arguments, expected):
     assert main(arguments) == 0
     assert expected in capsys.readouterr().out
+
+
+def test_the_message_with_which_a_module_ends_the_process_is_printed(capsys, monkeypatch):
+    """As Python does: it goes to standard error, and the status is 1."""
+
+    def run(args):
+        raise SystemExit("no such data")
+
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(run=run)
+    monkeypatch.setattr(cli, "build_parser", lambda: parser)
+    assert main([]) == 1
+    assert capsys.readouterr().err == "no such data\n"
 
 
 def test_help_says_that_float32_is_always_trained(capsys):

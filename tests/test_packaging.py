@@ -41,7 +41,7 @@ def distribution():
 def test_installed_metadata_agrees(distribution):
     metadata = distribution.metadata
     assert metadata["Version"] == _version.__version__
-    assert {"demo", "test", "jax", "torch", "notebooks"} <= set(metadata.get_all("Provides-Extra"))
+    assert {"demo", "dev", "test", "jax", "torch", "notebooks"} <= set(metadata.get_all("Provides-Extra"))
     assert metadata["Requires-Python"] == ">=3.10"
 
 
@@ -62,7 +62,16 @@ def test_every_folder_of_the_package_is_installed(config):
 def test_changelog_has_this_version():
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert headings[0] == "Unreleased"
-    assert _version.__version__ in headings
+    # The one below is the newest release, or the one that is being prepared.
+    assert headings[1] == _version.__version__
+
+
+def test_sdist_has_what_tests_and_docs_need():
+    """Folders that are not Python packages are left out unless `MANIFEST.in` names them."""
+    manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").split()
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))}
+    named = folders & {"tests", "docs", "benchmarks", "notebooks"}
+    assert named == {"tests", "docs", "benchmarks", "notebooks"} <= set(manifest)
 
 
 def test_keras_range_is_the_same_everywhere(config):

@@ -22,11 +22,7 @@ class Float32Fallback(NumericsMonitor):
     gradients overflow, when the loss scale has come down to its lowest. The train function is built anew; weights,
     optimizer, metrics and random generators stay as they are. What was moved is told by a warning, and is in `moved`.
 
-    ```python
-    fallback = mpkeras.callbacks.Float32Fallback()
-    model.fit(x, y, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float16"), fallback])
-    mpkeras.Policy("mixed_float16", keep_float32=(*mpkeras.Policy("mixed_float16").keep_float32, *fallback.rules))
-    ```
+
 
     Args:
         patience: Skipped steps with the same culprit before it moves.
@@ -38,6 +34,19 @@ class Float32Fallback(NumericsMonitor):
 
     Raises:
         ValueError: If an argument is out of range, or, when training begins, the model's train step is not guarded.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="head")], name="net")
+    >>> model.compile("sgd", "mse")
+    >>> fallback = mpkeras.callbacks.Float32Fallback(patience=1)
+    >>> callbacks = [mpkeras.callbacks.MixedPrecision("mixed_float16"), fallback]
+    >>> x = np.full((8, 2), 1e5)  # more than float16 holds
+    >>> history = model.fit(x, np.ones((8, 1)), batch_size=4, verbose=0, callbacks=callbacks)
+    >>> fallback.moved, model.layers[0].compute_dtype
+    (['net/head'], 'float32')
+    >>> rules = (*mpkeras.Policy("mixed_float16").keep_float32, *fallback.rules)
+    >>> policy = mpkeras.Policy("mixed_float16", keep_float32=rules)  # for the next training
     """
 
     def __init__(self, *, patience: int = 2, max_layers: int = 8, every=None, gradients=False, max_findings: int = 100):
@@ -48,10 +57,10 @@ class Float32Fallback(NumericsMonitor):
                     f"Expected `{name}` to be a whole number of 1 or more. Received: {name}={value!r}. "
                     "Leave it out for the default."
                 )
-        self.moved = []
+        self.moved: list = []
         self._patience = patience
         self._max_layers = max_layers
-        self._counts = {}
+        self._counts: dict = {}
 
     @property
     def rules(self) -> tuple[str, ...]:

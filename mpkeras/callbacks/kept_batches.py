@@ -66,8 +66,7 @@ class KeptBatches:
             self.executions.append(Execution(end, batches or [], logs))
             return result
 
-        train_function.mpkeras_kept_batches = self
-        train_function.mpkeras_own_function = function
+        vars(train_function).update(mpkeras_kept_batches=self, mpkeras_own_function=function)
         model.train_function = train_function
 
     def detach(self, model):

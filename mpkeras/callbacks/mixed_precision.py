@@ -18,9 +18,7 @@ _ON_MIN_SCALE = ("warn", "raise", "stop")
 class MixedPrecision(keras.callbacks.Callback):
     """Trains the model in mixed precision; a step that is not finite is skipped and leaves no trace.
 
-    ```python
-    model.fit(x, y, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float16")])
-    ```
+
 
     On the way in it calls `mpkeras.prepare`. On the way out the train step is put back, while the optimizer
     and the layers' policies stay: they are the model's now. The logs gain `loss_scale` (the scale for the
@@ -36,6 +34,15 @@ class MixedPrecision(keras.callbacks.Callback):
     Raises:
         ValueError: If `policy`, `loss_scale` or `on_min_scale` is not known.
         TypeError: If an argument is of a wrong type.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> precision = mpkeras.callbacks.MixedPrecision("mixed_float16")
+    >>> history = model.fit(np.full((8, 2), 0.1), np.zeros((8, 1)), verbose=0, callbacks=[precision])
+    >>> [float(history.history[name][-1]) for name in ("loss_scale", "skipped_steps")]
+    [32768.0, 0.0]
     """
 
     def __init__(self, policy=None, *, loss_scale=None, jit_compile=None, rollback=True, on_min_scale="warn"):

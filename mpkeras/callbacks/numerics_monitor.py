@@ -40,11 +40,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     else here: a skipped step is looked at when one more has been taken, with the weights after that, until a step is
     finite again.
 
-    ```python
-    monitor = mpkeras.callbacks.NumericsMonitor()
-    model.fit(x, y, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float16"), monitor])
-    monitor.findings
-    ```
+
 
     Each culprit is warned of once. Gradients that overflow while a dynamic loss scale settles are as it should be: they
     are among the findings, and warned of when they go on for 5 steps in a row.
@@ -61,6 +57,16 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     Raises:
         ValueError: If an argument is out of range, or, when training begins, the model's train step is not guarded.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="head")], name="net")
+    >>> model.compile("sgd", "mse")
+    >>> monitor = mpkeras.callbacks.NumericsMonitor()
+    >>> callbacks = [mpkeras.callbacks.MixedPrecision("mixed_float16"), monitor]
+    >>> history = model.fit(np.full((4, 2), 1e5), np.ones((4, 1)), verbose=0, callbacks=callbacks)
+    >>> print(monitor.findings[0].culprit.message)
+    layer 'net/head' is given up to 1e+05, more than float16 holds
     """
 
     def __init__(self, *, every=None, gradients: bool = False, max_findings: int = 20):
@@ -71,13 +77,13 @@ class NumericsMonitor(keras.callbacks.Callback):
                     f"Expected `{name}` to be a number of steps of 1 or more. Received: {name}={value!r}. "
                     "Leave it out for the default."
                 )
-        self.findings = []
+        self.findings: list = []
         self.last_report = None
         self._every = every
         self._gradients = gradients
         self._max_findings = max_findings
         self._kept = KeptBatches()
-        self._warned = set()
+        self._warned: set = set()
         self._skipped = None
         self._epoch = self._steps = self._in_a_row = 0
 
@@ -154,7 +160,17 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._warn(where, execution.step, f"{report.culprit.message}. {remedies}")
 
     def found(self, finding: Finding):
-        """Called with each finding; for subclasses."""
+        """Called with each finding; for subclasses.
+
+        Args:
+            finding: A `Finding`.
+
+        Example:
+
+        >>> class Printing(mpkeras.callbacks.NumericsMonitor):
+        ...     def found(self, finding):
+        ...         print(f"batch {finding.batch}:", finding.culprit.message)
+        """
 
     def _first_report(self, execution):
         """Returns the report of the first batch with a culprit, at the scale before the last one, or at the present."""

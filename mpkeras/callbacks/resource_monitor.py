@@ -13,10 +13,7 @@ from mpkeras.training import rollback as guard
 class ResourceMonitor(keras.callbacks.Callback):
     """Adds `step_time_ms`, `examples_per_s` and `peak_bytes` to the logs of every epoch.
 
-    ```python
-    callbacks = [mpkeras.callbacks.ResourceMonitor(), keras.callbacks.TensorBoard("logs")]
-    model.fit(x, y, batch_size=64, callbacks=callbacks)
-    ```
+
 
     They stand beside the loss, the metrics and what `MixedPrecision` adds. History and the progress bar show them
     wherever this callback stands in the list. Keras hands the logs of an epoch from one callback to the next, in the
@@ -42,6 +39,15 @@ class ResourceMonitor(keras.callbacks.Callback):
 
     Raises:
         ValueError: If `batch_size` is not a whole number of at least 1.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> callbacks = [mpkeras.callbacks.ResourceMonitor(batch_size=2), keras.callbacks.CSVLogger("log.csv")]
+    >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=2, verbose=0, callbacks=callbacks)
+    >>> history.history["step_time_ms"][0] > 0, history.history["examples_per_s"][0] > 0
+    (True, True)
     """
 
     # Keras would otherwise wait for the device after every batch to hand this callback its logs, which it does

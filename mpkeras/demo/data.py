@@ -84,7 +84,9 @@ def load_text(context: int, train_bytes: int, held_out_bytes: int) -> DataSet:
         "held_out_bytes": len(held_out),
         "sha256": _digest(held_out + train),
     }
-    return DataSet(*byte_windows(train, context), *byte_windows(held_out, context), source)
+    x_train, y_train = byte_windows(train, context)
+    x_held_out, y_held_out = byte_windows(held_out, context)
+    return DataSet(x_train, y_train, x_held_out, y_held_out, source)
 
 
 def standard_library_files() -> list:

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from mpkeras.policies.dtypes import bytes_of, tensor_dtype
+from mpkeras.policies.dtypes import bytes_of
 
 
 def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
@@ -24,7 +24,8 @@ def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
         if not isinstance(operation, keras.layers.InputLayer):
             symbolic.extend(keras.tree.flatten(operation.output))
     outputs = keras.Model(model.inputs, symbolic)(ops.convert_to_tensor(x[:1]))
-    return batch_size * sum(bytes_of(tensor.shape, tensor_dtype(tensor)) for tensor in keras.tree.flatten(outputs))
+    found = [(tensor.shape, keras.backend.standardize_dtype(tensor.dtype)) for tensor in keras.tree.flatten(outputs)]
+    return batch_size * sum(bytes_of(shape, dtype) for shape, dtype in found)
 
 
 class XlaMemory(keras.callbacks.Callback):

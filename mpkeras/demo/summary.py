@@ -19,7 +19,7 @@ def summarize(tasks, policies, records, step_times_ms) -> list:
     """
     rows = []
     for task in tasks:
-        by_policy = {policy: [] for policy in policies}
+        by_policy: dict = {policy: [] for policy in policies}
         for record in records:
             if record["task"] == task.name:
                 by_policy[record["policy"]].append(record)
@@ -115,7 +115,7 @@ def verdict(rows: list) -> str:
     others = [row for row in rows if row["policy"] != BASELINE]
     if not others:
         return "Only float32 was trained, so there is nothing to compare."
-    candidates = {}
+    candidates: dict = {}
     for row in others:
         if row.get("speed_up") is not None:
             candidates.setdefault(row["policy"], []).append(row)

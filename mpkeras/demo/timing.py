@@ -26,7 +26,7 @@ def interleaved_step_times(models: dict, x, y, batch_size: int, rounds: int = RO
         prepare(model, policy)
     batches = len(x) // batch_size
     policies = list(models)
-    times = {policy: [] for policy in policies}
+    times: dict = {policy: [] for policy in policies}
     for number in range(WARM_UP_ROUNDS + rounds):
         start = number % batches * batch_size
         batch = x[start : start + batch_size], y[start : start + batch_size]

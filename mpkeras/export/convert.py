@@ -17,12 +17,6 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     is written holds no optimizer, loss or metrics, so that it loads where mpkeras is not installed; to train it,
     compile it again.
 
-    ```python
-    from mpkeras.export.convert import convert
-
-    print(convert("model.keras", "served.keras", "mixed_bfloat16"))
-    ```
-
     Args:
         source: A `.keras` or `.h5` file.
         out: Where the result goes: a `.keras`, `.onnx` or `.tflite` file, or a directory for a SavedModel.
@@ -37,6 +31,16 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     Raises:
         ValueError: If an argument does not fit, the file cannot be read, or Keras cannot write the format. What
             was at `out` is then as before.
+
+    Example:
+
+    >>> from mpkeras.export.convert import convert
+    >>> keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Softmax()]).save("model.keras")
+    >>> report = convert("model.keras", "served.keras", "mixed_bfloat16")
+    >>> report.layers_by_dtype()
+    {'bfloat16': 1, 'float32': 1}
+    >>> keras.saving.load_model("served.keras").layers[0].compute_dtype
+    'bfloat16'
     """
     # Whatever can be known without the model comes first: loading may take minutes.
     source, out = Path(source), Path(out)

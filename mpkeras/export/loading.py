@@ -98,7 +98,7 @@ def _check_file(path: Path):
 
 
 def _reason(path: Path, error: Exception) -> str:
-    chain = [error]
+    chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     messages = [str(link) for link in chain]

@@ -56,6 +56,14 @@ class ConversionReport(Report):
         inputs, outputs: Dtypes of what the model takes and returns; `None` for a subclassed model, where its
             `call` decides.
         needs_mpkeras: Names of what in a `.keras` file only loads where mpkeras is installed.
+
+    Example:
+
+    >>> from mpkeras.export.convert import convert
+    >>> keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="head")]).save("model.keras")
+    >>> report = convert("model.keras", "model.keras", "mixed_float16", force=True)
+    >>> report.layers[0].path, report.layers[0].compute_dtype, report.layers_by_dtype()["float16"]
+    ('head', 'float16', 1)
     """
 
     def __init__(
@@ -70,6 +78,7 @@ class ConversionReport(Report):
         format: str,
         was_compiled: bool,
     ):
+        self.title = f"{source} under {policy.name}"
         self.policy = policy.name
         self.compute_dtype = policy.compute_dtype
         self.layers = layer_dtypes(model, policy)
@@ -84,16 +93,12 @@ class ConversionReport(Report):
         self.needs_mpkeras = sorted(_names_of_mpkeras(json.loads(model.to_json()))) if format == "keras" else []
         self.backend = keras.backend.backend()
 
-    @property
-    def title(self) -> str:
-        return f"{self.source} under {self.policy}"
-
     def layers_by_dtype(self) -> dict:
         """Returns the number of layers by what they compute in."""
         return dict(Counter(layer.compute_dtype for layer in self.layers))
 
     def table(self):
-        groups = {}
+        groups: dict = {}
         for layer in self.layers:
             groups.setdefault((layer.compute_dtype, layer.reason), []).append(layer.path)
         # The policy's own dtype first, its exceptions below.

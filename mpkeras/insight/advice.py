@@ -1,5 +1,6 @@
 """`advise`: which policy and which `jit_compile` pay off for a model on this machine, measured."""
 
+import functools
 import time
 
 import keras
@@ -24,12 +25,7 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
     batch, each with loss scaling, finite check and rollback as `mpkeras.make_train_step` has them; settings that are
     hopeless drop out early. Where 16 bits gain less than 4 % in speed and no memory, the advice is not to bother.
 
-    ```python
-    report = mpkeras.advise(model, x[:128], y[:128])
-    print(report)
-    model.compile("adam", "sparse_categorical_crossentropy", jit_compile=report.jit_compile)
-    mpkeras.prepare(model, report.policy)
-    ```
+
 
     The model is left exactly as it was: weights, dtype policies, optimizer, random generators, compiled functions.
     What is trained is a copy, where Keras can make one: of Functional and Sequential models by
@@ -57,6 +53,17 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
             the batch.
         TypeError: If `model` is no `keras.Model`, or `jit_compile` or `measure` is no bool.
 
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> x, y = np.ones((8, 4)), np.ones((8, 1))
+    >>> report = mpkeras.advise(model, x, y, measure=False)  # leave it out to measure, within a minute
+    >>> print(report)
+    Training steps of model ...
+    >>> model.compile("sgd", "mse", jit_compile=report.jit_compile)
+    >>> model = mpkeras.prepare(model, report.policy)
+
     Your own `train_step` is not what is run, nor are metrics and `loss_weights`: they are the same in all settings.
     """
     check_model(model)
@@ -80,14 +87,15 @@ def measured_advice(model, x, y, loss_fn, *, settings=None, budget_s=60.0, verbo
     present_jit = _present_jit(model)
     devices = auto.probe(keras.backend.backend())
     cells = grid_of(settings or _settings(None, present_jit), auto.choose(devices, keras.backend.backend())[0])
-    notes = []
+    notes: list = []
     started = time.perf_counter()
     with subject(model, x) as (trained, is_copy):
         bench = Bench(trained, x, y, _optimizer_maker(model, notes), loss_fn)
         left_s = max(budget_s - (time.perf_counter() - started), 0.0)
         measure_grid(cells, bench, budget_s=left_s, rounds=rounds, progress=_progress(verbose))
     if not any(cell.is_measured for cell in cells):
-        failure = next((cell for cell in cells if cell.failure is not None), None)
+        # The first cell is always begun, so that one of them has failed.
+        failure = next(cell for cell in cells if cell.failure is not None)
         raise ValueError(
             f"Expected a batch and a loss that model '{model.name}' can train on. Received: none of {len(cells)} "
             f"settings could be measured; {failure.name} {failure.failure}. Try `model.train_on_batch(x, y)`."
@@ -142,8 +150,8 @@ def _settings(jit_compile, present_jit: bool) -> tuple:
 
 def _rows(x) -> int:
     shapes = [np.shape(value) for value in keras.tree.flatten(x)]
-    rows = {shape[0] if shape else None for shape in shapes}
-    if len(rows) != 1 or rows == {None} or rows == {0}:
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    if len(rows) != 1 or rows == {0}:
         raise ValueError(
             "Expected `x` to be one batch: arrays with the same number of examples, at least one. Received: "
             f"x={type(x).__name__} of shapes {shapes[:3]}. Pass for example `x[:128]`, or the first batch of a dataset."
@@ -178,22 +186,26 @@ def _optimizer_maker(model, notes: list):
     optimizer = next(iter(find_optimizers(model).values()), None)
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
+    if optimizer is None:
+        notes.append("Measured with Adam, as the model is not compiled.")
+        return keras.optimizers.Adam
+    make = functools.partial(_like, optimizer)
     try:
-        config = None if optimizer is None else optimizer.get_config()
-        make = keras.optimizers.Adam if config is None else lambda: type(optimizer).from_config(dict(config))
         make()
     except Exception as error:  # of an optimizer of the user's own
         notes.append(f"Measured with Adam: {type(optimizer).__name__} cannot be copied ({type(error).__name__}).")
         return keras.optimizers.Adam
-    if optimizer is None:
-        notes.append("Measured with Adam, as the model is not compiled.")
     return make
+
+
+def _like(optimizer):
+    return type(optimizer).from_config(optimizer.get_config())
 
 
 def _progress(verbose):
     if not verbose:
         return lambda done, total: None
-    bars = []
+    bars: list = []
 
     def progress(done, total):
         if not bars:

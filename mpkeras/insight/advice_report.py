@@ -4,7 +4,7 @@ import keras
 
 from mpkeras import _keras_private
 from mpkeras.conversion import computes_in, layers_of
-from mpkeras.insight.measuring.decision import WORTH, decide, paired_ratios, quartiles, rounds_won
+from mpkeras.insight.measuring.decision import WORTH, Decision, decide, paired_ratios, quartiles, rounds_won
 from mpkeras.insight.measuring.memory import ESTIMATE
 from mpkeras.insight.report import Report
 from mpkeras.policies import auto
@@ -38,6 +38,13 @@ class AdviceReport(Report):
         memory_kind: What the memory of the cells is; `None` if nobody tells.
         present_jit: The `jit_compile` that the model has.
         native_policy: The policy that the device suggests.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> report = mpkeras.advise(model, np.ones((8, 4)), measure=False)
+    >>> report.sureness, report.to_dict()["policy"] == report.policy
+    ('not measured', True)
     """
 
     def __init__(self, model, cells, present_jit: bool, devices, *, memory_kind=None, remarks=()):
@@ -46,6 +53,7 @@ class AdviceReport(Report):
         self.memory_kind = memory_kind
         self.backend = keras.backend.backend()
         self.native_policy, self._native_reason = auto.choose(devices, self.backend)
+        self.title = f"Training steps of model '{model.name}' on {self.backend}"
         self._name, self._remarks = model.name, list(remarks)
         self._computes_in_16_bits = computes_in(model, tuple(_SIXTEEN_BITS.values()))
         self._has_accelerator = any(device.kind != "cpu" for device in devices)
@@ -59,10 +67,6 @@ class AdviceReport(Report):
             self.policy = self.native_policy if self.bother else "float32"
             self.jit_compile, self.sureness = present_jit, "not measured"
 
-    @property
-    def title(self) -> str:
-        return f"Training steps of model '{self._name}' on {self.backend}"
-
     def table(self):
         header = ["Policy", "jit_compile", "Step (ms)", "Quartiles", "Speed", "Memory", "Rounds", ""]
         baseline = self._baseline()
@@ -73,7 +77,7 @@ class AdviceReport(Report):
         if not cell.is_measured:
             return [*row, "-", "-", "-", "-", "-", cell.failure or "not measured"]
         q1, median, q3 = quartiles(cell.times_ms)
-        is_chosen = self.decision.chosen is cell
+        is_chosen = self._chosen() is cell
         return [
             *row,
             f"{median:.2f}",
@@ -83,6 +87,9 @@ class AdviceReport(Report):
             str(len(cell.times_ms)),
             "<- choose" if is_chosen else "",
         ]
+
+    def _chosen(self):
+        return None if self.decision is None else self.decision.chosen
 
     def _baseline(self):
         """Returns the cell of float32 with the present `jit_compile`; `None` if it was not measured."""
@@ -94,19 +101,18 @@ class AdviceReport(Report):
     def notes(self) -> list:
         if self.decision is None:
             return self._unmeasured_notes()
-        lines = [self._choice(), *self._sureness_lines(), self._why()]
+        lines = [self._choice(self.decision), *self._sureness_lines(self.decision), self._why()]
         if self._baseline() is not None:
             lines.append(f"Speed is against float32 with jit_compile={self.present_jit}, as the model has it now.")
         lines.append(f"Memory is {self.memory_kind}." if self.memory_kind else "Nobody here tells how much memory.")
         return lines + self._remarks
 
-    def _choice(self) -> str:
-        found = self.decision
+    def _choice(self, found: Decision) -> str:
         setting = f"{self.policy} with jit_compile={self.jit_compile}"
         if found.because == "none":
             is_present = self.jit_compile == self.present_jit and not self._computes_in_16_bits
             stay = "stay with" if is_present else "use"
-            return f"Do not bother with 16 bits: {stay} {setting}. {self._not_worth()}"
+            return f"Do not bother with 16 bits: {stay} {setting}. {self._not_worth(found)}"
         if found.reference is None:
             return f"Choose {setting}: float32 could not be measured."
         saving = found.memory_saving
@@ -116,14 +122,13 @@ class AdviceReport(Report):
             return f"Choose {setting}: it needs {saving:.0%} less memory, and is {speed}."
         return f"Choose {setting}: it is {speed}{memory}."
 
-    def _not_worth(self) -> str:
-        best = self.decision.best_16_bit
+    def _not_worth(self, found: Decision) -> str:
+        best = found.best_16_bit
         if best is None:
             return "No 16-bit policy could be measured."
-        return f"The best in 16 bits, {best.name}, is {_times(self.decision.speedup)} as fast as it."
+        return f"The best in 16 bits, {best.name}, is {_times(found.speedup)} as fast as it."
 
-    def _sureness_lines(self) -> list:
-        found = self.decision
+    def _sureness_lines(self, found: Decision) -> list:
         lines = []
         if found.rounds:
             rounds = f"{round(found.agreeing * found.rounds)} of {found.rounds} rounds"
@@ -156,7 +161,11 @@ class AdviceReport(Report):
         return f"Why: {self._native_reason}; but {why}."
 
     def add_remark(self, line: str):
-        """Adds a line to the end of the notes."""
+        """Adds a line to the end of the notes.
+
+        Args:
+            line: A sentence.
+        """
         self._remarks.append(line)
 
     def _unmeasured_notes(self) -> list:
@@ -225,7 +234,7 @@ class AdviceReport(Report):
         spread = [quartiles(cell.times_ms) for cell in measured]
         medians = [median for _, median, _ in spread]
         errors = [[median - q1 for q1, median, _ in spread], [q3 - median for _, median, q3 in spread]]
-        colors = ["tab:green" if cell is self.decision.chosen else "tab:gray" for cell in measured]
+        colors = ["tab:green" if cell is self._chosen() else "tab:gray" for cell in measured]
         names = [f"{cell.policy}, jit {'on' if cell.jit_compile else 'off'}" for cell in measured]
         bars = axes.barh(names, medians, xerr=errors, capsize=3, color=colors, alpha=0.8)
         axes.bar_label(bars, labels=[f"{median:.3g}" for median in medians], padding=6)

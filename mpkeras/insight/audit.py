@@ -19,9 +19,7 @@ def audit(model, inputs=None, *, batch_size: int = 8) -> AuditReport:
     16 bits, float32 layers that cost much, layers that mix dtypes, sizes that are no multiple of 8, and a device on
     which 16 bits do not pay.
 
-    ```python
-    print(mpkeras.audit(model))
-    ```
+
 
     Args:
         model: A `keras.Model`, compiled or not. Of one that is not built yet only the layers are known.
@@ -31,12 +29,24 @@ def audit(model, inputs=None, *, batch_size: int = 8) -> AuditReport:
         batch_size: At least 1. The batch for which FLOPs and bytes are counted, where the inputs leave it open.
 
     Returns:
-        A report: `str()` is a table with the findings under it, `.findings` the findings, `.to_dict()` what JSON can
-        hold, `.plot()` a matplotlib figure.
+        An `AuditReport`: `str()` is a table with the findings under it, `.findings` the findings, `.to_dict()` what
+        JSON can hold, `.plot()` a matplotlib figure.
 
     Raises:
         TypeError: If `model` is no `keras.Model`.
         ValueError: If `batch_size` is no whole number of at least 1, or `inputs` hold something without a shape.
+
+    Example:
+
+    >>> with mpkeras.policy_scope("mixed_float16"):
+    ...     layers = [keras.Input((8,)), keras.layers.Dense(2, "softmax", name="head")]
+    ...     model = keras.Sequential(layers, name="net")
+    >>> report = mpkeras.audit(model)
+    >>> print(report)
+    Audit of 'net' on the ... backend
+    ...
+    >>> print(report.findings[0])
+    warning: net/head: Its activation computes in float16, which the default rule 'activation:softmax' keeps ...
     """
     return audit_with_optimizer(model, getattr(model, "optimizer", None), inputs, batch_size)
 

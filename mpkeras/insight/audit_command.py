@@ -68,7 +68,7 @@ def _saved_optimizer(path, custom_objects) -> tuple:
         return None, None
     if path.suffix != ".keras":
         return None, f"a '{path.suffix}' file holds it in another form"
-    config = compile_config(path).get("optimizer")
+    config = (compile_config(path) or {}).get("optimizer")
     try:
         with keras.saving.custom_object_scope(custom_objects):
             optimizer = keras.optimizers.get(config)

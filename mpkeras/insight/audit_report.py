@@ -21,6 +21,14 @@ class AuditReport(Report):
         half_share: Share of the FLOPs in 16 bits, from 0 to 1; `None` where it is not known.
         casts: `{(source, target): (casts, elements)}` between float dtypes; `None` where it is not known.
         input_shapes: The shapes for which this was counted.
+
+    Example:
+
+    >>> report = mpkeras.audit(keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]), batch_size=4)
+    >>> report.flops, report.half_share, report.input_shapes
+    ({'float32': 128}, 0.0, [(4, 8)])
+    >>> report.to_dict()["weight_bytes"]
+    {'float32': 72}
     """
 
     def __init__(self, name: str, backend: str, layers: list, findings: list, forward):
@@ -31,16 +39,19 @@ class AuditReport(Report):
         self.findings = findings
         self.input_shapes = forward.input_shapes
         self._assumed = forward.assumed
-        self.flops = self.half_share = self.casts = None
+        self.flops: dict | None = None
+        self.half_share: float | None = None
+        self.casts: dict | None = None
         if forward.program is not None:
             self.flops = total(layers, "flops")
             all_flops = sum(self.flops.values())
             half = sum(self.flops.get(dtype, 0) for dtype in SIXTEEN_BIT_DTYPES)
             self.half_share = half / all_flops if all_flops else 0.0
-            self.casts = {}
+            casts: dict = {}
             for cast in forward.program.casts:
-                number, elements = self.casts.get((cast.source, cast.target), (0, 0))
-                self.casts[cast.source, cast.target] = (number + 1, elements + cast.elements)
+                number, elements = casts.get((cast.source, cast.target), (0, 0))
+                casts[cast.source, cast.target] = (number + 1, elements + cast.elements)
+            self.casts = casts
 
     def table(self):
         header = ["Layer", "Class", "Computes in", "Variables", "Parameters", "FLOPs", "In 16 bits"]
@@ -63,9 +74,9 @@ class AuditReport(Report):
             all_flops = sum(self.flops.values())
             shapes = ", ".join(map(str, self.input_shapes))
             line = f"{_large(all_flops)} FLOPs in a forward pass on inputs {shapes}"
-            line += f", {percent(self.half_share)} in 16 bits."
+            line += f", {percent(self.half_share or 0.0)} in 16 bits."
             lines.append(line + f" Open sizes were taken as {ASSUMED_SIZE}." * self._assumed)
-            lines.append(f"Casts between float dtypes: {self._casts()}.")
+            lines.append(f"Casts between float dtypes: {self._casts(self.casts or {})}.")
         lines.append(f"Weights: {_by_dtype(total(self.layers, 'weight_bytes'))}.")
         if self.flops is not None:
             lines.append(f"Outputs of layers: {_by_dtype(total(self.layers, 'output_bytes'))}.")
@@ -73,10 +84,10 @@ class AuditReport(Report):
         found = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n)
         return [*lines, "", f"Findings: {found or 'none'}", *map(str, self.findings)]
 
-    def _casts(self) -> str:
-        kinds = [f"{n} {source} to {target}" for (source, target), (n, _) in sorted(self.casts.items())]
-        number = sum(n for n, _ in self.casts.values())
-        elements = sum(elements for _, elements in self.casts.values())
+    def _casts(self, casts: dict) -> str:
+        kinds = [f"{n} {source} to {target}" for (source, target), (n, _) in sorted(casts.items())]
+        number = sum(n for n, _ in casts.values())
+        elements = sum(elements for _, elements in casts.values())
         return f"{number} ({', '.join(kinds)}), of {_large(elements)} numbers" if kinds else "none"
 
     def to_dict(self) -> dict:

@@ -14,14 +14,21 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def hardware() -> "HardwareReport":
     """Returns what devices the active backend computes on, what each does natively, and the policy that suits.
 
-    ```python
-    print(mpkeras.hardware())
-    ```
+
 
     Initializes JAX's devices: with several processes, call `jax.distributed.initialize` before.
 
     Returns:
-        A report: `str()` is a table, `.to_dict()` what JSON can hold, `.plot()` a matplotlib figure.
+        A `HardwareReport`: `str()` is a table, `.to_dict()` what JSON can hold, `.plot()` a matplotlib figure.
+
+    Example:
+
+    >>> report = mpkeras.hardware()
+    >>> print(report)
+    Devices and what they multiply matrices in
+    ...
+    >>> report.policy in ("float32", "mixed_bfloat16", "mixed_float16")
+    True
     """
     backend = keras.backend.backend()
     return HardwareReport(backend, probe(backend))
@@ -35,6 +42,12 @@ class HardwareReport(Report):
         devices: List of `mpkeras.policies.auto.Device`.
         policy: Name of the policy that `mixed_auto` stands for here.
         reason: Why, in a few words.
+
+    Example:
+
+    >>> report = mpkeras.hardware()
+    >>> report.to_dict()["backend"] == report.backend == keras.backend.backend()
+    True
     """
 
     title = "Devices and what they multiply matrices in"

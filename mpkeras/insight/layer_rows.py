@@ -1,6 +1,7 @@
 """What an audit knows of each layer: its dtypes, parameters, products and outputs."""
 
 import dataclasses
+from collections import Counter, defaultdict
 
 import keras
 
@@ -66,18 +67,24 @@ class LayerRow:
 def layer_rows(model, forward) -> list:
     """Returns a `LayerRow` for each layer of `model`, in the order of `layers_of(model)`."""
     program = forward.program
+    flops_of: defaultdict = defaultdict(dict)
+    for product in program.products if program is not None else ():
+        flops = flops_of[product.owner or 0]
+        flops[product.dtype] = flops.get(product.dtype, 0) + product.flops
+    casts_of = Counter(cast.owner or 0 for cast in (program.casts if program is not None else ()))
     rows = []
     for index, layer in enumerate(layers_of(model)):
         variables = _keras_private.own_variables(layer)
+        product_policy = products.product_policy(layer) if products.is_split(layer) else None
         row = LayerRow(
             layer,
             path=layer.path or layer.name,
             compute_dtype=layer.compute_dtype,
-            product_dtype=products.product_policy(layer).compute_dtype if products.is_split(layer) else None,
+            product_dtype=None if product_policy is None else product_policy.compute_dtype,
             weight_bytes={},
             parameters=sum(size(variable.shape) for variable in variables if _is_initialized(variable)),
-            flops=None if program is None else {},
-            casts=None if program is None else 0,
+            flops=None if program is None else flops_of[index],
+            casts=None if program is None else casts_of[index],
             output_bytes=forward.output_bytes.get(index, {}),
         )
         for variable in variables:
@@ -85,11 +92,6 @@ def layer_rows(model, forward) -> list:
                 dtype = str(variable.dtype)
                 row.weight_bytes[dtype] = row.weight_bytes.get(dtype, 0) + bytes_of(variable.shape, dtype)
         rows.append(row)
-    for product in program.products if program is not None else ():
-        flops = rows[product.owner or 0].flops
-        flops[product.dtype] = flops.get(product.dtype, 0) + product.flops
-    for cast in program.casts if program is not None else ():
-        rows[cast.owner or 0].casts += 1
     return rows
 
 
@@ -112,7 +114,7 @@ def rows_to_show(rows) -> list:
 
 def total(rows, attribute: str) -> dict:
     """Returns the sums of a `{dtype: number}` attribute over the rows."""
-    sums = {}
+    sums: dict = {}
     for row in rows:
         for dtype, number in (getattr(row, attribute) or {}).items():
             sums[dtype] = sums.get(dtype, 0) + number

@@ -28,11 +28,7 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> 
     gradients as they should be, and with them the loss scales that suit. The model is exactly as before afterwards,
     random generators and statistics included.
 
-    ```python
-    report = mpkeras.trace_numerics(model, x, y)
-    print(report)
-    mpkeras.prepare(model, report.policy())
-    ```
+
 
     Args:
         model: A `keras.Model` of any kind, compiled with a loss if `y` is given.
@@ -47,6 +43,18 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> 
         ValueError: If `y` is given and the model is not compiled with a loss, or `loss_scale` is not a positive
             finite number.
         TypeError: If `model` is no `keras.Model`.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="head")], name="net")
+    >>> model.compile("sgd", "mse")
+    >>> model = mpkeras.prepare(model, "mixed_float16")
+    >>> report = mpkeras.trace_numerics(model, np.full((4, 2), 1e5), np.ones((4, 1)))
+    >>> print(report.culprit.message)
+    layer 'net/head' is given up to 1e+05, more than float16 holds
+    >>> model = mpkeras.prepare(model, report.policy())
+    >>> model.layers[0].compute_dtype
+    'float32'
 
     Layers inside recurrent ones and `TimeDistributed` are not looked at one by one: backends run them in loops.
     """

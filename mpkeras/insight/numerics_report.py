@@ -72,6 +72,17 @@ class NumericsReport(Report):
         window: `(smallest, largest)` loss scale: powers of two between which no gradient overflows and less than
             0.1 % of them underflow. The smallest is above the largest where no scale does both. `None` without
             labels, and where no layer computes in 16 bits.
+
+    Example:
+
+    >>> layers = [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros", name="head")]
+    >>> model = keras.Sequential(layers, name="net")
+    >>> model = mpkeras.apply_policy(model, "mixed_float16")
+    >>> report = mpkeras.trace_numerics(model, np.full((4, 2), 1e5))
+    >>> print(report.remedies()[0])
+    Layer 'net/head': its input reaches 1e+05, over float16's 65504: keep it in float32 with the rule 'path:^net/head$'.
+    >>> report.policy().keep_float32[-1]
+    'path:^net/head$'
     """
 
     title = "Ranges by layer, in the order of data flow"

@@ -61,17 +61,19 @@ def observe(model, x, y=None, sample_weight=None, *, loss_scale: float = 1.0, re
         references: Whether each 16-bit layer is also run in float32, on the same inputs.
     """
     backend = importlib.import_module(f"mpkeras.insight._{keras.backend.backend()}")
-    calls, taps = [], []
+    calls: list = []
+    taps: list = []
 
     def observed_call(tap_input, tap_output, found):
-        clock, paused = itertools.count(), []
+        clock = itertools.count()
+        paused: list = []
         found = found if references else None
         return lambda layer: _observed_call(layer, calls, taps, tap_input, tap_output, found, clock, paused)
 
     def run(tap_input, tap_output):
         calls.clear()
         taps.clear()
-        found = {"references": {}}
+        found: dict = {"references": {}}
         with wrapped_calls(observed_layers(model), observed_call(tap_input, tap_output, found["references"])):
             training = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
             y_pred = model(x, **training)

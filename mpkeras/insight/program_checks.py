@@ -59,7 +59,8 @@ def check_islands(model, rows) -> list:
         return []
     by_layer = {id(row.layer): row for row in rows}
     named = _kept_with_reason(model)
-    inner, islands = set(), []
+    inner: set = set()
+    islands = []
     for row in rows:
         is_wide = row.compute_dtype in ("float32", "float64") and row.product_dtype is None
         if row.is_container or not is_wide or {id(row.layer)} & (named | inner) or row.layer.name.startswith(CAST_NAME):

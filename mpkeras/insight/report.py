@@ -8,10 +8,22 @@ class Report(abc.ABC):
     """A finding that prints as a table, converts to JSON and draws itself.
 
     A subclass implements `title`, `table`, `notes`, `to_dict` and `plot`.
+
+    Example:
+
+    >>> import json
+    >>> report = mpkeras.hardware()
+    >>> header, rows = report.table()
+    >>> len(rows[0]) == len(header)
+    True
+    >>> print(report.notes()[0])
+    mixed_auto is ... on the ... backend: ...
+    >>> text = json.dumps(report.to_dict())
+    >>> report.plot().savefig("report.png")
     """
 
     #: What the table is about, in one line.
-    title = ""
+    title: str = ""
 
     @abc.abstractmethod
     def table(self) -> tuple[list, list]:

@@ -29,6 +29,17 @@ class Softmax(OutputDtype, keras.layers.Softmax):
 
     Returns:
         Probabilities, of the shape of `inputs`.
+
+    Raises:
+        ValueError: If `output_dtype` is not one of these, `dtype` is given and is not float32, or `autocast=False`
+            is given.
+
+    Example:
+
+    >>> layer = mpkeras.layers.Softmax()
+    >>> outputs = layer(keras.ops.array([[0.0, 0.0]], dtype="float16"))
+    >>> keras.ops.convert_to_numpy(outputs)
+    array([[0.5, 0.5]], dtype=float32)
     """
 
     def __init__(self, axis=-1, *, output_dtype=None, **kwargs):
@@ -55,6 +66,17 @@ class Activation(OutputDtype, keras.layers.Activation):
         activation: The name of a Keras activation, or a function.
         output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction.
         **kwargs: Of `keras.layers.Layer`, without `dtype`.
+
+    Raises:
+        ValueError: If `output_dtype` is not one of these, `dtype` is given and is not float32, or `autocast=False`
+            is given.
+
+    Example:
+
+    >>> layer = mpkeras.layers.Activation("linear")  # as the last layer: float32 logits
+    >>> outputs = layer(keras.ops.array([1.0, 2.0], dtype="float16"))
+    >>> keras.backend.standardize_dtype(outputs.dtype)
+    'float32'
     """
 
     def __init__(self, activation, *, output_dtype=None, **kwargs):

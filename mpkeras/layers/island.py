@@ -23,17 +23,22 @@ def float32_island(function):
     On a layer's `call` the decorator comes too late for inputs beyond float16's range: Keras casts them to
     the layer's compute dtype before `call` runs. There, use `Float32Mixin`.
 
+    Args:
+        function: A function of tensors, or a method of a layer.
+
+    Returns:
+        A function that takes the same arguments.
+
     Raises:
         TypeError: If it is not used on a function.
 
     Example:
 
-    ```python
-    class Distance(keras.layers.Layer):
-        @mpkeras.float32_island
-        def norm(self, x):
-            return keras.ops.sqrt(keras.ops.sum(keras.ops.square(x), axis=-1))
-    ```
+    >>> @mpkeras.float32_island
+    ... def norm(x):
+    ...     return keras.ops.sqrt(keras.ops.sum(keras.ops.square(x), axis=-1))
+    >>> float(norm(keras.ops.array([300.0, 400.0], dtype="float16")))  # 9e4 is more than float16 holds
+    500.0
     """
     if inspect.isclass(function) or not callable(function):
         raise TypeError(

@@ -2,25 +2,30 @@
 
 import keras
 
+from mpkeras._typing import LayerMixin
 from mpkeras.policies.registry import policy_scope
 
 
-class Float32Mixin:
+class Float32Mixin(LayerMixin):
     """Keeps a layer's inputs, arithmetic and variables in float32. Goes before the layer class in the bases.
 
     The layers that its constructor makes are kept in float32 as well. `TimeDistributed` passes by the policy
     of the layer it wraps: there, give the wrapper `dtype="float32"` too.
 
-    Example:
-
-    ```python
-    @keras.saving.register_keras_serializable("my_package")
-    class Float32Dense(mpkeras.layers.Float32Mixin, keras.layers.Dense):
-        pass
-    ```
+    Args:
+        *args, **kwargs: Of the layer class, without `dtype` and `autocast`.
 
     Raises:
         ValueError: If `dtype` is given and is not float32, or `autocast=False` is given.
+
+    Example:
+
+    >>> @keras.saving.register_keras_serializable("my_package")
+    ... class Float32Dense(mpkeras.layers.Float32Mixin, keras.layers.Dense):
+    ...     pass
+    >>> with mpkeras.policy_scope("mixed_float16"):
+    ...     Float32Dense(2).compute_dtype
+    'float32'
     """
 
     def __init__(self, *args, **kwargs):

@@ -12,6 +12,21 @@ class BatchNormalization(OutputDtype, keras.layers.BatchNormalization):
     Args:
         *args, **kwargs: Of `keras.layers.BatchNormalization`, without `dtype`.
         output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction.
+
+    Raises:
+        ValueError: If `output_dtype` is not one of these, `dtype` is given and is not float32, or `autocast=False`
+            is given.
+
+    Example:
+
+    >>> with mpkeras.policy_scope("mixed_float16"):
+    ...     layer = mpkeras.layers.BatchNormalization()
+    >>> outputs = layer(np.array([[1e5], [3e5]]), training=True)  # more than float16 holds
+    >>> bool(keras.ops.all(keras.ops.isfinite(outputs)))
+    True
+
+    References:
+        Ioffe and Szegedy, 2015, https://arxiv.org/abs/1502.03167.
     """
 
     def call(self, inputs, training=None, mask=None):
@@ -28,6 +43,20 @@ class LayerNormalization(OutputDtype, keras.layers.LayerNormalization):
     Args:
         *args, **kwargs: Of `keras.layers.LayerNormalization`, without `dtype`.
         output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction.
+
+    Raises:
+        ValueError: If `output_dtype` is not one of these, `dtype` is given and is not float32, or `autocast=False`
+            is given.
+
+    Example:
+
+    >>> layer = mpkeras.layers.LayerNormalization()
+    >>> outputs = layer(keras.ops.array([[1.0, 3.0]], dtype="float16"))
+    >>> keras.backend.standardize_dtype(outputs.dtype)
+    'float32'
+
+    References:
+        Ba et al., 2016, https://arxiv.org/abs/1607.06450.
     """
 
     def call(self, inputs):
@@ -44,6 +73,20 @@ class GroupNormalization(OutputDtype, keras.layers.GroupNormalization):
     Args:
         *args, **kwargs: Of `keras.layers.GroupNormalization`, without `dtype`.
         output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction.
+
+    Raises:
+        ValueError: If `output_dtype` is not one of these, `dtype` is given and is not float32, or `autocast=False`
+            is given.
+
+    Example:
+
+    >>> layer = mpkeras.layers.GroupNormalization(groups=2)
+    >>> outputs = layer(keras.ops.array([[1.0, 3.0, 5.0, 7.0]], dtype="float16"))
+    >>> keras.backend.standardize_dtype(outputs.dtype)
+    'float32'
+
+    References:
+        Wu and He, 2018, https://arxiv.org/abs/1803.08494.
     """
 
     def call(self, inputs):
@@ -57,6 +100,21 @@ class RMSNormalization(OutputDtype, keras.layers.RMSNormalization):
     Args:
         *args, **kwargs: Of `keras.layers.RMSNormalization`, without `dtype`.
         output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction.
+
+    Raises:
+        ValueError: If `output_dtype` is not one of these, `dtype` is given and is not float32, or `autocast=False`
+            is given.
+
+    Example:
+
+    >>> with mpkeras.policy_scope("mixed_float16"):
+    ...     layer = mpkeras.layers.RMSNormalization(output_dtype="compute")
+    >>> outputs = layer(np.array([[1e5, 1e5]]))  # more than float16 holds
+    >>> keras.ops.convert_to_numpy(outputs)
+    array([[1., 1.]], dtype=float16)
+
+    References:
+        Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
 
     def call(self, inputs):

@@ -14,6 +14,10 @@ class OutputDtype(Float32Mixin):
     Args:
         output_dtype: `None` for float32; `"compute"` for the compute dtype of the global policy at
             construction; or a dtype by name, which is how a saved layer keeps it.
+        *args, **kwargs: Of the layer class.
+
+    Raises:
+        ValueError: If `output_dtype` is none of these.
     """
 
     def __init__(self, *args, output_dtype=None, **kwargs):
@@ -22,7 +26,11 @@ class OutputDtype(Float32Mixin):
         self.output_dtype = output_dtype
 
     def cast_output(self, outputs):
-        """Returns `outputs` in `output_dtype`."""
+        """Returns `outputs` in `output_dtype`.
+
+        Args:
+            outputs: A float32 tensor of any shape.
+        """
         # Not cast where nothing changes: a cast would lose the logits that Keras remembers on TensorFlow.
         if keras.backend.standardize_dtype(outputs.dtype) == self.output_dtype:
             return outputs

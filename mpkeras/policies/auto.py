@@ -125,14 +125,13 @@ def _choose_one(device: Device) -> tuple[str, str]:
     if device.kind == "tpu":
         return "mixed_bfloat16", f"{device.name or 'TPU'} multiplies matrices in bfloat16"
     if device.compute_capability is not None:
-        return _choose_nvidia(device)
+        return _choose_nvidia(device, *device.compute_capability)
     if device.architecture is not None:
-        return _choose_amd(device)
+        return _choose_amd(device, device.architecture)
     return "float32", f"nothing is known of what {device.name or 'this GPU'} does natively in 16 bits"
 
 
-def _choose_nvidia(device: Device) -> tuple[str, str]:
-    major, minor = device.compute_capability
+def _choose_nvidia(device: Device, major: int, minor: int) -> tuple[str, str]:
     about = f"{device.name or 'NVIDIA GPU'} (compute capability {major}.{minor})"
     native = native_dtypes(device)
     if "bfloat16" in native:
@@ -142,8 +141,8 @@ def _choose_nvidia(device: Device) -> tuple[str, str]:
     return "float32", f"{about} is older than 7.0, where fast float16 begins"
 
 
-def _choose_amd(device: Device) -> tuple[str, str]:
-    about = f"{device.name or 'AMD GPU'} ({device.architecture.split(':')[0]})"
+def _choose_amd(device: Device, architecture: str) -> tuple[str, str]:
+    about = f"{device.name or 'AMD GPU'} ({architecture.split(':')[0]})"
     native = native_dtypes(device)
     if "bfloat16" in native:
         return "mixed_bfloat16", f"{about} multiplies matrices in bfloat16"

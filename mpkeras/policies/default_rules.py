@@ -125,12 +125,25 @@ DEFAULT_RULES = (
 
 
 def default_rules() -> tuple[str, ...]:
-    """Returns the rules of `DEFAULT_RULES` without the reasons, as `Policy(keep_float32=...)` takes them."""
+    """Returns the rules of `DEFAULT_RULES` without the reasons, as `Policy(keep_float32=...)` takes them.
+
+    Example:
+
+    >>> mpkeras.policies.default_rules()[:2]
+    ('Softmax', 'activation:softmax')
+    """
     return tuple(rule for rule, _ in DEFAULT_RULES)
 
 
 def describe_rules() -> str:
-    """Returns the default rules with their reasons as a table in plain text."""
+    """Returns the default rules with their reasons as a table in plain text.
+
+    Example:
+
+    >>> print(mpkeras.policies.describe_rules())
+    stays in float32 because
+    Softmax through the crossentropy, logits ...
+    """
     width = max(len(rule) for rule, _ in DEFAULT_RULES)
     lines = [f"{'stays in float32':{width}}  because"]
     lines.extend(f"{rule:{width}}  {reason}" for rule, reason in DEFAULT_RULES)

@@ -25,7 +25,7 @@ _SPELLINGS = {
 }
 _SPELLED = re.compile(rf"(?<![a-z])({'|'.join(_SPELLINGS)})(?![a-z0-9])", re.IGNORECASE)
 
-_silent = []
+_silent: list = []
 
 
 class MixedDtypesError(TypeError):
@@ -154,7 +154,7 @@ def _dtypes_of(value) -> set[str]:
         leaves = keras.tree.flatten(value)
     except Exception:  # A structure of the user's that cannot be flattened holds nothing we could name.
         return set()
-    found = set()
+    found: set = set()
     for leaf in leaves:
         if isinstance(leaf, (np.ndarray, np.generic, keras.Variable)):
             # Inside `call` the dtype of a Keras variable is the one that it is read in.

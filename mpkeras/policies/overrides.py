@@ -4,7 +4,7 @@ import weakref
 
 _MISSING = object()
 # Layer -> what it had of its own before: `{attribute: value}`.
-_BEFORE = weakref.WeakKeyDictionary()
+_BEFORE: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def override(layer, name: str, value):

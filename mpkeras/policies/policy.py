@@ -18,7 +18,7 @@ from mpkeras.policies.dtypes import (
 
 # Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked
 # for. It is here because `Policy(name)` starts from the registered settings.
-REGISTERED = {}
+REGISTERED: dict = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,34 +58,40 @@ class Policy(keras.DTypePolicy):
 
     Example:
 
-    ```python
-    policy = mpkeras.Policy("mixed_float16", loss_scale=1024.0)
-    policy = mpkeras.Policy(
-        "my_policy", compute_dtype="bfloat16", variable_dtype="float32",
-        keep_float32=(*mpkeras.policies.default_rules(), "path:head"),
-    )
-    ```
+    >>> policy = mpkeras.Policy("mixed_float16", loss_scale=1024.0)
+    >>> policy.compute_dtype, policy.variable_dtype, policy.loss_scale
+    ('float16', 'float32', FixedLossScale(scale=1024.0))
+    >>> rules = (*policy.keep_float32, "path:head")
+    >>> policy = mpkeras.Policy("mine", compute_dtype="bfloat16", variable_dtype="float32", keep_float32=rules)
+    >>> keras.layers.Dense(2, dtype=policy).compute_dtype
+    'bfloat16'
+
+    References:
+        Keras' policies: https://keras.io/api/mixed_precision/policy.
     """
 
     def __init__(self, name, *, compute_dtype=None, variable_dtype=None, keep_float32=None, loss_scale="auto"):
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
         base = _find_settings(name, has_dtypes=compute_dtype is not None and variable_dtype is not None)
-        compute_dtype = check_dtype("compute_dtype", compute_dtype or base.compute_dtype)
-        variable_dtype = check_dtype("variable_dtype", variable_dtype or base.variable_dtype)
+        if base is not None:
+            compute_dtype, variable_dtype = compute_dtype or base.compute_dtype, variable_dtype or base.variable_dtype
+        compute_dtype = check_dtype("compute_dtype", compute_dtype)
+        variable_dtype = check_dtype("variable_dtype", variable_dtype)
         check_keras_name(name, compute_dtype, variable_dtype)
         # Rules and scale of a registered policy were chosen for its compute dtype.
-        inherits = base is not None and base.compute_dtype == compute_dtype
+        inherited = base if base is not None and base.compute_dtype == compute_dtype else None
         if keep_float32 is None:
-            keep_float32 = base.keep_float32 if inherits else _default_rules(compute_dtype)
+            keep_float32 = _default_rules(compute_dtype) if inherited is None else inherited.keep_float32
         if isinstance(loss_scale, str) and loss_scale == "auto":
-            loss_scale = base.loss_scale if inherits else ("dynamic" if compute_dtype == "float16" else None)
+            own = "dynamic" if compute_dtype == "float16" else None
+            loss_scale = own if inherited is None else inherited.loss_scale
         self._settings = _Settings(
             name=name,
             compute_dtype=compute_dtype,
             variable_dtype=variable_dtype,
             keep_float32=rules.validate(keep_float32),
             loss_scale=loss_scaling.resolve(loss_scale),
-            reason=base.reason if inherits else None,
+            reason=None if inherited is None else inherited.reason,
         )
 
     @property
@@ -134,11 +140,29 @@ class Policy(keras.DTypePolicy):
         return self._settings.reason
 
     def keeps_float32(self, layer) -> str | None:
-        """Returns the first rule that keeps `layer` in float32, or `None`."""
+        """Returns the first rule that keeps a layer in float32, or `None`.
+
+        Args:
+            layer: A `keras.layers.Layer`.
+
+        Example:
+
+        >>> policy = mpkeras.Policy("mixed_float16")
+        >>> policy.keeps_float32(keras.layers.Dense(2, activation="softmax"))
+        'activation:softmax'
+        >>> policy.keeps_float32(keras.layers.Dense(2)) is None
+        True
+        """
         return rules.first_match(self.keep_float32, layer)
 
     def stock(self) -> keras.DTypePolicy | None:
-        """Returns a stock Keras policy with the same dtypes, or `None` if there is none."""
+        """Returns a stock Keras policy with the same dtypes, or `None` if there is none.
+
+        Example:
+
+        >>> mpkeras.Policy("mine", compute_dtype="float16", variable_dtype="float32").stock()
+        <DTypePolicy "mixed_float16">
+        """
         name = stock_name(self.compute_dtype, self.variable_dtype)
         return None if name is None else keras.DTypePolicy(name)
 
@@ -148,6 +172,14 @@ class Policy(keras.DTypePolicy):
         Args:
             name: A name that Keras does not know, or one that stands for these dtypes.
             reason: Why the policy was chosen; see `reason`.
+
+        Raises:
+            ValueError: If Keras knows the name and it stands for other dtypes.
+
+        Example:
+
+        >>> mpkeras.Policy("mixed_bfloat16").renamed("mine").name
+        'mine'
         """
         check_keras_name(name, self.compute_dtype, self.variable_dtype)
         return Policy._from_settings(dataclasses.replace(self._settings, name=name, reason=reason))

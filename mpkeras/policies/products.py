@@ -37,7 +37,7 @@ MIN_PARAMETERS = 4096
 _MARK = "mpkeras: product in 16 bits(?!)"
 
 # Layer -> the policy that it had, in whose compute dtype its product is.
-_product_policies = weakref.WeakKeyDictionary()
+_product_policies: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def can_split(layer) -> bool:

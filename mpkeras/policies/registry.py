@@ -26,6 +26,17 @@ def register_policy(policy: Policy, *, overwrite: bool = False) -> Policy:
     Raises:
         TypeError: If `policy` is not a `Policy`.
         ValueError: If the name is taken and `overwrite` is false.
+
+    Returns:
+        `policy`.
+
+    Example:
+
+    >>> policy = mpkeras.Policy("mine", compute_dtype="bfloat16", variable_dtype="float32")
+    >>> mpkeras.register_policy(policy) is policy
+    True
+    >>> mpkeras.get_policy("mine") == policy
+    True
     """
     if not isinstance(policy, Policy):
         raise TypeError(
@@ -43,7 +54,13 @@ def register_policy(policy: Policy, *, overwrite: bool = False) -> Policy:
 
 
 def registered_policies() -> tuple[str, ...]:
-    """Returns the names of the registered policies, built in ones first."""
+    """Returns the names of the registered policies, built in ones first.
+
+    Example:
+
+    >>> "mixed_float16" in mpkeras.registered_policies()
+    True
+    """
     return tuple(REGISTERED)
 
 
@@ -57,6 +74,13 @@ def get_policy(identifier=None) -> Policy:
     Raises:
         ValueError: If no policy has that name, or a Keras policy does not compute in floating point.
         TypeError: If it is none of these, a `DTypePolicyMap` (more than one policy), or a quantized policy.
+
+    Example:
+
+    >>> mpkeras.get_policy("mixed_bfloat16").compute_dtype
+    'bfloat16'
+    >>> mpkeras.get_policy(keras.DTypePolicy("float32")).name
+    'float32'
     """
     if identifier is None:
         return global_policy()
@@ -97,6 +121,15 @@ def set_global_policy(identifier) -> Policy:
 
     Raises:
         ValueError, TypeError: As `get_policy` does; then nothing has changed.
+
+    Returns:
+        The `Policy`.
+
+    Example:
+
+    >>> policy = mpkeras.set_global_policy("mixed_bfloat16")
+    >>> keras.layers.Dense(2).compute_dtype
+    'bfloat16'
     """
     policy = get_policy(identifier)
     installed = policy.stock() or policy
@@ -106,7 +139,17 @@ def set_global_policy(identifier) -> Policy:
 
 
 def global_policy() -> Policy:
-    """Returns the global policy: the one set last, through mpkeras or through Keras."""
+    """Returns the global `Policy`: the one set last, through mpkeras or through Keras.
+
+    Raises:
+        ValueError: If Keras was given a policy whose dtypes are not floating point.
+
+    Example:
+
+    >>> keras.config.set_dtype_policy("mixed_float16")
+    >>> mpkeras.global_policy().loss_scale.initial_scale
+    32768.0
+    """
     current = keras.config.dtype_policy()
     if current is getattr(_global, "installed", None):
         return _global.policy
@@ -127,6 +170,16 @@ def policy_scope(identifier):
 
     Yields:
         The `Policy`.
+
+    Raises:
+        ValueError, TypeError: As `get_policy` does; then nothing has changed.
+
+    Example:
+
+    >>> with mpkeras.policy_scope("mixed_float16") as policy:
+    ...     inside = keras.layers.Dense(2).compute_dtype
+    >>> policy.name, inside, keras.layers.Dense(2).compute_dtype
+    ('mixed_float16', 'float16', 'float32')
     """
     keras_policy = keras.config.dtype_policy()
     remembered = getattr(_global, "policy", None), getattr(_global, "installed", None)
@@ -159,7 +212,8 @@ def install_from_environment() -> Policy | None:
 
 def _from_keras(policy: keras.DTypePolicy) -> Policy:
     """Returns the `Policy` with the dtypes of a Keras policy: the registered one, if it has the name."""
-    name = getattr(policy, "name", None)
+    # A policy of the user's own may have no name.
+    name = getattr(policy, "name", None) or ""
     known = name in REGISTERED
     if known and (registered(name).compute_dtype, registered(name).variable_dtype) == (
         policy.compute_dtype,

@@ -40,6 +40,17 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
         ValueError: If the model is not compiled, the policy is not known, trainable variables are float16, or
             XLA does not work with the model's distribution strategy. The model is then as before.
         TypeError: If an argument is of a wrong type.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(2, "softmax")])
+    >>> model.compile("adam", "sparse_categorical_crossentropy")
+    >>> model = mpkeras.prepare(model, "mixed_float16")
+    >>> [layer.compute_dtype for layer in model.layers], float(model.optimizer.loss_scale)
+    (['float16', 'float32'], 32768.0)
+
+    References:
+        Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740.
     """
     _check_compiled(model)
     chosen = chosen_policy(model, policy)
@@ -83,7 +94,8 @@ def _check_compiled(model):
 
 def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):
     computes_float16 = computes_in(model, ("float16",))
-    replaced, sharing = {}, {}
+    replaced = {}
+    sharing: dict = {}
     for optimizer in guard.find_optimizers(model).values():
         rule = rule_for(optimizer, policy, explicit_rule, computes_float16, rollback)
         wrapper = wrapped(optimizer, rule, sharing)

@@ -102,7 +102,7 @@ def _put_around(model, guard):
             result = _with_gradient_logs(result, step_notes(optimizers[0]))
         return result
 
-    guarded_train_step.mpkeras_guard = guard
+    vars(guarded_train_step)["mpkeras_guard"] = guard
     model.train_step = guarded_train_step
     # A train function built earlier holds the step as it was.
     model.train_function = None
@@ -169,7 +169,7 @@ def _examples(data) -> int:
     for value in keras.tree.flatten(data):
         shape = getattr(value, "shape", None)
         # A TensorFlow shape of unknown rank has no length.
-        if shape is not None and getattr(shape, "rank", 1) and len(shape) and shape[0] is not None:
+        if shape is not None and getattr(shape, "rank", 0) is not None and len(shape) and shape[0] is not None:
             return int(shape[0])
     return 0
 

@@ -22,12 +22,6 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
     with loss scale and counters. Keras' own files leave out random generators and metrics; from this state a
     model with Dropout goes on exactly, in the middle of an epoch, too.
 
-    ```python
-    np.savez("state.npz", **state_dict(model))
-    # in another process, once the same model has been built, compiled and prepared
-    load_state_dict(model, np.load("state.npz"))
-    ```
-
     On torch, where a Dropout without a seed draws from torch's own generator, that one is part of it. Keras'
     global `SeedGenerator`, NumPy's generators and the position in the data are not; the optimizer's
     `iterations + skipped_steps` is the number of batches seen.
@@ -45,6 +39,16 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
 
     Raises:
         ValueError: If `model` is not built, or an optimizer that is not `model.optimizer` is not.
+
+    Example:
+
+    >>> from mpkeras.training.state import load_state_dict, state_dict
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    >>> state = state_dict(model)
+    >>> state["model/0/kernel"].shape
+    (3, 2)
+    >>> np.savez("state.npz", **state)
+    >>> load_state_dict(model, np.load("state.npz"))  # in another process, into the same model
     """
     variables = _named_variables(model, optimizers, extra)
     # Copies: on torch the array would share the variable's memory and change with the next step.
@@ -66,6 +70,14 @@ def load_state_dict(model, state, optimizers=None, extra=()):
 
     Raises:
         ValueError: If names, shapes or dtypes in `state` are not those of the variables.
+
+    Example:
+
+    >>> from mpkeras.training.state import load_state_dict, state_dict
+    >>> first, second = (keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]) for _ in range(2))
+    >>> load_state_dict(second, state_dict(first))
+    >>> np.array_equal(first.get_weights()[0], second.get_weights()[0])
+    True
     """
     variables = _named_variables(model, optimizers, extra)
     expected = {key: (tuple(variable.shape), variable.dtype) for key, variable in variables.items()}
@@ -116,7 +128,8 @@ def _named_variables(model, optimizers, extra) -> dict:
 def _build(optimizer, model):
     if optimizer.built:
         return
-    if optimizer is not getattr(model, "optimizer", None):
+    is_own = optimizer is getattr(model, "optimizer", None)
+    if not is_own:
         raise ValueError(
             f"Expected built optimizers. Received: '{optimizer.name}', which is not built and not "
             "`model.optimizer`. Call `optimizer.build(variables)` with the variables that it trains."

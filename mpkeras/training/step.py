@@ -30,13 +30,6 @@ def make_train_step(
 ):
     """Returns a function that trains `model` on one batch: compiled, scaled, checked.
 
-    ```python
-    step = mpkeras.make_train_step(model, keras.optimizers.Adam(1e-3), keras.losses.MeanSquaredError())
-    for x, y in dataset:  # a `tf.data.Dataset`, a generator, a torch `DataLoader`
-        result = step(x, y)
-    print(result["loss"], result["loss_scale"], result["skipped"])
-    ```
-
     `step(x, y=None, sample_weight=None)` runs the forward pass in training mode, adds the model's own losses
     (regularizers, `add_loss`) in float32, scales the loss, and updates the model's variables in place. A step
     whose loss or gradients are not finite is skipped: afterwards every variable of the model, the optimizer,
@@ -75,10 +68,24 @@ def make_train_step(
             it (`"drop_window"`).
         metrics: A list of `keras.metrics.Metric`; for several outputs a list or dictionary of such lists.
 
+    Returns:
+        A `TrainStep`.
+
     Raises:
         ValueError: If trainable variables are float16, an argument is out of its range, or XLA does not work
             with the model. Model and optimizer are then as before.
         TypeError: If an argument is of a wrong type.
+
+    Example:
+
+    >>> with mpkeras.policy_scope("mixed_float16"):
+    ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    >>> step = mpkeras.make_train_step(model, keras.optimizers.Adam(1e-3), keras.losses.MeanSquaredError())
+    >>> for x in ([[1.0, 2.0]], [[np.inf, 2.0]]):  # or a `tf.data.Dataset`, a torch `DataLoader`
+    ...     result = step(np.array(x), np.array([[0.1]]))
+    ...     print(bool(result["skipped"]), float(result["loss_scale"]))
+    False 32768.0
+    True 32768.0
     """
     return TrainStep(
         model,
@@ -93,7 +100,19 @@ def make_train_step(
 
 
 class TrainStep:
-    """What `make_train_step` returns."""
+    """What `make_train_step` returns: called on a batch, it trains.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> step = mpkeras.make_train_step(model, "sgd", "mse", jit_compile=False)
+    >>> x, y = np.ones((4, 2)), np.ones((4, 1))
+    >>> state = step.state_dict()
+    >>> loss = float(step(x, y)["loss"])
+    >>> step.load_state_dict(state)
+    >>> float(step(x, y)["loss"]) == loss
+    True
+    """
 
     def __init__(self, model, optimizer, loss_fn, *, jit_compile, rollback, accumulate_steps, on_overflow, metrics):
         check_model(model)
@@ -117,6 +136,7 @@ class TrainStep:
 
     @property
     def model(self):
+        """The model that the step trains."""
         return self._parts.model
 
     @property
@@ -126,6 +146,7 @@ class TrainStep:
 
     @property
     def metrics(self) -> list:
+        """The metrics that the step updates, in one list."""
         return self._parts.metrics
 
     def __call__(self, x, y=None, sample_weight=None) -> dict:
@@ -142,6 +163,13 @@ class TrainStep:
 
         Raises:
             ValueError: On torch.
+
+        Example (TensorFlow and JAX):
+
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> step = mpkeras.make_train_step(model, "sgd", "mse", jit_compile=True)
+        >>> "HloModule" in step.compiler_ir(np.ones((4, 2)), np.ones((4, 1)))
+        True
         """
         if not self._is_built:
             self._build(x, y)
@@ -151,7 +179,17 @@ class TrainStep:
         """Returns the bytes of temporary buffers of the step compiled for this batch; `None` where no compiler tells.
 
         JAX with `jit_compile` does: what lives in the middle of a step, beside weights and optimizer. After a
-        call of the step with such a batch nothing is compiled for it. Takes what the step takes.
+        call of the step with such a batch nothing is compiled for it.
+
+        Args:
+            x, y, sample_weight: A batch, as the step takes it.
+
+        Example:
+
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> step = mpkeras.make_train_step(model, "sgd", "mse", jit_compile=False)
+        >>> step.temporary_bytes(np.ones((4, 2)), np.ones((4, 1))) is None  # nothing is compiled
+        True
         """
         if not self._is_built:
             self._build(x, y)
@@ -170,6 +208,9 @@ class TrainStep:
 
     def load_state_dict(self, state):
         """Gives every variable its value in `state`, or on an error none: see `state_dict`.
+
+        Args:
+            state: What `state_dict` returned, or `numpy.load` of the file it was written to with `numpy.savez`.
 
         Raises:
             ValueError: If the model is not built, or names, shapes or dtypes in `state` are not those of the step.

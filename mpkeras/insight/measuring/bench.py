@@ -44,8 +44,8 @@ class Bench:
         self._make_optimizer, self._loss_fn = make_optimizer, loss_fn
         self._backend = backend_module()
         self._as_it_was = recorded(model)
-        self._policies = {None: self._as_it_was}
-        self._policy = None
+        self._policies: dict = {None: self._as_it_was}
+        self._policy: str | None = None
         self._optimizers, self._steps = {}, {}
         #: What `memory_bytes` of the cells is; `None` before one was found.
         self.memory_kind = None

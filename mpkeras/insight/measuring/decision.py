@@ -3,6 +3,8 @@
 import dataclasses
 import statistics
 
+from mpkeras.insight.measuring.grid import Cell
+
 # A 16-bit policy has to be so many times as fast as float32 to be worth it: 4 %, as the choice is to be within 5 % of
 # the best cell, and what is measured has an error.
 WORTH = 1.04
@@ -32,10 +34,10 @@ class Decision:
         rounds: Number of rounds that compare the two.
     """
 
-    chosen: object
-    reference: object
-    rival: object
-    best_16_bit: object
+    chosen: Cell
+    reference: Cell | None
+    rival: Cell | None
+    best_16_bit: Cell | None
     speedup: tuple | None
     memory_saving: float | None
     bother: bool

@@ -92,7 +92,7 @@ def measure_grid(
     def elapsed():
         return clock() - started
 
-    first_ms = {}
+    first_ms: dict = {}
     for i, cell in enumerate(cells):
         kept_s = min(_SHARE_KEPT * budget_s, _rounds_s(first_ms))
         cell.failure = _reason_to_leave_out(cell, cells[:i], first_ms, budget_s - elapsed() - kept_s)
@@ -162,7 +162,8 @@ def _rounds(cells, bench, first_ms, rounds, budget_s, elapsed, progress):
         else:
             live.append(cells[i])
     shuffle = random.Random(0).shuffle
-    order, last_s = [], 0.0
+    order: list = []
+    last_s = 0.0
     for number in range(rounds):
         if number and elapsed() + last_s > budget_s:
             break

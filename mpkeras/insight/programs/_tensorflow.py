@@ -104,7 +104,7 @@ def _einsum(operation, shapes, results) -> int:
     terms = terms.split(",")
     if len(terms) < 2:  # a transposition or a sum
         return 0
-    sizes = {}
+    sizes: dict = {}
     for term, shape in zip(terms, shapes, strict=True):
         front, _, back = term.partition("...")
         sizes.update(zip(front, shape, strict=False))

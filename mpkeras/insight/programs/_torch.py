@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mpkeras.insight.programs.program import Program, size
 
-_layers = []
+_layers: list = []
 
 
 @contextlib.contextmanager

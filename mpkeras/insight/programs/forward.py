@@ -82,6 +82,7 @@ def forward_pass(model, inputs, batch_size: int) -> ForwardPass:
                 return result
         else:
             return result
+    assert failed is not None  # of the two passes the last has failed
     return failed
 
 
@@ -95,7 +96,7 @@ def _first_line(message: str) -> str:
 
 def _arguments(model, inputs, batch_size):
     """Returns `((args, kwargs), assumed)` for a call of the model, of KerasTensors with every size known; or `None`."""
-    assumed = []
+    assumed: list = []
 
     def sized(shape, dtype):
         assumed.extend(axis for axis, n in enumerate(shape) if n is None and axis > 0)
@@ -107,6 +108,7 @@ def _arguments(model, inputs, batch_size):
     def like(value):
         return sized(tuple(value.shape), keras.backend.standardize_dtype(value.dtype))
 
+    call: tuple[tuple, dict]
     graph = _keras_private.graph_of(model)
     if inputs is not None:
         call = (keras.tree.map_structure(like, inputs),), {}
@@ -140,7 +142,7 @@ def _trace(model, structure, result):
         with keras.StatelessScope():
             outputs = keras.tree.flatten(model(*args, **kwargs, training=result.training))
         outputs = [output for output in outputs if ops.is_tensor(output)]
-        dtypes = {tensor_dtype(output) for output in outputs}
+        dtypes = {keras.backend.standardize_dtype(output.dtype) for output in outputs}
         result.output_dtypes = tuple(sorted(dtype for dtype in dtypes if "float" in dtype))
         return outputs
 
@@ -162,7 +164,7 @@ def _trace(model, structure, result):
 
 def _watched(layers, backend, result):
     """Lets the `call` of each layer run in a scope of its own, and notes what it returns."""
-    running = []
+    running: list = []
     indices = {id(layer): index for index, layer in enumerate(layers)}
     return wrapped_calls(layers, lambda layer: _watching(layer, indices[id(layer)], backend, running, result))
 
@@ -175,7 +177,7 @@ def _watching(layer, index, backend, running, result):
         is_step = any(isinstance(outer, STEPPING) for outer, _ in running)
         for _, inner in running:
             inner.append(layer)
-        inside = []
+        inside: list = []
         running.append((layer, inside))
         try:
             with backend.scope(index):
