@@ -26,6 +26,7 @@ PARTS = ("optimizer", "training")
 # By backend; what each needs is in `REQUIRES` of the module `peers_BACKEND`.
 PEERS = {"tensorflow": ("keras", "tf_keras"), "jax": ("keras", "jmp", "flax"), "torch": ("keras", "torch")}
 NAMES = sorted({name for names in PEERS.values() for name in names})
+SIZES = peers_keras.Sizes()
 KERAS_VARIANTS = {
     "bare": "keras Adam",
     "keras": "keras LossScaleOptimizer",
@@ -98,7 +99,7 @@ def measure(
     wanted: list[str],
     params: int,
     rounds: int,
-    sizes: peers_keras.Sizes = peers_keras.Sizes(),
+    sizes: peers_keras.Sizes = SIZES,
 ) -> dict:
     """Returns `{"environment", "results"}` of this process, whose Keras backend must be `backend`."""
     # The step alone is timed: nothing there calls `scale_loss`, and mpkeras, Keras and tf_keras say so.
@@ -182,7 +183,6 @@ def main() -> int:
     options = parse_arguments()
     chosen = [argument for name in options.part for argument in ("--part", name)]
     chosen += [argument for name in options.peer for argument in ("--peer", name)]
-    sizes = peers_keras.Sizes()
     return harness.run_benchmark(
         __file__,
         __doc__.splitlines()[0],
@@ -191,7 +191,7 @@ def main() -> int:
         arguments=["--rounds", str(options.rounds), "--params", str(options.params), *chosen],
         settings={
             "optimizer": f"Adam of {options.params} parameters in {loss_scale_overhead.TENSORS} float32 matrices",
-            "training": f"{sizes.hidden} layers of {sizes.width}, batch {sizes.batch_size}, mixed_bfloat16",
+            "training": f"{SIZES.hidden} layers of {SIZES.width}, batch {SIZES.batch_size}, mixed_bfloat16",
             "loss_scale": f"dynamic, from {peers_keras.LOSS_SCALE:g}",
             "rounds": options.rounds,
         },

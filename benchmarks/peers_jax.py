@@ -6,6 +6,7 @@ scale; a skipped update is selected by `where` over the whole state, jmp's `sele
 
 import jax
 import jax.numpy as jnp
+
 import loss_scale_overhead
 from peers_keras import EPSILON, LEARNING_RATE, LOSS_SCALE, make_data
 

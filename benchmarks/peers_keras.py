@@ -79,7 +79,7 @@ def training_steps(jit_compile: bool, sizes: Sizes, peers: list[str]):
         model = make_model(keras, "mixed_bfloat16", sizes, weights)
         scaled = mpkeras.LossScaleOptimizer(optimizer(), loss_scale=mpkeras.DynamicLossScale(LOSS_SCALE))
         step = mpkeras.make_train_step(model, scaled, loss, jit_compile=jit_compile)
-        # On the device already, as in every loop of a peer; `train_on_batch` gets arrays of NumPy, its own or tf_keras'.
+        # On the device already, as in every peer's loop; `train_on_batch`, also that of tf_keras, gets NumPy arrays.
         batch = [keras.ops.convert_to_tensor(values) for values in (x, y)]
         return lambda: float(step(*batch)["loss"])
 

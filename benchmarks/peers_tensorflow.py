@@ -4,8 +4,9 @@ What was chosen for fairness: the same compilation for the whole step as for mpk
 well, which tf_keras would compile on its own wherever it can.
 """
 
-import loss_scale_overhead
 import tensorflow as tf
+
+import loss_scale_overhead
 from peers_keras import EPSILON, LEARNING_RATE, LOSS_SCALE, make_data, make_model
 
 REQUIRES = {"tf_keras": ("tf_keras",)}

@@ -5,6 +5,7 @@ What was chosen for fairness: Adam as torch gives it (`foreach` or a loop, which
 """
 
 import torch
+
 from peers_keras import EPSILON, LEARNING_RATE, LOSS_SCALE, make_data
 
 REQUIRES = {"torch": ("torch",)}
