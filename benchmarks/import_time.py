@@ -50,6 +50,8 @@ def import_in_process(names: list[str], backend: str, folder: str) -> dict[str, 
     paths = [folder, root, os.environ.get("PYTHONPATH", "")]
     settings = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "KERAS_BACKEND": backend}
     settings["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    # An installed package has its bytecode; without it every module would be compiled in every round.
+    settings.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run([sys.executable, "-c", MEASURE, *names], env=settings, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(

@@ -160,7 +160,8 @@ def training_steps(mode: str, sizes, peers: list[str]):
         compiled = jax.jit(update, donate_argnums=(0, 1, 2))
 
         def step():
-            *state[:], loss = compiled(*state, *batch)
+            *new_state, loss = compiled(*state, *batch)
+            state[:] = new_state
             return float(loss)
 
         return step
