@@ -65,11 +65,11 @@ def test_goals_of(result, expected):
 
 def test_goal_rows_say_by_how_much():
     result = {"mode": "jax jit", "variant": "mpkeras", "ratio": summary(1.5), "goal_ratio": 1.25}
-    better = {"model": "mlp", "speedup": 2.0, "goal_speedup": 1.6}
+    better = {"model": "mlp", "params": 3000, "batch_size": 8, "speedup": 2.0, "goal_speedup": 1.6}
     rows = benchmark.goal_rows({"a": benchmark.goals_of(result), "b": benchmark.goals_of(better)})
     assert [list(row.values()) for row in rows] == [
         ["a", "jax jit, mpkeras", "ratio", "1.5", "≤ 1.25", "missed by 20%"],
-        ["b", "mlp", "speedup", "2", "≥ 1.6", "reached, 25% better"],
+        ["b", "mlp, 3,000 parameters, batch 8", "speedup", "2", "≥ 1.6", "reached, 25% better"],
     ]
 
 
@@ -128,5 +128,5 @@ def test_a_failed_benchmark_is_one_and_the_others_run(monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(benchmark, "run_script", fake)
     assert benchmark.run(["peers", "monitor_overhead"], True, [], tmp_path) == 1
-    assert calls == [("peers", ["--quick"]), ("monitor_overhead", ["--quick", "--rounds", "3"])]
+    assert calls == [("peers", ["--quick"]), ("monitor_overhead", ["--quick", *benchmark.SCRIPTS["monitor_overhead"]])]
     assert "peers             " in capsys.readouterr().out
