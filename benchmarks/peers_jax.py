@@ -94,7 +94,7 @@ def optimizer_steps(mode: str, params: int, peers: list[str]):
         steps["jmp + optax.adam"] = make_step(jmp_step, make_scale("jmp"), scaled_grads)
     if "flax" in peers:
         grads = [grad / LOSS_SCALE for grad in scaled_grads]
-        steps["flax DynamicScale + optax.adam"] = make_step(flax_step, make_scale("flax"), grads)
+        steps["flax + optax.adam"] = make_step(flax_step, make_scale("flax"), grads)
     return steps
 
 
