@@ -380,7 +380,10 @@ def write_bar_plot(
     axes.margins(x=0.01)
     axes.set_ylabel(ylabel)
     axes.set_title(title)
-    axes.legend()
+    if len(variants) > 6:  # Beside the bars; over them it would hide some.
+        figure.legend(loc="outside right upper", fontsize=8)
+    else:
+        axes.legend()
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -124,24 +124,30 @@ def jax_steps(params: int):
     return {variant: make_step(variant) for variant in VARIANTS}, temporary_bytes
 
 
-def torch_steps(params: int):
-    """Returns `{variant: step}`, no temporary memory, and how to put the gradients back."""
+def torch_gradients(params: int):
+    """Returns the weights, the gradients that every variant gets, and how to put the gradients back."""
+    import keras
     import torch
 
     weights, source = make_values(params)
-    source = [torch.from_numpy(grad) for grad in source]
+    source = [keras.ops.convert_to_tensor(grad) for grad in source]
     grads = [grad.clone() for grad in source]
 
     def restore():
         # A step may unscale the gradients in place; the next one must not get them smaller.
-        for grad, kept in zip(grads, source, strict=True):
-            grad.copy_(kept)
+        with torch.no_grad():
+            for grad, kept in zip(grads, source, strict=True):
+                grad.copy_(kept)
+
+    return weights, grads, restore
+
+
+def torch_steps(weights, grads):
+    """Returns `{variant: step}` and no temporary memory."""
+    import torch
 
     def make_step(variant):
         optimizer, variables = make_optimizer(variant, weights)
-        device = variables[0].value.device
-        source[:] = [grad.to(device) for grad in source]
-        grads[:] = [grad.to(device) for grad in grads]
         for variable, grad in zip(variables, grads, strict=True):
             variable.value.grad = grad
 
@@ -151,7 +157,7 @@ def torch_steps(params: int):
 
         return step
 
-    return {variant: make_step(variant) for variant in VARIANTS}, {}, restore
+    return {variant: make_step(variant) for variant in VARIANTS}, {}
 
 
 def make_steps(backend: str, params: int):
@@ -162,7 +168,8 @@ def make_steps(backend: str, params: int):
     elif backend == "jax":
         yield ("jax jit", *jax_steps(params), lambda: None)
     else:
-        yield ("torch eager", *torch_steps(params))
+        weights, grads, restore = torch_gradients(params)
+        yield ("torch eager", *torch_steps(weights, grads), restore)
 
 
 def measure(backend: str, params: list[int], rounds: int) -> dict:

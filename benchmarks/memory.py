@@ -49,9 +49,9 @@ def compile_step(name: str, policy: str, target: str) -> dict:
     """Returns what XLA says about the step of model `name`, in bytes, and the seconds that compiling took."""
     import jax
     import keras
-    from memory_models import MODELS
 
     import mpkeras
+    from memory_models import MODELS
     from mpkeras.training.step import make_train_step
 
     keras.utils.set_random_seed(0)
@@ -150,9 +150,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model", action="append", choices=NAMES, help=f"may be given more than once (default: {', '.join(FULL)})"
     )
-    parser.add_argument(
-        "--policy", action="append", choices=POLICIES[1:], help="compared with float32 (default: both)"
-    )
+    parser.add_argument("--policy", action="append", choices=POLICIES[1:], help="compared with float32 (default: both)")
     parser.add_argument(
         "--target", action="append", choices=TARGETS, help="to compile for (default: what is installed)"
     )

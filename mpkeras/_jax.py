@@ -118,18 +118,53 @@ def _new_values(optimizer, mapping, grads, variables, notes, scale=None):
     loss_is_finite = jnp.all(jnp.stack(notes.loss_flags)) if notes.loss_flags else None
     with keras.StatelessScope(state_mapping=mapping):
         decision, own_values = optimizer.decide(grads_are_finite(grads), loss_is_finite)
+    if optimizer.window is not None:
+        return _new_values_of_window(optimizer, mapping, grads, variables, notes, scale, decision, own_values)
     with SelectingScope(decision.is_due, mapping) as scope:
         if not notes.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables, scale)
-        if optimizer.window is not None:
-            totals = optimizer.window.next_totals([_dense(grad) for grad in grads], variables, decision)
-            own_values = own_values + optimizer.window.cleared_at_the_end(totals, decision)
-            grads = optimizer.window.means(totals, variables, decision)
         optimizer.inner_optimizer.apply(grads, variables)
     # Unscaled with the scale that was used; only now does the scale move.
     for variable, value in own_values:
         scope.state_mapping[id(variable)] = jnp.asarray(value, variable.dtype)
     return scope.get_current_value
+
+
+def _new_values_of_window(optimizer, mapping, grads, variables, notes, scale, decision, own_values):
+    """As `_new_values`, where the update is due at the end of a window only.
+
+    The inner optimizer runs in a loop that goes round once or not at all, so most calls pay for the sums alone; as a
+    branch, XLA would copy the buffers that only one of its sides writes. The sums are not cleared but begin anew with
+    the first gradients of the next window: clearing them where the update has just read them would take a second
+    buffer.
+    """
+    window = optimizer.window
+    values = {id(variable): jnp.asarray(value) for variable, value in mapping}
+    begins = values[id(window.accepted)] == 0
+    with keras.StatelessScope(state_mapping=mapping):
+        if not notes.grads_are_unscaled:
+            grads = optimizer.unscale(grads, variables, scale)
+    totals = []
+    for total, grad, variable in zip(window.sums, grads, variables, strict=True):
+        if grad is not None:
+            old = values[id(total)]
+            new = window.added(jnp.where(begins, 0, old), _dense(grad), variable)
+            values[id(total)] = jnp.where(decision.is_accepted, new, old)
+        totals.append(None if grad is None else values[id(total)])
+    own = {id(variable) for variable in window.variables}
+    touched = [variable for variable, _ in mapping if id(variable) not in own]
+
+    def update(carry):
+        with keras.StatelessScope(list(zip(touched, carry[1], strict=True))) as scope:
+            optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
+        return jnp.zeros((), bool), [scope.get_current_value(variable) for variable in touched]
+
+    carry = decision.is_due, [values[id(variable)] for variable in touched]
+    _, updated = jax.lax.while_loop(lambda carry: carry[0], update, carry)
+    values |= {id(variable): value for variable, value in zip(touched, updated, strict=True)}
+    # Unscaled with the scale that was used; only now does the scale move.
+    values |= {id(variable): jnp.asarray(value, variable.dtype) for variable, value in own_values}
+    return lambda variable: values.get(id(variable))
 
 
 def _dense(grad):

@@ -7,7 +7,7 @@ import weakref
 import keras
 
 from mpkeras import _keras_private
-from mpkeras.policies import mixing, penalties, products
+from mpkeras.policies import attention, mixing, penalties, products
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import apply_rules, layer_policy, set_layer_policy
@@ -136,9 +136,11 @@ def _cover(layer):
     if layer.compute_dtype in SIXTEEN_BIT_DTYPES:
         penalties.add_in_float32(layer)
         mixing.name_mixed_dtypes(layer)
+        attention.save_memory(layer)
     else:
         penalties.add_as_before(layer)
         mixing.name_nothing(layer)
+        attention.be_stock(layer)
 
 
 def layers_of(model) -> list:
