@@ -35,7 +35,7 @@ class KeptBatches:
     """
 
     def __init__(self):
-        self.executions = collections.deque(maxlen=2)
+        self.executions: collections.deque[Execution] = collections.deque(maxlen=2)
         self.begin = 0
 
     def attach(self, model):

@@ -84,7 +84,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._max_findings = max_findings
         self._kept = KeptBatches()
         self._warned: set = set()
-        self._skipped = None
+        self._skipped: int | None = None
         self._epoch = self._steps = self._in_a_row = 0
 
     def on_train_begin(self, logs=None):
@@ -122,10 +122,11 @@ class NumericsMonitor(keras.callbacks.Callback):
         while len(self._kept.executions) > (0 if self._in_a_row else ahead):
             execution = self._kept.executions.popleft()
             logs = execution.logs or {}
-            skipped = int(number(logs.get("skipped_steps", self._skipped)))
+            before = self._skipped or 0
+            skipped = int(number(logs.get("skipped_steps", before)))
             self._steps += 1
             is_due = self._every is not None and self._steps % self._every == 0 and bool(execution.batches)
-            was_skipped = skipped > self._skipped
+            was_skipped = skipped > before
             if (was_skipped or is_due) and keras.backend.backend() == "jax":
                 # `fit` holds the state itself there, and takes it up again from the variables.
                 self.model.jax_state_sync()
