@@ -8,6 +8,9 @@ times (reads the gradient, both moments and the weights, writes all but the grad
 gradients once more.
 
     python benchmarks/loss_scale_overhead.py --backend jax --params 3000000
+
+With `--accumulate 4`, `keras` and `mpkeras` update with the mean of the gradients of four calls, and `bare` at each
+call; the times are those of one call, a quarter of a window.
 """
 
 import argparse
@@ -55,13 +58,14 @@ def make_values(params: int):
     return weights, grads
 
 
-def make_optimizer(variant: str, weights):
+def make_optimizer(variant: str, weights, accumulate: int = 1):
     """Returns `(optimizer, variables)`: fresh variables of `weights`, the optimizer built for them."""
     import keras
 
     from mpkeras.optimizers import LossScaleOptimizer
 
-    optimizer = keras.optimizers.Adam(1e-3)
+    window = {"gradient_accumulation_steps": accumulate} if accumulate > 1 and variant != "bare" else {}
+    optimizer = keras.optimizers.Adam(1e-3, **window)
     if variant == "keras":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=LOSS_SCALE)
     elif variant == "mpkeras":
@@ -71,7 +75,7 @@ def make_optimizer(variant: str, weights):
     return optimizer, variables
 
 
-def tensorflow_steps(params: int, jit_compile: bool):
+def tensorflow_steps(params: int, jit_compile: bool, accumulate: int = 1):
     """Returns `{variant: step}` and no temporary memory; gradients are arguments of a `tf.function`."""
     import tensorflow as tf
 
@@ -79,7 +83,7 @@ def tensorflow_steps(params: int, jit_compile: bool):
     grads = [tf.constant(grad) for grad in grads]
 
     def make_step(variant):
-        optimizer, variables = make_optimizer(variant, weights)
+        optimizer, variables = make_optimizer(variant, weights, accumulate)
 
         @tf.function(jit_compile=jit_compile)
         def step(grads):
@@ -90,7 +94,7 @@ def tensorflow_steps(params: int, jit_compile: bool):
     return {variant: make_step(variant) for variant in VARIANTS}, {}
 
 
-def jax_steps(params: int):
+def jax_steps(params: int, accumulate: int = 1):
     """Returns `{variant: step}` and `{variant: temporary bytes}` of `jax.jit` with donated state."""
     import jax
 
@@ -99,7 +103,7 @@ def jax_steps(params: int):
     temporary_bytes = {}
 
     def make_step(variant):
-        optimizer, variables = make_optimizer(variant, weights)
+        optimizer, variables = make_optimizer(variant, weights, accumulate)
 
         # Donated inputs come back in the same order: XLA then writes every result over its old value.
         def update(trainable_variables, optimizer_variables, grads):
@@ -142,12 +146,12 @@ def torch_gradients(params: int):
     return weights, grads, restore
 
 
-def torch_steps(weights, grads):
+def torch_steps(weights, grads, accumulate: int = 1):
     """Returns `{variant: step}` and no temporary memory."""
     import torch
 
     def make_step(variant):
-        optimizer, variables = make_optimizer(variant, weights)
+        optimizer, variables = make_optimizer(variant, weights, accumulate)
         for variable, grad in zip(variables, grads, strict=True):
             variable.value.grad = grad
 
@@ -160,31 +164,50 @@ def torch_steps(weights, grads):
     return {variant: make_step(variant) for variant in VARIANTS}, {}
 
 
-def make_steps(backend: str, params: int):
+def make_steps(backend: str, params: int, accumulate: int = 1):
     """Yields `(mode, steps, temporary_bytes, before)` for each way `backend` runs a step."""
     if backend == "tensorflow":
-        yield ("tensorflow graph", *tensorflow_steps(params, jit_compile=False), lambda: None)
-        yield ("tensorflow XLA", *tensorflow_steps(params, jit_compile=True), lambda: None)
+        yield ("tensorflow graph", *tensorflow_steps(params, False, accumulate), lambda: None)
+        yield ("tensorflow XLA", *tensorflow_steps(params, True, accumulate), lambda: None)
     elif backend == "jax":
-        yield ("jax jit", *jax_steps(params), lambda: None)
+        yield ("jax jit", *jax_steps(params, accumulate), lambda: None)
     else:
         weights, grads, restore = torch_gradients(params)
-        yield ("torch eager", *torch_steps(weights, grads), restore)
+        yield ("torch eager", *torch_steps(weights, grads, accumulate), restore)
 
 
-def measure(backend: str, params: list[int], rounds: int) -> dict:
+def whole_window(step, before, accumulate: int):
+    """Returns a function that calls `step` once for every call of a window.
+
+    `before` runs in between and is timed there; on torch it copies the gradients, for every variant alike.
+    """
+
+    def window():
+        for _ in range(accumulate - 1):
+            step()
+            before()
+        return step()
+
+    return window
+
+
+def measure(backend: str, params: list[int], rounds: int, accumulate: int = 1) -> dict:
     """Returns `{"environment", "results"}` of this process, whose Keras backend must be `backend`."""
     # The step alone is timed: nothing here calls `scale_loss`, and mpkeras says so.
     warnings.filterwarnings("ignore", message=".*scale_loss.*")
     results = []
     for count in params:
-        for mode, steps, temporary_bytes, before in make_steps(backend, count):
-            times_ms = harness.time_interleaved(steps, rounds, wait=harness.wait_for_device, before=before)
+        for mode, steps, temporary_bytes, before in make_steps(backend, count, accumulate):
+            windows = {variant: whole_window(step, before, accumulate) for variant, step in steps.items()}
+            times_ms = harness.time_interleaved(windows, rounds, wait=harness.wait_for_device, before=before)
+            times_ms = {variant: [ms / accumulate for ms in values] for variant, values in times_ms.items()}
             for variant, summary in harness.compare(times_ms, baseline="bare").items():
                 result = {"mode": mode, "params": count, "variant": variant, **summary}
                 if variant in temporary_bytes:
                     result["temporary_bytes"] = temporary_bytes[variant]
-                if variant == "mpkeras" and goal(mode, count):
+                if accumulate > 1:
+                    result["accumulate"] = accumulate
+                elif variant == "mpkeras" and goal(mode, count):
                     result["goal_ratio"] = goal(mode, count)
                 results.append(result)
     return {"environment": harness.environment(), "results": results}
@@ -239,13 +262,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="timed steps of each variant (default: 40; with --quick: 12)"
     )
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="calls to an update of `keras` and `mpkeras` (default: 1)",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and the smaller size only")
     harness.add_options(parser)
     options = parser.parse_args(arguments)
     options.params = options.params or ([3_000_000] if options.quick else [3_000_000, 30_000_000])
     options.rounds = (12 if options.quick else 40) if options.rounds is None else options.rounds
-    if options.rounds < 1 or min(options.params) < TENSORS:
-        parser.error(f"--rounds must be 1 or more and --params {TENSORS} or more")
+    if options.rounds < 1 or options.accumulate < 1 or min(options.params) < TENSORS:
+        parser.error(f"--rounds and --accumulate must be 1 or more and --params {TENSORS} or more")
     return options
 
 
@@ -255,13 +285,17 @@ def main() -> int:
         __file__,
         __doc__.splitlines()[0],
         options,
-        measure=lambda backend: measure(backend, options.params, options.rounds),
-        arguments=["--rounds", str(options.rounds), "--params", *map(str, options.params)],
+        measure=lambda backend: measure(backend, options.params, options.rounds, options.accumulate),
+        arguments=[
+            *("--rounds", str(options.rounds), "--accumulate", str(options.accumulate)),
+            *("--params", *map(str, options.params)),
+        ],
         settings={
             "optimizer": "Adam",
             "variables": f"{TENSORS} float32 matrices",
             "loss_scale": LOSS_SCALE,
             "rounds": options.rounds,
+            "calls to an update": options.accumulate,
         },
         table_rows=table_rows,
         write_plot=write_plot,

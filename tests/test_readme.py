@@ -53,3 +53,15 @@ def test_pictures_and_files_it_links_exist(page):
     for target in re.findall(r"\]\(([^)#]+)\)", PAGES[page]):
         if not target.startswith("http"):
             assert ((ROOT / page).parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tests_it_names_exist(page):
+    for name, target in re.findall(r"\[`(test_\w+)`\]\((tests/[^)]+)\)", PAGES[page]):
+        assert f"def {name}(" in (ROOT / target).read_text(), name
+
+
+def test_the_table_of_pains_names_its_tests():
+    table = PAGES["README.md"].partition("## What stock Keras loses")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    assert len(rows) > 10 and all("[`test_" in row for row in rows[1:])

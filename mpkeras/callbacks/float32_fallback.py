@@ -22,8 +22,6 @@ class Float32Fallback(NumericsMonitor):
     gradients overflow, when the loss scale has come down to its lowest. The train function is built anew; weights,
     optimizer, metrics and random generators stay as they are. What was moved is told by a warning, and is in `moved`.
 
-
-
     Args:
         patience: Skipped steps with the same culprit before it moves.
         max_layers: After so many layers nothing moves any more, and a warning says so.

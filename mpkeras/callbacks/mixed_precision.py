@@ -18,8 +18,6 @@ _ON_MIN_SCALE = ("warn", "raise", "stop")
 class MixedPrecision(keras.callbacks.Callback):
     """Trains the model in mixed precision; a step that is not finite is skipped and leaves no trace.
 
-
-
     On the way in it calls `mpkeras.prepare`. On the way out the train step is put back, while the optimizer
     and the layers' policies stay: they are the model's now. The logs gain `loss_scale` (the scale for the
     next step) and `skipped_steps` (all so far), which Keras shows in the progress bar and hands to History,

@@ -40,8 +40,6 @@ class NumericsMonitor(keras.callbacks.Callback):
     else here: a skipped step is looked at when one more has been taken, with the weights after that, until a step is
     finite again.
 
-
-
     Each culprit is warned of once. Gradients that overflow while a dynamic loss scale settles are as it should be: they
     are among the findings, and warned of when they go on for 5 steps in a row.
 

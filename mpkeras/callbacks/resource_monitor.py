@@ -13,8 +13,6 @@ from mpkeras.training import rollback as guard
 class ResourceMonitor(keras.callbacks.Callback):
     """Adds `step_time_ms`, `examples_per_s` and `peak_bytes` to the logs of every epoch.
 
-
-
     They stand beside the loss, the metrics and what `MixedPrecision` adds. History and the progress bar show them
     wherever this callback stands in the list. Keras hands the logs of an epoch from one callback to the next, in the
     order of the list: callbacks that are to write them (`CSVLogger`, `TensorBoard`, the Keras callback of W&B, an

@@ -25,8 +25,6 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
     batch, each with loss scaling, finite check and rollback as `mpkeras.make_train_step` has them; settings that are
     hopeless drop out early. Where 16 bits gain less than 4 % in speed and no memory, the advice is not to bother.
 
-
-
     The model is left exactly as it was: weights, dtype policies, optimizer, random generators, compiled functions.
     What is trained is a copy, where Keras can make one: of Functional and Sequential models by
     `keras.models.clone_model`, of subclassed ones by their `get_config`. Of any other the model itself trains, and

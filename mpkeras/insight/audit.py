@@ -19,8 +19,6 @@ def audit(model, inputs=None, *, batch_size: int = 8) -> AuditReport:
     16 bits, float32 layers that cost much, layers that mix dtypes, sizes that are no multiple of 8, and a device on
     which 16 bits do not pay.
 
-
-
     Args:
         model: A `keras.Model`, compiled or not. Of one that is not built yet only the layers are known.
         inputs: What the model is called with: arrays or `keras.KerasTensor`s, of which shapes and dtypes are

@@ -14,8 +14,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def hardware() -> "HardwareReport":
     """Returns what devices the active backend computes on, what each does natively, and the policy that suits.
 
-
-
     Initializes JAX's devices: with several processes, call `jax.distributed.initialize` before.
 
     Returns:

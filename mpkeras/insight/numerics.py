@@ -28,8 +28,6 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> 
     gradients as they should be, and with them the loss scales that suit. The model is exactly as before afterwards,
     random generators and statistics included.
 
-
-
     Args:
         model: A `keras.Model` of any kind, compiled with a loss if `y` is given.
         x, y, sample_weight: One batch, as for `train_on_batch`. Without `y` there is no backward pass.

@@ -18,8 +18,9 @@ def save_memory(layer):
     """Lets XLA keep one 16-bit tensor of the size of the scores fewer for the backward pass of `layer`.
 
     The forward pass is Keras' own, bit for bit. Its derivative `y * (t - sum(y * t))` is computed in float32 from the
-    16-bit probabilities `y`. Compiled for a TPU v5p, the training step of a BERT encoder with dropout (sequence 512,
-    batch 32) takes 0.65 of the temporary memory of float32 instead of 0.83. Only on JAX.
+    16-bit probabilities `y`. Compiled for a TPU v5p, the training step of two blocks of BERT-base (sequence 512, batch
+    32, dropout 0.1) takes 0.65 of the temporary memory of float32 instead of 0.83: see `benchmarks/memory.py`. On JAX
+    only.
     """
     if keras.backend.backend() != "jax" or getattr(type(layer), _METHOD, None) not in _STOCK or is_applied(layer):
         return
