@@ -40,19 +40,19 @@ def goal(mode: str, params: int) -> float | None:
     return reached[-1] if reached else None
 
 
-def tensor_shapes(params: int) -> list[tuple[int, int]]:
-    """Returns the shapes of `TENSORS` equal matrices with about `params` elements together."""
-    columns = max(1, min(1000, params // TENSORS))
-    rows = max(1, params // TENSORS // columns)
-    return [(rows, columns)] * TENSORS
+def tensor_shapes(params: int, tensors: int = TENSORS) -> list[tuple[int, int]]:
+    """Returns the shapes of so many equal matrices with about `params` elements together."""
+    columns = max(1, min(1000, params // tensors))
+    rows = max(1, params // tensors // columns)
+    return [(rows, columns)] * tensors
 
 
-def make_values(params: int):
+def make_values(params: int, tensors: int = TENSORS):
     """Returns the initial weights and the scaled gradients as float32 arrays, seeded."""
     import numpy as np
 
     generator = np.random.default_rng(0)
-    shapes = tensor_shapes(params)
+    shapes = tensor_shapes(params, tensors)
     weights = [generator.normal(size=shape).astype("float32") for shape in shapes]
     grads = [(generator.normal(size=shape) * LOSS_SCALE).astype("float32") for shape in shapes]
     return weights, grads
@@ -75,11 +75,11 @@ def make_optimizer(variant: str, weights, accumulate: int = 1):
     return optimizer, variables
 
 
-def tensorflow_steps(params: int, jit_compile: bool, accumulate: int = 1):
+def tensorflow_steps(params: int, jit_compile: bool, accumulate: int = 1, tensors: int = TENSORS):
     """Returns `{variant: step}` and no temporary memory; gradients are arguments of a `tf.function`."""
     import tensorflow as tf
 
-    weights, grads = make_values(params)
+    weights, grads = make_values(params, tensors)
     grads = [tf.constant(grad) for grad in grads]
 
     def make_step(variant):
@@ -94,11 +94,11 @@ def tensorflow_steps(params: int, jit_compile: bool, accumulate: int = 1):
     return {variant: make_step(variant) for variant in VARIANTS}, {}
 
 
-def jax_steps(params: int, accumulate: int = 1):
+def jax_steps(params: int, accumulate: int = 1, tensors: int = TENSORS):
     """Returns `{variant: step}` and `{variant: temporary bytes}` of `jax.jit` with donated state."""
     import jax
 
-    weights, grads = make_values(params)
+    weights, grads = make_values(params, tensors)
     grads = [jax.numpy.asarray(grad) for grad in grads]
     temporary_bytes = {}
 
@@ -128,12 +128,12 @@ def jax_steps(params: int, accumulate: int = 1):
     return {variant: make_step(variant) for variant in VARIANTS}, temporary_bytes
 
 
-def torch_gradients(params: int):
+def torch_gradients(params: int, tensors: int = TENSORS):
     """Returns the weights, the gradients that every variant gets, and how to put the gradients back."""
     import keras
     import torch
 
-    weights, source = make_values(params)
+    weights, source = make_values(params, tensors)
     source = [keras.ops.convert_to_tensor(grad) for grad in source]
     grads = [grad.clone() for grad in source]
 
@@ -164,15 +164,15 @@ def torch_steps(weights, grads, accumulate: int = 1):
     return {variant: make_step(variant) for variant in VARIANTS}, {}
 
 
-def make_steps(backend: str, params: int, accumulate: int = 1):
+def make_steps(backend: str, params: int, accumulate: int = 1, tensors: int = TENSORS):
     """Yields `(mode, steps, temporary_bytes, before)` for each way `backend` runs a step."""
     if backend == "tensorflow":
-        yield ("tensorflow graph", *tensorflow_steps(params, False, accumulate), lambda: None)
-        yield ("tensorflow XLA", *tensorflow_steps(params, True, accumulate), lambda: None)
+        yield ("tensorflow graph", *tensorflow_steps(params, False, accumulate, tensors), lambda: None)
+        yield ("tensorflow XLA", *tensorflow_steps(params, True, accumulate, tensors), lambda: None)
     elif backend == "jax":
-        yield ("jax jit", *jax_steps(params, accumulate), lambda: None)
+        yield ("jax jit", *jax_steps(params, accumulate, tensors), lambda: None)
     else:
-        weights, grads, restore = torch_gradients(params)
+        weights, grads, restore = torch_gradients(params, tensors)
         yield ("torch eager", *torch_steps(weights, grads, accumulate), restore)
 
 
@@ -191,23 +191,23 @@ def whole_window(step, before, accumulate: int):
     return window
 
 
-def measure(backend: str, params: list[int], rounds: int, accumulate: int = 1) -> dict:
+def measure(backend: str, params: list[int], rounds: int, accumulate: int = 1, tensors: int = TENSORS) -> dict:
     """Returns `{"environment", "results"}` of this process, whose Keras backend must be `backend`."""
     # The step alone is timed: nothing here calls `scale_loss`, and mpkeras says so.
     warnings.filterwarnings("ignore", message=".*scale_loss.*")
     results = []
     for count in params:
-        for mode, steps, temporary_bytes, before in make_steps(backend, count, accumulate):
+        for mode, steps, temporary_bytes, before in make_steps(backend, count, accumulate, tensors):
             windows = {variant: whole_window(step, before, accumulate) for variant, step in steps.items()}
             times_ms = harness.time_interleaved(windows, rounds, wait=harness.wait_for_device, before=before)
             times_ms = {variant: [ms / accumulate for ms in values] for variant, values in times_ms.items()}
             for variant, summary in harness.compare(times_ms, baseline="bare").items():
-                result = {"mode": mode, "params": count, "variant": variant, **summary}
+                result = {"mode": mode, "params": count, "tensors": tensors, "variant": variant, **summary}
                 if variant in temporary_bytes:
                     result["temporary_bytes"] = temporary_bytes[variant]
                 if accumulate > 1:
                     result["accumulate"] = accumulate
-                elif variant == "mpkeras" and goal(mode, count):
+                elif variant == "mpkeras" and tensors == TENSORS and goal(mode, count):
                     result["goal_ratio"] = goal(mode, count)
                 results.append(result)
     return {"environment": harness.environment(), "results": results}
@@ -263,6 +263,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--rounds", type=int, metavar="N", help="timed steps of each variant (default: 40; with --quick: 12)"
     )
     parser.add_argument(
+        "--tensors",
+        type=int,
+        default=TENSORS,
+        metavar="N",
+        help=f"equal matrices that the parameters are in; the goals are for the default of {TENSORS}",
+    )
+    parser.add_argument(
         "--accumulate",
         type=int,
         default=1,
@@ -274,8 +281,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.params = options.params or ([3_000_000] if options.quick else [3_000_000, 30_000_000])
     options.rounds = (12 if options.quick else 40) if options.rounds is None else options.rounds
-    if options.rounds < 1 or options.accumulate < 1 or min(options.params) < TENSORS:
-        parser.error(f"--rounds and --accumulate must be 1 or more and --params {TENSORS} or more")
+    if min(options.rounds, options.accumulate, options.tensors) < 1 or min(options.params) < options.tensors:
+        parser.error(
+            "--rounds, --accumulate and --tensors must be 1 or more, and --params as many as --tensors or more"
+        )
     return options
 
 
@@ -285,14 +294,15 @@ def main() -> int:
         __file__,
         __doc__.splitlines()[0],
         options,
-        measure=lambda backend: measure(backend, options.params, options.rounds, options.accumulate),
+        measure=lambda backend: measure(backend, options.params, options.rounds, options.accumulate, options.tensors),
         arguments=[
             *("--rounds", str(options.rounds), "--accumulate", str(options.accumulate)),
+            *("--tensors", str(options.tensors)),
             *("--params", *map(str, options.params)),
         ],
         settings={
             "optimizer": "Adam",
-            "variables": f"{TENSORS} float32 matrices",
+            "variables": f"{options.tensors} float32 matrices",
             "loss_scale": LOSS_SCALE,
             "rounds": options.rounds,
             "calls to an update": options.accumulate,

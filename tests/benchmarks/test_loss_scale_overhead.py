@@ -95,3 +95,25 @@ def test_tiny_run_writes_every_variant(tmp_path):
         len(modes[backend])
     )
     assert content["environments"][0]["backend"] == backend
+
+
+def test_many_tensors_and_windows():
+    backend = keras.backend.backend()
+    results = benchmark.measure(backend, [1000], 1, accumulate=2, tensors=10)["results"]
+    assert {(entry["tensors"], entry["accumulate"]) for entry in results} == {(10, 2)}
+    assert not any("goal_ratio" in entry for entry in results)
+    assert benchmark.tensor_shapes(1000, 10) == [(1, 100)] * 10
+
+
+def test_in_a_window_every_variant_sees_the_same_calls():
+    calls = []
+    window = benchmark.whole_window(lambda: calls.append("step"), lambda: calls.append("before"), 3)
+    window()
+    assert calls == ["step", "before", "step", "before", "step"]
+
+
+@pytest.mark.parametrize("arguments", [["--tensors", "0"], ["--accumulate", "0"]], ids=str)
+def test_bad_windows_and_tensors_exit_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.parse_arguments(arguments)
+    assert stopped.value.code == 2 and arguments[0] in capsys.readouterr().err
