@@ -1,4 +1,4 @@
-"""The command line: `python -m mpkeras`, also installed as `mpkeras`."""
+"""The command line: `python -m mpkeras`, also installed as `mpkeras` (`_mpkeras_cli`)."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from mpkeras.export import command as convert_command
 from mpkeras.insight import advice_command, audit_command
 from mpkeras.insight import command as hardware_command
 
-# Each adds its subcommand. These modules import Keras when they run, not before: `--help` is quick.
+# Each adds its subcommand.
 COMMANDS = (demo_command, hardware_command, audit_command, advice_command, convert_command)
 
 

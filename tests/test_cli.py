@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import _mpkeras_cli
 from mpkeras import __version__, cli
 from mpkeras.cli import main
 from mpkeras.demo import command
@@ -228,3 +229,35 @@ def test_python_m_mpkeras():
     assert done.stderr.splitlines()[-1] == (
         "mpkeras demo: error: argument --seeds: expected a whole number of at least 1, received '0'"
     )
+
+
+COMMAND = "import sys, _mpkeras_cli; sys.exit(_mpkeras_cli.main())"
+
+
+def test_the_installed_command_shows_its_own_line_and_no_other(tmp_path):
+    """TensorFlow says what it found while it starts, whatever `TF_CPP_MIN_LOG_LEVEL` says."""
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "audit", str(tmp_path / "none.keras")],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("mpkeras audit: error: Expected the file of a Keras model.")
+    assert done.stdout == ""
+
+
+def test_warnings_and_errors_at_the_start_are_shown(capfd):
+    with _mpkeras_cli.without_notes():
+        os.write(2, b"I0000 00:00:1 1 port.cc:1] a note\nE0000 00:00:1 1 cuda.cc:1] an error\nUserWarning: a warning\n")
+    assert capfd.readouterr().err == "E0000 00:00:1 1 cuda.cc:1] an error\nUserWarning: a warning\n"
+
+
+def test_what_fails_at_the_start_is_shown(capfd):
+    with pytest.raises(ImportError), _mpkeras_cli.without_notes():
+        os.write(2, b"E0000 no library\n")
+        raise ImportError("no backend")
+    os.write(2, b"and later lines\n")
+    assert capfd.readouterr().err == "E0000 no library\nand later lines\n"

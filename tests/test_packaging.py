@@ -47,7 +47,7 @@ def test_installed_metadata_agrees(distribution):
 
 def test_console_script_is_callable(distribution):
     (script,) = distribution.entry_points.select(name="mpkeras")
-    assert script.value == "mpkeras.cli:main"
+    assert script.value == "_mpkeras_cli:main"
     assert callable(script.load())
 
 
