@@ -91,7 +91,10 @@ def grads_are_finite(grads):
         if grad is not None:
             values = grad.data if isinstance(grad, jax_sparse.JAXSparse) else jnp.asarray(grad)
             total += jnp.sum(values, dtype=jnp.float32)
-    return jnp.isfinite(total)
+    # Finite where the total is. XLA fuses what is cheap into all that need it: without the root, which counts as
+    # expensive, every assignment would add up the sums of all gradients again. With 300 of them the step took
+    # 1.5 times as long, and 29 s to compile instead of 1.4 s.
+    return jnp.isfinite(jnp.sqrt(jnp.abs(total)))
 
 
 def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
@@ -134,22 +137,20 @@ def _new_values_of_window(optimizer, mapping, grads, variables, notes, scale, de
     """As `_new_values`, where the update is due at the end of a window only.
 
     The inner optimizer runs in a loop that goes round once or not at all, so most calls pay for the sums alone; as a
-    branch, XLA would copy the buffers that only one of its sides writes. The sums are not cleared but begin anew with
-    the first gradients of the next window: clearing them where the update has just read them would take a second
-    buffer.
+    branch, XLA would copy the buffers that only one of its sides writes.
     """
     window = optimizer.window
     values = {id(variable): jnp.asarray(value) for variable, value in mapping}
-    begins = values[id(window.accepted)] == 0
     with keras.StatelessScope(state_mapping=mapping):
+        begins = window.begins()
         if not notes.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables, scale)
     totals = []
     for total, grad, variable in zip(window.sums, grads, variables, strict=True):
-        if grad is not None:
-            old = values[id(total)]
-            new = window.added(jnp.where(begins, 0, old), _dense(grad), variable)
-            values[id(total)] = jnp.where(decision.is_accepted, new, old)
+        old = values[id(total)]
+        before = jnp.where(begins, 0, old)
+        new = before if grad is None else window.added(before, _dense(grad), variable)
+        values[id(total)] = jnp.where(decision.is_accepted, new, old)
         totals.append(None if grad is None else values[id(total)])
     own = {id(variable) for variable in window.variables}
     touched = [variable for variable, _ in mapping if id(variable) not in own]

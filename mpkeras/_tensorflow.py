@@ -1,6 +1,7 @@
 """TensorFlow's part of `LossScaleOptimizer`: replicas decide together, then one conditional or a selection."""
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
@@ -47,7 +48,7 @@ def scale_gradient(grad, factor):
 
 
 def grad_sum(grads):
-    """Returns the sum of all gradients, float32 of shape `()`: finite if and only if they all are.
+    """Returns a float32 scalar of shape `()` that is finite if and only if the sum of all gradients is.
 
     One float32 sum a gradient, tested once: inf and NaN survive every addition. Of a sparse gradient only
     the rows that are there are read.
@@ -57,7 +58,10 @@ def grad_sum(grads):
         if grad is not None:
             values = grad.values if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad)
             sums.append(tf.reduce_sum(tf.cast(values, tf.float32)))
-    return tf.add_n(sums) if sums else tf.zeros(())
+    total = tf.add_n(sums) if sums else tf.zeros(())
+    # XLA fuses what is cheap into all that need it: without the root, which counts as expensive, every assignment
+    # would add up the sums of all gradients again, and the time to compile grow with the square of their number.
+    return tf.sqrt(tf.abs(total)) if in_xla() else total
 
 
 def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
@@ -127,47 +131,54 @@ def _apply_across_replicas(strategy, optimizer, grads, variables, checks, scale)
         # Each replica sums its own gradients; the inner optimizer reduces them when the update is due.
         def add():
             unscaled = strategy.extended.call_for_each_replica(_unscaled, args=(optimizer, grads, variables, scale))
-            for total, grad, variable in zip(optimizer.window.sums, unscaled, variables, strict=True):
-                if grad is not None:
-                    strategy.extended.update(
-                        total.value, _add_to_sum, args=(grad, optimizer.window, variable), group=False
-                    )
+            _add_to_sums(
+                optimizer.window, unscaled, variables, functools.partial(strategy.extended.update, group=False)
+            )
 
         _when(decision.is_accepted, add)
         used = [grad is not None for grad in grads]
         _when(decision.is_due, in_each_replica, _update_with_means, optimizer, used, variables, decision)
-        _when(decision.is_last, _clear_sums, optimizer.window)
     _assign_all(own_values)
 
 
 def _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, scale):
     decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
     window = optimizer.window
-    if in_xla():
-        if window is not None:
-            grads = _unscaled(optimizer, grads, variables, scale)
-            totals = window.next_totals(grads, variables, decision)
-            grads, scale = window.means(totals, variables, decision), None
+    if window is not None:
+        _apply_window(optimizer, grads, variables, decision, scale)
+    elif in_xla():
         _update_selecting(optimizer, grads, variables, decision.is_due, scale)
-        if window is not None:
-            _assign_all(window.cleared_at_the_end(totals, decision))
-    elif window is None:
+    else:
         # In eager mode and in a plain graph a conditional around the update is the fastest form.
         _when(decision.is_due, _update_inner, optimizer, grads, variables, scale)
-    else:
-
-        def add():
-            for total, grad, variable in zip(
-                window.sums, _unscaled(optimizer, grads, variables, scale), variables, strict=True
-            ):
-                if grad is not None:
-                    _add_to_sum(total.value, grad, window, variable)
-
-        _when(decision.is_accepted, add)
-        used = [grad is not None for grad in grads]
-        _when(decision.is_due, _update_with_means, optimizer, used, variables, decision)
-        _when(decision.is_last, _clear_sums, window)
     _assign_all(own_values)
+
+
+def _apply_window(optimizer, grads, variables, decision, scale):
+    window = optimizer.window
+    used = [grad is not None for grad in grads]
+    if not in_xla():
+        _when(
+            decision.is_accepted,
+            lambda: _add_to_sums(window, _unscaled(optimizer, grads, variables, scale), variables),
+        )
+        _when(decision.is_due, _update_with_means, optimizer, used, variables, decision)
+        return
+    begins = window.begins()
+    for total, grad, variable in zip(
+        window.sums, _unscaled(optimizer, grads, variables, scale), variables, strict=True
+    ):
+        old = total.value
+        before = tf.where(begins, tf.zeros_like(old), old)
+        new = before if grad is None else window.added(before, grad, variable)
+        old.assign(tf.where(decision.is_accepted, new, old))
+
+    def update(is_due):
+        _update_with_means(optimizer, used, variables, decision)
+        return [tf.zeros_like(is_due)]
+
+    # A loop that goes round once or not at all: most calls pay for the sums alone, and no branch stalls the queue.
+    tf.while_loop(lambda is_due: is_due, update, [decision.is_due])
 
 
 def _when(condition, function, *arguments):
@@ -201,13 +212,30 @@ def _update_with_means(optimizer, used, variables, decision):
         optimizer.inner_optimizer.apply(optimizer.window.means(totals, variables, decision), variables)
 
 
+def _add_to_sums(window, grads, variables, update=lambda total, function, args: function(total, *args)):
+    """Adds unscaled gradients to the sums; the first of a window take the place of what the last one left."""
+    entries = list(zip(window.sums, grads, variables, strict=True))
+
+    def begin():
+        for total, grad, _ in entries:
+            update(total.value, _begin_sum, args=(grad, window))
+        return tf.constant(True)
+
+    def add():
+        for total, grad, variable in entries:
+            if grad is not None:
+                update(total.value, _add_to_sum, args=(grad, window, variable))
+        return tf.constant(False)
+
+    tf.cond(window.begins(), begin, add)
+
+
+def _begin_sum(total, grad, window):
+    total.assign(window.first(total, grad))
+
+
 def _add_to_sum(total, grad, window, variable):
     total.assign(window.added(total, grad, variable))
-
-
-def _clear_sums(window):
-    for total in window.sums:
-        total.assign(tf.zeros_like(total.value))
 
 
 def _assign_all(values):

@@ -71,7 +71,7 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
         grads_are_finite, loss_is_finite = ranks.on_all_ranks(grads_are_finite, loss_is_finite, device)
     decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
     # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
-    if bool(decision.is_accepted if optimizer.window is None else decision.is_accepted | decision.is_last):
+    if bool(decision.is_accepted if optimizer.window is None else decision.is_accepted | decision.is_due):
         if not in_place and not scale_is_one:
             grads = optimizer.unscale(grads, variables, scale)
         if optimizer.window is None:
@@ -87,16 +87,17 @@ def _apply_window(optimizer, grads, variables, decision):
     window = optimizer.window
     used = [grad is not None for grad in grads]
     if bool(decision.is_accepted):
+        begins = bool(window.begins())
         for total, grad, variable in zip(window.sums, grads, variables, strict=True):
-            if grad is not None:
-                total.assign(window.added(total.value, grad.to_dense() if grad.is_sparse else grad, variable))
+            grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
+            if begins:
+                total.assign(window.first(total.value, grad))
+            elif grad is not None:
+                total.assign(window.added(total.value, grad, variable))
     if bool(decision.is_due):
         totals = [total.value if is_used else None for total, is_used in zip(window.sums, used, strict=True)]
         with updating():
             optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
-    if bool(decision.is_last):
-        for total in window.sums:
-            total.assign(torch.zeros_like(total.value))
 
 
 def _may_unscale_in_place(grads, variables) -> bool:

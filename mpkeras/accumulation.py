@@ -124,6 +124,14 @@ class GradientWindow:
             ],
         )
 
+    def begins(self):
+        """Returns whether no gradients counted in this window yet: a bool scalar of shape `()`.
+
+        Then the sums are still those of the window before, and mean nothing. They are not cleared at its end, as that
+        would be one more pass over memory, and on JAX a second buffer, where the update has just read them.
+        """
+        return ops.equal(self.accepted.value, 0)
+
     def added(self, total, grad, variable):
         """Returns the sum `total` with an unscaled gradient added; a dense float32 tensor."""
         if _keras_private.overwrites_with_gradient(variable):
@@ -131,22 +139,9 @@ class GradientWindow:
             return ops.cast(grad, total.dtype)
         return total + ops.cast(grad, total.dtype)
 
-    def next_totals(self, grads, variables, decision: Decision) -> list:
-        """Returns the sums with this call's unscaled gradients added where it is accepted; without a branch."""
-        return [
-            None
-            if grad is None
-            else ops.where(decision.is_accepted, self.added(total.value, grad, variable), total.value)
-            for total, grad, variable in zip(self.sums, grads, variables, strict=True)
-        ]
-
-    def cleared_at_the_end(self, totals, decision: Decision) -> list:
-        """Returns `(variable, value)` for the sums: `totals`, or zeros where this call ends the window."""
-        return [
-            (total, ops.where(decision.is_last, ops.zeros_like(new), new))
-            for total, new in zip(self.sums, totals, strict=True)
-            if new is not None
-        ]
+    def first(self, total, grad):
+        """Returns what `total` becomes where the window begins with this unscaled gradient, or with `None`."""
+        return ops.zeros_like(total) if grad is None else ops.cast(grad, total.dtype)
 
     def means(self, totals, variables, decision: Decision) -> list:
         """Returns the gradients of the update: the mean over the calls that were accepted."""

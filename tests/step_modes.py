@@ -11,7 +11,7 @@ MODES = {
 
 
 def applier(optimizer, variables, mode):
-    """Returns a function that takes NumPy gradients and applies them to `variables` in `mode`."""
+    """Returns a function that takes NumPy gradients, or `None`, and applies them to `variables` in `mode`."""
     if mode in ("graph", "xla"):
         import tensorflow as tf
 
@@ -21,7 +21,7 @@ def applier(optimizer, variables, mode):
         def step(grads):
             optimizer.apply(grads, variables)
 
-        return lambda grads: step([tf.constant(g) for g in grads])
+        return lambda grads: step([None if g is None else tf.constant(g) for g in grads])
     if mode == "jit":
         import jax
 
@@ -37,7 +37,10 @@ def applier(optimizer, variables, mode):
 
         return apply
 
-    return lambda grads: optimizer.apply([keras.ops.convert_to_tensor(g) for g in grads], variables)
+    def apply(grads):
+        optimizer.apply([None if g is None else keras.ops.convert_to_tensor(g) for g in grads], variables)
+
+    return apply
 
 
 def snapshot(variables):

@@ -100,6 +100,32 @@ def test_a_window_of_nothing_but_infs_leaves_no_trace(on_overflow, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_window_begins_anew_whatever_is_in_the_sums(mode):
+    """The sums are not cleared when a window ends; a file may be of a run that was compiled otherwise."""
+    optimizer = accumulating()
+    v = variable()
+    apply = applier(optimizer, [v], mode)
+    optimizer.build([v])
+    optimizer.window.sums[0].assign(np.full(3, 1000.0, "float32"))
+    grads = gradients(WINDOW)
+    for g in [INF * SCALE, *[g * SCALE for g in grads[1:]]]:
+        apply([g])
+    np.testing.assert_allclose(numpy(v), trained_on_means([np.mean(grads[1:], axis=0, dtype="float64")]), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_is_missing_when_a_window_begins(mode):
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), loss_scale=SCALE)
+    variables = [variable([1.0]), variable([1.0])]
+    apply = applier(optimizer, variables, mode)
+    for grads in [(1.0, 4.0), (3.0, 8.0), (1.0, None), (3.0, 16.0)]:
+        apply([None if g is None else np.array([g * SCALE], "float32") for g in grads])
+    # Means of (1 + 3) / 2 twice; of (4 + 8) / 2 and (0 + 16) / 2.
+    assert [numpy(v).tolist() for v in variables] == [[1.0 - 2 - 2], [1.0 - 6 - 8]]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
 def test_random_windows_against_the_reference(on_overflow, mode):
     """16 windows of 2 with every pattern of faults."""

@@ -168,3 +168,18 @@ def test_one_trace_in_fit():
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0, epochs=3, callbacks=[callback, counts])
     assert len(set(counts.counts)) == 1 and counts.counts[0] >= traced
     assert int(optimizer.skipped_steps) == 4
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 4])
+def test_the_program_grows_with_the_number_of_layers_not_with_its_square(accumulate_steps):
+    """XLA repeats cheap operations where they are used: the sums of all gradients, in the update of each."""
+
+    def length(layers):
+        keras.utils.set_random_seed(0)
+        hidden = [keras.layers.Dense(4) for _ in range(layers)]
+        model = keras.Sequential([keras.Input((4,)), *hidden])
+        step = make_train_step(model, "adam", "mse", accumulate_steps=accumulate_steps)
+        return len(step.compiler_ir(X[:, 0, 0, :1] * np.ones((1, 4)), X[:, 0, 0, :1], optimized=True).splitlines())
+
+    # 4 times as many operations; 9 times and more with the sums in every update.
+    assert length(40) < 6 * length(10)
