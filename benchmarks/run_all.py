@@ -22,7 +22,7 @@ from pathlib import Path
 import harness
 
 FOLDER = Path(__file__).resolve().parent
-# By name, the options besides `--quick` of a quick run: all of them together take less than ten minutes on two cores.
+# By name, the options besides `--quick` of a quick run: all of them together take about eight minutes on two cores.
 SCRIPTS = {
     "loss_scale_overhead": [],
     "train_step_overhead": [],

@@ -168,10 +168,10 @@ def _apply_window(optimizer, grads, variables, decision, scale):
     for total, grad, variable in zip(
         window.sums, _unscaled(optimizer, grads, variables, scale), variables, strict=True
     ):
-        old = total.value
-        before = tf.where(begins, tf.zeros_like(old), old)
+        held = total.value
+        before = tf.where(begins, tf.zeros_like(held), held)
         new = before if grad is None else window.added(before, grad, variable)
-        old.assign(tf.where(decision.is_accepted, new, old))
+        held.assign(tf.where(decision.is_accepted, new, held))
 
     def update(is_due):
         _update_with_means(optimizer, used, variables, decision)
