@@ -380,10 +380,11 @@ def write_bar_plot(
     axes.margins(x=0.01)
     axes.set_ylabel(ylabel)
     axes.set_title(title)
-    if len(variants) > 6:  # Beside the bars; over them it would hide some.
+    # Over the bars it would hide some.
+    if len(variants) > 6:
         figure.legend(loc="outside right upper", fontsize=8)
     else:
-        axes.legend()
+        figure.legend(loc="outside lower center", ncols=len(variants) + 1)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
