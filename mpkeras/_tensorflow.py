@@ -212,7 +212,12 @@ def _update_with_means(optimizer, used, variables, decision):
         optimizer.inner_optimizer.apply(optimizer.window.means(totals, variables, decision), variables)
 
 
-def _add_to_sums(window, grads, variables, update=lambda total, function, args: function(total, *args)):
+def _update_here(total, function, args):
+    """What `strategy.extended.update` is to all replicas."""
+    function(total, *args)
+
+
+def _add_to_sums(window, grads, variables, update=_update_here):
     """Adds unscaled gradients to the sums; the first of a window take the place of what the last one left."""
     entries = list(zip(window.sums, grads, variables, strict=True))
 
