@@ -18,11 +18,11 @@ NOTE = re.compile(rb"I\d{4} |WARNING: All log messages before absl::|To enable t
 def without_notes():
     """Holds back what is written to standard error, by compiled code too; afterwards all but the notes comes out."""
     try:
-        stderr = os.dup(2)
-    except OSError:  # Standard error is closed: nothing comes out anyway.
+        held, stderr = tempfile.TemporaryFile(), os.dup(2)
+    except OSError:  # No folder to write to, or standard error is closed.
         yield
         return
-    with tempfile.TemporaryFile() as held:
+    with held:
         os.dup2(held.fileno(), 2)
         try:
             yield

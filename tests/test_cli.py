@@ -255,6 +255,16 @@ def test_warnings_and_errors_at_the_start_are_shown(capfd):
     assert capfd.readouterr().err == "E0000 00:00:1 1 cuda.cc:1] an error\nUserWarning: a warning\n"
 
 
+def test_nothing_is_held_back_where_no_file_can_be_written(capfd, monkeypatch):
+    def refuse():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(_mpkeras_cli.tempfile, "TemporaryFile", refuse)
+    with _mpkeras_cli.without_notes():
+        os.write(2, b"I0000 a note\n")
+    assert capfd.readouterr().err == "I0000 a note\n"
+
+
 def test_what_fails_at_the_start_is_shown(capfd):
     with pytest.raises(ImportError), _mpkeras_cli.without_notes():
         os.write(2, b"E0000 no library\n")
