@@ -142,16 +142,12 @@ def _new_values_of_window(optimizer, mapping, grads, variables, notes, scale, de
     window = optimizer.window
     values = {id(variable): jnp.asarray(value) for variable, value in mapping}
     with keras.StatelessScope(state_mapping=mapping):
-        begins = window.begins()
         if not notes.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables, scale)
-    totals = []
-    for total, grad, variable in zip(window.sums, grads, variables, strict=True):
-        old = values[id(total)]
-        before = jnp.where(begins, 0, old)
-        new = before if grad is None else window.added(before, _dense(grad), variable)
-        values[id(total)] = jnp.where(decision.is_accepted, new, old)
-        totals.append(None if grad is None else values[id(total)])
+        dense = [None if grad is None else _dense(grad) for grad in grads]
+        sums = window.next_sums([values[id(total)] for total in window.sums], dense, variables, decision)
+    values |= {id(total): value for total, value in zip(window.sums, sums, strict=True)}
+    totals = [None if grad is None else value for grad, value in zip(grads, sums, strict=True)]
     own = {id(variable) for variable in window.variables}
     touched = [variable for variable, _ in mapping if id(variable) not in own]
 

@@ -164,14 +164,9 @@ def _apply_window(optimizer, grads, variables, decision, scale):
         )
         _when(decision.is_due, _update_with_means, optimizer, used, variables, decision)
         return
-    begins = window.begins()
-    for total, grad, variable in zip(
-        window.sums, _unscaled(optimizer, grads, variables, scale), variables, strict=True
-    ):
-        held = total.value
-        before = tf.where(begins, tf.zeros_like(held), held)
-        new = before if grad is None else window.added(before, grad, variable)
-        held.assign(tf.where(decision.is_accepted, new, held))
+    unscaled = _unscaled(optimizer, grads, variables, scale)
+    held = [total.value for total in window.sums]
+    _assign_all(zip(held, window.next_sums(held, unscaled, variables, decision), strict=True))
 
     def update(is_due):
         _update_with_means(optimizer, used, variables, decision)

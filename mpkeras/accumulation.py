@@ -143,6 +143,17 @@ class GradientWindow:
         """Returns what `total` becomes where the window begins with this unscaled gradient, or with `None`."""
         return ops.zeros_like(total) if grad is None else ops.cast(grad, total.dtype)
 
+    def next_sums(self, totals, grads, variables, decision: Decision) -> list:
+        """Returns what the sums `totals` become with this call's unscaled gradients; without a branch."""
+        begins = self.begins()
+
+        def next_sum(total, grad, variable):
+            before = ops.where(begins, ops.zeros_like(total), total)
+            new = before if grad is None else self.added(before, grad, variable)
+            return ops.where(decision.is_accepted, new, total)
+
+        return [next_sum(*entry) for entry in zip(totals, grads, variables, strict=True)]
+
     def means(self, totals, variables, decision: Decision) -> list:
         """Returns the gradients of the update: the mean over the calls that were accepted."""
         # The division is not reached with 0: then no update is due. It must not make a NaN all the same.
