@@ -66,8 +66,11 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
         grads_are_finite = found_inf == 0
     else:
         grads_are_finite = _grads_are_finite(grads)
+    # Of the optimizer's own scalars, with which the decision is made.
+    device = optimizer.skipped_steps.value.device
+    grads_are_finite = grads_are_finite.to(device)
+    loss_is_finite = None if loss_is_finite is None else loss_is_finite.to(device)
     if ranks.is_distributed():
-        device = optimizer.skipped_steps.value.device
         grads_are_finite, loss_is_finite = ranks.on_all_ranks(grads_are_finite, loss_is_finite, device)
     decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
     # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
@@ -79,8 +82,13 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
                 optimizer.inner_optimizer.apply(grads, variables)
         else:
             _apply_window(optimizer, grads, variables, decision)
+    in_scope = _keras_private.in_stateless_scope()
     for variable, value in own_values:
-        variable.assign(value)
+        # A rule of the user's own may return Python numbers.
+        if in_scope or not torch.is_tensor(value):
+            variable.assign(value)
+        else:
+            _keras_private.put(variable, value)
 
 
 def _apply_window(optimizer, grads, variables, decision):

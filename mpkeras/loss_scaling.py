@@ -7,6 +7,8 @@ import numbers
 import keras
 from keras import ops
 
+from mpkeras import scalar_ops
+
 # Between these bounds a scale and its reciprocal are both normal float32 numbers, so that
 # multiplying by the reciprocal unscales exactly whenever the scale is a power of two.
 SMALLEST_SCALE = 2.0**-126
@@ -248,16 +250,16 @@ class DynamicLossScale(LossScale):
         scale = self.current_scale(state)
         finite_steps = state["step_counter"] + 1
         # ">=", not "==": a restored counter may already be past a smaller `dynamic_growth_steps`.
-        is_due = ops.greater_equal(finite_steps, self.dynamic_growth_steps)
-        grown = ops.where(is_due, ops.minimum(scale * self.growth_factor, self.max_scale), scale)
+        is_due = scalar_ops.greater_equal(finite_steps, self.dynamic_growth_steps)
+        grown = scalar_ops.where(is_due, scalar_ops.minimum(scale * self.growth_factor, self.max_scale), scale)
         # Held at `hysteresis`, so that a long row of skipped steps cannot overflow the counter.
-        bad_steps = ops.minimum(state["hysteresis_counter"] + 1, self.hysteresis)
-        backs_off = ops.greater_equal(bad_steps, self.hysteresis)
-        shrunk = ops.where(backs_off, ops.maximum(scale * self.backoff_factor, self.min_scale), scale)
+        bad_steps = scalar_ops.minimum(state["hysteresis_counter"] + 1, self.hysteresis)
+        backs_off = scalar_ops.greater_equal(bad_steps, self.hysteresis)
+        shrunk = scalar_ops.where(backs_off, scalar_ops.maximum(scale * self.backoff_factor, self.min_scale), scale)
         return {
-            "step_counter": ops.where(is_finite, ops.where(is_due, 0, finite_steps), 0),
-            "dynamic_scale": ops.where(is_finite, grown, shrunk),
-            "hysteresis_counter": ops.where(is_finite, 0, bad_steps),
+            "step_counter": scalar_ops.where(is_finite, scalar_ops.where(is_due, 0, finite_steps), 0),
+            "dynamic_scale": scalar_ops.where(is_finite, grown, shrunk),
+            "hysteresis_counter": scalar_ops.where(is_finite, 0, bad_steps),
         }
 
     def get_config(self) -> dict:
@@ -270,7 +272,7 @@ def bounded_scale(scale, min_scale: float, max_scale: float):
     A checkpoint written by stock Keras may hold 0, inf or 2**40: such a scale must not be used even once.
     """
     scale = ops.cast(scale, "float32")
-    return ops.where(ops.greater_equal(scale, min_scale), ops.minimum(scale, max_scale), min_scale)
+    return scalar_ops.where(scalar_ops.greater_equal(scale, min_scale), scalar_ops.minimum(scale, max_scale), min_scale)
 
 
 def resolve(identifier) -> LossScale | None:

@@ -16,7 +16,9 @@ PAGES_OF_OTHER_TESTS = ("docs/many_devices.md", "docs/migration.md")
 # The pages train unseeded models, and a test has to do the same in every run.
 SEEDED = "import keras\n\nkeras.utils.set_random_seed(7)\n"
 # What a block prints in the end. A first step that overflows is skipped, as the pages say: the count may be above 0.
-RESULT = re.compile(r"First culprit|loss: \d+\.\d+ - .*skipped_steps: \d|loss \d+\.\d+, (loss scale \d+\.0, )?skipped \d")
+RESULT = re.compile(
+    r"First culprit|loss: \d+\.\d+ - .*skipped_steps: \d|loss \d+\.\d+, (loss scale \d+\.0, )?skipped \d"
+)
 
 
 def blocks(page):

@@ -22,16 +22,15 @@ def find_optimizers(model) -> dict:
     They are attributes, or in lists, tuples and dictionaries that are. `optimizer` comes first; models with
     several (a GAN's two) keep them under names of their own: `"d_optimizer"`, `"optimizers['d']"`.
     """
-    places = [("optimizer", getattr(model, "optimizer", None))]
-    for name, value in _own_attributes(model):
-        places.append((name, value))
-        places += [(f"{name}[{key!r}]", item) for key, item in _items(value)]
-    found, seen = {}, set()
-    for place, value in places:
-        if isinstance(value, keras.optimizers.Optimizer) and id(value) not in seen:
-            seen.add(id(value))
-            found[place] = value
-    return found
+    found: dict = {}
+    for name, value in [("optimizer", getattr(model, "optimizer", None)), *_own_attributes(model)]:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), (name, value))
+        for key, item in _items(value):
+            # Names are made for optimizers only: torch asks at every step, and a model holds many lists.
+            if isinstance(item, keras.optimizers.Optimizer):
+                found.setdefault(id(item), (f"{name}[{key!r}]", item))
+    return dict(found.values())
 
 
 def replace_optimizers(model, replacements: dict):
