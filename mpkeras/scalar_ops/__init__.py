@@ -7,35 +7,15 @@ checks before each takes five times as long as the operation.
 import keras
 
 if keras.backend.backend() == "torch":
-    from mpkeras.scalar_ops._torch import (
-        greater_equal,
-        logical_and,
-        logical_not,
-        logical_or,
-        maximum,
-        minimum,
-        where,
-        zeros_like,
-    )
+    from mpkeras.scalar_ops import _torch as functions
 else:
-    from keras.ops import (
-        greater_equal,
-        logical_and,
-        logical_not,
-        logical_or,
-        maximum,
-        minimum,
-        where,
-        zeros_like,
-    )
+    from keras import ops as functions  # type: ignore[no-redef]
 
-__all__ = [
-    "greater_equal",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "maximum",
-    "minimum",
-    "where",
-    "zeros_like",
-]
+greater_equal = functions.greater_equal
+logical_and = functions.logical_and
+logical_not = functions.logical_not
+logical_or = functions.logical_or
+maximum = functions.maximum
+minimum = functions.minimum
+where = functions.where
+zeros_like = functions.zeros_like
