@@ -27,6 +27,8 @@ def round_orders(names: Sequence[str], rounds: int, seed: int = 0) -> list[list[
     Every block of `len(names)` rounds holds the rotations of one random order, so each name comes first,
     second, ... equally often. The first of a round can pay for what the last one left in the caches.
     """
+    if not names:
+        raise ValueError("Expected at least one step to time. Received: none. Name the steps.")
     generator = random.Random(seed)
     orders = []
     while len(orders) < rounds:

@@ -57,16 +57,25 @@ def peer_module(backend: str):
 
 
 def find_peers(backend: str, wanted: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Returns the wanted peers of `backend` that are installed, and the version of everything they need."""
-    installed, versions = [], {}
+    """Returns the wanted peers of `backend` that can be imported, and the version of everything they need."""
+    usable, versions = [], {}
     for peer in (peer for peer in PEERS[backend] if peer in wanted):
         needed = (peer,) if peer == "keras" else peer_module(backend).REQUIRES[peer]
-        for name in needed:
-            found = importlib.util.find_spec(name) is not None
-            versions[name] = importlib.metadata.version(name) if found else "not installed"
-        if "not installed" not in [versions[name] for name in needed]:
-            installed.append(peer)
-    return installed, versions
+        versions |= {name: version_of(name) for name in needed}
+        if not any(versions[name].startswith("not ") for name in needed):
+            usable.append(peer)
+    return usable, versions
+
+
+def version_of(name: str) -> str:
+    """Returns the version of a library, "not installed", or "not usable" and why: it must not stop the others."""
+    if importlib.util.find_spec(name) is None:
+        return "not installed"
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        return f"not usable ({type(error).__name__}: {error})"
+    return importlib.metadata.version(name)
 
 
 def optimizer_cases(backend: str, peers: list[str], params: int):
@@ -120,10 +129,15 @@ def measure(
                 summary = harness.compare({baseline: times_ms[baseline], name: own}, baseline)[name]
                 results.append({"part": part, "mode": mode, "variant": name, "baseline": baseline, **summary})
     absent = [name for name in PEERS[backend] if name in wanted and name not in peers]
-    results += [{"mode": backend, "variant": name, "not_installed": True} for name in absent]
+    results += [{"mode": backend, "variant": name, "absent": _why_absent(backend, name, versions)} for name in absent]
     environment = harness.environment()
     environment["versions"] |= versions
     return {"environment": environment, "results": results}
+
+
+def _why_absent(backend: str, peer: str, versions: dict[str, str]) -> str:
+    needed = peer_module(backend).REQUIRES[peer]
+    return next(versions[name] for name in needed if versions[name].startswith("not "))
 
 
 def table_rows(results: list[dict]) -> list[dict[str, str]]:
@@ -131,9 +145,9 @@ def table_rows(results: list[dict]) -> list[dict[str, str]]:
     rows = []
     for result in results:
         row = {"step": result["mode"], "of": result.get("part", ""), "library": result["variant"]}
-        if "not_installed" in result:
+        if "absent" in result:
             headings = ("median ms", "quartiles", "ratio", "ratio quartiles")
-            row |= dict.fromkeys(headings, "") | {"median ms": "not installed"}
+            row |= dict.fromkeys(headings, "") | {"median ms": result["absent"]}
         else:
             row |= harness.summary_cells(result)
         rows.append({**row, "ratio to": result.get("baseline", "")})

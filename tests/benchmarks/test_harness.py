@@ -33,6 +33,11 @@ def test_orders_repeat_with_the_seed_and_change_with_it():
     assert harness.round_orders(names, 20, seed=1) != harness.round_orders(names, 20, seed=2)
 
 
+def test_no_name_is_an_error():
+    with pytest.raises(ValueError, match="at least one step"):
+        harness.round_orders([], rounds=1)
+
+
 def test_only_the_step_and_the_wait_are_timed():
     clock = FakeClock()
 

@@ -72,7 +72,7 @@ def test_optimizers_do_the_same_update():
 
 def test_tiny_run_measures_the_optimizer_of_every_library():
     content = json.loads(json.dumps(benchmark.measure(BACKEND, ["optimizer"], benchmark.NAMES, params=400, rounds=1)))
-    measured = [entry for entry in content["results"] if "not_installed" not in entry]
+    measured = [entry for entry in content["results"] if "absent" not in entry]
     assert {entry["mode"] for entry in measured} == {mode for mode, _ in benchmark.MODES[BACKEND]}
     for entry in measured:
         assert entry["time_ms"]["median"] > 0
@@ -102,5 +102,15 @@ def test_plot_is_written(tmp_path):
     summary = {"median": 1.5, "q1": 1.25, "q3": 2.0}
     result = {"part": "optimizer", "mode": "jax jit", "variant": "jmp", "baseline": "optax", "ratio": summary}
     path = tmp_path / "plot.png"
-    benchmark.write_plot(path, [result, {"mode": "jax", "variant": "flax", "not_installed": True}])
+    benchmark.write_plot(path, [result, {"mode": "jax", "variant": "flax", "absent": "not installed"}])
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_library_that_fails_to_import_stops_no_other(monkeypatch, tmp_path):
+    (tmp_path / "broken_library.py").write_text("import a_name_it_needs_in_vain")
+    monkeypatch.syspath_prepend(tmp_path)
+    peer = benchmark.PEERS[BACKEND][-1]
+    monkeypatch.setitem(benchmark.peer_module(BACKEND).REQUIRES, peer, ("broken_library",))
+    content = benchmark.measure(BACKEND, [], ["keras", peer], params=400, rounds=1)
+    (row,) = benchmark.table_rows(content["results"])
+    assert row["library"] == peer and row["median ms"].startswith("not usable (ModuleNotFoundError: No module named")
