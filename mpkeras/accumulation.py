@@ -5,7 +5,7 @@ import dataclasses
 import keras
 from keras import ops
 
-from mpkeras import _keras_private, scalar_ops
+from mpkeras import _keras_private, scalars
 from mpkeras._typing import OptimizerMixin
 
 ON_OVERFLOW = ("drop_micro", "drop_window")
@@ -45,7 +45,7 @@ def single_step(grads_are_finite, loss_is_finite) -> Decision:
     """The decision without accumulation. `loss_is_finite` is `None` where it is not known."""
     is_accepted, scale_moves = grads_are_finite, True
     if loss_is_finite is not None:
-        is_accepted = scalar_ops.logical_and(grads_are_finite, loss_is_finite)
+        is_accepted = scalars.logical_and(grads_are_finite, loss_is_finite)
         # No scale cures a forward pass that is not finite: the scale stays.
         scale_moves = loss_is_finite
     return Decision(is_accepted, True, is_accepted, scale_moves, grads_are_finite, 1, [])
@@ -98,28 +98,28 @@ class GradientWindow:
     def decide(self, grads_are_finite, loss_is_finite) -> Decision:
         """Returns what this call of `apply` does. `loss_is_finite` is `None` where it is not known."""
         single = single_step(grads_are_finite, loss_is_finite)
-        overflowed_now = scalar_ops.logical_not(grads_are_finite)
+        overflowed_now = scalars.logical_not(grads_are_finite)
         if loss_is_finite is not None:
-            overflowed_now = scalar_ops.logical_and(overflowed_now, loss_is_finite)
-        overflowed = scalar_ops.logical_or(self.overflowed.value, overflowed_now)
+            overflowed_now = scalars.logical_and(overflowed_now, loss_is_finite)
+        overflowed = scalars.logical_or(self.overflowed.value, overflowed_now)
         counted = ops.cast(single.is_accepted, "int32")
         accepted = self.accepted.value + counted
         position = self.position.value + 1
         # Not `==`: a restored position may lie beyond a window that was made shorter.
-        is_last = scalar_ops.greater_equal(position, self.steps)
+        is_last = scalars.greater_equal(position, self.steps)
         enough = self.steps if self.on_overflow == "drop_window" else 1
-        is_due = scalar_ops.logical_and(is_last, scalar_ops.greater_equal(accepted, enough))
+        is_due = scalars.logical_and(is_last, scalars.greater_equal(accepted, enough))
         return Decision(
             is_accepted=single.is_accepted,
             is_last=is_last,
             is_due=is_due,
-            scale_moves=scalar_ops.logical_and(is_last, scalar_ops.logical_or(overflowed, is_due)),
-            scale_is_finite=scalar_ops.logical_not(overflowed),
+            scale_moves=scalars.logical_and(is_last, scalars.logical_or(overflowed, is_due)),
+            scale_is_finite=scalars.logical_not(overflowed),
             accepted_in_window=accepted,
             values=[
-                (self.position, scalar_ops.where(is_last, 0, position)),
-                (self.accepted, scalar_ops.where(is_last, 0, accepted)),
-                (self.overflowed, scalar_ops.logical_and(overflowed, scalar_ops.logical_not(is_last))),
+                (self.position, scalars.where(is_last, 0, position)),
+                (self.accepted, scalars.where(is_last, 0, accepted)),
+                (self.overflowed, scalars.logical_and(overflowed, scalars.logical_not(is_last))),
                 (self.accepted_steps, self.accepted_steps.value + counted),
             ],
         )
@@ -157,7 +157,7 @@ class GradientWindow:
     def means(self, totals, variables, decision: Decision) -> list:
         """Returns the gradients of the update: the mean over the calls that were accepted."""
         # The division is not reached with 0: then no update is due. It must not make a NaN all the same.
-        count = scalar_ops.maximum(decision.accepted_in_window, 1)
+        count = scalars.maximum(decision.accepted_in_window, 1)
         return [
             total
             if total is None or _keras_private.overwrites_with_gradient(variable)

@@ -7,7 +7,7 @@ import numbers
 import keras
 from keras import ops
 
-from mpkeras import scalar_ops
+from mpkeras import scalars
 
 # Between these bounds a scale and its reciprocal are both normal float32 numbers, so that
 # multiplying by the reciprocal unscales exactly whenever the scale is a power of two.
@@ -250,16 +250,16 @@ class DynamicLossScale(LossScale):
         scale = self.current_scale(state)
         finite_steps = state["step_counter"] + 1
         # ">=", not "==": a restored counter may already be past a smaller `dynamic_growth_steps`.
-        is_due = scalar_ops.greater_equal(finite_steps, self.dynamic_growth_steps)
-        grown = scalar_ops.where(is_due, scalar_ops.minimum(scale * self.growth_factor, self.max_scale), scale)
+        is_due = scalars.greater_equal(finite_steps, self.dynamic_growth_steps)
+        grown = scalars.where(is_due, scalars.minimum(scale * self.growth_factor, self.max_scale), scale)
         # Held at `hysteresis`, so that a long row of skipped steps cannot overflow the counter.
-        bad_steps = scalar_ops.minimum(state["hysteresis_counter"] + 1, self.hysteresis)
-        backs_off = scalar_ops.greater_equal(bad_steps, self.hysteresis)
-        shrunk = scalar_ops.where(backs_off, scalar_ops.maximum(scale * self.backoff_factor, self.min_scale), scale)
+        bad_steps = scalars.minimum(state["hysteresis_counter"] + 1, self.hysteresis)
+        backs_off = scalars.greater_equal(bad_steps, self.hysteresis)
+        shrunk = scalars.where(backs_off, scalars.maximum(scale * self.backoff_factor, self.min_scale), scale)
         return {
-            "step_counter": scalar_ops.where(is_finite, scalar_ops.where(is_due, 0, finite_steps), 0),
-            "dynamic_scale": scalar_ops.where(is_finite, grown, shrunk),
-            "hysteresis_counter": scalar_ops.where(is_finite, 0, bad_steps),
+            "step_counter": scalars.where(is_finite, scalars.where(is_due, 0, finite_steps), 0),
+            "dynamic_scale": scalars.where(is_finite, grown, shrunk),
+            "hysteresis_counter": scalars.where(is_finite, 0, bad_steps),
         }
 
     def get_config(self) -> dict:
@@ -272,7 +272,7 @@ def bounded_scale(scale, min_scale: float, max_scale: float):
     A checkpoint written by stock Keras may hold 0, inf or 2**40: such a scale must not be used even once.
     """
     scale = ops.cast(scale, "float32")
-    return scalar_ops.where(scalar_ops.greater_equal(scale, min_scale), scalar_ops.minimum(scale, max_scale), min_scale)
+    return scalars.where(scalars.greater_equal(scale, min_scale), scalars.minimum(scale, max_scale), min_scale)
 
 
 def resolve(identifier) -> LossScale | None:

@@ -5,7 +5,7 @@ import warnings
 import keras
 from keras import ops
 
-from mpkeras import _keras_private, scalar_ops
+from mpkeras import _keras_private, scalars
 from mpkeras.accumulation import AccumulatesGradients, Decision, single_step
 from mpkeras.gradient_statistics import gradient_statistics
 from mpkeras.optimizer_arguments import (
@@ -374,6 +374,6 @@ class LossScaleOptimizer(
         rule_state = {key: state[key] for key in self._rule.initial_state()}
         moved = self._rule.next_state(rule_state, decision.scale_is_finite)
         if decision.scale_moves is not True:
-            moved = {key: scalar_ops.where(decision.scale_moves, value, state[key]) for key, value in moved.items()}
+            moved = {key: scalars.where(decision.scale_moves, value, state[key]) for key, value in moved.items()}
         values = [(self._state[key], value) for key, value in moved.items()] + decision.values
         return decision, values + self._counted(decision.is_accepted, loss_is_finite)

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from mpkeras import scalar_ops
+from mpkeras import scalars
 from mpkeras._typing import OptimizerMixin
 
 
@@ -39,11 +39,11 @@ class CountsSteps(OptimizerMixin):
 
     def _counted(self, is_accepted, loss_is_finite) -> list:
         """Returns `(variable, value)` for each counter after a step; `loss_is_finite` is `None` if not known."""
-        is_skipped = scalar_ops.logical_not(is_accepted)
+        is_skipped = scalars.logical_not(is_accepted)
         skipped, row, lost = self._skipped_steps, self._consecutive_skips, self._nonfinite_losses
         values = [(skipped, skipped.value + ops.cast(is_skipped, skipped.dtype))]
-        values.append((row, scalar_ops.where(is_accepted, scalar_ops.zeros_like(row.value), row.value + 1)))
+        values.append((row, scalars.where(is_accepted, scalars.zeros_like(row.value), row.value + 1)))
         values.append((self._last_step_skipped, is_skipped))
         if loss_is_finite is not None:
-            values.append((lost, lost.value + ops.cast(scalar_ops.logical_not(loss_is_finite), lost.dtype)))
+            values.append((lost, lost.value + ops.cast(scalars.logical_not(loss_is_finite), lost.dtype)))
         return values

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from mpkeras import scalar_ops
+from mpkeras import scalars
 
 FLOATS = (0.0, 1.5, -2.0, 2.0**24, float("inf"), float("-inf"), float("nan"))
 INTEGERS = (0, 1, 7)
@@ -16,7 +16,7 @@ def tensor(value):
 
 
 def assert_same(name, *arguments):
-    found, expected = getattr(scalar_ops, name)(*arguments), getattr(ops, name)(*arguments)
+    found, expected = getattr(scalars, name)(*arguments), getattr(ops, name)(*arguments)
     assert keras.backend.standardize_dtype(found.dtype) == keras.backend.standardize_dtype(expected.dtype)
     np.testing.assert_array_equal(ops.convert_to_numpy(found), ops.convert_to_numpy(expected))
     assert found.shape == ()
