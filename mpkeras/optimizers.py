@@ -370,7 +370,8 @@ class LossScaleOptimizer(
         """
         decide = single_step if self.window is None else self.window.decide
         decision = decide(grads_are_finite, loss_is_finite)
-        state = {key: variable.value for key, variable in self._state.items()}
+        # Copies: a rule may return a value under another name, and variables are assigned in place.
+        state = {key: ops.copy(variable.value) for key, variable in self._state.items()}
         rule_state = {key: state[key] for key in self._rule.initial_state()}
         moved = self._rule.next_state(rule_state, decision.scale_is_finite)
         if decision.scale_moves is not True:

@@ -533,6 +533,28 @@ def test_a_rule_of_ones_own_is_kept_in_the_state(mode):
     assert int(optimizer.scale_state["bad"]) == 2
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rule_of_ones_own_may_hand_a_value_on(mode):
+    class Remembers(LossScale):
+        def initial_state(self):
+            return {"dynamic_scale": 4.0, "before": 0.0, "first": 0.0}
+
+        def next_state(self, state, is_finite):
+            del is_finite
+            scale, before = state["dynamic_scale"], state["before"]
+            return {"dynamic_scale": 2.0 * scale, "before": scale, "first": before}
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=Remembers())
+    apply = applier(optimizer, [variable()], mode)
+    for _ in range(3):
+        apply([np.zeros(4, "float32")])
+    assert {key: float(value) for key, value in optimizer.scale_state.items() if key != "step_counter"} == {
+        "dynamic_scale": 32.0,
+        "before": 16.0,
+        "first": 8.0,
+    }
+
+
 def test_fixed_scale_of_one_multiplies_nothing():
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=None)
     with warnings.catch_warnings():
