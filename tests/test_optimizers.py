@@ -555,6 +555,26 @@ def test_a_rule_of_ones_own_may_hand_a_value_on(mode):
     }
 
 
+def test_what_was_read_stays_as_it_was():
+    class Doubles(LossScale):
+        def initial_state(self):
+            return {"dynamic_scale": 4.0}
+
+        def next_state(self, state, is_finite):
+            del is_finite
+            return {"dynamic_scale": 2.0 * state["dynamic_scale"]}
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=Doubles())
+    v = variable()
+    skipped, scales = [], []
+    for g in (np.inf, 0.0, np.nan):
+        optimizer.apply([keras.ops.full((4,), g)], [v])
+        skipped.append(optimizer.last_step_skipped)
+        scales.append(optimizer.loss_scale)
+    assert [bool(flag) for flag in skipped] == [True, False, True]
+    assert [float(scale) for scale in scales] == [8.0, 16.0, 32.0]
+
+
 def test_fixed_scale_of_one_multiplies_nothing():
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=None)
     with warnings.catch_warnings():

@@ -344,6 +344,32 @@ def test_arrays_read_before_a_step_stay_what_they_were():
     assert not np.array_equal(model.get_weights()[0], kept)
 
 
+@pytest.mark.parametrize("rollback", [True, False])
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_results_kept_from_a_step_stay_what_they_were(jit_compile, rollback):
+    class Count(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="count")
+            self.examples = self.add_variable((), "zeros", name="examples")
+
+        def update_state(self, y, y_pred, sample_weight=None):
+            self.examples.assign_add(float(y.shape[0]))
+
+        def result(self):
+            return keras.ops.cast(self.examples, "float32")
+
+    metrics = [Count()]
+    step = make_train_step(
+        linear(dtype="mixed_float16"), "sgd", "mse", metrics=metrics, jit_compile=jit_compile, rollback=rollback
+    )
+    # Without an error the gradients are 0, and overflow at no scale.
+    x, y = np.ones((4, 2), "float32"), np.full((4, 1), 3.0, "float32")
+    results = [step(batch, y) for batch in (x * np.inf, x, x * np.inf)]
+    assert [bool(number(result["skipped"])) for result in results] == [True, False, True]
+    counted = [0.0, 4.0, 4.0] if rollback else [4.0, 8.0, 12.0]
+    assert [float(number(result["count"])) for result in results] == counted
+
+
 def test_two_variables_that_hold_one_array_are_two():
     model = linear()
     model.compile("sgd", "mse")
