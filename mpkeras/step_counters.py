@@ -34,7 +34,7 @@ class CountsSteps(OptimizerMixin):
     @property
     def last_step_skipped(self):
         """Whether the last step was left out: bool scalar tensor of shape `()`."""
-        # The value: a Keras variable cannot be asked `if optimizer.last_step_skipped`. A copy: the next step assigns it.
+        # A value: a Keras variable cannot be asked `if optimizer.last_step_skipped`. Copied: the next step assigns it.
         return ops.copy(self._last_step_skipped.value)
 
     def _counted(self, is_accepted, loss_is_finite) -> list:
