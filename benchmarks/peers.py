@@ -60,11 +60,21 @@ def find_peers(backend: str, wanted: list[str]) -> tuple[list[str], dict[str, st
     """Returns the wanted peers of `backend` that can be imported, and the version of everything they need."""
     usable, versions = [], {}
     for peer in (peer for peer in PEERS[backend] if peer in wanted):
-        needed = (peer,) if peer == "keras" else peer_module(backend).REQUIRES[peer]
-        versions |= {name: version_of(name) for name in needed}
-        if not any(versions[name].startswith("not ") for name in needed):
+        versions |= {name: version_of(name) for name in requirements(backend, peer)}
+        if why_absent(backend, peer, versions) is None:
             usable.append(peer)
     return usable, versions
+
+
+def requirements(backend: str, peer: str) -> tuple[str, ...]:
+    """Returns the packages that `peer` needs."""
+    return (peer,) if peer == "keras" else peer_module(backend).REQUIRES[peer]
+
+
+def why_absent(backend: str, peer: str, versions: dict[str, str]) -> str | None:
+    """Returns what stands in place of the version of a package that `peer` cannot have; `None` if it has all."""
+    found = (versions[name] for name in requirements(backend, peer))
+    return next((version for version in found if version.startswith("not ")), None)
 
 
 def version_of(name: str) -> str:
@@ -129,15 +139,10 @@ def measure(
                 summary = harness.compare({baseline: times_ms[baseline], name: own}, baseline)[name]
                 results.append({"part": part, "mode": mode, "variant": name, "baseline": baseline, **summary})
     absent = [name for name in PEERS[backend] if name in wanted and name not in peers]
-    results += [{"mode": backend, "variant": name, "absent": _why_absent(backend, name, versions)} for name in absent]
+    results += [{"mode": backend, "variant": name, "absent": why_absent(backend, name, versions)} for name in absent]
     environment = harness.environment()
     environment["versions"] |= versions
     return {"environment": environment, "results": results}
-
-
-def _why_absent(backend: str, peer: str, versions: dict[str, str]) -> str:
-    needed = peer_module(backend).REQUIRES[peer]
-    return next(versions[name] for name in needed if versions[name].startswith("not "))
 
 
 def table_rows(results: list[dict]) -> list[dict[str, str]]:

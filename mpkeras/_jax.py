@@ -60,7 +60,7 @@ def scale_of_step(optimizer, notes):
         del scale
         return not (_keras_private.in_stateless_scope() or _is_traced())
 
-    return shared_scale.scale_of_step(optimizer, notes, is_within_reach, lambda scale: scale)
+    return shared_scale.scale_of_step(optimizer, notes, is_within_reach)
 
 
 def _is_traced() -> bool:

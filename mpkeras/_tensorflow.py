@@ -29,7 +29,7 @@ def scale_loss(optimizer, loss, notes):
 
 def scale_of_step(optimizer, notes):
     """Returns the loss scale of this step: the noted one if it is eager or of the graph that is traced now."""
-    return shared_scale.scale_of_step(optimizer, notes, _is_of_this_graph, tf.identity)
+    return shared_scale.scale_of_step(optimizer, notes, _is_of_this_graph)
 
 
 def _is_of_this_graph(tensor) -> bool:

@@ -27,8 +27,8 @@ def scale_loss(optimizer, loss, notes):
 
 
 def scale_of_step(optimizer, notes):
-    """Returns the loss scale of this step; a clone where it is noted, as variables are assigned in place."""
-    return shared_scale.scale_of_step(optimizer, notes, lambda noted: True, torch.clone)
+    """Returns the loss scale of this step."""
+    return shared_scale.scale_of_step(optimizer, notes, lambda noted: True)
 
 
 def scale_gradient(grad, factor):
@@ -66,12 +66,12 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
         grads_are_finite = found_inf == 0
     else:
         grads_are_finite = _grads_are_finite(grads)
-    # Of the optimizer's own scalars, with which the decision is made.
+    # Of the optimizer's own scalars, with which the decision is made; NCCL sends nothing from another one.
     device = optimizer.skipped_steps.value.device
     grads_are_finite = grads_are_finite.to(device)
     loss_is_finite = None if loss_is_finite is None else loss_is_finite.to(device)
     if ranks.is_distributed():
-        grads_are_finite, loss_is_finite = ranks.on_all_ranks(grads_are_finite, loss_is_finite, device)
+        grads_are_finite, loss_is_finite = ranks.on_all_ranks(grads_are_finite, loss_is_finite)
     decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
     # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
     if bool(decision.is_accepted if optimizer.window is None else decision.is_accepted | decision.is_due):

@@ -77,8 +77,7 @@ class LossScale:
         Args:
             state: Scalars of shape `()`, with the keys of `initial_state`.
         """
-        # A copy: the state may be a variable's own memory.
-        return ops.copy(ops.cast(state["dynamic_scale"], "float32"))
+        return ops.cast(state["dynamic_scale"], "float32")
 
     @property
     def initial_scale(self) -> float:

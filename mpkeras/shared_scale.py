@@ -72,7 +72,8 @@ class HoldsScale(OptimizerMixin):
         """The loss scale now: float32 scalar tensor of shape `()`."""
         if not self._state:
             return ops.convert_to_tensor(self._rule.initial_scale, "float32")
-        return self._rule.current_scale({key: variable.value for key, variable in self._state.items()})
+        # A copy: a rule may return a value of the state itself, and variables are assigned in place.
+        return ops.copy(self._rule.current_scale({key: variable.value for key, variable in self._state.items()}))
 
     @property
     def loss_scale_rule(self) -> LossScale:
@@ -133,7 +134,7 @@ def shared_scale_owner(inner_optimizer, loss_scale):
     return None
 
 
-def scale_of_step(optimizer, notes, is_within_reach, copy):
+def scale_of_step(optimizer, notes, is_within_reach):
     """Returns the loss scale that this step has used or will use: float32 scalar, shape `()`.
 
     Another optimizer may move a shared scale between `scale_loss` and `apply`. So the first `scale_loss` of a
@@ -141,12 +142,11 @@ def scale_of_step(optimizer, notes, is_within_reach, copy):
 
     Args:
         is_within_reach: Function of a tensor: whether the code that runs now can read it.
-        copy: Function of a tensor: one that stays as it is when variables are assigned.
     """
     if not optimizer._scale.is_shared:
         return optimizer.loss_scale
     if notes.loss_scale is None or not is_within_reach(notes.loss_scale):
-        scale = copy(optimizer.loss_scale)
+        scale = optimizer.loss_scale
         notes.loss_scale = scale if is_within_reach(scale) else None
         return scale
     return notes.loss_scale

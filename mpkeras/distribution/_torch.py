@@ -13,7 +13,7 @@ def is_distributed() -> bool:
     )
 
 
-def on_all_ranks(grads_are_finite, loss_is_finite, device):
+def on_all_ranks(grads_are_finite, loss_is_finite):
     """Returns both flags for all ranks together: true where they are true on every rank.
 
     `DistributedDataParallel` sums the gradients before the optimizer sees them, but the loss stays with its
@@ -21,18 +21,16 @@ def on_all_ranks(grads_are_finite, loss_is_finite, device):
     a rank knows its loss or not: ranks that wait for different messages wait for ever.
 
     Args:
-        grads_are_finite: bool scalar, shape `()`, for this rank.
-        loss_is_finite: bool scalar, shape `()`, for this rank, or `None` where it is not known.
-        device: Where the message is sent from; NCCL takes none from the CPU.
+        grads_are_finite: bool scalar, shape `()`, for this rank; on the device that the message is sent from.
+        loss_is_finite: bool scalar, shape `()`, for this rank and on that device, or `None` where it is not known.
 
     Returns:
-        `(grads_are_finite, loss_is_finite)`, bool scalars of shape `()` on `device`. A loss that no rank
+        `(grads_are_finite, loss_is_finite)`, bool scalars of shape `()`. A loss that no rank
         knows counts as finite: the scale then moves by the gradients alone.
     """
-    known_loss = torch.tensor(True) if loss_is_finite is None else loss_is_finite
-    flags = [torch.as_tensor(flag).to(device) for flag in (grads_are_finite, known_loss)]
+    known_loss = torch.ones_like(grads_are_finite) if loss_is_finite is None else loss_is_finite
     # A sum of int32, which every backend of torch.distributed can form.
-    bad_ranks = (~torch.stack(flags)).to(torch.int32)
+    bad_ranks = (~torch.stack([grads_are_finite, known_loss])).to(torch.int32)
     torch.distributed.all_reduce(bad_ranks)
     all_finite = bad_ranks == 0
     return all_finite[0], all_finite[1]

@@ -2,7 +2,6 @@
 
 import keras
 import torch
-from keras import ops
 
 from mpkeras import _keras_private
 from mpkeras.training.batches import as_array
@@ -129,9 +128,7 @@ class CompiledStep:
             skipped = torch.tensor(skipped)
         else:
             result, skipped = self._update(x, y, sample_weight), parts.last_step_skipped()
-        # Copies: a metric may return the variable that the next step assigns.
-        results = keras.tree.map_structure(ops.copy, parts.metric_results())
-        return {**result, **results, "skipped": skipped}
+        return {**result, **parts.metric_results(), "skipped": skipped}
 
     def compiler_ir(self, x, y, sample_weight, optimized):
         raise ValueError(

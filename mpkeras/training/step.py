@@ -302,7 +302,8 @@ class StepParts:
         self.objective.update_metrics(y, y_pred, sample_weight)
 
     def metric_results(self) -> dict:
-        return {metric.name: metric.result() for metric in self.metrics}
+        # Copies: a metric may return the variable that the next step assigns.
+        return {metric.name: keras.tree.map_structure(ops.copy, metric.result()) for metric in self.metrics}
 
     def loss_scale(self):
         if self.checks:
