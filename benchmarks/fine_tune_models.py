@@ -142,13 +142,14 @@ def _visit(model, x, around, seen):
     inner = [layer for layer in model.layers if not isinstance(layer, layers.InputLayer)]
     for nested in inner:
         if isinstance(nested, keras.Model):
-            _visit(nested, x, (*around, _class_name(nested)), seen)
+            _visit(nested, x, (*around, type(nested).__name__), seen)
     # `output` of a nested model is a tensor of its own graph: its layers were seen above.
     inner = [layer for layer in inner if not isinstance(layer, keras.Model)]
     (inputs,) = model.inputs
-    tensors = keras.Model(inputs, [layer.output for layer in inner])(x)
+    # A model of one output returns it alone.
+    tensors = keras.tree.flatten(keras.Model(inputs, [layer.output for layer in inner])(x))
     for layer, tensor in zip(inner, tensors, strict=True):
-        names = (*around, _class_name(layer))
+        names = (*around, type(layer).__name__)
         seen.append(Seen("tensor", layer.name, names, keras.backend.standardize_dtype(tensor.dtype)))
         _visit_sublayers(layer, layer.name, names, seen)
 
@@ -156,12 +157,7 @@ def _visit(model, x, around, seen):
 def _visit_sublayers(layer, path, names, seen):
     seen.append(Seen("layer", path, names, layer.compute_dtype))
     for sublayer in direct_sublayers(layer):
-        _visit_sublayers(sublayer, f"{path}/{sublayer.name}", (*names, _class_name(sublayer)), seen)
-
-
-def _class_name(layer) -> str:
-    # The cast with which a converted model ends is a layer like any other; its name tells.
-    return "Float32Output" if "float32_output" in layer.name else type(layer).__name__
+        _visit_sublayers(sublayer, f"{path}/{sublayer.name}", (*names, type(sublayer).__name__), seen)
 
 
 def count(seen: list[Seen], kind: str) -> dict[str, int]:
@@ -171,7 +167,7 @@ def count(seen: list[Seen], kind: str) -> dict[str, int]:
 
 def unexpected(seen: list[Seen], float32_layers: tuple, compute_dtype: str) -> list[str]:
     """Returns a line for each layer and tensor that is not in the dtype it should be in; `[]` if all is well."""
-    kept = {"Float32Output", *float32_layers, *dict(missing_kernel_rules(compute_dtype))}
+    kept = {*float32_layers, *dict(missing_kernel_rules(compute_dtype))}
     lines = []
     for entry in seen:
         expected = "float32" if kept & set(entry.class_names) else compute_dtype

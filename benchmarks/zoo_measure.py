@@ -137,6 +137,26 @@ def measure_case(name: str, dtypes=tuple(EPSILON), modes=MODES, reference: str =
     return results
 
 
+def refused_by_xla(name: str, dtype: str) -> str | None:
+    """Returns how XLA on TensorFlow refuses a training step of the case called `name` with the default rules.
+
+    `None` where it takes it, or refuses float32 as well.
+    """
+    case = CASES[name]
+    inputs = make_inputs(case)["typical"]
+    try:
+        Runner(case, f"mixed_{dtype}", rules=True).run_under_xla(inputs)
+    except Exception as error:  # XLA has several.
+        message = _first_line(error)
+    else:
+        return None
+    try:
+        Runner(case, "float32").run_under_xla(inputs)
+    except Exception:  # No remedy, then.
+        return None
+    return message
+
+
 def _in_float64(case, single, data) -> Runner:
     """Returns the float64 runner of `case`, or `single` where a layer has no float64 kernel."""
     try:

@@ -154,6 +154,27 @@ class Runner:
             arrays["gradient"] = [_to_numpy(value) for value in gradients if value is not None]
         return arrays
 
+    def run_under_xla(self, inputs: list[np.ndarray]):
+        """Compiles the forward and backward pass by XLA on TensorFlow, and runs it.
+
+        Each input comes from a `relu`, as behind a convolution: its gradient is where XLA meets a dtype that is not
+        the one that it was promised.
+        """
+        tf = importlib.import_module("tensorflow")
+        trainable = [variable.value for variable in self.layer.trainable_variables]
+
+        @tf.function(jit_compile=True, autograph=False)
+        def step(trainable, inputs):
+            floats = [values for values in inputs if values.dtype.is_floating]
+            with tf.GradientTape() as tape:
+                tape.watch([*trainable, *floats])
+                given = [tf.nn.relu(values) if values.dtype.is_floating else values for values in inputs]
+                total, outputs = self._functional(trainable, given, 1.0)
+            return outputs, tape.gradient(total, [*trainable, *floats])
+
+        with _global_dtype(self.policy):
+            step(trainable, [self._tensor(values) for values in inputs])
+
     def _dtype(self, values):
         return self.input_dtype if values.dtype == np.float32 else str(values.dtype)
 

@@ -20,6 +20,7 @@ from mpkeras.policies import (
     registered_policies,
     set_global_policy,
 )
+from mpkeras.training.autoprepare import autoprepare
 from mpkeras.training.prepare import prepare
 from mpkeras.training.step import make_train_step
 
@@ -33,6 +34,7 @@ __all__ = [
     "advise",
     "apply_policy",
     "audit",
+    "autoprepare",
     "callbacks",
     "float32_island",
     "get_policy",

@@ -1,5 +1,8 @@
 """JAX's part of `LossScaleOptimizer`: one branch-free step that selects at each assignment."""
 
+import contextlib
+import weakref
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -36,10 +39,28 @@ def check_all_reduce_dtype(dtype):
         )
 
 
+def build_scope():
+    """Variables are made where `build` is called here."""
+    return contextlib.nullcontext()
+
+
+def check_16_bit_variables(inner_optimizer, variables):
+    """Every optimizer of Keras runs on them here."""
+    del inner_optimizer, variables
+
+
+def traces() -> list:
+    """Returns the trace that this code is compiled in; `[]` in eager code, that of a gradient included.
+
+    Of a compiled function in another one it is the inner trace alone.
+    """
+    program = _present_program()
+    return [] if program is None else [weakref.ref(program)]
+
+
 def scale_loss(optimizer, loss, notes):
     in_scope = _keras_private.in_stateless_scope()
     is_traced = _is_traced()
-    notes.loss_was_scaled_in_trace |= is_traced
     if is_traced and not in_scope and optimizer.scale_state and optimizer.dynamic:
         raise ValueError(
             "Expected `scale_loss` in a compiled function to be called in a `keras.StatelessScope` that maps "
@@ -47,10 +68,47 @@ def scale_loss(optimizer, loss, notes):
             "scale into the program as a constant; after the scale moves, every gradient is wrong. Wrap the "
             "call in the scope, or use `mpkeras.make_train_step`."
         )
-    # A NaN factor where the loss is not finite makes the gradients NaN, so that `stateless_apply`, which
-    # never sees the loss, skips the step.
-    is_finite = jnp.isfinite(jnp.sum(jax.lax.stop_gradient(loss)))
-    return loss * jnp.where(is_finite, scale_of_step(optimizer, notes), jnp.nan)
+    note_loss(notes, loss)
+    return loss * scale_of_step(optimizer, notes)
+
+
+def note_loss(notes, loss):
+    """Notes whether `loss` is finite, for the `apply` of this step.
+
+    What does not depend on a differentiated value belongs to the program around the derivative: after
+    `stop_gradient` the flag is of the train step itself, in a function that `jax.value_and_grad` takes, too.
+    """
+    flag = jnp.isfinite(jnp.sum(jax.lax.stop_gradient(loss)))
+    # One flag for each program: a loop that scales op by op, and applies in compiled code, never takes them.
+    before = [f for f in notes.loss_flags if _program_of(f) is _program_of(flag)]
+    notes.loss_flags = [f for f in notes.loss_flags if _program_of(f) is not _program_of(flag)]
+    notes.loss_flags.append(jnp.all(jnp.stack([*before, flag])))
+
+
+def _known_loss_flag(notes):
+    """Returns whether the losses scaled since the last step are finite, or `None` where this is not known.
+
+    A flag of another program (a `jax.jit`, `jax.checkpoint` or `jax.lax.scan` inside the step, another trace) is
+    out of reach, and an error to use. One that is no tracer was computed before the program that is traced
+    now: as a constant it would decide every later step.
+    """
+    now = _present_program()
+    flags = [flag for flag in notes.loss_flags if _program_of(flag) is now]
+    return jnp.all(jnp.stack(flags)) if flags else None
+
+
+def _program_of(value):
+    """Returns the trace that `value` is a value of; `None` where it was computed op by op.
+
+    `Tracer._trace` is private, read in JAX 0.10.2. The public `jax.extend.core.get_opaque_trace_state` tells
+    which trace is current, not which one a value belongs to.
+    """
+    return value._trace if isinstance(value, jax.core.Tracer) else None
+
+
+def _present_program():
+    """Returns the trace of the code that runs now; `None` in eager code, that of a gradient included."""
+    return _program_of(jnp.zeros(()) + 1)
 
 
 def scale_of_step(optimizer, notes):
@@ -65,19 +123,19 @@ def scale_of_step(optimizer, notes):
 
 def _is_traced() -> bool:
     """Whether the code that runs now is being compiled; a gradient taken op by op is not."""
-    return isinstance(jnp.zeros(()) + 1, jax.core.Tracer)
+    return bool(traces())
 
 
 def scale_gradient(grad, factor):
     if isinstance(grad, jax_sparse.JAXSparse):
         return jax.tree_util.tree_map(
-            lambda leaf: _widened(leaf) * factor if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, grad
+            lambda leaf: _widened(leaf) * factor if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, grad
         )
     return _widened(grad) * factor
 
 
 def _widened(values):
-    return values if values.dtype in (jnp.float32, jnp.float64) else values.astype(jnp.float32)
+    return values.astype(jnp.float32) if values.dtype in (jnp.float16, jnp.bfloat16) else values
 
 
 def grads_are_finite(grads):
@@ -90,6 +148,8 @@ def grads_are_finite(grads):
     for grad in grads:
         if grad is not None:
             values = grad.data if isinstance(grad, jax_sparse.JAXSparse) else jnp.asarray(grad)
+            if jnp.issubdtype(values.dtype, jnp.complexfloating):
+                values = values.real + values.imag
             total += jnp.sum(values, dtype=jnp.float32)
     # Finite where the total is. XLA fuses what is cheap into all that need it: without the root, which counts as
     # expensive, every assignment would add up the sums of all gradients again. With 300 of them the step took
@@ -117,16 +177,18 @@ def apply(optimizer, grads, variables, notes):
 
 def _new_values(optimizer, mapping, grads, variables, notes, scale=None):
     """Returns a function from variable to its value after the step; `scale` is the one used if not the state's."""
-    # Flags of a differentiated function are out of reach here; our own train step brings one that is not.
-    loss_is_finite = jnp.all(jnp.stack(notes.loss_flags)) if notes.loss_flags else None
     with keras.StatelessScope(state_mapping=mapping):
-        decision, own_values = optimizer.decide(grads_are_finite(grads), loss_is_finite)
+        decision, own_values = optimizer.decide(grads_are_finite(grads), _known_loss_flag(notes))
     if optimizer.window is not None:
         return _new_values_of_window(optimizer, mapping, grads, variables, notes, scale, decision, own_values)
     with SelectingScope(decision.is_due, mapping) as scope:
         if not notes.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables, scale)
-        optimizer.inner_optimizer.apply(grads, variables)
+        # Most optimizers of Keras raise for a sparse gradient in compiled code, and all for one that is clipped. They
+        # make arrays of the full shape of it in any case.
+        grads = [_dense(grad) for grad in grads]
+        with _keras_private.one_update(optimizer.inner_optimizer):
+            optimizer.inner_optimizer.apply(grads, variables)
     # Unscaled with the scale that was used; only now does the scale move.
     for variable, value in own_values:
         scope.state_mapping[id(variable)] = jnp.asarray(value, variable.dtype)
@@ -145,15 +207,17 @@ def _new_values_of_window(optimizer, mapping, grads, variables, notes, scale, de
         if not notes.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables, scale)
         dense = [None if grad is None else _dense(grad) for grad in grads]
-        sums = window.next_sums([values[id(total)] for total in window.sums], dense, variables, decision)
-    values |= {id(total): value for total, value in zip(window.sums, sums, strict=True)}
+        held = window.sums_of(variables)
+        sums = window.next_sums([values[id(total)] for total in held], dense, variables, decision)
+    values |= {id(total): value for total, value in zip(held, sums, strict=True)}
     totals = [None if grad is None else value for grad, value in zip(grads, sums, strict=True)]
     own = {id(variable) for variable in window.variables}
     touched = [variable for variable, _ in mapping if id(variable) not in own]
 
     def update(carry):
         with keras.StatelessScope(list(zip(touched, carry[1], strict=True))) as scope:
-            optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
+            with _keras_private.one_update(optimizer.inner_optimizer):
+                optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
         return jnp.zeros((), bool), [scope.get_current_value(variable) for variable in touched]
 
     carry = decision.is_due, [values[id(variable)] for variable in touched]

@@ -4,6 +4,9 @@ Read in Keras 3.15.1. `tests/test_keras_private.py` fails when one of them chang
 """
 
 import contextlib
+import operator
+import weakref
+from collections.abc import Callable
 
 import keras
 
@@ -29,6 +32,11 @@ def flatten_layers(model, include_self: bool = False) -> list:
 def direct_sublayers(layer) -> list:
     """Returns the layers that `layer` holds itself, not those below them."""
     return layer._flatten_layers(include_self=False, recursive=False)
+
+
+# The lists that Keras 3.15.1 flattens into the layers below a layer and into `Layer.variables`, which are public; the
+# lists are not. To compare them costs less than to ask every layer for its variables again.
+own_lists = operator.attrgetter("_layers", "_trainable_variables", "_non_trainable_variables", "_seed_generators")
 
 
 def optimizer_trainable_variables(optimizer) -> list:
@@ -101,10 +109,12 @@ def widen(variable):
     variable._initialize(value)
 
 
-def track_parameters_again(layer):
-    """Lets torch know the present parameters of `layer`; elsewhere there is nothing to do."""
-    if hasattr(layer, "_torch_params"):
-        layer._track_variables()
+def track_parameters_again(model):
+    """Lets torch know the present parameters of `model` and of all in it; elsewhere there is nothing to do."""
+    # Not its layers alone: a Sequential model holds a Functional one with the same variables that is none of them.
+    for module in model.modules() if keras.backend.backend() == "torch" else ():
+        if hasattr(module, "_torch_params"):
+            module._track_variables()
 
 
 def copy_mask(source, target):
@@ -112,6 +122,14 @@ def copy_mask(source, target):
     mask = keras.src.backend.get_keras_mask(source)
     if mask is not None:
         keras.src.backend.set_keras_mask(target, mask)
+
+
+def has_logits(tensor) -> bool:
+    """Whether `tensor` holds probabilities whose logits the crossentropy will find.
+
+    Keras 3.15.1 puts them on the tensor as `_keras_logits`, and has no public name for that.
+    """
+    return getattr(tensor, "_keras_logits", None) is not None
 
 
 def is_built(model) -> bool:
@@ -127,13 +145,26 @@ def symbolic_build(model, data_batch):
     model._symbolic_build(data_batch=data_batch)
 
 
-def frozen_weights(model) -> set:
-    """Returns the `id`s of the variables that layers made as trainable, whatever `trainable` says now.
+def weights(model) -> list:
+    """Returns the variables that layers made as trainable, each once, whatever `trainable` says now.
 
     Among a model's non-trainable variables they are the weights of frozen layers: large, and not statistics.
     """
     layers = flatten_layers(model, include_self=True)
-    return {id(variable) for layer in layers for variable in layer._trainable_variables}
+    return list({id(variable): variable for layer in layers for variable in layer._trainable_variables}.values())
+
+
+def frozen_weights(model) -> set:
+    """Returns the `id`s of `weights(model)`, to know them among the non-trainable variables."""
+    return {id(variable) for variable in weights(model)}
+
+
+def parts_of_metric(metric) -> list:
+    """Returns the metrics that hold the variables of `metric`: itself, or those that were given to `compile`.
+
+    Keras puts the latter into one metric, whose class is not public.
+    """
+    return metric.metrics if isinstance(metric, keras.src.trainers.compile_utils.CompileMetrics) else [metric]
 
 
 def recurrent_states(layer) -> list:
@@ -167,14 +198,40 @@ def step_count(optimizer):
     return optimizer._iterations
 
 
-def taken_accumulation(optimizer) -> tuple[list, keras.Variable]:
-    """Returns the sums of gradients of an optimizer built with accumulation, and its step count.
+def accumulated_gradients(optimizer) -> list:
+    """Returns the variables in which an optimizer built with accumulation sums its gradients; of any other `[]`."""
+    return list(getattr(optimizer, "_accumulated_gradients", []))
 
-    The optimizer forgets the sums: whoever takes them goes on from there.
+
+@contextlib.contextmanager
+def one_update(optimizer):
+    """Within this context a call of `optimizer.apply` is one update, with the gradients as they are.
+
+    Accumulation and loss scaling are then the work of whoever calls it. The two settings are public, but those of the
+    user's object stay as the user made them, so they are out of force for the length of the call alone.
+
+    With accumulation Keras counts calls, and works out the number of updates from them; its learning rate schedules
+    look at the calls, the last of which updates. Here the counter holds the number of updates meanwhile.
     """
-    sums = getattr(optimizer, "_accumulated_gradients", [])
-    optimizer._accumulated_gradients = []
-    return list(sums), step_count(optimizer)
+    steps = optimizer.gradient_accumulation_steps or 1
+    calls = step_count(optimizer)
+    covers: dict = {"gradient_accumulation_steps": None, "loss_scale_factor": None}
+    if steps > 1:
+        schedule = optimizer._learning_rate
+        if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            last_call = calls.value + (steps - 1)
+            covers["_learning_rate"] = lambda: schedule(last_call)
+        calls.assign(keras.ops.floor_divide(calls.value, steps))
+    attributes = vars(optimizer)
+    covered = {name: attributes[name] for name in covers}
+    # Into the dictionary: an attribute would be tracked.
+    attributes.update(covers)
+    try:
+        yield
+    finally:
+        attributes.update(covered)
+        if steps > 1:
+            calls.assign(calls.value * steps)
 
 
 # The method through which Keras' optimizers decay the weights. On TensorFlow it assigns to variables directly.
@@ -248,27 +305,65 @@ def inputs_of_call(layer, node_index: int) -> list:
     return layer._inbound_nodes[node_index].input_tensors
 
 
-def replace_outputs(model, outputs):
+# The operation behind `keras.ops.cast`, which is not a layer: `Model.layers` passes it by.
+_Cast = type(keras.ops.cast(keras.KerasTensor((1,), dtype="float32"), "float16")._keras_history.operation)
+
+
+class _Float32Output(_Cast):  # type: ignore[misc, valid-type]
+    """Ends an output in float32, and keeps its mask, which the loss looks for and a cast loses.
+
+    It is saved as the stock operation, also in models that are made of this one's outputs. `clone_model` makes the
+    model without it, as a clone's outputs are named after what made them.
+    """
+
+    def call(self, x):
+        outputs = super().call(x)
+        copy_mask(x, outputs)
+        return outputs
+
+    @classmethod
+    def from_config(cls, config):
+        return lambda x: x
+
+
+# Saving asks the class where to find it again.
+_Float32Output.__module__, _Float32Output.__name__ = _Cast.__module__, _Cast.__name__
+_Float32Output.__qualname__ = _Cast.__qualname__
+
+
+def cast_to_float32(tensor, index: int):
+    """Returns the symbolic output number `index` of a model in float32, made by an operation that is no layer."""
+    operation = _Float32Output("float32")
+    operation.name = f"float32_output_{index}"
+    output = operation(tensor)
+    copy_mask(tensor, output)
+    return output
+
+
+def is_float32_cast(tensor) -> bool:
+    """Whether a symbolic tensor was made by `cast_to_float32`."""
+    return isinstance(made_by(tensor)[0], _Float32Output)
+
+
+def has_mask(tensor) -> bool:
+    """Whether a tensor, symbolic or not, carries a mask. `_keras_mask` has no public reader."""
+    return keras.src.backend.get_keras_mask(tensor) is not None
+
+
+def replace_outputs(model, outputs, names):
     """Lets a Functional model end in other symbolic tensors; it stays the same object, class and weights.
 
     What `Function.__init__` and `Functional.__init__` do with their outputs. To make a new `keras.Model` would
     lose the class of a subclass, with its `train_step`; to call `__init__` again, all that it has become.
-    """
-    from keras.src.ops.function import map_graph
 
+    Args:
+        model: A Functional model.
+        outputs: The symbolic tensors, in the structure of the old ones.
+        names: What they are called in `compile(loss={...})`, in flat order.
+    """
     before = {id(layer): layer for layer in model.layers}
-    flat = keras.tree.flatten(outputs)
-    nodes, nodes_by_depth, operations, operations_by_depth = map_graph(model._inputs, flat)
     # Into the dictionary: an attribute would be tracked, and its lists wrapped by TensorFlow.
-    vars(model).update(
-        _outputs_struct=outputs,
-        _outputs=flat,
-        _nodes=nodes,
-        _nodes_by_depth=nodes_by_depth,
-        _operations=operations,
-        _operations_by_depth=operations_by_depth,
-        output_names=[made_by(tensor)[0].name for tensor in flat],
-    )
+    vars(model).update(_graph_to(model, outputs), output_names=list(names))
     after = {id(layer): layer for layer in model.layers}
     for key, layer in after.items():
         if key not in before:
@@ -281,6 +376,30 @@ def replace_outputs(model, outputs):
     missing = [layer for key, layer in after.items() if key not in before and layer not in known]
     if missing or len(known) < len(model._layers):
         model._layers = [*known, *missing]
+
+
+@contextlib.contextmanager
+def replaced_outputs(model, outputs):
+    """Context manager: a Functional model ends in other symbolic tensors of the same layers, to be written down."""
+    graph = _graph_to(model, outputs)
+    before = {name: vars(model)[name] for name in graph}
+    vars(model).update(graph)
+    try:
+        yield
+    finally:
+        vars(model).update(before)
+
+
+def _graph_to(model, outputs) -> dict:
+    from keras.src.ops.function import map_graph
+
+    flat = keras.tree.flatten(outputs)
+    names = ("_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth")
+    return {
+        "_outputs_struct": outputs,
+        "_outputs": flat,
+        **dict(zip(names, map_graph(model._inputs, flat), strict=True)),
+    }
 
 
 def replace_last_layers(model, old, new):
@@ -322,3 +441,33 @@ def made_global_seed_generator():
 def set_global_seed_generator(generator):
     """Lets Keras' random functions draw from `generator`; with `None` they make a new one when they need it."""
     keras.src.backend.common.global_state.set_global_attribute("global_seed_generator", generator)
+
+
+class SavedBeside(keras.src.saving.keras_saveable.KerasSaveable):
+    """Carries the variables of an optimizer that stock Keras' optimizer of this kind does not have.
+
+    Keras saves and loads every `KerasSaveable` that it finds as an attribute, in a group of its own. Stock Keras'
+    optimizer has no such attribute, so plain Keras reads past the group; in the optimizer's own group it counts the
+    arrays, and loads nothing where there are more. No public class is one without being a layer, a loss or so.
+
+    Args:
+        optimizer: Its `_variables_beside()` returns the variables by name.
+    """
+
+    def __init__(self, optimizer):
+        # Keras walks through all attributes: it must not come back to the optimizer this way.
+        self._optimizer: Callable = weakref.ref(optimizer)
+
+    def _obj_type(self):
+        return "Optimizer"
+
+    def save_own_variables(self, store):
+        for name, variable in self._optimizer()._variables_beside().items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store):
+        # None of them in files of stock Keras; another rule, or a window of other length, has others.
+        found = set(store.keys())
+        for name, variable in self._optimizer()._variables_beside().items():
+            if name in found and tuple(store[name].shape) == tuple(variable.shape):
+                variable.assign(store[name])

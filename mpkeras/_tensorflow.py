@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 
 import keras
 import tensorflow as tf
@@ -21,8 +22,27 @@ def in_xla() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
+def build_scope():
+    """The scope in which an optimizer makes its variables: outside of the graph that is traced, but in its strategy."""
+    return contextlib.nullcontext() if tf.distribute.has_strategy() else tf.init_scope()
+
+
+def check_16_bit_variables(inner_optimizer, variables):
+    """Every optimizer of Keras runs on them here."""
+    del inner_optimizer, variables
+
+
+def traces() -> list:
+    """Returns the graphs that this code is traced into, the innermost first; `[]` in eager code."""
+    found: list = []
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        found.append(weakref.ref(graph))
+        graph = getattr(graph, "outer_graph", None)
+    return found
+
+
 def scale_loss(optimizer, loss, notes):
-    notes.loss_was_scaled_in_trace |= not tf.executing_eagerly()
     notes.loss_flags.append(tf.math.is_finite(tf.reduce_sum(tf.stop_gradient(loss))))
     return loss * tf.cast(scale_of_step(optimizer, notes), loss.dtype)
 
@@ -42,7 +62,7 @@ def _is_of_this_graph(tensor) -> bool:
 def scale_gradient(grad, factor):
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(scale_gradient(grad.values, factor), grad.indices, grad.dense_shape)
-    if grad.dtype not in (tf.float32, tf.float64):
+    if grad.dtype in (tf.float16, tf.bfloat16):
         grad = tf.cast(grad, tf.float32)
     return grad * tf.cast(factor, grad.dtype)
 
@@ -57,6 +77,8 @@ def grad_sum(grads):
     for grad in grads:
         if grad is not None:
             values = grad.values if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad)
+            if values.dtype.is_complex:
+                values = tf.math.real(values) + tf.math.imag(values)
             sums.append(tf.reduce_sum(tf.cast(values, tf.float32)))
     total = tf.add_n(sums) if sums else tf.zeros(())
     # XLA fuses what is cheap into all that need it: without the root, which counts as expensive, every assignment
@@ -121,8 +143,9 @@ def _apply_across_replicas(strategy, optimizer, grads, variables, checks, scale)
     decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
 
     def in_each_replica(function, *arguments):
-        # The conditional stands outside the replicas, as a branch inside one could not call the others.
-        with all_reduce.no_second_sum(optimizer):
+        # The conditional stands outside the replicas, as a branch inside one could not call the others. So does what
+        # holds for the update: each replica runs in a thread of its own, and the first one out must not end it.
+        with all_reduce.no_second_sum(optimizer), _keras_private.one_update(optimizer.inner_optimizer):
             strategy.extended.call_for_each_replica(function, args=arguments)
 
     if optimizer.window is None:
@@ -165,7 +188,7 @@ def _apply_window(optimizer, grads, variables, decision, scale):
         _when(decision.is_due, _update_with_means, optimizer, used, variables, decision)
         return
     unscaled = _unscaled(optimizer, grads, variables, scale)
-    held = [total.value for total in window.sums]
+    held = [total.value for total in window.sums_of(variables)]
     _assign_all(zip(held, window.next_sums(held, unscaled, variables, decision), strict=True))
 
     def update(is_due):
@@ -189,7 +212,7 @@ def _unscaled(optimizer, grads, variables, scale):
 
 
 def _update_inner(optimizer, grads, variables, scale):
-    with updating():
+    with updating(), _keras_private.one_update(optimizer.inner_optimizer):
         optimizer.inner_optimizer.apply(_unscaled(optimizer, grads, variables, scale), variables)
 
 
@@ -202,8 +225,9 @@ def _update_selecting(optimizer, grads, variables, is_due, scale):
 
 
 def _update_with_means(optimizer, used, variables, decision):
-    totals = [total.value if is_used else None for total, is_used in zip(optimizer.window.sums, used, strict=True)]
-    with updating():
+    sums = optimizer.window.sums_of(variables)
+    totals = [total.value if is_used else None for total, is_used in zip(sums, used, strict=True)]
+    with updating(), _keras_private.one_update(optimizer.inner_optimizer):
         optimizer.inner_optimizer.apply(optimizer.window.means(totals, variables, decision), variables)
 
 
@@ -214,7 +238,7 @@ def _update_here(total, function, args):
 
 def _add_to_sums(window, grads, variables, update=_update_here):
     """Adds unscaled gradients to the sums; the first of a window take the place of what the last one left."""
-    entries = list(zip(window.sums, grads, variables, strict=True))
+    entries = list(zip(window.sums_of(variables), grads, variables, strict=True))
 
     def begin():
         for total, grad, _ in entries:
@@ -258,14 +282,23 @@ def _assigns_through_keras(inner_optimizer) -> bool:
     """Whether every write of this optimizer goes through its `assign*` methods or a Keras variable.
 
     Read for all optimizers of Keras 3.15.1. Accumulation and the overwriting of weights with their average
-    write to TensorFlow variables directly, and so may an optimizer of the user's own.
+    write to TensorFlow variables directly, and so may an optimizer of the user's own. One that has its own form
+    of a method that is covered here, on its class (Muon decays two kinds of variables) or on itself, keeps it.
     """
     return all(
         type(optimizer).__module__.partition(".")[0] == "keras"
+        and not any(_has_its_own(optimizer, name) for name in _COVERED_METHODS)
         and not optimizer.gradient_accumulation_steps
         and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
         for optimizer in _with_parts(inner_optimizer)
     )
+
+
+_COVERED_METHODS = ("assign", "assign_add", "assign_sub", _keras_private.WEIGHT_DECAY_METHOD)
+
+
+def _has_its_own(optimizer, name: str) -> bool:
+    return name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(keras.optimizers.Optimizer, name)
 
 
 def _with_parts(inner_optimizer) -> list:
@@ -343,6 +376,7 @@ def selecting_assignments(inner_optimizer, is_applied):
     for optimizer in covered:
         # In the instance's dictionary, not by `setattr`: TensorFlow would track the functions.
         methods[_keras_private.WEIGHT_DECAY_METHOD] = weight_decay(optimizer)
+        assert set(methods) == set(_COVERED_METHODS)
         optimizer.__dict__.update(methods)
     try:
         with _SelectingScope(assign):

@@ -1,5 +1,7 @@
 """torch's part of `LossScaleOptimizer`: one pass that checks and unscales, then an update or none."""
 
+import contextlib
+
 import keras
 import torch
 
@@ -19,8 +21,29 @@ def check_all_reduce_dtype(dtype):
         )
 
 
+def build_scope():
+    """Variables are made where `build` is called here."""
+    return contextlib.nullcontext()
+
+
+def traces() -> list:
+    """Returns `[]`: what Python code does to its objects, `torch.compile` does at each call."""
+    return []
+
+
+def check_16_bit_variables(inner_optimizer, variables):
+    """Raises `ValueError` where Keras' optimizer for torch fails on them in the middle of its update."""
+    narrow = [variable for variable in variables if keras.backend.standardize_dtype(variable.dtype) == "bfloat16"]
+    is_keras_own = type(inner_optimizer).__module__.partition(".")[0] == "keras"
+    if narrow and is_keras_own and isinstance(inner_optimizer, keras.optimizers.Nadam):
+        raise ValueError(
+            "Expected float32 variables for Nadam on torch, where Keras 3.15's raises in bfloat16 when half of its "
+            f"state has moved. Received: {len(narrow)} bfloat16 variables, {narrow[0].path!r} among them. Build the "
+            "model under 'mixed_bfloat16', or take another optimizer."
+        )
+
+
 def scale_loss(optimizer, loss, notes):
-    notes.loss_was_scaled_in_trace |= torch.compiler.is_compiling()
     if torch.is_tensor(loss):
         notes.loss_flags.append(torch.isfinite(loss.detach().sum()))
     return loss * scale_of_step(optimizer, notes)
@@ -33,7 +56,7 @@ def scale_of_step(optimizer, notes):
 
 def scale_gradient(grad, factor):
     with torch.no_grad():
-        if grad.dtype not in (torch.float32, torch.float64):
+        if grad.dtype in (torch.float16, torch.bfloat16):
             grad = grad.float()
         return grad * factor
 
@@ -78,7 +101,7 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
         if not in_place and not scale_is_one:
             grads = optimizer.unscale(grads, variables, scale)
         if optimizer.window is None:
-            with updating():
+            with updating(), _keras_private.one_update(optimizer.inner_optimizer):
                 optimizer.inner_optimizer.apply(grads, variables)
         else:
             _apply_window(optimizer, grads, variables, decision)
@@ -94,17 +117,18 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
 def _apply_window(optimizer, grads, variables, decision):
     window = optimizer.window
     used = [grad is not None for grad in grads]
+    sums = window.sums_of(variables)
     if bool(decision.is_accepted):
         begins = bool(window.begins())
-        for total, grad, variable in zip(window.sums, grads, variables, strict=True):
+        for total, grad, variable in zip(sums, grads, variables, strict=True):
             grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
             if begins:
                 total.assign(window.first(total.value, grad))
             elif grad is not None:
                 total.assign(window.added(total.value, grad, variable))
     if bool(decision.is_due):
-        totals = [total.value if is_used else None for total, is_used in zip(window.sums, used, strict=True)]
-        with updating():
+        totals = [total.value if is_used else None for total, is_used in zip(sums, used, strict=True)]
+        with updating(), _keras_private.one_update(optimizer.inner_optimizer):
             optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
 
 
@@ -126,6 +150,8 @@ def _grads_are_finite(grads):
     for grad in grads:
         if grad is not None:
             values = grad._values() if grad.is_sparse else grad
+            if values.is_complex():
+                values = torch.view_as_real(values.resolve_conj())
             part = values.sum(dtype=torch.float32)
             total = part if total is None else total + part
     return torch.isfinite(total) if total is not None else torch.tensor(True)

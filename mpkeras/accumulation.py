@@ -25,6 +25,13 @@ def check_window(accumulate_steps, on_overflow):
         )
 
 
+def sum_dtype(dtype) -> str:
+    """Returns the dtype in which gradients of a variable of `dtype` are summed: float32 or wider."""
+    dtype = keras.backend.standardize_dtype(dtype)
+    # In 16 bits a sum of many gradients loses the small ones.
+    return dtype if dtype == "float64" or "complex" in dtype else "float32"
+
+
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """What one call of `apply` does. The first five are bool scalars of shape `()`.
@@ -60,19 +67,17 @@ class GradientWindow:
     backs off if gradients overflowed anywhere in it.
 
     Args:
-        steps: Calls of `apply` to an update, at least 2.
+        optimizer: The optimizer whose variables the window's are.
+        steps: Calls of `apply` to an update, at least 1.
         on_overflow: `"drop_micro"` or `"drop_window"`.
     """
 
-    def __init__(self, steps: int, on_overflow: str = "drop_micro"):
+    def __init__(self, optimizer, steps: int, on_overflow: str = "drop_micro"):
         check_window(steps, on_overflow)
         self.steps = steps
         self.on_overflow = on_overflow
-        self.variables: list = []
 
-    def build(self, optimizer, variables):
-        """Makes the window's variables as variables of `optimizer`."""
-
+        # Not in `build`: a train step is traced with these counters before it builds the optimizer.
         def add(name, dtype):
             return optimizer.add_variable(shape=(), initializer="zeros", dtype=dtype, aggregation="none", name=name)
 
@@ -81,19 +86,30 @@ class GradientWindow:
         self.overflowed = add("window_overflowed", "bool")
         # All calls whose gradients counted: what tells an accepted call from a skipped one.
         self.accepted_steps = add("accepted_steps", "int32")
+        self.sums: list = []
+
+    @property
+    def variables(self) -> list:
+        return [self.position, self.accepted, self.overflowed, self.accepted_steps, *self.sums]
+
+    def build(self, optimizer, variables):
+        """Makes the sums, as variables of `optimizer`: one for each of `variables`."""
         self.sums = [
             optimizer.add_variable(
                 shape=variable.shape,
                 initializer="zeros",
-                # In 16 bits a sum of many gradients loses the small ones.
-                dtype="float64" if variable.dtype == "float64" else "float32",
+                dtype=sum_dtype(variable.dtype),
                 aggregation="none",
                 layout=getattr(variable, "_layout", None),
                 name=f"gradient_sum_{i}",
             )
             for i, variable in enumerate(variables)
         ]
-        self.variables = [self.position, self.accepted, self.overflowed, self.accepted_steps, *self.sums]
+        self._sum_of = {id(variable): total for variable, total in zip(variables, self.sums, strict=True)}
+
+    def sums_of(self, variables) -> list:
+        """Returns the sum of each of `variables`: of all that the optimizer was built on, or those not frozen."""
+        return [self._sum_of[id(variable)] for variable in variables]
 
     def decide(self, grads_are_finite, loss_is_finite) -> Decision:
         """Returns what this call of `apply` does. `loss_is_finite` is `None` where it is not known."""
@@ -172,18 +188,18 @@ class AccumulatesGradients(OptimizerMixin):
     window: GradientWindow | None = None
 
     def _take_over_accumulation(self, on_overflow):
-        """Sums the gradients here instead of in the inner optimizer, which would count skipped calls out."""
+        """Sums the gradients here instead of in the inner optimizer, which would count skipped calls out.
+
+        The setting of the inner optimizer stays: it is the user's, and the next wrapper reads it, too.
+        """
         steps = self.inner_optimizer.gradient_accumulation_steps
-        if steps is None:
-            if on_overflow is not None:
-                raise ValueError(
-                    "Expected `on_overflow` with an inner optimizer that accumulates gradients. Received: "
-                    f"on_overflow={on_overflow!r} without. Set `gradient_accumulation_steps` on it."
-                )
-            return
-        window = GradientWindow(steps, on_overflow or "drop_micro")
-        self.inner_optimizer.gradient_accumulation_steps = None
-        self.window = window
+        if steps is not None:
+            self.window = GradientWindow(self, steps, on_overflow or "drop_micro")
+        elif on_overflow is not None:
+            raise ValueError(
+                "Expected `on_overflow` with an inner optimizer that accumulates gradients. Received: "
+                f"on_overflow={on_overflow!r} without. Set `gradient_accumulation_steps` on it."
+            )
 
     def accumulate(self, steps: int, on_overflow: str = "drop_micro"):
         """Updates at every `steps`-th call of `apply` only, with the mean of the gradients of the calls.
@@ -218,31 +234,55 @@ class AccumulatesGradients(OptimizerMixin):
                 f"steps={steps}, on_overflow={on_overflow!r} for {now[0]} steps and {now[1]!r}. "
                 "Create a new optimizer."
             )
-        self.window = GradientWindow(steps, on_overflow) if steps > 1 else None
-        if self.built and self.window is not None:
+        if self.window is not None:
+            self.window.steps, self.window.on_overflow = steps, on_overflow
+            return
+        self.window = GradientWindow(self, steps, on_overflow)
+        if self.built:
             self._build_window(self.window)
 
     def _build_window(self, window: GradientWindow):
         window.build(self, self.trainable_variables)
-        # Of an optimizer that accumulated without us: its counter counted calls, its sums may be half full.
-        sums, calls = _keras_private.taken_accumulation(self.inner_optimizer)
-        if sums:
-            position = ops.mod(calls.value, window.steps)
-            window.position.assign(position)
-            window.accepted.assign(position)
-            for total, old in zip(window.sums, sums, strict=True):
-                total.assign(ops.cast(old.value, total.dtype))
-            calls.assign(ops.floor_divide(calls.value, window.steps))
+        self._take_sums(window)
+
+    def _take_sums(self, window: GradientWindow):
+        """Goes on with the half-full sums of an inner optimizer that has accumulated without us."""
+        sums, calls = _keras_private.accumulated_gradients(self.inner_optimizer), self._inner_calls
+        if not sums:
+            return
+        steps = self.inner_optimizer.gradient_accumulation_steps or window.steps
+        position = ops.cast(ops.mod(calls.value, steps), "int32")
+        # Copies: JAX cannot donate a buffer twice, and torch's would change with the variable it is of.
+        window.position.assign(ops.copy(position))
+        window.accepted.assign(ops.copy(position))
+        for total, old in zip(window.sums, sums, strict=True):
+            total.assign(ops.copy(ops.cast(old.value, total.dtype)))
+            old.assign(ops.zeros_like(old.value))
+        calls.assign(calls.value - ops.cast(position, calls.dtype))
+
+    @property
+    def _inner_calls(self):
+        """What counts the steps of the inner optimizer: its calls, where that one is set to accumulate."""
+        return _keras_private.step_count(self.inner_optimizer)
+
+    @property
+    def variables(self) -> list:
+        """The variables of this optimizer and of the inner one, in the order in which files hold them."""
+        # Those of the window come last among its own, although its counters are made first.
+        of_window = [] if self.window is None else self.window.variables
+        known = {id(variable) for variable in of_window}
+        own = [variable for variable in self._variables if id(variable) not in known]
+        return [*own, *of_window, *self.inner_optimizer.variables]
 
     @property
     def accepted_steps(self):
         """Counts the calls of `apply` that were not skipped; with accumulation, more than the updates."""
-        return _keras_private.step_count(self.inner_optimizer) if self.window is None else self.window.accepted_steps
+        return self._inner_calls if self.window is None else self.window.accepted_steps
 
     @property
     def gradient_accumulation_steps(self):
         """Calls of `apply` to an update; `None` where each updates."""
-        return None if self.window is None else self.window.steps
+        return None if self.window is None or self.window.steps == 1 else self.window.steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps):

@@ -9,9 +9,10 @@ from mpkeras.demo import command as demo_command
 from mpkeras.export import command as convert_command
 from mpkeras.insight import advice_command, audit_command
 from mpkeras.insight import command as hardware_command
+from mpkeras.training import command as run_command
 
 # Each adds its subcommand.
-COMMANDS = (demo_command, hardware_command, audit_command, advice_command, convert_command)
+COMMANDS = (demo_command, run_command, hardware_command, audit_command, advice_command, convert_command)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,14 +27,20 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser with every subcommand."""
     parser = _Parser(prog="mpkeras", description="Mixed precision for Keras 3 that cannot fail silently.")
     parser.add_argument("--version", action="version", version=f"mpkeras {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def print_help(args) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(run=print_help)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
     return parser
 
 
 def main(argv=None) -> int:
-    """Runs one command and returns the exit status.
+    """Runs one command, or without one prints the help, and returns the exit status.
 
     0 is success, 2 bad input (with one line on standard error), 130 an interrupt from the keyboard.
 

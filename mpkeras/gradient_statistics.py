@@ -1,5 +1,6 @@
 """What one step's gradients say of its numerics: their norm, and the share that is exactly zero."""
 
+import keras
 from keras import ops
 
 NAMES = ("grad_norm", "zero_grad_fraction")
@@ -17,7 +18,7 @@ def gradient_statistics(grads, loss_scale) -> tuple:
     Returns:
         Two float32 scalars of shape `()`.
     """
-    values = [ops.cast(_values(grad), "float32") for grad in grads if grad is not None]
+    values = [_real(_values(grad)) for grad in grads if grad is not None]
     size = sum(ops.cast(ops.size(value), "float32") for value in values)
     zeros = sum(ops.sum(ops.cast(ops.equal(value, 0.0), "float32")) for value in values)
     if loss_scale is not None:
@@ -27,7 +28,15 @@ def gradient_statistics(grads, loss_scale) -> tuple:
     return norm, zeros / size
 
 
+def _real(values):
+    """Returns the values as float32, complex ones as their absolute values."""
+    is_complex = "complex" in keras.backend.standardize_dtype(values.dtype)
+    return ops.cast(ops.absolute(values) if is_complex else values, "float32")
+
+
 def _values(grad):
     if hasattr(grad, "dense_shape"):  # tf.IndexedSlices
         return grad.values
+    if hasattr(grad, "nse"):  # a sparse array of JAX
+        return grad.data
     return grad.to_dense() if getattr(grad, "is_sparse", False) else grad

@@ -14,6 +14,9 @@ from mpkeras import scalars
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
+# What the int32 counters of JAX and torch hold. Steps beyond it, which no training takes, count as this many.
+_LARGEST_COUNT = 2**31 - 1
+
 
 class _DefaultBound(float):
     """A default bound: unlike a bound the user wrote, it gives way to `initial_scale`."""
@@ -250,11 +253,12 @@ class DynamicLossScale(LossScale):
         scale = self.current_scale(state)
         finite_steps = state["step_counter"] + 1
         # ">=", not "==": a restored counter may already be past a smaller `dynamic_growth_steps`.
-        is_due = scalars.greater_equal(finite_steps, self.dynamic_growth_steps)
+        is_due = scalars.greater_equal(finite_steps, min(self.dynamic_growth_steps, _LARGEST_COUNT))
         grown = scalars.where(is_due, scalars.minimum(scale * self.growth_factor, self.max_scale), scale)
         # Held at `hysteresis`, so that a long row of skipped steps cannot overflow the counter.
-        bad_steps = scalars.minimum(state["hysteresis_counter"] + 1, self.hysteresis)
-        backs_off = scalars.greater_equal(bad_steps, self.hysteresis)
+        hysteresis = min(self.hysteresis, _LARGEST_COUNT)
+        bad_steps = scalars.minimum(state["hysteresis_counter"] + 1, hysteresis)
+        backs_off = scalars.greater_equal(bad_steps, hysteresis)
         shrunk = scalars.where(backs_off, scalars.maximum(scale * self.backoff_factor, self.min_scale), scale)
         return {
             "step_counter": scalars.where(is_finite, scalars.where(is_due, 0, finite_steps), 0),

@@ -55,6 +55,12 @@ def refuse_inner_arguments(kwargs: dict):
 
 def rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic) -> LossScale:
     """Returns the rule that the constructor's arguments, of three generations of Keras, ask for."""
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise TypeError(
+            "Expected `dynamic` to be True or False. Received: "
+            f"dynamic={dynamic!r} (of type {type(dynamic).__name__}). Leave it out for a scale that moves, or pass "
+            "False, and the fixed scale as `initial_scale`."
+        )
     if dynamic is False:
         if initial_scale is None:
             raise ValueError(

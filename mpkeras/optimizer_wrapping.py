@@ -1,6 +1,7 @@
 """Puts a `LossScaleOptimizer` around an optimizer that is already in use, its state kept."""
 
 import keras
+from keras import ops
 
 from mpkeras import _keras_private
 from mpkeras.loss_scaling import LossScale
@@ -17,8 +18,6 @@ def rewrapped(optimizer, rule: LossScale, shared_with: LossScaleOptimizer | None
         shared_with: An optimizer with `rule` whose scale the result shares.
     """
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        if optimizer.loss_scale_factor is not None:
-            optimizer.loss_scale_factor = None
         result = LossScaleOptimizer(optimizer, loss_scale=rule)
         if optimizer.built:
             result.build(_keras_private.optimizer_trainable_variables(optimizer))
@@ -36,14 +35,19 @@ def rewrapped(optimizer, rule: LossScale, shared_with: LossScaleOptimizer | None
         result.build(_keras_private.optimizer_trainable_variables(optimizer.inner_optimizer))
         if _has_found_its_scale(optimizer):
             for name in ("step_counter", "dynamic_scale"):
-                getattr(result, name).assign(getattr(optimizer, name))
+                _copy(getattr(optimizer, name), getattr(result, name))
     if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
         for name in ("_skipped_steps", "_consecutive_skips", "_last_step_skipped", "_nonfinite_losses"):
-            getattr(result, name).assign(getattr(optimizer, name))
+            _copy(getattr(optimizer, name), getattr(result, name))
         if window is not None and result.window is not None:
             for new, old in zip(result.window.variables, window.variables, strict=True):
-                new.assign(old)
+                _copy(old, new)
     return result
+
+
+def _copy(source, target):
+    """Assigns a copy: on JAX the array itself would be one buffer of two variables, which cannot be donated twice."""
+    target.assign(ops.copy(source.value))
 
 
 def _has_found_its_scale(optimizer) -> bool:

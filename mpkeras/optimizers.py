@@ -8,16 +8,18 @@ from keras import ops
 from mpkeras import _keras_private, scalars
 from mpkeras.accumulation import AccumulatesGradients, Decision, single_step
 from mpkeras.gradient_statistics import gradient_statistics
+from mpkeras.loss_scaling import LossScale
 from mpkeras.optimizer_arguments import (
     checked_inner_optimizer,
     refuse_inner_arguments,
     rule_from_arguments,
 )
 from mpkeras.optimizer_delegation import DelegatesToInner
-from mpkeras.optimizer_saving import SavesItsState
+from mpkeras.optimizer_saving import SavesItsState, saved_as_stock
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.shared_scale import HoldsScale, shared_scale_owner
 from mpkeras.step_counters import CountsSteps
-from mpkeras.step_notes import step_notes, take_notes
+from mpkeras.step_notes import forgotten_if_it_raises, step_notes, take_notes
 
 if keras.backend.backend() == "tensorflow":
     from mpkeras import _tensorflow as _backend
@@ -32,7 +34,7 @@ else:
     )
 
 
-@keras.saving.register_keras_serializable(package="mpkeras")
+@saved_as_stock
 class LossScaleOptimizer(
     HoldsScale,
     CountsSteps,
@@ -82,7 +84,7 @@ class LossScaleOptimizer(
 
     Raises:
         ValueError: If arguments contradict each other, or belong on the inner optimizer.
-        TypeError: If `inner_optimizer` or `loss_scale` is of a wrong type.
+        TypeError: If `inner_optimizer`, `loss_scale` or `dynamic` is of a wrong type.
 
     Example:
 
@@ -122,16 +124,20 @@ class LossScaleOptimizer(
         if shared_with is not None:
             loss_scale = shared_with.loss_scale_rule
         rule = rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
-        if getattr(inner_optimizer, "loss_scale_factor", None) is not None:
+        factor = inner_optimizer.loss_scale_factor
+        # Whoever passes a whole rule has decided what holds.
+        if factor is not None and not isinstance(loss_scale, LossScale):
             warnings.warn(
-                f"`loss_scale_factor={inner_optimizer.loss_scale_factor}` of the inner optimizer is replaced by "
-                f"{rule!r}, or the loss would be scaled twice. For a fixed scale pass "
-                f"`loss_scale={inner_optimizer.loss_scale_factor}` instead.",
+                f"`loss_scale_factor={factor}` of the inner optimizer gives way to {rule!r}, or the loss would be "
+                f"scaled twice. For a fixed scale pass `loss_scale={factor}` instead.",
                 stacklevel=2,
             )
         super().__init__(inner_optimizer, initial_scale=rule.initial_scale, name=name)
+        # Keras' constructor takes it from the inner optimizer, which is the user's. It is out of force in `apply`.
+        inner_optimizer.loss_scale_factor = factor
         # Such a rule gives way to what the next policy asks for; one of the user's own does not.
         self._chosen_by_prepare = False
+        self._start_saving()
         self._make_counters()
         self._start_scale(rule, shared_with)
         self.all_reduce_dtype = all_reduce_dtype
@@ -147,14 +153,33 @@ class LossScaleOptimizer(
         """
         if self.built:
             return
-        self._make_scale_state()
-        if not self.inner_optimizer.built:
-            self.inner_optimizer.build(list(variables))
-        if self.window is not None:
-            self._build_window(self.window)
+        self._warn_of_16_bits(variables)
+        # Within a traced step, too, once and not in it: what `build` assigns (ScheduleFreeAdamW starts from the
+        # weights) must not become part of every step.
+        with _backend.build_scope():
+            self._make_scale_state()
+            if not self.inner_optimizer.built:
+                self.inner_optimizer.build(list(variables))
+            if self.window is not None:
+                self._build_window(self.window)
         # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
         # optimizer through this one and create averages and accumulators a second time.
         self.built = True
+
+    def _warn_of_16_bits(self, variables):
+        narrow = [v for v in variables if keras.backend.standardize_dtype(v.dtype) in SIXTEEN_BIT_DTYPES]
+        if not narrow:
+            return
+        _backend.check_16_bit_variables(self.inner_optimizer, narrow)
+        dtype = keras.backend.standardize_dtype(narrow[0].dtype)
+        names = [getattr(v, "path", v.name) for v in narrow[:3]]
+        warnings.warn(
+            f"`{self.name}` is built on {len(narrow)} trainable variables of 16 bits, {names} of {dtype} among them. "
+            "Small updates are lost there, and Adam, AdamW, Lamb and Nadam move bfloat16 variables not at all or to "
+            f"NaN, as 1 - beta_2 rounds to 0. Train float32 variables: build the model under 'mixed_{dtype}', or call "
+            f"`mpkeras.apply_policy(model, 'mixed_{dtype}', float32_variables=True)` before the optimizer is built.",
+            stacklevel=3,
+        )
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -184,8 +209,7 @@ class LossScaleOptimizer(
         if keras.backend.standardize_dtype(loss.dtype) != "float64":
             loss = ops.cast(loss, "float32")
         notes = step_notes(self)
-        notes.loss_was_scaled = True
-        notes.grads_are_unscaled = False
+        notes.note_scaled_loss(_backend.traces())
         return _backend.scale_loss(self, loss, notes)
 
     def get_scaled_loss(self, loss):
@@ -254,10 +278,13 @@ class LossScaleOptimizer(
         grads = list(grads)
         if not grads:
             return
-        variables = self._checked_variables(grads, trainable_variables)
-        notes = take_notes(self)
-        self._note_statistics(grads, notes)
-        _backend.apply(self, grads, variables, notes)
+        traces = _backend.traces()
+        with forgotten_if_it_raises(self, traces):
+            variables = self._checked_variables(grads, trainable_variables)
+            notes = take_notes(self, traces)
+            self._warn_of_lost_guard(notes.in_guarded_step)
+            self._note_statistics(grads, notes)
+            _backend.apply(self, grads, variables, notes)
 
     def apply_gradients(self, grads_and_vars):
         """`apply` for pairs. Returns the number of applied steps, an integer scalar.
@@ -309,6 +336,19 @@ class LossScaleOptimizer(
         >>> float(values[0])
         2.5
         """
+        grads = list(grads)
+        traces = _backend.traces()
+        with forgotten_if_it_raises(self, traces):
+            self._check_values(optimizer_variables, grads, trainable_variables)
+            notes = take_notes(self, traces)
+            self._warn_of_lost_guard(notes.in_guarded_step)
+            # The state that is passed in says which scale was used.
+            notes.loss_scale = None
+            with keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True))):
+                self._note_statistics(grads, notes)
+            return _backend.stateless_apply(self, list(optimizer_variables), grads, list(trainable_variables), notes)
+
+    def _check_values(self, optimizer_variables, grads, trainable_variables):
         if not self.built:
             raise ValueError(
                 f"To call `stateless_apply`, {type(self).__name__} must be built (its variables must have been "
@@ -323,13 +363,7 @@ class LossScaleOptimizer(
                     f"Expected `{name}` to match the {len(expected)} variables of the optimizer one to one. "
                     f"Received: {len(values)} values. Pass them in the order of the variables."
                 )
-        notes = take_notes(self)
-        # The state that is passed in says which scale was used.
-        notes.loss_scale = None
-        grads = list(grads)
-        with keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True))):
-            self._note_statistics(grads, notes)
-        return _backend.stateless_apply(self, list(optimizer_variables), grads, list(trainable_variables), notes)
+        _check_some_gradient(grads)
 
     def _note_statistics(self, grads, notes):
         if notes.wants_statistics:
@@ -359,6 +393,7 @@ class LossScaleOptimizer(
                 f"{len(grads)} gradients and {len(variables)} variables. "
                 "Pass the gradients in the order of the variables, with `None` where there is none."
             )
+        _check_some_gradient(grads)
         return variables
 
     def decide(self, grads_are_finite, loss_is_finite=None) -> tuple[Decision, list]:
@@ -378,3 +413,12 @@ class LossScaleOptimizer(
             moved = {key: scalars.where(decision.scale_moves, value, state[key]) for key, value in moved.items()}
         values = [(self._state[key], value) for key, value in moved.items()] + decision.values
         return decision, values + self._counted(decision.is_accepted, loss_is_finite)
+
+
+def _check_some_gradient(grads):
+    """Raises the error of Keras' optimizers, which they raise when half of a step is taken."""
+    if grads and all(grad is None for grad in grads):
+        raise ValueError(
+            "No gradients provided for any variable. Received: `None` for each of them. Pass gradients of a loss that "
+            "depends on at least one of the variables."
+        )

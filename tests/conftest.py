@@ -3,9 +3,16 @@
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers share the cores: one thread each, not workers with a thread for every core. TensorFlow's inter-op
+    # threads stay, as replicas wait for each other in them.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 
 import keras  # noqa: E402
 import pytest  # noqa: E402
+
+from mpkeras.training.autoprepare import _active as active_autoprepares  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +21,10 @@ def fresh_keras():
     yield
     keras.config.set_dtype_policy("float32")
     keras.config.set_floatx("float32")
+    left_over = list(active_autoprepares)
+    for automatic in left_over:
+        automatic.undo()
+    assert not left_over, "`mpkeras.autoprepare` was left in force, for every test that follows"
 
 
 @pytest.fixture
@@ -21,8 +32,17 @@ def backend():
     return keras.backend.backend()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--one-case",
+        choices=("slow", "all"),
+        help="the first case alone of each parametrized test (or of those marked slow) that is not marked every_case",
+    )
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "backends(*names): runs on the named Keras backends only, and says why")
+    config.addinivalue_line("markers", "every_case: all its cases matter on every backend, with `--one-case` too")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -31,3 +51,22 @@ def pytest_collection_modifyitems(config, items):
         marker = item.get_closest_marker("backends")
         if marker is not None and active not in marker.args:
             item.add_marker(pytest.mark.skip(reason=f"for {', '.join(marker.args)}, not {active}"))
+    if config.getoption("one_case") is not None:
+        later = _later_cases(items, slow_ones_only=config.getoption("one_case") == "slow")
+        items[:] = [item for item in items if item not in later]
+        config.hook.pytest_deselected(items=list(later))
+
+
+def _later_cases(items, slow_ones_only: bool) -> dict:
+    """Returns all cases of parametrized tests but the first that runs, with `every_case` tests left alone."""
+    seen, later = set(), {}
+    for item in items:
+        marks = {marker.name for marker in item.iter_markers()}
+        if "skip" in marks or (slow_ones_only and not marks & {"slow", "matrix"}):
+            continue
+        name = (item.parent.nodeid, getattr(item, "originalname", item.name))
+        # Of a test that is marked `every_case`, single cases may be marked `matrix`.
+        if name in seen and ("every_case" not in marks or "matrix" in marks):
+            later[item] = None
+        seen.add(name)
+    return later

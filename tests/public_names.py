@@ -22,6 +22,7 @@ RETURNED = (
     "mpkeras.insight.audit_report.AuditReport",
     "mpkeras.insight.hardware.HardwareReport",
     "mpkeras.insight.numerics_report.NumericsReport",
+    "mpkeras.training.autoprepare.AutoPrepare",
     "mpkeras.training.step.TrainStep",
 )
 # Without an underscore as other modules of mpkeras call them; no user does.

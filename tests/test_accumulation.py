@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras.loss_scaling import DynamicLossScale
+from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.optimizer_wrapping import rewrapped
 from mpkeras.optimizers import LossScaleOptimizer
 from tests.step_modes import MODES, applier, snapshot
@@ -46,6 +46,7 @@ def trained_on_means(means, **options):
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
 @pytest.mark.parametrize("position", range(WINDOW))
@@ -162,6 +163,7 @@ def test_without_faults_it_is_what_keras_computes(mode):
     np.testing.assert_allclose(numpy(v), numpy(expected), rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*16 bits:UserWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_sums_are_float32_for_16_bit_variables(mode):
     """256 gradients of 1 + 2**-7 each: in bfloat16 the sum would stop at 256."""
@@ -219,21 +221,18 @@ def test_missing_gradients_stay_missing():
     np.testing.assert_array_equal(numpy(unused), [5.0])
 
 
-def test_a_half_full_window_of_stock_keras_goes_on():
-    plain = keras.optimizers.SGD(1.0, gradient_accumulation_steps=4)
+def half_full(steps, values):
+    """Returns a plain optimizer that has seen these gradients, the last of them in a window to be filled."""
+    plain = keras.optimizers.SGD(1.0, gradient_accumulation_steps=steps)
     v = variable([0.0])
     plain.build([v])
+    for value in values:
+        apply_bare(plain, [np.array([value], "float32")], [v])
+    return plain, v
 
-    def apply_plain(value):
-        if keras.backend.backend() == "jax":
-            state = plain.stateless_apply([x.value for x in plain.variables], [np.array([value], "float32")], [v.value])
-            for x, new in zip([v, *plain.variables], state[0] + state[1], strict=True):
-                x.assign(new)
-        else:
-            plain.apply([keras.ops.convert_to_tensor([value])], [v])
 
-    for value in (1.0, 2.0, 3.0, 6.0, 10.0, 20.0):
-        apply_plain(value)
+def test_a_half_full_window_of_stock_keras_goes_on():
+    plain, v = half_full(4, (1.0, 2.0, 3.0, 6.0, 10.0, 20.0))
     np.testing.assert_array_equal(numpy(v), [-3.0])
     optimizer = rewrapped(plain, DynamicLossScale(2.0))
     assert int(optimizer.iterations) == 1
@@ -241,6 +240,31 @@ def test_a_half_full_window_of_stock_keras_goes_on():
         optimizer.apply([keras.ops.convert_to_tensor([2.0 * value])], [v])
     np.testing.assert_array_equal(numpy(v), [-33.0])
     assert int(optimizer.iterations) == 2
+    # By itself again, the plain one begins with nothing in its sums.
+    for value in (4.0, 8.0, 12.0, 16.0):
+        apply_bare(plain, [np.array([value], "float32")], [v])
+    np.testing.assert_array_equal(numpy(v), [-43.0])
+
+
+def test_a_half_full_window_of_another_length_goes_on():
+    plain, v = half_full(2, (1.0, 3.0, 4.0))
+    np.testing.assert_array_equal(numpy(v), [-2.0])
+    optimizer = LossScaleOptimizer(plain, initial_scale=2.0)
+    optimizer.accumulate(4)
+    # One of four is there: the plain one has begun its second window of two.
+    for value in (6.0, 8.0, 10.0):
+        np.testing.assert_array_equal(numpy(v), [-2.0])
+        optimizer.apply([keras.ops.convert_to_tensor([2.0 * value])], [v])
+    np.testing.assert_array_equal(numpy(v), [-9.0])
+
+
+def test_an_optimizer_whose_half_full_window_was_taken_begins_another():
+    plain, v = half_full(4, (1.0, 2.0, 3.0, 6.0, 10.0, 20.0))
+    rewrapped(plain, DynamicLossScale(2.0))
+    for value in (4.0, 8.0, 12.0, 16.0):
+        np.testing.assert_array_equal(numpy(v), [-3.0])
+        apply_bare(plain, [np.array([value], "float32")], [v])
+    np.testing.assert_array_equal(numpy(v), [-13.0])
 
 
 def test_rewrapping_keeps_a_half_full_window():
@@ -320,6 +344,161 @@ def test_accumulation_can_be_asked_for_later():
 def test_bad_windows_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def apply_bare(optimizer, grads, variables):
+    """`optimizer.apply`; on JAX, where Keras' accumulation takes none, `stateless_apply`."""
+    if keras.backend.backend() != "jax":
+        optimizer.apply([keras.ops.convert_to_tensor(g) for g in grads], variables)
+        return
+    if not optimizer.built:
+        optimizer.build(variables)
+    new = optimizer.stateless_apply([v.value for v in optimizer.variables], grads, [v.value for v in variables])
+    for v, value in zip([*variables, *optimizer.variables], new[0] + new[1], strict=True):
+        v.assign(value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_optimizer_wrapped_twice_accumulates_twice(mode):
+    """G16: its settings are the user's, who reads them and its updates, and moves the learning rate through either."""
+    inner = keras.optimizers.SGD(0.5, momentum=0.9, gradient_accumulation_steps=3, loss_scale_factor=2.0)
+    grads = gradients(9)
+    v = variable()
+    for i, start in enumerate((0, 3, 6)):
+        optimizer = LossScaleOptimizer(inner, loss_scale=FixedLossScale(SCALE))
+        apply = applier(optimizer, [v], mode)
+        for g in grads[start : start + 3]:
+            before = snapshot([v])
+            apply([g * SCALE])
+        assert snapshot([v]) != before
+        assert (inner.gradient_accumulation_steps, inner.loss_scale_factor) == (3, 2.0)
+        assert int(inner.iterations) == int(optimizer.iterations) == i + 1
+    expected = trained_on_means([np.mean(grads[i : i + 3], axis=0, dtype="float64") for i in (0, 3, 6)])
+    np.testing.assert_allclose(numpy(v), expected, rtol=1e-6)
+    inner.learning_rate = 0.25
+    assert float(optimizer.learning_rate) == 0.25
+    optimizer.learning_rate = 0.125
+    assert float(inner.learning_rate) == 0.125
+
+
+def test_a_wrapped_optimizer_accumulates_by_itself_afterwards():
+    inner = keras.optimizers.SGD(0.5, momentum=0.9, gradient_accumulation_steps=3)
+    grads = gradients(12)
+    v = variable()
+    optimizer = LossScaleOptimizer(inner, loss_scale=SCALE)
+    for g in grads[:6]:
+        optimizer.apply([keras.ops.convert_to_tensor(g * SCALE)], [v])
+    for g in grads[6:]:
+        apply_bare(inner, [g], [v])
+    expected = trained_on_means([np.mean(grads[i : i + 3], axis=0, dtype="float64") for i in (0, 3, 6, 9)])
+    np.testing.assert_allclose(numpy(v), expected, rtol=1e-6)
+    assert int(inner.iterations) == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_schedule_counts_calls_as_in_keras(mode):
+    """Keras: "schedules will look at real iterations". The calls that update are number 1, 3 and 5."""
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [1.0, 0.5, 0.25])
+    inner = keras.optimizers.SGD(schedule, gradient_accumulation_steps=2)
+    v = variable([0.0])
+    optimizer = LossScaleOptimizer(inner, loss_scale=2.0)
+    apply = applier(optimizer, [v], mode)
+    for g in (8.0, 8.0, np.inf, 16.0, 4.0, 12.0):
+        apply([np.array([g], "float32")])
+    # Means of unscaled gradients: 4, 8 and 4.
+    np.testing.assert_array_equal(numpy(v), [-(4.0 * 1.0 + 8.0 * 0.5 + 4.0 * 0.25)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_adam_counts_updates(mode):
+    """Its bias correction, and the overwriting of weights by their average, are those of as many plain updates."""
+    options = {"weight_decay": 0.25, "use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+    plain, accumulates = (
+        keras.optimizers.AdamW(0.5, **options, gradient_accumulation_steps=steps) for steps in (None, 3)
+    )
+    v, expected = variable(), variable()
+    apply = applier(LossScaleOptimizer(accumulates, loss_scale=SCALE), [v], mode)
+    grads = gradients(9)
+    for g in grads:
+        apply([g * SCALE])
+    for start in (0, 3, 6):
+        apply_bare(plain, [np.mean(grads[start : start + 3], axis=0)], [expected])
+    np.testing.assert_allclose(numpy(v), numpy(expected), rtol=1e-5)
+
+
+def test_a_file_of_an_optimizer_that_accumulates_by_itself_is_gone_on_with():
+    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=4))
+    v = variable([0.0])
+    stock.build([v])
+    inner = stock.inner_optimizer
+    for value in (1.0, 2.0, 3.0, 6.0, 10.0, 20.0):
+        apply_bare(inner, [np.array([value], "float32")], [v])
+    store = {}
+    stock.save_own_variables(store)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=4), loss_scale=2.0)
+    w = variable([-3.0])
+    optimizer.build([w])
+    optimizer.load_own_variables(store)
+    assert int(optimizer.iterations) == 1
+    for value in (30.0, 60.0):
+        optimizer.apply([keras.ops.convert_to_tensor([2.0 * value])], [w])
+    np.testing.assert_array_equal(numpy(w), [-33.0])
+    assert int(optimizer.iterations) == 2
+
+
+def test_a_file_of_0_1_0_is_gone_on_with():
+    """It built the inner optimizer without sums of its own, and counted updates in it."""
+    old = LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=2.0)
+    old.accumulate(3)
+    v = variable([0.0])
+    for value in (2.0, 4.0, 6.0, 10.0):
+        old.apply([keras.ops.convert_to_tensor([value])], [v])
+    store = {}
+    old.save_own_variables(store)
+    optimizer = LossScaleOptimizer.from_config(old.get_config())
+    optimizer.build([v])
+    optimizer.load_own_variables(store)
+    assert int(optimizer.iterations) == 1
+    for value in (20.0, 30.0):
+        optimizer.apply([keras.ops.convert_to_tensor([value])], [v])
+    np.testing.assert_array_equal(numpy(v), [-2.0 - 10.0])
+
+
+def test_sums_of_complex_gradients_are_complex():
+    v = keras.Variable(np.array([0j], "complex64"), dtype="complex64")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), loss_scale=2.0)
+    for value in (4 + 8j, 8 - 4j):
+        optimizer.apply([keras.ops.convert_to_tensor(np.array([value], "complex64"))], [v])
+    np.testing.assert_array_equal(numpy(v), [-(6 + 2j) / 2])
+
+
+def test_accumulation_can_be_turned_off_before_the_first_step():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3), loss_scale=2.0)
+    optimizer.gradient_accumulation_steps = None
+    assert optimizer.gradient_accumulation_steps is None
+    v = variable([0.0])
+    for _ in range(2):
+        optimizer.apply([keras.ops.convert_to_tensor([4.0])], [v])
+    np.testing.assert_array_equal(numpy(v), [-4.0])
+    assert (int(optimizer.iterations), int(optimizer.accepted_steps)) == (2, 2)
+    assert LossScaleOptimizer.from_config(optimizer.get_config()).gradient_accumulation_steps is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
+def test_the_scale_stays_at_the_end_of_a_window_without_an_update(on_overflow, mode):
+    """Losses that are not finite: no update, and no step of the rule either, growth included."""
+    optimizer = accumulating(on_overflow, steps=2, rule=DynamicLossScale(SCALE, dynamic_growth_steps=2))
+    optimizer.build([variable()])
+
+    def decide(loss_is_finite):
+        for v, value in optimizer.decide(keras.ops.array(True), keras.ops.array(loss_is_finite))[1]:
+            v.assign(value)
+        return float(optimizer.loss_scale), int(optimizer.step_counter)
+
+    assert [decide(True) for _ in range(2)] == [(SCALE, 0), (SCALE, 1)]
+    assert [decide(False) for _ in range(4)] == [(SCALE, 1)] * 4
+    assert [decide(True) for _ in range(2)] == [(SCALE, 1), (2 * SCALE, 0)]
 
 
 def test_a_refused_window_leaves_the_inner_optimizer_as_it_was():

@@ -1,6 +1,7 @@
 """The command line: exit statuses, one line on bad input, and what `demo` prints and writes."""
 
 import argparse
+import ast
 import json
 import os
 import subprocess
@@ -31,6 +32,7 @@ def failing_line(capsys, *arguments):
     [
         pytest.param(["--version"], f"mpkeras {__version__}", id="version"),
         pytest.param(["--help"], "demo", id="help"),
+        pytest.param([], "usage: mpkeras [-h]", id="no command prints the help"),
         pytest.param(["demo", "--help"], "--policy NAME[,NAME]", id="help of demo"),
     ],
 )
@@ -60,7 +62,6 @@ def test_help_says_that_float32_is_always_trained(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        pytest.param([], "COMMAND", id="no command"),
         pytest.param(["demos"], "invalid choice: 'demos'", id="unknown command"),
         pytest.param(["demo", "--task", "images"], "invalid choice: 'images'", id="unknown task"),
         pytest.param(
@@ -72,6 +73,8 @@ def test_help_says_that_float32_is_always_trained(capsys):
             id="negative epochs",
         ),
         pytest.param(["demo", "--seeds", "two"], "received 'two'", id="not a number"),
+        pytest.param(["demo", "--minutes", "0"], "a positive number of minutes, received '0'", id="no minutes"),
+        pytest.param(["demo", "--minutes", "nan"], "a positive number of minutes, received 'nan'", id="NaN minutes"),
         pytest.param(["demo", "--policy"], "expected one argument", id="no policy"),
         pytest.param(["demo", "--fast"], "unrecognized arguments: --fast", id="unknown option"),
     ],
@@ -162,6 +165,7 @@ def test_json_has_no_nan():
     }
 
 
+@pytest.mark.slow
 def test_demo_prints_and_writes(capsys, tmp_path, backend):
     out = tmp_path / "new" / "directory"
     arguments = ["--quick", "--seeds", "1", "--epochs", "1", "--task", "text", "--policy", "mixed_bfloat16"]
@@ -181,6 +185,7 @@ def test_demo_prints_and_writes(capsys, tmp_path, backend):
         "settings",
         "verdict",
         "summary",
+        "plans",
         "runs",
         "step_times_ms",
         "wall_time_s",
@@ -191,6 +196,10 @@ def test_demo_prints_and_writes(capsys, tmp_path, backend):
     assert {"python", "keras", "mpkeras", "device", "cpu", "cpu_cores"} <= set(result["environment"])
     assert result["settings"]["policies"] == ["float32", "mixed_bfloat16"]
     assert result["settings"]["quick"] is True
+    assert result["settings"]["minutes"] == 2.0 and result["settings"]["timed_rounds"] == {"text": 30}
+    assert result["plans"]["text"]["mixed_bfloat16"]["seeds"] == 1
+    assert result["plans"]["text"]["mixed_bfloat16"]["step_ms"] > 0
+    assert "text, mixed_bfloat16: about " in captured.out
     assert result["settings"]["tasks"]["text"]["epochs"] == 1
     assert result["settings"]["tasks"]["text"]["data"]["held_out_files"]
     assert [(run["policy"], run["seed"]) for run in result["runs"]] == [("float32", 0), ("mixed_bfloat16", 0)]
@@ -199,6 +208,7 @@ def test_demo_prints_and_writes(capsys, tmp_path, backend):
     assert result["summary"][0]["speed_up"] == 1.0
 
 
+@pytest.mark.slow
 def test_json_alone_is_on_standard_output(capsys, tmp_path):
     arguments = ["--quick", "--seeds", "1", "--epochs", "1", "--task", "digits", "--policy", "mixed_float16"]
     assert main(["demo", *arguments, "--json", "--out", str(tmp_path)]) == 0
@@ -216,6 +226,7 @@ def test_status_where_even_float32_cannot_be_trained(monkeypatch, tmp_path, base
     assert main(["demo", "--out", str(tmp_path)]) == expected
 
 
+@pytest.mark.slow
 def test_python_m_mpkeras():
     done = subprocess.run(
         [sys.executable, "-m", "mpkeras", "demo", "--seeds", "0"],
@@ -234,6 +245,7 @@ def test_python_m_mpkeras():
 COMMAND = "import sys, _mpkeras_cli; sys.exit(_mpkeras_cli.main())"
 
 
+@pytest.mark.slow
 def test_the_installed_command_shows_its_own_line_and_no_other(tmp_path):
     """TensorFlow says what it found while it starts, whatever `TF_CPP_MIN_LOG_LEVEL` says."""
     environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
@@ -271,3 +283,86 @@ def test_what_fails_at_the_start_is_shown(capfd):
         raise ImportError("no backend")
     os.write(2, b"and later lines\n")
     assert capfd.readouterr().err == "E0000 no library\nand later lines\n"
+
+
+# ------------------------------------------------------------------------------------------------------ run
+
+PROGRAM = """
+import os, sys
+os.environ["KERAS_BACKEND"] = "{backend}"
+import keras
+import beside
+import numpy as np
+
+keras.config.set_dtype_policy("{policy}")
+
+if __name__ == "__main__":
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    history = model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0).history
+    found = dict(backend=keras.backend.backend(), dtype=model.layers[0].compute_dtype, logs=sorted(history))
+    print(dict(**found, argv=sys.argv[1:], beside=beside.here, file=os.path.basename(__file__)))
+    sys.exit(7)
+"""
+
+
+def run_command(*arguments, **environment):
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [sys.executable, "-m", "mpkeras", "run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("options", "policy", "dtype"),
+    [(["--policy", "mixed_float16"], "float32", "float16"), ([], "mixed_bfloat16", "bfloat16")],
+    ids=["policy of the command", "policy of the program"],
+)
+def test_run_prepares_an_unmodified_program(tmp_path, options, policy, dtype):
+    """It says itself on which backend, has its own arguments, its own folder to import from, and its exit status."""
+    script = tmp_path / "program.py"
+    # Not on the backend on which the command was started.
+    script.write_text(PROGRAM.format(backend="jax", policy=policy))
+    (tmp_path / "beside.py").write_text("here = True")
+    done = run_command(*options, str(script), "--policy", "3", "-v")
+    assert done.returncode == 7, done.stderr[-2000:]
+    assert ast.literal_eval(done.stdout) == {
+        "backend": "jax",
+        "dtype": dtype,
+        "logs": ["loss", "loss_scale", "skipped_steps"],
+        "argv": ["--policy", "3", "-v"],
+        "beside": True,
+        "file": "program.py",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_run_shows_the_error_of_a_program(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text("import mpkeras\nprint(type(mpkeras.autoprepare).__name__)\nraise KeyError('mine')")
+    done = run_command(str(script))
+    assert (done.returncode, done.stdout) == (1, "function\n")
+    assert done.stderr.rstrip().endswith("KeyError: 'mine'")
+    assert f'File "{script}", line 3' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(["none.py"], "expected a Python file, received 'none.py'", id="no file"),
+        pytest.param(["--policy", "mixed_flot16", __file__], "Did you mean 'mixed_float16'?", id="unknown policy"),
+        pytest.param([], "SCRIPT", id="no script"),
+        pytest.param(["--polcy", "float32", __file__], "--polcy", id="unknown option"),
+    ],
+)
+def test_run_names_bad_input_in_one_line(capsys, arguments, expected):
+    line = failing_line(capsys, "run", *arguments)
+    assert line.startswith("mpkeras")
+    assert expected in line
+
+
+def test_help_of_run(capsys):
+    assert main(["run", "--help"]) == 0
+    assert "every `compile` followed by `mpkeras.prepare`" in " ".join(capsys.readouterr().out.split())

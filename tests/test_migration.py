@@ -17,6 +17,7 @@ import pytest
 
 import mpkeras
 from mpkeras.policies import registry
+from mpkeras.training.autoprepare import _active as active_autoprepares
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
 SECTIONS = dict(re.findall(r"^## (?:From )?(.*?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL))
@@ -65,6 +66,8 @@ def theirs_as_before(code):
             tf.compat.v1.mixed_precision.disable_mixed_precision_graph_rewrite()
 
 
+@pytest.mark.every_case
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "kind", "after"), list(pairs()))
 def test_both_sides_train_alike(before, kind, after, tmp_path, backend):
     for library in ("tensorflow", "jax", "torch"):
@@ -128,11 +131,14 @@ def namespace(codes=()):
 
 
 def is_code(text):
-    return re.match(r"(float\()?(mpkeras|optimizer|step|keras)\b", text)
+    # Not a line for the shell: `mpkeras run ...`.
+    return re.match(r"(float\()?(mpkeras\b(?! )|(optimizer|step|keras)\b)", text)
 
 
 # The expressions stand for themselves, without what a whole program has around them.
-@pytest.mark.filterwarnings("ignore:.*(the loss was not scaled|scales no loss):UserWarning")
+@pytest.mark.every_case
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*(the loss was not scaled|scales no loss|Under policy 'float16'):UserWarning")
 @pytest.mark.parametrize("cells", list(rows()))
 def test_what_stands_on_the_right_runs(cells):
     here, remark = cells[1], "".join(cells[2:])
@@ -149,6 +155,8 @@ def test_what_stands_on_the_right_runs(cells):
         else:
             assert is_code(code), code
             exec(code, names)
+            for automatic in list(active_autoprepares):
+                automatic.undo()
     # Whole expressions in the remarks run; a bare name such as `keras.distribution` has to exist.
     for code in filter(is_code, re.findall(r"`(.*?)`", remark)):
         exec(code, names)

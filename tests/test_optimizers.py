@@ -1,3 +1,4 @@
+import inspect
 import warnings
 
 import keras
@@ -7,6 +8,7 @@ import pytest
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.optimizer_wrapping import rewrapped
 from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.step_notes import step_notes
 from tests.step_modes import MODES, applier, snapshot
 
 # The optimizer's own tests hand it scaled gradients without a loss; P3's own test checks the warning.
@@ -81,6 +83,48 @@ def test_infinities_of_both_signs_do_not_cancel(mode):
     np.testing.assert_array_equal(numpy(v), START)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_variables_of_16_bits_are_warned_of_once(dtype):
+    v = keras.Variable(np.array(START, "float32"), dtype=dtype, name="narrow")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=4.0)
+    with pytest.warns(UserWarning, match=f"built on 1 trainable variables of 16 bits.*narrow.*'mixed_{dtype}'"):
+        optimizer.build([v])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.build([v])
+        optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
+        optimizer.apply([keras.ops.convert_to_tensor([4.0, 0.0, 8.0, 0.0])], [v])
+    np.testing.assert_array_equal(numpy(keras.ops.cast(v.value, "float32")), [0.5, 2.0, 2.0, 4.0])
+
+
+@pytest.mark.backends("torch")
+def test_p41_nadam_on_torch_refuses_bfloat16_before_half_of_its_state_has_moved():
+    v = keras.Variable(np.array(START, "float32"), dtype="bfloat16")
+    optimizer = LossScaleOptimizer(keras.optimizers.Nadam(0.5))
+    with pytest.raises(ValueError, match="Nadam on torch.*'mixed_bfloat16'"):
+        optimizer.apply([keras.ops.ones(4)], [v])
+    assert not optimizer.built and not optimizer.inner_optimizer.built
+
+    class Mine(keras.optimizers.Nadam):
+        """Keras has no parallel form of it."""
+
+    with pytest.warns(UserWarning, match="16 bits"):
+        LossScaleOptimizer(Mine(0.5, beta_2=0.5), loss_scale=1.0).apply([keras.ops.ones(4)], [v])
+    assert np.all(numpy(keras.ops.cast(v.value, "float32")) < START)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_complex_gradients_keep_both_parts(mode):
+    v = keras.Variable(np.array([1 + 1j, 2j], "complex64"), dtype="complex64")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
+    apply = applier(optimizer, [v], mode)
+    apply([np.array([8 + 16j, -16j], "complex64")])
+    for bad in (complex(8, np.inf), complex(np.nan, 8), complex(np.inf, -np.inf)):
+        apply([np.array([1j, bad], "complex64")])
+    np.testing.assert_array_equal(numpy(v), [1 + 1j - (1 + 2j) / 2, 2j + 2j / 2])
+    assert (int(optimizer.skipped_steps), float(optimizer.loss_scale)) == (3, 1.0)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -100,6 +144,87 @@ def test_training_with_a_bad_step_equals_training_without_it(make, mode):
 
     with_faults = train([bad, grads[0], grads[1], bad, bad, grads[2], grads[3], bad])
     assert with_faults == train(grads)
+
+
+class DecaysHalf(keras.optimizers.SGD):
+    """A user's own decay: of matrices alone, and not by the learning rate."""
+
+    def _apply_weight_decay(self, variables):
+        for v in variables:
+            if len(v.shape) == 2:
+                v.assign(v - v * self.weight_decay)
+
+
+class AssignsTwice(keras.optimizers.SGD):
+    def assign_sub(self, variable, value):
+        super().assign_sub(variable, value * 2.0)
+
+
+def keeps_its_own_on_the_instance():
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=0.3)
+    plain = optimizer.assign_sub
+    optimizer.__dict__["assign_sub"] = lambda variable, value: plain(variable, value * 3.0)
+    return optimizer
+
+
+def without_decay_of_vectors():
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.3)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+# In Keras 3.10 it has one decay for all, and does not run on TensorFlow.
+MUON = pytest.mark.skipif(
+    "adam_weight_decay" not in inspect.signature(keras.optimizers.Muon).parameters, reason="this Muon fails on its own"
+)
+
+DECAYING = [
+    *(
+        pytest.param(lambda cls=cls: cls(0.1, weight_decay=0.3), id=cls.__name__)
+        for cls in (
+            keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax,
+            keras.optimizers.Nadam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta,
+            keras.optimizers.Adafactor, keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.Lamb,
+        )
+    ),
+    pytest.param(without_decay_of_vectors, id="excluded"),
+    pytest.param(lambda: keras.optimizers.Muon(0.1, weight_decay=0.3, adam_weight_decay=None), id="Muon", marks=MUON),
+    pytest.param(
+        lambda: keras.optimizers.Muon(0.1, weight_decay=None, adam_weight_decay=0.2), id="Muon's Adam", marks=MUON
+    ),
+    pytest.param(lambda: DecaysHalf(0.1, weight_decay=0.3), id="a subclass's decay"),
+    pytest.param(lambda: AssignsTwice(0.1, weight_decay=0.3), id="a subclass's assignment"),
+    pytest.param(keeps_its_own_on_the_instance, id="on the instance"),
+]  # fmt: skip
+
+
+@pytest.mark.matrix
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("make", DECAYING)
+def test_xla_decays_as_the_optimizer_itself_does(make):
+    """Against the bare optimizer, op by op, that never saw the skipped step."""
+    rng = np.random.default_rng(2)
+    starts = [rng.normal(size=(3, 2)).astype("float32"), rng.normal(size=3).astype("float32")]
+    steps = [[rng.normal(size=start.shape).astype("float32") for start in starts] for _ in range(3)]
+
+    def fresh():
+        return [variable(start, name) for start, name in zip(starts, ("kernel", "bias"), strict=True)]
+
+    expected, variables = fresh(), fresh()
+    plain = make()
+    for grads in steps:
+        plain.apply([keras.ops.convert_to_tensor(g) for g in grads], expected)
+    inner = make()
+    own = set(vars(inner))
+    apply = applier(LossScaleOptimizer(inner, loss_scale=64.0), variables, "xla")
+    for i, grads in enumerate(steps):
+        apply([64.0 * g for g in grads])
+        if i == 1:
+            apply([grads[0], np.array([1.0, np.inf, 0.0], "float32")])
+    for v, e in zip(variables, expected, strict=True):
+        # XLA fuses a multiplication and an addition into one rounding.
+        np.testing.assert_allclose(numpy(v), numpy(e), rtol=2e-5, atol=1e-6)
+    assert {"assign_sub"} & own <= set(vars(inner)), "what was on the instance is still there"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -196,6 +321,56 @@ def test_scale_moves_as_the_rule_says(mode):
         apply([np.full(4, 0.0 if step == "." else np.inf, "float32")])
         seen.append(float(optimizer.dynamic_scale))
     assert seen == [8, 8, 4, 4, 4, 8, 4, 4, 4, 8]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", [2**31, 2**32 + 1, 10**10])
+def test_numbers_of_steps_beyond_int32(steps, mode):
+    """On torch they became other numbers, and 2**32 + 1 a growth at every step."""
+    rule = DynamicLossScale(8.0, dynamic_growth_steps=steps)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=rule)
+    patient = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=DynamicLossScale(8.0, hysteresis=steps))
+    apply, apply_patiently = applier(optimizer, [variable()], mode), applier(patient, [variable()], mode)
+    for step in "..xx..":
+        grad = np.full(4, 0.0 if step == "." else np.inf, "float32")
+        apply([grad])
+        apply_patiently([grad])
+    assert (float(optimizer.loss_scale), float(patient.loss_scale)) == (2.0, 8.0)
+    assert LossScaleOptimizer.from_config(optimizer.get_config()).loss_scale_rule == rule
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: keras.optimizers.SGD(0.5, momentum=0.9), id="SGD"),
+        pytest.param(lambda: keras.optimizers.Adam(0.5, weight_decay=0.1), id="Adam"),
+        pytest.param(lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.25), id="clipped"),
+        pytest.param(lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), id="accumulated"),
+    ],
+)
+def test_sparse_arrays_of_jax(make, mode):
+    """A row that is there twice, against the dense gradient, with a skipped step between."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import sparse
+
+    def trained(gradient):
+        v = variable(np.ones((4, 2)))
+        optimizer = LossScaleOptimizer(make(), loss_scale=8.0)
+        optimizer.build([v])
+        step = jax.jit(optimizer.stateless_apply) if mode == "jit" else optimizer.stateless_apply
+        state, values = [u.value for u in optimizer.variables], [v.value]
+        for factor in (8.0, np.inf, -16.0, 4.0):
+            rows = sparse.BCOO((factor * jnp.arange(6.0).reshape(3, 2), jnp.array([[1], [3], [1]])), shape=(4, 2))
+            if mode == "eager":
+                optimizer.apply([gradient(rows)], [v])
+            else:
+                values, state = step(state, [gradient(rows)], values)
+        return numpy(v if mode == "eager" else values[0])
+
+    np.testing.assert_allclose(trained(lambda rows: rows), trained(lambda rows: rows.todense()), rtol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -305,6 +480,14 @@ def test_contradictions_are_named(arguments, message):
         LossScaleOptimizer(keras.optimizers.SGD(0.5), **arguments)
 
 
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("dynamic", ["no", 0, 1, np.False_, np.True_, 2.0**15])
+def test_what_is_no_answer_to_dynamic_is_an_error(dynamic):
+    inner = keras.optimizers.SGD(0.5)
+    with pytest.raises(TypeError, match=r"`dynamic` to be True or False\. Received: dynamic=.*Leave it out"):
+        LossScaleOptimizer(inner, initial_scale=8.0, dynamic=dynamic)
+
+
 def test_neutral_arguments_of_early_configurations_are_accepted():
     LossScaleOptimizer(keras.optimizers.SGD(0.5), clipnorm=None, use_ema=False, ema_momentum=0.99)
 
@@ -317,10 +500,28 @@ def test_wrapping_twice_or_something_else_is_refused():
         LossScaleOptimizer(3)
 
 
-def test_a_loss_scale_factor_of_the_inner_optimizer_is_replaced_aloud():
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_scale_factor_of_the_inner_optimizer_gives_way_aloud_and_stays(mode):
+    inner = keras.optimizers.SGD(0.5, loss_scale_factor=100.0)
     with pytest.warns(UserWarning, match="`loss_scale=100"):
-        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5, loss_scale_factor=100.0))
-    assert optimizer.inner_optimizer.loss_scale_factor is None
+        optimizer = LossScaleOptimizer(inner, initial_scale=4.0)
+    v = variable()
+    applier(optimizer, [v], mode)([4.0 * np.array(GRADIENT, "float32")])
+    np.testing.assert_array_equal(numpy(v), [0.5, -1.0, -0.5, 3.0])
+    assert inner.loss_scale_factor == 100.0
+    # A file says which rule holds.
+    again = LossScaleOptimizer.from_config(optimizer.get_config())
+    assert (again.inner_optimizer.loss_scale_factor, again.loss_scale_rule) == (100.0, DynamicLossScale(4.0))
+
+
+def test_a_bare_optimizer_scales_by_its_own_factor_after_it_was_wrapped():
+    v = variable([5.0])
+    inner = keras.optimizers.SGD(1.0, loss_scale_factor=8.0)
+    optimizer = LossScaleOptimizer(inner, loss_scale=FixedLossScale(2.0))
+    optimizer.apply([keras.ops.convert_to_tensor([4.0])], [v])
+    np.testing.assert_array_equal(numpy(v), [3.0])
+    inner.apply([keras.ops.convert_to_tensor([16.0])], [v])
+    np.testing.assert_array_equal(numpy(v), [1.0])
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -347,6 +548,9 @@ def test_attributes_of_the_wrapper_and_new_ones_stay_on_the_wrapper():
     inner_name = optimizer.inner_optimizer.name
     optimizer.name = "outer"
     assert optimizer.inner_optimizer.name == inner_name
+    # A method that the user puts in the place of the wrapper's own.
+    optimizer.get_config = lambda: {"mine": True}
+    assert optimizer.get_config() == {"mine": True} and "beta_1" in optimizer.inner_optimizer.get_config()
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = optimizer.no_such_thing
 
@@ -451,6 +655,57 @@ def test_state_of_a_plain_optimizer_loads():
     assert float(loaded.dynamic_scale) == 2.0**15
 
 
+def test_the_inner_optimizer_loads_for_itself_after_a_file_of_a_plain_one():
+    """The wrapper has given it the arrays of that file, and keeps it from a warning that nothing is left for it."""
+    stores = []
+    for momentum in (2.0, 3.0):
+        plain = keras.optimizers.SGD(0.5, momentum=0.5)
+        plain.build([variable()])
+        plain.variables[2].assign([momentum] * 4)
+        stores.append({})
+        plain.save_own_variables(stores[-1])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5, momentum=0.5))
+    optimizer.build([variable()])
+    optimizer.load_own_variables(stores[0])
+    np.testing.assert_array_equal(numpy(optimizer.inner_optimizer.variables[2]), [2.0] * 4)
+    optimizer.inner_optimizer.load_own_variables({})
+    for _ in range(2):
+        optimizer.load_own_variables(stores[0])
+        optimizer.inner_optimizer.load_own_variables(stores[1])
+        np.testing.assert_array_equal(numpy(optimizer.inner_optimizer.variables[2]), [3.0] * 4)
+
+
+def test_rewrapped_keeps_every_counter_and_leaves_the_old_one_whole():
+    old = LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    old.build([variable()])
+    for name, value in (("skipped_steps", 5), ("consecutive_skips", 3), ("nonfinite_losses", 2)):
+        getattr(old, name).assign(value)
+    old._last_step_skipped.assign(True)
+    new = rewrapped(old, DynamicLossScale(4.0))
+    assert (int(new.skipped_steps), int(new.consecutive_skips), int(new.nonfinite_losses)) == (5, 3, 2)
+    assert bool(new.last_step_skipped)
+    if keras.backend.backend() == "jax":
+        # A compiled step takes the buffers of the new one for its own.
+        buffers = {v.value.unsafe_buffer_pointer() for v in old.variables if v not in old.inner_optimizer.variables}
+        assert not buffers & {v.value.unsafe_buffer_pointer() for v in new.variables}
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "steps", "expected"),
+    [
+        # The scale has grown at the last step, so its counter says 0.
+        pytest.param(DynamicLossScale(64.0), 3, 64.0, id="found by training"),
+        pytest.param(DynamicLossScale(64.0), 0, 4.0, id="of an optimizer that took no step"),
+        pytest.param(64.0, 3, 4.0, id="fixed"),
+    ],
+)
+def test_rewrapped_keeps_a_scale_that_training_has_found(loss_scale, steps, expected):
+    old = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=loss_scale)
+    old.build([variable()])
+    old.inner_optimizer.iterations.assign(steps)
+    assert float(rewrapped(old, DynamicLossScale(4.0)).loss_scale) == expected
+
+
 @pytest.mark.parametrize("made_by", ["plain", "stock", "ours"])
 def test_rewrapped_keeps_state_and_schedule(made_by):
     schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.5)
@@ -503,12 +758,50 @@ def test_the_callers_gradients_are_left_alone():
     np.testing.assert_array_equal(numpy(grad), [8.0] * 4)
 
 
+@pytest.mark.backends("torch")
+def test_on_torch_the_gradients_of_a_stateless_step_are_left_alone_too():
+    """`apply` unscales a variable's own `.grad` in place, as torch's scaler does; a stateless step changes nothing."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=8.0)
+    v = variable()
+    optimizer.build([v])
+    before = numpy(v).copy()
+    v.value.grad = keras.ops.ones(4) * 8.0
+    (new_value,), _ = optimizer.stateless_apply([w.value for w in optimizer.variables], [v.value.grad], [v.value])
+    np.testing.assert_array_equal(numpy(v.value.grad), [8.0] * 4)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(new_value), before - 0.5)
+    optimizer.apply([v.value.grad], [v])
+    np.testing.assert_array_equal(numpy(v.value.grad), [1.0] * 4)
+
+
+@pytest.mark.backends("torch")
+def test_on_torch_a_gradient_that_is_the_new_value_is_not_unscaled_in_place():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=8.0)
+    v = variable()
+    v.overwrite_with_gradient = True
+    optimizer.build([v])
+    v.value.grad = keras.ops.ones(4) * 24.0
+    optimizer.apply([v.value.grad], [v])
+    np.testing.assert_array_equal(numpy(v), [24.0] * 4)
+
+
 def test_set_weights_reaches_the_inner_optimizer():
     source = trained(LossScaleOptimizer(keras.optimizers.Adam(0.5)))
     target = LossScaleOptimizer(keras.optimizers.Adam(0.5))
     target.build([variable()])
     target.set_weights([numpy(v) for v in source.variables])
     assert snapshot(target.variables) == snapshot(source.variables)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_statistics_are_those_of_unscaled_gradients_whoever_unscales(unscales):
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=8.0)
+    v = variable()
+    optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
+    step_notes(optimizer).wants_statistics = True
+    grads = [keras.ops.convert_to_tensor([24.0, 0.0, 32.0, 0.0])]
+    optimizer.apply(optimizer.get_unscaled_gradients(grads) if unscales else grads, [v])
+    assert [float(value) for value in step_notes(optimizer).statistics] == [5.0, 0.5]
+    np.testing.assert_array_equal(numpy(v), [-0.5, 2.0, 1.0, 4.0])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -553,6 +846,28 @@ def test_a_rule_of_ones_own_may_hand_a_value_on(mode):
         "before": 16.0,
         "first": 8.0,
     }
+
+
+@pytest.mark.backends("jax")
+def test_on_jax_what_a_rule_returns_has_the_dtypes_of_its_state():
+    """Or the next step, given Python's numbers, would be compiled anew."""
+
+    class Alternates(LossScale):
+        def initial_state(self):
+            return {"dynamic_scale": 4.0, "steps": 0}
+
+        def next_state(self, state, is_finite):
+            del is_finite
+            return {"dynamic_scale": 8, "steps": keras.ops.cast(state["steps"], "float32") + 1.0}
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=Alternates())
+    v = variable()
+    optimizer.build([v])
+    values = [w.value for w in optimizer.variables]
+    _, new_values = optimizer.stateless_apply(values, [keras.ops.zeros(4)], [v.value])
+    assert [new.dtype for new in new_values] == [old.dtype for old in values]
+    scale = optimizer.variables.index(optimizer.dynamic_scale)
+    assert float(new_values[scale]) == 8.0
 
 
 def test_what_was_read_stays_as_it_was():

@@ -157,6 +157,8 @@ class _nothing:
         return False
 
 
+@pytest.mark.every_case
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_p4_a_softmax_head_learns(policy):
     """Far from the target, where stock Keras' clipped 16-bit probabilities have a gradient of zero.
@@ -448,6 +450,7 @@ def test_p18_float16_layers_get_loss_scaling_wherever_the_policy_was_set(where):
     assert float(model.optimizer.scale_loss(1.0)) == 2.0**15
 
 
+@pytest.mark.filterwarnings("ignore:Under policy .float16. layers make:UserWarning")
 def test_p18_pure_float16_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match="'mixed_float16'"):
         compiled(linear(), "float16", "adam")
@@ -498,6 +501,8 @@ def test_p22_the_compiled_step_has_no_conditional_on_jax():
     assert " while(" not in hlo
 
 
+@pytest.mark.every_case
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("replica", [0, 1])
 @pytest.mark.parametrize(("bad", "scale"), [("input", 1024.0), ("gradient", 512.0)])

@@ -28,6 +28,7 @@ def test_every_public_name_is_there_and_documented(name):
     assert name == "__version__" or (thing.__doc__ or "").strip()
 
 
+@pytest.mark.slow
 def test_importing_changes_nothing_of_keras():
     """G1: every attribute of every loaded module and class of Keras is the same object as before."""
     code = """
@@ -57,6 +58,7 @@ print("same")
     assert run(code).endswith("same")
 
 
+@pytest.mark.slow
 def test_importing_loads_no_other_backend_and_nothing_heavy(backend):
     code = """
 import sys, keras
@@ -69,11 +71,13 @@ print(" ".join(sorted({name.partition(".")[0] for name in set(sys.modules) - bef
     assert not loaded & {"sklearn", "matplotlib", "rich", "pandas", "scipy", "hypothesis"}
 
 
+@pytest.mark.slow
 def test_policy_from_the_environment():
     code = "import mpkeras, keras; print(mpkeras.global_policy().name, keras.config.dtype_policy().name)"
     assert run(code, MPKERAS_POLICY="mixed_bfloat16").endswith("mixed_bfloat16 mixed_bfloat16")
 
 
+@pytest.mark.slow
 def test_a_trained_model_loads_where_mpkeras_cannot_be_imported(tmp_path):
     """G8"""
     import numpy as np
@@ -103,6 +107,7 @@ print(" ".join(repr(float(v)) for v in out.ravel()))
     np.testing.assert_array_equal(np.array(values.split(), float), expected.astype(float).ravel())
 
 
+@pytest.mark.slow
 def test_a_weights_file_loads_where_mpkeras_cannot_be_imported(tmp_path):
     """Plain Keras takes the weights. It leaves out the optimizer's state, and says so where there is one."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])

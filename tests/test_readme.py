@@ -29,6 +29,8 @@ def cases():
                 yield pytest.param(block, id=f"{page} {i + 1}")
 
 
+@pytest.mark.every_case
+@pytest.mark.slow
 @pytest.mark.parametrize("block", list(cases()))
 def test_code_block_runs(block, tmp_path, backend):
     if "import tensorflow" in block and backend != "tensorflow":

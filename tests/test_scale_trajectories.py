@@ -92,6 +92,8 @@ def root_of_the_error(y, y_pred):
     return keras.ops.sqrt(y_pred - y)[:, 0]
 
 
+@pytest.mark.every_case
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_scales_are_those_of_the_documented_rule(group, jit_compile):

@@ -171,6 +171,7 @@ def trained_in_float32(inner):
     return gan
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("shared", [False, True])
 def test_train_step_in_float32_is_exact(shared):
@@ -184,6 +185,7 @@ def test_train_step_in_float32_is_exact(shared):
     assert snapshot(gan.variables) == snapshot(trained_in_float32(adam).variables)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("shared", [False, True])
 def test_fit_in_float16_is_close(shared):
@@ -303,6 +305,7 @@ def test_own_loop_in_float32(shared):
     assert snapshot(gan.variables) == snapshot(reference.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_own_loop_in_float16_is_close(shared):
     gan, reference = new_gan("mixed_float16"), new_gan()

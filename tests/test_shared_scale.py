@@ -68,6 +68,7 @@ def test_every_step_of_either_moves_the_scale_and_each_counts_its_own_skips(mode
     np.testing.assert_array_equal(numpy(v), [0.0, -4.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "jit"])
 @pytest.mark.parametrize("gradient", [pytest.param(INFINITE, id="backs off"), pytest.param(GRADIENT, id="grows")])
 @pytest.mark.parametrize("way", ["apply", "get_unscaled_gradients", "another loss after the move"])
@@ -101,6 +102,19 @@ def test_a_step_is_unscaled_with_the_scale_its_loss_was_scaled_with(mode, gradie
     # two moves a step
     expected = 4096.0 * 4.0 if gradient is GRADIENT else 1024.0
     assert float(owner.dynamic_scale) == float(follower.dynamic_scale) == expected
+
+
+@pytest.mark.backends("jax")
+def test_the_scale_of_a_scope_is_not_noted_for_what_comes_after():
+    """A `StatelessScope` has a state of its own, and with it a scale."""
+    owner, follower = pair()
+    v = variable()
+    follower.build([v])
+    state = [u.value * 4.0 if u is owner.dynamic_scale else u.value for u in follower.variables]
+    with keras.StatelessScope(state_mapping=list(zip(follower.variables, state, strict=True))):
+        assert float(follower.scale_loss(tensor(1.0))) == 4096.0
+    follower.apply([tensor(GRADIENT) * 1024.0], [v])
+    np.testing.assert_array_equal(numpy(v), [0.5, -1.0])
 
 
 class Halving(LossScale):

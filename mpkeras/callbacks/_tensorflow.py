@@ -1,4 +1,6 @@
-"""What TensorFlow tells a callback: that the device is done, and how much memory it took."""
+"""What TensorFlow tells a callback: that the device is done, how much memory it took, what several steps have read."""
+
+import functools
 
 import tensorflow as tf
 
@@ -13,3 +15,70 @@ def peak_bytes() -> int | None:
     """As in `_jax.py`."""
     names = [device.name.partition("/device:")[2] for device in tf.config.list_logical_devices("GPU")]
     return max((tf.config.experimental.get_memory_info(name)["peak"] for name in names), default=0) or None
+
+
+class SeveralSteps:
+    """Runs the steps of one execution in one go, as Keras does, and tells what they read.
+
+    Keras runs several steps in one graph only where it reads the batches from a `tf.data.Iterator` itself, and nobody
+    learns of them; of batches in a list it calls a graph for each. Here one graph reads, and another runs the steps.
+
+    Args:
+        function: The model's train function; of a list iterator it runs a step on each batch.
+        steps: Steps per execution.
+    """
+
+    def __init__(self, function, steps: int):
+        self._function = function
+
+        @tf.function(autograph=False, reduce_retracing=True)
+        def read(iterator):
+            optionals = [iterator.get_next_as_optional() for _ in range(steps)]
+            return optionals, sum(tf.cast(optional.has_value(), tf.int32) for optional in optionals)
+
+        @tf.function(autograph=False, reduce_retracing=True)
+        def run(optionals):
+            first, *others = [optional.get_value() for optional in optionals]
+            # Twice in the graph and no more: the first step says what the logs of the others are.
+            logs = tf.nest.map_structure(tf.convert_to_tensor, function(iter([first])))
+
+            def step(i, logs, arrays):
+                data = tf.nest.pack_sequence_as(first, [array.read(i) for array in arrays], expand_composites=True)
+                return i + 1, tf.nest.map_structure(tf.convert_to_tensor, function(iter([data]))), arrays
+
+            arrays = [_array(parts) for parts in zip(*map(_parts, others), strict=True)]
+            after = tf.while_loop(lambda i, *_: i < len(others), step, (0, logs, arrays), parallel_iterations=1)
+            return after[1]
+
+        self._read, self._run, self._steps = read, run, steps
+
+    def __call__(self, iterator) -> tuple:
+        """Returns the logs, the number of steps, and a function that returns the batches.
+
+        Raises:
+            StopIteration: Where no batch is left, as Keras' own function does.
+        """
+        optionals, number = self._read(iterator)
+        optionals = optionals[: int(number)]
+
+        def batches():
+            return [optional.get_value() for optional in optionals]
+
+        if not optionals:
+            raise StopIteration
+        # The rest at the end of the data: another graph for it would cost more than it saves.
+        logs = self._run(optionals) if len(optionals) == self._steps else self._function(iter(batches()))
+        return logs, len(optionals), batches
+
+
+def _parts(batch) -> list:
+    return tf.nest.flatten(batch, expand_composites=True)
+
+
+def _array(tensors):
+    shapes = [tensor.shape for tensor in tensors]
+    shape = functools.reduce(tf.TensorShape.most_specific_compatible_shape, shapes)
+    array = tf.TensorArray(tensors[0].dtype, len(tensors), infer_shape=False, element_shape=shape)
+    for i, tensor in enumerate(tensors):
+        array = array.write(i, tensor)
+    return array

@@ -3,7 +3,9 @@
 import collections
 import dataclasses
 import functools
+import importlib
 import itertools
+from collections.abc import Callable
 
 import keras
 
@@ -14,13 +16,18 @@ class Execution:
 
     Attributes:
         step: Of its last batch in the epoch, counted from 0.
-        batches: List of what it trained on; empty under a `tf.distribute` strategy with several replicas.
         logs: What it returned, as tensors that may still be computed.
+        read: Returns the batches.
     """
 
     step: int
-    batches: list
     logs: dict
+    read: Callable[[], list]
+
+    @functools.cached_property
+    def batches(self) -> list:
+        """List of what it trained on; empty under a `tf.distribute` strategy with several replicas."""
+        return self.read()
 
 
 class KeptBatches:
@@ -46,13 +53,22 @@ class KeptBatches:
         steps = model.steps_per_execution
         backend = keras.backend.backend()
 
+        run_several = None
+        if backend == "tensorflow" and steps > 1 and not model.run_eagerly:
+            run_several = importlib.import_module("mpkeras.callbacks._tensorflow").SeveralSteps(function, steps)
+
         @functools.wraps(function)
         def train_function(*args):
             *state, data = args
-            batches = None
+            batches: list = []
             if backend == "torch":
                 # A list of one batch, already read.
                 batches = list(data)
+            elif run_several is not None and _is_read_by_next(data):
+                # Of batches that are in Python already Keras would call a graph for each.
+                logs, number, read = run_several(data)
+                self._add(number, logs, read)
+                return logs
             elif _is_read_by_next(data):
                 batches = list(itertools.islice(data, steps))
                 if not batches:
@@ -62,12 +78,14 @@ class KeptBatches:
             result = function(*state, data)
             # On JAX the new state comes back, too.
             logs = result[0] if isinstance(result, tuple) else result
-            end = self.begin + len(batches or [0]) - 1
-            self.executions.append(Execution(end, batches or [], logs))
+            self._add(max(len(batches), 1), logs, lambda: batches)
             return result
 
         vars(train_function).update(mpkeras_kept_batches=self, mpkeras_own_function=function)
         model.train_function = train_function
+
+    def _add(self, number: int, logs, read):
+        self.executions.append(Execution(self.begin + number - 1, logs, read))
 
     def detach(self, model):
         """Puts the model's own train function back, and forgets the batches."""

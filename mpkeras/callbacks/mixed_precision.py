@@ -1,24 +1,20 @@
 """`MixedPrecision`: the one line for `model.fit`."""
 
-import dataclasses
-import warnings
-
-import keras
-
 from mpkeras import loss_scaling
-from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies.registry import get_policy
 from mpkeras.scalars import number
+from mpkeras.training import doors
 from mpkeras.training import rollback as guard
-from mpkeras.training.prepare import prepare
+from mpkeras.training.prepare import prepare_to_train
+from mpkeras.training.skip_watch import SkipWatch
 
 _ON_MIN_SCALE = ("warn", "raise", "stop")
 
 
-class MixedPrecision(keras.callbacks.Callback):
+class MixedPrecision(SkipWatch):
     """Trains the model in mixed precision; a step that is not finite is skipped and leaves no trace.
 
-    On the way in it calls `mpkeras.prepare`. On the way out the train step is put back, while the optimizer
+    On the way in it does what `mpkeras.prepare` does. On the way out the train step is put back, while the optimizer
     and the layers' policies stay: they are the model's now. The logs gain `loss_scale` (the scale for the
     next step) and `skipped_steps` (all so far), which Keras shows in the progress bar and hands to History,
     CSVLogger and TensorBoard.
@@ -56,7 +52,7 @@ class MixedPrecision(keras.callbacks.Callback):
         self._jit_compile = jit_compile
         self._rollback = rollback
         self._on_min_scale = on_min_scale
-        self._warned = set()
+        self._warns_at_min_scale = on_min_scale == "warn"
         # What `fit` would otherwise wait for on every batch is only looked at where it is asked for.
         if on_min_scale != "warn":
             self.on_train_batch_end = self._check_scale_after_batch
@@ -65,7 +61,7 @@ class MixedPrecision(keras.callbacks.Callback):
         # Here and not in `on_train_begin`: callbacks that restore a checkpoint when training begins must
         # find the optimizer whose state they restore.
         super().set_model(model)
-        prepare(
+        prepare_to_train(
             model,
             self._policy,
             loss_scale=self._loss_scale,
@@ -73,34 +69,15 @@ class MixedPrecision(keras.callbacks.Callback):
             rollback=self._rollback,
         )
 
-    def on_train_begin(self, logs=None):
-        guard.add_logs(self.model)
-
     def on_train_end(self, logs=None):
-        guard.uninstall(self.model)
+        for model in (self.model, *guard.compiled_parts(self.model)):
+            guard.uninstall(model)
+        # What `mpkeras.prepare` guards stays guarded.
+        doors.guard_again(self.model)
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._at_epoch_begin = [_Counts.of(optimizer) for optimizer in self._optimizers()]
+        super().on_epoch_begin(epoch, logs)
         self._nonfinite_losses = [counts.nonfinite_losses for counts in self._at_epoch_begin]
-
-    def on_epoch_end(self, epoch, logs=None):
-        for optimizer, before in zip(self._optimizers(), self._at_epoch_begin, strict=True):
-            counts = _Counts.of(optimizer).since(before)
-            if counts.skipped and not counts.accepted:
-                self._warn_once(
-                    "only skips",
-                    f"All {counts.skipped} steps of epoch {epoch + 1} were skipped, nothing was learned: "
-                    + counts.cause(optimizer.loss_scale_rule),
-                )
-            elif counts.nonfinite_losses:
-                self._warn_once(
-                    "losses",
-                    f"{counts.skipped} of {counts.skipped + counts.accepted} steps skipped in epoch {epoch + 1}: "
-                    + counts.cause(optimizer.loss_scale_rule),
-                )
-            overflows = counts.skipped > counts.nonfinite_losses
-            if self._on_min_scale == "warn" and overflows and self._is_stuck(optimizer):
-                self._warn_once("min scale", self._stuck_message(optimizer))
 
     def _check_scale_after_batch(self, batch, logs=None):
         for i, optimizer in enumerate(self._optimizers()):
@@ -114,72 +91,3 @@ class MixedPrecision(keras.callbacks.Callback):
             if not self.model.stop_training:
                 self._warn_once("min scale", self._stuck_message(optimizer) + " Training stops here.")
             self.model.stop_training = True
-
-    def _optimizers(self):
-        found = guard.find_optimizers(self.model).values()
-        return [optimizer for optimizer in found if isinstance(optimizer, LossScaleOptimizer)]
-
-    @staticmethod
-    def _is_stuck(optimizer) -> bool:
-        """Whether steps are skipped in a row although the scale is as low as it may go."""
-        min_scale = getattr(optimizer.loss_scale_rule, "min_scale", None)
-        if min_scale is None or number(optimizer.consecutive_skips) < 2:
-            return False
-        return number(optimizer.loss_scale) <= min_scale
-
-    @staticmethod
-    def _stuck_message(optimizer) -> str:
-        steps = int(number(optimizer.consecutive_skips))
-        return (
-            f"{steps} steps in a row were skipped with the loss scale at its lowest, "
-            f"{optimizer.loss_scale_rule.min_scale}: gradients still overflow, and training does not move. Train "
-            "in 'mixed_bfloat16', keep the overflowing layers in float32 with `keep_float32`, or lower "
-            "`min_scale` in `mpkeras.DynamicLossScale`."
-        )
-
-    def _warn_once(self, key: str, message: str):
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(message, stacklevel=3)
-
-
-@dataclasses.dataclass
-class _Counts:
-    """Steps of one optimizer: skipped ones, those of them whose loss was not finite, and accepted ones."""
-
-    skipped: int
-    nonfinite_losses: int
-    accepted: int
-
-    @classmethod
-    def of(cls, optimizer):
-        counters = (optimizer.skipped_steps, optimizer.nonfinite_losses, optimizer.accepted_steps)
-        return cls(*(int(number(counter)) for counter in counters))
-
-    def since(self, before):
-        return _Counts(
-            self.skipped - before.skipped,
-            self.nonfinite_losses - before.nonfinite_losses,
-            self.accepted - before.accepted,
-        )
-
-    def cause(self, rule) -> str:
-        if not self.nonfinite_losses:
-            if rule.dynamic:
-                remedy = "The loss scale has come down after each; if it goes on, train"
-            elif rule.initial_scale > 1:
-                remedy = f"The loss scale is fixed at {rule.initial_scale:.15g}: lower it, or train"
-            else:
-                remedy = "Train"
-            return (
-                f"the loss was finite, but gradients overflowed. {remedy} in 'mixed_bfloat16' or keep the overflowing "
-                "layers in float32 with `keep_float32`."
-            )
-        if self.nonfinite_losses == self.skipped:
-            which = "each time"
-        else:
-            which = "once" if self.nonfinite_losses == 1 else f"{self.nonfinite_losses} times"
-        return (
-            f"{which} the loss itself was not finite: the forward pass is at fault and no loss scale cures it. "
-            "Look for inf or NaN in the data, keep more layers in float32, or lower the learning rate."
-        )

@@ -11,6 +11,8 @@ import sys
 import textwrap
 import time
 
+from mpkeras.export.options import count, positive
+
 # Nothing at the top imports Keras or a package that `pip install mpkeras` leaves out: `--help` is quick and
 # always works.
 
@@ -21,9 +23,10 @@ Trains two small tasks in float32, mixed_bfloat16 and mixed_float16, and says wh
   text    a byte-level transformer on the source of Python's standard library: held-out bits per byte
 
 Each run is a plain `model.fit` with the callback `mpkeras.callbacks.MixedPrecision`. The whole demo takes
-about three minutes on two CPU cores. It prints a table and writes demo.json (all that was measured) and
-demo.png (curves, speed and memory). The environment variable KERAS_BACKEND chooses the backend: tensorflow,
-jax or torch.
+about three minutes on two CPU cores. One step of each policy is timed first: what would take longer than
+`--minutes` (float16 on some CPUs) is run with fewer seeds or left out, and the result says so. It prints a
+table and writes demo.json (all that was measured) and demo.png (curves, speed and memory). The environment
+variable KERAS_BACKEND chooses the backend: tensorflow, jax or torch.
 """
 _BASELINE = "float32"
 _DEFAULT_POLICIES = (_BASELINE, "mixed_bfloat16", "mixed_float16")
@@ -48,8 +51,15 @@ def add_parser(subparsers):
         help="policies to compare; may be repeated. float32 is always among them, as the others are measured "
         f"against it (default: {','.join(_DEFAULT_POLICIES)})",
     )
-    option("--seeds", type=_positive, default=3, metavar="N", help="runs of each case (default: 3)")
-    option("--epochs", type=_positive, metavar="N", help="epochs of a run (default: 10 digits, 6 text)")
+    option("--seeds", type=count, default=3, metavar="N", help="runs of each case (default: 3)")
+    option("--epochs", type=count, metavar="N", help="epochs of a run (default: 10 digits, 6 text)")
+    option(
+        "--minutes",
+        type=positive("minutes"),
+        default=2.0,
+        metavar="M",
+        help="what all runs of one policy on one task may take, by its first step (default: 2)",
+    )
     option(
         "--out",
         type=pathlib.Path,
@@ -60,16 +70,6 @@ def add_parser(subparsers):
     option("--json", action="store_true", help="print the result as JSON; all else goes to standard error")
     option("--quick", action="store_true", help="tiny models, to see that everything runs; measures nothing")
     parser.set_defaults(run=run, error=parser.error)
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, received {text!r}")
-    return number
 
 
 def run(args) -> int:
@@ -133,7 +133,7 @@ def _checked_policies(values, error) -> list:
 
 def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
     """Trains, writes the files, and returns the result as a dictionary for JSON and as text."""
-    from mpkeras.demo import comparison, plot, summary, table, timing
+    from mpkeras.demo import comparison, plot, summary, table
     from mpkeras.demo.environment import environment
     from mpkeras.demo.tasks import TASKS
 
@@ -147,8 +147,10 @@ def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
     heading = f"mpkeras demo: Keras {where['keras']}, {where['backend']} on {where['device']}, {where['cpu']}"
     print(f"{len(tasks) * len(policies) * args.seeds} runs of `fit`: {', '.join(policies)}", flush=True)
     verbose = 1 if is_terminal else 2
-    records, step_times_ms = comparison.compare(tasks, data_sets, policies, args.seeds, args.epochs, verbose=verbose)
-    rows = summary.summarize(tasks, policies, records, step_times_ms)
+    records, step_times_ms, plans = comparison.compare(
+        tasks, data_sets, policies, args.seeds, args.epochs, limit_s=60 * args.minutes, verbose=verbose
+    )
+    rows = summary.summarize(tasks, policies, records, step_times_ms, plans)
     sentence = "--quick shows that everything runs; its models are too small to measure anything."
     if not args.quick:
         sentence = summary.verdict(rows)
@@ -156,7 +158,7 @@ def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
     plot.save(png_path, rows, records, {task.name: task.title for task in tasks}, heading)
     wall_time_s = round(time.perf_counter() - started, 1)
     result = {
-        "format": 1,
+        "format": 2,
         "environment": where,
         "settings": {
             "tasks": {
@@ -167,10 +169,12 @@ def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
             "seeds": args.seeds,
             "quick": args.quick,
             "jit_compile": comparison.uses_xla(),
-            "timed_rounds": timing.ROUNDS,
+            "minutes": args.minutes,
+            "timed_rounds": {task: len(next(iter(times.values()), [])) for task, times in step_times_ms.items()},
         },
         "verdict": sentence,
         "summary": rows,
+        "plans": {task: {name: plan.to_dict() for name, plan in of_task.items()} for task, of_task in plans.items()},
         "runs": records,
         "step_times_ms": step_times_ms,
         "wall_time_s": wall_time_s,
@@ -179,7 +183,8 @@ def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
     result = without_non_finite(result)
     json_path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     width = shutil.get_terminal_size((_WIDTH, 24)).columns if is_terminal else _WIDTH
-    text = table.render(rows, heading, timing.ROUNDS, width)
+    rounds = sorted({len(times) for of_task in step_times_ms.values() for times in of_task.values()} or {0})
+    text = table.render(rows, heading, " or ".join(map(str, rounds)), width)
     written = f"Written to {json_path} and {png_path} after {wall_time_s:.0f} s."
     return result, f"\n{text}\n\n{textwrap.fill(sentence, width)}\n\n{written}"
 

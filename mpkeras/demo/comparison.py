@@ -7,16 +7,18 @@ import keras
 
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.demo.memory import XlaMemory, layer_output_bytes
-from mpkeras.demo.timing import interleaved_step_times
+from mpkeras.demo.plan import counted, duration, estimated_run_s, plan_case, rounds_within
+from mpkeras.demo.summary import BASELINE
+from mpkeras.demo.timing import ROUNDS, WARM_UP_ROUNDS, first_steps, interleaved_step_times
 from mpkeras.policies.kernels import missing_kernel_rules
 from mpkeras.policies.registry import get_policy, policy_scope
 
 
-def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, verbose=2) -> tuple:
-    """Returns `(records, step_times_ms)`.
+def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, limit_s: float, verbose=2) -> tuple:
+    """Returns `(records, step_times_ms, plans)`.
 
     `records` has one record for each task, seed and policy, in the order they were run; `step_times_ms` the
-    times of single training steps, by task and policy.
+    times of single training steps, by task and policy; `plans` what was to be run, by task and policy.
 
     Args:
         tasks: `Task`s.
@@ -24,40 +26,73 @@ def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, verbose=2) -
         policies: List of names, `"float32"` among them.
         seeds: Number of seeds; they are 0, 1, ... and drive initialization and shuffling.
         epochs: Epochs for every task; by default each task's own.
+        limit_s: Seconds that the runs of one policy on one task may take. What would take longer, by what its first
+            steps took, is run with fewer seeds or left out; so is the timing of steps.
         verbose: As in `fit`.
     """
-    records, step_times_ms = [], {}
+    records, step_times_ms, plans = [], {}, {}
     for task, data_set in zip(tasks, data_sets, strict=True):
-        models, failed = {}, set()
+        models, plans[task.name] = _planned(task, data_set, policies, seeds, epochs or task.epochs, limit_s)
+        failed = {policy for policy in policies if policy not in models}
         for seed in range(seeds):
             for policy in policies:
-                if policy in failed:  # once is enough: it is the device, not the seed
+                # One failure is enough: it is the device, not the seed.
+                if (policy in failed and seed) or seed >= plans[task.name][policy].seeds:
                     continue
-                print(f"{task.name}, {policy}, seed {seed + 1} of {seeds}", flush=True)
-                record, model = run(task, data_set, policy, seed, epochs or task.epochs, verbose)
+                print(f"{task.name}, {policy}, seed {seed + 1} of {plans[task.name][policy].seeds}", flush=True)
+                record = run(task, data_set, policy, seed, epochs or task.epochs, verbose)
                 if record["error"] is not None:
                     print(f"not run: {record['error']}", flush=True)
                     failed.add(policy)
-                elif seed == 0:
-                    models[policy] = model
                 records.append(record)
-        print(f"{task.name}, timing steps of {', '.join(models)} in turn", flush=True)
-        step_times_ms[task.name] = interleaved_step_times(models, data_set.x_train, data_set.y_train, task.batch_size)
-    return records, step_times_ms
+        planned = plans[task.name]
+        timed = {policy: m for policy, m in models.items() if policy not in failed and planned[policy].seeds}
+        steps_s = [planned[policy].step_ms / 1e3 for policy in timed]
+        rounds = rounds_within(steps_s, limit_s, ROUNDS)
+        about = duration((rounds + WARM_UP_ROUNDS) * sum(steps_s))
+        print(f"{task.name}, timing steps of {', '.join(timed)} in turn: about {about}", flush=True)
+        times = interleaved_step_times(timed, data_set.x_train, data_set.y_train, task.batch_size, rounds)
+        step_times_ms[task.name] = times
+    return records, step_times_ms, plans
 
 
-def run(task, data_set, policy: str, seed: int, epochs: int, verbose=2) -> tuple:
-    """Trains `task` once and returns `(record, model)`; the record holds plain numbers, as JSON does.
+def _planned(task, data_set, policies, seeds, epochs, limit_s) -> tuple:
+    """Returns a prepared model and a `Plan` for each policy, by what its first steps take, and prints them.
+
+    A policy whose steps the backend cannot run here has a plan and no model: its first run says why.
+    """
+    models, plans = {}, {}
+    held_out = epochs * len(data_set.x_held_out)
+    for policy in policies:
+        run_s = step_s = None
+        try:
+            model = _compiled(task, data_set, 0, epochs)
+            first = first_steps(model, policy, data_set.x_train, data_set.y_train, task.batch_size)
+        except Exception as error:
+            if not _is_about_the_device(error):
+                raise
+        else:
+            models[policy] = model
+            steps = task.steps(data_set, epochs)
+            run_s, step_s = estimated_run_s(first, steps, task.batch_size, held_out), first.step_s
+        plan = plan_case(seeds, run_s, step_s, limit_s, is_baseline=policy == BASELINE)
+        plans[policy] = plan
+        if plan.run_s is not None:
+            about = plan.shortened or f"about {duration(plan.seeds * plan.run_s)} for {counted(plan.seeds)}"
+            print(f"{task.name}, {policy}: {about}", flush=True)
+    return models, plans
+
+
+def run(task, data_set, policy: str, seed: int, epochs: int, verbose=2) -> dict:
+    """Trains `task` once and returns its record, which holds plain numbers, as JSON does.
 
     A case that the backend cannot run on this device (it has no float16 kernel for some layer) is a result
-    too: its record has an `error` and no numbers, and the model is `None`.
+    too: its record has an `error` and no numbers.
     """
     record = {"task": task.name, "policy": policy, "seed": seed, "error": None}
-    model = None
     started = time.perf_counter()
     try:
-        model, numbers = _train(task, data_set, policy, seed, epochs, verbose)
-        record.update(numbers)
+        record.update(_train(task, data_set, policy, seed, epochs, verbose))
     except Exception as error:
         if not _is_about_the_device(error):
             raise
@@ -65,7 +100,7 @@ def run(task, data_set, policy: str, seed: int, epochs: int, verbose=2) -> tuple
         record["error"] = f"{type(error).__name__}: {reason.splitlines()[0][:200]}"
         record["traceback"] = traceback.format_exc()
     record["wall_time_s"] = round(time.perf_counter() - started, 2)
-    return record, model
+    return record
 
 
 def _is_about_the_device(error: Exception) -> bool:
@@ -75,7 +110,7 @@ def _is_about_the_device(error: Exception) -> bool:
     return from_backend or isinstance(error, (RuntimeError, MemoryError))
 
 
-def _train(task, data_set, policy, seed, epochs, verbose) -> tuple:
+def _compiled(task, data_set, seed, epochs):
     keras.utils.set_random_seed(seed)
     # Under float32 whatever the process' global policy is: the callback alone brings the policy in.
     with policy_scope("float32"):
@@ -86,6 +121,11 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> tuple:
             metrics=task.metrics(),
             jit_compile=uses_xla(),
         )
+    return model
+
+
+def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
+    model = _compiled(task, data_set, seed, epochs)
     callbacks = [MixedPrecision(policy)]
     xla_memory = XlaMemory(data_set.x_train[: task.batch_size], data_set.y_train[: task.batch_size])
     if seed == 0:  # the bytes are the same with every seed
@@ -104,7 +144,7 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> tuple:
     history = {name: [float(value) for value in values] for name, values in history.items()}
     quality = [task.quality({name: values[i] for name, values in history.items()}) for i in range(epochs)]
     output_bytes = layer_output_bytes(model, data_set.x_train, task.batch_size) if seed == 0 else None
-    return model, {
+    return {
         "history": {**history, "quality": quality},
         "quality": quality[-1],
         "steps": task.steps(data_set, epochs),

@@ -59,6 +59,7 @@ def _style(policy: str, policies: list) -> dict:
 
 def _draw_curves(axis, rows, records, styles, title):
     seeds = max(row["seeds"] for row in rows)
+    fewest = min((row["seeds"] for row in rows if row["seeds"]), default=seeds)
     for row in rows:
         curves = [
             record["history"]["quality"]
@@ -67,7 +68,7 @@ def _draw_curves(axis, rows, records, styles, title):
         ]
         style = styles[row["policy"]]
         if not curves:
-            axis.plot([], [], label=f"{row['policy']} (not run)", **style)
+            axis.plot([], [], label=f"{row['policy']} ({_why_missing(row)})", **style)
             continue
         epochs = range(1, len(curves[0]) + 1)
         values = list(zip(*curves, strict=True))
@@ -78,13 +79,18 @@ def _draw_curves(axis, rows, records, styles, title):
             low = [mean - std for mean, std in zip(means, stds, strict=True)]
             high = [mean + std for mean, std in zip(means, stds, strict=True)]
             axis.fill_between(epochs, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    spread = f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
+    number = f"{seeds} seeds" if fewest == seeds else f"{fewest} to {seeds} seeds"
+    spread = f"mean and standard deviation of {number}" if seeds > 1 else "one seed"
     axis.set_title(f"{title[0].upper()}{title[1:]}\n({spread})")
     axis.set_xlabel("epoch")
     direction = "higher" if rows[0]["higher_is_better"] else "lower"
     axis.set_ylabel(f"{rows[0]['quality_name']} ({direction} is better)")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
+
+
+def _why_missing(row) -> str:
+    return "left out" if row["error"] is None else "not run"
 
 
 def _draw_bars(axis, rows, value_name, styles):
@@ -96,7 +102,14 @@ def _draw_bars(axis, rows, value_name, styles):
         place = tasks.index(row["task"]) + offset * bar_width
         value = row.get(value_name)
         if value is None:
-            axis.annotate("not run", (place, 0.02), rotation=90, ha="center", va="bottom")
+            # What was left out has taken a step.
+            if value_name == "speed_up" and row.get("first_step_ratio") and row.get("shortened"):
+                value = row["first_step_ratio"]
+                axis.bar(place, value, 0.9 * bar_width, color=styles[row["policy"]]["color"], alpha=0.5)
+                text = f"{value:.2g}x (left out)"
+                axis.annotate(text, (place, value + 0.02), rotation=90, ha="center", va="bottom")
+            else:
+                axis.annotate(_why_missing(row), (place, 0.02), rotation=90, ha="center", va="bottom")
             continue
         axis.bar(place, value, 0.9 * bar_width, color=styles[row["policy"]]["color"])
         if row["policy"] == "float32":  # 1 by definition

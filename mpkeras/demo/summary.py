@@ -9,13 +9,13 @@ BASELINE = "float32"
 WORTHWHILE_SPEED_UP = 1.1
 
 
-def summarize(tasks, policies, records, step_times_ms) -> list:
+def summarize(tasks, policies, records, step_times_ms, plans) -> list:
     """Returns one row, a dictionary, for each task and policy, tasks outermost.
 
     Args:
         tasks: Objects with `name`, `quality_name`, `higher_is_better` and `tolerance`.
         policies: Names, `"float32"` among them.
-        records, step_times_ms: As `comparison.compare` returns them.
+        records, step_times_ms, plans: As `comparison.compare` returns them.
     """
     rows = []
     for task in tasks:
@@ -24,9 +24,11 @@ def summarize(tasks, policies, records, step_times_ms) -> list:
             if record["task"] == task.name:
                 by_policy[record["policy"]].append(record)
         times = step_times_ms[task.name]
-        baseline = _row(task, BASELINE, by_policy[BASELINE], times)
+        of_task = plans[task.name]
+        baseline = _row(task, BASELINE, by_policy[BASELINE], times, of_task[BASELINE])
         for policy in policies:
-            row = _row(task, policy, by_policy[policy], times)
+            row = _row(task, policy, by_policy[policy], times, of_task[policy])
+            row["first_step_ratio"] = _ratio(of_task[BASELINE].step_ms, of_task[policy].step_ms)
             row["same_quality"] = same_quality(task, baseline, row)
             for name in ("layer_output", "xla_temporary"):
                 row[f"{name}_ratio"] = _ratio(row.get(f"{name}_bytes"), baseline.get(f"{name}_bytes"))
@@ -34,7 +36,7 @@ def summarize(tasks, policies, records, step_times_ms) -> list:
     return rows
 
 
-def _row(task, policy: str, records: list, times: dict) -> dict:
+def _row(task, policy: str, records: list, times: dict, plan) -> dict:
     errors = [record["error"] for record in records if record["error"] is not None]
     row = {
         "task": task.name,
@@ -44,8 +46,10 @@ def _row(task, policy: str, records: list, times: dict) -> dict:
         "tolerance": task.tolerance,
         "seeds": 0 if errors else len(records),
         "error": errors[0] if errors else None,
+        "shortened": plan.shortened,
+        "first_step_ms": plan.step_ms,
     }
-    if errors:
+    if errors or not records:
         return row
     row["quality_mean"], row["quality_std"] = mean_and_std([record["quality"] for record in records])
     row["step_time_ms"] = statistics.median(times[policy])
@@ -119,8 +123,9 @@ def verdict(rows: list) -> str:
     for row in others:
         if row.get("speed_up") is not None:
             candidates.setdefault(row["policy"], []).append(row)
+    left_out = _left_out(others)
     if not candidates:
-        return "Nothing could be compared with float32 here; the table says why."
+        return f"Nothing could be compared with float32 here; the table says why.{left_out}"
     best = max(candidates, key=lambda policy: _merit(candidates[policy]))
     paying = [row for row in candidates[best] if pays_off(row)]
     not_paying = [row for row in candidates[best] if not pays_off(row)]
@@ -129,14 +134,25 @@ def verdict(rows: list) -> str:
         advice = "stay with float32 unless memory matters" if saving else "stay with float32"
         return (
             f"No policy pays off on this machine, so {advice}: the best other one, {best}, "
-            f"runs at {_listed([_finding(row) for row in not_paying])}{saving}."
+            f"runs at {_listed([_finding(row) for row in not_paying])}{saving}.{left_out}"
         )
     gains = _listed([f"{row['speed_up']:.2f}x faster on {row['task']}" for row in paying])
     rest = f"; it runs at {_listed([_finding(row) for row in not_paying])}" if not_paying else ""
     return (
         f"{best} pays off on this machine: its steps are {gains} than in float32, "
-        f"with {_same_quality_claim(paying)}{rest}."
+        f"with {_same_quality_claim(paying)}{rest}.{left_out}"
     )
+
+
+def _left_out(rows: list) -> str:
+    """Returns a sentence on each policy that was too slow to be trained."""
+    sentences = [
+        f" {row['policy']} was left out on {row['task']}: its first step ran at {row['first_step_ratio']:.2g}x the "
+        "speed."
+        for row in rows
+        if row.get("shortened") and not row["seeds"] and row.get("first_step_ratio")
+    ]
+    return "".join(sentences)
 
 
 def _merit(rows: list) -> tuple:

@@ -11,6 +11,7 @@ _NOTES = (
     "one's. Skipped: steps left out because a gradient was not finite, in all seeds. Layer outputs: bytes "
     "that all layers return for one training batch, in the dtypes they really return."
 )
+_LEFT_OUT_NOTE = " Of what was left out: the second training step, the first one without compiling."
 _XLA_NOTE = " XLA temporaries: what XLA reserves for the train step beside weights, optimizer state and batch."
 _TEXT_COLUMNS = 2  # task and policy: to the left; numbers go to the right
 
@@ -21,16 +22,22 @@ def columns(rows: list) -> tuple:
     header = ["Task", "Policy", "Quality", "Step ms", "Speed", "Skipped", "Loss scale", "Layer outputs"]
     if with_xla:
         header.append("XLA temporaries")
-    lines, footnotes, not_run = [], [], 0
+    lines, footnotes, marks = [], [], 0
     for row in rows:
         task = f"{row['task']} ({row['quality_name'].removeprefix('held-out ').replace(' per ', '/')})"
-        if row["error"] is not None:
-            not_run += 1
-            footnotes.append(f"({not_run}) {row['task']}, {row['policy']}: {row['error']}")
-            cells = [f"not run ({not_run})"] + ["-"] * (len(header) - _TEXT_COLUMNS - 1)
+        reason = row["error"] or row["shortened"]
+        marks += reason is not None
+        mark = "" if reason is None else f" ({marks})"
+        if reason is not None:
+            footnotes.append(f"({marks}) {row['task']}, {row['policy']}: {reason}")
+        if not row["seeds"]:
+            cells = [f"{'left out' if row['error'] is None else 'not run'}{mark}"]
+            cells += ["-"] * (len(header) - _TEXT_COLUMNS - 1)
+            if row["error"] is None:
+                cells[1:3] = [f"{row['first_step_ms']:.0f}", f"{row['first_step_ratio']:.2f}x"]
         else:
             cells = [
-                _quality_text(row),
+                _quality_text(row) + mark,
                 f"{row['step_time_ms']:.1f}",
                 "-" if row["speed_up"] is None else f"{row['speed_up']:.2f}x",
                 str(row["skipped_steps"]),
@@ -45,13 +52,13 @@ def columns(rows: list) -> tuple:
     return header, lines, footnotes
 
 
-def render(rows: list, title: str, rounds: int, width: int = 110) -> str:
+def render(rows: list, title: str, rounds: str, width: int = 110) -> str:
     """Returns the table, what did not run or not in 16 bits and why, and what the columns mean.
 
     Args:
         rows: As `summary.summarize` returns them.
         title: Goes on top.
-        rounds: Timed steps of each policy.
+        rounds: Timed steps of each policy, in words.
         width: Characters in a line; without rich the table may be wider.
     """
     header, lines, footnotes = columns(rows)
@@ -62,6 +69,8 @@ def render(rows: list, title: str, rounds: int, width: int = 110) -> str:
     notes = _NOTES.format(rounds=rounds)
     if "XLA temporaries" in header:
         notes += _XLA_NOTE
+    if any(row["error"] is None and not row["seeds"] for row in rows):
+        notes += _LEFT_OUT_NOTE
     paragraphs = [*footnotes, notes]
     return "\n\n".join([body, *(textwrap.fill(paragraph, width) for paragraph in paragraphs)])
 

@@ -9,6 +9,13 @@ from mpkeras import _keras_private
 DTYPES = (None, "float16", "bfloat16")
 
 
+def replica() -> int:
+    """Returns the number of the replica that this code runs on; 0 where there is one, or one program for all."""
+    context = tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
+    number = None if context is None else tf.get_static_value(context.replica_id_in_sync_group)
+    return 0 if number is None else int(number)
+
+
 def check_all_reduce_dtype(dtype):
     """Raises `ValueError` unless gradients can be summed in `dtype`."""
     if dtype not in DTYPES:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mpkeras.conversion import apply_policy, layers_of
+from mpkeras.conversion import apply_policy, end_in_float32_layers, layers_of
 from mpkeras.export import formats, loading
 from mpkeras.export.report import ConversionReport
 from mpkeras.policies.policy import Policy
@@ -57,6 +57,7 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     model = loading.load(source, custom_objects)
     was_compiled = loading.is_compiled(source)
     apply_policy(model, policy)
+    end_in_float32_layers(model)
     _give_stock_policies(model)
     source_bytes = source.stat().st_size  # now: `out` may be the same file
     formats.write(model, out, chosen)

@@ -1,4 +1,8 @@
-"""Options that the commands share which read a saved model."""
+"""Options that commands share."""
+
+import argparse
+import math
+from collections.abc import Callable
 
 
 def add_model_options(parser):
@@ -15,3 +19,29 @@ def add_model_options(parser):
         "The current directory is searched, too",
     )
     option("--json", action="store_true", help="print the result as JSON")
+
+
+def count(text: str) -> int:
+    """Returns a whole number of at least 1, as the `type` of an option."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, received {text!r}")
+    return number
+
+
+def positive(unit: str) -> Callable[[str], float]:
+    """Returns what returns a positive, finite number of `unit`, as the `type` of an option."""
+
+    def convert(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"expected a positive number of {unit}, received {text!r}")
+        return number
+
+    return convert

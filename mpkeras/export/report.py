@@ -11,8 +11,7 @@ from mpkeras import _keras_private
 from mpkeras.conversion import layers_of
 from mpkeras.insight.report import Report
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.kernels import missing_kernel_rules
-from mpkeras.policies.rules import layers_to_keep
+from mpkeras.policies.rules import layers_to_keep, layers_without_kernel
 
 _NAMES_SHOWN = 4
 
@@ -30,9 +29,7 @@ def layer_dtypes(model, policy) -> list[LayerDtype]:
     """Returns what each layer of a converted model computes in; inputs and models, which compute nothing, left out."""
     layers = [layer for layer in layers_of(model) if not isinstance(layer, (keras.Model, keras.layers.InputLayer))]
     reasons = {id(layer): f"rule {rule}" for layer, rule in layers_to_keep(model, policy.keep_float32)}
-    classes = {base.__name__ for layer in layers for base in type(layer).__mro__}
-    missing = dict(missing_kernel_rules(policy.compute_dtype, among=classes))
-    for layer, rule in layers_to_keep(model, missing):
+    for layer, rule, _ in layers_without_kernel(model, policy.compute_dtype):
         reasons.setdefault(id(layer), f"no {policy.compute_dtype} kernel for {rule} here")
     return [
         LayerDtype(layer.path or layer.name, type(layer).__name__, layer.compute_dtype, _reason(layer, policy, reasons))

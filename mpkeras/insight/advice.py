@@ -58,7 +58,7 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
     >>> x, y = np.ones((8, 4)), np.ones((8, 1))
     >>> report = mpkeras.advise(model, x, y, measure=False)  # leave it out to measure, within a minute
     >>> print(report)
-    Training steps of model ...
+    Advice for model ...
     >>> model.compile("sgd", "mse", jit_compile=report.jit_compile)
     >>> model = mpkeras.prepare(model, report.policy)
 
@@ -69,7 +69,7 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
     present_jit = _present_jit(model)
     settings = _settings(jit_compile, present_jit)
     if not measure:
-        return AdviceReport(model, [], present_jit, auto.probe(keras.backend.backend()))
+        return unmeasured_advice(model)
     if not getattr(model, "compiled", False):
         raise ValueError(
             f"Expected a compiled model, whose loss and optimizer can be measured. Received: model '{model.name}', "
@@ -79,8 +79,18 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
     return measured_advice(model, x, y, loss_fn, settings=settings, budget_s=budget_s, verbose=verbose)
 
 
-def measured_advice(model, x, y, loss_fn, *, settings=None, budget_s=60.0, verbose=0, rounds=ROUNDS) -> AdviceReport:
-    """Returns the measured advice; as `advise`, with the loss that `mpkeras.make_train_step` takes."""
+def unmeasured_advice(model, file=None) -> AdviceReport:
+    """Returns the advice that needs no data and no time; `file` as in `AdviceReport`."""
+    return AdviceReport(model, [], _present_jit(model), auto.probe(keras.backend.backend()), file=file)
+
+
+def measured_advice(
+    model, x, y, loss_fn, *, settings=None, budget_s=60.0, verbose=0, rounds=ROUNDS, file=None
+) -> AdviceReport:
+    """Returns the measured advice; as `advise`, with the loss that `mpkeras.make_train_step` takes.
+
+    `file` is as in `AdviceReport`.
+    """
     rows = _rows(x)
     present_jit = _present_jit(model)
     devices = auto.probe(keras.backend.backend())
@@ -94,13 +104,14 @@ def measured_advice(model, x, y, loss_fn, *, settings=None, budget_s=60.0, verbo
     if not any(cell.is_measured for cell in cells):
         # The first cell is always begun, so that one of them has failed.
         failure = next(cell for cell in cells if cell.failure is not None)
+        remedy = "Try `model.train_on_batch(x, y)`." if file is None else "Give one that it takes: `--data FILE.npz`."
         raise ValueError(
             f"Expected a batch and a loss that model '{model.name}' can train on. Received: none of {len(cells)} "
-            f"settings could be measured; {failure.name} {failure.failure}. Try `model.train_on_batch(x, y)`."
+            f"settings could be measured; {failure.name} {failure.failure}. {remedy}"
         ) from failure.error
     how = f"{'A copy of the model' if is_copy else 'The model itself'} trained on {rows} examples a step"
     notes.insert(0, f"{how}; all of it took {time.perf_counter() - started:.0f} s.")
-    return AdviceReport(model, cells, present_jit, devices, memory_kind=bench.memory_kind, remarks=notes)
+    return AdviceReport(model, cells, present_jit, devices, memory_kind=bench.memory_kind, remarks=notes, file=file)
 
 
 def grid_of(settings, native_policy: str) -> list:

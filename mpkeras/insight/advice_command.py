@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from mpkeras.export.options import add_model_options
+from mpkeras.export.options import add_model_options, count, positive
 
 _DESCRIPTION = """\
 Measures training steps of a saved model in float32, bfloat16 and float16, compiled and not, and says what to choose.
@@ -31,10 +31,8 @@ def add_parser(subparsers):
     )
     add_model_options(parser)
     option = parser.add_argument
-    option("--batch-size", type=_count, metavar="N", help="examples a step (default: 32, or all of the data)")
-    option(
-        "--budget", type=_seconds, default=60.0, metavar="S", help="seconds for all, compiling included (default: 60)"
-    )
+    option("--batch-size", type=count, metavar="N", help="examples a step (default: 32, or all of the data)")
+    option("--budget", type=positive("seconds"), metavar="S", help="seconds for all, compiling included (default: 60)")
     option("--data", metavar="FILE", help="an .npz file with arrays `x` and `y`: a batch of your own")
     option("--no-measure", action="store_true", help="advice from the device and the layers alone, at once")
     parser.set_defaults(run=run, error=parser.error)
@@ -44,6 +42,10 @@ def run(args) -> int:
     """Measures, prints and returns 0; bad input ends the program through `args.error`, with one line and status 2."""
     from mpkeras.insight.saved_model import advise_saved
 
+    for name in ("data", "batch_size", "budget"):
+        if args.no_measure and getattr(args, name) is not None:
+            option = "--" + name.replace("_", "-")
+            args.error(f"argument --no-measure: not allowed with argument {option}, as nothing is run; leave out one")
     # A bar in a pipe would be a line for each of its steps.
     verbose = int(not args.json and sys.stdout.isatty())
     try:
@@ -51,7 +53,7 @@ def run(args) -> int:
             args.model,
             data=args.data,
             batch_size=args.batch_size,
-            budget_s=args.budget,
+            budget_s=60.0 if args.budget is None else args.budget,
             imports=args.imports,
             measure=not args.no_measure,
             verbose=verbose,
@@ -60,23 +62,3 @@ def run(args) -> int:
         args.error(reason)
     print(json.dumps(report.to_dict(), indent=2) if args.json else report)
     return 0
-
-
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, received {text!r}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, received {text!r}")
-    return number

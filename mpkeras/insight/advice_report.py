@@ -38,6 +38,7 @@ class AdviceReport(Report):
         memory_kind: What the memory of the cells is; `None` if nobody tells.
         present_jit: The `jit_compile` that the model has.
         native_policy: The policy that the device suggests.
+        file: The file that was asked about at the command line, whose words the advice is then in; `None` in Python.
 
     Example:
 
@@ -47,13 +48,15 @@ class AdviceReport(Report):
     ('not measured', True)
     """
 
-    def __init__(self, model, cells, present_jit: bool, devices, *, memory_kind=None, remarks=()):
+    def __init__(self, model, cells, present_jit: bool, devices, *, memory_kind=None, remarks=(), file=None):
         self.cells = list(cells)
         self.present_jit = present_jit
         self.memory_kind = memory_kind
         self.backend = keras.backend.backend()
         self.native_policy, self._native_reason = auto.choose(devices, self.backend)
-        self.title = f"Training steps of model '{model.name}' on {self.backend}"
+        self.file = file
+        about = "Training steps of" if self.cells else "Advice for"
+        self.title = f"{about} model '{model.name}' on {self.backend}" + ("" if self.cells else ", nothing measured")
         self._name, self._remarks = model.name, list(remarks)
         self._computes_in_16_bits = computes_in(model, tuple(_SIXTEEN_BITS.values()))
         self._has_accelerator = any(device.kind != "cpu" for device in devices)
@@ -65,7 +68,9 @@ class AdviceReport(Report):
         else:
             self.bother = self.native_policy != "float32" and self._product_share >= 0.5
             self.policy = self.native_policy if self.bother else "float32"
-            self.jit_compile, self.sureness = present_jit, "not measured"
+            # A CPU gains from 16 bits in a TensorFlow graph alone, and under XLA loses.
+            self.jit_compile = present_jit and (self._has_accelerator or not self.bother)
+            self.sureness = "not measured"
 
     def table(self):
         header = ["Policy", "jit_compile", "Step (ms)", "Quartiles", "Speed", "Memory", "Rounds", ""]
@@ -101,7 +106,7 @@ class AdviceReport(Report):
     def notes(self) -> list:
         if self.decision is None:
             return self._unmeasured_notes()
-        lines = [self._choice(self.decision), *self._sureness_lines(self.decision), self._why()]
+        lines = [self._choice(self.decision), *self._how(), *self._sureness_lines(self.decision), self._why()]
         if self._baseline() is not None:
             lines.append(f"Speed is against float32 with jit_compile={self.present_jit}, as the model has it now.")
         lines.append(f"Memory is {self.memory_kind}." if self.memory_kind else "Nobody here tells how much memory.")
@@ -110,9 +115,7 @@ class AdviceReport(Report):
     def _choice(self, found: Decision) -> str:
         setting = f"{self.policy} with jit_compile={self.jit_compile}"
         if found.because == "none":
-            is_present = self.jit_compile == self.present_jit and not self._computes_in_16_bits
-            stay = "stay with" if is_present else "use"
-            return f"Do not bother with 16 bits: {stay} {setting}. {self._not_worth(found)}"
+            return f"{self._do_not_bother()} {self._not_worth(found)}"
         if found.reference is None:
             return f"Choose {setting}: float32 could not be measured."
         saving = found.memory_saving
@@ -121,6 +124,20 @@ class AdviceReport(Report):
         if found.because == "memory":
             return f"Choose {setting}: it needs {saving:.0%} less memory, and is {speed}."
         return f"Choose {setting}: it is {speed}{memory}."
+
+    def _do_not_bother(self) -> str:
+        is_present = self.jit_compile == self.present_jit and not self._computes_in_16_bits
+        stay = "stay with" if is_present else "use"
+        return f"Do not bother with 16 bits: {stay} {self.policy} with jit_compile={self.jit_compile}."
+
+    def _how(self) -> list:
+        """Returns the commands that follow the advice, for who asked at the command line."""
+        if self.file is None or not self.bother:
+            return []
+        return [
+            f"`mpkeras run --policy {self.policy} SCRIPT` trains so, with `jit_compile` as the script compiles; "
+            f"`mpkeras convert {self.file} --policy {self.policy} OUT.keras` converts the file."
+        ]
 
     def _not_worth(self, found: Decision) -> str:
         best = found.best_16_bit
@@ -170,13 +187,16 @@ class AdviceReport(Report):
 
     def _unmeasured_notes(self) -> list:
         setting = f"{self.policy} with jit_compile={self.jit_compile}"
-        lines = [f"Choose {setting}." if self.bother else f"Do not bother with 16 bits: stay with {setting}."]
+        lines = ["Not measured, and so not sure: this is a guess from the device and the layers alone."]
+        lines += [f"Try {setting}." if self.bother else self._do_not_bother(), *self._how()]
         share = f"{self._product_share:.0%} of the {self._parameters:,} weights are in matrix products"
         lines.append(f"Why: {self._native_reason}; {share}.")
         if self.bother and self._has_accelerator and self._parameters < _SMALL:
             lines.append("A model as small as this may gain nothing: it waits for its kernels to start.")
-        lines.append("Not measured, and so not sure: this is from the device and the layers alone. Leave out")
-        lines.append("`measure=False` to have steps on your own batch timed.")
+        if self.file is None:
+            lines.append("Leave out `measure=False` to have steps on your own batch timed.")
+        else:
+            lines.append("Leave out `--no-measure` to have steps timed, with `--data FILE.npz` on your own batch.")
         return lines + self._remarks
 
     def to_dict(self) -> dict:

@@ -6,11 +6,11 @@ from mpkeras.insight import checks, program_checks
 from mpkeras.insight.audit_report import AuditReport
 from mpkeras.insight.findings import in_order
 from mpkeras.insight.layer_rows import layer_rows
-from mpkeras.insight.programs.forward import forward_pass
+from mpkeras.insight.programs.forward import OPEN_SIZE, forward_pass
 from mpkeras.policies.auto import probe
 
 
-def audit(model, inputs=None, *, batch_size: int = 8) -> AuditReport:
+def audit(model, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE) -> AuditReport:
     """Returns what each layer of a model computes in, what that covers, and what looks wrong.
 
     Per layer: compute and variable dtype, parameters, and how much of the FLOPs is in 16 bits, counted in the program
@@ -25,14 +25,17 @@ def audit(model, inputs=None, *, batch_size: int = 8) -> AuditReport:
             taken. Functional and Sequential models say it themselves, and a subclassed model knows the shapes it was
             built with.
         batch_size: At least 1. The batch for which FLOPs and bytes are counted, where the inputs leave it open.
+        open_size: At least 1. Likewise for each other size that they leave open, such as the length of a sequence;
+            the report says so where it was needed.
 
     Returns:
-        An `AuditReport`: `str()` is a table with the findings under it, `.findings` the findings, `.to_dict()` what
-        JSON can hold, `.plot()` a matplotlib figure.
+        An `AuditReport`: `str()` is a table with the findings under it, `.summary()` the same without the table and the
+        notes, `.findings` the findings, `.to_dict()` what JSON can hold, `.plot()` a matplotlib figure.
 
     Raises:
         TypeError: If `model` is no `keras.Model`.
-        ValueError: If `batch_size` is no whole number of at least 1, or `inputs` hold something without a shape.
+        ValueError: If `batch_size` or `open_size` is no whole number of at least 1, or `inputs` hold something without
+            a shape.
 
     Example:
 
@@ -46,14 +49,17 @@ def audit(model, inputs=None, *, batch_size: int = 8) -> AuditReport:
     >>> print(report.findings[0])
     warning: net/head: Its activation computes in float16, which the default rule 'activation:softmax' keeps ...
     """
-    return audit_with_optimizer(model, getattr(model, "optimizer", None), inputs, batch_size)
+    optimizer = getattr(model, "optimizer", None)
+    return audit_with_optimizer(model, optimizer, inputs, batch_size=batch_size, open_size=open_size)
 
 
-def audit_with_optimizer(model, optimizer, inputs=None, batch_size: int = 8) -> AuditReport:
+def audit_with_optimizer(
+    model, optimizer, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE
+) -> AuditReport:
     """As `audit`, with the optimizer that the model will be trained by, or `None`."""
-    _check_arguments(model, inputs, batch_size)
+    _check_arguments(model, inputs, batch_size, open_size)
     backend = keras.backend.backend()
-    forward = forward_pass(model, inputs, batch_size)
+    forward = forward_pass(model, inputs, batch_size, open_size)
     rows = layer_rows(model, forward)
     findings = [
         *checks.check_variables(model),
@@ -68,16 +74,17 @@ def audit_with_optimizer(model, optimizer, inputs=None, batch_size: int = 8) -> 
     return AuditReport(model.name, backend, rows, in_order(findings), forward)
 
 
-def _check_arguments(model, inputs, batch_size):
+def _check_arguments(model, inputs, batch_size, open_size):
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). Pass the model itself."
         )
-    if type(batch_size) is not int or batch_size < 1:
-        raise ValueError(
-            f"Expected `batch_size` to be a whole number of at least 1. Received: batch_size={batch_size!r}. "
-            "Leave it out for 8."
-        )
+    for name, number, default in (("batch_size", batch_size, 8), ("open_size", open_size, OPEN_SIZE)):
+        if type(number) is not int or number < 1:
+            raise ValueError(
+                f"Expected `{name}` to be a whole number of at least 1. Received: {name}={number!r}. "
+                f"Leave it out for {default}."
+            )
     for value in keras.tree.flatten(inputs):
         if inputs is not None and not (hasattr(value, "shape") and hasattr(value, "dtype")):
             raise ValueError(

@@ -4,13 +4,14 @@ import argparse
 import json
 from pathlib import Path
 
-from mpkeras.export.options import add_model_options
+from mpkeras.export.options import add_model_options, count
 
 _DESCRIPTION = """\
 Says what each layer of a saved model computes in, how much of it is in 16 bits, and what looks wrong.
 
   mpkeras audit model.keras                             the model as it was saved
   mpkeras audit model.keras --policy mixed_bfloat16     as this policy would make it; the file stays as it is
+  mpkeras audit model.keras --summary                   without the table and the notes
 
 Nothing is run, and no data is needed. The environment variable KERAS_BACKEND chooses the backend.
 """
@@ -27,6 +28,14 @@ def add_parser(subparsers):
     add_model_options(parser)
     option = parser.add_argument
     option("--policy", metavar="NAME", help="audit the model as this policy makes it, such as mixed_bfloat16")
+    option("--summary", action="store_true", help="print the sums and what is more than a note, and no table")
+    option(
+        "--open-size",
+        type=count,
+        default=64,
+        metavar="N",
+        help="taken for each size that the inputs leave open, such as the length of a sequence (default: 64)",
+    )
     parser.set_defaults(run=run, error=parser.error)
 
 
@@ -38,6 +47,8 @@ def run(args) -> int:
     from mpkeras.insight.findings import Finding
     from mpkeras.policies.registry import get_policy
 
+    if args.summary and args.json:
+        args.error("argument --summary: not allowed with argument --json, which holds everything; leave out one")
     try:
         policy = None if args.policy is None else get_policy(args.policy)
         custom_objects = loading.import_modules(args.imports)
@@ -47,11 +58,14 @@ def run(args) -> int:
     except (ValueError, TypeError) as reason:
         args.error(reason)
     optimizer, why_not = _saved_optimizer(Path(args.model), custom_objects)
-    report = audit_with_optimizer(model, optimizer)
+    report = audit_with_optimizer(model, optimizer, open_size=args.open_size)
     if why_not is not None:
         what = f"The optimizer in the file is not audited: {why_not}."
         report.findings.append(Finding("note", None, what, "Call `mpkeras.audit` on the compiled model in Python."))
-    print(json.dumps(report.to_dict(), indent=2) if args.json else report)
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print(report.summary() if args.summary else report)
     return 0
 
 

@@ -2,13 +2,14 @@
 
 from mpkeras.insight.findings import SEVERITIES, mebibytes, percent
 from mpkeras.insight.layer_rows import rows_to_show, total
-from mpkeras.insight.programs.forward import ASSUMED_SIZE
 from mpkeras.insight.report import Report
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 
 _UNITS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
 # Beyond it a figure is higher than any screen; the smallest are left out.
 _BARS = 40
+# Of the bytes of weights and outputs: what casts may read and write before it matters.
+_MANY_CASTS = 0.1
 
 
 class AuditReport(Report):
@@ -21,6 +22,8 @@ class AuditReport(Report):
         half_share: Share of the FLOPs in 16 bits, from 0 to 1; `None` where it is not known.
         casts: `{(source, target): (casts, elements)}` between float dtypes; `None` where it is not known.
         input_shapes: The shapes for which this was counted.
+        open_size: What was taken for the sizes that the model leaves open besides that of the batch; `None` where it
+            leaves none.
 
     Example:
 
@@ -38,7 +41,7 @@ class AuditReport(Report):
         self.layers = layers
         self.findings = findings
         self.input_shapes = forward.input_shapes
-        self._assumed = forward.assumed
+        self.open_size = forward.open_size
         self.flops: dict | None = None
         self.half_share: float | None = None
         self.casts: dict | None = None
@@ -68,27 +71,60 @@ class AuditReport(Report):
         variables = ", ".join(row.weight_bytes) or "-"
         return [row.path, row.class_name, computes, variables, f"{row.parameters:,}", flops, half]
 
+    def summary(self) -> str:
+        """Returns the short form: how many layers compute in what, the sums, and what is more than a note.
+
+        Example:
+
+        >>> print(mpkeras.audit(keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])).summary())
+        Audit of 'sequential...' on the ... backend
+        Layers: 1 in float32.
+        ...
+        Findings: 1 note
+        """
+        dtypes = [row.compute_dtype for row in self.layers if not row.is_container]
+        counts = [f"{dtypes.count(dtype)} in {dtype}" for dtype in dict.fromkeys(dtypes)]
+        grave = [str(finding) for finding in self.findings if finding.severity != "note"]
+        lines = [self.title, f"Layers: {', '.join(counts) or 'none'}.", *self._sums(), self._found(), *grave]
+        return "\n".join(lines)
+
     def notes(self) -> list:
+        return [*self._sums(), "", self._found(), *map(str, self.findings)]
+
+    def _found(self) -> str:
+        counts = {name: sum(finding.severity == name for finding in self.findings) for name in SEVERITIES}
+        found = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n)
+        return f"Findings: {found or 'none'}"
+
+    def _sums(self) -> list:
         lines = []
         if self.flops is not None:
             all_flops = sum(self.flops.values())
             shapes = ", ".join(map(str, self.input_shapes))
             line = f"{_large(all_flops)} FLOPs in a forward pass on inputs {shapes}"
             line += f", {percent(self.half_share or 0.0)} in 16 bits."
-            lines.append(line + f" Open sizes were taken as {ASSUMED_SIZE}." * self._assumed)
+            if self.open_size is not None:
+                line += f" Open sizes were taken as {self.open_size}; `open_size` gives another."
+            lines.append(line)
             lines.append(f"Casts between float dtypes: {self._casts(self.casts or {})}.")
         lines.append(f"Weights: {_by_dtype(total(self.layers, 'weight_bytes'))}.")
         if self.flops is not None:
             lines.append(f"Outputs of layers: {_by_dtype(total(self.layers, 'output_bytes'))}.")
-        counts = {name: sum(finding.severity == name for finding in self.findings) for name in SEVERITIES}
-        found = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n)
-        return [*lines, "", f"Findings: {found or 'none'}", *map(str, self.findings)]
+        return lines
 
     def _casts(self, casts: dict) -> str:
+        if not casts:
+            return "none"
+        moved = sum(bytes_of((n,), source) + bytes_of((n,), target) for (source, target), (_, n) in casts.items())
+        others = sum(sum(total(self.layers, name).values()) for name in ("weight_bytes", "output_bytes"))
+        if moved < _MANY_CASTS * others:
+            return "few, which cost little"
         kinds = [f"{n} {source} to {target}" for (source, target), (n, _) in sorted(casts.items())]
-        number = sum(n for n, _ in casts.values())
-        elements = sum(elements for _, elements in casts.values())
-        return f"{number} ({', '.join(kinds)}), of {_large(elements)} numbers" if kinds else "none"
+        return (
+            f"{', '.join(kinds)}; they read and write {mebibytes(moved)}, beside {mebibytes(others)} of weights and "
+            "outputs. That matters where steps are not compiled: XLA and `torch.compile` fuse most casts into what "
+            "is around them"
+        )
 
     def to_dict(self) -> dict:
         casts = self.casts and [
@@ -99,6 +135,7 @@ class AuditReport(Report):
             "model": self.name,
             "backend": self.backend,
             "input_shapes": [list(shape) for shape in self.input_shapes],
+            "open_size": self.open_size,
             "flops": self.flops,
             "half_share": self.half_share,
             "casts": [] if self.casts == {} else casts,

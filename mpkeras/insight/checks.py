@@ -3,7 +3,7 @@
 import keras
 
 from mpkeras import _keras_private
-from mpkeras.conversion import CAST_NAME, computes_in, layers_of, scales_loss
+from mpkeras.conversion import computes_in, layers_of, scales_loss, without_cast
 from mpkeras.insight.findings import Finding, listed
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies import auto, penalties, products
@@ -161,10 +161,11 @@ def _last_layers(model) -> set | None:
     ends = set()
     waiting = keras.tree.flatten(_keras_private.output_structure(graph))
     while waiting:
-        layer, node = _keras_private.made_by(waiting.pop())
+        output = waiting.pop()
+        layer, _ = _keras_private.made_by(output)
         ends.add(id(layer))
-        if isinstance(layer, keras.layers.Layer) and layer.name.startswith(CAST_NAME):
-            waiting.extend(_keras_private.inputs_of_call(layer, node))
+        if without_cast(output) is not output:
+            waiting.append(without_cast(output))
         elif isinstance(layer, keras.Model):
             ends |= _last_layers(layer) or {id(inner) for inner in layers_of(layer)}
         elif isinstance(layer, keras.layers.Wrapper):

@@ -74,11 +74,10 @@ def _backward(observed, loss_scale):
                 f"the gradient of layer '{path}' {where} is not finite at a loss scale of {loss_scale:g}, "
                 f"while that of its output is (up to {largest:.3g})",
             )
-    last = observed.calls[-1]
     for call in reversed(observed.calls):
         if not _finite(call.output_grads):
             path = _path(call)
-            origin = "the loss" if call is last else "what is behind it"
+            origin = "the loss" if call is observed.calls[-1] else "what is behind it"
             return Culprit(
                 "gradient",
                 path,

@@ -1,6 +1,7 @@
 """`trace_numerics`: the range of every layer, forward and backward, and the first culprit."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -8,16 +9,16 @@ import numpy as np
 from mpkeras import _keras_private
 from mpkeras.conversion import compute_dtypes, layers_of, recorded
 from mpkeras.insight.culprit import find_culprit
+from mpkeras.insight.gradient_loss import lost_share
 from mpkeras.insight.numerics_report import LayerNumerics, NumericsReport
 from mpkeras.insight.observation import observe
-from mpkeras.insight.ranges import Range, overflow_limit, overflow_share, underflow_limit, underflow_share
+from mpkeras.insight.ranges import Range, overflow_share, underflow_limit, underflow_share
+from mpkeras.insight.scale_window import scale_window
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.quantized import bound_layers
 from mpkeras.policies.rules import set_layer_policy
 from mpkeras.scalars import number
-
-# Of the gradients that are not zero in float32, so many may round to zero before a scale counts as too small.
-_UNDERFLOW_SHARE = 1e-3
 
 
 def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> NumericsReport:
@@ -25,8 +26,9 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> 
 
     Each layer that computes in 16 bits is also run in float32 on the same inputs: a value that is inf or NaN only in
     16 bits has overflowed, one that is zero only in 16 bits has underflowed. A second pass, all in float32, gives the
-    gradients as they should be, and with them the loss scales that suit. The model is exactly as before afterwards,
-    random generators and statistics included.
+    gradients as they should be, and with them the loss scales that suit. Where the present scale may lose more of the
+    weights' gradient than matters, further float32 passes with rounded gradients find out. The model is exactly as
+    before afterwards, random generators and statistics included.
 
     Args:
         model: A `keras.Model` of any kind, compiled with a loss if `y` is given.
@@ -61,17 +63,27 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> 
         loss_scale = _scale_of(model)
     if not _keras_private.is_built(model):
         model(x)  # As `fit` would; after it there are variables.
-    observed = observe(model, x, y, sample_weight, loss_scale=loss_scale, references=True)
+    run = functools.partial(observe, model, x, y, sample_weight)
+    observed = run(loss_scale=loss_scale, references=True)
     with _in_float32(model):
-        reference = observe(model, x, y, sample_weight)
+        reference = run()
     layers = [_of_call(call, twin, loss_scale) for call, twin in zip(observed.calls, reference.calls, strict=True)]
     _add_weights(layers, observed, reference)
+
+    def run_rounded(rounded):
+        with _in_float32(model):
+            return run(rounded=rounded)
+
+    window = None
+    if y is not None:
+        window = scale_window(model, observed, reference, loss_scale, lambda s: run(loss_scale=s), run_rounded)
     return NumericsReport(
         layers,
         find_culprit(observed, reference, loss_scale),
         loss=observed.loss,
         loss_scale=loss_scale if y is not None else None,
-        window=None if y is None else _window(layers, reference),
+        window=None if window is None else (window.smallest, window.highest),
+        lost=window.lost if window is not None else {},
         compute_dtypes=compute_dtypes(model),
     )
 
@@ -108,8 +120,9 @@ def _scale_of(model) -> float:
 def _in_float32(model):
     put_back = recorded(model)
     try:
+        bound = bound_layers(model, "float32")
         for layer in layers_of(model):
-            if layer.quantization_mode is None:
+            if id(layer) not in bound:
                 set_layer_policy(layer, keras.DTypePolicy("float32"))
         yield
     finally:
@@ -134,6 +147,7 @@ def _of_call(call, twin, loss_scale: float) -> LayerNumerics:
         grads=Range.of([*call.input_grads, *call.output_grads]),
         true_grads=Range.of(true_grads),
         grad_underflow=_rounds_to_zero(true_grads, call.compute_dtype, loss_scale),
+        grad_loss=_loss(true_grads, call.compute_dtype, loss_scale),
     )
 
 
@@ -152,6 +166,10 @@ def _rounds_to_zero(grads, dtype: str, loss_scale: float) -> float:
     return float(np.mean(nonzero * loss_scale <= underflow_limit(dtype)))
 
 
+def _loss(grads, dtype: str, loss_scale: float) -> float:
+    return lost_share(grads, dtype, loss_scale) if dtype in SIXTEEN_BIT_DTYPES else 0.0
+
+
 def _add_weights(layers, observed, reference):
     """Adds the gradients of each layer's own weights to what is known of its last call."""
     last = {id(call.layer): layer for call, layer in zip(observed.calls, layers, strict=True)}
@@ -161,26 +179,3 @@ def _add_weights(layers, observed, reference):
         own = [found[id(v)] for v in _keras_private.own_variables(call.layer) if id(v) in found]
         last[id(call.layer)].weight_grads = Range.of(grad for grad, _ in own)
         last[id(call.layer)].true_weight_grads = Range.of(true_grad for _, true_grad in own)
-
-
-def _window(layers, reference):
-    """Returns the smallest and largest powers of two that suit as loss scale; `None` where nothing is in 16 bits."""
-    half = [layer for layer in layers if layer.compute_dtype in SIXTEEN_BIT_DTYPES]
-    largest_grads = [
-        (max(layer.true_grads.max_abs, layer.true_weight_grads.max_abs), layer.compute_dtype) for layer in half
-    ]
-    highest = [overflow_limit(dtype) / grad for grad, dtype in largest_grads if grad > 0]
-    if not highest:
-        return None
-    paths = {(layer.path, layer.number): layer.compute_dtype for layer in half}
-    grads = [
-        np.abs(grad[np.isfinite(grad) & (grad != 0)], dtype="float64") / underflow_limit(paths[key])
-        for call in reference.calls
-        if (key := (call.layer.path or call.layer.name, call.number)) in paths
-        for grad in (*call.input_grads, *call.output_grads)
-        if grad is not None
-    ]
-    # At this scale a share of _UNDERFLOW_SHARE of the gradients is at the limit below which they round to zero.
-    grads = np.concatenate(grads) if grads else np.zeros(0)
-    lowest = 1.0 / np.quantile(grads, _UNDERFLOW_SHARE) if grads.size else 0.0
-    return 2.0 ** np.ceil(np.log2(max(lowest, 2.0**-126))), 2.0 ** (np.ceil(np.log2(min(highest))) - 1)

@@ -29,6 +29,8 @@ class LayerNumerics:
         overflow: Share of outputs that are inf or NaN, and finite in float32 on the same inputs.
         underflow: Share of outputs that are zero, and not zero in float32 on the same inputs.
         grad_underflow: Share of the gradients, of those that are not zero, that round to zero at the loss scale.
+        grad_loss: Share of the gradient that this layer loses at the loss scale, by the norm: many tiny numbers beside
+            a large one are next to nothing.
     """
 
     path: str
@@ -44,6 +46,7 @@ class LayerNumerics:
     grads: Range
     true_grads: Range
     grad_underflow: float
+    grad_loss: float
     weight_grads: Range = _NOTHING
     true_weight_grads: Range = _NOTHING
 
@@ -69,9 +72,10 @@ class NumericsReport(Report):
         culprit: Where inf or NaN began, a `Culprit`; `None` where all is finite.
         loss: The loss, not scaled; `None` without labels.
         loss_scale: The factor on it; `None` without labels.
-        window: `(smallest, largest)` loss scale: powers of two between which no gradient overflows and less than
-            0.1 % of them underflow. The smallest is above the largest where no scale does both. `None` without
-            labels, and where no layer computes in 16 bits.
+        window: `(smallest, largest)` loss scale: powers of two between which no gradient overflows and no layer loses
+            more than a tenth of the gradient of its weights, by the norm. The smallest is above the largest where no
+            scale does both. `None` without labels, and where no layer computes in 16 bits.
+        lost: `{path of the layer: share}` of the gradients that more than a tenth is lost of at the loss scale.
 
     Example:
 
@@ -87,12 +91,13 @@ class NumericsReport(Report):
 
     title = "Ranges by layer, in the order of data flow"
 
-    def __init__(self, layers, culprit, *, loss, loss_scale, window, compute_dtypes):
+    def __init__(self, layers, culprit, *, loss, loss_scale, window, compute_dtypes, lost=None):
         self.layers = layers
         self.culprit = culprit
         self.loss = loss
         self.loss_scale = loss_scale
         self.window = window
+        self.lost = lost or {}
         self._compute_dtypes = compute_dtypes
 
     @property
@@ -111,7 +116,7 @@ class NumericsReport(Report):
     def table(self):
         header = ["Layer", "Class", "Computes in", "Largest output", "Overflow", "Underflow"]
         if self.loss_scale is not None:
-            header += ["Largest gradient", "Gradient underflow"]
+            header += ["Largest gradient", "Gradient lost"]
         return header, [self._row(layer) for layer in self.layers]
 
     def _row(self, layer) -> list:
@@ -119,7 +124,7 @@ class NumericsReport(Report):
         row = [name, layer.class_name, layer.compute_dtype, _magnitude(layer.outputs)]
         row += [_percent(layer.overflow), _percent(layer.underflow)]
         if self.loss_scale is not None:
-            row += [_magnitude(layer.grads), _percent(layer.grad_underflow)]
+            row += [_magnitude(layer.grads), _percent(layer.grad_loss)]
         return row
 
     def notes(self) -> list:
@@ -146,21 +151,31 @@ class NumericsReport(Report):
         smallest, highest = self.window
         if smallest > highest:
             return [
-                f"No loss scale suits: from {_power(highest * 2)} on gradients overflow, below {_power(smallest)} "
-                "more than 0.1 % of them are lost. Train in 'mixed_bfloat16', or keep the layers with the largest "
-                "gradients in float32."
+                f"No loss scale suits: from {_power(highest * 2)} on gradients overflow, and below {_power(smallest)} "
+                f"{self._losing()}. Train in 'mixed_bfloat16', or keep the layers with the largest gradients in "
+                "float32."
             ]
         lines = [
-            f"Loss scales from {_power(smallest)} to {_power(highest)} suit: no gradient overflows, and under 0.1 % of "
-            "them are lost."
+            f"Loss scales from {_power(smallest)} to {_power(highest)} suit: no gradient overflows, and no layer loses "
+            "more than a tenth of its gradient."
         ]
         if self.loss_scale < smallest:
             lines.append(
-                f"The loss scale of {self.loss_scale:g} is too small: scale the loss, `loss_scale={highest:g}`."
+                f"The loss scale of {self.loss_scale:g} is too small: {self._losing()}. Scale the loss, "
+                f"`loss_scale={f'2.0**{round(np.log2(highest))}' if highest > 2**20 else f'{highest:g}'}`."
             )
         elif self.loss_scale > highest:
             lines.append(f"The loss scale of {self.loss_scale:g} is too large; a dynamic one comes down by itself.")
         return lines
+
+    def _losing(self) -> str:
+        """Returns which layers lose how much at the present scale."""
+        if not self.lost:  # it is so large that it overflows
+            return "gradients are lost"
+        path, share = next(iter(self.lost.items()))
+        others = len(self.lost) - 1
+        more = f", and {others} more lose over a tenth" if others else ""
+        return f"layer '{path}' loses {_percent(share)} of its gradient{more}"
 
     def to_dict(self) -> dict:
         return {
@@ -168,6 +183,7 @@ class NumericsReport(Report):
             "loss": self.loss if self.loss is None or np.isfinite(self.loss) else str(self.loss),
             "loss_scale": self.loss_scale,
             "window": None if self.window is None else list(map(float, self.window)),
+            "lost": self.lost,
             "culprit": None if self.culprit is None else dataclasses.asdict(self.culprit),
             "rules": list(self.rules),
             "remedies": self.remedies(),
@@ -244,4 +260,4 @@ def _percent(share: float) -> str:
 
 
 def _power(scale: float) -> str:
-    return f"{scale:g}" if scale >= 1 else f"2^{round(np.log2(scale))}"
+    return f"{scale:g}" if 1 <= scale <= 2**20 else f"2^{round(np.log2(scale))}"

@@ -12,9 +12,10 @@ from keras import ops
 
 from mpkeras import _keras_private
 from mpkeras.conversion import layers_of
-from mpkeras.insight.wrapped_calls import STEPPING, wrapped_calls
+from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
 from mpkeras.policies import products
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
+from mpkeras.policies.quantized import is_quantized
 
 
 @dataclasses.dataclass
@@ -49,7 +50,9 @@ class Observation:
     variable_grads: list
 
 
-def observe(model, x, y=None, sample_weight=None, *, loss_scale: float = 1.0, references: bool = False) -> Observation:
+def observe(
+    model, x, y=None, sample_weight=None, *, loss_scale: float = 1.0, references: bool = False, rounded=None
+) -> Observation:
     """Runs `model` forward, as in training, and backward where there are labels, and returns what it saw.
 
     Weights, statistics, random generators and metrics are as before afterwards.
@@ -59,6 +62,7 @@ def observe(model, x, y=None, sample_weight=None, *, loss_scale: float = 1.0, re
         x, y, sample_weight: A batch, as for `train_on_batch`.
         loss_scale: The factor on the loss, by which all gradients are multiplied.
         references: Whether each 16-bit layer is also run in float32, on the same inputs.
+        rounded: A function of a layer and a tensor that it reads or returns; what it returns takes the tensor's place.
     """
     backend = importlib.import_module(f"mpkeras.insight._{keras.backend.backend()}")
     calls: list = []
@@ -68,7 +72,12 @@ def observe(model, x, y=None, sample_weight=None, *, loss_scale: float = 1.0, re
         clock = itertools.count()
         paused: list = []
         found = found if references else None
-        return lambda layer: _observed_call(layer, calls, taps, tap_input, tap_output, found, clock, paused)
+
+        def of_layer(layer):
+            tap_in, tap_out = _taps(layer, tap_input, tap_output, rounded)
+            return _observed_call(layer, calls, taps, tap_in, tap_out, found, clock, paused)
+
+        return of_layer
 
     def run(tap_input, tap_output):
         calls.clear()
@@ -91,6 +100,13 @@ def observe(model, x, y=None, sample_weight=None, *, loss_scale: float = 1.0, re
         (v, None if g is None else _array(g)) for v, g in zip(model.trainable_variables, variable_grads, strict=True)
     ]
     return Observation(sorted(calls, key=lambda call: call.end), loss, grads)
+
+
+def _taps(layer, tap_input, tap_output, rounded) -> tuple:
+    """Returns the two taps of a layer, with `rounded` on the side from which the gradient comes."""
+    if rounded is None:
+        return tap_input, tap_output
+    return lambda tensor: rounded(layer, tap_input(tensor)), lambda tensor: rounded(layer, tap_output(tensor))
 
 
 def observed_layers(model) -> list:
@@ -120,7 +136,7 @@ def _array(tensor):
 
 
 def _observed_call(layer, calls, taps, tap_input, tap_output, references, clock, paused):
-    call = layer.call
+    call = call_of(layer)
     numbers = itertools.count()
 
     def tapped(value, tap, numbers_of_taps):
@@ -160,6 +176,8 @@ def _in_float32(layer, args, kwargs):
     """Returns what `layer` makes of the same inputs in float32; `None` where this is no comparison."""
     layers = _keras_private.flatten_layers(layer, include_self=True)
     draws = any(_keras_private.own_seed_generators(inner) for inner in layers)
+    if any(map(is_quantized, layers)):
+        return None  # There are no other kernels.
     if draws or any(isinstance(inner.dtype_policy, keras.dtype_policies.DTypePolicyMap) for inner in layers):
         return None
 

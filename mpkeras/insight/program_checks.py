@@ -9,8 +9,7 @@ from mpkeras.insight.layer_rows import total
 from mpkeras.policies import mixing
 from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.kernels import missing_kernel_rules
-from mpkeras.policies.rules import layers_to_keep
+from mpkeras.policies.rules import layers_to_keep, layers_without_kernel
 
 # Of all FLOPs: what a float32 layer may cost before it is a warning.
 _DEAR = 0.05
@@ -123,11 +122,10 @@ def _name(row) -> str:
 
 def _kept_with_reason(model) -> set:
     """Returns the `id`s of the layers that a default rule, or a missing kernel, keeps in float32."""
-    rules = [*default_rules()]
-    classes = {base.__name__ for layer in layers_of(model) for base in type(layer).__mro__}
+    kept = {id(layer) for layer, _ in layers_to_keep(model, default_rules())}
     for dtype in compute_dtypes(model) & set(SIXTEEN_BIT_DTYPES):
-        rules.extend(rule for rule, _ in missing_kernel_rules(dtype, among=classes))
-    return {id(layer) for layer, _ in layers_to_keep(model, rules)}
+        kept.update(id(layer) for layer, *_ in layers_without_kernel(model, dtype))
+    return kept
 
 
 def _remedy(row, model) -> str:

@@ -44,7 +44,7 @@ class Report(abc.ABC):
     def __str__(self) -> str:
         header, rows = self.table()
         try:
-            text = rich_text(header, rows, self.title)
+            text = self.title if not rows else rich_text(header, rows, self.title)
         except ImportError:
             text = plain_text(header, rows, self.title, left_columns=len(header))
         return "\n".join([text, "", *self.notes()]).rstrip()

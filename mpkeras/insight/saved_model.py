@@ -9,7 +9,7 @@ from keras import ops
 
 from mpkeras import _keras_private
 from mpkeras.export import loading
-from mpkeras.insight.advice import advise, loss_and_targets, measured_advice
+from mpkeras.insight.advice import loss_and_targets, measured_advice, unmeasured_advice
 from mpkeras.insight.advice_report import AdviceReport
 
 _BATCH_SIZE = 32
@@ -34,7 +34,7 @@ def advise_saved(
     custom_objects = loading.import_modules(imports)
     model = loading.load(path, custom_objects=custom_objects)
     if not measure:
-        return advise(model, None, measure=False)
+        return unmeasured_advice(model, file=path)
     if data is None:
         x, y = random_inputs(model, batch_size or _BATCH_SIZE), None
         about = "The inputs were random numbers"
@@ -50,10 +50,10 @@ def advise_saved(
         missing = "no targets" if is_compiled else "no loss in the file"
         remarks = [
             f"{about}; the mean square of the outputs stood in for the loss: {missing}.",
-            "Whether float16 trains on your data, `mpkeras.trace_numerics` says.",
+            "Whether float16 trains on your data, `mpkeras.trace_numerics` says, in Python.",
         ]
         loss_fn, y = mean_square, None
-    report = measured_advice(model, x, y, loss_fn, budget_s=budget_s, verbose=verbose)
+    report = measured_advice(model, x, y, loss_fn, budget_s=budget_s, verbose=verbose, file=path)
     for line in remarks:
         report.add_remark(line)
     return report
@@ -100,7 +100,8 @@ def _read(model, data, batch_size) -> tuple:
     try:
         with np.load(data, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+    # A `.npy` file holds one array, which is no context manager: a TypeError, in Python 3.10 an AttributeError.
+    except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"Expected an `.npz` file of arrays. Received: '{data}' ({type(error).__name__}: "
             f"{loading.shortened(str(error), 120)}). {remedy}"
@@ -113,10 +114,8 @@ def _read(model, data, batch_size) -> tuple:
     elif names and len(found) == len(names):
         x = keras.tree.map_structure(lambda tensor: found[tensor.name], _keras_private.input_structure(graph))
     else:
-        raise ValueError(
-            f"Expected an array `x`, or one for each of the inputs {names}. Received: '{data}' with "
-            f"{sorted(arrays)}. {remedy}"
-        )
+        by_name = f", or one for each of the inputs {names}" if names else ""
+        raise ValueError(f"Expected an array `x`{by_name}. Received: '{data}' with {sorted(arrays)}. {remedy}")
     y = arrays.get("y")
     batch = (x, y) if y is not None else (x,)
     if any(array.ndim == 0 or not len(array) for array in keras.tree.flatten(batch)):

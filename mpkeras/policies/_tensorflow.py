@@ -1,4 +1,6 @@
-"""The accelerators that TensorFlow sees."""
+"""The accelerators that TensorFlow sees, and trials that run on them."""
+
+import concurrent.futures
 
 import tensorflow as tf
 
@@ -23,3 +25,27 @@ def accelerators() -> list[Device]:
             )
         )
     return devices
+
+
+def run_eagerly(function, *arguments):
+    """Runs `function(*arguments)` at once, also where a graph is being traced."""
+    if tf.executing_eagerly():
+        function(*arguments)
+        return
+    # Not in `tf.init_scope`, where no tape records. Another thread traces nothing.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
+        executor.submit(function, *arguments).result()
+
+
+def run_gradient(function, tensor, jit_compile: bool):
+    """Differentiates the sum of `function(tensor)`, in a graph, with XLA or without."""
+
+    @tf.function(jit_compile=jit_compile, autograph=False)
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(tf.cast(function(x), tf.float32))
+        return tape.gradient(total, x)
+
+    # Not `gradient(tensor)`: TensorFlow warns of whoever calls one function after another.
+    gradient.get_concrete_function(tensor)(tensor)

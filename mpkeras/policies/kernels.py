@@ -74,6 +74,27 @@ _TRIALS = {
 }
 
 
+@functools.cache
+def _resize_trials(interpolation: str) -> tuple:
+    return (
+        functools.partial(_try_gradient_of_resize, interpolation, False),
+        functools.partial(_try_gradient_of_resize, interpolation, True),
+    )
+
+
+def _try_gradient_of_resize(interpolation: str, jit_compile: bool, dtype):
+    """On TensorFlow resizing returns float32, and its gradient, too: XLA meets it where a `relu` expects 16 bits.
+
+    `ScaleAndTranslate`, which "lanczos3" and "lanczos5" rest on, has no gradient by 16-bit images at all (Keras 3.15).
+    """
+    from mpkeras.policies import _tensorflow
+
+    policy = keras.DTypePolicy(stock_name(dtype, "float32"))
+    layer = keras.layers.UpSampling2D(2, data_format="channels_last", interpolation=interpolation, dtype=policy)
+    x = ops.ones((1, 2, 2, 1), dtype)
+    _tensorflow.run_gradient(lambda x: layer(ops.relu(x)), x, jit_compile)
+
+
 def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str], ...]:
     """Returns `(rule, reason)` for the layers that raise in `compute_dtype` on the active backend and device.
 
@@ -99,19 +120,46 @@ def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str
     return tuple(rows)
 
 
+def missing_kernel_of(layer, compute_dtype: str) -> str | None:
+    """Returns why `layer`, as it was made, raises in `compute_dtype` where others of its class do not; `None` if not.
+
+    The step may be compiled by XLA, as Keras does by default on TensorFlow, whatever is known of it now: a layer that
+    XLA refuses is named, too.
+    """
+    if keras.backend.backend() != "tensorflow" or not isinstance(layer, keras.layers.UpSampling2D):
+        return None
+    if compute_dtype not in SIXTEEN_BIT_DTYPES or layer.interpolation == "nearest":
+        return None
+    errors = [_error(trial, compute_dtype, "tensorflow") for trial in _resize_trials(layer.interpolation)]
+    found = [error for error in errors if error is not None]
+    if not found:
+        return None
+    return f"interpolation={layer.interpolation!r} fails in {compute_dtype} on tensorflow and this device: {found[0]}"
+
+
 @functools.cache
 def _error(trial, compute_dtype: str, backend: str) -> str | None:
     """Returns the first line of what `trial` raised; `None` if it works, or fails in float32 as well."""
-    del backend  # Part of the key.
+    run = functools.partial(_eagerly, backend)
     try:
-        trial(compute_dtype)
+        run(trial, compute_dtype)
     except Exception as error:  # Each backend has exceptions of its own for a missing kernel.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         message = (lines[0] if lines else type(error).__name__)[:200]
     else:
         return None
     try:
-        trial("float32")
+        run(trial, "float32")
     except Exception:
         return None  # Float32 is no remedy: the operation itself is at fault.
     return message
+
+
+def _eagerly(backend: str, trial, dtype: str):
+    """Runs `trial(dtype)`. Layers that come into being late are met while a step is traced, where nothing runs."""
+    if backend == "tensorflow":
+        from mpkeras.policies import _tensorflow
+
+        _tensorflow.run_eagerly(trial, dtype)
+    else:
+        trial(dtype)

@@ -79,8 +79,11 @@ def has_own_call(layer) -> bool:
 
 def refused(layer, args, kwargs, error) -> str | None:
     """Returns what `layer` mixes where its `call` raised `error`, in a sentence; `None` for another error."""
+    # What a layer inside has said, as an error or as a warning taken for one, is no refusal of this layer.
+    if isinstance(error, (MixedDtypesError, Warning)):
+        return None
     both = _dtypes_in(str(error))
-    if isinstance(error, MixedDtypesError) or len(both) < 2 or layer.compute_dtype not in both:
+    if len(both) < 2 or layer.compute_dtype not in both:
         return None
     return _what(layer, both, _other_dtypes(layer, args, kwargs))
 

@@ -30,6 +30,11 @@ class _Settings:
     loss_scale: loss_scaling.LossScale | None
     reason: str | None = dataclasses.field(default=None, compare=False)
 
+    def comparable(self) -> "_Settings":
+        """Returns the same settings with names in the place of classes, as a file has them."""
+        named = tuple(rules.written(rule) if isinstance(rule, type) else rule for rule in self.keep_float32)
+        return dataclasses.replace(self, keep_float32=named)
+
 
 @keras.saving.register_keras_serializable(package="mpkeras")
 class Policy(keras.DTypePolicy):
@@ -44,9 +49,11 @@ class Policy(keras.DTypePolicy):
         compute_dtype: Dtype of the arithmetic: `"float16"`, `"bfloat16"`, `"float32"` or `"float64"`.
             A new name needs it.
         variable_dtype: Dtype of the weights, from the same list. A new name needs it.
-        keep_float32: Rules for the layers that stay in float32: each a layer class name (`"Softmax"`),
-            `"activation:softmax"` or `"path:REGEX"`. `None`: the registered rules, and for a new name
-            `mpkeras.policies.default_rules()` if `compute_dtype` has 16 bits, none otherwise.
+        keep_float32: Rules for the layers that stay in float32: each a layer class or its name (`"Softmax"`, by any
+            name that it has in `keras.layers`), `"activation:softmax"`, `"path:REGEX"`, searched in `layer.path`, or
+            a layer. A rule of your own that matches nothing in a model is named in a warning, once. `None`: the
+            registered rules, and for a new name `mpkeras.policies.default_rules()` if `compute_dtype` has 16 bits,
+            none otherwise.
         loss_scale: `"dynamic"`, a number (fixed), a `LossScale`, or `None` for no scaling. `"auto"`: the
             registered setting, and for a new name `"dynamic"` if `compute_dtype` is `"float16"` (its
             smallest normal number is 6.1e-5, many gradients are smaller), `None` otherwise.
@@ -125,8 +132,8 @@ class Policy(keras.DTypePolicy):
         return None
 
     @property
-    def keep_float32(self) -> tuple[str, ...]:
-        """The rules for the layers that stay in float32."""
+    def keep_float32(self) -> tuple:
+        """The rules for the layers that stay in float32, as they were given."""
         return self._settings.keep_float32
 
     @property
@@ -139,7 +146,7 @@ class Policy(keras.DTypePolicy):
         """Why `mixed_auto` chose these dtypes; `None` for other policies."""
         return self._settings.reason
 
-    def keeps_float32(self, layer) -> str | None:
+    def keeps_float32(self, layer):
         """Returns the first rule that keeps a layer in float32, or `None`.
 
         Args:
@@ -190,7 +197,7 @@ class Policy(keras.DTypePolicy):
             "name": self.name,
             "compute_dtype": self.compute_dtype,
             "variable_dtype": self.variable_dtype,
-            "keep_float32": list(self.keep_float32),
+            "keep_float32": rules.serialized(self.keep_float32),
             "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
         }
         if self.reason is not None:
@@ -225,10 +232,10 @@ class Policy(keras.DTypePolicy):
 
     def __hash__(self):
         # Not the loss scale: a rule of the user's own may not be hashable.
-        return hash((self.name, self.compute_dtype, self.variable_dtype, self.keep_float32))
+        return hash((self.name, self.compute_dtype, self.variable_dtype, self._settings.comparable().keep_float32))
 
     def _key(self):
-        return self._settings, ()
+        return self._settings.comparable(), ()
 
     def __repr__(self):
         return (
@@ -270,7 +277,9 @@ class LayerPolicy(Policy, keras.dtype_policies.DTypePolicyMap):
         return cls._from_settings(policy._settings, entries)
 
     def _key(self):
-        return self._settings, tuple(sorted((path, repr(policy)) for path, policy in self._policy_map.items()))
+        return self._settings.comparable(), tuple(
+            sorted((path, repr(policy)) for path, policy in self._policy_map.items())
+        )
 
     # `MutableMapping` would make it unhashable, false when it has no entries, and print as a map.
     __eq__ = Policy.__eq__

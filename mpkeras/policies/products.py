@@ -7,6 +7,7 @@ is saved so. Its `call` alone multiplies in 16 bits, and hands the activation a 
 
 import functools
 import weakref
+from typing import NamedTuple
 
 import keras
 from keras import ops
@@ -36,8 +37,22 @@ MIN_PARAMETERS = 4096
 # As an expression it is found in no path, so plain Keras gives the layer the map's default: float32.
 _MARK = "mpkeras: product in 16 bits(?!)"
 
-# Layer -> the policy that it had, in whose compute dtype its product is.
-_product_policies: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+class _Split(NamedTuple):
+    policy: keras.DTypePolicy  # what the layer had: its product is in the compute dtype of it
+    stand_in: keras.DTypePolicy  # what it was given
+
+
+_splits: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_COVERED = ("activation", "call", "get_config", "quantize", "autocast")
+
+
+def layer_policy(layer) -> keras.DTypePolicy:
+    """Returns the policy that `layer` follows: its own entry, where it has a `DTypePolicyMap`."""
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and layer.path:
+        policy = policy[layer.path]
+    return policy
 
 
 def can_split(layer) -> bool:
@@ -53,7 +68,8 @@ def can_split(layer) -> bool:
 
 
 def is_split(layer) -> bool:
-    return layer in _product_policies
+    """Whether `split` holds for `layer`: not once its user has given it a policy of another kind."""
+    return layer in _splits and layer_policy(layer) is _splits[layer].stand_in
 
 
 def product_policy(layer) -> keras.DTypePolicy | None:
@@ -61,8 +77,8 @@ def product_policy(layer) -> keras.DTypePolicy | None:
 
     A layer from a file, where it was saved as split, counts as one.
     """
-    if layer in _product_policies:
-        return _product_policies[layer]
+    if is_split(layer):
+        return _splits[layer].policy
     mark = saved_mark(layer)
     return None if mark is None else mark[_MARK]
 
@@ -82,7 +98,7 @@ def saved_mark(layer) -> keras.dtype_policies.DTypePolicyMap | None:
 def split(layer, policy: keras.DTypePolicy):
     """Puts `layer` under the stock policy `float32`, and its product alone in the compute dtype of `policy`."""
     product_dtype = policy.compute_dtype
-    call, get_config = layer.call, layer.get_config
+    call, get_config, quantize = layer.call, layer.get_config, layer.quantize
 
     @functools.wraps(layer.activation)
     def activation(x, *args, **kwargs):
@@ -90,42 +106,61 @@ def split(layer, policy: keras.DTypePolicy):
 
     @functools.wraps(call)
     def call_with_16_bit_product(*args, **kwargs):
-        dtype = product_dtype if _is_large(layer) else "float32"
+        dtype = product_dtype if is_split(layer) and _is_large(layer) else layer.compute_dtype
         args, kwargs = keras.tree.map_structure(lambda value: _cast(value, dtype), (args, kwargs))
         with _keras_private.autocast_scope(dtype):
-            return call(*args, **kwargs)
+            outputs = call(*args, **kwargs)
+        # Without `activation`, where the user has put another in its place, they would be those of the product.
+        return keras.tree.map_structure(lambda value: _cast(value, layer.compute_dtype), outputs)
 
     @functools.wraps(get_config)
     def get_config_with_mark():
-        if not _is_large(layer):
+        if not is_split(layer) or not _is_large(layer):
             return get_config()
         # Stock and portable; only `prepare` and `apply_policy` read the mark, and split the layer again.
         name = stock_name(product_dtype, policy.variable_dtype) or f"mixed_{product_dtype}"
         saved = keras.dtype_policies.DTypePolicyMap("float32", {_MARK: keras.DTypePolicy(name)})
         return {**get_config(), "dtype": keras.dtype_policies.serialize(saved)}
 
+    @functools.wraps(quantize)
+    def quantize_whole(*args, **kwargs):
+        # As plain Keras does with a float32 layer, which it is to Keras: there is no 16-bit product any more.
+        _uncover(layer)
+        try:
+            return quantize(*args, **kwargs)
+        except Exception:
+            if layer_policy(layer) is stand_in:
+                split(layer, policy)
+            raise
+
     layer_activation = layer.activation
-    layer.dtype_policy = keras.DTypePolicy("float32")
+    stand_in = layer.dtype_policy = keras.DTypePolicy("float32")
     override(layer, "activation", activation)
     override(layer, "call", call_with_16_bit_product)
     override(layer, "get_config", get_config_with_mark)
+    override(layer, "quantize", quantize_whole)
     # Or a 16-bit input is cast up on the way in, and down again: twice over memory wherever XLA is not.
     override(layer, "autocast", False)
-    _product_policies[layer] = policy
+    _splits[layer] = _Split(policy, stand_in)
 
 
 def join(layer):
     """Takes back `split`: the whole layer computes in the dtype of its product."""
     policy = product_policy(layer)
+    _uncover(layer)
     if policy is None:
         return
-    if is_split(layer):
-        for name in ("activation", "call", "get_config", "autocast"):
-            restore(layer, name)
-        del _product_policies[layer]
+    mark = saved_mark(layer)
+    if mark is None:
         layer.dtype_policy = policy
     else:
         _keras_private.replace_policy_map(layer, policy)
+
+
+def _uncover(layer):
+    if _splits.pop(layer, None) is not None:
+        for name in _COVERED:
+            restore(layer, name)
 
 
 def _is_large(layer) -> bool:

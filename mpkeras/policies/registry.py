@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import warnings
 
 import keras
 
@@ -114,7 +115,7 @@ def set_global_policy(identifier) -> Policy:
 
     Keras is given its own policy wherever one has the same dtypes, so that models built under it are saved
     without any mention of mpkeras. Rules and loss scale stay with mpkeras, until Keras' global policy is set
-    to something else.
+    to something else. Of a policy with 16-bit variables, which are for inference, a warning says so.
 
     Args:
         identifier: As for `get_policy`.
@@ -132,6 +133,13 @@ def set_global_policy(identifier) -> Policy:
     'bfloat16'
     """
     policy = get_policy(identifier)
+    if policy.variable_dtype in SIXTEEN_BIT_DTYPES:
+        warnings.warn(
+            f"Under policy '{policy.name}' layers make {policy.variable_dtype} variables, for inference: mpkeras "
+            "refuses to train them, and in plain Keras small updates are lost, with Adam all of them. To train, use "
+            f"'mixed_{policy.variable_dtype}'.",
+            stacklevel=2,
+        )
     installed = policy.stock() or policy
     keras.config.set_dtype_policy(installed)
     _global.policy, _global.installed = policy, installed

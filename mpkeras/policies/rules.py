@@ -1,5 +1,6 @@
 """Rules for the layers that stay in float32: reading, matching and applying them."""
 
+import difflib
 import re
 from typing import NamedTuple
 
@@ -7,8 +8,10 @@ import keras
 
 from mpkeras import _keras_private
 from mpkeras.policies import kernels, products
-from mpkeras.policies.default_rules import DEFAULT_RULES
+from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.products import layer_policy
+from mpkeras.policies.quantized import is_quantized, running_quantized
 
 # Their softmax runs between two matrix products: in float32 it would drag the second one into float32 too.
 _KEEP_OWN_PRECISION = (
@@ -32,44 +35,82 @@ class AppliedRule(NamedTuple):
         set_layer_policy(self.layer, self.old_policy)
 
 
-def validate(rules) -> tuple[str, ...]:
+def validate(rules) -> tuple:
     """Returns `rules` as a tuple.
 
     Args:
-        rules: Strings, each a layer class name (`"Softmax"`), `"activation:NAME"` or `"path:REGEX"`.
+        rules: Each a layer class or its name (`"Softmax"`), `"activation:NAME"`, `"path:REGEX"` or a layer.
 
     Raises:
-        TypeError: If `rules` is one string, or holds something else than strings.
+        TypeError: If `rules` is one rule alone, or holds something else than rules.
         ValueError: If a rule cannot be read.
     """
-    if isinstance(rules, str) or not isinstance(rules, (tuple, list, set, frozenset)):
+    if not isinstance(rules, (tuple, list, set, frozenset)):
         raise TypeError(
-            "Expected `keep_float32` to be a tuple of strings. Received: "
+            "Expected `keep_float32` to be a tuple of rules. Received: "
             f"keep_float32={rules!r} (of type {type(rules).__name__}). Pass for example ('Softmax',)."
         )
     # A set has no order of its own; a policy's rules need one to be compared.
-    rules = tuple(sorted(rules)) if isinstance(rules, (set, frozenset)) else tuple(rules)
+    rules = tuple(sorted(rules, key=str)) if isinstance(rules, (set, frozenset)) else tuple(rules)
     for rule in rules:
         _check(rule)
     return rules
 
 
-def matches(rule: str, layer) -> bool:
+def written(rule) -> str:
+    """Returns `rule` as a string that stands for the same layers.
+
+    That of a class is the name that Keras saves it under, that of a layer its path; of a layer that is not built its
+    name, which no rule can be read from.
+    """
+    if isinstance(rule, type):
+        return keras.saving.get_registered_name(rule)
+    if isinstance(rule, keras.layers.Layer):
+        return f"path:^{re.escape(rule.path)}$" if rule.path else f"layer {rule.name!r}"
+    return rule
+
+
+def serialized(rules) -> list[str]:
+    """Returns `rules` as strings, from which `validate` makes rules for the same layers.
+
+    Raises:
+        ValueError: If one is a layer that is not built: it has no path by which it could be found again.
+    """
+    for rule in rules:
+        if isinstance(rule, keras.layers.Layer) and not rule.path:
+            raise ValueError(
+                "Expected the layers among the rules to be built before their policy is saved: they are saved by "
+                f"their path. Received: layer '{rule.name}', which is not. Build the model first, or write a "
+                f"'path:REGEX' rule in the place of the layer."
+            )
+    return [written(rule) for rule in rules]
+
+
+def matches(rule, layer) -> bool:
     """Returns whether `rule` names `layer` itself.
 
-    A class name matches subclasses too. `activation:` compares `layer.activation` with the Keras activation
-    of that name. `path:` searches the expression anywhere in `layer.path`, or in `layer.name` until the layer
-    is built; `^` and `$` tie it to the ends.
+    A class, or its name, matches subclasses too; so do all names under which `keras.layers` has a class. `activation:`
+    compares `layer.activation` with the Keras activation of that name. `path:` searches the expression anywhere in
+    `layer.path`, or in `layer.name` until the layer is built; `^` and `$` tie it to the ends.
     """
+    if isinstance(rule, type):
+        return isinstance(layer, rule)
+    if isinstance(rule, keras.layers.Layer):
+        return layer is rule
     kind, _, argument = rule.partition(":")
     if kind == "activation":
         return _has_activation(layer, argument)
     if kind == "path":
         return re.search(argument, getattr(layer, "path", None) or layer.name) is not None
-    return any(base.__name__ == rule for base in type(layer).__mro__)
+    # Keras has several names for some classes, and the one in its API is not always that of the class itself.
+    public = getattr(keras.layers, rule, None)
+    if isinstance(public, type) and isinstance(layer, public):
+        return True
+    name_of = keras.saving.get_registered_name if ">" in rule else lambda base: base.__name__
+    return any(name_of(base) == rule for base in type(layer).__mro__)
 
 
-def first_match(rules, layer) -> str | None:
+def first_match(rules, layer):
     """Returns the first of `rules` that names `layer`, or `None`."""
     for rule in rules:
         if matches(rule, layer):
@@ -81,22 +122,76 @@ def first_match(rules, layer) -> str | None:
     return None
 
 
+def unmatched(model, rules) -> list[str]:
+    """Returns a sentence for each of `rules` that is no default rule and matches no layer of `model`.
+
+    Args:
+        model: A `keras.Model` that is built, with the paths that its layers will keep.
+        rules: As in `Policy.keep_float32`.
+    """
+    layers = _reachable(model)
+    return [
+        f"Expected each rule of `keep_float32` to match a layer. Received: rule {written(rule)!r}, which matches none "
+        f"of model '{model.name}'. {_suggestion(rule, layers)}Correct the rule, or leave it out."
+        for rule in dict.fromkeys(rules)
+        if rule not in default_rules() and not any(first_match([rule], layer) for layer in layers)
+    ]
+
+
+def _reachable(model) -> list:
+    """Returns the layers that rules are compared with: all but those inside attention layers."""
+    found: dict = {}
+
+    def walk(parent):
+        for layer in _keras_private.direct_sublayers(parent):
+            if id(layer) not in found:
+                found[id(layer)] = layer
+                if not isinstance(layer, _KEEP_OWN_PRECISION):
+                    walk(layer)
+
+    walk(model)
+    return list(found.values())
+
+
+def _suggestion(rule, layers) -> str:
+    """Returns "Did you mean ...? " with what is nearest to a rule that matches nothing, or nothing."""
+    if not isinstance(rule, str):
+        return ""
+    kind, _, argument = rule.partition(":")
+    if kind == "activation":
+        names = {getattr(getattr(layer, "activation", None), "__name__", "") for layer in layers} - {""}
+    elif kind == "path":
+        paths = {layer.path or layer.name for layer in layers}
+        names = paths | {part for path in paths for part in path.split("/")}
+    else:
+        kind, argument, names = "", rule, {type(layer).__name__ for layer in layers} | set(dir(keras.layers))
+    near = difflib.get_close_matches(argument, sorted(names), n=1)
+    return f"Did you mean {f'{kind}:{near[0]}' if kind else near[0]!r}? " if near else ""
+
+
 def layers_to_keep(model, rules) -> list:
     """Returns `(layer, rule)` for every layer in `model` that `rules` keep in float32.
 
-    A rule on a layer holds for everything inside it. Otherwise the layers inside attention layers are left
-    out: attention layers look after their own precision.
+    A rule on a layer holds for everything inside it, unless the layer runs quantized layers that compute in 16 bits:
+    then it stays as it is. Otherwise the layers inside attention layers are left out: attention layers look after
+    their own precision.
 
     Args:
         model: A `keras.Model` of any kind, or a layer.
-        rules: Rule strings, the first that matches counts.
+        rules: As in `Policy.keep_float32`, the first that matches counts.
+
+    Returns:
+        The rules are strings, those of classes and layers in the form in which they are saved.
     """
-    kept = {}
-    rule = None if isinstance(model, keras.Model) else first_match(rules, model)
+    kept: dict = {}
+    rules = tuple(rules)
+    is_any_quantized = any(map(is_quantized, _keras_private.flatten_layers(model, include_self=True)))
+    fixed = {id(layer) for layer in running_quantized(model, "float32")} if is_any_quantized else set()
+    rule = None if isinstance(model, keras.Model) or id(model) in fixed else first_match(rules, model)
     if rule is not None:
-        kept[id(model)] = (model, rule)
+        kept[id(model)] = (model, written(rule))
     if rule is not None or not isinstance(model, _KEEP_OWN_PRECISION):
-        _walk(model, tuple(rules), rule, kept, set())
+        _walk(model, rules, rule, kept, fixed, set())
     return list(kept.values())
 
 
@@ -120,8 +215,7 @@ def apply_rules(model, policy) -> list[AppliedRule]:
 
     def move(layer, rule, reason):
         old_policy = products.product_policy(layer) or layer_policy(layer)
-        # A quantized layer computes with int8 or float8 kernels, which another policy would read as numbers.
-        if old_policy.compute_dtype not in SIXTEEN_BIT_DTYPES or old_policy.quantization_mode is not None:
+        if old_policy.compute_dtype not in SIXTEEN_BIT_DTYPES or is_quantized(layer):
             return
         if rule.startswith("activation:") and _names_activation_alone(layer, policy.keep_float32):
             if products.is_split(layer):
@@ -134,26 +228,36 @@ def apply_rules(model, policy) -> list[AppliedRule]:
     for layer, rule in layers_to_keep(model, policy.keep_float32):
         move(layer, rule, reasons.get(rule, f"kept in float32 by the policy {policy.name!r}"))
     for dtype in SIXTEEN_BIT_DTYPES:
-        classes = _class_names(model, dtype)
-        missing = dict(kernels.missing_kernel_rules(dtype, among=classes)) if classes else {}
-        for layer, rule in layers_to_keep(model, missing):
-            if layer.compute_dtype == dtype:
-                move(layer, rule, missing[rule])
+        # A trial takes time, and a model in float32 needs none.
+        if any(layer.compute_dtype == dtype for layer in _keras_private.flatten_layers(model, include_self=True)):
+            for layer, rule, reason in layers_without_kernel(model, dtype):
+                if layer.compute_dtype == dtype:
+                    move(layer, rule, reason)
     return applied
+
+
+def layers_without_kernel(model, dtype: str) -> list:
+    """Returns `(layer, class name, reason)` for every layer that the active backend and device cannot run in `dtype`.
+
+    Args:
+        model: A `keras.Model` of any kind, or a layer.
+        dtype: `"float16"` or `"bfloat16"`.
+    """
+    classes = _class_names(model)
+    missing = dict(kernels.missing_kernel_rules(dtype, among=classes))
+    found: list = [(layer, rule, missing[rule]) for layer, rule in layers_to_keep(model, missing)]
+    for lacking in _keras_private.flatten_layers(model, include_self=True):
+        reason = kernels.missing_kernel_of(lacking, dtype)
+        # With a wrapper around it.
+        for layer, _ in layers_to_keep(model, [lacking]) if reason is not None else []:
+            found.append((layer, type(lacking).__name__, reason))
+    return found
 
 
 def undo_rules(applied):
     """Gives every layer in the result of `apply_rules` the policy back that it had before."""
-    for change in reversed(applied):
+    for change in applied:
         change.undo()
-
-
-def layer_policy(layer) -> keras.DTypePolicy:
-    """Returns the policy that `layer` follows: its own entry, where it has a `DTypePolicyMap`."""
-    policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and layer.path:
-        policy = policy[layer.path]
-    return policy
 
 
 def set_layer_policy(layer, policy: keras.DTypePolicy):
@@ -168,29 +272,31 @@ def set_layer_policy(layer, policy: keras.DTypePolicy):
             layer.build(layer.get_build_config()["input_shape"])
 
 
-def _walk(parent, rules, inherited, kept, seen):
+def _walk(parent, rules, inherited, kept, fixed, seen):
     for layer in _keras_private.direct_sublayers(parent):
-        rule = inherited or first_match(rules, layer)
+        rule = inherited if inherited is not None else first_match(rules, layer)
+        if id(layer) in fixed:
+            rule = None
         # A layer used in two places is walked again when only the second one is kept in float32.
         if (id(layer), rule is None) in seen:
             continue
         seen.add((id(layer), rule is None))
         if rule is not None:
-            kept.setdefault(id(layer), (layer, rule))
+            kept.setdefault(id(layer), (layer, written(rule)))
         if rule is not None or not isinstance(layer, _KEEP_OWN_PRECISION):
-            _walk(layer, rules, rule, kept, seen)
+            _walk(layer, rules, rule, kept, fixed, seen)
 
 
 def _names_activation_alone(layer, rules) -> bool:
     """Whether `rules` name the activation of `layer` only, and its product can do without float32."""
     if not products.is_split(layer) and not products.can_split(layer):
         return False
-    return {rule.partition(":")[0] for rule in rules if matches(rule, layer)} == {"activation"}
+    return all(written(rule).startswith("activation:") for rule in rules if matches(rule, layer))
 
 
-def _class_names(model, compute_dtype: str) -> set[str]:
+def _class_names(model) -> set[str]:
     layers = _keras_private.flatten_layers(model, include_self=True)
-    return {base.__name__ for layer in layers if layer.compute_dtype == compute_dtype for base in type(layer).__mro__}
+    return {base.__name__ for layer in layers for base in type(layer).__mro__}
 
 
 def _has_activation(layer, name: str) -> bool:
@@ -202,14 +308,18 @@ def _has_activation(layer, name: str) -> bool:
 
 
 def _check(rule):
+    is_layer_class = isinstance(rule, type) and issubclass(rule, keras.layers.Layer)
+    if is_layer_class or isinstance(rule, keras.layers.Layer):
+        return
     if not isinstance(rule, str):
         raise TypeError(
-            "Expected each rule to be a string. Received: "
+            "Expected each rule to be a string, a layer class or a layer. Received: "
             f"{rule!r} (of type {type(rule).__name__}). Name the layer's class, such as 'Softmax'."
         )
     kind, separator, argument = rule.partition(":")
     if not separator:
-        if not rule.isidentifier():
+        # A class that is registered with Keras may be named with its package.
+        if not rule.rpartition(">")[2].isidentifier():
             raise ValueError(
                 "Expected a rule to be a layer class name, 'activation:NAME' or 'path:REGEX'. Received: "
                 f"{rule!r}. Use 'Softmax', 'activation:softmax' or 'path:head'."

@@ -1,11 +1,13 @@
 """JAX's guarded train step: stateless, without a branch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import keras
 
 from mpkeras._keras_private import put
-from mpkeras.step_notes import step_notes
+from mpkeras.training import metric_states
 from mpkeras.training.batches import as_array
 from mpkeras.training.no_strategy import (  # noqa: F401
     check_jit_compile,
@@ -28,34 +30,134 @@ def set_global_random_states(states: dict):
     del states
 
 
-def step_without_trace(model, optimizers, train_step, state, data):
+def native_states(model) -> list:
+    """JAX has no variables beside Keras'."""
+    del model
+    return []
+
+
+def has_rows(state, data) -> bool:
+    """Returns whether a batch has rows."""
+    del state
+    return _has_rows(data)
+
+
+def _has_rows(data) -> bool:
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    first = leaves[0] if leaves else None
+    return first is None or not hasattr(first, "shape") or len(first.shape) == 0 or first.shape[0] != 0
+
+
+def empty_step(model, optimizers, state, data):
+    """The train step of a batch without rows: nothing is computed, and a skipped step is counted."""
+    del optimizers, data
+    trainable, non_trainable, optimizer_values, metrics = state
+    with keras.StatelessScope(state_mapping=list(zip(model.metrics_variables, metrics, strict=True))):
+        logs = model.get_metrics_result()
+    return logs, (trainable, non_trainable, _skipped(model.optimizer, optimizer_values), metrics)
+
+
+def _skipped(optimizer, values) -> list:
+    """Returns the values of an optimizer's variables after a step that is skipped, and is no fault of the scale."""
+    with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
+        _, own_values = optimizer.decide(jnp.zeros((), bool), jnp.zeros((), bool))
+    new = {id(variable): jnp.asarray(value, variable.dtype) for variable, value in own_values}
+    # No loss was computed.
+    del new[id(optimizer.nonfinite_losses)]
+    return [new.get(id(variable), value) for variable, value in zip(optimizer.variables, values, strict=True)]
+
+
+def step_without_trace(found, optimizers, train_step, state, data):
     """Runs `train_step(state, data)`; where its update was skipped, takes all other state from before.
 
     A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
     fed 1e25) keeps its old value, too. Keras' JAX trainer carries the state of `model.optimizer` alone.
     """
+    model = found.model
+    train_step = _without_leaks(model, optimizers, train_step)
     if model.optimizer not in optimizers:
         return train_step(state, data)
     optimizer = model.optimizer
     _, old_non_trainable, old_optimizer, old_metrics = state
+    begun = _metrics_at_begin(model.metrics, old_metrics)
+    state = (state[0], old_non_trainable, old_optimizer, begun)
     logs, (trainable, non_trainable, optimizer_variables, metrics) = train_step(state, data)
     any_skipped, step_is_skipped = _skips(optimizer, old_optimizer, optimizer_variables)
 
-    # `stateless_apply` never sees the loss. Where the loss itself is not finite no scale cures it: the
-    # optimizer's own variables become what they would be had it known.
-    forward_is_at_fault = any_skipped & _loss_is_non_finite(logs)
-    with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, old_optimizer, strict=True))):
-        _, own_values = optimizer.decide(jnp.zeros((), bool), jnp.zeros((), bool))
-    optimizer_variables = list(optimizer_variables)
-    positions = {id(variable): i for i, variable in enumerate(optimizer.variables)}
-    for variable, value in own_values:
-        i = positions[id(variable)]
-        value = jnp.asarray(value, optimizer_variables[i].dtype)
-        optimizer_variables[i] = jnp.where(forward_is_at_fault, value, optimizer_variables[i])
-    non_trainable = _restored(non_trainable, old_non_trainable, step_is_skipped, True)
-    metrics = _restored(metrics, old_metrics, step_is_skipped, any_skipped)
-    logs = _logs_without_trace(model, logs, metrics, step_is_skipped)
+    non_trainable = _restored(non_trainable, old_non_trainable, step_is_skipped)
+    logs, metrics = _metrics_without_trace(
+        model.metrics, (old_metrics, begun, metrics), any_skipped, step_is_skipped, logs, model.get_metrics_result
+    )
     return logs, (trainable, non_trainable, optimizer_variables, metrics)
+
+
+def _metrics_at_begin(metrics, values) -> list:
+    """Returns the values that a step finds in `metrics`, which had `values` after the step before."""
+    by_variable = _by_variable(metrics, values)
+    for metric in metric_states.flat(metrics):
+        own = [by_variable[id(variable)] for variable in metric.variables]
+        begun = metric_states.at_begin(metric, own)
+        by_variable |= {id(variable): value for variable, value in zip(metric.variables, begun, strict=True)}
+    return list(by_variable.values())
+
+
+def _metrics_without_trace(metrics, states, any_skipped, step_is_skipped, logs, results):
+    """Returns the logs and the values of `metrics` after a step.
+
+    Args:
+        metrics: The metrics of the step.
+        states: Their values before the step, as the step found them, and as it left them.
+        any_skipped, step_is_skipped: bool scalars of shape `()`.
+        logs: What the step returned.
+        results: Function that returns what the metrics say, by name.
+    """
+
+    def results_of(by_variable):
+        mapping = [(variable, by_variable[id(variable)]) for metric in metrics for variable in metric.variables]
+        with keras.StatelessScope(state_mapping=mapping):
+            return metric_states.results_now(results)
+
+    states = [_by_variable(metrics, values) for values in states]
+    in_step = results_of(states[-1])
+    new = dict(states[-1])
+    for metric in metric_states.flat(metrics):
+        before, begun, left = ([state[id(variable)] for variable in metric.variables] for state in states)
+        values = metric_states.after_skip(metric, before, begun, left, any_skipped, step_is_skipped)
+        new |= {id(variable): value for variable, value in zip(metric.variables, values, strict=True)}
+    flat = [(metric, [new[id(variable)] for variable in metric.variables]) for metric in metric_states.flat(metrics)]
+    nothing_counted = any_skipped & metric_states.nothing_counted(flat)
+    shown = metric_states.shown(metrics, results_of(new), nothing_counted)
+    return metric_states.replaced(logs, in_step, shown), list(new.values())
+
+
+def _by_variable(metrics, values) -> dict:
+    variables = [variable for metric in metrics for variable in metric.variables]
+    return {id(variable): value for variable, value in zip(variables, values, strict=True)}
+
+
+def _without_leaks(model, optimizers, train_step):
+    """Returns `train_step`, which raises `ValueError` where it has assigned values of the program that is traced.
+
+    Keras' trainer carries the state of `model.optimizer` alone through a compiled step. Of another one, what is
+    assigned there are not numbers, and the step that was traced goes on with the first ones for ever.
+    """
+
+    def checked_step(state, data):
+        others = [optimizer for optimizer in optimizers if optimizer is not model.optimizer]
+        old_values = [(variable, variable.value) for optimizer in others for variable in optimizer.variables]
+        result = train_step(state, data)
+        leaking = [o.name for o in others if any(isinstance(v.value, jax.core.Tracer) for v in o.variables)]
+        if leaking:
+            for variable, value in old_values:
+                put(variable, value)
+            raise ValueError(
+                "Expected a compiled train step on JAX to update `model.optimizer` alone: Keras carries the state of "
+                f"no other through it. Received: model '{model.name}', whose step updated {leaking}. Compile the model "
+                "with `run_eagerly=True`, or update them with `stateless_apply` in a loop of your own."
+            )
+        return result
+
+    return checked_step
 
 
 def _skips(optimizer, old_values, new_values):
@@ -66,17 +168,7 @@ def _skips(optimizer, old_values, new_values):
     return any_skipped, any_skipped & (new_values[accepted] == old_values[accepted])
 
 
-def _loss_is_non_finite(logs):
-    """Whether a loss among the step's logs, `"loss"` or a name that ends in it, is not finite."""
-    is_bad = jnp.zeros((), bool)
-    if isinstance(logs, dict):
-        for name, value in logs.items():
-            if name.endswith("loss"):
-                is_bad |= ~jnp.isfinite(jnp.sum(jnp.asarray(value, jnp.float32)))
-    return is_bad
-
-
-def _restored(values, old_values, step_is_skipped, non_finite_too):
+def _restored(values, old_values, step_is_skipped):
     restored = []
     for value, old in zip(values, old_values, strict=True):
         if value is old:
@@ -85,24 +177,13 @@ def _restored(values, old_values, step_is_skipped, non_finite_too):
             continue
         takes_old = step_is_skipped
         if jnp.issubdtype(value.dtype, jnp.floating):
-            takes_old |= _is_finite(old) & ~_is_finite(value) & non_finite_too
+            takes_old |= _is_finite(old) & ~_is_finite(value)
         restored.append(jnp.where(takes_old, old, value))
     return restored
 
 
 def _is_finite(values):
     return jnp.isfinite(jnp.sum(values, dtype=jnp.float32))
-
-
-def _logs_without_trace(model, logs, metrics, step_is_skipped):
-    mapping = list(zip(model.metrics_variables, metrics, strict=True))
-    with keras.StatelessScope(state_mapping=mapping):
-        metric_logs = model.get_metrics_result()
-    if not isinstance(logs, dict) or set(logs) != set(metric_logs):
-        return logs
-    return keras.tree.map_structure(
-        lambda clean, value: jnp.where(step_is_skipped, clean, value), metric_logs, dict(logs)
-    )
 
 
 def with_logs(optimizers, result, names):
@@ -121,13 +202,12 @@ class CompiledStep:
 
     def __init__(self, parts):
         self._parts = parts
-        self._function = None
+        # A program holds the weights that it trains: one for each set that was not frozen in some step.
+        self._functions: dict = {}
 
     def __call__(self, x, y, sample_weight):
         state, data = self._inputs(x, y, sample_weight)
-        if self._function is None:
-            self._function = self._compiled(state)
-        state, result = self._function(state, *data)
+        state, result = self._compiled(state)(state, *data)
         for variables, values in zip(self._variables(), state, strict=True):
             for variable, value in zip(variables, values, strict=True):
                 # Each has been through `assign` in a scope of the step, which converts and checks.
@@ -136,15 +216,15 @@ class CompiledStep:
 
     def compiler_ir(self, x, y, sample_weight, optimized):
         state, data = self._inputs(x, y, sample_weight)
-        lowered = jax.jit(self._pure_step, donate_argnums=0).lower(state, *data)
+        # A function of its own: JAX finds what it traced for a function by the function.
+        lowered = jax.jit(functools.partial(self._pure_step), donate_argnums=0).lower(state, *data)
         return lowered.compile().as_text() if optimized else lowered.as_text(dialect="hlo")
 
     def temporary_bytes(self, x, y, sample_weight):
         if not self._parts.jit_compile:
             return None
         state, data = self._inputs(x, y, sample_weight)
-        self._function = self._function or self._compiled(state)
-        analysis = self._function.lower(state, *data).compile().memory_analysis()
+        analysis = self._compiled(state).lower(state, *data).compile().memory_analysis()
         return None if analysis is None else int(analysis.temp_size_in_bytes)
 
     def _inputs(self, x, y, sample_weight):
@@ -159,20 +239,33 @@ class CompiledStep:
         return [model.trainable_variables, model.non_trainable_variables, parts.optimizer.variables, metrics]
 
     def _compiled(self, state):
+        """Returns the program of the step for the weights that are trained now."""
         if not self._parts.jit_compile:
             return self._pure_step
+        key = self._parts.trained
+        if key not in self._functions:
+            # With the variables, or another one might come to have the `id` of one that is gone.
+            self._functions[key] = self._jitted(state), self._parts.model.trainable_variables
+        return self._functions[key][0]
+
+    def _jitted(self, state):
         shardings = None
         if keras.distribution.distribution() is not None:
             # Where a variable lies stays what its layout says, whatever the compiler would choose.
             shardings = (jax.tree_util.tree_map(lambda value: value.sharding, state), None)
         # Donated in the order in which they come out: every buffer is used again.
-        return jax.jit(self._pure_step, donate_argnums=0, out_shardings=shardings)
+        # A function of its own: JAX finds what it traced for a function by the function.
+        return jax.jit(functools.partial(self._pure_step), donate_argnums=0, out_shardings=shardings)
 
     def _pure_step(self, state, x, y, sample_weight):
         parts = self._parts
         model, optimizer = parts.model, parts.optimizer
-        trainable, non_trainable, optimizer_values, metric_values = state
+        trainable, non_trainable, optimizer_values, _ = state
         scope_of_optimizer = list(zip(optimizer.variables, optimizer_values, strict=True))
+
+        if parts.checks and not _has_rows(x):
+            loss, updated, new_optimizer = jnp.full((), jnp.nan), non_trainable, _skipped(optimizer, optimizer_values)
+            return self._after_step(state, [trainable, updated, new_optimizer], loss, lambda: None)
 
         def scaled_loss_of(trainable):
             y_pred, updated, losses = model.stateless_call(
@@ -184,26 +277,53 @@ class CompiledStep:
             return scaled_loss, (loss, y_pred, updated)
 
         (_, (loss, y_pred, updated)), grads = jax.value_and_grad(scaled_loss_of, has_aux=True)(trainable)
-        if parts.checks:
-            # What `stateless_apply` cannot see by itself.
-            step_notes(optimizer).loss_flags = [jnp.isfinite(loss)]
-        trainable, new_optimizer = optimizer.stateless_apply(optimizer_values, grads, trainable)
+        trainable, new_optimizer = self._applied(grads, trainable, non_trainable, optimizer_values)
 
+        return self._after_step(
+            state,
+            [trainable, updated, new_optimizer],
+            loss,
+            lambda: parts.update_metrics(y, y_pred, sample_weight),
+        )
+
+    def _after_step(self, state, new_state, loss, update_metrics):
+        """Returns the state after a step, as before where it was skipped, and what the step returns."""
+        parts = self._parts
+        optimizer = parts.optimizer
+        _, non_trainable, optimizer_values, metric_values = state
+        trainable, updated, new_optimizer = new_state
         metric_variables = self._variables()[3]
         with keras.StatelessScope(list(zip(metric_variables, metric_values, strict=True))) as scope:
-            parts.update_metrics(y, y_pred, sample_weight)
+            update_metrics()
+            results = parts.metric_results()
         new_metrics = [scope.get_current_value(variable) for variable in metric_variables]
         skipped = jnp.zeros((), bool)
         if parts.checks:
             any_skipped, skipped = _skips(optimizer, optimizer_values, new_optimizer)
         if parts.guards:
-            updated = _restored(updated, non_trainable, skipped, True)
-            new_metrics = _restored(new_metrics, metric_values, skipped, any_skipped)
-        mapping = list(zip(optimizer.variables, new_optimizer, strict=True))
-        mapping += list(zip(metric_variables, new_metrics, strict=True))
-        with keras.StatelessScope(state_mapping=mapping):
-            result = {"loss": loss, "loss_scale": parts.loss_scale(), **parts.metric_results(), "skipped": skipped}
+            updated = _restored(updated, non_trainable, skipped)
+            states = metric_values, metric_values, new_metrics
+            results, new_metrics = _metrics_without_trace(
+                parts.metrics, states, any_skipped, skipped, results, parts.metric_results
+            )
+        with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, new_optimizer, strict=True))):
+            result = {"loss": loss, "loss_scale": parts.loss_scale(), **results, "skipped": skipped}
         return [trainable, updated, new_optimizer, new_metrics], result
+
+    def _applied(self, grads, trainable, non_trainable, optimizer_values):
+        """Returns the values of the trained weights and of the optimizer's variables after its update."""
+        model, optimizer = self._parts.model, self._parts.optimizer
+        if self._parts.trains_all():
+            return optimizer.stateless_apply(optimizer_values, grads, trainable)
+        # `stateless_apply` takes all weights that the optimizer was built on. The frozen ones are read only.
+        variables = model.trainable_variables
+        mapping = list(zip(variables, trainable, strict=True))
+        mapping += list(zip(model.non_trainable_variables, non_trainable, strict=True))
+        mapping += list(zip(optimizer.variables, optimizer_values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            optimizer.apply(grads, variables)
+        trainable = [scope.get_current_value(variable) for variable in variables]
+        return trainable, [scope.get_current_value(variable) for variable in optimizer.variables]
 
 
 def local_tensors(structure):

@@ -1,12 +1,28 @@
 """TensorFlow's guarded train step."""
 
+import contextlib
+import dataclasses
+import weakref
+
 import keras
 import tensorflow as tf
 
 from mpkeras import _keras_private
 from mpkeras._tensorflow import in_xla
+from mpkeras.step_notes import step_notes
+from mpkeras.training import metric_states
 from mpkeras.training.batches import as_array
 from mpkeras.training.forward_writes import unlisted_states, watched_weights
+from mpkeras.training.found import (
+    Found,
+    Kinds,
+    Sight,
+    non_trainable,
+    own_values,
+    states_sight,
+    trainable,
+    variables_sight,
+)
 
 _RANDOM_STATES = "_mpkeras_random_states"
 
@@ -34,19 +50,61 @@ def check_scope(model, variables):
         )
 
 
-def ensure_built(model, data):
-    """Builds what the first call of `model` would build, and its optimizer.
+def ensure_built(model, own_step, data):
+    """Builds what the first step of `model` would build.
 
-    Keras builds both in TensorFlow's `fit` while it traces the step: too late for the layers that a layer
-    makes in its `build` to be given a policy, and what an optimizer's `build` assigns (ScheduleFreeAdamW
-    starts from the weights) would become part of every step.
+    Keras builds it in TensorFlow's `fit` while it traces the step: too late for the layers that a layer makes in
+    its `build` to be given a policy, and what an optimizer's `build` assigns (ScheduleFreeAdamW starts from the
+    weights) would become part of every step.
+
+    Args:
+        model: The model that is trained.
+        own_step: The train step, where it is the user's own: it may call parts of the model and never the model
+            itself. `None` for Keras' own, which calls the model and updates all its weights.
+        data: What the step is given.
     """
+    is_single = model.distribute_strategy.num_replicas_in_sync == 1
+    if own_step is not None:
+        if is_single and _new_unbuilt_layers(model):
+            _trace_in_vain(own_step, data)
+        return
     if not _keras_private.is_built(model):
         _keras_private.symbolic_build(model, data)
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and model.distribute_strategy.num_replicas_in_sync == 1:
+    if optimizer is not None and not optimizer.built and is_single:
         with tf.init_scope():
             optimizer.build(model.trainable_variables)
+
+
+# Model -> its layers that a trial of the train step was made for.
+_tried: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _new_unbuilt_layers(model) -> list:
+    """Returns the layers below `model` that are not built yet, but for those that no trial has built."""
+    tried = _tried.setdefault(model, weakref.WeakSet())
+    unbuilt = [layer for layer in _keras_private.flatten_layers(model) if not layer.built and layer not in tried]
+    tried.update(unbuilt)
+    return unbuilt
+
+
+def _trace_in_vain(step, data):
+    """Traces `step` into a graph that never runs: layers come into being, and nothing is trained."""
+    # Not `tf.function`, whose variables have no values before all of it is traced. In a graph of its own they are made
+    # outside of the graph at once, as they are in eager code.
+    with tf.init_scope():
+        graph = tf.__internal__.FuncGraph("trial_step")
+    # Outside of `init_scope`, in which no tape records.
+    with graph.as_default():
+        data = tf.nest.map_structure(_placeholder, data, expand_composites=True)
+        # What fails here fails again in the step itself, where nothing of ours stands between. Only a step that must
+        # run eagerly goes on from here: it builds its parts as it runs.
+        with contextlib.suppress(Exception):
+            step(data)
+
+
+def _placeholder(value):
+    return tf.compat.v1.placeholder(value.dtype, value.shape) if tf.is_tensor(value) else value
 
 
 def variable_scope(model):
@@ -65,6 +123,85 @@ def track_random_states(model):
             setattr(layer, _RANDOM_STATES, _RandomStates(generators))
 
 
+@dataclasses.dataclass
+class NativeState:
+    """A `tf.Variable` that a layer of the user's holds itself, with what Keras' variables have."""
+
+    variable: tf.Variable
+
+    @property
+    def name(self) -> str:
+        return self.variable.name.partition(":")[0]
+
+    @property
+    def shape(self) -> tuple:
+        return tuple(self.variable.shape)
+
+    @property
+    def dtype(self) -> str:
+        return self.variable.dtype.name
+
+    @property
+    def value(self):
+        return self.variable
+
+    def assign(self, value):
+        self.variable.assign(value)
+
+
+def native_states(model) -> list:
+    """Returns the `tf.Variable`s that the layers of `model` hold beside Keras' own variables.
+
+    They are attributes, or in lists, tuples and dictionaries that are, or of a `tf.Module` or a
+    `tf.random.Generator` there.
+    """
+    found: dict = {}
+    for layer in _keras_private.flatten_layers(model, include_self=True):
+        for name, value in vars(layer).items():
+            # TensorFlow's own records of the attributes.
+            if name.startswith("_self_"):
+                continue
+            for item in _leaves(value):
+                if isinstance(item, tf.random.Generator):
+                    item = item.state
+                variables = item.variables if isinstance(item, tf.Module) else [item]
+                found |= {id(variable): variable for variable in variables if isinstance(variable, tf.Variable)}
+    of_keras = {id(variable.value) for variable in model.variables} if found else set()
+    return [NativeState(v) for v in found.values() if id(v) not in of_keras and _is_of_numbers(v)]
+
+
+_HOLDS_NATIVE = Kinds(tf.Module, tf.random.Generator)
+_NATIVE = Kinds(tf.Variable, tf.Module, tf.random.Generator)
+
+
+def _natives_sight(model) -> Sight | None:
+    """What `native_states` looks at: the attributes of the layers of `model`, and Keras' variables."""
+    sight = variables_sight(model)
+    if sight is not None:
+        for layer in _keras_private.flatten_layers(model, include_self=True):
+            held = Sight()
+            held.add_held(own_values(layer), _NATIVE)
+            for item in _HOLDS_NATIVE.among(held.objects, list(map(type, held.objects))):
+                if isinstance(item, tf.random.Generator):
+                    sight.add([item.state])
+                elif isinstance(item, tf.Module):
+                    sight.add(item.variables)
+            sight.include(held)
+    return sight
+
+
+def _leaves(value) -> list:
+    """Returns what is in lists, tuples and dictionaries; these may be keyed by what Keras' `tree` cannot sort."""
+    if not isinstance(value, (list, tuple, dict)):
+        return [value]
+    return [leaf for item in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(item)]
+
+
+def _is_of_numbers(variable) -> bool:
+    dtype = variable.dtype
+    return variable.shape.is_fully_defined() and (dtype.is_floating or dtype.is_integer or dtype.is_bool)
+
+
 class _RandomStates(tf.Module):
     def __init__(self, generators):
         super().__init__()
@@ -80,53 +217,164 @@ def set_global_random_states(states: dict):
     del states
 
 
-def step_without_trace(model, optimizers, train_step, data):
+def has_rows(data):
+    """Returns whether a batch has rows: `True` or `False` where its shape says, else a bool tensor of shape `()`.
+
+    On several replicas always `True`: one without rows of its own still takes part in the step of the others.
+    """
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    first = leaves[0] if leaves else None
+    if replicas() > 1 or first is None or not hasattr(first, "shape"):
+        return True
+    shape = tf.TensorShape(first.shape)
+    if shape.rank == 0:
+        return True
+    if shape.rank and shape[0] is not None:
+        return shape[0] > 0
+    return tf.shape(first)[0] > 0 if isinstance(first, tf.Tensor) else True
+
+
+def empty_step(model, optimizers, data):
+    """The train step of a batch without rows: nothing is computed, and a skipped step is counted."""
+    del data
+    for optimizer in optimizers:
+        _skip(optimizer)
+    return model.get_metrics_result()
+
+
+def _skip(optimizer):
+    for variable, value in optimizer.decide(tf.constant(False), tf.constant(False))[1]:
+        # No loss was computed.
+        if variable is not optimizer.nonfinite_losses:
+            variable.assign(value)
+
+
+def step_without_trace(found, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back."""
-    metrics = [variable.value for variable in model.metrics_variables]
-    logs, step_is_skipped = _run_without_trace(model, metrics, optimizers, lambda: train_step(data))
-    return _logs_without_trace(model, logs, step_is_skipped)
+    model = found.model
+    logs, _, _ = _run_without_trace(
+        found, lambda: model.metrics, optimizers, lambda: train_step(data), model.get_metrics_result
+    )
+    return logs
 
 
-def _run_without_trace(model, metrics, optimizers, run):
-    """Returns `run()` and whether its step was skipped; then no other variable shows that it ran.
+def _run_without_trace(found, metrics, optimizers, run, results):
+    """Runs a step; where its updates were skipped, no other variable shows afterwards that it ran.
 
     A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
-    fed 1e25) keeps its old value, too.
+    fed 1e25) keeps its old value, too. Where `run` raises, eager code puts all back; a graph that is traced has
+    not run, and one that fails as it runs leaves what it had assigned by then.
+
+    Args:
+        found: The `Found` of the model that is trained.
+        metrics: Function that returns the metrics of the step. Keras makes some of them in the first step.
+        optimizers: Those that update in it.
+        run: Function that runs the step and returns its logs.
+        results: Function that returns what `metrics` say now, by name.
+
+    Returns:
+        The logs, and two bool scalars of shape `()`: whether the step was skipped, and whether since the metrics
+        were reset no step has counted.
     """
-    frozen = _keras_private.frozen_weights(model)
-    statistics = [_own_part(v.value) for v in model.non_trainable_variables if id(v) not in frozen]
-    statistics += [_own_part(v.value) for v in unlisted_states(model)]
-    non_trainable = statistics + [_own_part(v.value) for v in model.non_trainable_variables if id(v) in frozen]
-    metrics = [_own_part(variable) for variable in metrics]
+    variables, weights_made = found.ask(_variables, variables_sight)
+    not_trained = non_trainable(found.model, variables)
+    statistics = [_own_part(v.value) for v in not_trained if id(v) not in weights_made]
+    statistics += [_own_part(v.value) for v in found.ask(unlisted_states, states_sight)]
+    statistics += [_own_part(state.variable) for state in found.ask(native_states, _natives_sight)]
+    state = statistics + [_own_part(v.value) for v in not_trained if id(v) in weights_made]
     # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
-    old_values = [tf.identity(variable) for variable in non_trainable + metrics]
+    old_values = [tf.identity(variable) for variable in state]
+    metrics_before = {id(metric): _values_of(metric) for metric in metric_states.flat(metrics())}
+    metrics_begun = _begin(metric_states.flat(metrics()), metrics_before)
     before = [_counters(optimizer) for optimizer in optimizers]
-    with watched_weights(model, _old_weight) as weights:
-        result = run()
+    lost_before = [tf.identity(optimizer.nonfinite_losses.value) for optimizer in optimizers]
+
+    with watched_weights(trainable(found.model, variables), _old_weight) as weights:
+        try:
+            logs = run()
+        except BaseException:
+            if tf.executing_eagerly():
+                counted = any(int(_counters(o)[1]) > int(old[1]) for o, old in zip(optimizers, before, strict=True))
+                _restore(state, old_values, tf.constant(not counted), True)
+                _restore([_own_part(v.value) for v, _ in weights], [old for _, old in weights], not counted, False)
+                for metric in metric_states.flat(metrics()):
+                    if not counted and id(metric) in metrics_before:
+                        _assign_values(metric, metrics_before[id(metric)])
+            raise
+    _count_no_loss_of_no_rows(optimizers, lost_before)
     after = [_counters(optimizer) for optimizer in optimizers]
     any_skipped = tf.reduce_any([new[0] > old[0] for new, old in zip(after, before, strict=True)])
     any_accepted = tf.reduce_any([new[1] > old[1] for new, old in zip(after, before, strict=True)])
     step_is_skipped = tf.logical_and(any_skipped, tf.logical_not(any_accepted))
 
-    old_non_trainable = old_values[: len(non_trainable)]
-    old_metrics = old_values[len(non_trainable) :]
     # The weights of frozen layers are put back where a step is skipped, but not read on every step.
     floats = [variable for variable in statistics if variable.dtype.is_floating]
     total = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float32)) for v in floats]) if floats else tf.zeros(())
     needs_restoring = tf.logical_or(any_skipped, tf.logical_not(tf.math.is_finite(total)))
+    flat_logs = keras.tree.flatten(logs)
+    tensors = [leaf for leaf in flat_logs if tf.is_tensor(leaf)]
 
     def restore():
-        _restore(non_trainable, old_non_trainable, step_is_skipped, True)
-        # A metric may be infinite in its own right; only a skip makes its value a trace.
-        _restore(metrics, old_metrics, step_is_skipped, any_skipped)
+        in_step = metric_states.results_now(results)
+        _restore(state, old_values, step_is_skipped, True)
         _restore([_own_part(v.value) for v, _ in weights], [old for _, old in weights], step_is_skipped, False)
-        return tf.constant(True)
+        states = []
+        for metric in metric_states.flat(metrics()):
+            if id(metric) not in metrics_before:
+                # Made in this step: Keras makes those given to `compile` when it first needs them. The program that
+                # is traced then is for later steps, too, which find in them what no program has yet.
+                if not tf.executing_eagerly():
+                    continue
+                metrics_before[id(metric)] = metrics_begun[id(metric)] = metric_states.reset_values(metric)
+            old = metrics_before[id(metric)], metrics_begun[id(metric)]
+            values = metric_states.after_skip(metric, *old, _values_of(metric), any_skipped, step_is_skipped)
+            _assign_values(metric, values)
+            states.append((metric, values))
+        nothing_counted = tf.logical_and(any_skipped, metric_states.nothing_counted(states))
+        shown = metric_states.shown(metrics(), metric_states.results_now(results), nothing_counted)
+        new_logs = metric_states.replaced(logs, in_step, shown)
+        return nothing_counted, [leaf for leaf in keras.tree.flatten(new_logs) if tf.is_tensor(leaf)]
 
     if in_xla():
-        restore()
+        nothing_counted, tensors = restore()
     else:
-        tf.cond(needs_restoring, restore, lambda: tf.constant(False))
-    return result, step_is_skipped
+        nothing_counted, tensors = tf.cond(needs_restoring, restore, lambda: (tf.constant(False), tensors))
+    new_leaves = iter(tensors)
+    leaves = [next(new_leaves) if tf.is_tensor(leaf) else leaf for leaf in flat_logs]
+    return keras.tree.pack_sequence_as(logs, leaves), step_is_skipped, nothing_counted
+
+
+def _variables(model) -> tuple:
+    """Returns the variables of `model`, and the `id`s of those that are weights."""
+    return model.variables, _keras_private.frozen_weights(model)
+
+
+def _count_no_loss_of_no_rows(optimizers, lost_before):
+    """Takes back what a batch without rows added to `nonfinite_losses`, skipped as if its loss were at fault."""
+    for optimizer, before in zip(optimizers, lost_before, strict=True):
+        batch_has_rows = step_notes(optimizer).batch_has_rows
+        if batch_has_rows is not True:
+            lost = optimizer.nonfinite_losses
+            lost.assign(tf.where(batch_has_rows, lost.value, before))
+
+
+def _begin(metrics, before) -> dict:
+    """Gives `metrics` the values that a step finds in them, and returns these by `id` of the metric."""
+    begun = {}
+    for metric in metrics:
+        begun[id(metric)] = metric_states.at_begin(metric, before[id(metric)])
+        if metric_states.tracks_losses(metric):
+            _assign_values(metric, begun[id(metric)])
+    return begun
+
+
+def _values_of(metric) -> list:
+    return [tf.identity(_own_part(variable.value)) for variable in metric.variables]
+
+
+def _assign_values(metric, values):
+    for variable, value in zip(metric.variables, values, strict=True):
+        _own_part(variable.value).assign(value)
 
 
 def _old_weight(variable):
@@ -165,21 +413,6 @@ def _is_finite(values):
     return tf.math.is_finite(tf.reduce_sum(tf.cast(values, tf.float32)))
 
 
-def _logs_without_trace(model, logs, step_is_skipped):
-    metric_logs = model.get_metrics_result()
-    if not isinstance(logs, dict) or set(logs) != set(metric_logs):
-        return logs
-    if tf.executing_eagerly():
-        return metric_logs if bool(step_is_skipped) else logs
-    return keras.tree.map_structure(
-        lambda clean, value: (
-            tf.where(step_is_skipped, tf.cast(clean, value.dtype), value) if tf.is_tensor(value) else value
-        ),
-        metric_logs,
-        logs,
-    )
-
-
 def with_logs(optimizers, logs, names):
     if not isinstance(logs, dict):
         return logs
@@ -192,8 +425,9 @@ class CompiledStep:
 
     def __init__(self, parts):
         self._parts = parts
-        self._function = tf.function(self._one_step, jit_compile=parts.jit_compile)
-        self._distributed = tf.function(self._on_every_replica, jit_compile=parts.jit_compile)
+        self._found = Found(parts.model)
+        # A program holds the weights that it trains: one for each set that was not frozen in some step.
+        self._functions: dict = {}
 
     def __call__(self, x, y, sample_weight):
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
@@ -204,35 +438,63 @@ class CompiledStep:
                     "Call the step itself, which runs on every replica, or leave `jit_compile` out."
                 )
             # Not in a function of its own: from there replicas cannot call each other.
-            return self._one_step(x, y, sample_weight)
+            return self._on_one_replica(x, y, sample_weight)
         if is_distributed(self._parts.model):
+            _check_rows((x, y, sample_weight), _local_replicas(self._parts.model))
             with variable_scope(self._parts.model):
-                return self._distributed(x, y, sample_weight)
-        return self._function(x, y, sample_weight)
+                return self._compiled(self._on_every_replica)(x, y, sample_weight)
+        return self._compiled(self._on_one_replica)(x, y, sample_weight)
+
+    def _compiled(self, step):
+        """Returns the program of `step` for the weights that are trained now."""
+        key = step.__name__, self._parts.trained
+        if key not in self._functions:
+            # As in Keras' `fit`: the second length of a batch is traced as any length.
+            function = tf.function(step, jit_compile=self._parts.jit_compile, reduce_retracing=True)
+            # With the variables, or another one might come to have the `id` of one that is gone.
+            self._functions[key] = function, self._parts.model.trainable_variables
+        return self._functions[key][0]
 
     def compiler_ir(self, x, y, sample_weight, optimized):
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
         stage = "optimized_hlo" if optimized else "hlo"
-        return self._function.experimental_get_compiler_ir(x, y, sample_weight)(stage=stage)
+        # Of its own: XLA gives out no text of a program that was traced for any length.
+        function = tf.function(self._on_one_replica, jit_compile=self._parts.jit_compile)
+        return function.experimental_get_compiler_ir(x, y, sample_weight)(stage=stage)
 
     def temporary_bytes(self, x, y, sample_weight):
         return None
 
+    def _on_one_replica(self, x, y, sample_weight):
+        return self._one_step(x, y, sample_weight)[0]
+
     def _one_step(self, x, y, sample_weight):
+        """Returns the result of a step, and whether no step has counted since the metrics were reset."""
         parts = self._parts
-        optimizer = parts.optimizer
+
+        batch_has_rows = has_rows(x)
+
+        def run():
+            update = self._no_update if parts.checks and batch_has_rows is False else self._update
+            if parts.checks:
+                step_notes(parts.optimizer).batch_has_rows = True if batch_has_rows is False else batch_has_rows
+            result = update(x, y, sample_weight)
+            if parts.checks and tf.is_tensor(batch_has_rows):
+                # A sum over no rows is 0, which is no loss.
+                result["loss"] = tf.where(batch_has_rows, result["loss"], float("nan"))
+            return {**result, **parts.metric_results()}
+
         if parts.guards:
-            metrics = [variable.value for metric in parts.metrics for variable in metric.variables]
-            result, skipped = _run_without_trace(
-                parts.model, metrics, [optimizer], lambda: self._update(x, y, sample_weight)
+            result, skipped, nothing_counted = _run_without_trace(
+                self._found, lambda: parts.metrics, [parts.optimizer], run, parts.metric_results
             )
         else:
-            result, skipped = self._update(x, y, sample_weight), parts.last_step_skipped()
+            result, skipped, nothing_counted = run(), parts.last_step_skipped(), tf.constant(False)
         loss = result["loss"]
         if replicas() > 1:
             # Each replica's loss is its share of the mean over all.
             loss = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, loss)
-        return {**result, **parts.metric_results(), "loss": loss, "skipped": skipped}
+        return {**result, "loss": loss, "skipped": skipped}, nothing_counted
 
     def _update(self, x, y, sample_weight):
         parts = self._parts
@@ -246,10 +508,16 @@ class CompiledStep:
         parts.update_metrics(y, y_pred, sample_weight)
         return {"loss": loss, "loss_scale": parts.loss_scale()}
 
+    def _no_update(self, x, y, sample_weight):
+        """What `_update` is for a batch without rows."""
+        del x, y, sample_weight
+        _skip(self._parts.optimizer)
+        return {"loss": tf.constant(float("nan")), "loss_scale": self._parts.loss_scale()}
+
     def _on_every_replica(self, x, y, sample_weight):
         strategy = self._parts.model.distribute_strategy
         batch = (x, y, sample_weight)
-        local_replicas = len(strategy.extended.worker_devices)
+        local_replicas = _local_replicas(self._parts.model)
         # A batch that is not distributed yet is cut here: on several workers, each brings the rows of its own.
         leaves = keras.tree.flatten(batch)
         cut = [_rows_for_replicas(leaf, local_replicas) if tf.is_tensor(leaf) else None for leaf in leaves]
@@ -261,8 +529,11 @@ class CompiledStep:
 
         per_replica = strategy.run(step, args=(leaves, cut))
         # The same everywhere, but for the metrics: read here, they are of all replicas together.
-        result = {name: strategy.experimental_local_results(value)[0] for name, value in per_replica.items()}
-        return {**result, **self._parts.metric_results()}
+        result, nothing_counted = keras.tree.map_structure(
+            lambda value: strategy.experimental_local_results(value)[0], per_replica
+        )
+        parts = self._parts
+        return {**result, **metric_states.shown(parts.metrics, parts.metric_results(), nothing_counted)}
 
 
 def replicas(model=None) -> int:
@@ -283,15 +554,29 @@ def in_replica_context() -> bool:
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
+def _local_replicas(model) -> int:
+    """Returns how many of the replicas of `model` this worker has."""
+    return len(model.distribute_strategy.extended.worker_devices)
+
+
+def _check_rows(batch, replicas: int):
+    """Raises `ValueError` for a batch that is cut for the replicas here, and cannot be."""
+    # Here and not where it is cut: a program for batches of any length sees no length.
+    for tensor in keras.tree.flatten(batch):
+        if tf.is_tensor(tensor) and (not tensor.shape.rank or not tensor.shape[0] or tensor.shape[0] % replicas):
+            raise ValueError(
+                f"Expected a batch that {replicas} replicas can share equally. Received: shape={tuple(tensor.shape)}. "
+                "Take another batch size, or pass the batches of `strategy.experimental_distribute_dataset(dataset)`."
+            )
+
+
 def _rows_for_replicas(tensor, replicas: int):
     """Returns `tensor` with a new first axis: one equal part of its rows for each replica."""
-    rows = tensor.shape[0] if tensor.shape.rank else None
-    if not rows or rows % replicas:
-        raise ValueError(
-            f"Expected a batch that {replicas} replicas can share equally. Received: shape={tuple(tensor.shape)}. Take "
-            "another batch size, or pass the batches of `strategy.experimental_distribute_dataset(dataset)`."
-        )
-    return tf.reshape(tensor, (replicas, rows // replicas, *tensor.shape[1:]))
+    shape = tf.shape(tensor)
+    rows = tf.reshape(tensor, tf.concat([[replicas, shape[0] // replicas], shape[1:]], 0))
+    known = tensor.shape[0]
+    rows.set_shape((replicas, None if known is None else known // replicas, *tensor.shape[1:]))
+    return rows
 
 
 def local_tensors(structure):

@@ -2,7 +2,7 @@
 
 import keras
 
-from mpkeras.conversion import compute_dtypes
+from mpkeras.conversion import compute_dtypes, converted_by, layers_of
 from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.optimizer_wrapping import rewrapped
 from mpkeras.optimizers import LossScaleOptimizer
@@ -16,6 +16,10 @@ def chosen_policy(model, policy):
         return get_policy(policy)
     global_policy = get_policy(None)
     dtypes = compute_dtypes(model) & set(SIXTEEN_BIT_DTYPES)
+    converted = converted_by(model)
+    if converted is not None and converted.compute_dtype in dtypes:
+        # Its rules and loss scale were chosen for this model.
+        return converted
     if not dtypes or global_policy.compute_dtype in dtypes:
         return global_policy
     # The layers, not the model's name or the global policy, say what this model computes in.
@@ -30,16 +34,31 @@ def check_model(model):
         )
 
 
-def check_variables(model, policy):
-    """Raises `ValueError` for trainable float16 variables: updates and Adam's epsilon round to zero."""
-    half = [v.path for v in model.trainable_variables if v.dtype == "float16"]
-    if half or policy.variable_dtype == "float16":
-        what = f"float16 variables {half[:3]}" if half else f"policy '{policy.name}'"
-        raise ValueError(
-            "Expected float32 variables to train: in float16 small updates and Adam's epsilon of 1e-8 round "
-            f"to zero. Received: {what}. Build the model under 'mixed_float16', or call "
-            "`mpkeras.apply_policy(model, 'mixed_float16', float32_variables=True)` before `compile`."
-        )
+def check_variables(model, policy, converts: bool = False):
+    """Raises `ValueError` for trainable 16-bit variables, those that layers would make as they are built included.
+
+    Args:
+        model: A `keras.Model`.
+        policy: The `Policy` that holds for it.
+        converts: Whether layers that are not built yet are given that policy first.
+    """
+    found = {v.path: v.dtype for v in model.trainable_variables if v.dtype in SIXTEEN_BIT_DTYPES}
+    if not converts:
+        found |= {
+            f"of layer {layer.name}": layer.variable_dtype
+            for layer in layers_of(model)
+            if not layer.built and layer.trainable and layer.variable_dtype in SIXTEEN_BIT_DTYPES
+        }
+    if not found and policy.variable_dtype not in SIXTEEN_BIT_DTYPES:
+        return
+    dtype = next(iter(found.values()), policy.variable_dtype)
+    what = f"{dtype} variables {list(found)[:3]}" if found else f"policy '{policy.name}'"
+    raise ValueError(
+        "Expected float32 variables to train: in 16 bits small updates round to nothing, as do Adam's epsilon of 1e-8 "
+        f"(float16) and its 1 - beta_2 (bfloat16), without which no weight moves. Received: {what}. Build the model "
+        f"under 'mixed_{dtype}', or call `mpkeras.apply_policy(model, 'mixed_{dtype}', float32_variables=True)` before "
+        "`compile`."
+    )
 
 
 def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, rollback: bool):
@@ -57,7 +76,8 @@ def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, rollback:
         return optimizer.loss_scale_rule
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not is_ours:
         return DynamicLossScale(optimizer.initial_scale, dynamic_growth_steps=optimizer.dynamic_growth_steps)
-    if not is_ours and optimizer.loss_scale_factor is not None:
+    # Of one that was wrapped here before, too: the setting stays on the inner optimizer.
+    if optimizer.loss_scale_factor is not None:
         return FixedLossScale(optimizer.loss_scale_factor)
     if computes_float16:
         is_scaling = is_ours and optimizer.loss_scale_rule != FixedLossScale(1.0)

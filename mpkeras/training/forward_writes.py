@@ -20,14 +20,15 @@ def unlisted_states(model) -> list:
 
 
 @contextlib.contextmanager
-def watched_weights(model, old_value):
-    """Within this context remembers what a trainable variable was before a layer assigned to it.
+def watched_weights(variables, old_value):
+    """Within this context remembers what a weight was before a layer assigned to it.
 
-    SpectralNormalization writes its normalized kernel in every forward pass of training. To keep the old
-    values of all weights instead would cost a copy of the model.
+    SpectralNormalization writes its normalized kernel in every forward pass of training, a target network follows
+    another one. To keep the old values of all weights instead would cost a copy of the model.
 
     Args:
-        model: Its trainable variables are watched. Their `assign` is covered on the instance.
+        variables: Their `assign` is covered on the instance, one cover over the other where a step trains a part
+            of the model by a guarded step of its own.
         old_value: Function from a variable to a copy of its value.
 
     Yields:
@@ -35,21 +36,28 @@ def watched_weights(model, old_value):
     """
     kept, seen = [], set()
 
-    def watching(variable):
+    def watching(variable, assign_below):
         def assign(value):
             # The optimizer's own writes (after a constraint) are skipped or not, never put back.
             if id(variable) not in seen and not is_updating():
                 seen.add(id(variable))
                 kept.append((variable, old_value(variable)))
-            return type(variable).assign(variable, value)
+            return type(variable).assign(variable, value) if assign_below is None else assign_below(value)
 
         return assign
 
-    covered = model.trainable_variables
-    for variable in covered:
-        variable.__dict__["assign"] = watching(variable)
+    below = [variable.__dict__.get("assign") for variable in variables]
+    covers = [watching(*pair) for pair in zip(variables, below, strict=True)]
+    for variable, cover in zip(variables, covers, strict=True):
+        variable.__dict__["assign"] = cover
     try:
         yield kept
     finally:
-        for variable in covered:
-            variable.__dict__.pop("assign", None)
+        for variable, cover, assign_below in zip(variables, covers, below, strict=True):
+            if variable.__dict__.get("assign") is not cover:
+                # Someone else's by now.
+                continue
+            if assign_below is None:
+                del variable.__dict__["assign"]
+            else:
+                variable.__dict__["assign"] = assign_below

@@ -1,9 +1,13 @@
 """`prepare`: makes a compiled model train under a policy, with nothing failing silently."""
 
+import functools
+
 from mpkeras import _keras_private, loss_scaling
 from mpkeras.conversion import computes_in, layer_converter
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.registry import get_policy
+from mpkeras.training import doors
 from mpkeras.training import rollback as guard
 from mpkeras.training.backend import training_backend
 from mpkeras.training.choice import check_model, check_variables, chosen_policy, rule_for, wrapped
@@ -19,8 +23,13 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
       with its state). Whether the loss is scaled is decided by what the layers compute in.
     - The train step, the user's own included, is guarded: after a step whose loss or gradients are not finite
       every variable of the model is as before.
+    - The logs of `fit` gain `loss_scale` (the scale for the next step) and `skipped_steps` (all so far), and an epoch
+      that learned nothing is warned of, as by `mpkeras.callbacks.MixedPrecision`.
+    - Compiled again, the model is prepared again, with the same arguments.
 
-    Calling it again changes only what differs.
+    Models inside the model that are compiled themselves (`gan.discriminator.compile(...)`) are prepared with it. For
+    all this the methods `train_step`, `compile`, `fit` and `make_train_function` of the model are covered. Calling
+    `prepare` again changes only what differs.
 
     Args:
         model: A compiled `keras.Model`, built or not.
@@ -37,7 +46,7 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
         `model`.
 
     Raises:
-        ValueError: If the model is not compiled, the policy is not known, trainable variables are float16, or
+        ValueError: If the model is not compiled, the policy is not known, trainable variables are of 16 bits, or
             XLA does not work with the model's distribution strategy. The model is then as before.
         TypeError: If an argument is of a wrong type.
 
@@ -52,6 +61,41 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
     References:
         Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740.
     """
+    prepare_model(model, policy, loss_scale=loss_scale, jit_compile=jit_compile, rollback=rollback)
+    return model
+
+
+def prepare_model(model, policy, *, loss_scale=None, jit_compile=None, rollback=True, is_explicit: bool = True):
+    """`prepare`; `is_explicit` says whether the user named this very model, and not all models that are compiled."""
+    guard_again = prepare_to_train(model, policy, loss_scale=loss_scale, jit_compile=jit_compile, rollback=rollback)
+    options = {"loss_scale": loss_scale, "rollback": rollback, "is_explicit": is_explicit}
+
+    def keep(part, jit_compile):
+        if not guard.is_guarded(part) and jit_compile is None:
+            # Nothing is left to do: a float32 or bfloat16 model without the guard.
+            doors.forget(part)
+            return
+
+        def prepare_again():
+            # What the layers compute in by now decides, where it was not asked for or `apply_policy` has changed it.
+            is_as_asked = policy is not None and computes_in(part, (get_policy(policy).compute_dtype,))
+            prepare_model(part, policy if is_as_asked else None, jit_compile=jit_compile, **options)
+
+        doors.keep_prepared(
+            part, prepare_again=prepare_again, guard_again=functools.partial(guard_again, part), is_explicit=is_explicit
+        )
+
+    keep(model, jit_compile)
+    for part in guard.compiled_parts(model):
+        keep(part, None)
+
+
+def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollback=True):
+    """`prepare` until the guard is taken off again: what the callback does for one `fit`.
+
+    Returns:
+        Function that puts the guard around the train step of `model`, or of a compiled model inside it, once more.
+    """
     _check_compiled(model)
     chosen = chosen_policy(model, policy)
     explicit_rule = loss_scaling.resolve(loss_scale)
@@ -61,11 +105,10 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
             "Leave it out to train as `compile` decided."
         )
     training_backend.check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)
-    check_variables(model, chosen)
+    converts = policy is not None or not computes_in(model, SIXTEEN_BIT_DTYPES)
+    check_variables(model, chosen, converts)
 
-    convert_layers = layer_converter(
-        model, chosen, converts=policy is not None or not computes_in(model, SIXTEEN_BIT_DTYPES)
-    )
+    convert_layers = layer_converter(model, chosen, converts=converts)
 
     def convert():
         if convert_layers():
@@ -76,11 +119,20 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
         _wrap_optimizers(model, chosen, explicit_rule, rollback)
     if jit_compile is not None:
         model.jit_compile = jit_compile
-    if rollback or any(isinstance(o, LossScaleOptimizer) for o in guard.find_optimizers(model).values()):
-        guard.install(model, rollback=rollback, convert_new_layers=convert)
-    else:
-        guard.uninstall(model)
-    return model
+    checks = rollback or any(isinstance(o, LossScaleOptimizer) for o in guard.all_optimizers(model))
+
+    def guard_again(part):
+        if not checks:
+            guard.uninstall(part)
+            return
+        # What the parts' `train_on_batch` returns goes into the step of `model`: without logs of ours, unless the part
+        # is prepared and can tell it from `fit`.
+        add_logs = part is model or doors.is_prepared(part)
+        guard.install(part, rollback=rollback, convert_new_layers=convert, add_logs=add_logs)
+
+    for part in (model, *guard.compiled_parts(model)):
+        guard_again(part)
+    return guard_again
 
 
 def _check_compiled(model):
@@ -96,11 +148,12 @@ def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):
     computes_float16 = computes_in(model, ("float16",))
     replaced = {}
     sharing: dict = {}
-    for optimizer in guard.find_optimizers(model).values():
+    for optimizer in guard.all_optimizers(model):
         rule = rule_for(optimizer, policy, explicit_rule, computes_float16, rollback)
         wrapper = wrapped(optimizer, rule, sharing)
         if wrapper is not optimizer:
             replaced[id(optimizer)] = wrapper
-    guard.replace_optimizers(model, replaced)
-    if getattr(model, "optimizer", None) is not None:
-        _keras_private.replace_compiled_optimizer(model, model.optimizer)
+    for part in (model, *guard.compiled_parts(model)):
+        guard.replace_optimizers(part, replaced)
+        if getattr(part, "optimizer", None) is not None:
+            _keras_private.replace_compiled_optimizer(part, part.optimizer)

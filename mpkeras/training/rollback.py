@@ -1,6 +1,7 @@
 """The guard around a model's `train_step`: a skipped step leaves no trace in any variable."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import warnings
@@ -8,16 +9,30 @@ from collections.abc import Callable
 
 import keras
 
+from mpkeras import _keras_private
 from mpkeras.gradient_statistics import NAMES as GRADIENT_LOG_NAMES
 from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.step_notes import step_notes
 from mpkeras.training.backend import training_backend
+from mpkeras.training.found import Found, optimizers_sight, paths_sight
 
 LOG_NAMES = ("loss_scale", "skipped_steps")
 
 
+def compiled_parts(model) -> list:
+    """Returns the models inside `model` that hold optimizers of their own: `gan.discriminator.compile(...)`."""
+    layers = _keras_private.flatten_layers(model)
+    return [layer for layer in layers if isinstance(layer, keras.Model) and find_optimizers(layer)]
+
+
+def all_optimizers(model) -> list:
+    """Returns the Keras optimizers of `model` and of the compiled models inside it, each once."""
+    found = [optimizer for part in (model, *compiled_parts(model)) for optimizer in find_optimizers(part).values()]
+    return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
 def find_optimizers(model) -> dict:
-    """Returns the Keras optimizers that `model` holds, each once, by where it holds them.
+    """Returns the Keras optimizers that `model` holds itself, each once, by where it holds them.
 
     They are attributes, or in lists, tuples and dictionaries that are. `optimizer` comes first; models with
     several (a GAN's two) keep them under names of their own: `"d_optimizer"`, `"optimizers['d']"`.
@@ -74,29 +89,44 @@ class Guard:
     batch_size: int = 0
 
 
-def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = lambda: None):
+def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = lambda: None, add_logs: bool = False):
     """Puts the guard around the train step that `model` has now; a guard already there is replaced."""
     uninstall(model)
-    _put_around(model, Guard(vars(model).get("train_step"), rollback, convert_new_layers))
+    _put_around(model, Guard(vars(model).get("train_step"), rollback, convert_new_layers, add_logs))
 
 
 def _put_around(model, guard):
     train_step = model.train_step
+    # Keras' own step calls the model; one of the user's may build parts that no `call` reaches.
+    is_keras_own = getattr(train_step, "__func__", None) is keras.Model.train_step
+
+    found = Found(model)
+
+    def trial_step(*args):
+        with _guarded_step(scaling_optimizers(model)):
+            return train_step(*args)
+
+    def convert_new_layers(model):
+        guard.convert_new_layers()
 
     @functools.wraps(train_step)
     def guarded_train_step(*args):
         guard.batch_size = max(guard.batch_size, _examples(args[-1]))
-        training_backend.ensure_built(model, *args)
-        guard.convert_new_layers()
-        optimizers = scaling_optimizers(model)
+        training_backend.ensure_built(model, None if is_keras_own else trial_step, *args)
+        found.ask(convert_new_layers, paths_sight)
+        optimizers = _checking(model, found.ask(all_optimizers, optimizers_sight))
+        step = train_step
+        has_rows = training_backend.has_rows(*args)
+        if has_rows is False and optimizers and all(optimizer.built for optimizer in optimizers):
+            step = functools.partial(training_backend.empty_step, model, optimizers)
         if guard.rollback and optimizers:
-            step = functools.partial(training_backend.step_without_trace, model, optimizers, train_step)
-        else:
-            step = train_step
-        with _guarded_step(optimizers, guard.add_gradient_logs):
+            step = functools.partial(training_backend.step_without_trace, found, optimizers, step)
+        with _guarded_step(optimizers, guard.add_gradient_logs, has_rows):
             result = step(*args)
         if guard.add_logs and optimizers:
-            result = training_backend.with_logs(optimizers, result, LOG_NAMES)
+            # One that nothing uses (`super().compile()` gives every GAN a third) is not built, and not shown.
+            in_use_first = sorted(optimizers, key=lambda optimizer: not optimizer.built)
+            result = training_backend.with_logs(in_use_first, result, LOG_NAMES)
         if guard.add_gradient_logs and optimizers:
             result = _with_gradient_logs(result, step_notes(optimizers[0]))
         return result
@@ -105,10 +135,25 @@ def _put_around(model, guard):
     model.train_step = guarded_train_step
     # A train function built earlier holds the step as it was.
     model.train_function = None
+    _note_guard(model, guard.rollback)
+
+
+def _note_guard(model, is_guarded: bool):
+    """Lets the model's optimizers know whether a guard is there; they tell it to the copies that files make of it."""
+    for optimizer in find_optimizers(model).values():
+        if isinstance(optimizer, LossScaleOptimizer):
+            optimizer._note_guard(is_guarded)
 
 
 def is_guarded(model) -> bool:
-    return hasattr(vars(model).get("train_step"), "mpkeras_guard")
+    step = vars(model).get("train_step")
+    # A function of the user's around the guard has its attributes, too, where it was made by `functools.wraps`.
+    return hasattr(step, "mpkeras_guard") and not hasattr(step.__wrapped__, "mpkeras_guard")
+
+
+def guard_of(model) -> Guard | None:
+    """Returns the guard around the train step of `model`, or `None`."""
+    return model.train_step.mpkeras_guard if is_guarded(model) else None
 
 
 def add_logs(model, *, gradients: bool = False):
@@ -125,6 +170,19 @@ def add_logs(model, *, gradients: bool = False):
         guard.add_logs = True
         guard.add_gradient_logs |= gradients
         trace_again(model)
+
+
+def without_logs(model, result):
+    """Returns what a train function of the guarded `model` returned, without what the guard added to its logs."""
+    if not is_guarded(model):
+        return result
+    guard = model.train_step.mpkeras_guard
+    added = (LOG_NAMES if guard.add_logs else ()) + (GRADIENT_LOG_NAMES if guard.add_gradient_logs else ())
+    # On JAX it returns `(logs, state)`.
+    logs, *state = result if isinstance(result, tuple) else (result,)
+    if isinstance(logs, dict):
+        logs = {name: value for name, value in logs.items() if name not in added}
+    return (logs, *state) if isinstance(result, tuple) else logs
 
 
 def trace_again(model):
@@ -147,6 +205,7 @@ def _with_gradient_logs(result, notes):
 
 def uninstall(model):
     """Puts the train step back as it was before `install`; does nothing where there is no guard."""
+    _note_guard(model, False)
     if not is_guarded(model):
         return
     guarded = model.train_step
@@ -175,31 +234,44 @@ def _examples(data) -> int:
 
 def scaling_optimizers(model) -> list:
     """Returns the model's optimizers that check for finite steps."""
-    checking = [o for o in find_optimizers(model).values() if isinstance(o, LossScaleOptimizer)]
+    return _checking(model, all_optimizers(model))
+
+
+def _checking(model, optimizers) -> list:
+    checking = [optimizer for optimizer in optimizers if isinstance(optimizer, LossScaleOptimizer)]
     if not checking:
         warnings.warn(
             f"The train step of model '{model.name}' is guarded, but none of its optimizers is a "
             "`mpkeras.LossScaleOptimizer` any more, so no step is checked. After `compile`, call "
             "`mpkeras.prepare(model)` again.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return checking
 
 
 @contextlib.contextmanager
-def _guarded_step(optimizers, wants_statistics: bool = False):
-    """Tells the optimizers where a step begins and ends."""
+def _guarded_step(optimizers, wants_statistics: bool = False, batch_has_rows=True):
+    """Tells the optimizers where a step begins and ends, and what is known of it; nothing of it outlives the step.
+
+    Args:
+        optimizers: Those that update in it.
+        wants_statistics: Whether the logs show statistics of the gradients.
+        batch_has_rows: Whether the batch has rows: a bool, or a bool tensor of shape `()`.
+    """
+    around = [copy.copy(step_notes(optimizer)) for optimizer in optimizers]
     for optimizer in optimizers:
         notes = step_notes(optimizer)
+        notes.clear()
         notes.in_guarded_step = True
-        notes.loss_was_scaled = False
-        notes.grads_are_unscaled = False
-        notes.loss_flags = []
-        notes.loss_scale = None
         notes.wants_statistics = wants_statistics
+        notes.batch_has_rows = True if isinstance(batch_has_rows, bool) else batch_has_rows
     try:
         yield
     finally:
-        for optimizer in optimizers:
-            step_notes(optimizer).in_guarded_step = False
-            step_notes(optimizer).wants_statistics = False
+        for optimizer, of_step_around in zip(optimizers, around, strict=True):
+            notes = step_notes(optimizer)
+            # After an error, too: what it left behind is of a program that is gone.
+            notes.clear()
+            if of_step_around.in_guarded_step:
+                # A part of the model was trained by a guarded step of its own, within one of the whole.
+                vars(notes).update(vars(of_step_around))

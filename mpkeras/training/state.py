@@ -18,9 +18,10 @@ _AUTO_NUMBER = re.compile(r"_\d+(?=_|$)")
 def state_dict(model, optimizers=None, extra=()) -> dict:
     """Returns every variable that training changes, by a name that is the same in every process.
 
-    Weights and statistics of the model, the state of its random generators and metrics, and its optimizers
-    with loss scale and counters. Keras' own files leave out random generators and metrics; from this state a
-    model with Dropout goes on exactly, in the middle of an epoch, too.
+    Weights and statistics of the model, the buffers of torch modules and `tf.Variable`s that its layers hold, the
+    state of its random generators and metrics, and its optimizers with loss scale and counters. Keras' own files
+    leave out random generators and metrics; from this state a model with Dropout goes on exactly, in the middle of an
+    epoch, too.
 
     On torch, where a Dropout without a seed draws from torch's own generator, that one is part of it. Keras'
     global `SeedGenerator`, NumPy's generators and the position in the data are not; the optimizer's
@@ -117,6 +118,7 @@ def _named_variables(model, optimizers, extra) -> dict:
         _build(optimizer, model)
         groups[f"optimizers/{i}"] = optimizer.variables
     groups["states"] = unlisted_states(model)
+    groups["native"] = training_backend.native_states(model)
     groups["extra"] = extra
     return {
         f"{group}/{i}/{_AUTO_NUMBER.sub('', variable.name)}": variable

@@ -1,5 +1,6 @@
 """`make_train_step`: the train step of a custom loop, with the same handling of state as `fit`."""
 
+import contextlib
 import inspect
 
 import keras
@@ -7,7 +8,7 @@ from keras import ops
 
 from mpkeras import _keras_private
 from mpkeras.accumulation import check_window
-from mpkeras.conversion import computes_in, layers_of
+from mpkeras.conversion import computes_in, layer_converter, layers_of, recorded
 from mpkeras.loss_scaling import FixedLossScale
 from mpkeras.optimizer_arguments import checked_optimizer
 from mpkeras.optimizers import LossScaleOptimizer
@@ -44,8 +45,10 @@ def make_train_step(
     Under a `tf.distribute` strategy and a `keras.distribution` the step runs on all devices, and the results are
     those of the whole batch; of the ranks of torch, each has its own. See docs/many_devices.md.
 
-    Reading one of them waits for the device. Layers keep the dtypes they have: build the model under a policy.
-    `step.optimizer` is the optimizer that the step uses, `step.compiler_ir(x, y)` the text of its program.
+    Reading one of them waits for the device. Layers keep the dtypes they have, so build the model under a policy or
+    call `apply_policy`; only the float32 rules of the policy are applied, as `prepare` does. Layers that are frozen or
+    freed later (`layer.trainable`) obey from the next step on. `step.optimizer` is the optimizer that the step uses,
+    `step.compiler_ir(x, y)` the text of its program.
 
     Args:
         model: A `keras.Model` of any kind, compiled or not, built or not.
@@ -72,7 +75,7 @@ def make_train_step(
         A `TrainStep`.
 
     Raises:
-        ValueError: If trainable variables are float16, an argument is out of its range, or XLA does not work
+        ValueError: If trainable variables are of 16 bits, an argument is out of its range, or XLA does not work
             with the model. Model and optimizer are then as before.
         TypeError: If an argument is of a wrong type.
 
@@ -128,11 +131,13 @@ class TrainStep:
         objective = Objective(loss_fn, metrics)
         jit_compile = _resolved_jit_compile(model, jit_compile)
         self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow)
-        self._compiled = training_backend.CompiledStep(self._parts)
         self._is_built = False
-        if training_backend.is_distributed(model) and not self._lacks_variables():
-            # While it can be done: a replica in `strategy.run` makes no variables.
-            self._build(None, None)
+        with _layers_kept_on_error(model):
+            self._parts.apply_rules()
+            self._compiled = training_backend.CompiledStep(self._parts)
+            if training_backend.is_distributed(model) and not self._lacks_variables():
+                # While it can be done: a replica in `strategy.run` makes no variables.
+                self._build(None, None)
 
     @property
     def model(self):
@@ -150,8 +155,7 @@ class TrainStep:
         return self._parts.metrics
 
     def __call__(self, x, y=None, sample_weight=None) -> dict:
-        if not self._is_built:
-            self._build(x, y)
+        self._get_ready(x, y)
         return self._compiled(x, y, sample_weight)
 
     def compiler_ir(self, x, y=None, sample_weight=None, *, optimized: bool = True) -> str:
@@ -171,8 +175,7 @@ class TrainStep:
         >>> "HloModule" in step.compiler_ir(np.ones((4, 2)), np.ones((4, 1)))
         True
         """
-        if not self._is_built:
-            self._build(x, y)
+        self._get_ready(x, y)
         return self._compiled.compiler_ir(x, y, sample_weight, optimized)
 
     def temporary_bytes(self, x, y=None, sample_weight=None) -> int | None:
@@ -191,8 +194,7 @@ class TrainStep:
         >>> step.temporary_bytes(np.ones((4, 2)), np.ones((4, 1))) is None  # nothing is compiled
         True
         """
-        if not self._is_built:
-            self._build(x, y)
+        self._get_ready(x, y)
         return self._compiled.temporary_bytes(x, y, sample_weight)
 
     def state_dict(self) -> dict:
@@ -223,6 +225,11 @@ class TrainStep:
             self._build_optimizer()
         return self.model, [self.optimizer], [v for metric in self.metrics for v in metric.variables]
 
+    def _get_ready(self, x, y):
+        if not self._is_built:
+            self._build(x, y)
+        self._parts.look_for_frozen_weights()
+
     def _build(self, x, y):
         """Makes every variable before the step is compiled, which makes none."""
         if training_backend.in_replica_context():
@@ -238,12 +245,15 @@ class TrainStep:
                 for metric in lazy:
                     metric.update_state(training_backend.local_tensors(y), y_pred)
                     metric.reset_state()
-        self._build_optimizer()
+        # Building may have brought new layers.
+        with _layers_kept_on_error(self.model):
+            self._build_optimizer()
+            self._parts.look_for_frozen_weights()
         self._is_built = True
 
     def _build_optimizer(self):
+        self._parts.apply_rules()
         with training_backend.variable_scope(self.model):
-            self._parts.wrap_optimizer()
             if not self.optimizer.built:
                 self.optimizer.build(self.model.trainable_variables)
         metrics = [variable for metric in self.metrics for variable in metric.variables]
@@ -268,7 +278,51 @@ class StepParts:
         # As in `fit`: a model whose `call` takes no `training` is not told.
         takes_training = "training" in inspect.signature(model.call).parameters
         self.call_options = {"training": True} if takes_training else {}
+        # What the next step trains, in the order of the model, and the `id`s of it, by which programs are found.
+        self._trained_variables: list = []
+        self.trained: tuple = ()
+        # Before the layers are touched: what is wrong with the optimizer is said here.
         self.wrap_optimizer()
+
+    def apply_rules(self):
+        """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""
+        layer_converter(self.model, chosen_policy(self.model, None), converts=False)()
+        self.wrap_optimizer()
+
+    def look_for_frozen_weights(self):
+        """Takes down which weights the next step trains; `layer.trainable` may have changed since the last one.
+
+        Raises:
+            ValueError: If the optimizer was not built on one of them. Nothing has changed then.
+        """
+        variables = self.model.trainable_variables
+        trained = tuple(map(id, variables))
+        if trained == self.trained:
+            return
+        known = {id(variable) for variable in self._built_on()}
+        unknown = [variable.path for variable in variables if id(variable) not in known]
+        if unknown:
+            raise ValueError(
+                "Expected the trainable weights to be among those that the optimizer was built on. Received: "
+                f"{unknown[:3]}, freed or made since, for which it has no state. Make a new step with a new optimizer: "
+                "`mpkeras.make_train_step(model, optimizer, loss_fn)`; or free them before the first step and freeze "
+                "them after it."
+            )
+        window = getattr(self.optimizer, "window", None)
+        if window is not None and self.trained:
+            # Freed in the middle of a window: what the sum holds may be of a window long ago.
+            for total in window.sums_of([v for v in variables if id(v) not in self.trained]):
+                total.assign(ops.zeros_like(total.value))
+        self._trained_variables, self.trained = variables, trained
+
+    def trains_all(self) -> bool:
+        """Whether no weight that the optimizer was built on is frozen; in the order in which it was."""
+        return self.trained == tuple(map(id, self._built_on()))
+
+    def _built_on(self) -> list:
+        if self.checks:
+            return self.optimizer.trainable_variables
+        return _keras_private.optimizer_trainable_variables(self.optimizer)
 
     def wrap_optimizer(self):
         """Wraps the optimizer as the model's layers ask for; again when building has brought new layers."""
@@ -280,6 +334,8 @@ class StepParts:
             self.optimizer = wrapped(self.optimizer, rule)
             if self._window[0] > 1:
                 self.optimizer.accumulate(*self._window)
+        if self.checks:
+            self.optimizer._note_guard()
 
     @property
     def metrics(self) -> list:
@@ -312,6 +368,17 @@ class StepParts:
 
     def last_step_skipped(self):
         return self.optimizer.last_step_skipped if self.checks else ops.convert_to_tensor(False)
+
+
+@contextlib.contextmanager
+def _layers_kept_on_error(model):
+    """Context manager: where it raises, the layers of `model` have the policies that they had before."""
+    put_back = recorded(model)
+    try:
+        yield
+    except Exception:
+        put_back(refresh=False)
+        raise
 
 
 def _resolved_jit_compile(model, jit_compile) -> bool:

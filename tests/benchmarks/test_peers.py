@@ -51,6 +51,7 @@ def test_baseline(part, name, baseline):
     assert benchmark.baseline_of(part, name) == baseline
 
 
+@pytest.mark.slow
 def test_losses_of_all_libraries_agree():
     for mode, steps, _ in benchmark.training_cases(BACKEND, HERE, SMALL):
         losses = {name: [step() for _ in range(3)] for name, step in steps.items()}

@@ -40,6 +40,7 @@ def test_batch_fits_the_model(name):
     assert y.shape == (batch_size,) and set(y) <= set(range(10))
 
 
+@pytest.mark.slow
 def test_tiny_run_measures_every_variant(monkeypatch):
     def one_layer(keras):
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(10)])

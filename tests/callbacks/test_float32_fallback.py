@@ -34,6 +34,7 @@ def fit(model, *callbacks, loss_scale=2.0**-8, **options):
     return model.fit(X, Y, **{"batch_size": 4, "verbose": 0, "shuffle": False, "callbacks": callbacks, **options})
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("k", [1, 4])
 def test_the_culprits_alone_move_and_what_they_learned_stays(k):
@@ -65,6 +66,7 @@ def classifier():
     return model
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_dies_in_stock_keras_reaches_float32_quality():

@@ -55,6 +55,31 @@ def test_logs_reach_history_csv_and_validation(tmp_path):
     assert [float(row["loss_scale"]) for row in rows] == [64.0, 64.0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("made_by", ["Keras", "Keras' wrapper", "mpkeras"])
+def test_fit_with_accumulation(made_by):
+    """P14: two epochs of two windows of three batches, against plain NumPy; the same optimizer object both times."""
+    optimizer = keras.optimizers.SGD(0.125, gradient_accumulation_steps=3)
+    wrapper = {"Keras": None, "Keras' wrapper": keras.optimizers.LossScaleOptimizer, "mpkeras": LossScaleOptimizer}
+    x = np.random.default_rng(1).integers(-4, 5, size=(12, 2)).astype("float32") / 4
+    y = x @ np.array([[1.0], [-2.0]], "float32")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    for _ in range(2):
+        make = wrapper[made_by]
+        model.compile(optimizer if make is None else make(optimizer, initial_scale=64.0), "mse")
+        callback = MixedPrecision("mixed_float16", loss_scale=64.0)
+        model.fit(x, y, batch_size=2, shuffle=False, verbose=0, callbacks=[callback])
+        assert optimizer.gradient_accumulation_steps == 3
+    kernel = np.zeros((2, 1))
+    for _ in range(2):
+        for rows in (slice(0, 6), slice(6, 12)):
+            kernel -= 0.125 * 2 * x[rows].T @ (x[rows] @ kernel - y[rows]) / 6
+    # The products and the prediction have 11 significant bits.
+    np.testing.assert_allclose(model.get_weights()[0], kernel, rtol=1e-2)
+    assert int(model.optimizer.iterations) == int(optimizer.iterations) == 4
+    assert int(model.optimizer.accepted_steps) == 6
+
+
 @pytest.mark.backends("tensorflow")
 def test_logs_reach_the_tensorboard_event_file(tmp_path):
     import tensorflow as tf
@@ -86,6 +111,16 @@ def test_on_the_way_out_the_train_step_is_put_back_and_the_rest_stays():
     assert model.layers[1].compute_dtype == "float32"
     # trains on without the callback, and its logs are Keras' own
     assert set(fit(model).history) == {"loss", "mae"}
+
+
+def test_after_fit_a_step_is_the_models_own_again():
+    """Not the function of the guarded step, which Keras goes on with: a bad step shows, as in stock Keras."""
+    model = compiled()
+    fit(model, MixedPrecision("float32"))
+    before = keras.ops.convert_to_numpy(model.layers[1].moving_mean).copy()
+    model.train_on_batch(X[:2], np.full((2, 1), np.inf, "float32"))
+    assert int(model.optimizer.skipped_steps) == 1
+    assert (keras.ops.convert_to_numpy(model.layers[1].moving_mean) != before).any()
 
 
 def test_a_train_step_of_the_instance_is_put_back():
@@ -203,6 +238,7 @@ def test_bad_arguments_are_named_at_once(arguments, error, message):
         MixedPrecision(**arguments)
 
 
+@pytest.mark.slow
 def test_mixed_training_ends_where_float32_ends():
     def final(policy):
         model = compiled()
@@ -213,6 +249,7 @@ def test_mixed_training_ends_where_float32_ends():
     assert final("mixed_bfloat16") == pytest.approx(single, rel=0.2)  # 8 significant bits
 
 
+@pytest.mark.slow
 def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflow():
     """P7: once an epoch, with the numbers; an overflow now and then is nothing to speak of."""
     import warnings

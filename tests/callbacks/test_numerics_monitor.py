@@ -6,7 +6,9 @@ import pytest
 from keras import layers
 
 import mpkeras
-from mpkeras.callbacks import MixedPrecision, NumericsMonitor
+from mpkeras.callbacks import MixedPrecision, NumericsMonitor, numerics_monitor
+from mpkeras.insight.numerics import trace_numerics
+from mpkeras.training import rollback
 from tests.insight.test_numerics import Times, name
 from tests.step_modes import snapshot
 
@@ -43,6 +45,7 @@ def fit(model, monitor, x=X, y=Y, loss_scale=1.0, **options):
     return model.fit(x, y, callbacks=[precision, monitor], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch", "ignore:.* steps skipped in epoch")
 @pytest.mark.parametrize("k", range(1, 7))
 def test_p1_the_layer_that_overflows_is_named(k):
@@ -52,6 +55,7 @@ def test_p1_the_layer_that_overflows_is_named(k):
     assert {(found.culprit.side, name(found.culprit.path)) for found in monitor.findings} == {("output", f"layer_{k}")}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.* steps skipped in epoch")
 @pytest.mark.parametrize("bad", [(0,), (3,), (5,), (1, 2), (0, 5)], ids=str)
 def test_each_skipped_step_of_an_epoch_is_found_once_wherever_it_is(bad):
@@ -68,6 +72,7 @@ def test_each_skipped_step_of_an_epoch_is_found_once_wherever_it_is(bad):
     assert int(model.optimizer.skipped_steps) == len(steps)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch", "ignore:.* steps skipped in epoch")
 @pytest.mark.parametrize("mode", MODES)
 def test_p1_however_the_step_is_compiled(mode):
@@ -80,16 +85,17 @@ def test_p1_however_the_step_is_compiled(mode):
         fit(model, monitor, x=x, loss_scale=2.0**-8)
         (found,) = monitor.findings
         assert (found.culprit.side, name(found.culprit.path)) == ("output", f"layer_{k}")
-        assert getattr(model.train_function, "mpkeras_kept_batches", None) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch")
 def test_gradients_that_overflow_are_found_at_the_scale_of_the_step():
     monitor = NumericsMonitor()
-    fit(six_layers(4, down=200.0), monitor, loss_scale=mpkeras.DynamicLossScale(initial_scale=64.0))
-    assert monitor.findings and {found.culprit.side for found in monitor.findings} == {"gradient"}
-    assert name(monitor.findings[0].culprit.path) == "layer_4"
-    assert monitor.findings[0].report.loss_scale == 64.0 or monitor.findings[0].report.loss_scale == 32.0
+    # At 4096 they are beyond 65504 many times over; at 4, to which the scale falls, far below it.
+    rule = mpkeras.DynamicLossScale(initial_scale=2.0**12, backoff_factor=2.0**-10)
+    fit(six_layers(4, down=20.0, learning_rate=0.0), monitor, loss_scale=rule)
+    (found,) = monitor.findings
+    assert (found.culprit.side, name(found.culprit.path)) == ("gradient", "layer_4")
+    assert (found.report.loss_scale, found.loss_scale) == (4096.0, 4.0)
 
 
 def test_nothing_is_reported_of_a_clean_model_and_training_is_the_same(backend):
@@ -119,10 +125,19 @@ def test_findings_are_bounded():
     assert len(monitor.findings) == 2
 
 
-def test_every_so_many_steps():
+def test_every_so_many_steps(monkeypatch):
+    seen = []
+
+    def trace(model, x, *arguments, **options):
+        seen.append(np.asarray(keras.ops.convert_to_numpy(x)))
+        return trace_numerics(model, x, *arguments, **options)
+
+    monkeypatch.setattr(numerics_monitor, "trace_numerics", trace)
     monitor = NumericsMonitor(every=2)
-    fit(six_layers(), monitor)
+    fit(six_layers(), monitor, epochs=2)
     assert monitor.findings == [] and monitor.last_report.culprit is None and len(monitor.last_report.layers) == 6
+    # Of twice three batches the second, the fourth and the sixth.
+    np.testing.assert_array_equal(seen, [X[4:8], X[:4], X[8:]])
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 8.0])
@@ -155,9 +170,130 @@ def test_bad_arguments(arguments):
         NumericsMonitor(**arguments)
 
 
-def test_an_unguarded_model_is_refused():
-    with pytest.raises(ValueError, match="whose train step is guarded"):
-        six_layers().fit(X, Y, verbose=0, callbacks=[NumericsMonitor()])
+def plainly_fitted(policy, callbacks, *, after_global_policy=None):
+    """A model that was made under `policy` and fitted with callbacks only, its second batch of three bad."""
+    keras.utils.set_random_seed(0)
+    with mpkeras.policy_scope(policy):
+        stack = [layers.Dense(8, name="hidden"), Times(name="boom", up=30.0), layers.Dense(8, "softmax", name="head")]
+        model = keras.Sequential([keras.Input((8,)), *stack])
+        optimizer = keras.optimizers.SGD(1e-3)
+        if policy == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
+        model.compile(optimizer, "mse")
+    if after_global_policy is not None:
+        mpkeras.set_global_policy(after_global_policy)
+    x = X.copy()
+    x[4:8] *= 1e38 if policy == "float32" else 100
+    history = model.fit(x, Y, batch_size=4, epochs=2, verbose=0, shuffle=False, callbacks=callbacks).history
+    return model, history
+
+
+@pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.* steps skipped in epoch")
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_alone_it_names_the_layer_and_training_goes_on(policy):
+    monitor = NumericsMonitor()
+    # A global policy that came later converts nothing.
+    model, history = plainly_fitted(policy, [monitor], after_global_policy="mixed_bfloat16")
+    assert [(found.epoch, found.batch) for found in monitor.findings] == [(0, 1), (1, 1)]
+    assert {name(found.culprit.path) for found in monitor.findings} == {"boom"}
+    assert history["skipped_steps"] == [1, 2] and np.isfinite(history["loss"]).all()
+    half = "float32" if policy == "float32" else "float16"
+    assert [layer.compute_dtype for layer in model.layers] == [half, half, "float32"]
+    assert all(np.isfinite(weights).all() for weights in model.get_weights())
+    # Afterwards the step is the model's own again, as behind `MixedPrecision`.
+    assert "train_step" not in vars(model)
+    keras.config.set_dtype_policy("float32")
+    expected, expected_history = plainly_fitted(policy, [MixedPrecision(policy)])
+    assert snapshot(model.variables) == snapshot(expected.variables)
+    assert history == expected_history
+
+
+@pytest.mark.filterwarnings("ignore:.*was skipped")
+@pytest.mark.parametrize("order", [1, -1])
+def test_beside_the_callback_that_prepares_the_order_does_not_matter(order):
+    monitor = NumericsMonitor()
+    callbacks = [MixedPrecision("mixed_float16", loss_scale=4.0), monitor][::order]
+    with pytest.warns(UserWarning) as warned:
+        model, history = plainly_fitted("float32", callbacks)
+    assert history["loss_scale"] == [4.0, 4.0] and model.layers[0].compute_dtype == "float16"
+    assert {name(found.culprit.path) for found in monitor.findings} == {"hidden"}
+    # Each tells what it tells once.
+    assert sum("steps skipped in epoch" in str(w.message) for w in warned) == 1
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_where_nobody_checks_the_steps_it_does(order):
+    callbacks = [MixedPrecision("float32", rollback=False), NumericsMonitor()][::order]
+    history = six_layers().fit(X, Y, verbose=0, callbacks=callbacks).history
+    assert history["skipped_steps"] == [0]
+
+
+def test_a_guard_that_was_taken_away_is_an_error():
+    class Takes(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            rollback.uninstall(self.model)
+
+    with pytest.raises(ValueError, match="Received: model 'sequential.*, whose guard was taken away. Put"):
+        six_layers().fit(X, Y, verbose=0, callbacks=[Takes(), NumericsMonitor()])
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_several_steps_per_execution_stay_one_call(jit_compile):
+    """Of seven steps Keras runs three, three and one in one graph, if it may read the data itself."""
+    import tensorflow as tf
+
+    def fitted(*callbacks):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(8, "relu"), layers.Dropout(0.5), layers.Dense(8)])
+        model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=jit_compile, steps_per_execution=3)
+        make, alone = model.make_train_function, []
+
+        def make_counting(force=False):
+            make(force)
+            function = model.train_function
+
+            def counting(data):
+                if tf.executing_eagerly() and not isinstance(data, tf.data.Iterator):
+                    data = list(data)
+                    alone.extend(data)
+                return function(iter(data) if isinstance(data, list) else data)
+
+            if function.__name__ != "counting":
+                model.train_function = counting
+
+        model.make_train_function = make_counting
+        x, y = np.tile(X, (3, 1))[:27], np.tile(Y, (3, 1))[:27]
+        callbacks = [MixedPrecision("float32"), *callbacks]
+        history = model.fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False, callbacks=callbacks).history
+        return snapshot(model.variables), history, len(alone)
+
+    variables, history, alone = fitted(NumericsMonitor())
+    expected, expected_history, none_alone = fitted()
+    assert variables == expected and history == expected_history
+    # The last of each epoch, which is an execution of its own.
+    assert (alone, none_alone) == (2, 0)
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.* steps skipped in epoch")
+@pytest.mark.parametrize("bad", [(1,), (4,), (6,)], ids=str)
+def test_the_batch_is_found_among_several_of_any_structure(bad):
+    import tensorflow as tf
+
+    a, b = keras.Input((8,), name="a"), keras.Input((8,), name="b")
+    model = keras.Model({"a": a, "b": b}, layers.Dense(8, name="head")(layers.Add()([a, b])))
+    model.compile(keras.optimizers.SGD(0.01), "mse", steps_per_execution=3)
+    x = np.tile(X, (3, 1))[:27]
+    for step in bad:
+        x[4 * step] = np.inf
+    data = tf.data.Dataset.from_tensor_slices(({"a": x, "b": np.zeros_like(x)}, np.tile(Y, (3, 1))[:27])).batch(4)
+    monitor = NumericsMonitor()
+    model.fit(data, verbose=0, shuffle=False, callbacks=[monitor])
+    (found,) = monitor.findings
+    assert found.batch == {1: 2, 4: 5, 6: 6}[bad[0]]  # the last of its execution
+    assert found.culprit.side == "input" and "look into the data" in found.culprit.message
 
 
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch")
@@ -168,5 +304,7 @@ def test_a_model_that_was_trained_before_is_watched_as_well():
     model.fit(X, Y, **options)
     monitor = NumericsMonitor(gradients=True)
     history = model.fit(X * 100, Y, callbacks=[monitor], **options).history
+    # The train function that stays is the model's own again, and no batch is held.
+    assert model.train_function is not None and not hasattr(model.train_function, "mpkeras_kept_batches")
     assert {name(found.culprit.path) for found in monitor.findings} == {"layer_3"}
     assert {"skipped_steps", "grad_norm"} <= set(history)

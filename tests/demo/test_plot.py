@@ -62,6 +62,28 @@ def test_cases_that_did_not_run_and_single_seeds_are_drawn(tmp_path):
     assert png_size(tmp_path / "demo.png") == (1600, 1150)
 
 
+def test_what_was_left_out_is_drawn_with_its_first_step(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    left_out = {**failed_row("digits", "mixed_float16"), "error": None, "shortened": "left out: ..."}
+    rows = [row("digits", "float32"), row("digits", "mixed_bfloat16", seeds=1, shortened="1 of 2"), left_out]
+    left_out["first_step_ratio"] = 0.038
+    records = [
+        record("digits", "float32", 0.5),
+        record("digits", "float32", 0.6),
+        record("digits", "mixed_bfloat16", 0.5),
+    ]
+    plot.save(tmp_path / "demo.png", rows, records, {"digits": "title"}, "heading")
+    curves, _, speed, memory = figures[0].axes
+    assert "mixed_float16 (left out)" in curves.get_legend_handles_labels()[1]
+    assert "of 1 to 2 seeds" in curves.get_title()
+    assert "0.038x (left out)" in [text.get_text() for text in speed.texts]
+    assert speed.patches[-1].get_height() == 0.038
+    assert "left out" in [text.get_text() for text in memory.texts]
+
+
 def test_a_baseline_that_did_not_run_is_drawn(tmp_path):
     rows = [failed_row("digits", "float32"), row("digits", "mixed_float16", speed_up=None)]
     del rows[1]["layer_output_ratio"]

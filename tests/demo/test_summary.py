@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpkeras.demo import summary
+from mpkeras.demo.plan import Plan
 
 DIGITS = SimpleNamespace(name="digits", quality_name="held-out accuracy", higher_is_better=True, tolerance=0.005)
 TEXT = SimpleNamespace(name="text", quality_name="held-out bits per byte", higher_is_better=False, tolerance=0.01)
@@ -48,6 +49,11 @@ def row(policy="mixed_bfloat16", task=TEXT, **changes):
     }
 
 
+def summarized(tasks, policies, records, times, **plans):
+    plans = {policy: Plan(3, 3) for policy in policies} | plans
+    return summary.summarize(tasks, policies, records, times, {task.name: plans for task in tasks})
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -78,7 +84,7 @@ def test_summary_of_a_task():
     # The machine was busy in the second round.
     times = {"float32": [10.0, 80.0, 12.0, 14.0, 8.0], "mixed_float16": [20.0, 100.0, 30.0, 20.0, 16.0]}
     policies = ["float32", "mixed_float16"]
-    baseline, other = summary.summarize([DIGITS], policies, records, {"digits": times})
+    baseline, other = summarized([DIGITS], policies, records, {"digits": times})
     assert (baseline["policy"], baseline["speed_up"], baseline["step_time_ms"]) == ("float32", 1.0, 12.0)
     assert other["quality_mean"] == pytest.approx(0.97)
     assert other["quality_std"] == pytest.approx(0.01)
@@ -95,7 +101,7 @@ def test_summary_of_a_task():
 def test_rows_come_task_by_task():
     records = [record(t, p, 0, 1.0) for t in (TEXT, DIGITS) for p in ("float32", "mixed_float16")]
     times = {name: {"float32": [1.0, 1.0], "mixed_float16": [1.0, 1.0]} for name in ("text", "digits")}
-    rows = summary.summarize([TEXT, DIGITS], ["float32", "mixed_float16"], records, times)
+    rows = summarized([TEXT, DIGITS], ["float32", "mixed_float16"], records, times)
     assert [(r["task"], r["policy"]) for r in rows] == [
         ("text", "float32"),
         ("text", "mixed_float16"),
@@ -107,16 +113,34 @@ def test_rows_come_task_by_task():
 def test_a_case_that_could_not_run_has_an_error_and_no_numbers():
     records = [record(TEXT, "float32", 0, 3.0), failed(TEXT, "mixed_float16")]
     times = {"text": {"float32": [10.0, 11.0]}}
-    _, other = summary.summarize([TEXT], ["float32", "mixed_float16"], records, times)
+    _, other = summarized([TEXT], ["float32", "mixed_float16"], records, times)
     assert other["error"] == "NotImplementedError: no kernel"
     assert "quality_mean" not in other
     assert other["same_quality"] is None
 
 
+def test_a_case_that_was_left_out_has_the_speed_of_its_first_step():
+    records = [record(TEXT, "float32", 0, 3.0)]
+    plans = {"float32": Plan(3, 3, 4.0, 38.0, 120.0), "mixed_float16": Plan(3, 0, 440.0, 950.0, 120.0)}
+    times = {"text": {"float32": [10.0, 11.0]}}
+    baseline, other = summarized([TEXT], ["float32", "mixed_float16"], records, times, **plans)
+    assert (baseline["shortened"], baseline["seeds"], other["seeds"]) == (None, 1, 0)
+    assert other["shortened"].startswith("left out: at 950 ms a step") and other["error"] is None
+    assert other["first_step_ratio"] == 0.04 and other["first_step_ms"] == 950.0
+    assert "quality_mean" not in other and not summary.pays_off(other)
+    assert summary.verdict([baseline, other]) == (
+        "Nothing could be compared with float32 here; the table says why. mixed_float16 was left out on text: its "
+        "first step ran at 0.04x the speed."
+    )
+    assert summary.verdict([baseline, row(), other]).endswith(
+        "of 3 seeds. mixed_float16 was left out on text: its first step ran at 0.04x the speed."
+    )
+
+
 def test_without_a_baseline_there_is_no_speed_up():
     records = [failed(TEXT, "float32"), record(TEXT, "mixed_float16", 0, 3.0)]
     times = {"text": {"mixed_float16": [10.0, 12.0]}}
-    _, other = summary.summarize([TEXT], ["float32", "mixed_float16"], records, times)
+    _, other = summarized([TEXT], ["float32", "mixed_float16"], records, times)
     assert other["speed_up"] is None
     assert other["step_time_ms"] == 11.0
 

@@ -21,6 +21,8 @@ def row(policy, **changes):
         "layer_output_bytes": 9 * 2**20 + 2**19,
         "xla_temporary_bytes": None,
         "missing_kernels": [],
+        "seeds": 3,
+        "shortened": None,
         **changes,
     }
 
@@ -30,6 +32,15 @@ FAILED = {
     "policy": "mixed_float16",
     "quality_name": "held-out bits per byte",
     "error": "NotImplementedError: no kernel",
+    "seeds": 0,
+    "shortened": None,
+}
+LEFT_OUT = {
+    **FAILED,
+    "error": None,
+    "shortened": "left out: at 993 ms",
+    "first_step_ms": 993.4,
+    "first_step_ratio": 0.038,
 }
 
 
@@ -70,6 +81,18 @@ def test_what_did_not_run_gets_a_footnote_with_the_reason():
     assert footnotes == ["(1) text, mixed_float16: NotImplementedError: no kernel"]
 
 
+def test_what_was_shortened_or_left_out_gets_a_footnote_and_its_first_step():
+    fewer = row("mixed_bfloat16", seeds=1, shortened="1 of 3 runs: at 400 ms")
+    header, lines, footnotes = table.columns([fewer, LEFT_OUT])
+    assert lines[0][2] == "3.004 ± 0.015 (1)"
+    assert lines[1] == ["text (bits/byte)", "mixed_float16", "left out (2)", "993", "0.04x", "-", "-", "-"]
+    assert len(lines[1]) == len(header)
+    assert footnotes == [
+        "(1) text, mixed_bfloat16: 1 of 3 runs: at 400 ms",
+        "(2) text, mixed_float16: left out: at 993 ms",
+    ]
+
+
 def test_layers_without_a_kernel_get_a_footnote_and_no_mark():
     kept = row("mixed_float16", missing_kernels=[["MultiHeadAttention", "raises in float16 here"]])
     _, lines, footnotes = table.columns([kept, FAILED])
@@ -99,7 +122,7 @@ def test_all_cells_reasons_and_notes_are_shown(monkeypatch, with_rich):
         pytest.importorskip("rich")
     else:
         monkeypatch.setitem(sys.modules, "rich", None)
-    text = table.render([row("float32"), row("mixed_bfloat16"), FAILED], "On this machine", 3)
+    text = table.render([row("float32"), row("mixed_bfloat16"), FAILED], "On this machine", "3")
     for wanted in (
         "On this machine",
         "float32",
@@ -114,6 +137,9 @@ def test_all_cells_reasons_and_notes_are_shown(monkeypatch, with_rich):
     ):
         assert wanted in text
     assert ("─" in text) == with_rich
+    assert "left out: the" not in text
+    text = table.render([row("float32"), LEFT_OUT], "On this machine", "3")
+    assert "left out: the second training step" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +153,7 @@ def test_all_cells_reasons_and_notes_are_shown(monkeypatch, with_rich):
 def test_nothing_is_cut_off_in_a_narrow_terminal(policy, temporary_bytes, widest):
     pytest.importorskip("rich")
     rows = [row(policy, loss_scale_max=8192.0, step_time_ms=234.5, xla_temporary_bytes=temporary_bytes)]
-    text = table.render(rows, "On this machine", 3, width=80)
+    text = table.render(rows, "On this machine", "3", width=80)
     (line,) = [line for line in text.splitlines() if "MiB" in line]
     wanted = ["text", policy, "3.004 ± 0.015", "234.5", "1.50x", "2", "8192", "9.5 MiB"]
     assert " ".join(line.split()).startswith(" ".join(wanted))

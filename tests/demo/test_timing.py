@@ -38,8 +38,6 @@ def test_models_take_turns_on_the_same_full_batches(fakes, monkeypatch):
     models, calls = fakes
     timing.interleaved_step_times(models, X, X, batch_size=3, rounds=2)
     assert calls == [
-        ("prepare", "float32"),
-        ("prepare", "mixed_float16"),
         ("a", 0.0, 3, 3),
         ("b", 0.0, 3, 3),
         ("b", 6.0, 3, 3),
@@ -49,12 +47,32 @@ def test_models_take_turns_on_the_same_full_batches(fakes, monkeypatch):
     ]
 
 
+def test_the_first_step_compiles_and_the_second_does_not(fakes):
+    models, calls = fakes
+    model = models["mixed_float16"]
+    model.seconds = 4.0
+
+    def faster_from_now_on(x, y, train_on_batch=model.train_on_batch):
+        train_on_batch(x, y)
+        model.seconds = 0.5
+
+    model.train_on_batch = faster_from_now_on
+    first = timing.first_steps(model, "mixed_float16", X, X, batch_size=3)
+    assert (first.compile_s, first.step_s) == (3.5, 0.5)
+    assert calls == [("prepare", "mixed_float16"), ("b", 0.0, 3, 3), ("b", 0.0, 3, 3)]
+    # A second step that is slower by chance: no compiling.
+    model.train_on_batch = lambda x, y: setattr(fakes[0]["float32"], "seconds", 1.0)
+    assert timing.first_steps(model, "mixed_float16", X, X, batch_size=3).compile_s == 0.0
+
+
 def test_a_real_model_is_timed_under_its_policy(backend):
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
     model.compile("sgd", "mse", jit_compile=backend == "jax")
+    first = timing.first_steps(model, "mixed_float16", X / 14, X / 14, batch_size=3)
+    assert first.step_s > 0 and first.compile_s >= 0
     times = timing.interleaved_step_times({"mixed_float16": model}, X / 14, X / 14, batch_size=3, rounds=2)
     assert len(times["mixed_float16"]) == 2
     assert min(times["mixed_float16"]) > 0
     assert model.layers[-1].compute_dtype == "float16"
-    assert int(model.optimizer.iterations) == timing.WARM_UP_ROUNDS + 2
+    assert int(model.optimizer.iterations) == 2 + timing.WARM_UP_ROUNDS + 2

@@ -33,10 +33,16 @@ def main():
         loop = Loop(options, own_rows, accumulate_steps=2)
     result["accumulated"] = {"many": train(loop, options, with_fault=True)}
     if options.where == "mirrored":
+        with scope():
+            # One that gives the step whole batches.
+            loop = Loop(options, own_rows, accumulate_steps=2)
+        result["sizes"] = {"many": of_many_sizes(loop, options)}
         result["refused"] = refused(options, scope)
     one_device()
     alone = types.SimpleNamespace(**{**vars(options), "where": "one device"})
     result["one"] = train(Loop(alone, lambda x: x), options)
+    if options.where == "mirrored":
+        result["sizes"]["one"] = of_many_sizes(Loop(alone, lambda x: x, accumulate_steps=2), options)
     result["accumulated"]["one"] = train(Loop(alone, lambda x: x, accumulate_steps=2), options, with_fault=True)
     print("RESULT " + json.dumps(result))
 
@@ -128,6 +134,15 @@ def train(loop, options, with_fault=False) -> dict:
         "skipped": [result["skipped"] for result in reported],
         "jit_compile": loop.step._parts.jit_compile,
     }
+
+
+def of_many_sizes(loop, options) -> dict:
+    """Trains on batches of 4, 3, 2 and 1 rows for each replica."""
+    losses = []
+    for i, (x, y) in enumerate(batches(options, 4)):
+        rows = (4 - i) * options.shards
+        losses += loop(x[:rows], y[:rows], weights_of(x[:rows]))["loss"]
+    return {"losses": losses, "traces": loop.loss.traces}
 
 
 def inflict_faults(loop, options) -> dict:

@@ -13,6 +13,7 @@ def result():
     return run_program("all_reduce.py")
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize(
     ("case", "value", "scale"),

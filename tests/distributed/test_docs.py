@@ -14,6 +14,7 @@ TEXT = (ROOT / "docs/many_devices.md").read_text()
 FIT, DDP, AVERAGE = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_fit_example(tmp_path, backend, devices):

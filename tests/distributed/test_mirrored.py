@@ -7,6 +7,7 @@ from tests.distributed.launch import run_mirrored
 pytestmark = pytest.mark.backends("tensorflow")
 
 
+@pytest.mark.slow
 def test_the_callback_makes_its_variables_on_every_replica():
     result = run_mirrored("--bad-replica", "1", "--callback")
     assert result["weights_unchanged"]
@@ -14,6 +15,7 @@ def test_the_callback_makes_its_variables_on_every_replica():
     assert result["scales"] == [1024.0, 1024.0]
 
 
+@pytest.mark.slow
 def test_xla_under_a_strategy_is_refused_by_name():
     with pytest.raises(AssertionError, match="XLA"):
         run_mirrored("--jit")

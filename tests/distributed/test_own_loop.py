@@ -33,21 +33,28 @@ def check(result, shards: int, copies: int, reports: int = 1):
         assert result["many"]["reported_metric"] == [result["many"]["metric"]]
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize(
     ("replicas", "in_run"),
     [
+        pytest.param(2, False, id="2 replicas"),
         pytest.param(1, False, id="1 replica"),
-        pytest.param(2, False, id="2 replicas", marks=pytest.mark.slow),
-        pytest.param(2, True, id="2 replicas, called in strategy.run", marks=pytest.mark.slow),
-        pytest.param(4, False, id="4 replicas", marks=pytest.mark.slow),
-        pytest.param(4, True, id="4 replicas, called in strategy.run", marks=pytest.mark.slow),
+        pytest.param(2, True, id="2 replicas, called in strategy.run"),
+        pytest.param(4, False, id="4 replicas"),
+        pytest.param(4, True, id="4 replicas, called in strategy.run"),
     ],
 )
 def test_each_replica_of_a_mirrored_strategy(replicas, in_run):
     result = run_program("own_loop.py", "mirrored", "--shards", replicas, *(["--in-run"] if in_run else []))
     check(result, replicas, copies=replicas, reports=replicas if in_run else 1)
     assert not result["many"]["jit_compile"] and result["one"]["jit_compile"]
+    if not in_run:
+        many, one = result["sizes"]["many"], result["sizes"]["one"]
+        # float16 has 11 significant bits, and the batch is summed in another order
+        np.testing.assert_allclose(many["losses"], one["losses"], rtol=2e-3)
+        # Two programs for all sizes, each traced on every replica.
+        assert (many["traces"], one["traces"]) == (2 * replicas, 2)
     refused = result["refused"]
     assert "in the scope of one strategy" in refused["optimizer made outside"]
     assert "in the scope of one strategy" in refused["model made outside"]
@@ -77,6 +84,7 @@ def test_each_worker_of_a_multi_worker_strategy():
 
 
 @pytest.mark.backends("jax")
+@pytest.mark.every_case
 @pytest.mark.parametrize(("where", "shards"), [("data_parallel", 8), ("model_parallel", 4)])
 def test_each_shard_of_a_distribution(where, shards):
     result = run_program("own_loop.py", where, "--shards", shards)

@@ -10,15 +10,16 @@ from tests.distributed.launch import free_ports, run_program, run_workers
 pytestmark = pytest.mark.backends("tensorflow")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "eager"),
     [
+        pytest.param(2, False, id="2 replicas in a graph"),
         # As on a machine with one GPU.
         pytest.param(1, False, id="1 replica in a graph"),
-        pytest.param(2, False, id="2 replicas in a graph"),
-        pytest.param(2, True, id="2 replicas in eager mode", marks=pytest.mark.slow),
-        pytest.param(4, False, id="4 replicas in a graph", marks=pytest.mark.slow),
-        pytest.param(4, True, id="4 replicas in eager mode", marks=pytest.mark.slow),
+        pytest.param(2, True, id="2 replicas in eager mode"),
+        pytest.param(4, False, id="4 replicas in a graph"),
+        pytest.param(4, True, id="4 replicas in eager mode"),
     ],
 )
 def test_each_replica_of_a_mirrored_strategy(replicas, eager):

@@ -170,6 +170,7 @@ def test_classes_of_the_user(tmp_path, monkeypatch, capsys):
     keras.saving.get_custom_objects().pop("theirs>Thrice")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

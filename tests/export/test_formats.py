@@ -60,6 +60,7 @@ def trained_in_16_bits():
 JAX_TO_TF = pytest.mark.filterwarnings("ignore:.*(native_serialization|jax2tf)")
 
 
+@pytest.mark.slow
 @JAX_TO_TF
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("policy", POLICIES)

@@ -10,11 +10,13 @@ import pytest
 import mpkeras
 from mpkeras.insight import advice
 from mpkeras.insight.advice import loss_and_targets, measured_advice
+from mpkeras.insight.advice_report import AdviceReport
 from mpkeras.insight.measuring.bench import Bench
 from mpkeras.insight.measuring.grid import Cell, NotTrainable
 from mpkeras.insight.measuring.memory import ESTIMATE, estimated_output_bytes
 from mpkeras.insight.measuring.subject import subject
 from mpkeras.insight.report import Report
+from mpkeras.policies.auto import Device
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype("float32")
@@ -101,6 +103,7 @@ def everything(model):
     return content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_stays_as_it_was(kind, policy):
@@ -121,6 +124,7 @@ def test_the_model_stays_as_it_was(kind, policy):
     assert np.isfinite(model.train_on_batch(X, Y))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_built_is_copied_and_stays_so():
     model = Subclassed()
     model.compile("adam", "mse")
@@ -161,6 +165,7 @@ def test_a_copy_follows_the_policies_of_its_author():
     }
 
 
+@pytest.mark.slow
 def test_a_whole_run(backend, capsys):
     model = functional()
     model.compile("adam", "mse")
@@ -186,8 +191,38 @@ def test_without_measurement_nothing_is_run():
     report = mpkeras.advise(model, None, measure=False)
     assert report.sureness == "not measured" and report.cells == [] and report.decision is None
     assert "Not measured, and so not sure" in str(report)
+    assert "Step (ms)" not in str(report) and "Leave out `measure=False`" in str(report)
     assert report.policy in (mpkeras.hardware().policy, "float32")
     assert report.plot().axes and json.dumps(report.to_dict())
+
+
+GPU = Device("gpu", "A100", compute_capability=(8, 0))
+EPYC = Device("cpu", "CPU", instruction_sets=frozenset({"avx512_bf16"}))
+
+
+@pytest.mark.parametrize(
+    ("device", "present_jit", "expected"),
+    [
+        # XLA's compiler for CPUs widens bfloat16.
+        pytest.param(EPYC, True, False, id="under XLA a CPU gains nothing", marks=pytest.mark.backends("tensorflow")),
+        pytest.param(EPYC, False, False, id="a CPU in graph mode", marks=pytest.mark.backends("tensorflow")),
+        pytest.param(GPU, True, True, id="a GPU under XLA"),
+        pytest.param(GPU, False, False, id="a GPU without"),
+    ],
+)
+def test_the_guess_is_a_setting_in_which_16_bits_have_been_seen_to_gain(device, present_jit, expected):
+    report = AdviceReport(functional(), [], present_jit, [device])
+    assert (report.policy, report.jit_compile) == ("mixed_bfloat16", expected)
+    assert f"Try mixed_bfloat16 with jit_compile={expected}." in str(report)
+
+
+def test_the_guess_says_stay_only_of_what_the_model_has():
+    plain = Device("cpu", "CPU")
+    model = functional()
+    stays = "Do not bother with 16 bits: stay with float32 with jit_compile=False."
+    assert stays in str(AdviceReport(model, [], False, [plain]))
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert stays.replace("stay with", "use") in str(AdviceReport(model, [], False, [plain]))
 
 
 def test_failures_are_in_the_table():
@@ -239,6 +274,7 @@ def test_a_model_without_a_loss_is_refused():
         mpkeras.advise(keras.layers.Dense(2), X, Y)
 
 
+@pytest.mark.slow
 def test_losses_of_several_outputs_by_position():
     inputs = keras.Input((4,))
     outputs = [keras.layers.Dense(3, name="a")(inputs), keras.layers.Dense(3, name="b")(inputs)]
@@ -257,6 +293,7 @@ def test_losses_of_several_outputs_by_position():
     assert loss_and_targets(single, {"a": Y})[0] == "mse"
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_cannot_be_copied_is_named():
     class Own(keras.optimizers.SGD):
         def __init__(self, needed, **kwargs):

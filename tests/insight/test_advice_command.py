@@ -8,6 +8,7 @@ import pytest
 
 from mpkeras.cli import main
 from mpkeras.insight.saved_model import random_inputs
+from mpkeras.policies.auto import Device
 
 
 @pytest.fixture
@@ -54,8 +55,28 @@ def test_inputs_by_name_and_no_targets(capsys, path, tmp_path):
     assert "trained on 2 examples" in text and "stood in for the loss: no targets" in text
 
 
-def test_without_measuring(capsys, path):
-    assert "Not measured" in printed(capsys, path, "--no-measure")
+def test_without_measuring_there_is_no_table_and_the_remedy_is_an_option(capsys, path):
+    text = printed(capsys, path, "--no-measure")
+    assert "jit_compile" in text and "Step (ms)" not in text and "measure=False" not in text
+    assert "Leave out `--no-measure` to have steps timed, with `--data FILE.npz` on your own batch." in text
+    lines = text.splitlines()
+    assert lines[0].startswith("Advice for model ") and lines[0].endswith(", nothing measured")
+    assert lines[1:3] == ["", "Not measured, and so not sure: this is a guess from the device and the layers alone."]
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("arguments", [["--data", "none.npz"], ["--batch-size", "5"], ["--budget", "3"]])
+def test_without_measuring_no_option_is_ignored(capsys, path, arguments):
+    line = failing_line(capsys, path, "--no-measure", *arguments)
+    assert f"--no-measure: not allowed with argument {arguments[0]}, as nothing is run" in line
+
+
+def test_what_16_bits_are_good_for_is_followed_by_the_commands(capsys, path, monkeypatch):
+    gpu = Device("gpu", "V100", compute_capability=(7, 0))
+    monkeypatch.setattr("mpkeras.policies.auto.probe", lambda backend: [gpu])
+    text = printed(capsys, path, "--no-measure")
+    assert "`mpkeras run --policy mixed_float16 SCRIPT` trains so" in text
+    assert f"`mpkeras convert {path} --policy mixed_float16 OUT.keras` converts the file." in text
 
 
 def test_bad_files(capsys, path, tmp_path):
@@ -69,7 +90,30 @@ def test_bad_files(capsys, path, tmp_path):
     np.savez(tmp_path / "empty.npz", x=np.ones((0, 4)))
     assert "at least one example" in failing_line(capsys, path, "--data", tmp_path / "empty.npz")
     np.savez(tmp_path / "wrong.npz", x=np.ones((2, 9)))
-    assert "none of" in failing_line(capsys, path, "--data", tmp_path / "wrong.npz")
+    line = failing_line(capsys, path, "--data", tmp_path / "wrong.npz")
+    assert "none of" in line and line.endswith("Give one that it takes: `--data FILE.npz`.")
+    np.save(tmp_path / "one.npy", np.ones((2, 4)))
+    assert "`numpy.savez" in failing_line(capsys, path, "--data", tmp_path / "one.npy")
+
+
+@keras.saving.register_keras_serializable("test_advice_command")
+class Subclassed(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+@pytest.mark.backends("tensorflow")
+def test_of_a_model_without_names_of_inputs_x_alone_is_asked_for(capsys, tmp_path):
+    model = Subclassed()
+    model(np.ones((2, 4)))
+    model.save(tmp_path / "own.keras")
+    np.savez(tmp_path / "other.npz", z=np.ones((2, 4)))
+    line = failing_line(capsys, tmp_path / "own.keras", "--data", tmp_path / "other.npz")
+    assert "Expected an array `x`. Received: " in line and "with ['z']. Write it with `numpy.savez" in line
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """`audit`: the table, the sums, and a finding for each thing that goes wrong in 16 bits."""
 
+import io
 import json
+import logging
 
 import keras
 import numpy as np
@@ -442,6 +444,94 @@ class Unbuilt(keras.Model):
         return self.dense(x)
 
 
+class Positions(layers.Layer):
+    """Adds a table of 32 positions: for sequences of 32 alone."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(32, 8), name="table")
+
+    def call(self, x):
+        return x + self.table
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def sequences():
+    inputs = keras.Input((None, 8))
+    return keras.Model(inputs, layers.Dense(8)(Positions(name="positions")(inputs)))
+
+
+def test_open_sizes_are_said_and_may_be_given():
+    report = mpkeras.audit(sequences())
+    assert report.flops is None and report.open_size == 64
+    (note,) = found(report, "note", "could not be traced")
+    assert note.remedy.endswith("Open sizes were taken as 64; `open_size` gives another.")
+    report = mpkeras.audit(sequences(), batch_size=2, open_size=32)
+    assert report.flops == {"float32": 2 * 2 * 32 * 8 * 8} and report.input_shapes == [(2, 32, 8)]
+    assert " on inputs (2, 32, 8), 0.0 % in 16 bits. Open sizes were taken as 32; `open_size` gives" in str(report)
+    assert report.to_dict()["open_size"] == 32
+    # Nothing is open but the batch.
+    report = mpkeras.audit(image_model(), open_size=32)
+    assert report.to_dict()["open_size"] is None and "Open sizes" not in str(report)
+
+
+@pytest.mark.backends("torch")
+def test_what_torch_says_of_a_failure_is_in_the_note_alone():
+    # What torch writes to standard error goes through this logger, which has a handler of its own.
+    log, written = logging.getLogger("torch._subclasses.fake_tensor"), io.StringIO()
+    handler = logging.StreamHandler(written)
+    log.addHandler(handler)
+    try:
+        assert found(mpkeras.audit(sequences()), "note", "could not be traced")
+        assert written.getvalue() == ""
+        log.error("of another")
+        assert written.getvalue() == "of another\n"
+    finally:
+        log.removeHandler(handler)
+
+
+def test_the_summary_has_the_sums_and_what_is_more_than_a_note():
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(12, name="body"), layers.Dense(8, "softmax")], name="net")
+    model.compile("adam", "mse")
+    summary = mpkeras.audit(set_policies(model, "mixed_float16", names=["body"])).summary().splitlines()
+    report = mpkeras.audit(model)
+    grave = [str(finding) for finding in report.findings if finding.severity != "note"]
+    notes = [str(finding) for finding in report.findings if finding.severity == "note"]
+    assert len(grave) >= 1 and len(notes) >= 1
+    assert summary[:2] == [report.title, "Layers: 1 in float16, 1 in float32."]
+    assert summary[2].startswith("3,072 FLOPs in a forward pass") and summary[3].startswith(
+        "Casts between float dtypes"
+    )
+    assert [line for line in summary if line.startswith("Findings: ")][0].endswith(f"{len(notes)} note")
+    assert summary[-len(grave) :] == grave and not set(notes) & set(summary)
+
+
+def test_casts_are_counted_where_they_cost():
+    inputs = x = keras.Input((64, 64, 8))
+    for _ in range(3):
+        x = layers.Activation("relu", dtype="float32")(layers.Activation("relu", dtype="bfloat16")(x))
+    # Each pair reads 4 and writes 2 bytes a number, then the other way round, beside outputs of 2 and 4.
+    numbers = 8 * 64 * 64 * 8
+    text = str(mpkeras.audit(keras.Model(inputs, x)))
+    assert "Casts between float dtypes: 3 bfloat16 to float32, 3 float32 to bfloat16; they read and write " in text
+    assert f"{36 * numbers / 2**20:.1f} MiB, beside {18 * numbers / 2**20:.1f} MiB of weights and outputs." in text
+    assert "matters where steps are not compiled" in text
+
+    def deep(length):
+        """One layer of 12 bytes a number of casts beside `length` outputs of 4 and one of 2."""
+        inputs = x = keras.Input((64, 64, 8))
+        for _ in range(length - 1):
+            x = layers.Activation("relu", dtype="float32")(x)
+        x = layers.Activation("relu", dtype="bfloat16")(x)
+        return keras.Model(inputs, layers.Activation("relu", dtype="float32")(x))
+
+    # 12 / (4 * 29 + 2) is more than a tenth, 12 / (4 * 30 + 2) less.
+    assert "they read and write" in str(mpkeras.audit(deep(29)))
+    assert "Casts between float dtypes: few, which cost little." in str(mpkeras.audit(deep(30)))
+    assert "Casts between float dtypes: none." in str(mpkeras.audit(image_model()))
+
+
 def test_of_a_model_that_is_not_built_what_is_known_is_said():
     model = Unbuilt()
     report = mpkeras.audit(model)
@@ -503,6 +593,7 @@ def test_a_layer_that_raises_is_named():
         pytest.param({"model": layers.Dense(3)}, TypeError, "Expected a `keras.Model`", id="a layer"),
         pytest.param({"batch_size": 0}, ValueError, "batch_size=0", id="no batch"),
         pytest.param({"batch_size": 2.5}, ValueError, "batch_size=2.5", id="half a batch"),
+        pytest.param({"open_size": True}, ValueError, "open_size=True. Leave it out for 64", id="no size"),
         pytest.param({"inputs": [3, 4]}, ValueError, "Expected `inputs` to be arrays", id="numbers"),
     ],
 )

@@ -51,6 +51,27 @@ def test_json(capsys, tmp_path):
     assert report["flops"] == {"bfloat16": 2 * 8 * (8 * 16 + 16 * 504)}
 
 
+def test_the_summary_and_open_sizes(capsys, tmp_path, backend):
+    inputs = keras.Input((None, 8))
+    keras.Model(inputs, layers.Dense(8)(inputs), name="words").save(tmp_path / "words.keras")
+    text = printed(capsys, tmp_path / "words.keras", "--summary", "--open-size", "16")
+    assert text.startswith(f"Audit of 'words' on the {backend} backend\nLayers: 1 in float32.\n")
+    assert " on inputs (8, 16, 8), 0.0 % in 16 bits. Open sizes were taken as 16" in text and "Computes in" not in text
+    assert "(8, 64, 8)" in printed(capsys, tmp_path / "words.keras")
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--summary", "--json"], "argument --summary: not allowed with argument --json"),
+        (["--open-size", "0"], "--open-size: expected a whole number of at least 1, received '0'"),
+    ],
+)
+def test_bad_options(capsys, tmp_path, arguments, expected):
+    assert expected in failing_line(capsys, "model.keras", *arguments)
+
+
 def test_p18_the_optimizer_in_the_file_is_audited(capsys, tmp_path):
     path = saved(tmp_path / "model.keras", "adam")
     text = printed(capsys, path, "--policy", "mixed_float16")

@@ -7,6 +7,7 @@ import pytest
 
 import mpkeras
 from mpkeras.cli import main
+from mpkeras.insight import hardware
 from mpkeras.insight.hardware import HardwareReport, native_dtypes
 from mpkeras.insight.report import plain_text, rich_text
 from mpkeras.policies.auto import Device
@@ -62,18 +63,90 @@ def test_the_figure_has_a_row_for_each_device():
     assert [text.get_text() for text in axes.texts] == ["native", "native", "-", "native", "native", "native"]
 
 
-def test_of_this_process(backend):
+XEON = Device("cpu", "CPU", instruction_sets=frozenset({"amx_bf16", "avx512_fp16"}))
+
+
+def test_what_the_probe_finds_slower_is_not_called_native():
+    report = HardwareReport("tensorflow", [XEON, A100], speeds={"bfloat16": 1.0, "float16": 0.99})
+    found = [device["native_dtypes"] for device in report.to_dict()["devices"]]
+    # The probe says nothing about a GPU.
+    assert found == [["float32", "bfloat16"], ["float32", "bfloat16", "float16"]]
+    text = str(report)
+    assert "is 1.00 times as fast in bfloat16, 0.99 times as fast in float16." in text
+    assert "instructions for float16, which tensorflow gains nothing from: not called native." in text
+    assert report.to_dict()["probed_speeds"] == {"bfloat16": 1.0, "float16": 0.99}
+    assert "The probe did not find that faster" not in text
+    slow = HardwareReport("tensorflow", [XEON], speeds={"bfloat16": 0.99, "float16": 0.99})
+    assert "the CPU has amx_bf16, which TensorFlow uses. The probe did not find that faster: `mpkeras.adv" in str(slow)
+    unprobed = HardwareReport("tensorflow", [XEON])
+    assert unprobed.to_dict()["devices"][0]["native_dtypes"] == ["float32", "bfloat16", "float16"]
+    assert "Probed" not in str(unprobed)
+    pytest.importorskip("matplotlib")
+    assert [text.get_text() for text in report.plot().axes[0].texts][:3] == ["native", "native", "-"]
+
+
+def test_the_probe_takes_the_fastest_round_but_for_the_first_once_in_a_process(monkeypatch):
+    clock, products = [0.0], []
+    # Seconds of each round; the first compiles.
+    seconds = {"float32": [9, 3, 2, 3, 3, 3], "bfloat16": [0.1, 1, 1, 1, 1, 8], "float16": [9, 8, 8, 8, 8, 4]}
+
+    def matmul(a, b):
+        dtype = keras.backend.standardize_dtype(a.dtype)
+        clock[0] += seconds[dtype][products.count(dtype)]
+        products.append(dtype)
+        return a
+
+    monkeypatch.setattr(hardware.ops, "matmul", matmul)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: clock[0])
+    hardware.probed_speeds.cache_clear()
+    try:
+        for _ in range(2):
+            assert hardware.probed_speeds(("bfloat16", "float16")) == {"bfloat16": 2.0, "float16": 0.5}
+    finally:
+        hardware.probed_speeds.cache_clear()
+    assert len(products) == 18 and products[:3] == ["float32", "bfloat16", "float16"]
+
+
+def test_of_this_process_what_is_native_is_what_was_probed(monkeypatch, backend):
+    """On a CPU with all instructions, whichever this is; what is native there depends on the probe alone."""
+    monkeypatch.setattr(hardware, "probe", lambda name: [XEON] if name == backend else [])
+    monkeypatch.setattr(hardware, "probed_speeds", lambda dtypes: {"bfloat16": 0.5, "float16": 2.0} if dtypes else None)
     report = mpkeras.hardware()
-    assert report.backend == backend
-    assert report.devices and all("float32" in native_dtypes(device) for device in report.devices)
+    assert report.devices == [XEON] and report.backend == backend
+    assert report.to_dict()["devices"][0]["native_dtypes"] == ["float32", "float16"]
     assert report.to_dict()["versions"]["keras"] == keras.version()
+    # Nothing to probe on a GPU, or on a CPU without such instructions.
+    monkeypatch.setattr(hardware, "probed_speeds", lambda dtypes: pytest.fail(f"probed {dtypes}"))
+    for device in (A100, Device("cpu", "CPU")):
+        monkeypatch.setattr(hardware, "probe", lambda name, device=device: [device])
+        assert mpkeras.hardware().speeds == {}
+
+
+def test_the_devices_are_those_of_the_backend(backend):
+    devices = mpkeras.hardware().devices
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        kinds = ["gpu"] * len(tf.config.list_physical_devices("GPU"))
+    elif backend == "jax":
+        import jax
+
+        kinds = [device.platform for device in jax.devices() if device.platform != "cpu"]
+    else:
+        import torch
+
+        kinds = ["gpu"] * torch.cuda.device_count()
+    assert [device.kind for device in devices] == (kinds or ["cpu"])
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_the_command(capsys, flags, backend):
     assert main(["hardware", *flags]) == 0
     printed = capsys.readouterr().out
-    assert (json.loads(printed)["backend"] if flags else printed.split(" on the ")[1].split(" backend")[0]) == backend
+    if flags:
+        assert json.loads(printed)["backend"] == backend
+    else:
+        assert f" on the {backend} backend: " in printed and printed.startswith("Devices and what they multiply")
 
 
 def test_tables_with_and_without_rich():

@@ -41,7 +41,7 @@ class Float32LayerNormalization(Float32Mixin, keras.layers.LayerNormalization):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16", "float64"])
 def test_inputs_arithmetic_and_variables_are_float32(policy, dtype_of, numbers):
-    set_global_policy(policy)
+    keras.config.set_dtype_policy(policy)
     layer = Float32Dense(1, kernel_initializer="ones")
     assert layer.dtype_policy == keras.DTypePolicy("float32")
     # 7e4 and the sum 1.4e5 are inf in float16; 7e4 is 70144 in bfloat16.
@@ -109,7 +109,7 @@ def test_config_round_trip_under_another_policy(layer):
     set_global_policy("mixed_float16")
     config = layer(3, name="mine").get_config()
     before = json.dumps(config)
-    set_global_policy("bfloat16")
+    keras.config.set_dtype_policy("bfloat16")
     reloaded = layer.from_config(json.loads(before))
     assert reloaded.get_config() == config
     assert (reloaded.units, reloaded.compute_dtype, reloaded.variable_dtype) == (3, "float32", "float32")

@@ -43,6 +43,8 @@ def cpu(*flags):
         pytest.param([cpu("avx2", "avx512f")], "tensorflow", "float32", id="CPU without bfloat16"),
         pytest.param([cpu("avx512_bf16")], "jax", "float32", id="JAX on CPU"),
         pytest.param([cpu("avx512_bf16")], "torch", "float32", id="torch on CPU"),
+        pytest.param([cpu("amx_bf16"), cpu("avx2")], "tensorflow", "float32", id="one CPU of two"),
+        pytest.param([], "tensorflow", "float32", id="nothing known"),
         pytest.param([], "tensorflow", "float32", id="nothing known"),
     ],
 )

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+import mpkeras
 from mpkeras.policies import Policy, apply_rules, kernels, missing_kernel_rules, set_global_policy
 
 
@@ -111,3 +112,62 @@ def test_attention_whose_keys_are_all_masked_stays_finite(layer):
     apply_rules(layer, Policy("mixed_float16"))
     outputs = layer([x, x], mask=[None, np.zeros((1, 2), "bool")])
     assert np.isfinite(keras.ops.convert_to_numpy(keras.ops.cast(outputs, "float32"))).all()
+
+
+# Read in Keras 3.15 and TensorFlow 2.21: one is refused by XLA, the other has no gradient by 16-bit images at all.
+RESIZED = {"bilinear": True, "lanczos3": False}
+
+
+def upsampling(interpolation, wrapped=False):
+    layer = layers.UpSampling2D(2, interpolation=interpolation, name="up")
+    inputs = keras.Input((2, 4, 4, 3) if wrapped else (4, 4, 3))
+    convolution = layers.Conv2D(2, 3, padding="same", activation="relu")
+    if wrapped:
+        x = layers.TimeDistributed(layer)(layers.TimeDistributed(convolution)(inputs))
+    else:
+        x = layer(convolution(inputs))
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("interpolation", RESIZED)
+def test_p42_upsampling_trains(policy, interpolation, backend):
+    """After a `relu`, whose gradient XLA refuses to take in another dtype than its features."""
+    if (interpolation, backend) == ("lanczos3", "torch"):
+        pytest.skip("Keras on torch has no such interpolation")
+    model = upsampling(interpolation)
+    is_compiled = RESIZED[interpolation] and backend != "torch"
+    model.compile("sgd", "mse", jit_compile=is_compiled)
+    mpkeras.prepare(model, policy)
+    x, y = np.ones((2, 4, 4, 3), "float32"), np.zeros((2, 8, 8, 1), "float32")
+    losses = model.fit(x, y, epochs=3, verbose=0).history["loss"]
+    assert losses[2] < losses[0]
+    dtype = policy.removeprefix("mixed_")
+    assert model.get_layer("up").compute_dtype == ("float32" if backend == "tensorflow" else dtype)
+    assert model.layers[1].compute_dtype == dtype
+
+
+@pytest.mark.backends("tensorflow")
+def test_upsampling_that_works_stays_in_16_bits():
+    for interpolation, name in (("nearest", "bfloat16"), ("bilinear", "float32")):
+        model = upsampling(interpolation)
+        applied = apply_rules(mpkeras.apply_policy(model, "mixed_bfloat16"), Policy("mixed_bfloat16", keep_float32=()))
+        assert model.get_layer("up").compute_dtype == name and applied == []
+    set_global_policy("mixed_float16")
+    (change,) = apply_rules(upsampling("lanczos5"), Policy("mixed_float16", keep_float32=()))
+    assert change.rule == "UpSampling2D"
+    assert change.reason.startswith("interpolation='lanczos5' fails in float16 on tensorflow and this device: ")
+    wrapper, inner = apply_rules(upsampling("bilinear", wrapped=True), Policy("mixed_float16", keep_float32=()))
+    assert wrapper.layer.layer is inner.layer and "different precisions in %ReluGrad" in inner.reason
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_trial_runs_where_a_step_is_traced():
+    """Layers that come into being late are met there; a kernel is missed when it runs."""
+    import tensorflow as tf
+
+    found = []
+    tf.function(lambda: found.append(missing_kernel_rules("float16", among={"MaxPooling3D"})), autograph=False)()
+    kernels._error.cache_clear()
+    assert found == [missing_kernel_rules("float16", among={"MaxPooling3D"})]

@@ -114,6 +114,68 @@ def test_the_way_back_and_the_way_there_again(policy):
         np.testing.assert_array_equal(new, old)
 
 
+def linear_head():
+    return keras.Sequential([keras.Input((6, 8)), layers.Dense(64, "relu"), layers.Dense(80)])
+
+
+def test_an_activation_that_the_user_has_changed_is_the_users():
+    model = head()
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    model.layers[-1].activation = keras.activations.linear
+    expected = linear_head()
+    expected.set_weights(model.get_weights())
+    # Logits, in float32 as the layer says, from a 16-bit product.
+    logits = model(x)
+    assert keras.backend.standardize_dtype(logits.dtype) == "float32"
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(logits), keras.ops.convert_to_numpy(expected(x)), rtol=0.1, atol=0.05
+    )
+    mpkeras.apply_policy(model, "float32")
+    assert model.layers[-1].activation is keras.activations.linear
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(x)), keras.ops.convert_to_numpy(expected(x)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("float32", "float32"), ("mixed_bfloat16", "bfloat16")],
+)
+def test_a_policy_that_the_user_has_given_a_head_is_the_heads(policy, expected):
+    model = mpkeras.apply_policy(head(), "mixed_float16")
+    last = model.layers[-1]
+    last.dtype_policy = policy
+    reference = layers.Dense(80, activation="softmax", dtype=policy)
+    reference.build((2, 6, 64))
+    reference.set_weights(last.get_weights())
+    inputs = np.random.default_rng(1).normal(size=(2, 6, 64)).astype("float32")
+    assert not products.is_split(last) and products.compute_dtype(last) == expected
+    assert keras.backend.standardize_dtype(last(inputs).dtype) == expected
+    np.testing.assert_allclose(
+        *(keras.ops.convert_to_numpy(keras.ops.cast(layer(inputs), "float32")) for layer in (last, reference)),
+        rtol=5e-2,  # bfloat16 has 8 significant bits, and JAX rounds the softmax at each step of it
+    )
+    # The way back leaves it so.
+    products.join(last)
+    assert last.dtype_policy.name == policy and "call" not in vars(last)
+
+
+def test_a_call_that_the_user_has_wrapped_since_computes_as_the_layer_says():
+    model = mpkeras.apply_policy(head(), "mixed_bfloat16")
+    last, reference = model.layers[-1], head()
+    reference.set_weights(model.get_weights())
+    ours, seen = last.call, []
+
+    def call_and_count(*args, **kwargs):
+        seen.append(True)
+        return ours(*args, **kwargs)
+
+    last.call = call_and_count
+    mpkeras.apply_policy(model, "float32")
+    assert last.call is call_and_count
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(x)), keras.ops.convert_to_numpy(reference(x)))
+    assert seen
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_saved_head_is_split_again(policy, tmp_path):
     model = mpkeras.apply_policy(head(), policy)

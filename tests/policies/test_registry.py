@@ -94,6 +94,17 @@ def test_keras_gets_its_own_policy_where_it_has_one():
     assert global_policy() == mine(loss_scale=4.0)
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_p40_a_policy_with_16_bit_variables_says_that_they_are_not_for_training(name):
+    message = f"'{name}' layers make {name} variables.*refuses to train.*'mixed_{name}'"
+    with pytest.warns(UserWarning, match=message):
+        assert set_global_policy(name).name == name
+    with pytest.warns(UserWarning, match=message), policy_scope(name):
+        pass
+    assert keras.layers.Dense(1).variable_dtype == name
+
+
+@pytest.mark.filterwarnings("ignore:Under policy 'odd' layers make:UserWarning")
 def test_keras_gets_ours_where_it_has_none():
     odd = Policy("odd", compute_dtype="float16", variable_dtype="bfloat16")
     set_global_policy(odd)

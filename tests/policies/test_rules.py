@@ -1,4 +1,5 @@
 import functools
+import re
 
 import keras
 import numpy as np
@@ -15,7 +16,8 @@ from mpkeras.policies import (
     set_layer_policy,
     undo_rules,
 )
-from mpkeras.policies.rules import matches, validate
+from mpkeras.policies.default_rules import default_rules
+from mpkeras.policies.rules import matches, unmatched, validate
 
 FLOAT32 = keras.DTypePolicy("float32")
 
@@ -57,6 +59,9 @@ def compute_dtypes(model):
         pytest.param(["Softmax", "path:head"], ("Softmax", "path:head"), id="a list"),
         pytest.param((), (), id="none"),
         pytest.param({"b", "a"}, ("a", "b"), id="a set is put in order"),
+        pytest.param(
+            [layers.Softmax, "mine>Head"], (layers.Softmax, "mine>Head"), id="a class, and one by its package"
+        ),
     ],
 )
 def test_validate(rules, expected):
@@ -67,8 +72,11 @@ def test_validate(rules, expected):
     ("rules", "error", "message"),
     [
         pytest.param("Softmax", TypeError, r"\('Softmax',\)", id="a bare string"),
-        pytest.param(None, TypeError, "tuple of strings", id="None"),
-        pytest.param((layers.Softmax,), TypeError, "Name the layer's class", id="the class itself"),
+        pytest.param(None, TypeError, "tuple of rules", id="None"),
+        pytest.param((keras.Variable,), TypeError, "Name the layer's class", id="another class"),
+        pytest.param((3,), TypeError, "a string, a layer class or a layer", id="a number"),
+        pytest.param(layers.Softmax, TypeError, "tuple of rules", id="a bare class"),
+        pytest.param(("mine>",), ValueError, "layer class name", id="a package alone"),
         pytest.param(("my softmax",), ValueError, "Received: 'my softmax'", id="a space"),
         pytest.param(("",), ValueError, "layer class name", id="empty"),
         pytest.param(("activation:",), ValueError, "name of an activation", id="no activation"),
@@ -87,8 +95,12 @@ def wrapped_softmax(x):
     return keras.activations.softmax(x)
 
 
+@keras.saving.register_keras_serializable(package="mine")
 class MySoftmax(layers.Softmax):
     pass
+
+
+HEAD = layers.Dense(1, name="head")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +118,19 @@ class MySoftmax(layers.Softmax):
         pytest.param("activation:softmax", layers.Flatten(), False, id="no activation"),
         pytest.param("path:hea", layers.Dense(1, name="my_head"), True, id="found anywhere in the name"),
         pytest.param("path:^head", layers.Dense(1, name="my_head"), False, id="tied to the start"),
+        pytest.param("MaxPool2D", layers.MaxPooling2D(), True, id="one of the names that Keras has for it"),
+        pytest.param("MaxPooling2D", layers.MaxPool2D(), True, id="the other name"),
+        pytest.param("MaxPool2D", layers.MaxPool1D(), False, id="a name of another class"),
+        pytest.param("GroupQueryAttention", layers.GroupQueryAttention(2, 2, 1), True, id="the name in Keras' API"),
+        pytest.param("GroupedQueryAttention", layers.GroupQueryAttention(2, 2, 1), True, id="the name of the class"),
+        pytest.param("Convolution2DTranspose", layers.Conv2DTranspose(1, 1), True, id="an old name"),
+        pytest.param("serialize", layers.Dense(1), False, id="a function of keras.layers"),
+        pytest.param("mine>MySoftmax", MySoftmax(), True, id="the name that it is saved under"),
+        pytest.param("other>MySoftmax", MySoftmax(), False, id="of another package"),
+        pytest.param(layers.Softmax, MySoftmax(), True, id="the class itself"),
+        pytest.param(MySoftmax, layers.Softmax(), False, id="a class derived from its own"),
+        pytest.param(HEAD, HEAD, True, id="the layer itself"),
+        pytest.param(HEAD, layers.Dense(1, name="head"), False, id="another layer of the same name"),
     ],
 )
 def test_matches(rule, layer, expected):
@@ -115,6 +140,80 @@ def test_matches(rule, layer, expected):
 def test_path_is_searched_once_the_layer_is_built():
     model = keras.Sequential([keras.Input((4,)), layers.Dense(2, name="dense")], name="outer")
     assert matches("path:^outer/dense$", model.layers[0])
+
+
+def test_classes_and_layers_are_rules_like_their_names():
+    inputs = keras.Input((4,))
+    x = layers.Dense(3, name="first", dtype="mixed_bfloat16")(inputs)
+    x = MySoftmax(name="weights", dtype="mixed_bfloat16")(x)
+    model = keras.Model(inputs, layers.Dense(2, name="second", dtype="mixed_bfloat16")(x))
+    policy = Policy("mixed_bfloat16", keep_float32=(MySoftmax, model.layers[-1]))
+    applied = apply_rules(model, policy)
+    assert [(change.layer.name, change.rule) for change in applied] == [
+        ("weights", "mine>MySoftmax"),
+        ("second", "path:^second$"),
+    ]
+    assert compute_dtypes(model)["first"] == "bfloat16"
+    assert policy.keeps_float32(model.layers[-1]) is model.layers[-1]
+
+
+def test_a_policy_with_classes_and_layers_is_saved_by_name_and_path():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2, name="a+b")], name="net")
+    policy = Policy("mixed_bfloat16", keep_float32=(MySoftmax, layers.LayerNormalization, model.layers[0], "path:x"))
+    loaded = Policy.from_config(policy.get_config())
+    assert loaded.keep_float32 == ("mine>MySoftmax", "LayerNormalization", r"path:^net/a\+b$", "path:x")
+    assert loaded.keeps_float32(model.layers[0]) and loaded.keeps_float32(MySoftmax())
+    # A class and its name are the same rule.
+    named = Policy("mixed_bfloat16", keep_float32=("mine>MySoftmax",))
+    assert Policy("mixed_bfloat16", keep_float32=(MySoftmax,)) == named
+    assert hash(Policy("mixed_bfloat16", keep_float32=(MySoftmax,))) == hash(named)
+    assert Policy("mixed_bfloat16", keep_float32=(HEAD,)) != named
+
+
+def test_a_policy_with_a_layer_that_is_not_built_cannot_be_saved():
+    policy = Policy("mixed_bfloat16", keep_float32=(layers.Dense(1, name="late"),))
+    with pytest.raises(ValueError, match="saved by their path.*'late'.*Build the model first"):
+        policy.get_config()
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        pytest.param(
+            "Sotfmax", "rule 'Sotfmax', which matches none of model 'net'. Did you mean 'Softmax'?", id="class"
+        ),
+        pytest.param("path:haed", "'path:haed'.*Did you mean 'path:head'?", id="part of a path"),
+        pytest.param("path:^net/hed$", "Did you mean 'path:.*head'", id="path"),
+        pytest.param("activation:rleu", "Did you mean 'activation:relu'?", id="activation"),
+        pytest.param("LSTM", "'LSTM'.*Did you mean 'LSTM'?", id="a class that is not there"),
+        pytest.param(layers.LSTM, "rule 'LSTM', which matches none", id="a class object"),
+        pytest.param(HEAD, "rule \"layer 'head'\", which", id="a layer of another model"),
+    ],
+)
+def test_a_rule_that_matches_nothing_is_named_with_what_is_near(rule, message):
+    (found,) = unmatched(three_layers(), (*default_rules(), "Softmax", rule, "path:body"))
+    assert re.search(message.replace("?", "[?]").replace("'net'.", "'net'[.]"), found), found
+    assert found.endswith("Correct the rule, or leave it out.")
+
+
+def three_layers():
+    body, head = layers.Dense(3, activation="relu", name="body"), layers.Dense(2, name="head")
+    return keras.Sequential([keras.Input((4,)), body, head, layers.Softmax(name="probabilities")], name="net")
+
+
+def test_rules_that_match_are_not_named():
+    model = three_layers()
+    rules = ("Dense", "path:body", "activation:relu", layers.Softmax, model.layers[0], "Softmax", "Softmax")
+    assert unmatched(model, rules) == []
+
+
+def test_rules_for_what_is_inside_attention_layers_reach_nothing():
+    """They look after their own precision."""
+    attention = layers.MultiHeadAttention(2, 2, name="attention")
+    inputs = keras.Input((3, 4))
+    model = keras.Model(inputs, attention(inputs, inputs))
+    assert len(unmatched(model, ("path:attention/query",))) == 1
+    assert unmatched(model, ("path:attention",)) == []
 
 
 def test_walks_functional_sequential_and_subclassed_models():

@@ -62,6 +62,8 @@ def fit(model, *callbacks, first_batch: int = 0, epochs: int = EPOCHS, initial_e
     with warnings.catch_warnings():
         # One loss of each epoch is NaN on purpose, and is said.
         warnings.filterwarnings("ignore", ".* steps skipped in epoch", UserWarning)
+        # What is left of an epoch may be that one step.
+        warnings.filterwarnings("ignore", "All 1 steps of epoch", UserWarning)
         history = model.fit(
             x[first:],
             y[first:],

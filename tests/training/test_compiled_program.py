@@ -90,6 +90,8 @@ def operations(text):
     return [(op, dtype) for dtype, op in re.findall(r"= (\w+)\[[\d,<=]*\]\S* ([\w-]+)\(", text)]
 
 
+@pytest.mark.every_case
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("policy", HLO_TYPES)
 def test_products_run_in_16_bits_and_softmax_statistics_and_losses_in_float32(program, policy):
@@ -102,6 +104,8 @@ def test_products_run_in_16_bits_and_softmax_statistics_and_losses_in_float32(pr
     assert "exponential" in {op for op, _ in found} and "log" in {op for op, _ in found}
 
 
+@pytest.mark.every_case
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("policy", ["float32", *HLO_TYPES])
 def test_no_conditional_and_no_host_transfer(program, policy):
@@ -149,6 +153,8 @@ def test_one_trace_over_a_hundred_steps_with_overflows():
     assert skipped == 14
 
 
+@pytest.mark.every_case
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:1 of 10 steps skipped in epoch 1:UserWarning")
 def test_one_trace_in_fit():
     model = classifier("mixed_float16")
@@ -170,6 +176,8 @@ def test_one_trace_in_fit():
     assert int(optimizer.skipped_steps) == 4
 
 
+@pytest.mark.every_case
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate_steps", [1, 4])
 def test_the_program_grows_with_the_number_of_layers_not_with_its_square(accumulate_steps):
     """XLA repeats cheap operations where they are used: the sums of all gradients, in the update of each."""

@@ -124,6 +124,17 @@ def test_rule_of_the_loss_scale(policy, optimizer, rule):
     assert model.optimizer.loss_scale_rule == rule
 
 
+def test_an_optimizer_given_twice_means_the_same_twice():
+    """G16"""
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3, loss_scale_factor=16.0)
+    for model in (classifier(), classifier()):
+        model.compile(optimizer, "mse")
+        prepare(prepare(model, "mixed_float16"), "mixed_bfloat16")
+        assert model.optimizer.inner_optimizer is optimizer
+        assert (model.optimizer.window.steps, model.optimizer.loss_scale_rule) == (3, FixedLossScale(16.0))
+        assert (optimizer.gradient_accumulation_steps, optimizer.loss_scale_factor) == (3, 16.0)
+
+
 def test_loss_scale_argument_wins():
     model = classifier()
     model.compile(LossScaleOptimizer("sgd", loss_scale=8.0), "mse")
@@ -234,12 +245,55 @@ def test_bad_input_changes_nothing(make, arguments, error, message):
     assert keras.config.dtype_policy().name == "float32"
 
 
-def test_float16_variables_are_refused():
-    keras.config.set_dtype_policy("float16")
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("policy", [None, "mixed", "pure"])
+def test_16_bit_variables_are_refused(dtype, policy):
+    """P26, P40: by both doors, and the model is as before."""
+    policy = {"mixed": f"mixed_{dtype}", "pure": dtype}.get(policy)
+    keras.config.set_dtype_policy(dtype)
+    model = classifier()
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="float16 variables .*Build the model under 'mixed_float16'"):
+    optimizer = model.optimizer
+    callback = mpkeras.callbacks.MixedPrecision(policy)
+    remedy = f"{dtype} variables .*Build the model under 'mixed_{dtype}'.*float32_variables=True"
+    for door in (lambda: prepare(model, policy), lambda: model.fit(X, Y, verbose=0, callbacks=[callback])):
+        with pytest.raises(ValueError, match=remedy):
+            door()
+        assert model.optimizer is optimizer and "train_step" not in vars(model)
+        assert {v.dtype for v in model.variables} == set(compute_dtypes(model).values()) == {dtype}
+        assert keras.config.dtype_policy().name == dtype
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_policy_with_16_bit_variables_is_refused(dtype):
+    model = classifier()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=f"policy '{dtype}'.*'mixed_{dtype}'"):
+        prepare(model, dtype)
+    keras.config.set_dtype_policy(dtype)
+    with pytest.raises(ValueError, match=f"policy '{dtype}'.*'mixed_{dtype}'"):
         prepare(model)
+    assert set(compute_dtypes(model).values()) == {"float32"}
+
+
+def test_layers_that_would_make_16_bit_variables_are_refused_before_they_do():
+    model = keras.Sequential([keras.layers.Dense(2, dtype="bfloat16", name="first")])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="bfloat16 variables .*of layer first"):
+        prepare(model)
+    # A policy that is asked for comes before they are made.
+    prepare(model, "mixed_bfloat16")
+    model.fit(X, Y, verbose=0)
+    assert {v.dtype for v in model.trainable_variables} == {"float32"}
+
+
+def test_frozen_16_bit_variables_are_left_alone():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, dtype="bfloat16"), keras.layers.Dense(2)])
+    model.layers[0].trainable = False
+    model.compile("sgd", "mse")
+    prepare(model, "mixed_bfloat16")
+    model.fit(X, Y, verbose=0)
+    assert [v.dtype for v in model.variables] == ["bfloat16"] * 2 + ["float32"] * 2
 
 
 def test_a_subclassed_model_passes_its_inputs_on_as_they_are():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mpkeras
+from mpkeras.policies import products
 from mpkeras.training.step import make_train_step
 from tests.step_modes import snapshot
 
@@ -127,6 +128,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_trains_as_with_stock_keras(kind, jit_compile):
@@ -161,6 +163,7 @@ def keras_optimizers():
     return sorted({c for c in classes if issubclass(c, keras.optimizers.Optimizer)}, key=lambda c: c.__name__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize("make", keras_optimizers(), ids=lambda c: c.__name__)
 def test_every_optimizer_trains_as_with_stock_keras(make, jit_compile):
@@ -200,6 +203,7 @@ def dropout_model():
     return keras.Model(inputs, keras.layers.Dense(2)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_bad_batches_leave_no_trace(policy, jit_compile):
@@ -219,7 +223,8 @@ def test_bad_batches_leave_no_trace(policy, jit_compile):
                 result = step(spoiled(X[i + 4]), Y[i])
                 skips.append(bool(number(result["skipped"])))
                 assert not np.isfinite(number(result["loss"]))
-                assert np.isfinite(number(result["mean_absolute_error"]))
+                # A metric without a counted step is NaN.
+                assert np.isfinite(number(result["mean_absolute_error"])) == (i > 0)
             assert not number(step(X[i], Y[i])["skipped"])
         return skips, snapshot(model.variables + step.optimizer.inner_optimizer.variables + metric.variables)
 
@@ -284,6 +289,7 @@ def test_the_scale_is_never_baked_in(jit_compile):
     assert seen == [(1.0, 4.0 * 2.0 ** ((i + 1) // 3)) for i in range(12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
@@ -309,6 +315,22 @@ def test_accumulation(fault, on_overflow, jit_compile):
     # The batches before and after it were good: their statistics and random numbers count.
     others, _, _ = run([*batches[:4], batches[5]], 3)
     assert snapshot(model.non_trainable_variables) == snapshot(others.non_trainable_variables)
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_one_optimizer_in_two_steps_accumulates_in_both(jit_compile):
+    """G16: the second step goes on where the first one stopped, scaled and accumulated in the same way."""
+    optimizer = keras.optimizers.SGD(0.25, gradient_accumulation_steps=2, loss_scale_factor=8.0)
+    model = linear()
+    x, y = np.array([[1.0, 1.0], [2.0, 0.0]]), np.array([[1.0], [4.0]])
+    for expected in ([[1.5], [1.5]], [[1.5], [1.0]]):
+        step = make_train_step(model, optimizer, "mse", jit_compile=jit_compile)
+        before = model.get_weights()[0].tolist()
+        assert number(step(x, y)["loss_scale"]) == 8.0
+        assert model.get_weights()[0].tolist() == before
+        step(x, y)
+        np.testing.assert_allclose(model.get_weights()[0], expected)
+    assert (optimizer.gradient_accumulation_steps, optimizer.loss_scale_factor) == (2, 8.0)
 
 
 def test_any_iterable_of_batches():
@@ -366,8 +388,9 @@ def test_results_kept_from_a_step_stay_what_they_were(jit_compile, rollback):
     x, y = np.ones((4, 2), "float32"), np.full((4, 1), 3.0, "float32")
     results = [step(batch, y) for batch in (x * np.inf, x, x * np.inf)]
     assert [bool(number(result["skipped"])) for result in results] == [True, False, True]
-    counted = [0.0, 4.0, 4.0] if rollback else [4.0, 8.0, 12.0]
-    assert [float(number(result["count"])) for result in results] == counted
+    # Where nothing has counted yet, a metric is NaN, not 0.
+    counted = [np.nan, 4.0, 4.0] if rollback else [4.0, 8.0, 12.0]
+    np.testing.assert_array_equal([float(number(result["count"])) for result in results], counted)
 
 
 def test_two_variables_that_hold_one_array_are_two():
@@ -403,16 +426,22 @@ def test_a_layer_that_appears_while_building_is_scaled_too(jit_compile):
     assert float(number(step.optimizer.loss_scale)) in (2.0**14, 2.0**15)
 
 
+# Finds some of the labels, and of each another share.
+KERNEL_OF_F1 = np.eye(6, 2, -3, dtype="float32")
+
+
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_metrics_that_make_their_variables_late(jit_compile):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, activation="sigmoid")])
+    model.layers[0].kernel.assign(KERNEL_OF_F1)
     metric = keras.metrics.F1Score(average="macro", threshold=0.5)
     step = make_train_step(model, "sgd", "binary_crossentropy", jit_compile=jit_compile, metrics=[metric])
     y = (Y > 0).astype("float32")
     result = step(X[0], y[0])
-    probabilities = 1 / (1 + np.exp(-X[0] @ np.zeros((6, 2))))
-    assert probabilities.shape == (4, 2)
-    assert 0.0 <= float(number(result["f1_score"])) <= 1.0
+    is_found, is_there = X[0] @ KERNEL_OF_F1 > 0, Y[0] > 0
+    scores = [2 * (a & b).sum() / (a.sum() + b.sum()) for a, b in zip(is_found.T, is_there.T, strict=True)]
+    assert 0 < min(scores) < max(scores)
+    np.testing.assert_allclose(number(result["f1_score"]), np.mean(scores), rtol=1e-6)  # float32
 
 
 def test_optimizers_by_name_and_stock_loss_scale_optimizers():
@@ -470,13 +499,16 @@ def test_bad_arguments_are_named(arguments, options, error, message):
         make_train_step(*arguments, **options)
 
 
-def test_float16_variables_are_refused():
-    """P26."""
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float16")])
-    optimizer = keras.optimizers.SGD(0.1, loss_scale_factor=8.0)
-    with pytest.raises(ValueError, match="float16 variables"):
-        make_train_step(model, optimizer, "mse")
-    assert optimizer.loss_scale_factor == 8.0
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_variables_are_refused(dtype):
+    """P26, P40."""
+    built = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype=dtype)])
+    for model in (built, keras.Sequential([keras.layers.Dense(1, dtype=dtype)])):
+        optimizer = keras.optimizers.SGD(0.1, loss_scale_factor=8.0)
+        with pytest.raises(ValueError, match=f"{dtype} variables .*'mixed_{dtype}', float32_variables=True"):
+            make_train_step(model, optimizer, "mse")
+        assert (optimizer.loss_scale_factor, optimizer.built) == (8.0, False)
+        assert model.layers[-1].dtype_policy.name == dtype
 
 
 def test_losses_that_cannot_be_weighted_or_found_are_named():
@@ -491,6 +523,7 @@ def test_losses_that_cannot_be_weighted_or_found_are_named():
         step(np.ones((2, 2)))
 
 
+@pytest.mark.slow
 def test_a_new_step_goes_on_from_the_state_of_another(tmp_path):
     """G6, in the middle of a window, with metrics and random generators; under another global policy."""
 
@@ -561,3 +594,283 @@ def test_torch_compile_takes_the_same_steps():
     (skips, weights), (expected_skips, expected) = run(True), run(False)
     assert skips == expected_skips == [False, True, False]
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------ float32 rules
+
+
+class LateHead(keras.layers.Layer):
+    """Makes its probability head in `build`, as Keras' own composite layers do."""
+
+    regularizer = None
+
+    def build(self, input_shape):
+        self.head = keras.layers.Dense(4, activation="softmax", activity_regularizer=self.regularizer)
+        self.head.build(input_shape)
+
+    def call(self, x):
+        return self.head(x)
+
+
+def actor():
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dense(4, activation="softmax")])
+
+
+def actor_with_late_head():
+    return keras.Sequential([keras.layers.Dense(8), LateHead()])
+
+
+def with_whole_numbers(model):
+    """Weights of which float16 arithmetic loses nothing: a difference is the head's."""
+    whole = np.random.default_rng(8)
+    model.set_weights([whole.integers(-2, 3, size=weight.shape).astype("float32") for weight in model.get_weights()])
+    return model
+
+
+WHOLE_X = np.random.default_rng(9).integers(-2, 3, size=(4, 6)).astype("float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize("make", [actor, actor_with_late_head])
+def test_a_probability_head_built_under_the_global_policy_is_float32(make, jit_compile):
+    """P4: the probabilities of an actor sum to 1 and its head learns as in float32."""
+    actions = np.eye(4, dtype="float32")
+
+    def run(policy):
+        with mpkeras.policy_scope(policy):
+            model = make()
+            optimizer = keras.optimizers.SGD(0.25)
+            if policy == "mixed_float16":
+                optimizer = mpkeras.LossScaleOptimizer(optimizer, loss_scale=1024.0)
+            step = make_train_step(model, optimizer, "categorical_crossentropy", jit_compile=jit_compile)
+            model(WHOLE_X)
+            with_whole_numbers(model)
+            assert not number(step(WHOLE_X, actions)["skipped"])
+        return model
+
+    model, expected = run("mixed_float16"), run("float32")
+    assert model.layers[0].compute_dtype == "float16"
+    probabilities = number(model(X[0]))
+    assert probabilities.dtype == "float32"
+    np.testing.assert_allclose(probabilities.sum(-1), 1.0, atol=1e-6)
+    kernel, bias = model.get_weights()[-2:]
+    # 23 bits are lost in the order of sums only
+    np.testing.assert_allclose(kernel, expected.get_weights()[-2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(bias, expected.get_weights()[-1], rtol=1e-5, atol=1e-6)
+
+
+def zoo():
+    inputs = keras.Input((8,))
+    x = keras.layers.Dense(64, activation="gelu")(inputs)
+    x = keras.layers.LayerNormalization()(x)
+    x = keras.layers.BatchNormalization()(x)
+    outputs = keras.layers.Dense(5, activation="softmax", name="small")(x)
+    return keras.Model(inputs, [outputs, keras.layers.Dense(100, activation="softmax", name="large")(x)])
+
+
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", "mixed_bfloat16", mpkeras.Policy("mixed_float16", keep_float32=("path:small",))]
+)
+def test_layers_compute_in_what_prepare_gives_them(policy):
+    with mpkeras.policy_scope(policy):
+        model, twin = zoo(), zoo()
+        make_train_step(model, "sgd", ["mse", "mse"])
+        twin.compile("sgd", ["mse", "mse"])
+        mpkeras.prepare(twin)
+        rows = [(layer.compute_dtype, layer.dtype_policy.name, products.is_split(layer)) for layer in model.layers]
+        assert rows == [
+            (layer.compute_dtype, layer.dtype_policy.name, products.is_split(layer)) for layer in twin.layers
+        ]
+    assert {dtype for dtype, _, _ in rows} == {"float32", mpkeras.get_policy(policy).compute_dtype}
+
+
+def test_a_model_that_was_converted_keeps_the_rules_it_was_converted_by():
+    """Not those of the default policy: its author has left the large head in 16 bits, and given it a scale."""
+    policy = mpkeras.Policy("mixed_float16", keep_float32=("path:small",), loss_scale=64.0)
+    model, twin = zoo(), zoo()
+    step = make_train_step(mpkeras.apply_policy(model, policy), "sgd", ["mse", "mse"])
+    twin.compile("sgd", ["mse", "mse"])
+    mpkeras.prepare(twin, policy)
+    rows = {layer.name.split("_")[0]: layer.compute_dtype for layer in twin.layers}
+    assert {name: layer.compute_dtype for layer in model.layers if (name := layer.name.split("_")[0]) in rows} == rows
+    assert rows["large"] == "float16" and rows["small"] == "float32"
+    assert step.optimizer.loss_scale_rule == twin.optimizer.loss_scale_rule == mpkeras.FixedLossScale(64.0)
+
+
+def test_a_float32_model_stays_what_it_is():
+    """Whoever wants it converted says so: `apply_policy`."""
+    model = actor()
+    with mpkeras.policy_scope("mixed_float16"):
+        make_train_step(model, "sgd", "mse")
+    assert {layer.compute_dtype for layer in model.layers} == {"float32"}
+
+
+def own_attributes(model):
+    layers = [model, *model.layers]
+    return [(layer.dtype_policy, {name: id(value) for name, value in vars(layer).items()}) for layer in layers]
+
+
+def test_after_an_error_the_layers_are_as_before():
+    with mpkeras.policy_scope("mixed_float16"):
+        layers = [keras.Input((6,)), keras.layers.Dense(8, activity_regularizer="l2"), keras.layers.Dense(4)]
+        model = keras.Sequential([*layers, keras.layers.Softmax()])
+        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.5, gradient_accumulation_steps=3))
+        optimizer.build(model.trainable_variables)
+        before = own_attributes(model)
+        with pytest.raises(ValueError, match="go on accumulating as it does"):
+            make_train_step(model, optimizer, "mse", accumulate_steps=2)
+    assert own_attributes(model) == before
+
+
+def test_after_an_error_in_the_first_step_the_new_layers_are_as_before():
+    with mpkeras.policy_scope("mixed_float16"):
+        model = actor_with_late_head()
+        model.layers[1].regularizer = "l2"
+        optimizer = mpkeras.LossScaleOptimizer("sgd", loss_scale=1.0)
+        step = make_train_step(model, optimizer, "mse")
+        # Built in the meantime, on something else.
+        optimizer.build([keras.Variable(1.0)])
+        with pytest.raises(ValueError, match="that the optimizer was built on"):
+            step(X[0], np.ones((4, 4)))
+        head = model.layers[1].head
+        assert head.compute_dtype == "float16"
+        # Not the one that a converted layer has.
+        assert type(head.activity_regularizer) is keras.regularizers.L2
+
+
+# ------------------------------------------------------------------------------ weights frozen and freed
+
+
+class Factor(keras.layers.Layer):
+    """x times one weight. Counts how often Python runs it."""
+
+    runs = 0
+
+    def __init__(self, start, **options):
+        super().__init__(**options)
+        self.start = start
+
+    def build(self, input_shape):
+        self.factor = self.add_weight(shape=(), initializer=keras.initializers.Constant(self.start), name="factor")
+
+    def call(self, x):
+        self.runs += 1
+        return x * self.factor
+
+
+def two_factors():
+    return keras.Sequential([keras.Input((1,)), Factor(2.0, name="a"), Factor(3.0, name="b")])
+
+
+def descended(weights, slots, trained, scale=1.0):
+    """One step of SGD(1/64, momentum=0.5, weight_decay=0.25) on (a b x - y)^2 for x = 1 and y = 0."""
+    a, b = weights["a"], weights["b"]
+    grads = {"a": 2 * a * b * b, "b": 2 * a * a * b}
+    for name in trained:
+        decayed = weights[name] - weights[name] * 0.25 / 64
+        slots[name] = 0.5 * slots[name] - grads[name] * scale / 64
+        weights[name] = decayed + slots[name]
+
+
+FREEZING = ["ab", "b", "b", "a", "ab", "b"]
+
+
+@pytest.mark.parametrize("rollback", [True, False])
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_layers_frozen_and_freed_between_steps_obey_from_the_next_step_on(jit_compile, rollback, backend):
+    model = two_factors()
+    optimizer = keras.optimizers.SGD(1 / 64, momentum=0.5, weight_decay=0.25)
+    step = make_train_step(model, optimizer, "mse", jit_compile=jit_compile, rollback=rollback)
+    x, y = np.ones((2, 1), "float32"), np.zeros((2, 1), "float32")
+    weights, slots = {"a": 2.0, "b": 3.0}, {"a": 0.0, "b": 0.0}
+    runs_before = model.layers[0].runs
+    for trained in FREEZING:
+        for layer in model.layers:
+            layer.trainable = layer.name in trained
+        if rollback:
+            before = snapshot(model.variables + optimizer.variables)
+            assert number(step(x * np.inf, y)["skipped"])
+            assert snapshot(model.variables + optimizer.variables)[: len(before)] == before
+        step(x, y)
+        descended(weights, slots, trained)
+        found = {layer.name: float(number(layer.factor)) for layer in model.layers}
+        assert found == pytest.approx(weights, rel=1e-5), trained
+    if backend == "tensorflow" or jit_compile:
+        # One trace for each set of weights, none for one that was there before.
+        assert model.layers[0].runs - runs_before == 3
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_layers_frozen_between_windows_of_accumulation(jit_compile):
+    model = two_factors()
+    optimizer = keras.optimizers.SGD(1 / 64, momentum=0.5, weight_decay=0.25)
+    step = make_train_step(model, optimizer, "mse", jit_compile=jit_compile, accumulate_steps=2)
+    x, y = np.ones((2, 1), "float32"), np.zeros((2, 1), "float32")
+    weights, slots = {"a": 2.0, "b": 3.0}, {"a": 0.0, "b": 0.0}
+    for trained in ("ab", "b", "ab"):
+        for layer in model.layers:
+            layer.trainable = layer.name in trained
+        step(x, y)
+        step(x, y)
+        descended(weights, slots, trained)
+        found = {layer.name: float(number(layer.factor)) for layer in model.layers}
+        assert found == pytest.approx(weights, rel=1e-5), trained
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_a_layer_freed_in_the_middle_of_a_window_brings_no_gradients_of_an_earlier_one(jit_compile):
+    model = two_factors()
+    step = make_train_step(model, keras.optimizers.SGD(1 / 64), "mse", jit_compile=jit_compile, accumulate_steps=2)
+    a, b = model.layers
+    x, y = np.ones((2, 1), "float32"), np.zeros((2, 1), "float32")
+    step(x, y)
+    step(x, y)
+    # 2 a b^2 and 2 a^2 b: 36 and 24
+    old_a, old_b = 2.0 - 36 / 64, 3.0 - 24 / 64
+    assert float(number(a.factor)) == old_a
+    a.trainable = False
+    step(x, y)
+    a.trainable = True
+    step(x, y)
+    # The mean over the window's two calls, of which the first brought nothing.
+    assert float(number(a.factor)) == pytest.approx(old_a - old_a * old_b**2 / 64, rel=1e-6)
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_a_freed_layer_that_the_optimizer_does_not_know_is_named(jit_compile):
+    """Keras' `fit` raises, too, after `compile` with the same optimizer."""
+    model = two_factors()
+    model.layers[0].trainable = False
+    step = make_train_step(model, keras.optimizers.SGD(1 / 64, momentum=0.5), "mse", jit_compile=jit_compile)
+    x, y = np.ones((2, 1), "float32"), np.zeros((2, 1), "float32")
+    step(x, y)
+    before = snapshot(model.variables + step.optimizer.variables)
+    model.layers[0].trainable = True
+    with pytest.raises(ValueError, match=r"that the optimizer was built on.*a/factor.*make_train_step"):
+        step(x, y)
+    assert snapshot(model.variables + step.optimizer.variables) == before
+    model.layers[0].trainable = False
+    step(x, y)
+    assert int(number(step.optimizer.iterations)) == 2
+
+
+# ------------------------------------------------------------------------------ traces
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_ten_lengths_are_traced_twice(jit_compile):
+    """As in Keras' `fit`: the second length makes a program for all of them."""
+    model = keras.Sequential([keras.Input((None, 1)), Factor(2.0), keras.layers.GlobalAveragePooling1D()])
+    step = make_train_step(model, keras.optimizers.SGD(0.5), "mse", jit_compile=jit_compile)
+    before = model.layers[0].runs
+    for length in range(2, 12):
+        # The mean of `length` ones times the factor: whatever the length, loss 4 at the first factor.
+        loss = number(step(np.ones((2, length, 1), "float32"), np.zeros((2, 1), "float32"))["loss"])
+        if length == 2:
+            assert loss == 4.0
+    assert model.layers[0].runs - before == 2
+    # A program's text is of one batch, with its shapes.
+    if jit_compile:
+        assert "f32[2,7,1]" in step.compiler_ir(np.ones((2, 7, 1), "float32"), np.zeros((2, 1), "float32"))

@@ -1,6 +1,7 @@
 """Products and casts that torch's dispatcher sees, of tensors without data."""
 
 import contextlib
+import logging
 
 import torch
 from keras import ops
@@ -30,9 +31,24 @@ def trace(function, inputs) -> Program:
         inputs: List of `(shape, dtype)`.
     """
     program = Program()
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), _Recording(program):
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), _Recording(program), _without_tracebacks():
         function([ops.zeros(shape, dtype) for shape, dtype in inputs])
     return program
+
+
+@contextlib.contextmanager
+def _without_tracebacks():
+    """Keeps torch from writing what fails to standard error before it raises: the caller says it in a sentence."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def refuse(record):
+        return False
+
+    log.addFilter(refuse)
+    try:
+        yield
+    finally:
+        log.removeFilter(refuse)
 
 
 class _Recording(TorchDispatchMode):

@@ -12,12 +12,12 @@ from keras import ops
 from mpkeras import _keras_private
 from mpkeras.conversion import layers_of
 from mpkeras.insight.programs.program import Program
-from mpkeras.insight.wrapped_calls import STEPPING, wrapped_calls
+from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
 from mpkeras.policies import mixing
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of, tensor_dtype
 
-# In place of a size that the model leaves open, such as the length of a sequence.
-ASSUMED_SIZE = 64
+# In place of a size that the model leaves open, such as the length of a sequence, where nobody gives another.
+OPEN_SIZE = 64
 
 
 @dataclasses.dataclass
@@ -31,7 +31,8 @@ class ForwardPass:
         culprit: The layer whose `call` raised, or `None`.
         is_mixing: Whether it raised as it mixes dtypes.
         training: Whether the pass is that of training; otherwise of inference.
-        assumed: Whether the model left a size open besides that of the batch.
+        open_size: What was taken for the sizes that the model leaves open besides that of the batch; `None` where it
+            leaves none.
         output_bytes: `{number of the layer: {dtype: bytes}}`, layers with others inside left out.
         output_dtypes: The float dtypes that the model returns.
         input_shapes: The shapes that were traced.
@@ -44,14 +45,14 @@ class ForwardPass:
     culprit: object = None
     is_mixing: bool = False
     training: bool = True
-    assumed: bool = False
+    open_size: int | None = None
     output_bytes: dict = dataclasses.field(default_factory=dict)
     output_dtypes: tuple = ()
     input_shapes: list = dataclasses.field(default_factory=list)
     mixed: dict = dataclasses.field(default_factory=dict)
 
 
-def forward_pass(model, inputs, batch_size: int) -> ForwardPass:
+def forward_pass(model, inputs, batch_size: int, open_size: int = OPEN_SIZE) -> ForwardPass:
     """Traces `model` on symbolic inputs; numbers layers by their place in `layers_of(model)`.
 
     First as in training; where that cannot be traced (random numbers of a fixed seed on torch), as in inference.
@@ -62,21 +63,23 @@ def forward_pass(model, inputs, batch_size: int) -> ForwardPass:
         why_not = f"it is not built: layers {', '.join(map(repr, unbuilt[:4]))} have no variables and shapes yet."
         remedy = "Call the model once, on a batch of data, and audit it then; what it never calls needs `layer.build`."
         return ForwardPass(why_not=why_not, remedy=remedy)
-    arguments = _arguments(model, inputs, batch_size)
+    arguments = _arguments(model, inputs, batch_size, open_size)
     if arguments is None:
         return ForwardPass(
             why_not="it does not say what it takes.",
             remedy="Pass `inputs=`: a batch, or `keras.KerasTensor`s, in the structure in which the model takes them.",
         )
-    structure, assumed = arguments
+    structure, is_open = arguments
     failed = None
     for training in (True, False):
-        result = ForwardPass(training=training, assumed=assumed)
+        result = ForwardPass(training=training, open_size=open_size if is_open else None)
         try:
             _trace(model, structure, result)
         except Exception as error:  # Whatever the user's layers raise.
             result.why_not = f"{type(error).__name__}: {_first_line(str(error))}"
             result.remedy = "Call the model on a batch: the error says more."
+            if is_open:
+                result.remedy += f" Open sizes were taken as {open_size}; `open_size` gives another."
             failed = failed or result
             if result.is_mixing:
                 return result
@@ -94,13 +97,13 @@ def _first_line(message: str) -> str:
     return lines[0][:300] if lines else "no message"
 
 
-def _arguments(model, inputs, batch_size):
-    """Returns `((args, kwargs), assumed)` for a call of the model, of KerasTensors with every size known; or `None`."""
-    assumed: list = []
+def _arguments(model, inputs, batch_size, open_size):
+    """Returns `((args, kwargs), is_open)` for a call of the model, of KerasTensors with every size known; or `None`."""
+    opened: list = []
 
     def sized(shape, dtype):
-        assumed.extend(axis for axis, n in enumerate(shape) if n is None and axis > 0)
-        known = [ASSUMED_SIZE if n is None else n for n in shape]
+        opened.extend(axis for axis, n in enumerate(shape) if n is None and axis > 0)
+        known = [open_size if n is None else n for n in shape]
         if known and shape[0] is None:
             known[0] = batch_size
         return keras.KerasTensor(tuple(known), dtype=dtype)
@@ -128,7 +131,7 @@ def _arguments(model, inputs, batch_size):
             call = tuple(tensors.values()), {}
         else:
             call = (), {name.removesuffix("_shape"): tensor for name, tensor in tensors.items()}
-    return call, bool(assumed)
+    return call, bool(opened)
 
 
 def _trace(model, structure, result):
@@ -170,7 +173,7 @@ def _watched(layers, backend, result):
 
 
 def _watching(layer, index, backend, running, result):
-    call = layer.call
+    call = call_of(layer)
 
     @functools.wraps(call)
     def call_in_scope(*args, **kwargs):

@@ -1,0 +1,44 @@
+"""The subcommand `run`."""
+
+import argparse
+import os
+import sys
+
+from mpkeras.policies.registry import get_policy
+from mpkeras.training import run_program
+
+
+def add_parser(subparsers):
+    """Adds the subcommand to `subparsers` of an `argparse` parser."""
+    description = (
+        "Runs an unmodified Keras program as `python SCRIPT ARGUMENTS` would, with every `compile` followed by "
+        "`mpkeras.prepare`: it trains under the policy, guarded and with loss scaling."
+    )
+    parser = subparsers.add_parser("run", help="run a program in mixed precision, unmodified", description=description)
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="what the models of the program compute in; by default what the program sets by "
+        "`keras.config.set_dtype_policy`, or what MPKERAS_POLICY says",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="what the program finds in `sys.argv`"
+    )
+    parser.set_defaults(run=run, error=parser.error)
+
+
+def run(args) -> int:
+    if not os.path.isfile(args.script):
+        args.error(f"expected a Python file, received {args.script!r}: there is no such file")
+    if args.policy is not None:
+        try:
+            get_policy(args.policy)
+        except ValueError as error:
+            args.error(f"argument --policy: {error}")
+    command = [sys.executable, run_program.__file__, args.policy or "", args.script, *args.arguments]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # In the place of this process, which has imported Keras on some backend: the program may ask for another one. Its
+    # signals and its exit status are its own.
+    os.execv(sys.executable, command)

@@ -1,0 +1,149 @@
+"""Metrics around a step that may be skipped: the values they keep, and what the logs say of them.
+
+A skipped step leaves no trace in a metric. But while no step has counted, every metric would say 0.0, and a loss of
+0.0 looks perfect. So a metric without a counted step is NaN in the logs, and a tracker of losses, a
+`keras.metrics.Mean`, says the mean of the finite losses that the skipped steps computed, each with the weight that the
+step gave it. The tracker keeps them itself, where Keras carries its state and begins it anew: as a `total` and a
+`count` of the opposite sign, which leave their quotient what it is. Each step finds such a tracker as if it was reset,
+so from the first counted step on nothing is left of them.
+"""
+
+import keras
+from keras import ops
+
+from mpkeras import _keras_private, scalars
+
+
+def flat(metrics) -> list:
+    """Returns the metrics that hold the variables of `metrics`: those given to `compile` one by one."""
+    return [part for metric in metrics for part in _keras_private.parts_of_metric(metric)]
+
+
+def tracks_losses(metric) -> bool:
+    """Whether a train step gives `metric` the values themselves; subclasses of `Mean` compare `y` with `y_pred`."""
+    return type(metric) is keras.metrics.Mean
+
+
+def at_begin(metric, values) -> list:
+    """Returns the values that a step finds in `metric`, which had `values` after the step before."""
+    if not tracks_losses(metric):
+        return values
+    has_counted = scalars.greater_equal(values[1], 0)
+    return [scalars.where(has_counted, value, scalars.zeros_like(value)) for value in values]
+
+
+def after_skip(metric, before, begun, after, any_skipped, step_is_skipped) -> list:
+    """Returns the values of `metric` after a step; as the step left them, unless an update of it was skipped.
+
+    Args:
+        metric: A metric of `flat`.
+        before, begun, after: Its values before the step, those of `at_begin`, and those that the step left.
+        any_skipped, step_is_skipped: bool scalars of shape `()`, whether one update of the step was skipped, and
+            whether all were. Where some were not, a metric takes its old values only if it became non-finite.
+    """
+    became_non_finite = ops.logical_and(_are_finite(begun), ops.logical_not(_are_finite(after)))
+    takes_old = ops.logical_or(step_is_skipped, ops.logical_and(any_skipped, became_non_finite))
+    old = begun
+    if tracks_losses(metric):
+        has_counted = ops.greater(begun[1], 0)
+        pairs = zip(begun, _of_skipped_steps(before, after), strict=True)
+        old = [ops.where(has_counted, counted, skipped) for counted, skipped in pairs]
+    return [ops.where(takes_old, *pair) for pair in zip(old, after, strict=True)]
+
+
+def _of_skipped_steps(before, after) -> list:
+    """Returns `total` and `count` of a tracker in which no step has counted; NaN where no loss was finite."""
+    # Those of the steps before carry the sign already.
+    parts = [(before, ops.less(before[1], 0), 1.0), (after, ops.greater(after[1], 0), -1.0)]
+    total, count = 0.0, 0.0
+    for values, is_there, sign in parts:
+        is_used = ops.logical_and(is_there, ops.isfinite(values[0]))
+        total += ops.where(is_used, sign * values[0], ops.zeros_like(values[0]))
+        count += ops.where(is_used, sign * values[1], ops.zeros_like(values[1]))
+    has_none = ops.equal(count, 0)
+    return [
+        ops.where(has_none, ops.full_like(total, float("nan")), total),
+        ops.where(has_none, -ops.ones_like(count), count),
+    ]
+
+
+def nothing_counted(values: list):
+    """Returns whether no step has counted since the metrics were reset: a bool scalar of shape `()`.
+
+    Args:
+        values: `(metric, values)` for each metric of `flat`.
+    """
+    is_new = ops.convert_to_tensor(True)
+    for metric, now in values:
+        if tracks_losses(metric):
+            is_new = ops.logical_and(is_new, ops.less_equal(now[1], 0))
+            continue
+        for value, reset in zip(now, reset_values(metric), strict=True):
+            is_new = ops.logical_and(is_new, ops.all(ops.equal(value, ops.cast(reset, value.dtype))))
+    return is_new
+
+
+def reset_values(metric) -> list:
+    """Returns the values that `metric.reset_state()` gives its variables, and changes none."""
+    with keras.StatelessScope() as scope:
+        metric.reset_state()
+    values = [scope.get_current_value(variable) for variable in metric.variables]
+    pairs = zip(metric.variables, values, strict=True)
+    return [variable.value if value is None else value for variable, value in pairs]
+
+
+def shown(metrics, results: dict, nothing_has_counted) -> dict:
+    """Returns `results`, those of `metrics`, with NaN for what is no tracker of losses where nothing has counted."""
+    trackers = {metric.name for metric in flat(metrics) if tracks_losses(metric)}
+
+    def or_nan(value):
+        # Whole numbers know no NaN.
+        if "float" not in keras.backend.standardize_dtype(value.dtype):
+            return value
+        return ops.where(nothing_has_counted, ops.full_like(value, float("nan")), value)
+
+    return {
+        name: value if name in trackers else keras.tree.map_structure(or_nan, value) for name, value in results.items()
+    }
+
+
+def results_now(results) -> dict:
+    """Returns copies of what `results()` says, as tensors: a metric may return the variable that it holds."""
+    return keras.tree.map_structure(lambda value: ops.copy(ops.convert_to_tensor(value)), results())
+
+
+def replaced(logs, in_step: dict, shown_now: dict):
+    """Returns `logs` with what metrics say now in the place of what they said within the step.
+
+    A train step of the user's own may report what else it likes: an entry is a metric's if it has its name and value.
+
+    Args:
+        logs: What a train step returned; anything but a dictionary comes back as it is.
+        in_step, shown_now: Results of the metrics by name, before they took their old values and after.
+    """
+    if not isinstance(logs, dict):
+        return logs
+    logs = dict(logs)
+    for name in logs.keys() & in_step.keys():
+        leaves = [keras.tree.flatten(part[name]) for part in (logs, in_step, shown_now)]
+        if len({len(part) for part in leaves}) == 1:
+            new = [_replaced_value(*values) for values in zip(*leaves, strict=True)]
+            logs[name] = keras.tree.pack_sequence_as(logs[name], new)
+    return logs
+
+
+def _replaced_value(value, in_step, now):
+    if isinstance(value, float):
+        value = ops.convert_to_tensor(value, in_step.dtype)
+    if not ops.is_tensor(value) or tuple(value.shape) != tuple(in_step.shape):
+        return value
+    in_step, now = ops.cast(in_step, value.dtype), ops.cast(now, value.dtype)
+    is_same = ops.equal(value, in_step)
+    if "float" in keras.backend.standardize_dtype(value.dtype):
+        is_same = ops.logical_or(is_same, ops.logical_and(ops.isnan(value), ops.isnan(in_step)))
+    return ops.where(ops.all(is_same), now, value)
+
+
+def _are_finite(values):
+    floats = [value for value in values if "float" in keras.backend.standardize_dtype(value.dtype)]
+    return ops.isfinite(sum((ops.sum(ops.cast(value, "float32")) for value in floats), 0.0))

@@ -1,0 +1,269 @@
+"""What the logs say while no step of an epoch has counted: never 0.0, which looks like a perfect loss."""
+
+import csv
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras.callbacks import MixedPrecision
+from mpkeras.training.prepare import prepare
+from tests.step_modes import snapshot
+
+BACKEND = keras.backend.backend()
+MODES = {
+    "tensorflow": [
+        pytest.param({"run_eagerly": True}, id="eager"),
+        pytest.param({"jit_compile": False}, id="graph"),
+        pytest.param({"jit_compile": True}, id="xla"),
+    ],
+    "jax": [pytest.param({"run_eagerly": True}, id="eager"), pytest.param({"jit_compile": True}, id="jit")],
+    "torch": [pytest.param({}, id="eager")],
+}[BACKEND]
+
+# With a kernel of zeros the loss is the square of the target. At a scale of 2^10 the gradient at the bias is
+# 2 * target * 2^10: beyond float16, whose largest number is 65504, for targets from 32 on.
+SCALE = 2.0**10
+
+
+class BatchLogs(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append({name: float(value) for name, value in logs.items()})
+
+
+def zero_model(learning_rate=0.0, **options):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(learning_rate), "mse", metrics=["mae"], **options)
+    return model
+
+
+def data(targets, rows=4):
+    """`rows` rows with each of the targets; a target of inf has finite inputs, and a loss of inf."""
+    y = np.repeat(np.asarray(targets, "float32"), rows)[:, None]
+    return np.ones((len(y), 3), "float32"), y
+
+
+def fit(model, x, y, **options):
+    logs = BatchLogs()
+    callbacks = [MixedPrecision("mixed_float16", loss_scale=SCALE), logs, *options.pop("callbacks", [])]
+    history = model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=callbacks, **options)
+    return history.history, logs.seen
+
+
+def column(logs, name):
+    return [entry[name] for entry in logs]
+
+
+IGNORES = pytest.mark.filterwarnings("ignore:.* steps? .*skipped:UserWarning")
+
+
+@IGNORES
+@pytest.mark.parametrize("options", MODES)
+def test_until_a_step_counts_the_losses_are_those_of_the_skipped_steps(options):
+    """Their mean, the finite ones; and anew in each epoch. From the first counted step on, those that counted."""
+    x, y = data([np.inf, 100.0, 200.0, 3.0, 100.0, 1.0])
+    history, logs = fit(zero_model(**options), x, y, epochs=2)
+    one_epoch = [np.nan, 1e4, 2.5e4, 9.0, 9.0, 5.0]
+    np.testing.assert_array_equal(column(logs, "loss"), one_epoch + one_epoch)
+    np.testing.assert_array_equal(column(logs, "mae"), ([np.nan] * 3 + [3.0, 3.0, 2.0]) * 2)
+    assert column(logs, "skipped_steps") == [1, 2, 3, 3, 4, 4, 5, 6, 7, 7, 8, 8]
+    assert history["loss"] == [5.0, 5.0] and history["mae"] == [2.0, 2.0]
+
+
+@pytest.mark.slow
+@IGNORES
+@pytest.mark.parametrize("options", MODES)
+def test_an_epoch_of_skipped_steps_reports_their_mean_by_rows(options):
+    x, y = data([100.0, 200.0])
+    x, y = x[:6], y[:6]
+    model = zero_model(**options)
+    history, _ = fit(model, x, y, epochs=2, validation_data=data([2.0]))
+    assert history["loss"] == [(4 * 1e4 + 2 * 4e4) / 6] * 2
+    assert np.isnan(history["mae"]).all()
+    assert history["val_loss"] == [4.0, 4.0] and history["val_mae"] == [2.0, 2.0]
+    assert set(history) == {"loss", "mae", "val_loss", "val_mae", "loss_scale", "skipped_steps"}
+    assert [metric.name for metric in model.metrics] == ["loss", "compile_metrics"]
+    assert len(model.metrics_variables) == 4
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_train_on_batch_says_what_its_own_batch_did(options):
+    model = zero_model(**options)
+    prepare(model, "mixed_float16", loss_scale=SCALE)
+    losses = [model.train_on_batch(*data([target])) for target in (100.0, np.inf, 200.0, 3.0, 100.0)]
+    np.testing.assert_array_equal(losses, [[1e4, np.nan], [np.nan, np.nan], [4e4, np.nan], [9.0, 3.0], [1e4, np.nan]])
+
+
+@IGNORES
+@pytest.mark.parametrize("options", MODES)
+def test_the_losses_of_several_outputs_are_shown_each(options):
+    inputs = keras.Input((3,))
+    outputs = {name: keras.layers.Dense(1, kernel_initializer="zeros", name=name)(inputs) for name in "ab"}
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.0), {"a": "mse", "b": "mae"}, **options)
+    x, y = data([100.0, 100.0, 3.0])
+    _, logs = fit(model, x, {"a": y, "b": y})
+    assert column(logs, "loss") == [10100.0, 10100.0, 12.0]
+    assert column(logs, "a_loss") == [1e4, 1e4, 9.0]
+    assert column(logs, "b_loss") == [100.0, 100.0, 3.0]
+
+
+@pytest.mark.slow
+@IGNORES
+@pytest.mark.parametrize("options", MODES)
+def test_metrics_after_the_first_counted_step_are_those_of_a_run_without_the_skipped_ones(options):
+    def run(targets):
+        model = zero_model(0.1, **options)
+        fit(model, *data(targets))
+        return snapshot(model.metrics_variables)
+
+    assert run([100.0, np.inf, 3.0, 200.0, 1.0]) == run([3.0, 1.0])
+
+
+@IGNORES
+@pytest.mark.parametrize("options", MODES[-1:])
+def test_callbacks_that_look_at_the_loss_do_not_take_nothing_learned_for_the_best(options, tmp_path):
+    """Two epochs of skipped steps show a loss of 1e4, that of the untrained model; then the scale fits."""
+    model = zero_model(0.1, **options)
+    best, log = tmp_path / "best.weights.h5", tmp_path / "log.csv"
+    callbacks = [
+        MixedPrecision("mixed_float16", loss_scale=mpkeras.DynamicLossScale(2.0**10)),
+        keras.callbacks.ModelCheckpoint(best, monitor="loss", save_best_only=True, save_weights_only=True),
+        keras.callbacks.EarlyStopping(monitor="loss", patience=4, restore_best_weights=True),
+        keras.callbacks.TerminateOnNaN(),
+        keras.callbacks.CSVLogger(log),
+    ]
+    # The gradient at the bias, -200, overflows at scales of 2^10 and 2^9.
+    x, y = data([100.0])
+    history = model.fit(x, y, epochs=6, verbose=0, callbacks=callbacks).history
+    assert history["skipped_steps"][:3] == [1, 2, 2] and len(history["loss"]) == 6
+    assert history["loss"][:3] == [1e4, 1e4, 1e4]
+    assert history["loss"][-1] == min(history["loss"]) < 1e3
+    with log.open() as file:
+        assert [float(row["loss"]) for row in csv.DictReader(file)] == history["loss"]
+    trained = model.get_weights()
+    assert np.abs(trained[0]).min() > 1
+    model.load_weights(best)
+    for saved, weight in zip(model.get_weights(), trained, strict=True):
+        assert np.array_equal(saved, weight)
+
+
+def own_step_model(returns):
+    """A model whose train step, as guides write it, keeps trackers of its own."""
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1, kernel_initializer="zeros")
+            self.total = keras.metrics.Mean(name="total")
+            self.penalty = keras.metrics.Mean(name="penalty")
+            self.largest = keras.metrics.Sum(name="largest")
+            self.dense.build((None, 3))
+
+        def call(self, x):
+            return self.dense(x)
+
+        def losses_of(self, x, y):
+            error = keras.ops.mean((keras.ops.cast(self(x), "float32") - y) ** 2)
+            return error, 0.5 * error
+
+        def update(self, error, penalty):
+            self.total.update_state(error + penalty)
+            self.penalty.update_state(penalty)
+            self.largest.update_state(error)
+
+        def logs(self, error):
+            if returns == "results":
+                return self.get_metrics_result()
+            return {"total": self.total.result(), "largest": self.largest.result(), "error": error, "seven": 7}
+
+        if BACKEND == "jax":
+
+            def train_step(self, state, data):
+                import jax
+
+                trainable, non_trainable, optimizer_values, metric_values = state
+                x, y = data[:2]
+
+                def scaled_loss(trainable):
+                    scope = zip(self.trainable_variables, trainable, strict=True)
+                    with keras.StatelessScope(list(scope)):
+                        error, penalty = self.losses_of(x, y)
+                    with keras.StatelessScope(list(zip(self.optimizer.variables, optimizer_values, strict=True))):
+                        return self.optimizer.scale_loss(error + penalty), (error, penalty)
+
+                grads, losses = jax.grad(scaled_loss, has_aux=True)(trainable)
+                trainable, optimizer_values = self.optimizer.stateless_apply(optimizer_values, grads, trainable)
+                with keras.StatelessScope(list(zip(self.metrics_variables, metric_values, strict=True))) as scope:
+                    self.update(*losses)
+                    logs = self.logs(losses[0])
+                metric_values = [scope.get_current_value(v) for v in self.metrics_variables]
+                return logs, (trainable, non_trainable, optimizer_values, metric_values)
+
+        elif BACKEND == "tensorflow":
+
+            def train_step(self, data):
+                import tensorflow as tf
+
+                with tf.GradientTape() as tape:
+                    error, penalty = self.losses_of(*data[:2])
+                    scaled_loss = self.optimizer.scale_loss(error + penalty)
+                variables = self.trainable_variables
+                self.optimizer.apply(tape.gradient(scaled_loss, variables), variables)
+                self.update(error, penalty)
+                return self.logs(error)
+
+        else:
+
+            def train_step(self, data):
+                self.zero_grad()
+                error, penalty = (loss for loss in self.losses_of(*data[:2]))
+                self.optimizer.scale_loss(error + penalty).backward()
+                variables = self.trainable_variables
+                self.optimizer.apply([v.value.grad for v in variables], variables)
+                self.update(error.detach(), penalty.detach())
+                return self.logs(error.detach())
+
+    return Own()
+
+
+@pytest.mark.slow
+@IGNORES
+@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("returns", ["results", "some"])
+def test_trackers_of_a_users_own_step_show_the_losses_of_skipped_steps(returns, options):
+    """All that `get_metrics_result` says, or some of it among other entries, which are reported as they are."""
+    model = own_step_model(returns)
+    model.compile(keras.optimizers.SGD(0.0), **options)
+    _, logs = fit(model, *data([100.0, np.inf, 200.0, 2.0, 100.0]))
+    assert column(logs, "total") == [1.5e4, 1.5e4, 3.75e4, 6.0, 6.0]
+    np.testing.assert_array_equal(column(logs, "largest"), [np.nan] * 3 + [4.0, 4.0])
+    if returns == "results":
+        assert column(logs, "penalty") == [0.5e4, 0.5e4, 1.25e4, 2.0, 2.0]
+    else:
+        assert column(logs, "error") == [1e4, np.inf, 4e4, 4.0, 1e4]
+        assert column(logs, "seven") == [7] * 5
+
+
+@pytest.mark.parametrize("jit_compile", {"tensorflow": [False, True], "jax": [False, True], "torch": [False]}[BACKEND])
+def test_metrics_of_make_train_step_are_nan_until_a_step_counts(jit_compile):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    metrics = [keras.metrics.MeanAbsoluteError(name="mae"), keras.metrics.RootMeanSquaredError(name="rmse")]
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.0), loss_scale=SCALE)
+    mpkeras.apply_policy(model, "mixed_float16")
+    step = mpkeras.make_train_step(model, optimizer, "mse", metrics=metrics, jit_compile=jit_compile)
+    results = [step(*data([target])) for target in (100.0, np.inf, 3.0, 100.0)]
+    metrics[0].reset_state()
+    metrics[1].reset_state()
+    results += [step(*data([target])) for target in (200.0, 5.0)]
+    for name, expected in (
+        ("loss", [1e4, np.inf, 9.0, 1e4, 4e4, 25.0]),
+        ("mae", [np.nan, np.nan, 3.0, 3.0, np.nan, 5.0]),
+        ("rmse", [np.nan, np.nan, 3.0, 3.0, np.nan, 5.0]),
+    ):
+        np.testing.assert_array_equal([float(result[name]) for result in results], expected)
+    assert [bool(result["skipped"]) for result in results] == [True, True, False, True, True, False]

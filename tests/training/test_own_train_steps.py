@@ -1,0 +1,507 @@
+"""Models without a `call`, as keras.io teaches them: a train step of their own, parts, and one optimizer or several."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from mpkeras import _keras_private
+from mpkeras.callbacks import MixedPrecision
+from mpkeras.loss_scaling import DynamicLossScale
+from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.training.prepare import prepare
+from tests.step_modes import snapshot
+
+BACKEND = keras.backend.backend()
+BATCH = 8
+DATA = np.random.default_rng(7).normal(size=(3 * BATCH, 6)).astype("float32")
+# What the loops of keras.io forget, as they were written for float32.
+UNSCALED = "ignore:.*the loss was not scaled since the last step.*gradients are taken as unscaled"
+
+
+def updated(optimizer, parts, loss_fn):
+    """Takes one step of `optimizer` and returns the loss, which is not scaled, as in the loops of keras.io."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = loss_fn()
+        variables = [variable for part in parts for variable in part.trainable_weights]
+        grads = tape.gradient(loss, variables)
+    else:
+        import torch
+
+        loss = loss_fn()
+        variables = [variable for part in parts for variable in part.trainable_weights]
+        grads = torch.autograd.grad(loss, [variable.value for variable in variables])
+    if BACKEND == "torch":
+        with torch.no_grad():
+            optimizer.apply(grads, variables)
+    else:
+        optimizer.apply_gradients(zip(grads, variables, strict=True))
+    return loss
+
+
+class Program(keras.Model):
+    """What the programs below have in common: Keras' trainers on JAX and torch want to hear that all is built."""
+
+    # Whether its parts know their inputs; only TensorFlow's trainer takes parts that do not.
+    knows_inputs = True
+
+    def __init__(self):
+        super().__init__()
+        self.means = {}
+        self.seed = keras.random.SeedGenerator(3)
+        self.make_parts()
+        self.built = self.knows_inputs
+
+    def part(self, size, *stack):
+        return keras.Sequential([*([keras.Input((size,))] if self.knows_inputs else []), *stack])
+
+    def normal(self, rows, size):
+        return keras.random.normal((rows, size), seed=self.seed)
+
+    @property
+    def metrics(self):
+        return list(self.means.values())
+
+    def results(self, **losses):
+        for name, loss in losses.items():
+            self.means[name].update_state(ops.stop_gradient(loss))
+        return {name: self.means[name].result() for name in losses}
+
+    def parts(self):
+        return [layer for layer in self.layers if isinstance(layer, keras.Model)]
+
+    def optimizers(self):
+        return [self.optimizer]
+
+
+class MakesItsLayers(layers.Layer):
+    """As many layers do: what it is made of comes into being when it is built."""
+
+    def build(self, shape):
+        self.norm = layers.BatchNormalization(momentum=0.5)
+        self.dense = layers.Dense(12)
+        self.norm.build(shape)
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x, training=False):
+        return self.dense(self.norm(x, training=training))
+
+
+class Gan(Program):
+    """`super().compile()` in `compile` gives it a third optimizer, which nothing uses."""
+
+    def make_parts(self):
+        self.discriminator = self.part(6, layers.Dense(12), layers.LeakyReLU(), layers.Dense(1))
+        self.generator = self.part(4, MakesItsLayers(), layers.ReLU(), layers.Dense(6))
+
+    def compile(self, d_optimizer, g_optimizer, loss_fn):
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+        self.means = {name: keras.metrics.Mean(name=name) for name in ("d_loss", "g_loss")}
+
+    def compile_for_test(self):
+        self.compile(keras.optimizers.Adam(1e-3), keras.optimizers.Adam(2e-3), keras.losses.BinaryCrossentropy(True))
+
+    def optimizers(self):
+        return [self.d_optimizer, self.g_optimizer]
+
+    def train_step(self, real):
+        real = ops.convert_to_tensor(real[0] if isinstance(real, tuple) else real)
+        fake = self.generator(self.normal(BATCH, 4), training=True)
+        images = ops.concatenate([fake, real], axis=0)
+        labels = ops.concatenate([ops.ones((BATCH, 1)), ops.zeros((BATCH, 1))], axis=0)
+        d_loss = updated(
+            self.d_optimizer,
+            [self.discriminator],
+            lambda: self.loss_fn(labels, self.discriminator(ops.stop_gradient(images))),
+        )
+        noise, wrong = self.normal(BATCH, 4), ops.zeros((BATCH, 1))
+        g_loss = updated(
+            self.g_optimizer,
+            [self.generator],
+            lambda: self.loss_fn(wrong, self.discriminator(self.generator(noise, training=True))),
+        )
+        return self.results(d_loss=d_loss, g_loss=g_loss)
+
+
+class WganGp(Gan):
+    """Its penalty is a gradient by the critic's inputs; outputs of parts and data meet in plain arithmetic."""
+
+    def compile_for_test(self):
+        self.compile(keras.optimizers.Adam(1e-3), keras.optimizers.SGD(2e-2, momentum=0.5), None)
+
+    def gradient_penalty(self, real, fake):
+        mixed = real + self.normal(BATCH, 1) * (fake - real)
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                tape.watch(mixed)
+                score = self.discriminator(mixed, training=True)
+            grads = tape.gradient(score, mixed)
+        else:
+            import torch
+
+            mixed.requires_grad_()
+            score = self.discriminator(mixed, training=True).sum()
+            (grads,) = torch.autograd.grad(score, mixed, create_graph=True)
+        return ops.mean((1.0 - ops.sqrt(ops.sum(ops.square(grads), axis=1))) ** 2)
+
+    def train_step(self, real):
+        real = ops.convert_to_tensor(real[0] if isinstance(real, tuple) else real)
+        for _ in range(2):
+            fake = ops.stop_gradient(self.generator(self.normal(BATCH, 4), training=True))
+            d_loss = updated(
+                self.d_optimizer,
+                [self.discriminator],
+                lambda fake=fake: (
+                    ops.mean(self.discriminator(fake) - self.discriminator(real))
+                    + 10.0 * self.gradient_penalty(real, fake)
+                ),
+            )
+        noise = self.normal(BATCH, 4)
+        g_loss = updated(
+            self.g_optimizer,
+            [self.generator],
+            lambda: -ops.mean(self.discriminator(self.generator(noise, training=True))),
+        )
+        return self.results(d_loss=d_loss, g_loss=g_loss)
+
+
+class Vae(Program):
+    def make_parts(self):
+        self.encoder = self.part(6, layers.Dense(12, activation="relu"), layers.Dense(4))
+        self.decoder = self.part(2, layers.Dense(12, activation="relu"), layers.Dense(6, activation="sigmoid"))
+        self.means = {name: keras.metrics.Mean(name=name) for name in ("total", "reconstruction", "kl")}
+
+    def compile_for_test(self):
+        self.compile(optimizer=keras.optimizers.Adam(1e-3))
+
+    def losses_of(self, data, encoder, decoder, noise):
+        z_mean, z_log_var = ops.split(encoder(data), 2, axis=-1)
+        decoded = decoder(z_mean + ops.exp(0.5 * z_log_var) * noise)
+        reconstruction = ops.mean(ops.sum(ops.square(data - decoded), axis=-1))
+        kl = ops.mean(ops.sum(-0.5 * (1 + z_log_var - ops.square(z_mean) - ops.exp(z_log_var)), axis=1))
+        return reconstruction, kl
+
+    def train_step(self, data):
+        data = ops.convert_to_tensor(data[0] if isinstance(data, tuple) else data)
+        noise, found = self.normal(BATCH, 2), []
+
+        def total():
+            found[:] = self.losses_of(data, self.encoder, self.decoder, noise)
+            return found[0] + found[1]
+
+        loss = updated(self.optimizer, [self.encoder, self.decoder], total)
+        return self.results(total=loss, reconstruction=found[0], kl=found[1])
+
+
+class SimSiam(Program):
+    """Its data are two views of the same rows."""
+
+    def make_parts(self):
+        self.encoder = self.part(6, layers.Dense(12, use_bias=False), MakesItsLayers(), layers.ReLU(), layers.Dense(8))
+        self.predictor = self.part(8, layers.Dense(4, activation="relu"), layers.Dense(8))
+        self.means = {"loss": keras.metrics.Mean(name="loss")}
+
+    def compile_for_test(self):
+        self.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.6))
+
+    def train_step(self, data):
+        views = data[0] if isinstance(data[0], tuple) else data[:2]
+
+        def similarity():
+            z = [self.encoder(view, training=True) for view in views]
+            p = [self.predictor(value) for value in z]
+            return sum(
+                -ops.mean(ops.sum(ops.normalize(ops.stop_gradient(a)) * ops.normalize(b), axis=1)) / 2
+                for a, b in ((z[0], p[1]), (z[1], p[0]))
+            )
+
+        return self.results(loss=updated(self.optimizer, [self.encoder, self.predictor], similarity))
+
+
+def compiled(program, knows_inputs=True):
+    keras.utils.set_random_seed(11)
+    kind = type(program.__name__, (program,), {"knows_inputs": knows_inputs})
+    model = kind()
+    model.compile_for_test()
+    return model
+
+
+def fit(model, door=None, policy=None, data=DATA, **options):
+    callbacks = []
+    if door == "callback":
+        callbacks = [MixedPrecision(policy, **options)]
+    elif door == "prepare":
+        prepare(model, policy, **options)
+    x = (data, data[:, ::-1].copy()) if isinstance(model, SimSiam) else (data,)
+    return model.fit(*x, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
+
+
+@functools.cache
+def stock(program):
+    """Returns what stock Keras makes of `program` in float32: history, variables, and steps of each optimizer."""
+    model = compiled(program)
+    history = fit(model)
+    return history, snapshot(model.variables), [int(optimizer.iterations) for optimizer in model.optimizers()]
+
+
+def dtypes(model):
+    """What the layers compute in that no default rule keeps in float32, of all parts together."""
+    found = {layer for part in model.parts() for layer in _keras_private.flatten_layers(part)}
+    sigmoid = keras.activations.sigmoid
+    return {
+        layer.compute_dtype
+        for layer in found
+        if not isinstance(layer, layers.BatchNormalization) and getattr(layer, "activation", None) is not sigmoid
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize(
+    ("program", "door"), [(Gan, "prepare"), (WganGp, "callback"), (Vae, "prepare"), (SimSiam, "callback")]
+)
+def test_in_float32_every_bit_is_as_without(program, door):
+    expected, variables, _ = stock(program)
+    guarded = compiled(program)
+    history = fit(guarded, door, "float32")
+    assert {name: history[name] for name in expected} == expected
+    assert set(history) - set(expected) == {"loss_scale", "skipped_steps"}
+    assert snapshot(guarded.variables) == variables
+    assert all(isinstance(optimizer, LossScaleOptimizer) for optimizer in guarded.optimizers())
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.filterwarnings(UNSCALED)
+@pytest.mark.parametrize(("policy", "rtol"), [("mixed_bfloat16", 0.03), ("mixed_float16", 0.005)])
+@pytest.mark.parametrize(
+    ("program", "door"), [(Gan, "callback"), (WganGp, "prepare"), (Vae, "callback"), (SimSiam, "prepare")]
+)
+def test_in_16_bits_all_parts_train_as_in_float32(program, door, policy, rtol):
+    expected, _, iterations = stock(program)
+    mixed = compiled(program)
+    # Without a graph where that is quicker; bfloat16 is the same in both.
+    mixed.run_eagerly = policy == "mixed_bfloat16"
+    history = fit(mixed, door, policy)
+    assert dtypes(mixed) == {policy.removeprefix("mixed_")}
+    assert history["skipped_steps"] == [0, 0]
+    if policy == "mixed_float16" and BACKEND == "tensorflow":
+        # Of an optimizer in use: the third one of the GANs would stay at its first scale. None is scaled but by us.
+        assert history["loss_scale"][-1] == float(mixed.optimizers()[0].loss_scale)
+    assert [int(o.iterations) for o in mixed.optimizers()] == iterations
+    for name in expected:
+        # bfloat16 has 8 significant bits, float16 has 11; the losses are of the order of 1.
+        np.testing.assert_allclose(history[name], expected[name], rtol=rtol, atol=rtol)
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+@pytest.mark.filterwarnings(UNSCALED)
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": True}], ids=["graph", "eager", "xla"])
+def test_parts_without_inputs_are_converted_before_the_first_step_is_trained(options):
+    """Not one step in a mixture: what the first step would build is built by a trial of it."""
+    reference, mixed = compiled(Gan), compiled(Gan, knows_inputs=False)
+    for model in (reference, mixed):
+        model.run_eagerly, model.jit_compile = options.get("run_eagerly", False), options.get("jit_compile", False)
+    fit(reference, "prepare", "mixed_float16", data=DATA[:BATCH])
+    fit(mixed, "prepare", "mixed_float16", data=DATA[:BATCH])
+    made = mixed.generator.layers[0]
+    assert (made.norm.compute_dtype, made.dense.compute_dtype) == ("float32", "float16")
+    # The same bits as where all was there, and converted, from the beginning.
+    assert snapshot(mixed.variables) == snapshot(reference.variables)
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize(("program", "skipped"), [(Gan, [1, 0]), (Vae, [1])])
+def test_a_step_that_is_not_finite_leaves_no_trace(program, skipped):
+    """G2, and each optimizer decides for itself: the generator of the GAN never sees the inf among the data."""
+    spoiled = DATA[:BATCH].copy()
+    spoiled[2, 1] = np.inf
+    model = compiled(program)
+    prepare(model, "float32")
+    model.train_on_batch(DATA[:BATCH])
+    decided = model.discriminator.variables if program is Gan else model.variables
+    before = snapshot(decided)
+    model.train_on_batch(spoiled)
+    assert snapshot(decided) == before
+    assert [int(optimizer.skipped_steps) for optimizer in model.optimizers()] == skipped
+    model.train_on_batch(DATA[BATCH : 2 * BATCH])
+    assert snapshot(decided) != before
+    assert all(np.isfinite(ops.convert_to_numpy(v.value)).all() for v in model.variables)
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras 3.15 has it")
+def test_what_an_optimizer_assigns_in_its_build_is_no_part_of_the_step():
+    """It starts from the weights; in a step that is traced, it would do so at every step."""
+
+    def run(built_first):
+        model = compiled(Vae)
+        model.compile(keras.optimizers.ScheduleFreeAdamW(0.01))
+        prepare(model, "float32")
+        if built_first:
+            model.optimizer.build(model.trainable_variables)
+        fit(model)
+        return model.get_weights()
+
+    for late, early in zip(run(False), run(True), strict=True):
+        np.testing.assert_array_equal(late, early)
+
+
+# ------------------------------------------------------------------------------------------------------ JAX
+
+
+class JaxVae(Vae):
+    """A stateless step, as Keras' trainer on JAX wants it."""
+
+    def train_step(self, state, data):
+        import jax
+
+        data = data[0] if isinstance(data, tuple) else data
+        trainable, non_trainable, optimizer_variables, metrics = state
+        ours = list(zip(self.trainable_variables, range(len(trainable)), strict=True))
+        noise = jax.random.normal(jax.random.PRNGKey(5), (BATCH, 2))
+
+        def values(part, trainable):
+            mine = {id(v): trainable[i] for v, i in ours}
+            return [mine[id(v)] for v in part.trainable_variables]
+
+        def total(trainable):
+            def encoder(x):
+                return self.encoder.stateless_call(values(self.encoder, trainable), [], x)[0]
+
+            def decoder(x):
+                return self.decoder.stateless_call(values(self.decoder, trainable), [], x)[0]
+
+            reconstruction, kl = self.losses_of(data, encoder, decoder, noise)
+            loss = reconstruction + kl
+            with keras.StatelessScope(list(zip(self.optimizer.variables, optimizer_variables, strict=True))):
+                return self.optimizer.scale_loss(loss), (loss, reconstruction, kl)
+
+        (_, losses), grads = jax.value_and_grad(total, has_aux=True)(trainable)
+        trainable, optimizer_variables = self.optimizer.stateless_apply(optimizer_variables, grads, trainable)
+        with keras.StatelessScope(list(zip(self.metrics_variables, metrics, strict=True))) as scope:
+            logs = self.results(**dict(zip(("total", "reconstruction", "kl"), losses, strict=True)))
+        metrics = [scope.get_current_value(variable) for variable in self.metrics_variables]
+        return logs, (trainable, non_trainable, optimizer_variables, metrics)
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize(("policy", "rtol"), [("float32", 0.0), ("mixed_bfloat16", 0.03), ("mixed_float16", 0.005)])
+@pytest.mark.parametrize("door", ["callback", "prepare"])
+def test_jax_trains_a_stateless_step_of_parts(policy, rtol, door):
+    reference, mixed = compiled(JaxVae), compiled(JaxVae)
+    expected, history = fit(reference), fit(mixed, door, policy)
+    assert dtypes(mixed) == {policy.removeprefix("mixed_")}
+    assert isinstance(mixed.optimizer, LossScaleOptimizer)
+    assert history["loss_scale"] == [2.0**15 if policy == "mixed_float16" else 1.0] * 2
+    for name in expected:
+        np.testing.assert_allclose(history[name], expected[name], rtol=rtol, atol=rtol)
+
+
+@pytest.mark.backends("jax")
+def test_jax_a_stateless_step_of_parts_leaves_no_trace_when_it_is_skipped():
+    model = compiled(JaxVae)
+    prepare(model, "mixed_float16", loss_scale=DynamicLossScale(64.0))
+    model.train_on_batch(DATA[:BATCH])
+    before = snapshot(model.trainable_variables + model.optimizer.inner_optimizer.variables)
+    bad = DATA[BATCH : 2 * BATCH] * 1e5
+    model.train_on_batch(bad)
+    assert int(model.optimizer.skipped_steps) == 1
+    assert snapshot(model.trainable_variables + model.optimizer.inner_optimizer.variables) == before
+
+
+class JaxCritic(Program):
+    """Takes a step with an optimizer of its own, whose state Keras' trainer does not carry through a compiled step."""
+
+    def make_parts(self):
+        self.critic = self.part(6, layers.Dense(1))
+
+    def compile(self, critic_optimizer, **options):
+        super().compile(**options)
+        self.critic_optimizer = critic_optimizer
+        critic_optimizer.build(self.critic.trainable_variables)
+
+    def train_step(self, state, data):
+        import jax
+
+        data = data[0] if isinstance(data, tuple) else data
+        trainable, non_trainable, optimizer_variables, metrics = state
+        optimizer = self.critic_optimizer
+
+        def loss_of(trainable):
+            loss = ops.mean(self.critic.stateless_call(trainable, [], data)[0] ** 2)
+            return optimizer.scale_loss(loss), loss
+
+        grads, loss = jax.grad(loss_of, has_aux=True)(trainable)
+        trainable, new = optimizer.stateless_apply([v.value for v in optimizer.variables], grads, trainable)
+        for variable, value in zip(optimizer.variables, new, strict=True):
+            variable.assign(value)
+        return {"critic_loss": loss}, (trainable, non_trainable, optimizer_variables, metrics)
+
+
+@pytest.mark.backends("jax")
+def test_jax_an_optimizer_whose_state_a_compiled_step_cannot_carry_is_named():
+    keras.utils.set_random_seed(11)
+    model = JaxCritic()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.5), run_eagerly=True)
+    prepare(model, "mixed_bfloat16")
+    history = fit(model)
+    assert history["critic_loss"][1] < history["critic_loss"][0]
+    assert int(model.critic_optimizer.iterations) == 6
+    before = snapshot(model.variables + model.critic_optimizer.variables)
+    model.compile(model.critic_optimizer)
+    with pytest.raises(ValueError, match=r"whose step updated \['loss_scale_optimizer.*run_eagerly=True"):
+        model.train_on_batch(DATA[:BATCH])
+    assert snapshot(model.variables + model.critic_optimizer.variables) == before
+
+
+class JaxRegression(Program):
+    """Its loss has the name of the tracker that `compile` makes and this step never updates."""
+
+    def make_parts(self):
+        self.net = self.part(6, layers.Dense(1))
+
+    @property
+    def metrics(self):
+        return keras.Model.metrics.fget(self)
+
+    def train_step(self, state, data):
+        import jax
+
+        x, y = data[:2]
+        trainable, non_trainable, optimizer_variables, metrics = state
+
+        def loss_of(trainable):
+            loss = ops.mean((self.net.stateless_call(trainable, [], x)[0] - y) ** 2)
+            with keras.StatelessScope(list(zip(self.optimizer.variables, optimizer_variables, strict=True))):
+                return self.optimizer.scale_loss(loss), loss
+
+        grads, loss = jax.grad(loss_of, has_aux=True)(trainable)
+        trainable, optimizer_variables = self.optimizer.stateless_apply(optimizer_variables, grads, trainable)
+        return {"loss": loss}, (trainable, non_trainable, optimizer_variables, metrics)
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("door", [None, "callback", "prepare"])
+def test_jax_a_loss_that_no_metric_of_keras_holds_is_shown(door):
+    """Stock `fit` shows its own tracker of that name, which nobody updated: 0.0. With logs of ours, the step's own."""
+    keras.utils.set_random_seed(11)
+    model = JaxRegression()
+    model.compile(keras.optimizers.SGD(1e-6))
+    x, y = DATA[:BATCH], np.full((BATCH, 1), 2.0, "float32")
+    expected = float(np.mean((keras.ops.convert_to_numpy(model.net(x)) - y) ** 2))
+    if door == "prepare":
+        prepare(model, "float32")
+    callbacks = [MixedPrecision("float32")] if door == "callback" else []
+    history = model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=callbacks).history
+    assert history["loss"] == ([0.0] if door is None else pytest.approx([expected], rel=1e-4))
