@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from mpkeras._keras_private import direct_sublayers
+from mpkeras._keras import direct_sublayers
 from mpkeras.demo.data import load_text
 from mpkeras.policies.kernels import missing_kernel_rules
 

@@ -62,7 +62,7 @@ def make_optimizer(variant: str, weights, accumulate: int = 1):
     """Returns `(optimizer, variables)`: fresh variables of `weights`, the optimizer built for them."""
     import keras
 
-    from mpkeras.optimizers import LossScaleOptimizer
+    from mpkeras.scaling.optimizer import LossScaleOptimizer
 
     window = {"gradient_accumulation_steps": accumulate} if accumulate > 1 and variant != "bare" else {}
     optimizer = keras.optimizers.Adam(1e-3, **window)

@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops, tree
 
 import mpkeras
-from mpkeras import _keras_private
+from mpkeras import _keras
 from mpkeras.policies.rules import apply_rules
 from zoo_cases import Case
 
@@ -129,7 +129,7 @@ class Runner:
         return self._dtypes() == other._dtypes()
 
     def _dtypes(self):
-        layers = _keras_private.flatten_layers(self.layer, include_self=True)
+        layers = _keras.flatten_layers(self.layer, include_self=True)
         # A wrapper such as `TimeDistributed` lends its own policy to the layer inside; both are in the list.
         return self.input_dtype, [layer.compute_dtype for layer in layers]
 

@@ -2,14 +2,12 @@
 
 from mpkeras import callbacks, layers
 from mpkeras._version import __version__
-from mpkeras.conversion import apply_policy
+from mpkeras.conversion.apply import apply_policy
 from mpkeras.insight.advice import advise
 from mpkeras.insight.audit import audit
 from mpkeras.insight.hardware import hardware
 from mpkeras.insight.numerics import trace_numerics
 from mpkeras.layers import float32_island
-from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
-from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies import (
     Policy,
     get_policy,
@@ -20,6 +18,8 @@ from mpkeras.policies import (
     registered_policies,
     set_global_policy,
 )
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
+from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.autoprepare import autoprepare
 from mpkeras.training.prepare import prepare
 from mpkeras.training.step import make_train_step

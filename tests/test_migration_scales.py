@@ -1,7 +1,7 @@
 """docs/migration.md: with the options that it names the loss scale is, step by step, that of the other library.
 
-The libraries themselves are run; they are no dependencies of mpkeras. tests/test_scale_trajectories.py shows that the
-optimizer moves its scale by the rule, on every backend.
+The libraries themselves are run; they are no dependencies of mpkeras. tests/scaling/test_scale_trajectories.py shows
+that the optimizer moves its scale by the rule, on every backend.
 """
 
 import random

@@ -43,9 +43,7 @@ FAULTS = {
                 "test_compiled_again_a_model_is_prepared_again_with_the_same_arguments",
                 "test_a_clone_of_a_converted_model_is_wrapped_by_compile_as_stock_keras_does",
             ],
-            "test_optimizer_saving.py": [
-                "test_a_copy_of_a_guarded_model_says_at_its_first_step_that_it_is_not_guarded"
-            ],
+            "scaling/test_saving.py": ["test_a_copy_of_a_guarded_model_says_at_its_first_step_that_it_is_not_guarded"],
         },
     ),
     "D": (
@@ -64,7 +62,7 @@ FAULTS = {
     ),
     "F": (
         "quantized models did not train",
-        {"policies/test_quantized.py": ["test_a_quantized_language_model_trains"]},
+        {"conversion/test_quantized.py": ["test_a_quantized_language_model_trains"]},
     ),
     "G": (
         "the demo took minutes for float16, and `hardware` called native what is slower",
@@ -95,13 +93,13 @@ FAULTS = {
         {
             "training/test_prepare.py": ["test_16_bit_variables_are_refused"],
             "training/test_step.py": ["test_16_bit_variables_are_refused"],
-            "test_optimizers.py": ["test_variables_of_16_bits_are_warned_of_once"],
+            "scaling/test_optimizer.py": ["test_variables_of_16_bits_are_warned_of_once"],
         },
     ),
     "2": (
         "quantized layers were given another policy",
         {
-            "policies/test_quantized.py": [
+            "conversion/test_quantized.py": [
                 "test_a_model_that_was_converted_first",
                 "test_lora_at_any_time",
                 "test_trace_numerics_of_quantized_layers",
@@ -114,7 +112,7 @@ FAULTS = {
     ),
     "4": (
         "`path:` rules were matched on the name of a layer that was not built",
-        {"test_conversion.py": ["test_path_rules_are_matched_when_there_is_a_path"]},
+        {"conversion/test_apply.py": ["test_path_rules_are_matched_when_there_is_a_path"]},
     ),
     "5": (
         "rules that match nothing passed silently, and so did aliases",
@@ -130,12 +128,12 @@ FAULTS = {
         {
             "training/test_prepare.py": ["test_an_optimizer_given_twice_means_the_same_twice"],
             "training/test_step.py": ["test_one_optimizer_in_two_steps_accumulates_in_both"],
-            "test_accumulation.py": ["test_one_optimizer_wrapped_twice_accumulates_twice"],
+            "scaling/test_window.py": ["test_one_optimizer_wrapped_twice_accumulates_twice"],
         },
     ),
     "7": (
         "XLA replaced an optimizer's own weight decay",
-        {"test_optimizers.py": ["test_xla_decays_as_the_optimizer_itself_does"]},
+        {"scaling/test_optimizer.py": ["test_xla_decays_as_the_optimizer_itself_does"]},
     ),
     "8": (
         "compiled models inside a model kept plain optimizers",
@@ -143,12 +141,12 @@ FAULTS = {
     ),
     "9": (
         "a loop that forgets `scale_loss` was not noticed after a trace",
-        {"test_step_notes.py": ["test_a_loop_that_forgets_is_told_whatever_came_before"]},
+        {"scaling/test_facts.py": ["test_a_loop_that_forgets_is_told_whatever_came_before"]},
     ),
     "10": (
         "on JAX a log whose name ends in loss decided why a step was skipped",
         {
-            "training/test_rollback.py": [
+            "training/test_guard.py": [
                 "test_a_metric_whose_name_ends_in_loss_has_no_say_in_why_a_step_was_skipped",
                 "test_a_users_jax_step_knows_the_loss_that_it_scaled",
             ]
@@ -156,13 +154,13 @@ FAULTS = {
     ),
     "11": (
         "an activation that the user changed was changed back",
-        {"policies/test_products.py": ["test_an_activation_that_the_user_has_changed_is_the_users"]},
+        {"conversion/test_products.py": ["test_an_activation_that_the_user_has_changed_is_the_users"]},
     ),
     "12": (
         "gradients unscaled in another thread were divided twice; growth steps beyond int32 on torch",
         {
-            "test_step_notes.py": ["test_the_parts_of_a_step_may_run_in_threads_of_their_own"],
-            "test_optimizers.py": ["test_numbers_of_steps_beyond_int32"],
+            "scaling/test_facts.py": ["test_the_parts_of_a_step_may_run_in_threads_of_their_own"],
+            "scaling/test_optimizer.py": ["test_numbers_of_steps_beyond_int32"],
         },
     ),
     "13": (
@@ -172,7 +170,7 @@ FAULTS = {
     "14": (
         "`apply_policy` renamed outputs and appended layers",
         {
-            "test_conversion.py": [
+            "conversion/test_apply.py": [
                 "test_outputs_keep_the_names_that_losses_and_targets_go_by",
                 "test_a_sequential_keeps_its_layers",
             ]
@@ -188,11 +186,11 @@ FAULTS = {
     "16": (
         "a tracer left behind, sparse and complex gradients, gradients that are all missing, Nadam on torch",
         {
-            "test_step_notes.py": [
+            "scaling/test_facts.py": [
                 "test_a_traced_step_that_raises_leaves_nothing_behind",
                 "test_gradients_that_are_all_missing_are_an_error_as_in_keras",
             ],
-            "test_optimizers.py": [
+            "scaling/test_optimizer.py": [
                 "test_sparse_arrays_of_jax",
                 "test_complex_gradients_keep_both_parts",
                 "test_p41_nadam_on_torch_refuses_bfloat16_before_half_of_its_state_has_moved",
@@ -227,7 +225,7 @@ FAULTS = {
     ),
     "21": (
         "copies of a prepared model dropped the guard without a word",
-        {"test_optimizer_saving.py": ["test_a_guard_that_is_there_again_puts_a_bad_step_back"]},
+        {"scaling/test_saving.py": ["test_a_guard_that_is_there_again_puts_a_bad_step_back"]},
     ),
     "22": (
         "torch cloned all frozen weights at every step",
@@ -257,7 +255,7 @@ FAULTS = {
     ),
     "26": (
         "`dynamic` took anything",
-        {"test_optimizers.py": ["test_what_is_no_answer_to_dynamic_is_an_error"]},
+        {"scaling/test_optimizer.py": ["test_what_is_no_answer_to_dynamic_is_an_error"]},
     ),
     "27": (
         "layers frozen or freed between steps",
@@ -272,20 +270,20 @@ FAULTS = {
         "a saved, compiled model did not load in plain Keras",
         {
             "export/test_without_mpkeras.py": ["test_a_compiled_model_goes_on_in_plain_keras"],
-            "test_optimizer_saving.py": ["test_plain_keras_makes_its_own_optimizer_of_the_config"],
+            "scaling/test_saving.py": ["test_plain_keras_makes_its_own_optimizer_of_the_config"],
         },
     ),
     "29": (
         "changes of the code that no test noticed",
         {
-            "training/test_rollback.py": [
+            "training/test_guard.py": [
                 "test_a_guarded_step_knows_nothing_of_how_the_last_one_unscaled",
                 "test_a_metric_that_a_skipped_update_made_non_finite_is_put_back_whole",
             ],
-            "test_accumulation.py": ["test_the_scale_stays_at_the_end_of_a_window_without_an_update"],
-            "test_optimizers.py": ["test_rewrapped_keeps_every_counter_and_leaves_the_old_one_whole"],
-            "test_shared_scale.py": ["test_the_scale_of_a_scope_is_not_noted_for_what_comes_after"],
-            "test_conversion.py": [
+            "scaling/test_window.py": ["test_the_scale_stays_at_the_end_of_a_window_without_an_update"],
+            "scaling/test_optimizer.py": ["test_rewrapped_keeps_every_counter_and_leaves_the_old_one_whole"],
+            "scaling/test_shared_scale.py": ["test_the_scale_of_a_scope_is_not_noted_for_what_comes_after"],
+            "conversion/test_apply.py": [
                 "test_after_an_error_the_model_is_as_it_was",
                 "test_after_an_error_a_converted_model_is_as_it_was",
             ],

@@ -53,8 +53,8 @@ pytestmark = pytest.mark.filterwarnings(
 if AGAINST_KERAS:
     LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 else:
-    from mpkeras.loss_scaling import DynamicLossScale
-    from mpkeras.optimizers import LossScaleOptimizer
+    from mpkeras.policies.loss_scaling import DynamicLossScale
+    from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 
 def compiled(build, policy, optimizer, loss="mse", **options):

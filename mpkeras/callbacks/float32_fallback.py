@@ -6,12 +6,12 @@ import warnings
 import keras
 
 from mpkeras.callbacks.numerics_monitor import NumericsMonitor
-from mpkeras.conversion import layers_of
-from mpkeras.policies import products
+from mpkeras.conversion import products
+from mpkeras.conversion.apply import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import set_layer_policy
-from mpkeras.scalars import number
-from mpkeras.training import rollback as guard
+from mpkeras.policies.scalars import number
+from mpkeras.training import guard
 
 
 class Float32Fallback(NumericsMonitor):

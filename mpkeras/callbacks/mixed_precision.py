@@ -1,10 +1,9 @@
 """`MixedPrecision`: the one line for `model.fit`."""
 
-from mpkeras import loss_scaling
+from mpkeras.policies import loss_scaling
 from mpkeras.policies.registry import get_policy
-from mpkeras.scalars import number
-from mpkeras.training import doors
-from mpkeras.training import rollback as guard
+from mpkeras.policies.scalars import number
+from mpkeras.training import doors, guard
 from mpkeras.training.prepare import prepare_to_train
 from mpkeras.training.skip_watch import SkipWatch
 

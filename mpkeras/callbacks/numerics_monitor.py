@@ -7,12 +7,12 @@ import keras
 
 from mpkeras.callbacks.kept_batches import KeptBatches
 from mpkeras.callbacks.mixed_precision import MixedPrecision
-from mpkeras.conversion import computes_in
+from mpkeras.conversion.apply import computes_in
 from mpkeras.insight.culprit import Culprit
 from mpkeras.insight.numerics import trace_numerics
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.scalars import number
-from mpkeras.training import rollback as guard
+from mpkeras.policies.scalars import number
+from mpkeras.training import guard
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 
 import keras
 
-from mpkeras.training import rollback as guard
+from mpkeras.training import guard
 
 
 class ResourceMonitor(keras.callbacks.Callback):

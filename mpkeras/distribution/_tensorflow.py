@@ -4,7 +4,7 @@ import contextlib
 
 import tensorflow as tf
 
-from mpkeras import _keras_private
+from mpkeras import _keras
 
 DTYPES = (None, "float16", "bfloat16")
 
@@ -55,8 +55,7 @@ def summed(optimizer, scaled_grads, variables, takes_unscaled: bool) -> list:
 
     # A gradient that is the new value (float8 scales) is not summed by Keras either.
     is_summed = [
-        g is not None and not _keras_private.overwrites_with_gradient(v)
-        for g, v in zip(scaled_grads, variables, strict=True)
+        g is not None and not _keras.overwrites_with_gradient(v) for g, v in zip(scaled_grads, variables, strict=True)
     ]
     narrow = [cast(grad) for grad, sums in zip(scaled_grads, is_summed, strict=True) if sums]
     if narrow:
@@ -76,9 +75,9 @@ def no_second_sum(optimizer):
     covered = [inner_optimizer, *getattr(inner_optimizer, "optimizers", [])] if is_active(optimizer) else []
     for part in covered:
         # In the instance's dictionary, not by `setattr`: TensorFlow would track the function.
-        part.__dict__[_keras_private.GRADIENT_SUM_METHOD] = lambda grads_and_vars: list(grads_and_vars)
+        part.__dict__[_keras.GRADIENT_SUM_METHOD] = lambda grads_and_vars: list(grads_and_vars)
     try:
         yield
     finally:
         for part in covered:
-            part.__dict__.pop(_keras_private.GRADIENT_SUM_METHOD)
+            part.__dict__.pop(_keras.GRADIENT_SUM_METHOD)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import keras
 
-from mpkeras import _keras_private
+from mpkeras import _keras
 from mpkeras.export.loading import shortened
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
@@ -173,7 +173,7 @@ def _write(model, path: Path, found: Format):
 
 def _call_once(model):
     # Keras writes ONNX of models that were called; one from a file was not. Symbols do: nothing is computed.
-    graph = _keras_private.graph_of(model)
+    graph = _keras.graph_of(model)
     if graph is not None:
         model(graph.input)
 

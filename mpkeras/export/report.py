@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import keras
 
-from mpkeras import _keras_private
-from mpkeras.conversion import layers_of
+from mpkeras import _keras
+from mpkeras.conversion.apply import layers_of
 from mpkeras.insight.report import Report
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import layers_to_keep, layers_without_kernel
@@ -80,7 +80,7 @@ class ConversionReport(Report):
         self.compute_dtype = policy.compute_dtype
         self.layers = layer_dtypes(model, policy)
         self.parameters = model.count_params()
-        graph = _keras_private.graph_of(model)
+        graph = _keras.graph_of(model)
         self.inputs = None if graph is None else [tensor.dtype for tensor in graph.inputs]
         self.outputs = None if graph is None else [tensor.dtype for tensor in graph.outputs]
         self.source, self.source_bytes = source, source_bytes

@@ -6,14 +6,14 @@ import time
 import keras
 import numpy as np
 
-from mpkeras import _keras_private
+from mpkeras import _keras
+from mpkeras.devices import native
 from mpkeras.insight.advice_report import AdviceReport
 from mpkeras.insight.measuring.bench import Bench
 from mpkeras.insight.measuring.grid import ROUNDS, Cell, measure_grid
 from mpkeras.insight.measuring.subject import subject
-from mpkeras.policies import auto
-from mpkeras.training.choice import check_model
-from mpkeras.training.rollback import find_optimizers
+from mpkeras.training.guard import find_optimizers
+from mpkeras.training.settings import check_model
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
@@ -81,7 +81,7 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
 
 def unmeasured_advice(model, file=None) -> AdviceReport:
     """Returns the advice that needs no data and no time; `file` as in `AdviceReport`."""
-    return AdviceReport(model, [], _present_jit(model), auto.probe(keras.backend.backend()), file=file)
+    return AdviceReport(model, [], _present_jit(model), native.probe(keras.backend.backend()), file=file)
 
 
 def measured_advice(
@@ -93,8 +93,8 @@ def measured_advice(
     """
     rows = _rows(x)
     present_jit = _present_jit(model)
-    devices = auto.probe(keras.backend.backend())
-    cells = grid_of(settings or _settings(None, present_jit), auto.choose(devices, keras.backend.backend())[0])
+    devices = native.probe(keras.backend.backend())
+    cells = grid_of(settings or _settings(None, present_jit), native.choose(devices, keras.backend.backend())[0])
     notes: list = []
     started = time.perf_counter()
     with subject(model, x) as (trained, is_copy):
@@ -172,8 +172,8 @@ def loss_and_targets(model, y) -> tuple:
     """Returns the loss the model is compiled with and its targets as `make_train_step` takes them: by position."""
     loss = model.loss
     names = list(getattr(model, "output_names", None) or [])
-    graph = _keras_private.graph_of(model)
-    structure = None if graph is None else _keras_private.output_structure(graph)
+    graph = _keras.graph_of(model)
+    structure = None if graph is None else _keras.output_structure(graph)
     if isinstance(loss, dict) and names and not isinstance(structure, dict):
         loss = [loss.get(name) for name in names]
         y = [y.get(name) for name in names] if isinstance(y, dict) else y

@@ -2,12 +2,12 @@
 
 import keras
 
-from mpkeras import _keras_private
-from mpkeras.conversion import computes_in, layers_of
+from mpkeras import _keras
+from mpkeras.conversion.apply import computes_in, layers_of
+from mpkeras.devices import native
 from mpkeras.insight.measuring.decision import WORTH, Decision, decide, paired_ratios, quartiles, rounds_won
 from mpkeras.insight.measuring.memory import ESTIMATE
 from mpkeras.insight.report import Report
-from mpkeras.policies import auto
 
 _SIXTEEN_BITS = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 # Matrix products: where most of the arithmetic of a model is, and what 16-bit units are made for.
@@ -53,7 +53,7 @@ class AdviceReport(Report):
         self.present_jit = present_jit
         self.memory_kind = memory_kind
         self.backend = keras.backend.backend()
-        self.native_policy, self._native_reason = auto.choose(devices, self.backend)
+        self.native_policy, self._native_reason = native.choose(devices, self.backend)
         self.file = file
         about = "Training steps of" if self.cells else "Advice for"
         self.title = f"{about} model '{model.name}' on {self.backend}" + ("" if self.cells else ", nothing measured")
@@ -285,7 +285,7 @@ def _product_share(model) -> float:
         id(weight): _size(weight)
         for layer in layers_of(model)
         if isinstance(layer, _PRODUCT_LAYERS)
-        for weight in _keras_private.own_variables(layer)
+        for weight in _keras.own_variables(layer)
     }
     total = sum(_size(weight) for weight in model.trainable_weights)
     return min(sum(in_products.values()) / total, 1.0) if total else 0.0

@@ -2,12 +2,12 @@
 
 import keras
 
+from mpkeras.devices.native import probe
 from mpkeras.insight import checks, program_checks
 from mpkeras.insight.audit_report import AuditReport
 from mpkeras.insight.findings import in_order
 from mpkeras.insight.layer_rows import layer_rows
 from mpkeras.insight.programs.forward import OPEN_SIZE, forward_pass
-from mpkeras.policies.auto import probe
 
 
 def audit(model, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE) -> AuditReport:

@@ -41,7 +41,7 @@ def add_parser(subparsers):
 
 def run(args) -> int:
     """Audits and returns 0; bad input ends the program through `args.error`, with one line and status 2."""
-    from mpkeras.conversion import apply_policy
+    from mpkeras.conversion.apply import apply_policy
     from mpkeras.export import loading
     from mpkeras.insight.audit import audit_with_optimizer
     from mpkeras.insight.findings import Finding

@@ -2,22 +2,23 @@
 
 import keras
 
-from mpkeras import _keras_private
-from mpkeras.conversion import computes_in, layers_of, scales_loss, without_cast
+from mpkeras import _keras
+from mpkeras.conversion import penalties, products
+from mpkeras.conversion.apply import computes_in, layers_of, scales_loss, without_cast
+from mpkeras.devices import native
 from mpkeras.insight.findings import Finding, listed
-from mpkeras.optimizers import LossScaleOptimizer
-from mpkeras.policies import auto, penalties, products
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import layers_to_keep
+from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 
 def check_variables(model) -> list:
     """16-bit variables: small updates are lost in them (P26), those of LoRA among them (P29)."""
     findings = []
-    weights = _keras_private.frozen_weights(model)
+    weights = _keras.frozen_weights(model)
     for layer in layers_of(model):
-        half = [v for v in _keras_private.own_variables(layer) if v.dtype in SIXTEEN_BIT_DTYPES]
+        half = [v for v in _keras.own_variables(layer) if v.dtype in SIXTEEN_BIT_DTYPES]
         # Frozen weights are rounded once; only what moves, statistics among it, loses what is behind its last bit.
         moving = [v for v in half if v.trainable or id(v) not in weights]
         for dtype in SIXTEEN_BIT_DTYPES:
@@ -155,14 +156,14 @@ def _reason(rule, reasons) -> str:
 
 def _last_layers(model) -> set | None:
     """Returns the `id`s of the layers that return the outputs of a model; `None` where only its `call` knows."""
-    graph = _keras_private.graph_of(model)
+    graph = _keras.graph_of(model)
     if graph is None:
         return None
     ends = set()
-    waiting = keras.tree.flatten(_keras_private.output_structure(graph))
+    waiting = keras.tree.flatten(_keras.output_structure(graph))
     while waiting:
         output = waiting.pop()
-        layer, _ = _keras_private.made_by(output)
+        layer, _ = _keras.made_by(output)
         ends.add(id(layer))
         if without_cast(output) is not output:
             waiting.append(without_cast(output))
@@ -175,7 +176,7 @@ def _last_layers(model) -> set | None:
 
 def check_devices(model, devices, backend: str) -> list:
     """Says so where 16 bits will not pay (P2)."""
-    policy, reason = auto.choose(devices, backend)
+    policy, reason = native.choose(devices, backend)
     used = [dtype for dtype in SIXTEEN_BIT_DTYPES if computes_in(model, (dtype,))]
     if not used:
         suited = "16 bits will not pay on this device, do not bother" if policy == "float32" else f"{policy} suits it"
@@ -197,8 +198,8 @@ def check_devices(model, devices, backend: str) -> list:
             )
         ]
     best = policy.removeprefix("mixed_")
-    native = set.intersection(*(set(auto.native_dtypes(device)) for device in _computing(devices)))
-    slow = [dtype for dtype in used if dtype not in native]
+    natively = set.intersection(*(set(native.native_dtypes(device)) for device in _computing(devices)))
+    slow = [dtype for dtype in used if dtype not in natively]
     if slow:
         return [
             Finding(

@@ -8,8 +8,8 @@ import time
 import keras
 from keras import ops
 
+from mpkeras.devices.native import CPU_INSTRUCTIONS, Device, choose, native_dtypes, probe
 from mpkeras.insight.report import Report
-from mpkeras.policies.auto import CPU_INSTRUCTIONS, Device, choose, native_dtypes, probe
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Rows and columns of the matrices of the probe: the smallest at which the product takes longer than calling for it.
@@ -69,7 +69,7 @@ class HardwareReport(Report):
 
     Attributes:
         backend: The active Keras backend.
-        devices: List of `mpkeras.policies.auto.Device`.
+        devices: List of `mpkeras.devices.native.Device`.
         policy: Name of the policy that `mixed_auto` stands for here.
         reason: Why, in a few words.
         speeds: `{dtype: times as fast as float32}` of a product of matrices on the CPU, where that was timed.

@@ -5,10 +5,10 @@ from collections import Counter, defaultdict
 
 import keras
 
-from mpkeras import _keras_private
-from mpkeras.conversion import layers_of
+from mpkeras import _keras
+from mpkeras.conversion import products
+from mpkeras.conversion.apply import layers_of
 from mpkeras.insight.programs.program import size
-from mpkeras.policies import products
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 
 
@@ -74,7 +74,7 @@ def layer_rows(model, forward) -> list:
     casts_of = Counter(cast.owner or 0 for cast in (program.casts if program is not None else ()))
     rows = []
     for index, layer in enumerate(layers_of(model)):
-        variables = _keras_private.own_variables(layer)
+        variables = _keras.own_variables(layer)
         product_policy = products.product_policy(layer) if products.is_split(layer) else None
         row = LayerRow(
             layer,
@@ -100,7 +100,7 @@ def rows_to_show(rows) -> list:
     inner_to_outer = {}
     for row in rows:
         if not row.is_container:
-            for layer in _keras_private.direct_sublayers(row.layer):
+            for layer in _keras.direct_sublayers(row.layer):
                 inner_to_outer[id(layer)] = row.layer
 
     def says_something(row):

@@ -6,19 +6,19 @@ import functools
 import keras
 import numpy as np
 
-from mpkeras import _keras_private
-from mpkeras.conversion import compute_dtypes, layers_of, recorded
+from mpkeras import _keras
+from mpkeras.conversion.apply import compute_dtypes, layers_of, recorded
+from mpkeras.conversion.quantized import bound_layers
 from mpkeras.insight.culprit import find_culprit
 from mpkeras.insight.gradient_loss import lost_share
 from mpkeras.insight.numerics_report import LayerNumerics, NumericsReport
 from mpkeras.insight.observation import observe
 from mpkeras.insight.ranges import Range, overflow_share, underflow_limit, underflow_share
 from mpkeras.insight.scale_window import scale_window
-from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.quantized import bound_layers
 from mpkeras.policies.rules import set_layer_policy
-from mpkeras.scalars import number
+from mpkeras.policies.scalars import number
+from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 
 def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> NumericsReport:
@@ -61,7 +61,7 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> 
     _check(model, y, loss_scale)
     if loss_scale is None:
         loss_scale = _scale_of(model)
-    if not _keras_private.is_built(model):
+    if not _keras.is_built(model):
         model(x)  # As `fit` would; after it there are variables.
     run = functools.partial(observe, model, x, y, sample_weight)
     observed = run(loss_scale=loss_scale, references=True)
@@ -176,6 +176,6 @@ def _add_weights(layers, observed, reference):
     pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
     found = {id(variable): (grad, true_grad) for (variable, grad), (_, true_grad) in pairs}
     for call in observed.calls:
-        own = [found[id(v)] for v in _keras_private.own_variables(call.layer) if id(v) in found]
+        own = [found[id(v)] for v in _keras.own_variables(call.layer) if id(v) in found]
         last[id(call.layer)].weight_grads = Range.of(grad for grad, _ in own)
         last[id(call.layer)].true_weight_grads = Range.of(true_grad for _, true_grad in own)

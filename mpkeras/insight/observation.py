@@ -10,12 +10,12 @@ import keras
 import numpy as np
 from keras import ops
 
-from mpkeras import _keras_private
-from mpkeras.conversion import layers_of
+from mpkeras import _keras
+from mpkeras.conversion import products
+from mpkeras.conversion.apply import layers_of
+from mpkeras.conversion.quantized import is_quantized
 from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
-from mpkeras.policies import products
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
-from mpkeras.policies.quantized import is_quantized
 
 
 @dataclasses.dataclass
@@ -112,10 +112,7 @@ def _taps(layer, tap_input, tap_output, rounded) -> tuple:
 def observed_layers(model) -> list:
     """Returns the layers that are looked at: all but the models around them and what runs in loops."""
     hidden = {
-        id(inner)
-        for layer in layers_of(model)
-        if isinstance(layer, STEPPING)
-        for inner in _keras_private.flatten_layers(layer)
+        id(inner) for layer in layers_of(model) if isinstance(layer, STEPPING) for inner in _keras.flatten_layers(layer)
     }
     skipped = (keras.layers.InputLayer, keras.Model)
     return [layer for layer in layers_of(model) if id(layer) not in hidden and not isinstance(layer, skipped)]
@@ -143,7 +140,7 @@ def _observed_call(layer, calls, taps, tap_input, tap_output, references, clock,
         if tensor_dtype(value) not in FLOAT_DTYPES:
             return value
         tensor = tap(value)
-        _keras_private.copy_mask(value, tensor)
+        _keras.copy_mask(value, tensor)
         numbers_of_taps.append(len(taps))
         taps.append(tensor)
         return tensor
@@ -174,8 +171,8 @@ def _observed_call(layer, calls, taps, tap_input, tap_output, references, clock,
 
 def _in_float32(layer, args, kwargs):
     """Returns what `layer` makes of the same inputs in float32; `None` where this is no comparison."""
-    layers = _keras_private.flatten_layers(layer, include_self=True)
-    draws = any(_keras_private.own_seed_generators(inner) for inner in layers)
+    layers = _keras.flatten_layers(layer, include_self=True)
+    draws = any(_keras.own_seed_generators(inner) for inner in layers)
     if any(map(is_quantized, layers)):
         return None  # There are no other kernels.
     if draws or any(isinstance(inner.dtype_policy, keras.dtype_policies.DTypePolicyMap) for inner in layers):
@@ -188,7 +185,7 @@ def _in_float32(layer, args, kwargs):
     try:
         for inner, _ in before:
             inner.dtype_policy = keras.DTypePolicy("float32")
-        with _keras_private.autocast_scope("float32"):
+        with _keras.autocast_scope("float32"):
             args, kwargs = keras.tree.map_structure(wide, (args, kwargs))
             # The class's own: on the instance it may multiply in 16 bits.
             return type(layer).call(layer, *args, **kwargs)

@@ -2,11 +2,11 @@
 
 import keras
 
-from mpkeras import _keras_private
-from mpkeras.conversion import CAST_NAME, compute_dtypes, computes_in, layers_of
+from mpkeras import _keras
+from mpkeras.conversion import mixing
+from mpkeras.conversion.apply import CAST_NAME, compute_dtypes, computes_in, layers_of
 from mpkeras.insight.findings import Finding, listed, mebibytes, percent
 from mpkeras.insight.layer_rows import total
-from mpkeras.policies import mixing
 from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import layers_to_keep, layers_without_kernel
@@ -148,10 +148,7 @@ def check_sizes(rows) -> list:
     """Sizes of 16-bit products that are no multiple of 8, as tensor cores want them (P2)."""
     all_flops = sum(row.total_flops for row in rows)
     in_attention = {
-        id(layer)
-        for row in rows
-        if isinstance(row.layer, _ATTENTION)
-        for layer in _keras_private.flatten_layers(row.layer)
+        id(layer) for row in rows if isinstance(row.layer, _ATTENTION) for layer in _keras.flatten_layers(row.layer)
     }
     findings = []
     for row in rows:

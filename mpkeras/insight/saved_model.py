@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from mpkeras import _keras_private
+from mpkeras import _keras
 from mpkeras.export import loading
 from mpkeras.insight.advice import loss_and_targets, measured_advice, unmeasured_advice
 from mpkeras.insight.advice_report import AdviceReport
@@ -72,7 +72,7 @@ def random_inputs(model, batch_size: int):
     Raises:
         ValueError: If the model does not say what it takes, or leaves a length open.
     """
-    graph = _keras_private.graph_of(model)
+    graph = _keras.graph_of(model)
     if graph is None:
         raise ValueError(
             f"Expected a model that says what inputs it takes, to make random ones. Received: '{model.name}', a "
@@ -92,7 +92,7 @@ def random_inputs(model, batch_size: int):
         # 0 and 1 are in every vocabulary.
         return rng.integers(0, 2, size=shape).astype(tensor.dtype)
 
-    return keras.tree.map_structure(draw, _keras_private.input_structure(graph))
+    return keras.tree.map_structure(draw, _keras.input_structure(graph))
 
 
 def _read(model, data, batch_size) -> tuple:
@@ -106,13 +106,13 @@ def _read(model, data, batch_size) -> tuple:
             f"Expected an `.npz` file of arrays. Received: '{data}' ({type(error).__name__}: "
             f"{loading.shortened(str(error), 120)}). {remedy}"
         ) from error
-    graph = _keras_private.graph_of(model)
+    graph = _keras.graph_of(model)
     names = [] if graph is None else [tensor.name for tensor in graph.inputs]
     found = {name: arrays[name] for name in names if name in arrays}
     if "x" in arrays:
         x = arrays["x"]
     elif names and len(found) == len(names):
-        x = keras.tree.map_structure(lambda tensor: found[tensor.name], _keras_private.input_structure(graph))
+        x = keras.tree.map_structure(lambda tensor: found[tensor.name], _keras.input_structure(graph))
     else:
         by_name = f", or one for each of the inputs {names}" if names else ""
         raise ValueError(f"Expected an array `x`{by_name}. Received: '{data}' with {sorted(arrays)}. {remedy}")

@@ -5,12 +5,12 @@ import functools
 
 import numpy as np
 
-from mpkeras import _keras_private
-from mpkeras.conversion import layers_of
+from mpkeras import _keras
+from mpkeras.conversion import products
+from mpkeras.conversion.apply import layers_of
 from mpkeras.insight.gradient_loss import WORTH, rounded, smallest_safe_exponent, with_rounded_gradient
 from mpkeras.insight.observation import Observation
 from mpkeras.insight.ranges import overflow_limit
-from mpkeras.policies import products
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
 
@@ -107,7 +107,7 @@ def _weight_grads(model, observed, reference) -> list:
     found = {id(v): (v, grad, true) for (v, grad), (_, true) in pairs if grad is not None and true is not None}
     result = []
     for layer in layers_of(model):
-        own = [found.pop(id(v)) for v in _keras_private.own_variables(layer) if id(v) in found]
+        own = [found.pop(id(v)) for v in _keras.own_variables(layer) if id(v) in found]
         if own:
             variables, grads, true = zip(*own, strict=True)
             dtype = products.compute_dtype(layer)
@@ -166,7 +166,7 @@ def _floor(scale: float) -> int:
 
 def _with_rounded_gradient(dtypes, scale, layer, tensor):
     # Where Keras finds the logits by the tensor itself, the gradient does not come through it.
-    if dtypes.get(id(layer)) != "float16" or _keras_private.has_logits(tensor):
+    if dtypes.get(id(layer)) != "float16" or _keras.has_logits(tensor):
         return tensor
     return with_rounded_gradient(tensor, "float16", scale)
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from mpkeras import _keras_private
+from mpkeras import _keras
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
 
 
@@ -59,8 +59,8 @@ def float32_island(function):
 def _float32_variables(owner):
     """Returns a context in which float variables that would be read in 16 bits are read in float32."""
     # A layer with 16-bit variables has no scope: it reads them as they are stored.
-    dtype = _keras_private.autocast_dtype() or getattr(owner, "compute_dtype", None)
-    return _keras_private.autocast_scope("float32") if dtype in SIXTEEN_BIT_DTYPES else contextlib.nullcontext()
+    dtype = _keras.autocast_dtype() or getattr(owner, "compute_dtype", None)
+    return _keras.autocast_scope("float32") if dtype in SIXTEEN_BIT_DTYPES else contextlib.nullcontext()
 
 
 def _widen(value):
@@ -72,5 +72,5 @@ def _widen(value):
     if tensor_dtype(value) not in SIXTEEN_BIT_DTYPES:
         return value
     widened = ops.cast(value, "float32")
-    _keras_private.copy_mask(value, widened)
+    _keras.copy_mask(value, widened)
     return widened

@@ -35,7 +35,7 @@ def _try_attention(dtype):
 def _try_gru(dtype):
     # Keras' own GRU loop for JAX mixes float32 into a 16-bit state while it is traced (Keras 3.15).
     if keras.backend.backend() == "jax":
-        from mpkeras.policies import _jax
+        from mpkeras.devices import _jax
 
         _jax.trace_gru(dtype)
 
@@ -53,7 +53,7 @@ def _try_attention_without_keys(layer_class, dtype):
 def _run(function, tensor):
     """Runs `function` as a training step would. JAX on CPU lacks float16 attention only where it compiles."""
     if keras.backend.backend() == "jax":
-        from mpkeras.policies import _jax
+        from mpkeras.devices import _jax
 
         _jax.run_compiled(function, tensor)
     else:
@@ -87,7 +87,7 @@ def _try_gradient_of_resize(interpolation: str, jit_compile: bool, dtype):
 
     `ScaleAndTranslate`, which "lanczos3" and "lanczos5" rest on, has no gradient by 16-bit images at all (Keras 3.15).
     """
-    from mpkeras.policies import _tensorflow
+    from mpkeras.devices import _tensorflow
 
     policy = keras.DTypePolicy(stock_name(dtype, "float32"))
     layer = keras.layers.UpSampling2D(2, data_format="channels_last", interpolation=interpolation, dtype=policy)
@@ -158,7 +158,7 @@ def _error(trial, compute_dtype: str, backend: str) -> str | None:
 def _eagerly(backend: str, trial, dtype: str):
     """Runs `trial(dtype)`. Layers that come into being late are met while a step is traced, where nothing runs."""
     if backend == "tensorflow":
-        from mpkeras.policies import _tensorflow
+        from mpkeras.devices import _tensorflow
 
         _tensorflow.run_eagerly(trial, dtype)
     else:

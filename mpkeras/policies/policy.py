@@ -5,8 +5,7 @@ import difflib
 
 import keras
 
-from mpkeras import loss_scaling
-from mpkeras.policies import rules
+from mpkeras.policies import loss_scaling, rules
 from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import (
     SIXTEEN_BIT_DTYPES,

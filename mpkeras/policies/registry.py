@@ -7,7 +7,7 @@ import warnings
 
 import keras
 
-from mpkeras.policies import auto
+from mpkeras.devices import native
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import REGISTERED, LayerPolicy, Policy, registered
 
@@ -245,7 +245,7 @@ def _plain(policy: Policy) -> Policy:
 
 
 def _resolve_mixed_auto() -> Policy:
-    name, reason = auto.resolve()
+    name, reason = native.resolve()
     return registered(name).renamed("mixed_auto", reason)
 
 

@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import keras
 
-from mpkeras import _keras_private
-from mpkeras.policies import kernels, products
+from mpkeras import _keras
+from mpkeras.conversion import products
+from mpkeras.conversion.products import layer_policy
+from mpkeras.conversion.quantized import is_quantized, running_quantized
+from mpkeras.policies import kernels
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.products import layer_policy
-from mpkeras.policies.quantized import is_quantized, running_quantized
 
 # Their softmax runs between two matrix products: in float32 it would drag the second one into float32 too.
 _KEEP_OWN_PRECISION = (
@@ -143,7 +144,7 @@ def _reachable(model) -> list:
     found: dict = {}
 
     def walk(parent):
-        for layer in _keras_private.direct_sublayers(parent):
+        for layer in _keras.direct_sublayers(parent):
             if id(layer) not in found:
                 found[id(layer)] = layer
                 if not isinstance(layer, _KEEP_OWN_PRECISION):
@@ -185,7 +186,7 @@ def layers_to_keep(model, rules) -> list:
     """
     kept: dict = {}
     rules = tuple(rules)
-    is_any_quantized = any(map(is_quantized, _keras_private.flatten_layers(model, include_self=True)))
+    is_any_quantized = any(map(is_quantized, _keras.flatten_layers(model, include_self=True)))
     fixed = {id(layer) for layer in running_quantized(model, "float32")} if is_any_quantized else set()
     rule = None if isinstance(model, keras.Model) or id(model) in fixed else first_match(rules, model)
     if rule is not None:
@@ -229,7 +230,7 @@ def apply_rules(model, policy) -> list[AppliedRule]:
         move(layer, rule, reasons.get(rule, f"kept in float32 by the policy {policy.name!r}"))
     for dtype in SIXTEEN_BIT_DTYPES:
         # A trial takes time, and a model in float32 needs none.
-        if any(layer.compute_dtype == dtype for layer in _keras_private.flatten_layers(model, include_self=True)):
+        if any(layer.compute_dtype == dtype for layer in _keras.flatten_layers(model, include_self=True)):
             for layer, rule, reason in layers_without_kernel(model, dtype):
                 if layer.compute_dtype == dtype:
                     move(layer, rule, reason)
@@ -246,7 +247,7 @@ def layers_without_kernel(model, dtype: str) -> list:
     classes = _class_names(model)
     missing = dict(kernels.missing_kernel_rules(dtype, among=classes))
     found: list = [(layer, rule, missing[rule]) for layer, rule in layers_to_keep(model, missing)]
-    for lacking in _keras_private.flatten_layers(model, include_self=True):
+    for lacking in _keras.flatten_layers(model, include_self=True):
         reason = kernels.missing_kernel_of(lacking, dtype)
         # With a wrapper around it.
         for layer, _ in layers_to_keep(model, [lacking]) if reason is not None else []:
@@ -273,7 +274,7 @@ def set_layer_policy(layer, policy: keras.DTypePolicy):
 
 
 def _walk(parent, rules, inherited, kept, fixed, seen):
-    for layer in _keras_private.direct_sublayers(parent):
+    for layer in _keras.direct_sublayers(parent):
         rule = inherited if inherited is not None else first_match(rules, layer)
         if id(layer) in fixed:
             rule = None
@@ -295,7 +296,7 @@ def _names_activation_alone(layer, rules) -> bool:
 
 
 def _class_names(model) -> set[str]:
-    layers = _keras_private.flatten_layers(model, include_self=True)
+    layers = _keras.flatten_layers(model, include_self=True)
     return {base.__name__ for layer in layers for base in type(layer).__mro__}
 
 

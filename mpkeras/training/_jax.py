@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from mpkeras._keras_private import put
+from mpkeras._keras import put
 from mpkeras.training import metric_states
 from mpkeras.training.batches import as_array
-from mpkeras.training.no_strategy import (  # noqa: F401
+from mpkeras.training.single_program import (  # noqa: F401
     check_jit_compile,
     check_scope,
     ensure_built,

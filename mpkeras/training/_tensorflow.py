@@ -7,12 +7,11 @@ import weakref
 import keras
 import tensorflow as tf
 
-from mpkeras import _keras_private
-from mpkeras._tensorflow import in_xla
-from mpkeras.step_notes import step_notes
+from mpkeras import _keras
+from mpkeras.scaling._tensorflow import in_xla
+from mpkeras.scaling.facts import step_notes
 from mpkeras.training import metric_states
 from mpkeras.training.batches import as_array
-from mpkeras.training.forward_writes import unlisted_states, watched_weights
 from mpkeras.training.found import (
     Found,
     Kinds,
@@ -23,6 +22,7 @@ from mpkeras.training.found import (
     trainable,
     variables_sight,
 )
+from mpkeras.training.written_weights import unlisted_states, watched_weights
 
 _RANDOM_STATES = "_mpkeras_random_states"
 
@@ -68,8 +68,8 @@ def ensure_built(model, own_step, data):
         if is_single and _new_unbuilt_layers(model):
             _trace_in_vain(own_step, data)
         return
-    if not _keras_private.is_built(model):
-        _keras_private.symbolic_build(model, data)
+    if not _keras.is_built(model):
+        _keras.symbolic_build(model, data)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and is_single:
         with tf.init_scope():
@@ -83,7 +83,7 @@ _tried: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def _new_unbuilt_layers(model) -> list:
     """Returns the layers below `model` that are not built yet, but for those that no trial has built."""
     tried = _tried.setdefault(model, weakref.WeakSet())
-    unbuilt = [layer for layer in _keras_private.flatten_layers(model) if not layer.built and layer not in tried]
+    unbuilt = [layer for layer in _keras.flatten_layers(model) if not layer.built and layer not in tried]
     tried.update(unbuilt)
     return unbuilt
 
@@ -114,8 +114,8 @@ def variable_scope(model):
 
 def track_random_states(model):
     """Lets `tf.train.Checkpoint` find the random generators: Keras shows it layers and weights alone."""
-    for layer in _keras_private.flatten_layers(model, include_self=True):
-        generators = _keras_private.own_seed_generators(layer)
+    for layer in _keras.flatten_layers(model, include_self=True):
+        generators = _keras.own_seed_generators(layer)
         tracked = getattr(layer, _RANDOM_STATES, None)
         if generators and (tracked is None or len(tracked.states) != len(generators)):
             # On the layer itself, not listed on the model: TensorFlow then finds each by its place in the
@@ -156,7 +156,7 @@ def native_states(model) -> list:
     `tf.random.Generator` there.
     """
     found: dict = {}
-    for layer in _keras_private.flatten_layers(model, include_self=True):
+    for layer in _keras.flatten_layers(model, include_self=True):
         for name, value in vars(layer).items():
             # TensorFlow's own records of the attributes.
             if name.startswith("_self_"):
@@ -178,7 +178,7 @@ def _natives_sight(model) -> Sight | None:
     """What `native_states` looks at: the attributes of the layers of `model`, and Keras' variables."""
     sight = variables_sight(model)
     if sight is not None:
-        for layer in _keras_private.flatten_layers(model, include_self=True):
+        for layer in _keras.flatten_layers(model, include_self=True):
             held = Sight()
             held.add_held(own_values(layer), _NATIVE)
             for item in _HOLDS_NATIVE.among(held.objects, list(map(type, held.objects))):
@@ -346,7 +346,7 @@ def _run_without_trace(found, metrics, optimizers, run, results):
 
 def _variables(model) -> tuple:
     """Returns the variables of `model`, and the `id`s of those that are weights."""
-    return model.variables, _keras_private.frozen_weights(model)
+    return model.variables, _keras.frozen_weights(model)
 
 
 def _count_no_loss_of_no_rows(optimizers, lost_before):
@@ -378,7 +378,7 @@ def _assign_values(metric, values):
 
 
 def _old_weight(variable):
-    return tf.identity(_own_part(_keras_private.unscoped_value(variable)))
+    return tf.identity(_own_part(_keras.unscoped_value(variable)))
 
 
 def _own_part(variable):

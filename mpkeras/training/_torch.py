@@ -6,12 +6,11 @@ import keras
 import numpy as np
 import torch
 
-from mpkeras import _keras_private
+from mpkeras import _keras
 from mpkeras.training import metric_states
 from mpkeras.training.batches import as_array
-from mpkeras.training.forward_writes import unlisted_states, watched_weights
 from mpkeras.training.found import Found, Sight, non_trainable, states_sight, variables_sight
-from mpkeras.training.no_strategy import (  # noqa: F401
+from mpkeras.training.single_program import (  # noqa: F401
     check_jit_compile,
     check_scope,
     ensure_built,
@@ -21,6 +20,7 @@ from mpkeras.training.no_strategy import (  # noqa: F401
     track_random_states,
     variable_scope,
 )
+from mpkeras.training.written_weights import unlisted_states, watched_weights
 
 
 def global_random_states() -> dict:
@@ -178,7 +178,7 @@ def _assign_values(metric, values):
 def _weights(model) -> list:
     """Returns what layers and wrapped torch modules made to be trained, frozen now or not."""
     wrapped = [v for layer in _wrappers(model) for v in layer.variables]
-    return list({id(variable): variable for variable in _keras_private.weights(model) + wrapped}.values())
+    return list({id(variable): variable for variable in _keras.weights(model) + wrapped}.values())
 
 
 def _variables(model) -> tuple:
@@ -189,7 +189,7 @@ def _variables(model) -> tuple:
 
 
 def _wrappers(model) -> list:
-    layers = _keras_private.flatten_layers(model, include_self=True)
+    layers = _keras.flatten_layers(model, include_self=True)
     return [layer for layer in layers if isinstance(layer, keras.layers.TorchModuleWrapper)]
 
 
@@ -229,7 +229,7 @@ def native_states(model) -> list:
 
 def _modules(model) -> list:
     """Returns the torch modules in `model`, Keras' layers among them, each once."""
-    layers = _keras_private.flatten_layers(model, include_self=True)
+    layers = _keras.flatten_layers(model, include_self=True)
     modules = layers + [module for layer in _wrappers(model) for module in layer.module.modules()]
     return list({id(module): module for module in modules}.values())
 
@@ -246,7 +246,7 @@ def _modules_sight(model) -> Sight:
 
 
 def _old_weight(variable):
-    return _keras_private.unscoped_value(variable).detach().clone()
+    return _keras.unscoped_value(variable).detach().clone()
 
 
 def _counters(optimizer):

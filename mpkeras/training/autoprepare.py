@@ -5,8 +5,7 @@ import functools
 import keras
 
 from mpkeras.policies.registry import get_policy
-from mpkeras.training import doors
-from mpkeras.training import rollback as guard
+from mpkeras.training import doors, guard
 from mpkeras.training.prepare import prepare_model
 
 _MISSING = object()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import keras
 
-from mpkeras.policies.overrides import is_overridden, override, restore
-from mpkeras.training import rollback as guard
+from mpkeras.conversion.overrides import is_overridden, override, restore
+from mpkeras.training import guard
 from mpkeras.training.skip_watch import SkipWatch
 
 # What `prepare` covers on a model, beside `train_step` (`rollback`), and why:

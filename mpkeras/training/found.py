@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import keras
 
-from mpkeras import _keras_private
+from mpkeras import _keras
 
 
 class Found:
@@ -103,10 +103,10 @@ def own_values(layer) -> list:
 
 def variables_sight(model) -> Sight | None:
     """What the layers of `model` and their variables are, apart from `trainable`."""
-    layers = _keras_private.flatten_layers(model, include_self=True)
+    layers = _keras.flatten_layers(model, include_self=True)
     if not all(map(_lists_variables_as_keras_does, set(map(type, layers)))):
         return None
-    lists = list(itertools.chain.from_iterable(map(_keras_private.own_lists, layers)))
+    lists = list(itertools.chain.from_iterable(map(_keras.own_lists, layers)))
     return Sight([*layers, *itertools.chain.from_iterable(lists)], map(len, lists))
 
 
@@ -118,9 +118,9 @@ def _lists_variables_as_keras_does(cls) -> bool:
 def states_sight(model) -> Sight:
     """What the recurrent states of the layers of `model` are."""
     sight = Sight()
-    for layer in _keras_private.flatten_layers(model, include_self=True):
+    for layer in _keras.flatten_layers(model, include_self=True):
         if "states" in vars(layer) or hasattr(type(layer), "states"):
-            sight.add([layer, bool(getattr(layer, "stateful", False)), *_keras_private.recurrent_states(layer)])
+            sight.add([layer, bool(getattr(layer, "stateful", False)), *_keras.recurrent_states(layer)])
     return sight
 
 
@@ -130,7 +130,7 @@ _HOLDS_OPTIMIZERS = Kinds(keras.optimizers.Optimizer)
 def optimizers_sight(model) -> Sight:
     """What the optimizers of `model` and of the models inside it are."""
     sight = Sight()
-    for layer in _keras_private.flatten_layers(model, include_self=True):
+    for layer in _keras.flatten_layers(model, include_self=True):
         if isinstance(layer, keras.Model):
             sight.add([layer])
             # As deep as `find_optimizers` looks.
@@ -140,7 +140,7 @@ def optimizers_sight(model) -> Sight:
 
 def paths_sight(model) -> Sight:
     """What the layers of `model` are, and the path of each."""
-    layers = _keras_private.flatten_layers(model, include_self=True)
+    layers = _keras.flatten_layers(model, include_self=True)
     return Sight([*layers, *[layer.path for layer in layers]])
 
 

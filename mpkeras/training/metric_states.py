@@ -11,12 +11,13 @@ so from the first counted step on nothing is left of them.
 import keras
 from keras import ops
 
-from mpkeras import _keras_private, scalars
+from mpkeras import _keras
+from mpkeras.policies import scalars
 
 
 def flat(metrics) -> list:
     """Returns the metrics that hold the variables of `metrics`: those given to `compile` one by one."""
-    return [part for metric in metrics for part in _keras_private.parts_of_metric(metric)]
+    return [part for metric in metrics for part in _keras.parts_of_metric(metric)]
 
 
 def tracks_losses(metric) -> bool:

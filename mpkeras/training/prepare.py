@@ -2,15 +2,15 @@
 
 import functools
 
-from mpkeras import _keras_private, loss_scaling
-from mpkeras.conversion import computes_in, layer_converter
-from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras import _keras
+from mpkeras.conversion.apply import computes_in, layer_converter
+from mpkeras.policies import loss_scaling
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.registry import get_policy
-from mpkeras.training import doors
-from mpkeras.training import rollback as guard
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.training import doors, guard
 from mpkeras.training.backend import training_backend
-from mpkeras.training.choice import check_model, check_variables, chosen_policy, rule_for, wrapped
+from mpkeras.training.settings import check_model, check_variables, chosen_policy, rule_for, wrapped
 
 
 def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: bool = True):
@@ -156,4 +156,4 @@ def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):
     for part in (model, *guard.compiled_parts(model)):
         guard.replace_optimizers(part, replaced)
         if getattr(part, "optimizer", None) is not None:
-            _keras_private.replace_compiled_optimizer(part, part.optimizer)
+            _keras.replace_compiled_optimizer(part, part.optimizer)

@@ -5,9 +5,9 @@ import warnings
 
 import keras
 
-from mpkeras.optimizers import LossScaleOptimizer
-from mpkeras.scalars import number
-from mpkeras.training import rollback as guard
+from mpkeras.policies.scalars import number
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.training import guard
 
 
 class SkipWatch(keras.callbacks.Callback):

@@ -6,9 +6,9 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from mpkeras.training import rollback as guard
+from mpkeras.training import guard
 from mpkeras.training.backend import training_backend
-from mpkeras.training.forward_writes import unlisted_states
+from mpkeras.training.written_weights import unlisted_states
 
 _RANDOM = "random/"
 # Keras numbers names by what the process has made before: "dense_3", "sequential_1_dense_3_kernel_momentum".

@@ -6,15 +6,15 @@ import inspect
 import keras
 from keras import ops
 
-from mpkeras import _keras_private
-from mpkeras.accumulation import check_window
-from mpkeras.conversion import computes_in, layer_converter, layers_of, recorded
-from mpkeras.loss_scaling import FixedLossScale
-from mpkeras.optimizer_arguments import checked_optimizer
-from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras import _keras
+from mpkeras.conversion.apply import computes_in, layer_converter, layers_of, recorded
+from mpkeras.policies.loss_scaling import FixedLossScale
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.scaling.optimizer_arguments import checked_optimizer
+from mpkeras.scaling.window import check_window
 from mpkeras.training.backend import training_backend
-from mpkeras.training.choice import check_model, check_variables, chosen_policy, rule_for, wrapped
-from mpkeras.training.losses import Objective
+from mpkeras.training.objective import Objective
+from mpkeras.training.settings import check_model, check_variables, chosen_policy, rule_for, wrapped
 from mpkeras.training.state import load_state_dict, state_dict
 
 
@@ -262,7 +262,7 @@ class TrainStep:
 
     def _lacks_variables(self) -> bool:
         """Whether the model or a metric makes its variables on the first batch."""
-        return not _keras_private.is_built(self.model) or not all(metric.variables for metric in self.metrics)
+        return not _keras.is_built(self.model) or not all(metric.variables for metric in self.metrics)
 
 
 class StepParts:
@@ -322,7 +322,7 @@ class StepParts:
     def _built_on(self) -> list:
         if self.checks:
             return self.optimizer.trainable_variables
-        return _keras_private.optimizer_trainable_variables(self.optimizer)
+        return _keras.optimizer_trainable_variables(self.optimizer)
 
     def wrap_optimizer(self):
         """Wraps the optimizer as the model's layers ask for; again when building has brought new layers."""

@@ -29,7 +29,7 @@ def test_mpkeras_imports_no_other_backend(tmp_path):
     found = benchmark.import_in_process(["keras", benchmark.EMPTY, "mpkeras"], backend, str(tmp_path))
     assert found[benchmark.EMPTY]["modules"] == [benchmark.EMPTY]
     assert found["keras"]["time_ms"] > found["mpkeras"]["time_ms"] > found[benchmark.EMPTY]["time_ms"]
-    assert "mpkeras.optimizers" in found["mpkeras"]["modules"] and "keras" in found["keras"]["modules"]
+    assert "mpkeras.scaling.optimizer" in found["mpkeras"]["modules"] and "keras" in found["keras"]["modules"]
     assert benchmark.other_backends(found["mpkeras"]["modules"], backend) == []
 
 

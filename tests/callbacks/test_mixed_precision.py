@@ -6,8 +6,8 @@ import pytest
 
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
-from mpkeras.loss_scaling import DynamicLossScale
-from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.policies.loss_scaling import DynamicLossScale
+from mpkeras.scaling.optimizer import LossScaleOptimizer
 from tests.step_modes import snapshot
 
 X = np.linspace(-1, 1, 48, dtype="float32").reshape(8, 6)

@@ -8,7 +8,7 @@ from keras import layers
 import mpkeras
 from mpkeras.callbacks import MixedPrecision, NumericsMonitor, numerics_monitor
 from mpkeras.insight.numerics import trace_numerics
-from mpkeras.training import rollback
+from mpkeras.training import guard
 from tests.insight.test_numerics import Times, name
 from tests.step_modes import snapshot
 
@@ -231,7 +231,7 @@ def test_where_nobody_checks_the_steps_it_does(order):
 def test_a_guard_that_was_taken_away_is_an_error():
     class Takes(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
-            rollback.uninstall(self.model)
+            guard.uninstall(self.model)
 
     with pytest.raises(ValueError, match="Received: model 'sequential.*, whose guard was taken away. Put"):
         six_layers().fit(X, Y, verbose=0, callbacks=[Takes(), NumericsMonitor()])

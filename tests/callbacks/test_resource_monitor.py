@@ -184,7 +184,7 @@ def test_peak_of_the_process_is_in_bytes():
 
 
 def test_the_guard_sees_the_larger_batch(backend):
-    from mpkeras.training.rollback import seen_batch_size
+    from mpkeras.training.guard import seen_batch_size
 
     model = compiled()
     assert seen_batch_size(model) is None

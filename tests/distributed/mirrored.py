@@ -62,7 +62,7 @@ def main():
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
         model.compile(optimizer, "mse", run_eagerly=options.eager, jit_compile=False)
         if options.against == "mpkeras":
-            from mpkeras.loss_scaling import DynamicLossScale
+            from mpkeras.policies.loss_scaling import DynamicLossScale
             from mpkeras.training.prepare import prepare
 
             # Low enough that no gradient overflows by chance.

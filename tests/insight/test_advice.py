@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpkeras
+from mpkeras.devices.native import Device
 from mpkeras.insight import advice
 from mpkeras.insight.advice import loss_and_targets, measured_advice
 from mpkeras.insight.advice_report import AdviceReport
@@ -16,7 +17,6 @@ from mpkeras.insight.measuring.grid import Cell, NotTrainable
 from mpkeras.insight.measuring.memory import ESTIMATE, estimated_output_bytes
 from mpkeras.insight.measuring.subject import subject
 from mpkeras.insight.report import Report
-from mpkeras.policies.auto import Device
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype("float32")

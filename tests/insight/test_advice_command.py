@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mpkeras.cli import main
+from mpkeras.devices.native import Device
 from mpkeras.insight.saved_model import random_inputs
-from mpkeras.policies.auto import Device
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_without_measuring_no_option_is_ignored(capsys, path, arguments):
 
 def test_what_16_bits_are_good_for_is_followed_by_the_commands(capsys, path, monkeypatch):
     gpu = Device("gpu", "V100", compute_capability=(7, 0))
-    monkeypatch.setattr("mpkeras.policies.auto.probe", lambda backend: [gpu])
+    monkeypatch.setattr("mpkeras.devices.native.probe", lambda backend: [gpu])
     text = printed(capsys, path, "--no-measure")
     assert "`mpkeras run --policy mixed_float16 SCRIPT` trains so" in text
     assert f"`mpkeras convert {path} --policy mixed_float16 OUT.keras` converts the file." in text

@@ -10,9 +10,9 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.conversion import layers_of
+from mpkeras.conversion.apply import layers_of
+from mpkeras.devices.native import Device
 from mpkeras.insight.findings import Finding, in_order, listed, mebibytes, percent
-from mpkeras.policies.auto import Device
 
 A100 = Device("gpu", "A100", compute_capability=(8, 0))
 V100 = Device("gpu", "V100", compute_capability=(7, 0))

@@ -7,10 +7,10 @@ import pytest
 
 import mpkeras
 from mpkeras.cli import main
+from mpkeras.devices.native import Device
 from mpkeras.insight import hardware
 from mpkeras.insight.hardware import HardwareReport, native_dtypes
 from mpkeras.insight.report import plain_text, rich_text
-from mpkeras.policies.auto import Device
 
 A100 = Device("gpu", "A100", compute_capability=(8, 0))
 V100 = Device("gpu", "V100", compute_capability=(7, 0))

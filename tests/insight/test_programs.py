@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import mpkeras
-from mpkeras.conversion import layers_of
+from mpkeras.conversion.apply import layers_of
 from mpkeras.insight.programs.forward import forward_pass
 from mpkeras.insight.programs.program import Program, owner_name, owner_of, widest
 

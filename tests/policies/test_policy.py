@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.policies import Policy, default_rules, register_policy
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 
 
 def settings(policy):

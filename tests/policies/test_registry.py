@@ -1,7 +1,6 @@
 import keras
 import pytest
 
-from mpkeras.loss_scaling import FixedLossScale
 from mpkeras.policies import (
     Policy,
     get_policy,
@@ -12,6 +11,7 @@ from mpkeras.policies import (
     registered_policies,
     set_global_policy,
 )
+from mpkeras.policies.loss_scaling import FixedLossScale
 
 BUILT_IN = ("float32", "float64", "float16", "bfloat16", "mixed_float16", "mixed_bfloat16", "mixed_auto")
 

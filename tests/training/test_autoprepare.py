@@ -8,9 +8,9 @@ import pytest
 from keras import layers
 
 import mpkeras
-from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
-from mpkeras.optimizers import LossScaleOptimizer
-from mpkeras.training import rollback as guard
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.training import guard
 
 X, Y = np.full((4, 6), 0.1, "float32"), np.full((4, 1), 0.1, "float32")
 

@@ -10,10 +10,9 @@ from keras import layers
 
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
-from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
-from mpkeras.optimizers import LossScaleOptimizer
-from mpkeras.training import doors
-from mpkeras.training import rollback as guard
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.training import doors, guard
 from mpkeras.training.prepare import prepare
 from tests.step_modes import snapshot
 

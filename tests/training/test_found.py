@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.training import rollback
+from mpkeras.training import guard
 from mpkeras.training.backend import training_backend
 
 BACKEND = keras.backend.backend()
@@ -64,7 +64,7 @@ def walks(monkeypatch):
 
         monkeypatch.setattr(module, name, counted)
 
-    count(rollback, "all_optimizers")
+    count(guard, "all_optimizers")
     for name in ("native_states", "unlisted_states", "_variables"):
         count(training_backend, name)
     return made

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from mpkeras import _keras_private
+from mpkeras import _keras
 from mpkeras.callbacks import MixedPrecision
-from mpkeras.loss_scaling import DynamicLossScale
-from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.policies.loss_scaling import DynamicLossScale
+from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
 from tests.step_modes import snapshot
 
@@ -255,7 +255,7 @@ def stock(program):
 
 def dtypes(model):
     """What the layers compute in that no default rule keeps in float32, of all parts together."""
-    found = {layer for part in model.parts() for layer in _keras_private.flatten_layers(part)}
+    found = {layer for part in model.parts() for layer in _keras.flatten_layers(part)}
     sigmoid = keras.activations.sigmoid
     return {
         layer.compute_dtype

@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.loss_scaling import DynamicLossScale, FixedLossScale
-from mpkeras.optimizers import LossScaleOptimizer
 from mpkeras.policies import Policy
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
+from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
 from tests.step_modes import snapshot
 

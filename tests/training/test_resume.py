@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
 from tests.step_modes import snapshot
 from tests.training import resume_program

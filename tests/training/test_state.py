@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras.loss_scaling import DynamicLossScale
-from mpkeras.optimizers import LossScaleOptimizer
+from mpkeras.policies.loss_scaling import DynamicLossScale
+from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
 from mpkeras.training.state import load_state_dict, state_dict
 from tests.step_modes import snapshot

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.policies import products
+from mpkeras.conversion import products
 from mpkeras.training.step import make_train_step
 from tests.step_modes import snapshot
 

@@ -6,11 +6,11 @@ import time
 import keras
 import numpy as np
 
-from mpkeras.conversion import computes_in, layer_converter, recorded
+from mpkeras.conversion.apply import computes_in, layer_converter, recorded
 from mpkeras.insight.measuring.grid import NotTrainable
 from mpkeras.insight.measuring.memory import estimated_output_bytes
 from mpkeras.policies.registry import get_policy
-from mpkeras.scalars import number
+from mpkeras.policies.scalars import number
 from mpkeras.training.backend import training_backend
 from mpkeras.training.step import make_train_step
 

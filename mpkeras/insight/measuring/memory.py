@@ -2,8 +2,8 @@
 
 import keras
 
-from mpkeras import _keras_private
-from mpkeras.policies import products
+from mpkeras import _keras
+from mpkeras.conversion import products
 from mpkeras.policies.dtypes import bytes_of
 
 #: An estimate compares policies; it decides nothing.
@@ -12,7 +12,7 @@ ESTIMATE = "an estimate: the layers' outputs for this batch, in the dtypes they 
 
 def estimated_output_bytes(model, x):
     """Returns `(bytes, ESTIMATE)` of what the layers of a Functional or Sequential model return; otherwise `None`."""
-    graph = _keras_private.graph_of(model)
+    graph = _keras.graph_of(model)
     if graph is None:
         return None
     rows = next((value.shape[0] for value in keras.tree.flatten(x) if len(value.shape)), 1)

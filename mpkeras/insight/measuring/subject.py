@@ -6,8 +6,8 @@ import random
 import keras
 import numpy as np
 
-from mpkeras import _keras_private
-from mpkeras.conversion import recorded
+from mpkeras import _keras
+from mpkeras.conversion.apply import recorded
 from mpkeras.training.backend import training_backend
 from mpkeras.training.state import load_state_dict, state_dict
 
@@ -30,7 +30,7 @@ def subject(model, x):
         if copy is not None:
             yield copy, True
             return
-        if not _keras_private.is_built(model):
+        if not _keras.is_built(model):
             model(x)
         state = state_dict(model, optimizers=[])
         policies, grads = recorded(model), _torch_grads(model)
@@ -46,13 +46,13 @@ def subject(model, x):
 def _copy(model, x):
     """Returns a model of the same configuration and weights, built; `None` where Keras can make none."""
     try:
-        if _keras_private.graph_of(model) is not None or isinstance(model, keras.Sequential):
+        if _keras.graph_of(model) is not None or isinstance(model, keras.Sequential):
             copy = keras.models.clone_model(model)
         else:
             copy = type(model).from_config(model.get_config())
-        if not _keras_private.is_built(copy):
+        if not _keras.is_built(copy):
             copy(x)
-        if _keras_private.is_built(model):
+        if _keras.is_built(model):
             _check_alike(copy, model)
             copy.set_weights(model.get_weights())
             # What `prepare` or `apply_policy` made of the layers is not in every configuration.
@@ -70,7 +70,7 @@ def _check_alike(copy, model):
 
 def _picture(model) -> tuple:
     weights = [(tuple(weight.shape), weight.dtype, weight.trainable) for weight in model.weights]
-    return weights, [type(layer) for layer in _keras_private.flatten_layers(model)]
+    return weights, [type(layer) for layer in _keras.flatten_layers(model)]
 
 
 def _torch_grads(model) -> list:
@@ -82,7 +82,7 @@ def _torch_grads(model) -> list:
 @contextlib.contextmanager
 def _random_generators_put_back():
     states = random.getstate(), np.random.get_state(), training_backend.global_random_states()
-    generator = _keras_private.made_global_seed_generator()
+    generator = _keras.made_global_seed_generator()
     seed = None if generator is None else np.array(keras.ops.convert_to_numpy(generator.state.value))
     try:
         yield
@@ -92,4 +92,4 @@ def _random_generators_put_back():
         training_backend.set_global_random_states(states[2])
         if generator is not None:
             generator.state.assign(seed)
-        _keras_private.set_global_seed_generator(generator)
+        _keras.set_global_seed_generator(generator)

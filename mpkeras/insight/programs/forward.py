@@ -9,11 +9,11 @@ import warnings
 import keras
 from keras import ops
 
-from mpkeras import _keras_private
-from mpkeras.conversion import layers_of
+from mpkeras import _keras
+from mpkeras.conversion import mixing
+from mpkeras.conversion.apply import layers_of
 from mpkeras.insight.programs.program import Program
 from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
-from mpkeras.policies import mixing
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of, tensor_dtype
 
 # In place of a size that the model leaves open, such as the length of a sequence, where nobody gives another.
@@ -112,11 +112,11 @@ def _arguments(model, inputs, batch_size, open_size):
         return sized(tuple(value.shape), keras.backend.standardize_dtype(value.dtype))
 
     call: tuple[tuple, dict]
-    graph = _keras_private.graph_of(model)
+    graph = _keras.graph_of(model)
     if inputs is not None:
         call = (keras.tree.map_structure(like, inputs),), {}
     elif graph is not None:
-        call = (keras.tree.map_structure(like, _keras_private.input_structure(graph)),), {}
+        call = (keras.tree.map_structure(like, _keras.input_structure(graph)),), {}
     else:
         config = model.get_build_config() or {}
         shapes = config.get("shapes_dict") or {"input_shape": config.get("input_shape")}
@@ -152,7 +152,7 @@ def _trace(model, structure, result):
     layers = layers_of(model)
     unbuilt = [layer for layer in layers if not layer.built]
     with (
-        _keras_private.kept_losses(layers),
+        _keras.kept_losses(layers),
         _watched(layers, backend, result),
         mixing.in_silence(),
         warnings.catch_warnings(),

@@ -1,0 +1,473 @@
+"""The few private names of Keras that mpkeras needs, each with the reason.
+
+Read in Keras 3.15.1. `tests/test_keras.py` fails when one of them changes.
+"""
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Callable
+
+import keras
+
+
+def flatten_layers(model, include_self: bool = False) -> list:
+    """Returns every layer below `model`, nested ones included, each once.
+
+    `Model.layers` is public but stops at the first level and does not exist on
+    a plain `Layer`; `Layer._flatten_layers` is what Keras itself walks.
+
+    Args:
+        model: A `keras.Model` or `keras.layers.Layer`.
+        include_self: Whether `model` comes first in the list.
+    """
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(
+            "Expected a `keras.Model` or `keras.layers.Layer`. "
+            f"Received: {model!r} (of type {type(model).__name__}). Pass the model itself."
+        )
+    return model._flatten_layers(include_self=include_self)
+
+
+def direct_sublayers(layer) -> list:
+    """Returns the layers that `layer` holds itself, not those below them."""
+    return layer._flatten_layers(include_self=False, recursive=False)
+
+
+# The lists that Keras 3.15.1 flattens into the layers below a layer and into `Layer.variables`, which are public; the
+# lists are not. To compare them costs less than to ask every layer for its variables again.
+own_lists = operator.attrgetter("_layers", "_trainable_variables", "_non_trainable_variables", "_seed_generators")
+
+
+def optimizer_trainable_variables(optimizer) -> list:
+    """Returns the model variables a built optimizer was built on, in its order.
+
+    `Optimizer.variables` is public but holds the optimizer's own state only.
+    """
+    return list(optimizer._trainable_variables)
+
+
+def overwrites_with_gradient(variable) -> bool:
+    """Whether `variable` takes its gradient as its new value (float8 scales): not to be unscaled.
+
+    The attribute is public on `keras.Variable`; a `tf.Variable` has none.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def in_stateless_scope() -> bool:
+    """Whether the code that runs now is in a `keras.StatelessScope`, which is public; the question is not."""
+    return keras.src.backend.common.stateless_scope.in_stateless_scope()
+
+
+def casts_no_inputs(layer) -> bool:
+    """Whether `layer` passes its inputs to `call` as they are, as Functional models do."""
+    return not layer._convert_input_args
+
+
+def own_variables(layer) -> list:
+    """Returns the variables that `layer` itself created, not those of its sublayers."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def own_seed_generators(layer) -> list:
+    """Returns the `keras.random.SeedGenerator`s that `layer` itself holds; their states are public variables."""
+    return list(layer._seed_generators)
+
+
+def replace_compiled_optimizer(model, optimizer):
+    """Makes `model.save` store `optimizer`, the one whose state it stores, in the compile configuration.
+
+    Keras keeps the object that was passed to `compile`; a model saved with that configuration and another
+    optimizer's variables loads without its optimizer state.
+    """
+    compile_config = getattr(model, "_compile_config", None)
+    if compile_config is not None:
+        compile_config.config["optimizer"] = optimizer
+
+
+def autocast_dtype() -> str | None:
+    """Returns the dtype that float variables are read in now; `None` if they are read as they are stored."""
+    scope = keras.src.backend.get_autocast_scope()
+    return None if scope is None else scope.dtype
+
+
+def autocast_scope(dtype: str | None):
+    """Context manager: float variables are read in `dtype`. Keras opens it around `Layer.call` only."""
+    return keras.src.backend.AutocastScope(dtype)
+
+
+def replace_policy_map(layer, policy):
+    """Gives `layer` `policy` in the place of its `DTypePolicyMap`; the public setter would add an entry to it."""
+    layer._dtype_policy = policy
+
+
+def widen(variable):
+    """Makes a 16-bit variable a float32 one of the same value: the same object, so that all who hold it still do."""
+    value = keras.ops.cast(unscoped_value(variable), "float32")
+    variable._dtype = "float32"
+    variable._initialize(value)
+
+
+def track_parameters_again(model):
+    """Lets torch know the present parameters of `model` and of all in it; elsewhere there is nothing to do."""
+    # Not its layers alone: a Sequential model holds a Functional one with the same variables that is none of them.
+    for module in model.modules() if keras.backend.backend() == "torch" else ():
+        if hasattr(module, "_torch_params"):
+            module._track_variables()
+
+
+def copy_mask(source, target):
+    """Gives `target` the mask of `source`, if it has one: a cast makes a new tensor without it."""
+    mask = keras.src.backend.get_keras_mask(source)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(target, mask)
+
+
+def has_logits(tensor) -> bool:
+    """Whether `tensor` holds probabilities whose logits the crossentropy will find.
+
+    Keras 3.15.1 puts them on the tensor as `_keras_logits`, and has no public name for that.
+    """
+    return getattr(tensor, "_keras_logits", None) is not None
+
+
+def is_built(model) -> bool:
+    """Whether every layer of `model` has its variables."""
+    return all(layer.built for layer in flatten_layers(model, include_self=True))
+
+
+def symbolic_build(model, data_batch):
+    """Builds the model, its metrics and its optimizer from the shapes of one batch, as Keras' `fit` does.
+
+    Keras 3.15.1 does so itself on JAX and torch, and on TensorFlow only under a distribution strategy.
+    """
+    model._symbolic_build(data_batch=data_batch)
+
+
+def weights(model) -> list:
+    """Returns the variables that layers made as trainable, each once, whatever `trainable` says now.
+
+    Among a model's non-trainable variables they are the weights of frozen layers: large, and not statistics.
+    """
+    layers = flatten_layers(model, include_self=True)
+    return list({id(variable): variable for layer in layers for variable in layer._trainable_variables}.values())
+
+
+def frozen_weights(model) -> set:
+    """Returns the `id`s of `weights(model)`, to know them among the non-trainable variables."""
+    return {id(variable) for variable in weights(model)}
+
+
+def parts_of_metric(metric) -> list:
+    """Returns the metrics that hold the variables of `metric`: itself, or those that were given to `compile`.
+
+    Keras puts the latter into one metric, whose class is not public.
+    """
+    return metric.metrics if isinstance(metric, keras.src.trainers.compile_utils.CompileMetrics) else [metric]
+
+
+def recurrent_states(layer) -> list:
+    """Returns the variables in which a stateful recurrent layer keeps its states; `[]` before it is built.
+
+    `RNN.states` is a public attribute, but Keras' tracker does not look into it.
+    """
+    states = keras.tree.flatten(getattr(layer, "states", None))
+    return [state for state in states if isinstance(state, keras.Variable)]
+
+
+def unscoped_value(variable):
+    """Returns the value of `variable` as it is stored, within a layer's `call`, too."""
+    with autocast_scope(None):
+        return variable.value
+
+
+def put(variable, value):
+    """Gives `variable` a backend tensor of its own shape and dtype, unchecked.
+
+    `Variable.assign` is public; its conversions and checks take 5 ms a step for the 760 variables of a ResNet-50.
+    """
+    variable._direct_assign(value)
+
+
+def step_count(optimizer):
+    """Returns the variable that counts the calls of `apply`, micro-steps of an accumulation included.
+
+    `Optimizer.iterations` is public, but with accumulation it is a tensor of another count.
+    """
+    return optimizer._iterations
+
+
+def accumulated_gradients(optimizer) -> list:
+    """Returns the variables in which an optimizer built with accumulation sums its gradients; of any other `[]`."""
+    return list(getattr(optimizer, "_accumulated_gradients", []))
+
+
+@contextlib.contextmanager
+def one_update(optimizer):
+    """Within this context a call of `optimizer.apply` is one update, with the gradients as they are.
+
+    Accumulation and loss scaling are then the work of whoever calls it. The two settings are public, but those of the
+    user's object stay as the user made them, so they are out of force for the length of the call alone.
+
+    With accumulation Keras counts calls, and works out the number of updates from them; its learning rate schedules
+    look at the calls, the last of which updates. Here the counter holds the number of updates meanwhile.
+    """
+    steps = optimizer.gradient_accumulation_steps or 1
+    calls = step_count(optimizer)
+    covers: dict = {"gradient_accumulation_steps": None, "loss_scale_factor": None}
+    if steps > 1:
+        schedule = optimizer._learning_rate
+        if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            last_call = calls.value + (steps - 1)
+            covers["_learning_rate"] = lambda: schedule(last_call)
+        calls.assign(keras.ops.floor_divide(calls.value, steps))
+    attributes = vars(optimizer)
+    covered = {name: attributes[name] for name in covers}
+    # Into the dictionary: an attribute would be tracked.
+    attributes.update(covers)
+    try:
+        yield
+    finally:
+        attributes.update(covered)
+        if steps > 1:
+            calls.assign(calls.value * steps)
+
+
+# The method through which Keras' optimizers decay the weights. On TensorFlow it assigns to variables directly.
+WEIGHT_DECAY_METHOD = "_apply_weight_decay"
+
+
+def decays(optimizer, variable) -> bool:
+    """Whether `optimizer` decays `variable`, after its `exclude_from_weight_decay`."""
+    return optimizer._use_weight_decay(variable)
+
+
+# The method in which Keras' optimizers on TensorFlow sum the gradients over replicas.
+GRADIENT_SUM_METHOD = "_all_reduce_sum_gradients"
+
+
+def graph_of(model):
+    """Returns the Functional model that `model` is, or that a built Sequential has in it; `None` for any other."""
+    if isinstance(model, keras.Sequential):
+        model = model._functional
+    return model if isinstance(model, keras.src.models.functional.Functional) else None
+
+
+def refresh_symbolic_dtypes(model):
+    """Gives every symbolic tensor of a Functional model the dtype that its layer returns now.
+
+    Keras computes them once, when the model is made. Its own `KerasTensor.dtype` has no setter.
+    """
+    for depth in sorted(model._nodes_by_depth, reverse=True):
+        for node in model._nodes_by_depth[depth]:
+            if node.is_input:
+                continue
+            args, kwargs = keras.tree.map_structure(
+                lambda value, layer=node.operation: _as_input_of(layer, value),
+                (node.arguments.args, node.arguments.kwargs),
+            )
+            # As in `Layer.__call__`: a layer without a rule of its own is asked by running its `call`.
+            layer_dtype = node.operation.compute_dtype if getattr(node.operation, "autocast", False) else None
+            # Those that take text compute in "string", for which Keras opens no scope either.
+            with autocast_scope(layer_dtype if layer_dtype is not None and "float" in layer_dtype else None):
+                specs = node.operation.compute_output_spec(*args, **kwargs)
+            for tensor, spec in zip(node.outputs, keras.tree.flatten(specs), strict=True):
+                tensor._dtype = spec.dtype
+
+
+def _as_input_of(layer, value):
+    """Returns a symbolic tensor in the dtype in which `layer` hands it to its `call`; anything else as it is."""
+    converts = isinstance(layer, keras.layers.Layer) and layer._convert_input_args
+    if not converts or not isinstance(value, keras.KerasTensor):
+        return value
+    return layer.dtype_policy.convert_input(value, layer.autocast, layer.input_dtype)
+
+
+def output_structure(model):
+    """Returns the outputs of a Functional model in the structure it returns them; `Model.outputs` is flat."""
+    return model._outputs_struct
+
+
+def input_structure(model):
+    """Returns the inputs of a Functional model in the structure it takes them; `Model.inputs` is flat."""
+    return model._inputs_struct
+
+
+def made_by(tensor) -> tuple:
+    """Returns the layer that returned a symbolic tensor, and the number of the call."""
+    history = tensor._keras_history
+    return history.operation, history.node_index
+
+
+def inputs_of_call(layer, node_index: int) -> list:
+    """Returns the symbolic tensors that a call of `layer` was given."""
+    return layer._inbound_nodes[node_index].input_tensors
+
+
+# The operation behind `keras.ops.cast`, which is not a layer: `Model.layers` passes it by.
+_Cast = type(keras.ops.cast(keras.KerasTensor((1,), dtype="float32"), "float16")._keras_history.operation)
+
+
+class _Float32Output(_Cast):  # type: ignore[misc, valid-type]
+    """Ends an output in float32, and keeps its mask, which the loss looks for and a cast loses.
+
+    It is saved as the stock operation, also in models that are made of this one's outputs. `clone_model` makes the
+    model without it, as a clone's outputs are named after what made them.
+    """
+
+    def call(self, x):
+        outputs = super().call(x)
+        copy_mask(x, outputs)
+        return outputs
+
+    @classmethod
+    def from_config(cls, config):
+        return lambda x: x
+
+
+# Saving asks the class where to find it again.
+_Float32Output.__module__, _Float32Output.__name__ = _Cast.__module__, _Cast.__name__
+_Float32Output.__qualname__ = _Cast.__qualname__
+
+
+def cast_to_float32(tensor, index: int):
+    """Returns the symbolic output number `index` of a model in float32, made by an operation that is no layer."""
+    operation = _Float32Output("float32")
+    operation.name = f"float32_output_{index}"
+    output = operation(tensor)
+    copy_mask(tensor, output)
+    return output
+
+
+def is_float32_cast(tensor) -> bool:
+    """Whether a symbolic tensor was made by `cast_to_float32`."""
+    return isinstance(made_by(tensor)[0], _Float32Output)
+
+
+def has_mask(tensor) -> bool:
+    """Whether a tensor, symbolic or not, carries a mask. `_keras_mask` has no public reader."""
+    return keras.src.backend.get_keras_mask(tensor) is not None
+
+
+def replace_outputs(model, outputs, names):
+    """Lets a Functional model end in other symbolic tensors; it stays the same object, class and weights.
+
+    What `Function.__init__` and `Functional.__init__` do with their outputs. To make a new `keras.Model` would
+    lose the class of a subclass, with its `train_step`; to call `__init__` again, all that it has become.
+
+    Args:
+        model: A Functional model.
+        outputs: The symbolic tensors, in the structure of the old ones.
+        names: What they are called in `compile(loss={...})`, in flat order.
+    """
+    before = {id(layer): layer for layer in model.layers}
+    # Into the dictionary: an attribute would be tracked, and its lists wrapped by TensorFlow.
+    vars(model).update(_graph_to(model, outputs), output_names=list(names))
+    after = {id(layer): layer for layer in model.layers}
+    for key, layer in after.items():
+        if key not in before:
+            model._tracker.track(layer)
+    for key, layer in before.items():
+        if key not in after:
+            model._tracker.untrack(layer)
+    # On TensorFlow, Keras 3.10 keeps another list than the tracker's, and walks that one.
+    known = [layer for layer in model._layers if id(layer) in after or id(layer) not in before]
+    missing = [layer for key, layer in after.items() if key not in before and layer not in known]
+    if missing or len(known) < len(model._layers):
+        model._layers = [*known, *missing]
+
+
+@contextlib.contextmanager
+def replaced_outputs(model, outputs):
+    """Context manager: a Functional model ends in other symbolic tensors of the same layers, to be written down."""
+    graph = _graph_to(model, outputs)
+    before = {name: vars(model)[name] for name in graph}
+    vars(model).update(graph)
+    try:
+        yield
+    finally:
+        vars(model).update(before)
+
+
+def _graph_to(model, outputs) -> dict:
+    from keras.src.ops.function import map_graph
+
+    flat = keras.tree.flatten(outputs)
+    names = ("_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth")
+    return {
+        "_outputs_struct": outputs,
+        "_outputs": flat,
+        **dict(zip(names, map_graph(model._inputs, flat), strict=True)),
+    }
+
+
+def replace_last_layers(model, old, new):
+    """Exchanges the layers `old` at the end of a Sequential model for `new`, its graph left alone.
+
+    `add` and `pop` would call every layer anew, and leave `layer.output` at the first of the calls.
+    """
+    layers = model._layers
+    for layer in old:
+        layers.remove(layer)
+    layers.extend(new)
+
+
+@contextlib.contextmanager
+def kept_losses(layers):
+    """Context manager: the losses of the last call of `layers` outlive a call, which begins by clearing them.
+
+    Even in a `keras.StatelessScope`. `Layer.losses` is public, but returns a new list.
+    """
+    before = [(layer, list(layer._losses), set(layer._loss_ids)) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, losses, ids in before:
+            layer._losses.clear()
+            layer._losses.extend(losses)
+            layer._loss_ids.clear()
+            layer._loss_ids.update(ids)
+
+
+def made_global_seed_generator():
+    """Returns the generator that Keras' random functions without a seed draw from; `None` if it is not made yet.
+
+    `keras.src.random.seed_generator.global_seed_generator()` makes one, from Python's generator.
+    """
+    return keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
+
+
+def set_global_seed_generator(generator):
+    """Lets Keras' random functions draw from `generator`; with `None` they make a new one when they need it."""
+    keras.src.backend.common.global_state.set_global_attribute("global_seed_generator", generator)
+
+
+class SavedBeside(keras.src.saving.keras_saveable.KerasSaveable):
+    """Carries the variables of an optimizer that stock Keras' optimizer of this kind does not have.
+
+    Keras saves and loads every `KerasSaveable` that it finds as an attribute, in a group of its own. Stock Keras'
+    optimizer has no such attribute, so plain Keras reads past the group; in the optimizer's own group it counts the
+    arrays, and loads nothing where there are more. No public class is one without being a layer, a loss or so.
+
+    Args:
+        optimizer: Its `_variables_beside()` returns the variables by name.
+    """
+
+    def __init__(self, optimizer):
+        # Keras walks through all attributes: it must not come back to the optimizer this way.
+        self._optimizer: Callable = weakref.ref(optimizer)
+
+    def _obj_type(self):
+        return "Optimizer"
+
+    def save_own_variables(self, store):
+        for name, variable in self._optimizer()._variables_beside().items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store):
+        # None of them in files of stock Keras; another rule, or a window of other length, has others.
+        found = set(store.keys())
+        for name, variable in self._optimizer()._variables_beside().items():
+            if name in found and tuple(store[name].shape) == tuple(variable.shape):
+                variable.assign(store[name])

@@ -1,0 +1,1 @@
+"""Makes the layers of a model obey a policy, and takes it back."""

@@ -1,0 +1,177 @@
+"""Names the layer, the tensor and both dtypes where a layer of the user's mixes float32 into its 16-bit arithmetic."""
+
+import contextlib
+import functools
+import inspect
+import re
+import warnings
+
+import keras
+import numpy as np
+from keras import ops
+
+from mpkeras.conversion.overrides import is_overridden, override, restore
+from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
+
+# How the backends call the dtypes in their messages; the longer words first.
+_SPELLINGS = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+    "float64": "float64",
+    "half": "float16",
+    "double": "float64",
+    "float": "float32",
+}
+_SPELLED = re.compile(rf"(?<![a-z])({'|'.join(_SPELLINGS)})(?![a-z0-9])", re.IGNORECASE)
+
+_silent: list = []
+
+
+class MixedDtypesError(TypeError):
+    """A layer multiplied or added tensors of two float dtypes, and the backend refused."""
+
+
+def name_mixed_dtypes(layer):
+    """Lets `layer`, if its `call` is the user's own, say by name what it mixes.
+
+    Where the backend raises, a `TypeError` names the layer, the attribute, argument or variable, and both dtypes. Where
+    it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once.
+    """
+    if not has_own_call(layer) or is_overridden(layer, "call"):
+        return
+    call = layer.call
+
+    @functools.wraps(call)
+    def call_and_name(*args, **kwargs):
+        try:
+            outputs = call(*args, **kwargs)
+        except Exception as error:
+            what = refused(layer, args, kwargs, error)
+            if what is None:
+                raise
+            raise MixedDtypesError(f"{what} {remedy(layer)} The backend says: {error}") from error
+        if not has_warned and not _silent:
+            what = promoted(layer, args, kwargs, outputs)
+            if what:
+                has_warned.append(True)
+                warnings.warn(f"{what} {remedy(layer)} Until then it computes in float32.", stacklevel=2)
+        return outputs
+
+    has_warned = []
+    override(layer, "call", call_and_name)
+
+
+@contextlib.contextmanager
+def in_silence():
+    """Context manager: layers that mix without an error say nothing, and will say it the next time."""
+    _silent.append(True)
+    try:
+        yield
+    finally:
+        _silent.pop()
+
+
+def has_own_call(layer) -> bool:
+    """Whether the arithmetic of `layer` is the user's own."""
+    return not type(layer).call.__module__.startswith("keras.") or isinstance(layer, keras.layers.Lambda)
+
+
+def refused(layer, args, kwargs, error) -> str | None:
+    """Returns what `layer` mixes where its `call` raised `error`, in a sentence; `None` for another error."""
+    # What a layer inside has said, as an error or as a warning taken for one, is no refusal of this layer.
+    if isinstance(error, (MixedDtypesError, Warning)):
+        return None
+    both = _dtypes_in(str(error))
+    if len(both) < 2 or layer.compute_dtype not in both:
+        return None
+    return _what(layer, both, _other_dtypes(layer, args, kwargs))
+
+
+def promoted(layer, args, kwargs, outputs) -> str | None:
+    """Returns what lets the `call` of `layer` return a wider float, in a sentence; `None` if nothing in reach does."""
+    found = _other_dtypes(layer, args, kwargs) if _is_promoted(layer, outputs, args, kwargs) else []
+    return _what(layer, {dtype for _, dtype in found}, found) if found else None
+
+
+def remedy(layer) -> str:
+    return (
+        "Cast it with `keras.ops.cast(..., self.compute_dtype)`, put `@mpkeras.float32_island` "
+        f"on the method, or keep the layer in float32: `dtype=\"float32\"`, or the rule 'path:{layer.name}'."
+    )
+
+
+def name_nothing(layer):
+    """Takes back `name_mixed_dtypes`."""
+    # The `call` of a stock layer is overridden by others.
+    if has_own_call(layer):
+        restore(layer, "call")
+
+
+def _dtypes_in(message: str) -> set[str]:
+    # Keras adds the arguments of the call, and they may be of any dtype.
+    message = message.split("Arguments received by")[0]
+    return {_SPELLINGS[word.lower()] for word in _SPELLED.findall(message)}
+
+
+def _is_promoted(layer, outputs, args, kwargs) -> bool:
+    """Whether a layer of 16-bit inputs, and without layers of its own inside, returns a wider float."""
+    inputs = {tensor_dtype(value) for value in keras.tree.flatten((args, kwargs))} & set(FLOAT_DTYPES)
+    outputs = {tensor_dtype(value) for value in keras.tree.flatten(outputs)} & set(FLOAT_DTYPES)
+    return inputs == {layer.compute_dtype} and not outputs <= inputs and not layer._layers
+
+
+def _other_dtypes(layer, args, kwargs) -> list[tuple[str, str]]:
+    """Returns `(what, dtype)` for each float tensor in reach of a call that is not in the layer's compute dtype."""
+    function = layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call
+    try:
+        arguments = inspect.signature(layer.call).bind(*args, **kwargs).arguments
+    except TypeError:
+        arguments = {}
+    reach = inspect.getclosurevars(inspect.unwrap(function))
+    places = [
+        ("its argument `{}`", arguments),
+        ("its attribute `{}`", _attributes(layer)),
+        ("the variable `{}` of the function around it", reach.nonlocals),
+        ("the global variable `{}`", reach.globals),
+    ]
+    return [
+        (where.format(name), dtype)
+        for where, values in places
+        for name, value in values.items()
+        for dtype in sorted(_dtypes_of(value) - {layer.compute_dtype})
+    ]
+
+
+def _attributes(layer) -> dict:
+    """Returns what the user's class put on the layer, torch's parameters and buffers among it."""
+    known = vars(keras.layers.Layer())
+    attributes = {name: value for name, value in vars(layer).items() if name not in known}
+    for registry in ("_parameters", "_buffers"):
+        attributes.update(vars(layer).get(registry) or {})
+    return attributes
+
+
+def _dtypes_of(value) -> set[str]:
+    try:
+        leaves = keras.tree.flatten(value)
+    except Exception:  # A structure of the user's that cannot be flattened holds nothing we could name.
+        return set()
+    found: set = set()
+    for leaf in leaves:
+        if isinstance(leaf, (np.ndarray, np.generic, keras.Variable)):
+            # Inside `call` the dtype of a Keras variable is the one that it is read in.
+            found.add(str(leaf.dtype))
+        elif ops.is_tensor(leaf):
+            found.add(tensor_dtype(leaf))
+    return found & set(FLOAT_DTYPES)
+
+
+def _what(layer, dtypes, found) -> str:
+    others = " and ".join(sorted(set(dtypes) - {layer.compute_dtype}))
+    what = "; ".join(f"{where} is {dtype}" for where, dtype in found)
+    made_inside = "a tensor made inside `call` (`ops.ones`, `ops.arange` … are float32 unless they are given `dtype=`)"
+    return (
+        f"Layer '{layer.name}' ({type(layer).__name__}) computes in {layer.compute_dtype} and mixes it with {others}: "
+        f"{what or made_inside}."
+    )

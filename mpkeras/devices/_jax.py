@@ -1,0 +1,74 @@
+"""What JAX sees of its devices, and a trial that needs JAX's tracing."""
+
+import jax
+import keras
+
+from mpkeras.devices.native import Device, parse_capability
+
+
+def accelerators() -> list[Device]:
+    """Returns TPUs and GPUs. Initializes JAX: call `jax.distributed.initialize` before."""
+    devices = []
+    for device in jax.local_devices():
+        if device.platform == "tpu":
+            devices.append(Device("tpu", device.device_kind))
+        elif device.platform in ("gpu", "cuda", "rocm"):
+            # "8.0" on NVIDIA, "gfx90a" on AMD.
+            capability = str(getattr(device, "compute_capability", ""))
+            devices.append(
+                Device(
+                    "gpu",
+                    device.device_kind,
+                    compute_capability=parse_capability(capability),
+                    architecture=capability if capability.startswith("gfx") else None,
+                )
+            )
+    return devices
+
+
+def run_compiled(function, tensor):
+    """Runs `function(tensor)` under `jit`."""
+    jax.jit(function)(tensor)
+
+
+def trace_gru(compute_dtype: str):
+    """Traces a tiny `GRU`, as the training step would. Raises where Keras mixes dtypes in its loop."""
+    policy = compute_dtype if compute_dtype == "float32" else f"mixed_{compute_dtype}"
+    gru = keras.layers.GRU(
+        1,
+        kernel_initializer="zeros",
+        recurrent_initializer="zeros",
+        seed=0,  # A default seed would be drawn from the state of Python's `random`.
+        dtype=keras.DTypePolicy(policy),
+        name="mpkeras_trial",
+    )
+    gru.build((1, 2, 1))
+    trainable, non_trainable = (
+        [variable.value for variable in variables]
+        for variables in (gru.trainable_variables, gru.non_trainable_variables)
+    )
+    inputs = jax.ShapeDtypeStruct((1, 2, 1), compute_dtype)
+    jax.eval_shape(lambda weights, x: gru.stateless_call(weights, non_trainable, x)[0], trainable, inputs)
+
+
+def softmax_from_probabilities(softmax, axis, scores, mask):
+    """Returns `softmax(scores, mask)` with a derivative that is computed in float32 from the result.
+
+    Args:
+        softmax: A function of 16-bit scores and a mask or `None`.
+        axis: The axis or axes over which the result sums to 1.
+        scores, mask: Its arguments.
+    """
+
+    @jax.custom_jvp
+    def probabilities(scores, mask):
+        return softmax(scores, mask)
+
+    @probabilities.defjvp
+    def derivative(primals, tangents):
+        result = probabilities(*primals)
+        y, t = result.astype("float32"), tangents[0].astype("float32")
+        tangent = y * (t - jax.numpy.sum(y * t, axis=axis, keepdims=True))
+        return result, tangent.astype(result.dtype)
+
+    return probabilities(scores, mask)

@@ -1,0 +1,51 @@
+"""The accelerators that TensorFlow sees, and trials that run on them."""
+
+import concurrent.futures
+
+import tensorflow as tf
+
+from mpkeras.devices.native import Device
+
+
+def accelerators() -> list[Device]:
+    """Returns TPUs and GPUs. Does not initialize them: memory growth can still be set afterwards."""
+    strategy = type(tf.distribute.get_strategy()).__name__
+    # A remote TPU is no physical device here; its strategy is the sign.
+    if strategy.startswith("TPUStrategy") or tf.config.get_visible_devices("TPU"):
+        return [Device("tpu", "TPU")]
+    devices = []
+    for device in tf.config.get_visible_devices("GPU"):
+        details = tf.config.experimental.get_device_details(device)
+        capability = details.get("compute_capability")
+        devices.append(
+            Device(
+                "gpu",
+                details.get("device_name", "GPU"),
+                compute_capability=tuple(capability) if capability else None,
+            )
+        )
+    return devices
+
+
+def run_eagerly(function, *arguments):
+    """Runs `function(*arguments)` at once, also where a graph is being traced."""
+    if tf.executing_eagerly():
+        function(*arguments)
+        return
+    # Not in `tf.init_scope`, where no tape records. Another thread traces nothing.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
+        executor.submit(function, *arguments).result()
+
+
+def run_gradient(function, tensor, jit_compile: bool):
+    """Differentiates the sum of `function(tensor)`, in a graph, with XLA or without."""
+
+    @tf.function(jit_compile=jit_compile, autograph=False)
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(tf.cast(function(x), tf.float32))
+        return tape.gradient(total, x)
+
+    # Not `gradient(tensor)`: TensorFlow warns of whoever calls one function after another.
+    gradient.get_concrete_function(tensor)(tensor)

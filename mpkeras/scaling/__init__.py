@@ -1,0 +1,1 @@
+"""What moves the loss scale: the optimizer around the user's, its window, and the facts of a step."""

@@ -1,0 +1,398 @@
+"""TensorFlow's part of `LossScaleOptimizer`: replicas decide together, then one conditional or a selection."""
+
+import contextlib
+import functools
+import weakref
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from mpkeras import _keras
+from mpkeras.distribution import _tensorflow as all_reduce
+from mpkeras.distribution._tensorflow import check_all_reduce_dtype  # noqa: F401
+from mpkeras.scaling import shared_scale
+from mpkeras.scaling.facts import updating
+
+
+def in_xla() -> bool:
+    """Whether the code that runs now is traced for XLA.
+
+    No public way exists; read in TensorFlow 2.21, where `tf.function(jit_compile=True)` enters this context.
+    """
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def build_scope():
+    """The scope in which an optimizer makes its variables: outside of the graph that is traced, but in its strategy."""
+    return contextlib.nullcontext() if tf.distribute.has_strategy() else tf.init_scope()
+
+
+def check_16_bit_variables(inner_optimizer, variables):
+    """Every optimizer of Keras runs on them here."""
+    del inner_optimizer, variables
+
+
+def traces() -> list:
+    """Returns the graphs that this code is traced into, the innermost first; `[]` in eager code."""
+    found: list = []
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        found.append(weakref.ref(graph))
+        graph = getattr(graph, "outer_graph", None)
+    return found
+
+
+def scale_loss(optimizer, loss, notes):
+    notes.loss_flags.append(tf.math.is_finite(tf.reduce_sum(tf.stop_gradient(loss))))
+    return loss * tf.cast(scale_of_step(optimizer, notes), loss.dtype)
+
+
+def scale_of_step(optimizer, notes):
+    """Returns the loss scale of this step: the noted one if it is eager or of the graph that is traced now."""
+    return shared_scale.scale_of_step(optimizer, notes, _is_of_this_graph)
+
+
+def _is_of_this_graph(tensor) -> bool:
+    if tf.executing_eagerly():
+        return hasattr(tensor, "numpy")
+    # An eager tensor would become a constant of the graph.
+    return not hasattr(tensor, "numpy") and tensor.graph is tf.compat.v1.get_default_graph()
+
+
+def scale_gradient(grad, factor):
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(scale_gradient(grad.values, factor), grad.indices, grad.dense_shape)
+    if grad.dtype in (tf.float16, tf.bfloat16):
+        grad = tf.cast(grad, tf.float32)
+    return grad * tf.cast(factor, grad.dtype)
+
+
+def grad_sum(grads):
+    """Returns a float32 scalar of shape `()` that is finite if and only if the sum of all gradients is.
+
+    One float32 sum a gradient, tested once: inf and NaN survive every addition. Of a sparse gradient only
+    the rows that are there are read.
+    """
+    sums = []
+    for grad in grads:
+        if grad is not None:
+            values = grad.values if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad)
+            if values.dtype.is_complex:
+                values = tf.math.real(values) + tf.math.imag(values)
+            sums.append(tf.reduce_sum(tf.cast(values, tf.float32)))
+    total = tf.add_n(sums) if sums else tf.zeros(())
+    # XLA fuses what is cheap into all that need it: without the root, which counts as expensive, every assignment
+    # would add up the sums of all gradients again, and the time to compile grow with the square of their number.
+    return tf.sqrt(tf.abs(total)) if in_xla() else total
+
+
+def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
+    raise ValueError(
+        "Expected a backend with stateless optimizers. Received: `stateless_apply` on TensorFlow, where it is "
+        "incompatible with `tf.distribute`. Call `optimizer.apply(grads, trainable_variables)`."
+    )
+
+
+def apply(optimizer, grads, variables, notes):
+    strategy = tf.distribute.get_strategy()
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Expected `apply` to be called in a replica context. Received: a call in a cross-replica context. "
+            "Call it in the function that `strategy.run` runs."
+        )
+    # `None` where there is nothing to unscale.
+    scale = None if notes.grads_are_unscaled or optimizer.scale_is_one else scale_of_step(optimizer, notes)
+    if all_reduce.is_active(optimizer):
+        grads = all_reduce.summed(optimizer, grads, variables, notes.grads_are_unscaled)
+    grad_total = grad_sum(grads)
+    loss_is_finite = _known_loss_flag(notes)
+    if _decides_alone(strategy):
+        _apply(optimizer, grads, variables, tf.math.is_finite(grad_total), loss_is_finite, scale)
+        return
+    bad_losses = tf.zeros(()) if loss_is_finite is None else 1.0 - tf.cast(loss_is_finite, tf.float32)
+    # One message, of one form whether this worker knows its loss or not: workers are programs of their own,
+    # and where they wait for different messages they wait for ever.
+    checks = tf.stack([grad_total, bad_losses])
+    context = tf.distribute.get_replica_context()
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        grads_are_finite, loss_is_finite = _flags(context.all_reduce(tf.distribute.ReduceOp.SUM, checks))
+        with all_reduce.no_second_sum(optimizer):
+            _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, scale)
+        return
+    context.merge_call(_apply_across_replicas, args=(optimizer, grads, variables, checks, scale))
+
+
+def _decides_alone(strategy) -> bool:
+    """Whether this is the only replica, and the inner optimizer may be called from a branch.
+
+    Under a `MirroredStrategy` on one device it may not: it goes the way of several.
+    """
+    calls_others = tf.distribute.has_strategy() and not tf.__internal__.distribute.strategy_supports_no_merge_call()
+    return strategy.num_replicas_in_sync == 1 and (in_xla() or not calls_others)
+
+
+def _flags(summed_checks):
+    """Returns whether all gradients, and whether all known losses of all replicas are finite."""
+    return tf.math.is_finite(summed_checks[0]), tf.equal(summed_checks[1], 0.0)
+
+
+def _apply_across_replicas(strategy, optimizer, grads, variables, checks, scale):
+    # Summed over replicas before anyone decides: gradients are reduced later, inside the inner optimizer,
+    # where one replica's inf would reach the weights of all.
+    grads_are_finite, loss_is_finite = _flags(strategy.reduce(tf.distribute.ReduceOp.SUM, checks, axis=None))
+    decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
+
+    def in_each_replica(function, *arguments):
+        # The conditional stands outside the replicas, as a branch inside one could not call the others. So does what
+        # holds for the update: each replica runs in a thread of its own, and the first one out must not end it.
+        with all_reduce.no_second_sum(optimizer), _keras.one_update(optimizer.inner_optimizer):
+            strategy.extended.call_for_each_replica(function, args=arguments)
+
+    if optimizer.window is None:
+        _when(decision.is_due, in_each_replica, _update_inner, optimizer, grads, variables, scale)
+    else:
+        # Each replica sums its own gradients; the inner optimizer reduces them when the update is due.
+        def add():
+            unscaled = strategy.extended.call_for_each_replica(_unscaled, args=(optimizer, grads, variables, scale))
+            _add_to_sums(
+                optimizer.window, unscaled, variables, functools.partial(strategy.extended.update, group=False)
+            )
+
+        _when(decision.is_accepted, add)
+        used = [grad is not None for grad in grads]
+        _when(decision.is_due, in_each_replica, _update_with_means, optimizer, used, variables, decision)
+    _assign_all(own_values)
+
+
+def _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, scale):
+    decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
+    window = optimizer.window
+    if window is not None:
+        _apply_window(optimizer, grads, variables, decision, scale)
+    elif in_xla():
+        _update_selecting(optimizer, grads, variables, decision.is_due, scale)
+    else:
+        # In eager mode and in a plain graph a conditional around the update is the fastest form.
+        _when(decision.is_due, _update_inner, optimizer, grads, variables, scale)
+    _assign_all(own_values)
+
+
+def _apply_window(optimizer, grads, variables, decision, scale):
+    window = optimizer.window
+    used = [grad is not None for grad in grads]
+    if not in_xla():
+        _when(
+            decision.is_accepted,
+            lambda: _add_to_sums(window, _unscaled(optimizer, grads, variables, scale), variables),
+        )
+        _when(decision.is_due, _update_with_means, optimizer, used, variables, decision)
+        return
+    unscaled = _unscaled(optimizer, grads, variables, scale)
+    held = [total.value for total in window.sums_of(variables)]
+    _assign_all(zip(held, window.next_sums(held, unscaled, variables, decision), strict=True))
+
+    def update(is_due):
+        _update_with_means(optimizer, used, variables, decision)
+        return [tf.zeros_like(is_due)]
+
+    # A loop that goes round once or not at all: most calls pay for the sums alone, and no branch stalls the queue.
+    tf.while_loop(lambda is_due: is_due, update, [decision.is_due])
+
+
+def _when(condition, function, *arguments):
+    def run():
+        function(*arguments)
+        return tf.constant(True)
+
+    tf.cond(condition, run, lambda: tf.constant(False))
+
+
+def _unscaled(optimizer, grads, variables, scale):
+    return grads if scale is None else optimizer.unscale(grads, variables, scale)
+
+
+def _update_inner(optimizer, grads, variables, scale):
+    with updating(), _keras.one_update(optimizer.inner_optimizer):
+        optimizer.inner_optimizer.apply(_unscaled(optimizer, grads, variables, scale), variables)
+
+
+def _update_selecting(optimizer, grads, variables, is_due, scale):
+    if _assigns_through_keras(optimizer.inner_optimizer):
+        with selecting_assignments(optimizer.inner_optimizer, is_due):
+            _update_inner(optimizer, grads, variables, scale)
+    else:
+        _update_then_select(optimizer, grads, variables, is_due, scale)
+
+
+def _update_with_means(optimizer, used, variables, decision):
+    sums = optimizer.window.sums_of(variables)
+    totals = [total.value if is_used else None for total, is_used in zip(sums, used, strict=True)]
+    with updating(), _keras.one_update(optimizer.inner_optimizer):
+        optimizer.inner_optimizer.apply(optimizer.window.means(totals, variables, decision), variables)
+
+
+def _update_here(total, function, args):
+    """What `strategy.extended.update` is to all replicas."""
+    function(total, *args)
+
+
+def _add_to_sums(window, grads, variables, update=_update_here):
+    """Adds unscaled gradients to the sums; the first of a window take the place of what the last one left."""
+    entries = list(zip(window.sums_of(variables), grads, variables, strict=True))
+
+    def begin():
+        for total, grad, _ in entries:
+            update(total.value, _begin_sum, args=(grad, window))
+        return tf.constant(True)
+
+    def add():
+        for total, grad, variable in entries:
+            if grad is not None:
+                update(total.value, _add_to_sum, args=(grad, window, variable))
+        return tf.constant(False)
+
+    tf.cond(window.begins(), begin, add)
+
+
+def _begin_sum(total, grad, window):
+    total.assign(window.first(total, grad))
+
+
+def _add_to_sum(total, grad, window, variable):
+    total.assign(window.added(total, grad, variable))
+
+
+def _assign_all(values):
+    for variable, value in values:
+        variable.assign(value)
+
+
+def _known_loss_flag(notes):
+    """Returns whether the losses scaled since the last step are finite, or `None` where this is not known."""
+    flags = notes.loss_flags
+    if not tf.executing_eagerly():
+        # An eager flag is of a loss before the trace: as a constant it would decide every later step.
+        flags = [flag for flag in flags if not hasattr(flag, "numpy")]
+    # A flag of another graph (a branch, a loop body, an earlier trace) is out of reach here.
+    usable = bool(flags) and all(_is_of_this_graph(flag) for flag in flags)
+    return tf.reduce_all(tf.stack(flags)) if usable else None
+
+
+def _assigns_through_keras(inner_optimizer) -> bool:
+    """Whether every write of this optimizer goes through its `assign*` methods or a Keras variable.
+
+    Read for all optimizers of Keras 3.15.1. Accumulation and the overwriting of weights with their average
+    write to TensorFlow variables directly, and so may an optimizer of the user's own. One that has its own form
+    of a method that is covered here, on its class (Muon decays two kinds of variables) or on itself, keeps it.
+    """
+    return all(
+        type(optimizer).__module__.partition(".")[0] == "keras"
+        and not any(_has_its_own(optimizer, name) for name in _COVERED_METHODS)
+        and not optimizer.gradient_accumulation_steps
+        and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
+        for optimizer in _with_parts(inner_optimizer)
+    )
+
+
+_COVERED_METHODS = ("assign", "assign_add", "assign_sub", _keras.WEIGHT_DECAY_METHOD)
+
+
+def _has_its_own(optimizer, name: str) -> bool:
+    return name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(keras.optimizers.Optimizer, name)
+
+
+def _with_parts(inner_optimizer) -> list:
+    return [inner_optimizer, *getattr(inner_optimizer, "optimizers", [])]
+
+
+class _SelectingScope(keras.StatelessScope):
+    """Sends what is assigned to Keras variables through a selection; reading is as outside."""
+
+    def __init__(self, assign):
+        super().__init__()
+        self._assign = assign
+
+    def add_update(self, update):
+        variable, value = update
+        self._assign(variable, value)
+
+
+@contextlib.contextmanager
+def selecting_assignments(inner_optimizer, is_applied):
+    """Within this context every assignment of `inner_optimizer` takes effect only where `is_applied`.
+
+    The optimizer's own `assign*` methods are covered on the instance for the length of the call. Selecting
+    at the assignment leaves nothing that needs the old values: XLA fuses it into the update, and no buffer
+    is copied. (`where` on every variable after the update is the slowest form: 2 to 5 times bare.)
+    """
+
+    def native(variable):
+        return variable.value if isinstance(variable, keras.Variable) else variable
+
+    def assign(variable, value):
+        variable = native(variable)
+        if isinstance(value, tf.IndexedSlices):
+            old = tf.gather(variable, value.indices)
+            chosen = tf.where(is_applied, tf.cast(value.values, variable.dtype), old)
+            variable.scatter_update(tf.IndexedSlices(chosen, value.indices))
+        else:
+            value = tf.cast(value, variable.dtype)
+            variable.assign(tf.where(is_applied, value, variable))
+
+    def assign_change(variable, value, sign):
+        variable = native(variable)
+        value = tf.cast(value, variable.dtype)
+        if isinstance(value, tf.IndexedSlices):
+            # Adding 0 changes -0.0, and flushes subnormal numbers: rows are chosen whole.
+            zeros = tf.zeros_like(value.values)
+            change = tf.where(is_applied, sign * value.values, zeros)
+            kept = tf.gather(variable, value.indices)
+            variable.scatter_add(tf.IndexedSlices(change, value.indices))
+            after = tf.gather(variable, value.indices)
+            variable.scatter_update(tf.IndexedSlices(tf.where(is_applied, after, kept), value.indices))
+        else:
+            changed = variable + value if sign > 0 else variable - value
+            variable.assign(tf.where(is_applied, changed, variable))
+
+    def weight_decay(optimizer):
+        def apply_weight_decay(variables):
+            if optimizer.weight_decay is None:
+                return
+            for variable in variables:
+                if _keras.decays(optimizer, variable):
+                    variable = native(variable)
+                    rate = tf.cast(optimizer.learning_rate, variable.dtype)
+                    decay = tf.cast(optimizer.weight_decay, variable.dtype)
+                    assign_change(variable, variable * decay * rate, -1)
+
+        return apply_weight_decay
+
+    methods = {
+        "assign": assign,
+        "assign_add": lambda variable, value: assign_change(variable, value, 1),
+        "assign_sub": lambda variable, value: assign_change(variable, value, -1),
+    }
+    covered = _with_parts(inner_optimizer)
+    for optimizer in covered:
+        # In the instance's dictionary, not by `setattr`: TensorFlow would track the functions.
+        methods[_keras.WEIGHT_DECAY_METHOD] = weight_decay(optimizer)
+        assert set(methods) == set(_COVERED_METHODS)
+        optimizer.__dict__.update(methods)
+    try:
+        with _SelectingScope(assign):
+            yield
+    finally:
+        for optimizer in covered:
+            for name in methods:
+                optimizer.__dict__.pop(name)
+
+
+def _update_then_select(optimizer, grads, variables, is_applied, scale):
+    """For any other optimizer: updates, then puts the old values back where the step is skipped."""
+    touched = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+    touched += [v.value for v in optimizer.inner_optimizer.variables]
+    old_values = [tf.identity(variable) for variable in touched]
+    _update_inner(optimizer, grads, variables, scale)
+    for variable, old in zip(touched, old_values, strict=True):
+        variable.assign(tf.where(is_applied, variable, old))

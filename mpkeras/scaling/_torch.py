@@ -1,0 +1,158 @@
+"""torch's part of `LossScaleOptimizer`: one pass that checks and unscales, then an update or none."""
+
+import contextlib
+
+import keras
+import torch
+
+from mpkeras import _keras
+from mpkeras.distribution import _torch as ranks
+from mpkeras.scaling import shared_scale
+from mpkeras.scaling.facts import updating
+
+
+def check_all_reduce_dtype(dtype):
+    """Raises `ValueError` for a dtype: gradients are summed over ranks before an optimizer sees them."""
+    if dtype is not None:
+        raise ValueError(
+            "Expected no `all_reduce_dtype` on torch, where `DistributedDataParallel` sums the gradients. Received: "
+            f"all_reduce_dtype={dtype!r}. Leave it out, and give the module torch's own hook: "
+            "`module.register_comm_hook(None, default_hooks.fp16_compress_hook)`, from "
+            "`torch.distributed.algorithms.ddp_comm_hooks`."
+        )
+
+
+def build_scope():
+    """Variables are made where `build` is called here."""
+    return contextlib.nullcontext()
+
+
+def traces() -> list:
+    """Returns `[]`: what Python code does to its objects, `torch.compile` does at each call."""
+    return []
+
+
+def check_16_bit_variables(inner_optimizer, variables):
+    """Raises `ValueError` where Keras' optimizer for torch fails on them in the middle of its update."""
+    narrow = [variable for variable in variables if keras.backend.standardize_dtype(variable.dtype) == "bfloat16"]
+    is_keras_own = type(inner_optimizer).__module__.partition(".")[0] == "keras"
+    if narrow and is_keras_own and isinstance(inner_optimizer, keras.optimizers.Nadam):
+        raise ValueError(
+            "Expected float32 variables for Nadam on torch, where Keras 3.15's raises in bfloat16 when half of its "
+            f"state has moved. Received: {len(narrow)} bfloat16 variables, {narrow[0].path!r} among them. Build the "
+            "model under 'mixed_bfloat16', or take another optimizer."
+        )
+
+
+def scale_loss(optimizer, loss, notes):
+    if torch.is_tensor(loss):
+        notes.loss_flags.append(torch.isfinite(loss.detach().sum()))
+    return loss * scale_of_step(optimizer, notes)
+
+
+def scale_of_step(optimizer, notes):
+    """Returns the loss scale of this step."""
+    return shared_scale.scale_of_step(optimizer, notes, lambda noted: True)
+
+
+def scale_gradient(grad, factor):
+    with torch.no_grad():
+        if grad.dtype in (torch.float16, torch.bfloat16):
+            grad = grad.float()
+        return grad * factor
+
+
+def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
+    variables = optimizer.trainable_variables
+    mapping = list(zip(variables, trainable_variables, strict=True))
+    mapping += list(zip(optimizer.variables, optimizer_variables, strict=True))
+    with keras.StatelessScope(state_mapping=mapping) as scope:
+        apply(optimizer, grads, variables, notes, in_place=False)
+    return (
+        [scope.get_current_value(variable) for variable in variables],
+        [scope.get_current_value(variable) for variable in optimizer.variables],
+    )
+
+
+@torch.no_grad()
+def apply(optimizer, grads, variables, notes, in_place: bool = True):
+    scale_is_one = notes.grads_are_unscaled or optimizer.scale_is_one
+    loss_is_finite = torch.stack(notes.loss_flags).all() if notes.loss_flags else None
+    scale = scale_of_step(optimizer, notes)
+    reciprocal = None if scale_is_one else (1.0 / scale)
+    in_place = in_place and _may_unscale_in_place(grads, variables)
+    if in_place and reciprocal is not None:
+        # torch's own fused pass over the gradients: reads, checks and writes each once. The `.grad` that
+        # the caller sees is unscaled afterwards, as after `torch.amp.GradScaler.unscale_`.
+        present = [grad for grad in grads if grad is not None]
+        found_inf = torch.zeros((), dtype=torch.float32, device=present[0].device)
+        torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, reciprocal.to(found_inf.device))
+        grads_are_finite = found_inf == 0
+    else:
+        grads_are_finite = _grads_are_finite(grads)
+    # Of the optimizer's own scalars, with which the decision is made; NCCL sends nothing from another one.
+    device = optimizer.skipped_steps.value.device
+    grads_are_finite = grads_are_finite.to(device)
+    loss_is_finite = None if loss_is_finite is None else loss_is_finite.to(device)
+    if ranks.is_distributed():
+        grads_are_finite, loss_is_finite = ranks.on_all_ranks(grads_are_finite, loss_is_finite)
+    decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
+    # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
+    if bool(decision.is_accepted if optimizer.window is None else decision.is_accepted | decision.is_due):
+        if not in_place and not scale_is_one:
+            grads = optimizer.unscale(grads, variables, scale)
+        if optimizer.window is None:
+            with updating(), _keras.one_update(optimizer.inner_optimizer):
+                optimizer.inner_optimizer.apply(grads, variables)
+        else:
+            _apply_window(optimizer, grads, variables, decision)
+    in_scope = _keras.in_stateless_scope()
+    for variable, value in own_values:
+        # A rule of the user's own may return Python numbers.
+        if in_scope or not torch.is_tensor(value):
+            variable.assign(value)
+        else:
+            _keras.put(variable, value)
+
+
+def _apply_window(optimizer, grads, variables, decision):
+    window = optimizer.window
+    used = [grad is not None for grad in grads]
+    sums = window.sums_of(variables)
+    if bool(decision.is_accepted):
+        begins = bool(window.begins())
+        for total, grad, variable in zip(sums, grads, variables, strict=True):
+            grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
+            if begins:
+                total.assign(window.first(total.value, grad))
+            elif grad is not None:
+                total.assign(window.added(total.value, grad, variable))
+    if bool(decision.is_due):
+        totals = [total.value if is_used else None for total, is_used in zip(sums, used, strict=True)]
+        with updating(), _keras.one_update(optimizer.inner_optimizer):
+            optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
+
+
+def _may_unscale_in_place(grads, variables) -> bool:
+    """Whether every gradient is the float32 `.grad` of its variable; a tensor of the caller's own is not ours."""
+    present = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
+    return bool(present) and all(
+        not _keras.overwrites_with_gradient(v)
+        and g.dtype == torch.float32
+        and not g.is_sparse
+        and g is getattr(getattr(v, "value", v), "grad", None)
+        for g, v in present
+    )
+
+
+def _grads_are_finite(grads):
+    """Returns whether all gradients are finite: a bool scalar of shape `()`."""
+    total = None
+    for grad in grads:
+        if grad is not None:
+            values = grad._values() if grad.is_sparse else grad
+            if values.is_complex():
+                values = torch.view_as_real(values.resolve_conj())
+            part = values.sum(dtype=torch.float32)
+            total = part if total is None else total + part
+    return torch.isfinite(total) if total is not None else torch.tensor(True)

@@ -1,0 +1,290 @@
+"""The window of gradient accumulation: several calls of `apply` sum their gradients for one update."""
+
+import dataclasses
+
+import keras
+from keras import ops
+
+from mpkeras import _keras
+from mpkeras._typing import OptimizerMixin
+from mpkeras.policies import scalars
+
+ON_OVERFLOW = ("drop_micro", "drop_window")
+
+
+def check_window(accumulate_steps, on_overflow):
+    """Raises `ValueError` unless `accumulate_steps` and `on_overflow` describe a window."""
+    if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
+        raise ValueError(
+            "Expected a whole number of at least 1 steps to accumulate gradients over. Received: "
+            f"accumulate_steps={accumulate_steps!r}. Use 1 to update at every step."
+        )
+    if on_overflow not in ON_OVERFLOW:
+        raise ValueError(
+            f"Expected `on_overflow` to be one of {ON_OVERFLOW}. Received: on_overflow={on_overflow!r}. Use "
+            "'drop_micro' to leave out the one batch, 'drop_window' to leave out the whole update."
+        )
+
+
+def sum_dtype(dtype) -> str:
+    """Returns the dtype in which gradients of a variable of `dtype` are summed: float32 or wider."""
+    dtype = keras.backend.standardize_dtype(dtype)
+    # In 16 bits a sum of many gradients loses the small ones.
+    return dtype if dtype == "float64" or "complex" in dtype else "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What one call of `apply` does. The first five are bool scalars of shape `()`.
+
+    Without accumulation a window is one step: it is the last, and due where accepted.
+    """
+
+    is_accepted: object  # the gradients of this call count
+    is_last: object  # this call ends the window
+    is_due: object  # the inner optimizer updates now
+    scale_moves: object  # the loss-scaling rule takes a step now
+    scale_is_finite: object  # what it is told
+    accepted_in_window: object  # int32 scalar, this call counted
+    values: list  # `(variable, value)` for the window's own counters
+
+
+def single_step(grads_are_finite, loss_is_finite) -> Decision:
+    """The decision without accumulation. `loss_is_finite` is `None` where it is not known."""
+    is_accepted, scale_moves = grads_are_finite, True
+    if loss_is_finite is not None:
+        is_accepted = scalars.logical_and(grads_are_finite, loss_is_finite)
+        # No scale cures a forward pass that is not finite: the scale stays.
+        scale_moves = loss_is_finite
+    return Decision(is_accepted, True, is_accepted, scale_moves, grads_are_finite, 1, [])
+
+
+class GradientWindow:
+    """Sums the gradients of `steps` calls of `apply` in float32, and says when the update is due.
+
+    The window has a fixed length: it ends at the `steps`-th call whatever overflows. A call whose loss or
+    gradients are not finite leaves no trace in the sums, and the update takes the mean over the others
+    (`"drop_micro"`), or is left out (`"drop_window"`). The loss scale moves at the end of a window only, and
+    backs off if gradients overflowed anywhere in it.
+
+    Args:
+        optimizer: The optimizer whose variables the window's are.
+        steps: Calls of `apply` to an update, at least 1.
+        on_overflow: `"drop_micro"` or `"drop_window"`.
+    """
+
+    def __init__(self, optimizer, steps: int, on_overflow: str = "drop_micro"):
+        check_window(steps, on_overflow)
+        self.steps = steps
+        self.on_overflow = on_overflow
+
+        # Not in `build`: a train step is traced with these counters before it builds the optimizer.
+        def add(name, dtype):
+            return optimizer.add_variable(shape=(), initializer="zeros", dtype=dtype, aggregation="none", name=name)
+
+        self.position = add("window_position", "int32")
+        self.accepted = add("window_accepted", "int32")
+        self.overflowed = add("window_overflowed", "bool")
+        # All calls whose gradients counted: what tells an accepted call from a skipped one.
+        self.accepted_steps = add("accepted_steps", "int32")
+        self.sums: list = []
+
+    @property
+    def variables(self) -> list:
+        return [self.position, self.accepted, self.overflowed, self.accepted_steps, *self.sums]
+
+    def build(self, optimizer, variables):
+        """Makes the sums, as variables of `optimizer`: one for each of `variables`."""
+        self.sums = [
+            optimizer.add_variable(
+                shape=variable.shape,
+                initializer="zeros",
+                dtype=sum_dtype(variable.dtype),
+                aggregation="none",
+                layout=getattr(variable, "_layout", None),
+                name=f"gradient_sum_{i}",
+            )
+            for i, variable in enumerate(variables)
+        ]
+        self._sum_of = {id(variable): total for variable, total in zip(variables, self.sums, strict=True)}
+
+    def sums_of(self, variables) -> list:
+        """Returns the sum of each of `variables`: of all that the optimizer was built on, or those not frozen."""
+        return [self._sum_of[id(variable)] for variable in variables]
+
+    def decide(self, grads_are_finite, loss_is_finite) -> Decision:
+        """Returns what this call of `apply` does. `loss_is_finite` is `None` where it is not known."""
+        single = single_step(grads_are_finite, loss_is_finite)
+        overflowed_now = scalars.logical_not(grads_are_finite)
+        if loss_is_finite is not None:
+            overflowed_now = scalars.logical_and(overflowed_now, loss_is_finite)
+        overflowed = scalars.logical_or(self.overflowed.value, overflowed_now)
+        counted = ops.cast(single.is_accepted, "int32")
+        accepted = self.accepted.value + counted
+        position = self.position.value + 1
+        # Not `==`: a restored position may lie beyond a window that was made shorter.
+        is_last = scalars.greater_equal(position, self.steps)
+        enough = self.steps if self.on_overflow == "drop_window" else 1
+        is_due = scalars.logical_and(is_last, scalars.greater_equal(accepted, enough))
+        return Decision(
+            is_accepted=single.is_accepted,
+            is_last=is_last,
+            is_due=is_due,
+            scale_moves=scalars.logical_and(is_last, scalars.logical_or(overflowed, is_due)),
+            scale_is_finite=scalars.logical_not(overflowed),
+            accepted_in_window=accepted,
+            values=[
+                (self.position, scalars.where(is_last, 0, position)),
+                (self.accepted, scalars.where(is_last, 0, accepted)),
+                (self.overflowed, scalars.logical_and(overflowed, scalars.logical_not(is_last))),
+                (self.accepted_steps, self.accepted_steps.value + counted),
+            ],
+        )
+
+    def begins(self):
+        """Returns whether no gradients counted in this window yet: a bool scalar of shape `()`.
+
+        Then the sums are still those of the window before, and mean nothing. They are not cleared at its end, as that
+        would be one more pass over memory, and on JAX a second buffer, where the update has just read them.
+        """
+        return ops.equal(self.accepted.value, 0)
+
+    def added(self, total, grad, variable):
+        """Returns the sum `total` with an unscaled gradient added; a dense float32 tensor."""
+        if _keras.overwrites_with_gradient(variable):
+            # Its gradient is its new value (float8 scales): the last one counts.
+            return ops.cast(grad, total.dtype)
+        return total + ops.cast(grad, total.dtype)
+
+    def first(self, total, grad):
+        """Returns what `total` becomes where the window begins with this unscaled gradient, or with `None`."""
+        return ops.zeros_like(total) if grad is None else ops.cast(grad, total.dtype)
+
+    def next_sums(self, totals, grads, variables, decision: Decision) -> list:
+        """Returns what the sums `totals` become with this call's unscaled gradients; without a branch."""
+        begins = self.begins()
+
+        def next_sum(total, grad, variable):
+            before = ops.where(begins, ops.zeros_like(total), total)
+            new = before if grad is None else self.added(before, grad, variable)
+            return ops.where(decision.is_accepted, new, total)
+
+        return [next_sum(*entry) for entry in zip(totals, grads, variables, strict=True)]
+
+    def means(self, totals, variables, decision: Decision) -> list:
+        """Returns the gradients of the update: the mean over the calls that were accepted."""
+        # The division is not reached with 0: then no update is due. It must not make a NaN all the same.
+        count = scalars.maximum(decision.accepted_in_window, 1)
+        return [
+            total
+            if total is None or _keras.overwrites_with_gradient(variable)
+            else ops.divide(total, ops.cast(count, keras.backend.standardize_dtype(total.dtype)))
+            for total, variable in zip(totals, variables, strict=True)
+        ]
+
+
+class AccumulatesGradients(OptimizerMixin):
+    """Goes before `keras.optimizers.LossScaleOptimizer` in the bases of our wrapper: its window."""
+
+    window: GradientWindow | None = None
+
+    def _take_over_accumulation(self, on_overflow):
+        """Sums the gradients here instead of in the inner optimizer, which would count skipped calls out.
+
+        The setting of the inner optimizer stays: it is the user's, and the next wrapper reads it, too.
+        """
+        steps = self.inner_optimizer.gradient_accumulation_steps
+        if steps is not None:
+            self.window = GradientWindow(self, steps, on_overflow or "drop_micro")
+        elif on_overflow is not None:
+            raise ValueError(
+                "Expected `on_overflow` with an inner optimizer that accumulates gradients. Received: "
+                f"on_overflow={on_overflow!r} without. Set `gradient_accumulation_steps` on it."
+            )
+
+    def accumulate(self, steps: int, on_overflow: str = "drop_micro"):
+        """Updates at every `steps`-th call of `apply` only, with the mean of the gradients of the calls.
+
+        The same as `gradient_accumulation_steps=steps` on the inner optimizer.
+
+        Args:
+            steps: At least 1, in calls of `apply`; 1 updates at every call.
+            on_overflow: What a call whose loss or gradients are not finite takes from the update: itself
+                (`"drop_micro"`) or all of it (`"drop_window"`).
+
+        Raises:
+            ValueError: If an argument is out of its range, or this optimizer accumulates otherwise already.
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=1.0, dynamic=False)
+        >>> optimizer.accumulate(2)
+        >>> variable = keras.Variable(5.0)
+        >>> for grad in (1.0, 3.0):
+        ...     optimizer.apply([keras.ops.array(grad)], [variable])
+        >>> variable.numpy().item()
+        3.0
+        """
+        check_window(steps, on_overflow)
+        now = (1, on_overflow) if self.window is None else (self.window.steps, self.window.on_overflow)
+        if now == (steps, on_overflow):
+            return
+        if self.built and self.window is not None:
+            raise ValueError(
+                "Expected a built optimizer to go on accumulating as it does: its sums may be half full. Received: "
+                f"steps={steps}, on_overflow={on_overflow!r} for {now[0]} steps and {now[1]!r}. "
+                "Create a new optimizer."
+            )
+        if self.window is not None:
+            self.window.steps, self.window.on_overflow = steps, on_overflow
+            return
+        self.window = GradientWindow(self, steps, on_overflow)
+        if self.built:
+            self._build_window(self.window)
+
+    def _build_window(self, window: GradientWindow):
+        window.build(self, self.trainable_variables)
+        self._take_sums(window)
+
+    def _take_sums(self, window: GradientWindow):
+        """Goes on with the half-full sums of an inner optimizer that has accumulated without us."""
+        sums, calls = _keras.accumulated_gradients(self.inner_optimizer), self._inner_calls
+        if not sums:
+            return
+        steps = self.inner_optimizer.gradient_accumulation_steps or window.steps
+        position = ops.cast(ops.mod(calls.value, steps), "int32")
+        # Copies: JAX cannot donate a buffer twice, and torch's would change with the variable it is of.
+        window.position.assign(ops.copy(position))
+        window.accepted.assign(ops.copy(position))
+        for total, old in zip(window.sums, sums, strict=True):
+            total.assign(ops.copy(ops.cast(old.value, total.dtype)))
+            old.assign(ops.zeros_like(old.value))
+        calls.assign(calls.value - ops.cast(position, calls.dtype))
+
+    @property
+    def _inner_calls(self):
+        """What counts the steps of the inner optimizer: its calls, where that one is set to accumulate."""
+        return _keras.step_count(self.inner_optimizer)
+
+    @property
+    def variables(self) -> list:
+        """The variables of this optimizer and of the inner one, in the order in which files hold them."""
+        # Those of the window come last among its own, although its counters are made first.
+        of_window = [] if self.window is None else self.window.variables
+        known = {id(variable) for variable in of_window}
+        own = [variable for variable in self._variables if id(variable) not in known]
+        return [*own, *of_window, *self.inner_optimizer.variables]
+
+    @property
+    def accepted_steps(self):
+        """Counts the calls of `apply` that were not skipped; with accumulation, more than the updates."""
+        return self._inner_calls if self.window is None else self.window.accepted_steps
+
+    @property
+    def gradient_accumulation_steps(self):
+        """Calls of `apply` to an update; `None` where each updates."""
+        return None if self.window is None or self.window.steps == 1 else self.window.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps):
+        self.accumulate(1 if steps is None else steps, self.window.on_overflow if self.window else "drop_micro")

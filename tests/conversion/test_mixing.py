@@ -1,0 +1,246 @@
+"""P11: a layer of the user's own that mixes dtypes is named, with the tensor and both dtypes."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.conversion.mixing import MixedDtypesError
+
+POLICIES = ["mixed_float16", "mixed_bfloat16"]
+X = np.ones((2, 4), "float32")
+SCALES = ops.convert_to_tensor(np.full(4, 2.0, "float32"))
+
+
+class Attribute(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.scales = ops.convert_to_tensor(np.full(4, 2.0, "float32"))
+
+    def call(self, x):
+        return x * self.scales
+
+
+class NumpyAttribute(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.scales = np.full(4, 2.0, "float32")
+
+    def call(self, x):
+        return x * ops.convert_to_tensor(self.scales)
+
+
+class InADictionary(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.tables = {"scales": [ops.convert_to_tensor(np.full(4, 2.0, "float32"))]}
+
+    def call(self, x):
+        return x * self.tables["scales"][0]
+
+
+class Unmoved(layers.Layer):
+    """A variable that asked to be read as it is stored."""
+
+    def build(self, input_shape):
+        self.scales = self.add_weight(shape=(4,), initializer="ones", autocast=False)
+
+    def call(self, x):
+        return x * self.scales.value
+
+
+class Matrix(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.matrix = ops.convert_to_tensor(np.eye(4, dtype="float32"))
+
+    def call(self, x):
+        return x @ self.matrix
+
+
+class Argument(layers.Layer):
+    """Takes its arguments as they come, and relies on their being alike."""
+
+    def __init__(self):
+        super().__init__(autocast=False)
+
+    def call(self, x, scales):
+        return ops.cast(x, self.compute_dtype) * scales
+
+
+class MadeInside(layers.Layer):
+    def call(self, x):
+        return x * ops.ones((4,)) @ ops.eye(4)
+
+
+class Global(layers.Layer):
+    def call(self, x):
+        return x * SCALES
+
+
+class Composite(layers.Layer):
+    """The fault is in its own code, behind a layer that is in order."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(4)
+        self.scales = ops.convert_to_tensor(np.full((4, 4), 2.0, "float32"))
+
+    def build(self, input_shape):
+        self.dense.build(input_shape)
+
+    def call(self, x):
+        return self.dense(x) @ self.scales
+
+
+def closure():
+    scales = ops.convert_to_tensor(np.full(4, 2.0, "float32"))
+    return layers.Lambda(lambda x: x * scales, output_shape=(4,))
+
+
+# The layer, what is to be named, and whether `keras.ops` promotes it without a word where the backend does not raise.
+WRONG = {
+    "attribute": (Attribute, "attribute `scales`"),
+    "numpy": (NumpyAttribute, "attribute `scales`"),
+    "nested": (InADictionary, "attribute `tables`"),
+    "variable": (Unmoved, "attribute `scales`"),
+    "matrix": (Matrix, "attribute `matrix`"),
+    "argument": (Argument, "argument `scales`"),
+    "inside": (MadeInside, "made inside `call`"),
+    "global": (Global, "global variable `SCALES`"),
+    "composite": (Composite, "attribute `scales`"),
+    "closure": (closure, "variable `scales` of the function around it"),
+}
+
+
+class Model(keras.Model):
+    def __init__(self, layer):
+        super().__init__()
+        self.wrong = layer
+
+    def call(self, x):
+        if isinstance(self.wrong, Argument):
+            return self.wrong(x, scales=ops.convert_to_tensor(np.full(4, 2.0, "float32")))
+        return self.wrong(x)
+
+
+def raises(name, policy):
+    """Whether the backend refuses to mix. JAX promotes; torch does in sums and products, but not in `@`."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":  # Its matrix product takes bfloat16 and float32 together.
+        return policy == "mixed_float16" or name not in ("matrix", "composite")
+    return backend == "torch" and name in ("matrix", "composite")
+
+
+# Where nothing is raised: a tensor made inside, and the cast of a layer that takes arguments as they come, cannot be
+# told from a cast on purpose; the layers inside a composite may be float32 by a rule.
+UNSEEN = ("inside", "argument", "composite")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_layer_is_named_with_what_it_mixes_and_both_dtypes(name, policy):
+    make, culprit = WRONG[name]
+    layer = make()
+    model = Model(layer)
+    model(X)  # It works in float32.
+    mpkeras.apply_policy(model, policy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if raises(name, policy):
+            with pytest.raises(TypeError) as error:
+                model(X)
+            message = str(error.value)
+        else:
+            model(X)
+            model(X)
+            named = [str(warning.message) for warning in caught if "mixes it with" in str(warning.message)]
+            assert len(named) == (name not in UNSEEN)
+            message = named[0] if named else None
+    if message is not None:
+        assert f"Layer '{layer.name}' ({type(layer).__name__})" in message
+        assert f"computes in {policy.removeprefix('mixed_')} and mixes it with float32" in message
+        assert culprit in message
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [name for name in WRONG if name not in ("closure", "argument")])
+def test_the_same_layer_passes_as_a_float32_island(name, policy):
+    make, _ = WRONG[name]
+
+    class Right(make):
+        call = mpkeras.float32_island(make.call)
+
+    model = Model(Right())
+    expected = ops.convert_to_numpy(model(X))
+    mpkeras.apply_policy(model, policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            outputs = model(X)
+        except TypeError as error:
+            # The layers inside an island follow their own policy: the remedy here is the rule, or `dtype`.
+            assert name == "composite" and "the rule 'path:" in str(error)
+            return
+        except UserWarning as warning:
+            assert "mixes it with" in str(warning)
+            outputs = None
+    if outputs is not None:
+        np.testing.assert_allclose(ops.convert_to_numpy(ops.cast(outputs, "float32")), expected, rtol=0.02)
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_functional_model_is_refused_while_it_is_converted_and_stays_as_it_was():
+    inputs = keras.Input((4,))
+    x = layers.Dense(4, activation="sigmoid")(inputs)
+    model = keras.Model(inputs, layers.Dense(2)(Matrix(name="mine")(x)))
+    before, symbolic = model.get_config(), [tensor.dtype for tensor in model.outputs]
+    expected = ops.convert_to_numpy(model(X))
+    with pytest.raises(MixedDtypesError, match="Layer 'mine'"):
+        mpkeras.apply_policy(model, "mixed_float16")
+    assert model.get_config() == before and [tensor.dtype for tensor in model.outputs] == symbolic
+    assert {layer.compute_dtype for layer in model.layers} == {"float32"}
+    np.testing.assert_array_equal(ops.convert_to_numpy(model(X)), expected)
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_fit_names_the_layer_too():
+    model = keras.Sequential([keras.Input((4,)), Matrix(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match="attribute `matrix` is float32"):
+        model.fit(X, X[:, :1], verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float16")])
+
+
+def test_other_errors_pass_as_they_are():
+    class Broken(layers.Layer):
+        def call(self, x):
+            raise RuntimeError("no disk, no float")
+
+    model = Model(Broken())
+    mpkeras.apply_policy(model, "mixed_float16")
+    with pytest.raises(RuntimeError, match="no disk") as error:
+        model(X)
+    assert not isinstance(error.value, MixedDtypesError)
+
+
+def test_a_layer_that_casts_on_purpose_is_left_in_peace():
+    class Logits(layers.Layer):
+        def call(self, x):
+            return ops.cast(x, "float32") * 2.0
+
+    model = Model(Logits())
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert keras.backend.standardize_dtype(model(X).dtype) == "float32"  # Warnings are errors here.
+
+
+def test_the_way_back_leaves_nothing_on_the_layer():
+    model = Model(Attribute())
+    model(X)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert "call" in vars(model.wrong)
+    mpkeras.apply_policy(model, "float32")
+    assert not {"call", "add_loss"} & set(vars(model.wrong))
+    model(X)

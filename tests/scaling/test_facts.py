@@ -1,0 +1,284 @@
+"""P3: no loop that scales its loss is warned of, however it is compiled, and every loop that forgets to is."""
+
+import threading
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+from mpkeras.scaling.facts import step_notes
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+
+SCALE = 8.0
+SLOPE = np.array([1.0, 3.0], "float32")
+FORGOTTEN = "the loss was not scaled since the last step"
+
+
+def numpy(tensor):
+    return keras.ops.convert_to_numpy(tensor)
+
+
+def optimizer_and_variable(**options):
+    v = keras.Variable([1.0, 2.0])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=SCALE, **options)
+    optimizer.build([v])
+    return optimizer, v
+
+
+def scaled_gradient(optimizer, x=None):
+    """The gradient of the scaled loss `mean(x) * (v0 + 3 v1)`, for an `x` of ones."""
+    loss = keras.ops.ones(()) if x is None else keras.ops.mean(x)
+    return optimizer.scale_loss(loss) * keras.ops.convert_to_tensor(SLOPE)
+
+
+def eager(optimizer, v):
+    return lambda x: optimizer.apply([scaled_gradient(optimizer, x)], [v])
+
+
+def of_tf_keras(optimizer, v):
+    def step(x):
+        (grad,) = optimizer.get_unscaled_gradients([scaled_gradient(optimizer, x)])
+        optimizer.apply_gradients([(grad, v)])
+
+    return step
+
+
+def tf_function(function, **options):
+    import tensorflow as tf
+
+    return tf.function(function, **options)
+
+
+def in_xla(optimizer, v):
+    return tf_function(eager(optimizer, v), jit_compile=True)
+
+
+def under_a_tape(optimizer, v):
+    import tensorflow as tf
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            scaled_loss = optimizer.scale_loss(tf.reduce_mean(x) * tf.reduce_sum(v.value * SLOPE))
+        optimizer.apply([tape.gradient(scaled_loss, v.value)], [v])
+
+    return step
+
+
+def applied_in_a_function_of_its_own(optimizer, v):
+    apply = tf_function(lambda grad: optimizer.apply([grad], [v]))
+    return tf_function(lambda x: apply(scaled_gradient(optimizer, x)))
+
+
+def gradients_alone_in_a_function(optimizer, v):
+    gradient = tf_function(lambda x: scaled_gradient(optimizer, x))
+    return lambda x: optimizer.apply([gradient(x)], [v])
+
+
+def two_functions(optimizer, v):
+    gradient = tf_function(lambda x: scaled_gradient(optimizer, x))
+    apply = tf_function(lambda grad, x: optimizer.apply([grad], [v]))
+    # The second one is traced anew where the first is not.
+    return lambda x: apply(gradient(keras.ops.ones(2)), x)
+
+
+def scaled_in_a_function_within(optimizer, v):
+    gradient = tf_function(lambda: scaled_gradient(optimizer))
+    return tf_function(lambda x: optimizer.apply([gradient()], [v]))
+
+
+def stateless(optimizer, v, compile_step=lambda step: step, compile_parts=lambda part: part):
+    import jax
+
+    def scaled_loss(value, state, x):
+        with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state, strict=True))):
+            return optimizer.scale_loss(keras.ops.mean(x) * (value * SLOPE).sum())
+
+    gradient = compile_parts(jax.grad(scaled_loss))
+    apply = compile_parts(lambda state, grad, value, x: optimizer.stateless_apply(state, [grad], [value]))
+    update = compile_step(lambda state, value, x: apply(state, gradient(value, state, keras.ops.ones(2)), value, x))
+
+    def step(x):
+        (value,), state = update([u.value for u in optimizer.variables], v.value, x)
+        for variable, new in zip([v, *optimizer.variables], [value, *state], strict=True):
+            variable.assign(new)
+
+    return step
+
+
+def jit(function):
+    import jax
+
+    return jax.jit(function)
+
+
+def in_jit(optimizer, v):
+    return stateless(optimizer, v, compile_step=jit)
+
+
+def in_jit_of_jits(optimizer, v):
+    return stateless(optimizer, v, compile_step=jit, compile_parts=jit)
+
+
+def in_two_jits(optimizer, v):
+    return stateless(optimizer, v, compile_parts=jit)
+
+
+def in_torch_compile(optimizer, v):
+    import torch
+
+    gradient = torch.compile(lambda x: scaled_gradient(optimizer, x), backend="eager")
+    return lambda x: optimizer.apply([gradient(x)], [v])
+
+
+# Both halves of a step in one trace, or in none.
+WHOLE = [eager, of_tf_keras] + {
+    "tensorflow": [lambda o, v: tf_function(eager(o, v)), in_xla, under_a_tape],
+    "jax": [stateless, in_jit],
+    "torch": [],
+}[keras.backend.backend()]
+# A part that is compiled by itself scales a loss, or applies, at each call without Python seeing it.
+PARTS = {
+    "tensorflow": [
+        gradients_alone_in_a_function,
+        two_functions,
+        scaled_in_a_function_within,
+        applied_in_a_function_of_its_own,
+    ],
+    "jax": [in_two_jits, in_jit_of_jits],
+    "torch": [in_torch_compile],
+}[keras.backend.backend()]
+
+
+def train(loop):
+    optimizer, v = optimizer_and_variable()
+    step = loop(optimizer, v)
+    # Each traces the step anew.
+    for rows in (2, 2, 3, 4):
+        step(keras.ops.ones(rows))
+    return optimizer, v
+
+
+@pytest.mark.every_case
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", WHOLE + PARTS)
+def test_a_loop_that_scales_its_loss_is_not_warned_of(loop):
+    _, v = train(loop)
+    np.testing.assert_array_equal(numpy(v), [1.0 - 0.5 * 4 * 1.0, 2.0 - 0.5 * 4 * 3.0])
+
+
+@pytest.mark.every_case
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", WHOLE)
+def test_a_loop_that_forgets_is_told_whatever_came_before(loop):
+    optimizer, v = train(loop)
+    # What `get_unscaled_gradients` said holds until now.
+    optimizer.scale_loss(keras.ops.ones(()))
+    optimizer.apply([keras.ops.convert_to_tensor(SLOPE)], [v])
+    with pytest.warns(UserWarning, match=FORGOTTEN):
+        optimizer.apply([keras.ops.convert_to_tensor(SLOPE)], [v])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once for an optimizer
+        optimizer.apply([keras.ops.convert_to_tensor(SLOPE)], [v])
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_compiled_loop_that_forgets_is_told_as_it_is_traced():
+    optimizer, v = train(under_a_tape)
+    forgets = tf_function(lambda grad: optimizer.apply([grad], [v]))
+    with pytest.warns(UserWarning, match=FORGOTTEN):
+        forgets(keras.ops.convert_to_tensor(SLOPE))
+
+
+def in_a_thread(function):
+    result = []
+    thread = threading.Thread(target=lambda: result.append(function()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+@pytest.mark.parametrize("scales", [True, False])
+@pytest.mark.parametrize("unscales", [True, False])
+def test_the_parts_of_a_step_may_run_in_threads_of_their_own(scales, unscales):
+    optimizer, v = optimizer_and_variable()
+    one = keras.ops.ones(())
+    scaled = in_a_thread(lambda: optimizer.scale_loss(one)) if scales else optimizer.scale_loss(one)
+    grads = [scaled * keras.ops.convert_to_tensor(SLOPE)]
+    if unscales:
+        grads = in_a_thread(lambda: optimizer.get_unscaled_gradients(grads))
+    optimizer.apply(grads, [v])
+    np.testing.assert_array_equal(numpy(v), [0.5, 0.5])
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_a_loss_that_is_not_finite_is_known_in_another_thread():
+    optimizer, v = optimizer_and_variable()
+    scaled = in_a_thread(lambda: optimizer.scale_loss(keras.ops.full((), np.inf)))
+    optimizer.apply([scaled * keras.ops.convert_to_tensor(SLOPE)], [v])
+    # Otherwise the scale would have backed off.
+    assert (float(optimizer.loss_scale), int(optimizer.nonfinite_losses)) == (SCALE, 1)
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("where", ["before `apply`", "in `apply`"])
+def test_a_traced_step_that_raises_leaves_nothing_behind(where):
+    import jax
+
+    optimizer, v = optimizer_and_variable()
+
+    @jax.jit
+    def step(state, value):
+        with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state, strict=True))):
+            optimizer.scale_loss(value.sum())
+        # As our own train step says that it knows the loss.
+        step_notes(optimizer).loss_flags = [keras.ops.isfinite(value.sum())]
+        if where == "in `apply`":
+            optimizer.stateless_apply(state, [value, value], [value, value])
+        raise ValueError("not one to one")
+
+    with pytest.raises(ValueError, match="one to one"):
+        step([u.value for u in optimizer.variables], v.value)
+    optimizer.apply([scaled_gradient(optimizer)], [v])
+    np.testing.assert_array_equal(numpy(v), [0.5, 0.5])
+    with pytest.warns(UserWarning, match=FORGOTTEN) if where == "in `apply`" else warnings.catch_warnings():
+        optimizer.apply([SCALE * keras.ops.convert_to_tensor(SLOPE)], [v])
+    np.testing.assert_array_equal(numpy(v), [0.0, -1.0])
+
+
+def test_a_step_that_raises_is_over():
+    optimizer, v = optimizer_and_variable()
+    optimizer.scale_loss(keras.ops.full((), np.nan))
+    with pytest.raises(ValueError, match="one gradient for each variable"):
+        optimizer.apply([keras.ops.convert_to_tensor(SLOPE)] * 2, [v])
+    with pytest.warns(UserWarning, match=FORGOTTEN):
+        optimizer.apply([SCALE * keras.ops.convert_to_tensor(SLOPE)], [v])
+    np.testing.assert_array_equal(numpy(v), [0.5, 0.5])
+    assert int(optimizer.nonfinite_losses) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_that_are_all_missing_are_an_error_as_in_keras(steps):
+    optimizer, v = optimizer_and_variable()
+    optimizer.accumulate(steps)
+    before = [numpy(u).tolist() for u in optimizer.variables]
+    step_notes(optimizer).wants_statistics = True
+    optimizer.scale_loss(keras.ops.ones(()))
+    with pytest.raises(ValueError, match="No gradients provided for any variable.*Pass gradients"):
+        optimizer.apply([None], [v])
+    assert [numpy(u).tolist() for u in optimizer.variables] == before
+    if keras.backend.backend() == "jax":
+        state, value = [u.value for u in optimizer.variables], v.value
+        with pytest.raises(ValueError, match="No gradients provided for any variable"):
+            optimizer.stateless_apply(state, [None], [value])
+
+
+@pytest.mark.backends("jax")
+def test_a_loop_that_scales_op_by_op_and_applies_in_compiled_code_keeps_one_flag():
+    """Its flags are never taken: compiled code cannot use what was computed before it."""
+    optimizer = LossScaleOptimizer("sgd", initial_scale=4.0)
+    for loss in (1.0, np.inf, 2.0):
+        optimizer.scale_loss(keras.ops.convert_to_tensor(loss))
+    (flag,) = step_notes(optimizer).loss_flags
+    assert not bool(flag)

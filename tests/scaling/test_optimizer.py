@@ -1,0 +1,916 @@
+import inspect
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
+from mpkeras.scaling.facts import step_notes
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.scaling.optimizer_wrapping import rewrapped
+from tests.step_modes import MODES, applier, snapshot
+
+# The optimizer's own tests hand it scaled gradients without a loss; P3's own test checks the warning.
+pytestmark = pytest.mark.filterwarnings("ignore:.*the loss was not scaled since the last step")
+
+START = [1.0, 2.0, 3.0, 4.0]
+GRADIENT = [1.0, 6.0, 7.0, 2.0]
+
+OPTIMIZERS = [
+    pytest.param(lambda **kw: keras.optimizers.SGD(0.5, **kw), id="SGD"),
+    pytest.param(lambda **kw: keras.optimizers.SGD(0.5, momentum=0.9, nesterov=True, **kw), id="nesterov"),
+    pytest.param(lambda **kw: keras.optimizers.Adam(0.1, amsgrad=True, **kw), id="Adam"),
+    pytest.param(lambda **kw: keras.optimizers.AdamW(0.1, weight_decay=0.01, **kw), id="AdamW"),
+    pytest.param(lambda **kw: keras.optimizers.Adamax(0.1, **kw), id="Adamax"),
+    pytest.param(lambda **kw: keras.optimizers.Nadam(0.1, **kw), id="Nadam"),
+    pytest.param(lambda **kw: keras.optimizers.RMSprop(0.1, centered=True, momentum=0.5, **kw), id="RMSprop"),
+    pytest.param(lambda **kw: keras.optimizers.Adagrad(0.1, **kw), id="Adagrad"),
+    pytest.param(lambda **kw: keras.optimizers.Adadelta(0.1, **kw), id="Adadelta"),
+    pytest.param(lambda **kw: keras.optimizers.Adafactor(0.1, **kw), id="Adafactor"),
+    pytest.param(lambda **kw: keras.optimizers.Ftrl(0.1, **kw), id="Ftrl"),
+    pytest.param(lambda **kw: keras.optimizers.Lion(0.1, **kw), id="Lion"),
+    pytest.param(lambda **kw: keras.optimizers.Lamb(0.1, **kw), id="Lamb"),
+]
+
+
+def variable(values=START, name="weight"):
+    return keras.Variable(np.array(values, "float32"), name=name)
+
+
+def numpy(v):
+    return keras.ops.convert_to_numpy(v)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_finite_step_takes_unscaled_gradients(mode):
+    v = variable()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=1024.0)
+    applier(optimizer, [v], mode)([np.array(GRADIENT, "float32") * 1024.0])
+    # weight - 0.5 * gradient, exact: the scale is a power of two
+    np.testing.assert_array_equal(numpy(v), [0.5, -1.0, -0.5, 3.0])
+    assert int(optimizer.step_counter) == 1
+    assert int(optimizer.iterations) == 1
+    assert int(optimizer.skipped_steps) == 0
+    assert not bool(optimizer.last_step_skipped)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_one_bad_number_skips_the_whole_step(mode, bad):
+    variables = [variable(), variable([5.0, 6.0])]
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=1024.0)
+    apply = applier(optimizer, variables, mode)
+    apply([np.ones(4, "float32"), np.ones(2, "float32")])
+    before = snapshot(variables + optimizer.inner_optimizer.variables)
+    apply([np.ones(4, "float32"), np.array([1.0, bad], "float32")])
+    assert snapshot(variables + optimizer.inner_optimizer.variables) == before
+    assert float(optimizer.dynamic_scale) == 512.0
+    assert int(optimizer.step_counter) == 0
+    assert int(optimizer.skipped_steps) == 1
+    assert int(optimizer.consecutive_skips) == 1
+    assert bool(optimizer.last_step_skipped)
+    apply([np.ones(4, "float32"), np.ones(2, "float32")])
+    assert (int(optimizer.skipped_steps), int(optimizer.consecutive_skips)) == (1, 0)
+    assert not bool(optimizer.last_step_skipped)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_infinities_of_both_signs_do_not_cancel(mode):
+    v = variable()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    applier(optimizer, [v], mode)([np.array([np.inf, -np.inf, 0.0, 0.0], "float32")])
+    np.testing.assert_array_equal(numpy(v), START)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_variables_of_16_bits_are_warned_of_once(dtype):
+    v = keras.Variable(np.array(START, "float32"), dtype=dtype, name="narrow")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=4.0)
+    with pytest.warns(UserWarning, match=f"built on 1 trainable variables of 16 bits.*narrow.*'mixed_{dtype}'"):
+        optimizer.build([v])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.build([v])
+        optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
+        optimizer.apply([keras.ops.convert_to_tensor([4.0, 0.0, 8.0, 0.0])], [v])
+    np.testing.assert_array_equal(numpy(keras.ops.cast(v.value, "float32")), [0.5, 2.0, 2.0, 4.0])
+
+
+@pytest.mark.backends("torch")
+def test_p41_nadam_on_torch_refuses_bfloat16_before_half_of_its_state_has_moved():
+    v = keras.Variable(np.array(START, "float32"), dtype="bfloat16")
+    optimizer = LossScaleOptimizer(keras.optimizers.Nadam(0.5))
+    with pytest.raises(ValueError, match="Nadam on torch.*'mixed_bfloat16'"):
+        optimizer.apply([keras.ops.ones(4)], [v])
+    assert not optimizer.built and not optimizer.inner_optimizer.built
+
+    class Mine(keras.optimizers.Nadam):
+        """Keras has no parallel form of it."""
+
+    with pytest.warns(UserWarning, match="16 bits"):
+        LossScaleOptimizer(Mine(0.5, beta_2=0.5), loss_scale=1.0).apply([keras.ops.ones(4)], [v])
+    assert np.all(numpy(keras.ops.cast(v.value, "float32")) < START)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_complex_gradients_keep_both_parts(mode):
+    v = keras.Variable(np.array([1 + 1j, 2j], "complex64"), dtype="complex64")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
+    apply = applier(optimizer, [v], mode)
+    apply([np.array([8 + 16j, -16j], "complex64")])
+    for bad in (complex(8, np.inf), complex(np.nan, 8), complex(np.inf, -np.inf)):
+        apply([np.array([1j, bad], "complex64")])
+    np.testing.assert_array_equal(numpy(v), [1 + 1j - (1 + 2j) / 2, 2j + 2j / 2])
+    assert (int(optimizer.skipped_steps), float(optimizer.loss_scale)) == (3, 1.0)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_training_with_a_bad_step_equals_training_without_it(make, mode):
+    """G2 for the optimizer: at a fixed scale, bit for bit, the sign of zero included."""
+    rng = np.random.default_rng(0)
+    grads = [rng.normal(size=4).astype("float32") * 64.0 for _ in range(4)]
+    bad = np.array([1.0, np.nan, 0.0, np.inf], "float32")
+
+    def train(sequence):
+        variables = [variable([1.0, -0.0, 3.0, 1e-40])]
+        optimizer = LossScaleOptimizer(make(), loss_scale=64.0)
+        apply = applier(optimizer, variables, mode)
+        for g in sequence:
+            apply([g])
+        return snapshot(variables + optimizer.inner_optimizer.variables)
+
+    with_faults = train([bad, grads[0], grads[1], bad, bad, grads[2], grads[3], bad])
+    assert with_faults == train(grads)
+
+
+class DecaysHalf(keras.optimizers.SGD):
+    """A user's own decay: of matrices alone, and not by the learning rate."""
+
+    def _apply_weight_decay(self, variables):
+        for v in variables:
+            if len(v.shape) == 2:
+                v.assign(v - v * self.weight_decay)
+
+
+class AssignsTwice(keras.optimizers.SGD):
+    def assign_sub(self, variable, value):
+        super().assign_sub(variable, value * 2.0)
+
+
+def keeps_its_own_on_the_instance():
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=0.3)
+    plain = optimizer.assign_sub
+    optimizer.__dict__["assign_sub"] = lambda variable, value: plain(variable, value * 3.0)
+    return optimizer
+
+
+def without_decay_of_vectors():
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.3)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+# In Keras 3.10 it has one decay for all, and does not run on TensorFlow.
+MUON = pytest.mark.skipif(
+    "adam_weight_decay" not in inspect.signature(keras.optimizers.Muon).parameters, reason="this Muon fails on its own"
+)
+
+DECAYING = [
+    *(
+        pytest.param(lambda cls=cls: cls(0.1, weight_decay=0.3), id=cls.__name__)
+        for cls in (
+            keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax,
+            keras.optimizers.Nadam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta,
+            keras.optimizers.Adafactor, keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.Lamb,
+        )
+    ),
+    pytest.param(without_decay_of_vectors, id="excluded"),
+    pytest.param(lambda: keras.optimizers.Muon(0.1, weight_decay=0.3, adam_weight_decay=None), id="Muon", marks=MUON),
+    pytest.param(
+        lambda: keras.optimizers.Muon(0.1, weight_decay=None, adam_weight_decay=0.2), id="Muon's Adam", marks=MUON
+    ),
+    pytest.param(lambda: DecaysHalf(0.1, weight_decay=0.3), id="a subclass's decay"),
+    pytest.param(lambda: AssignsTwice(0.1, weight_decay=0.3), id="a subclass's assignment"),
+    pytest.param(keeps_its_own_on_the_instance, id="on the instance"),
+]  # fmt: skip
+
+
+@pytest.mark.matrix
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("make", DECAYING)
+def test_xla_decays_as_the_optimizer_itself_does(make):
+    """Against the bare optimizer, op by op, that never saw the skipped step."""
+    rng = np.random.default_rng(2)
+    starts = [rng.normal(size=(3, 2)).astype("float32"), rng.normal(size=3).astype("float32")]
+    steps = [[rng.normal(size=start.shape).astype("float32") for start in starts] for _ in range(3)]
+
+    def fresh():
+        return [variable(start, name) for start, name in zip(starts, ("kernel", "bias"), strict=True)]
+
+    expected, variables = fresh(), fresh()
+    plain = make()
+    for grads in steps:
+        plain.apply([keras.ops.convert_to_tensor(g) for g in grads], expected)
+    inner = make()
+    own = set(vars(inner))
+    apply = applier(LossScaleOptimizer(inner, loss_scale=64.0), variables, "xla")
+    for i, grads in enumerate(steps):
+        apply([64.0 * g for g in grads])
+        if i == 1:
+            apply([grads[0], np.array([1.0, np.inf, 0.0], "float32")])
+    for v, e in zip(variables, expected, strict=True):
+        # XLA fuses a multiplication and an addition into one rounding.
+        np.testing.assert_allclose(numpy(v), numpy(e), rtol=2e-5, atol=1e-6)
+    assert {"assign_sub"} & own <= set(vars(inner)), "what was on the instance is still there"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"clipnorm": 0.5}, id="clipnorm"),
+        pytest.param({"global_clipnorm": 0.5}, id="global_clipnorm"),
+        pytest.param({"clipvalue": 0.25}, id="clipvalue"),
+        pytest.param({"weight_decay": 0.1}, id="weight_decay"),
+        pytest.param({"use_ema": True, "ema_momentum": 0.5}, id="ema"),
+        pytest.param({"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}, id="ema overwrites"),
+    ],
+)
+def test_inner_options_act_on_unscaled_gradients_and_applied_steps_only(options, mode):
+    """P13, P15: the same as the plain optimizer on unscaled gradients that never saw the bad step."""
+    grads = [np.array(GRADIENT, "float32") * k for k in (1.0, -0.5, 0.25, 2.0)]
+    plain_variables = [variable()]
+    plain = keras.optimizers.SGD(0.5, momentum=0.9, **options)
+    plain.build(plain_variables)
+    for g in grads:
+        if keras.backend.backend() == "jax":
+            new = plain.stateless_apply([v.value for v in plain.variables], [g], [v.value for v in plain_variables])
+            for v, value in zip(plain_variables + plain.variables, new[0] + new[1], strict=True):
+                v.assign(value)
+        else:
+            plain.apply([keras.ops.convert_to_tensor(g)], plain_variables)
+
+    variables = [variable()]
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5, momentum=0.9, **options), loss_scale=256.0)
+    apply = applier(optimizer, variables, mode)
+    for g in grads:
+        apply([g * 256.0])
+        apply([np.array([np.inf, 0.0, 0.0, 0.0], "float32")])
+    # XLA may fuse a multiplication and an addition into one rounding
+    np.testing.assert_allclose(numpy(variables[0]), numpy(plain_variables[0]), rtol=1e-6)
+    for ours, theirs in zip(optimizer.inner_optimizer.variables, plain.variables, strict=True):
+        np.testing.assert_allclose(numpy(ours), numpy(theirs), rtol=1e-6)
+    assert int(optimizer.skipped_steps) == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_schedule_counts_applied_steps_only(mode):
+    """P15: a cosine schedule with three skips is where the float32 run is after as many applied steps."""
+    schedule = keras.optimizers.schedules.CosineDecay(0.5, decay_steps=5)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(schedule), loss_scale=8.0)
+    v = variable([0.0])
+    apply = applier(optimizer, [v], mode)
+    bad, good = np.array([np.nan], "float32"), np.array([8.0], "float32")
+    for g in (good, bad, good, bad, bad, good):
+        apply([g])
+    # sum over t = 0, 1, 2 of 0.5 * (1 + cos(pi t / 5)) / 2
+    expected = -sum(0.25 * (1 + np.cos(np.pi * t / 5)) for t in range(3))
+    np.testing.assert_allclose(numpy(v), [expected], rtol=1e-6)
+    assert int(optimizer.iterations) == 3
+
+
+def test_apply_gradients_returns_the_true_iteration():
+    v = variable()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=1.0)
+    good, bad = np.ones(4, "float32"), np.full(4, np.inf, "float32")
+    returned = [int(optimizer.apply_gradients([(keras.ops.convert_to_tensor(g), v)])) for g in (good, bad, good)]
+    assert returned == [1, 1, 2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_missing_gradients_stay_missing(mode):
+    if mode in ("graph", "xla", "jit"):
+        pytest.skip("None is not a tensor that a compiled function takes; covered in eager mode")
+    variables = [variable(), variable([5.0])]
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=2.0)
+    optimizer.build(variables)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        optimizer.apply([keras.ops.ones(4) * 2.0, None], variables)
+    np.testing.assert_array_equal(numpy(variables[0]), [0.5, 1.5, 2.5, 3.5])
+    np.testing.assert_array_equal(numpy(variables[1]), [5.0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_overwrite_with_gradient_variables_take_the_gradient_as_it_is(mode):
+    v = variable()
+    v.overwrite_with_gradient = True
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=1024.0)
+    applier(optimizer, [v], mode)([np.array(GRADIENT, "float32")])
+    np.testing.assert_array_equal(numpy(v), GRADIENT)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scale_moves_as_the_rule_says(mode):
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0, dynamic_growth_steps=3)
+    apply = applier(optimizer, [variable()], mode)
+    seen = []
+    for step in "..x...x...":
+        apply([np.full(4, 0.0 if step == "." else np.inf, "float32")])
+        seen.append(float(optimizer.dynamic_scale))
+    assert seen == [8, 8, 4, 4, 4, 8, 4, 4, 4, 8]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", [2**31, 2**32 + 1, 10**10])
+def test_numbers_of_steps_beyond_int32(steps, mode):
+    """On torch they became other numbers, and 2**32 + 1 a growth at every step."""
+    rule = DynamicLossScale(8.0, dynamic_growth_steps=steps)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=rule)
+    patient = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=DynamicLossScale(8.0, hysteresis=steps))
+    apply, apply_patiently = applier(optimizer, [variable()], mode), applier(patient, [variable()], mode)
+    for step in "..xx..":
+        grad = np.full(4, 0.0 if step == "." else np.inf, "float32")
+        apply([grad])
+        apply_patiently([grad])
+    assert (float(optimizer.loss_scale), float(patient.loss_scale)) == (2.0, 8.0)
+    assert LossScaleOptimizer.from_config(optimizer.get_config()).loss_scale_rule == rule
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: keras.optimizers.SGD(0.5, momentum=0.9), id="SGD"),
+        pytest.param(lambda: keras.optimizers.Adam(0.5, weight_decay=0.1), id="Adam"),
+        pytest.param(lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.25), id="clipped"),
+        pytest.param(lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), id="accumulated"),
+    ],
+)
+def test_sparse_arrays_of_jax(make, mode):
+    """A row that is there twice, against the dense gradient, with a skipped step between."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import sparse
+
+    def trained(gradient):
+        v = variable(np.ones((4, 2)))
+        optimizer = LossScaleOptimizer(make(), loss_scale=8.0)
+        optimizer.build([v])
+        step = jax.jit(optimizer.stateless_apply) if mode == "jit" else optimizer.stateless_apply
+        state, values = [u.value for u in optimizer.variables], [v.value]
+        for factor in (8.0, np.inf, -16.0, 4.0):
+            rows = sparse.BCOO((factor * jnp.arange(6.0).reshape(3, 2), jnp.array([[1], [3], [1]])), shape=(4, 2))
+            if mode == "eager":
+                optimizer.apply([gradient(rows)], [v])
+            else:
+                values, state = step(state, [gradient(rows)], values)
+        return numpy(v if mode == "eager" else values[0])
+
+    np.testing.assert_allclose(trained(lambda rows: rows), trained(lambda rows: rows.todense()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("stored", "used"), [(0.0, 1.0), (float("inf"), 2.0**24), (2.0**40, 2.0**24)])
+def test_restored_scale_outside_the_bounds_is_never_used(stored, used, mode):
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    v = variable([0.0])
+    optimizer.build([v])
+    apply = applier(optimizer, [v], mode)
+    optimizer.dynamic_scale.assign(stored)
+    assert float(optimizer.loss_scale) == used
+    apply([np.array([used], "float32")])
+    np.testing.assert_array_equal(numpy(v), [-1.0])
+    assert float(optimizer.dynamic_scale) == used
+
+
+def test_scale_loss_is_float32_built_or_not():
+    """P21: 3.0 * 2**15 is beyond float16."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    half = keras.ops.convert_to_tensor(3.0, "float16")
+    for _ in range(2):
+        scaled = optimizer.scale_loss(half)
+        assert keras.backend.standardize_dtype(scaled.dtype) == "float32"
+        assert float(scaled) == 98304.0
+        optimizer.build([variable()])
+
+
+def test_tf_keras_loop():
+    """get_scaled_loss, get_unscaled_gradients, then apply_gradients takes them as they are."""
+    v = variable([1.0])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=512.0)
+    for expected in (0.0, -1.0):
+        assert float(optimizer.get_scaled_loss(keras.ops.convert_to_tensor(2.0))) == 1024.0
+        (grad,) = optimizer.get_unscaled_gradients([keras.ops.convert_to_tensor([1024.0])])
+        np.testing.assert_array_equal(numpy(grad), [2.0])
+        optimizer.apply_gradients([(grad, v)])
+        np.testing.assert_array_equal(numpy(v), [expected])
+    # the Keras 3 loop again
+    optimizer.scale_loss(keras.ops.convert_to_tensor(2.0))
+    optimizer.apply([keras.ops.convert_to_tensor([1024.0])], [v])
+    np.testing.assert_array_equal(numpy(v), [-2.0])
+
+
+def test_get_unscaled_gradients_keeps_none_and_get_scaled_loss_takes_a_callable():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=4.0)
+    grads = optimizer.get_unscaled_gradients([None, keras.ops.convert_to_tensor([8.0])])
+    assert grads[0] is None
+    np.testing.assert_array_equal(numpy(grads[1]), [2.0])
+    assert float(optimizer.get_scaled_loss(lambda: keras.ops.convert_to_tensor(2.0))()) == 8.0
+
+
+def test_several_applies_after_get_unscaled_gradients_take_unscaled_ones():
+    variables = [variable([1.0]), variable([1.0])]
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=512.0)
+    optimizer.build(variables)
+    optimizer.get_scaled_loss(keras.ops.convert_to_tensor(1.0))
+    grads = optimizer.get_unscaled_gradients([keras.ops.convert_to_tensor([512.0])] * 2)
+    optimizer.apply_gradients([(grads[0], variables[0])])
+    optimizer.apply_gradients([(grads[1], variables[1])])
+    assert [float(numpy(v)[0]) for v in variables] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ({}, DynamicLossScale()),
+        ({"initial_scale": 4.0}, DynamicLossScale(4.0)),
+        ({"dynamic_growth_steps": 7}, DynamicLossScale(dynamic_growth_steps=7)),
+        ({"loss_scale": 128}, FixedLossScale(128.0)),
+        ({"loss_scale": DynamicLossScale(8.0)}, DynamicLossScale(8.0)),
+        ({"dynamic": False, "initial_scale": 64.0}, FixedLossScale(64.0)),
+        ({"dynamic": True}, DynamicLossScale()),
+        ({"loss_scale": None}, FixedLossScale(1.0)),
+    ],
+)
+def test_constructor_of_three_generations(arguments, rule):
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), **arguments)
+    assert optimizer.loss_scale_rule == rule
+    assert optimizer.dynamic == isinstance(rule, DynamicLossScale)
+    assert optimizer.initial_scale == rule.initial_scale
+    assert float(optimizer.loss_scale) == rule.initial_scale
+
+
+@pytest.mark.parametrize("inner", ["adam", keras.optimizers.Adam(0.1).get_config()])
+def test_inner_optimizer_by_name_or_configuration(inner):
+    if isinstance(inner, dict):
+        inner = {"class_name": "Adam", "config": inner}
+    assert isinstance(LossScaleOptimizer(inner).inner_optimizer, keras.optimizers.Adam)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"clipnorm": 1.0}, "set `clipnorm` on the `inner_optimizer`"),
+        ({"use_ema": True}, "set `use_ema` on the `inner_optimizer`"),
+        ({"loss_scale_factor": 2.0}, "set `loss_scale_factor` on the `inner_optimizer`"),
+        ({"foo": 1, "bar": 2}, "arguments: `foo`, `bar`"),
+        ({"dynamic": False}, "`initial_scale` with `dynamic=False`"),
+        ({"dynamic": False, "initial_scale": 2.0, "dynamic_growth_steps": 3}, "a fixed scale never grows"),
+        ({"dynamic": True, "loss_scale": 2.0}, "moving scale"),
+        ({"initial_scale": 2.0, "loss_scale": 4.0}, "given once"),
+        ({"loss_scale": "automatic"}, "'dynamic', a number"),
+    ],
+)
+def test_contradictions_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LossScaleOptimizer(keras.optimizers.SGD(0.5), **arguments)
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("dynamic", ["no", 0, 1, np.False_, np.True_, 2.0**15])
+def test_what_is_no_answer_to_dynamic_is_an_error(dynamic):
+    inner = keras.optimizers.SGD(0.5)
+    with pytest.raises(TypeError, match=r"`dynamic` to be True or False\. Received: dynamic=.*Leave it out"):
+        LossScaleOptimizer(inner, initial_scale=8.0, dynamic=dynamic)
+
+
+def test_neutral_arguments_of_early_configurations_are_accepted():
+    LossScaleOptimizer(keras.optimizers.SGD(0.5), clipnorm=None, use_ema=False, ema_momentum=0.99)
+
+
+def test_wrapping_twice_or_something_else_is_refused():
+    once = LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    with pytest.raises(ValueError, match="scaled twice"):
+        LossScaleOptimizer(once)
+    with pytest.raises(TypeError, match="of type int"):
+        LossScaleOptimizer(3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_scale_factor_of_the_inner_optimizer_gives_way_aloud_and_stays(mode):
+    inner = keras.optimizers.SGD(0.5, loss_scale_factor=100.0)
+    with pytest.warns(UserWarning, match="`loss_scale=100"):
+        optimizer = LossScaleOptimizer(inner, initial_scale=4.0)
+    v = variable()
+    applier(optimizer, [v], mode)([4.0 * np.array(GRADIENT, "float32")])
+    np.testing.assert_array_equal(numpy(v), [0.5, -1.0, -0.5, 3.0])
+    assert inner.loss_scale_factor == 100.0
+    # A file says which rule holds.
+    again = LossScaleOptimizer.from_config(optimizer.get_config())
+    assert (again.inner_optimizer.loss_scale_factor, again.loss_scale_rule) == (100.0, DynamicLossScale(4.0))
+
+
+def test_a_bare_optimizer_scales_by_its_own_factor_after_it_was_wrapped():
+    v = variable([5.0])
+    inner = keras.optimizers.SGD(1.0, loss_scale_factor=8.0)
+    optimizer = LossScaleOptimizer(inner, loss_scale=FixedLossScale(2.0))
+    optimizer.apply([keras.ops.convert_to_tensor([4.0])], [v])
+    np.testing.assert_array_equal(numpy(v), [3.0])
+    inner.apply([keras.ops.convert_to_tensor([16.0])], [v])
+    np.testing.assert_array_equal(numpy(v), [1.0])
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_every_public_attribute_of_the_inner_optimizer_is_readable_and_writable(make):
+    """P32"""
+    inner = make(clipnorm=0.5)
+    optimizer = LossScaleOptimizer(inner)
+    for name, value in vars(inner).items():
+        if not name.startswith("_") and name not in ("name", "built"):
+            assert getattr(optimizer, name) is value or getattr(optimizer, name) == value, name
+    assert optimizer.clipnorm == 0.5
+    optimizer.clipnorm = 0.25
+    assert inner.clipnorm == 0.25
+    optimizer.learning_rate = 0.125
+    assert float(inner.learning_rate) == 0.125
+
+
+def test_attributes_of_the_wrapper_and_new_ones_stay_on_the_wrapper():
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.1, beta_1=0.8))
+    optimizer.beta_1 = 0.7
+    assert optimizer.inner_optimizer.beta_1 == 0.7
+    optimizer.my_note = "hello"
+    assert not hasattr(optimizer.inner_optimizer, "my_note")
+    inner_name = optimizer.inner_optimizer.name
+    optimizer.name = "outer"
+    assert optimizer.inner_optimizer.name == inner_name
+    # A method that the user puts in the place of the wrapper's own.
+    optimizer.get_config = lambda: {"mine": True}
+    assert optimizer.get_config() == {"mine": True} and "beta_1" in optimizer.inner_optimizer.get_config()
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = optimizer.no_such_thing
+
+
+def test_rule_settings_can_be_set_or_are_refused():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    optimizer.dynamic_growth_steps = 5
+    assert optimizer.loss_scale_rule == DynamicLossScale(dynamic_growth_steps=5)
+    fixed = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=2.0)
+    with pytest.raises(ValueError, match="loss scale with `dynamic_growth_steps`"):
+        fixed.dynamic_growth_steps = 5
+
+
+def test_stock_configuration_round_trip_has_four_keys():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0, dynamic_growth_steps=2, name="mine")
+    config = optimizer.get_config()
+    assert sorted(config) == ["dynamic_growth_steps", "initial_scale", "inner_optimizer", "name"]
+    stock = keras.optimizers.LossScaleOptimizer.from_config(dict(config))
+    assert stock.initial_scale == 4.0
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FixedLossScale(64.0),
+        DynamicLossScale(4.0, 4.0, 0.25, 3, 0.5, 64.0, 2),
+        DynamicLossScale(4.0),
+    ],
+)
+def test_configuration_round_trip(rule):
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.25, beta_1=0.5), loss_scale=rule, name="mine")
+    config = optimizer.get_config()
+    before = dict(config)
+    restored = LossScaleOptimizer.from_config(config)
+    assert config == before
+    assert restored.loss_scale_rule == rule
+    assert restored.name == "mine"
+    assert restored.inner_optimizer.get_config() == optimizer.inner_optimizer.get_config()
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert isinstance(again, LossScaleOptimizer) and again.loss_scale_rule == rule
+
+
+def test_tf_keras_configuration_loads():
+    inner = keras.optimizers.serialize(keras.optimizers.SGD(0.5))
+    config = {"inner_optimizer": inner, "dynamic": False, "initial_scale": 8.0, "dynamic_growth_steps": None}
+    assert LossScaleOptimizer.from_config(config).loss_scale_rule == FixedLossScale(8.0)
+
+
+class Store(dict):
+    """What `save_own_variables` writes to: an `h5` group, in memory."""
+
+
+def trained(optimizer):
+    v = variable()
+    optimizer.build([v])
+    optimizer.inner_optimizer.variables[0].assign(3)
+    optimizer.step_counter.assign(5)
+    optimizer.dynamic_scale.assign(256.0)
+    for slot in optimizer.inner_optimizer.variables[2:]:
+        slot.assign(keras.ops.full(slot.shape, 7.0))
+    return optimizer
+
+
+def test_own_state_round_trip():
+    saved = trained(LossScaleOptimizer(keras.optimizers.Adam(0.5)))
+    saved.skipped_steps.assign(2)
+    saved.consecutive_skips.assign(1)
+    saved.variables[4].assign(True)  # last_step_skipped
+    store = Store()
+    saved.save_own_variables(store)
+    loaded = LossScaleOptimizer(keras.optimizers.Adam(0.1))
+    loaded.build([variable()])
+    loaded.load_own_variables(store)
+    assert snapshot(loaded.variables) == snapshot(saved.variables)
+    assert int(loaded.skipped_steps) == 2
+    assert bool(loaded.last_step_skipped)
+
+
+def test_state_of_the_stock_optimizer_loads():
+    stock = trained(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.5)))
+    store = Store()
+    stock.save_own_variables(store)
+    loaded = LossScaleOptimizer(keras.optimizers.Adam(0.1))
+    loaded.build([variable()])
+    loaded.load_own_variables(store)
+    assert float(loaded.dynamic_scale) == 256.0
+    assert int(loaded.step_counter) == 5
+    assert int(loaded.skipped_steps) == 0
+    assert snapshot(loaded.inner_optimizer.variables) == snapshot(stock.inner_optimizer.variables)
+
+
+def test_state_of_a_plain_optimizer_loads():
+    plain = keras.optimizers.Adam(0.5)
+    plain.build([variable()])
+    plain.variables[0].assign(3)
+    store = Store()
+    plain.save_own_variables(store)
+    loaded = LossScaleOptimizer(keras.optimizers.Adam(0.1))
+    loaded.build([variable()])
+    loaded.load_own_variables(store)
+    assert int(loaded.iterations) == 3
+    assert float(loaded.dynamic_scale) == 2.0**15
+
+
+def test_the_inner_optimizer_loads_for_itself_after_a_file_of_a_plain_one():
+    """The wrapper has given it the arrays of that file, and keeps it from a warning that nothing is left for it."""
+    stores = []
+    for momentum in (2.0, 3.0):
+        plain = keras.optimizers.SGD(0.5, momentum=0.5)
+        plain.build([variable()])
+        plain.variables[2].assign([momentum] * 4)
+        stores.append({})
+        plain.save_own_variables(stores[-1])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5, momentum=0.5))
+    optimizer.build([variable()])
+    optimizer.load_own_variables(stores[0])
+    np.testing.assert_array_equal(numpy(optimizer.inner_optimizer.variables[2]), [2.0] * 4)
+    optimizer.inner_optimizer.load_own_variables({})
+    for _ in range(2):
+        optimizer.load_own_variables(stores[0])
+        optimizer.inner_optimizer.load_own_variables(stores[1])
+        np.testing.assert_array_equal(numpy(optimizer.inner_optimizer.variables[2]), [3.0] * 4)
+
+
+def test_rewrapped_keeps_every_counter_and_leaves_the_old_one_whole():
+    old = LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    old.build([variable()])
+    for name, value in (("skipped_steps", 5), ("consecutive_skips", 3), ("nonfinite_losses", 2)):
+        getattr(old, name).assign(value)
+    old._last_step_skipped.assign(True)
+    new = rewrapped(old, DynamicLossScale(4.0))
+    assert (int(new.skipped_steps), int(new.consecutive_skips), int(new.nonfinite_losses)) == (5, 3, 2)
+    assert bool(new.last_step_skipped)
+    if keras.backend.backend() == "jax":
+        # A compiled step takes the buffers of the new one for its own.
+        buffers = {v.value.unsafe_buffer_pointer() for v in old.variables if v not in old.inner_optimizer.variables}
+        assert not buffers & {v.value.unsafe_buffer_pointer() for v in new.variables}
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "steps", "expected"),
+    [
+        # The scale has grown at the last step, so its counter says 0.
+        pytest.param(DynamicLossScale(64.0), 3, 64.0, id="found by training"),
+        pytest.param(DynamicLossScale(64.0), 0, 4.0, id="of an optimizer that took no step"),
+        pytest.param(64.0, 3, 4.0, id="fixed"),
+    ],
+)
+def test_rewrapped_keeps_a_scale_that_training_has_found(loss_scale, steps, expected):
+    old = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=loss_scale)
+    old.build([variable()])
+    old.inner_optimizer.iterations.assign(steps)
+    assert float(rewrapped(old, DynamicLossScale(4.0)).loss_scale) == expected
+
+
+@pytest.mark.parametrize("made_by", ["plain", "stock", "ours"])
+def test_rewrapped_keeps_state_and_schedule(made_by):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.5)
+    inner = keras.optimizers.Adam(schedule)
+    if made_by == "plain":
+        inner.build([variable()])
+        inner.variables[0].assign(3)
+        old = inner
+    else:
+        cls = LossScaleOptimizer if made_by == "ours" else keras.optimizers.LossScaleOptimizer
+        old = cls(inner)
+        old.build([variable()])
+        inner.variables[0].assign(3)
+        old.dynamic_scale.assign(256.0)
+        old.step_counter.assign(5)
+    before = snapshot(inner.variables)
+    new = rewrapped(old, DynamicLossScale())
+    assert new.inner_optimizer is inner
+    assert snapshot(new.inner_optimizer.variables) == before
+    assert int(new.iterations) == 3
+    if made_by != "plain":
+        assert (float(new.dynamic_scale), int(new.step_counter)) == (256.0, 5)
+
+
+def test_unbuilt_optimizer_has_no_skips_and_says_what_it_needs():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    assert optimizer.skipped_steps == 0
+    with pytest.raises(ValueError, match="must already be built"):
+        optimizer.apply([keras.ops.ones(4)])
+    with pytest.raises(ValueError, match="must be built"):
+        optimizer.stateless_apply([], [], [])
+    optimizer.build([variable()])
+    with pytest.raises(ValueError, match="one gradient for each variable"):
+        optimizer.apply([keras.ops.ones(4)] * 2, [variable()])
+
+
+def test_apply_without_variables_uses_those_it_was_built_on():
+    v = variable()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=2.0)
+    optimizer.build([v])
+    optimizer.apply([keras.ops.ones(4) * 2.0])
+    np.testing.assert_array_equal(numpy(v), [0.5, 1.5, 2.5, 3.5])
+
+
+def test_the_callers_gradients_are_left_alone():
+    grad = keras.ops.ones(4) * 8.0
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=8.0)
+    v = variable()
+    optimizer.apply([grad], [v])
+    np.testing.assert_array_equal(numpy(grad), [8.0] * 4)
+
+
+@pytest.mark.backends("torch")
+def test_on_torch_the_gradients_of_a_stateless_step_are_left_alone_too():
+    """`apply` unscales a variable's own `.grad` in place, as torch's scaler does; a stateless step changes nothing."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=8.0)
+    v = variable()
+    optimizer.build([v])
+    before = numpy(v).copy()
+    v.value.grad = keras.ops.ones(4) * 8.0
+    (new_value,), _ = optimizer.stateless_apply([w.value for w in optimizer.variables], [v.value.grad], [v.value])
+    np.testing.assert_array_equal(numpy(v.value.grad), [8.0] * 4)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(new_value), before - 0.5)
+    optimizer.apply([v.value.grad], [v])
+    np.testing.assert_array_equal(numpy(v.value.grad), [1.0] * 4)
+
+
+@pytest.mark.backends("torch")
+def test_on_torch_a_gradient_that_is_the_new_value_is_not_unscaled_in_place():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=8.0)
+    v = variable()
+    v.overwrite_with_gradient = True
+    optimizer.build([v])
+    v.value.grad = keras.ops.ones(4) * 24.0
+    optimizer.apply([v.value.grad], [v])
+    np.testing.assert_array_equal(numpy(v), [24.0] * 4)
+
+
+def test_set_weights_reaches_the_inner_optimizer():
+    source = trained(LossScaleOptimizer(keras.optimizers.Adam(0.5)))
+    target = LossScaleOptimizer(keras.optimizers.Adam(0.5))
+    target.build([variable()])
+    target.set_weights([numpy(v) for v in source.variables])
+    assert snapshot(target.variables) == snapshot(source.variables)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_statistics_are_those_of_unscaled_gradients_whoever_unscales(unscales):
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=8.0)
+    v = variable()
+    optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
+    step_notes(optimizer).wants_statistics = True
+    grads = [keras.ops.convert_to_tensor([24.0, 0.0, 32.0, 0.0])]
+    optimizer.apply(optimizer.get_unscaled_gradients(grads) if unscales else grads, [v])
+    assert [float(value) for value in step_notes(optimizer).statistics] == [5.0, 0.5]
+    np.testing.assert_array_equal(numpy(v), [-0.5, 2.0, 1.0, 4.0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rule_of_ones_own_is_kept_in_the_state(mode):
+    @keras.saving.register_keras_serializable("tests")
+    class CountsBad(LossScale):
+        def initial_state(self):
+            return {"dynamic_scale": 4.0, "bad": 0}
+
+        def next_state(self, state, is_finite):
+            bad = state["bad"] + keras.ops.cast(keras.ops.logical_not(is_finite), "int32")
+            return {"dynamic_scale": state["dynamic_scale"] + 1.0, "bad": bad}
+
+        def get_config(self):
+            return {}
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=CountsBad())
+    apply = applier(optimizer, [variable()], mode)
+    for g in (0.0, np.inf, np.nan):
+        apply([np.full(4, g, "float32")])
+    assert float(optimizer.dynamic_scale) == 7.0
+    assert int(optimizer.scale_state["bad"]) == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rule_of_ones_own_may_hand_a_value_on(mode):
+    class Remembers(LossScale):
+        def initial_state(self):
+            return {"dynamic_scale": 4.0, "before": 0.0, "first": 0.0}
+
+        def next_state(self, state, is_finite):
+            del is_finite
+            scale, before = state["dynamic_scale"], state["before"]
+            return {"dynamic_scale": 2.0 * scale, "before": scale, "first": before}
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=Remembers())
+    apply = applier(optimizer, [variable()], mode)
+    for _ in range(3):
+        apply([np.zeros(4, "float32")])
+    assert {key: float(value) for key, value in optimizer.scale_state.items() if key != "step_counter"} == {
+        "dynamic_scale": 32.0,
+        "before": 16.0,
+        "first": 8.0,
+    }
+
+
+@pytest.mark.backends("jax")
+def test_on_jax_what_a_rule_returns_has_the_dtypes_of_its_state():
+    """Or the next step, given Python's numbers, would be compiled anew."""
+
+    class Alternates(LossScale):
+        def initial_state(self):
+            return {"dynamic_scale": 4.0, "steps": 0}
+
+        def next_state(self, state, is_finite):
+            del is_finite
+            return {"dynamic_scale": 8, "steps": keras.ops.cast(state["steps"], "float32") + 1.0}
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=Alternates())
+    v = variable()
+    optimizer.build([v])
+    values = [w.value for w in optimizer.variables]
+    _, new_values = optimizer.stateless_apply(values, [keras.ops.zeros(4)], [v.value])
+    assert [new.dtype for new in new_values] == [old.dtype for old in values]
+    scale = optimizer.variables.index(optimizer.dynamic_scale)
+    assert float(new_values[scale]) == 8.0
+
+
+def test_what_was_read_stays_as_it_was():
+    class Doubles(LossScale):
+        def initial_state(self):
+            return {"dynamic_scale": 4.0}
+
+        def next_state(self, state, is_finite):
+            del is_finite
+            return {"dynamic_scale": 2.0 * state["dynamic_scale"]}
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=Doubles())
+    v = variable()
+    skipped, scales = [], []
+    for g in (np.inf, 0.0, np.nan):
+        optimizer.apply([keras.ops.full((4,), g)], [v])
+        skipped.append(optimizer.last_step_skipped)
+        scales.append(optimizer.loss_scale)
+    assert [bool(flag) for flag in skipped] == [True, False, True]
+    assert [float(scale) for scale in scales] == [8.0, 16.0, 32.0]
+
+
+def test_fixed_scale_of_one_multiplies_nothing():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        v = variable()
+        optimizer.apply([keras.ops.ones(4)], [v])
+    np.testing.assert_array_equal(numpy(v), [0.5, 1.5, 2.5, 3.5])
+    assert float(optimizer.scale_loss(3.0)) == 3.0
+
+
+@pytest.mark.backends("tensorflow")
+def test_the_loss_of_an_eager_call_does_not_decide_the_steps_of_a_graph():
+    import tensorflow as tf
+
+    v = variable()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=2.0)
+    optimizer.build([v])
+    apply = tf.function(lambda grad: optimizer.apply([grad], [v]))
+    optimizer.scale_loss(tf.constant(np.nan))
+    apply(tf.constant([np.nan, 0.0, 0.0, 0.0]))
+    optimizer.scale_loss(tf.constant(1.0))
+    apply(2.0 * tf.constant(GRADIENT))
+    np.testing.assert_array_equal(numpy(v), [0.5, -1.0, -0.5, 3.0])
+    assert int(optimizer.skipped_steps) == 1

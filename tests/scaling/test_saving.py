@@ -1,0 +1,274 @@
+"""Files and copies of a compiled model: stock where they can be, and with a word where the guard is not in them."""
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from tests.step_modes import snapshot
+
+rng = np.random.default_rng(5)
+X = rng.normal(size=(8, 6)).astype("float32")
+Y = rng.normal(size=(8, 2)).astype("float32")
+SCALED = {"policy": "mixed_float16", "loss_scale": 256.0}
+LOST = "comes from a model whose train step was guarded.*mpkeras.prepare"
+
+
+def compiled(optimizer="adam"):
+    layers = [keras.Input((6,)), keras.layers.Dense(5, activation="relu"), keras.layers.BatchNormalization()]
+    model = keras.Sequential([*layers, keras.layers.Dense(2)])
+    # Quick to start; what is saved and said is the same.
+    model.compile(optimizer, "mse", run_eagerly=True)
+    return model
+
+
+def prepared(**options):
+    model = mpkeras.prepare(compiled(), **SCALED, **options)
+    model.train_on_batch(X, Y)
+    return model
+
+
+# ------------------------------------------------------------------------------ what plain Keras finds in a file
+
+
+def every_option_set():
+    inner = keras.optimizers.Adam(0.25, beta_1=0.5, gradient_accumulation_steps=3)
+    rule = DynamicLossScale(4.0, 4.0, 0.25, 3, 0.5, 64.0, 2)
+    return LossScaleOptimizer(inner, loss_scale=rule, name="mine", on_overflow="drop_window")
+
+
+def as_if_unknown(config):
+    """The config with a name that nobody has registered, as ours is where mpkeras is not installed."""
+    # A copy: Keras' `from_config` empties what it is given.
+    return {**copy.deepcopy(config), "registered_name": config["registered_name"].replace("mpkeras>", "nobody>")}
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("make", "initial_scale", "growth"),
+    [
+        pytest.param(lambda: LossScaleOptimizer("sgd", 8.0, 7), 8.0, 7, id="stock settings"),
+        pytest.param(every_option_set, 4.0, 3, id="bounds and factors"),
+        # It compares with `==` the step before: never, and no number that int32 does not hold.
+        pytest.param(lambda: LossScaleOptimizer("sgd", loss_scale=16.0), 16.0, 2**31 - 1, id="fixed"),
+        pytest.param(lambda: LossScaleOptimizer("sgd", 8.0, 10**10), 8.0, 2**31 - 1, id="beyond int32"),
+    ],
+)
+def test_plain_keras_makes_its_own_optimizer_of_the_config(make, initial_scale, growth):
+    optimizer = make()
+    config = keras.saving.serialize_keras_object(optimizer)
+    stock = keras.saving.deserialize_keras_object(as_if_unknown(config))
+    assert type(stock) is keras.optimizers.LossScaleOptimizer
+    assert (stock.initial_scale, stock.dynamic_growth_steps) == (initial_scale, growth)
+    assert stock.name == optimizer.name
+    assert type(stock.inner_optimizer) is type(optimizer.inner_optimizer)
+    ours = keras.saving.deserialize_keras_object(config)
+    assert type(ours) is LossScaleOptimizer
+    assert ours.get_config() == optimizer.get_config()
+    assert ours.loss_scale_rule == optimizer.loss_scale_rule
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_class_that_extends_ours_is_saved_under_its_own_name():
+    @keras.saving.register_keras_serializable("tests")
+    class Extended(LossScaleOptimizer):
+        pass
+
+    config = keras.saving.serialize_keras_object(Extended("sgd"))
+    assert (config["module"], config["registered_name"]) == (__name__, "tests>Extended")
+    assert type(keras.saving.deserialize_keras_object(config)) is Extended
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        (DynamicLossScale(4.0, 4.0, 0.25, 3, 0.5, 64.0, 2), {}),
+        (FixedLossScale(1.0), {"chosen_by_prepare": True}),
+        (FixedLossScale(64.0), {"on_overflow": "drop_window"}),
+    ],
+)
+def test_configs_of_an_earlier_version_load(rule, options):
+    """0.1.0 wrote what only it knew beside stock Keras' keys."""
+    inner = keras.optimizers.serialize(
+        keras.optimizers.SGD(0.5, gradient_accumulation_steps=2 if "on_overflow" in options else None)
+    )
+    config = {
+        "module": "mpkeras.scaling.optimizer",
+        "class_name": "LossScaleOptimizer",
+        "config": {
+            "name": "mine",
+            "inner_optimizer": inner,
+            "loss_scale": keras.saving.serialize_keras_object(rule),
+            **options,
+        },
+        "registered_name": "mpkeras>LossScaleOptimizer",
+    }
+    loaded = keras.saving.deserialize_keras_object(config)
+    assert type(loaded) is LossScaleOptimizer
+    assert loaded.loss_scale_rule == rule
+    assert loaded._chosen_by_prepare == options.get("chosen_by_prepare", False)
+    assert (loaded.window and loaded.window.on_overflow) == options.get("on_overflow")
+
+
+def away_from_defaults(optimizer):
+    for i, variable in enumerate(optimizer.variables):
+        if variable.dtype == "bool":
+            variable.assign(True)
+        else:
+            variable.assign(keras.ops.full(variable.shape, i + 2, dtype=variable.dtype))
+    return optimizer
+
+
+@pytest.mark.parametrize("written_by", ["this version", "0.1.0"])
+@pytest.mark.parametrize("file_name", ["model.keras", "model.weights.h5"])
+def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch):
+    model = compiled(every_option_set())
+    model.optimizer.build(model.trainable_variables)
+    away_from_defaults(model.optimizer)
+    if written_by == "0.1.0":
+        # All variables in one group, in our order, as the base class of all optimizers writes them.
+        monkeypatch.setattr(LossScaleOptimizer, "save_own_variables", keras.optimizers.Optimizer.save_own_variables)
+        del model.optimizer.__dict__["_saved_beside"]
+    (model.save if file_name.endswith(".keras") else model.save_weights)(tmp_path / file_name)
+    if file_name.endswith(".keras"):
+        loaded = keras.saving.load_model(tmp_path / file_name)
+    else:
+        loaded = compiled(every_option_set())
+        loaded.optimizer.build(loaded.trainable_variables)
+        loaded.load_weights(tmp_path / file_name)
+    assert type(loaded.optimizer) is LossScaleOptimizer
+    assert snapshot(loaded.optimizer.variables) == snapshot(model.optimizer.variables)
+    assert loaded.optimizer.window.on_overflow == "drop_window"
+
+
+def test_weights_files_give_stock_keras_its_optimizer_state(tmp_path):
+    """Without a warning: they are errors here."""
+    model = compiled(LossScaleOptimizer(keras.optimizers.Adam(0.25), 256.0))
+    model.optimizer.build(model.trainable_variables)
+    away_from_defaults(model.optimizer)
+    model.save_weights(tmp_path / "model.weights.h5")
+    stock = compiled(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.25), 256.0))
+    stock.optimizer.build(stock.trainable_variables)
+    stock.load_weights(tmp_path / "model.weights.h5")
+    ours, theirs = model.optimizer, stock.optimizer
+    assert snapshot([theirs.dynamic_scale, theirs.step_counter]) == snapshot([ours.dynamic_scale, ours.step_counter])
+    assert snapshot(theirs.inner_optimizer.variables) == snapshot(ours.inner_optimizer.variables)
+
+
+def test_a_file_of_a_model_without_variables_loads_into_another():
+    def subclassed():
+        model = keras.Sequential([keras.layers.Dense(2)])
+        model.compile(LossScaleOptimizer("sgd", 8.0), "mse")
+        return model
+
+    store = {}
+    subclassed().optimizer.save_own_variables(store)
+    other = subclassed().optimizer
+    other.skipped_steps.assign(3)
+    other.load_own_variables(store)
+    assert int(other.skipped_steps) == 0
+
+
+# ------------------------------------------------------------------------------ copies of a guarded model
+
+
+def loaded(model, tmp_path):
+    model.save(tmp_path / "model.keras")
+    return keras.saving.load_model(tmp_path / "model.keras")
+
+
+COPIES = {
+    "load_model": loaded,
+    "pickle": lambda model, tmp_path: pickle.loads(pickle.dumps(model)),
+    "deepcopy": lambda model, tmp_path: copy.deepcopy(model),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_a_guarded_model_says_at_its_first_step_that_it_is_not_guarded(way, tmp_path):
+    """Once, and only where a step is taken; the copy of a copy says it, too."""
+    model = COPIES[way](prepared(), tmp_path)
+    again = COPIES[way](model, tmp_path)
+    with pytest.warns(UserWarning, match=LOST):
+        model.fit(X, Y, batch_size=4, verbose=0)
+    model.fit(X, Y, batch_size=4, verbose=0)
+    with pytest.warns(UserWarning, match=LOST):
+        again.train_on_batch(X, Y)
+
+
+def by_prepare(model):
+    mpkeras.prepare(model).fit(X, Y, verbose=0)
+
+
+def by_callback(model):
+    model.fit(X, Y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision()])
+
+
+def by_our_step(model):
+    mpkeras.make_train_step(model, model.optimizer, "mse", jit_compile=False)(X, Y)
+
+
+def by_prepare_without_rollback(model):
+    """Asked for by the user."""
+    mpkeras.prepare(model, rollback=False).fit(X, Y, verbose=0)
+
+
+def by_prediction(model):
+    model.predict(X, verbose=0)
+    model.evaluate(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("go_on", [by_prepare, by_callback, by_our_step, by_prepare_without_rollback, by_prediction])
+def test_a_copy_that_is_guarded_again_says_nothing(go_on):
+    model = copy.deepcopy(prepared())
+    go_on(model)
+
+
+def test_a_guard_that_is_there_again_puts_a_bad_step_back():
+    model = copy.deepcopy(prepared())
+    mpkeras.prepare(model)
+    before = snapshot(model.variables)
+    model.train_on_batch(X * np.inf, Y)
+    assert snapshot(model.variables) == before
+    assert int(model.optimizer.skipped_steps) == 1
+
+
+def fitted_with_callback():
+    """The guard went when training ended: the copy is what the model is."""
+    model = compiled()
+    model.fit(X, Y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision(**SCALED)])
+    return model
+
+
+def never_guarded():
+    model = compiled(LossScaleOptimizer("adam", 256.0))
+    model.fit(X, Y, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("make", [fitted_with_callback, never_guarded, lambda: prepared(rollback=False)])
+def test_a_copy_of_a_model_without_a_guard_says_nothing(make):
+    model = copy.deepcopy(make())
+    model.fit(X, Y, verbose=0)
+
+
+def test_a_checkpoint_of_a_guarded_fit_says_it(tmp_path):
+    """P19: the guard is the callback's, and there while the file is written."""
+    model = compiled()
+    save = keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))
+    model.fit(X, Y, verbose=0, callbacks=[save, mpkeras.callbacks.MixedPrecision(**SCALED)])
+    with pytest.warns(UserWarning, match=LOST):
+        keras.saving.load_model(tmp_path / "model.keras").fit(X, Y, verbose=0)
+
+
+def test_a_new_optimizer_in_a_loop_of_ones_own_says_nothing():
+    variable = keras.Variable([3.0])
+    optimizer = LossScaleOptimizer.from_config(LossScaleOptimizer("sgd").get_config())
+    optimizer.scale_loss(keras.ops.array(1.0))
+    optimizer.apply([keras.ops.array([1024.0])], [variable])

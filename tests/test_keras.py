@@ -1,0 +1,473 @@
+"""Notices when a private name of Keras that mpkeras uses changes."""
+
+import keras
+import numpy as np
+import pytest
+
+from mpkeras import _keras as private
+
+
+@pytest.fixture
+def nested():
+    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="deep")], name="inner")
+    return keras.Sequential([keras.Input((2,)), inner, keras.layers.Dense(1, name="top")], name="outer")
+
+
+def test_flatten_layers_finds_nested_layers_once(nested):
+    names = [layer.name for layer in private.flatten_layers(nested)]
+    assert {"inner", "deep", "top"} <= set(names)
+    assert len(names) == len(set(names))
+    assert private.flatten_layers(nested, include_self=True)[0] is nested
+    with pytest.raises(TypeError, match="Pass the model itself"):
+        private.flatten_layers(3)
+
+
+def test_own_lists_hold_what_a_layer_lists(nested):
+    layers = private.flatten_layers(nested, include_self=True)
+    lists = [private.own_lists(layer) for layer in layers]
+    found = [variable for _, trained, not_trained, _ in lists for variable in (*trained, *not_trained)]
+    seeds = [generator.state for *_, generators in lists for generator in generators]
+    assert {id(variable) for variable in found + seeds} == {id(variable) for variable in nested.variables}
+    assert [list(below) for below, *_ in lists] == [private.direct_sublayers(layer) for layer in layers]
+
+
+def test_direct_sublayers_stop_at_the_first_level(nested):
+    names = {layer.name for layer in private.direct_sublayers(nested)}
+    assert {"inner", "top"} <= names
+    assert "deep" not in names
+
+
+def test_a_built_optimizer_knows_its_variables():
+    variables = [keras.Variable([1.0]), keras.Variable([2.0])]
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(variables)
+    known = private.optimizer_trainable_variables(optimizer)
+    assert [id(v) for v in known] == [id(v) for v in variables]
+
+
+def test_put_is_an_unchecked_assign():
+    v = keras.Variable([1.0, 2.0])
+    private.put(v, keras.ops.convert_to_tensor([3.0, 4.0]))
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(v), [3.0, 4.0])
+
+
+def test_an_optimizer_counts_its_steps():
+    v = keras.Variable([1.0])
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    optimizer.build([v])
+    assert any(private.step_count(optimizer) is known for known in optimizer.variables)
+    assert int(private.step_count(optimizer)) == 0
+
+
+def test_the_sums_of_an_accumulating_optimizer_are_known():
+    v = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    optimizer.build([v])
+    optimizer.apply([keras.ops.convert_to_tensor([4.0, 8.0])], [v])
+    (total,) = private.accumulated_gradients(optimizer)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(total.value), [4.0, 8.0])
+    assert private.accumulated_gradients(keras.optimizers.SGD(0.1)) == []
+
+
+def test_one_update_turns_off_accumulation_and_scaling_for_the_length_of_a_call():
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([4], [1.0, 0.5])
+    optimizer = keras.optimizers.SGD(schedule, gradient_accumulation_steps=3, loss_scale_factor=8.0)
+    v = keras.Variable([5.0])
+    optimizer.build([v])
+    for rate, updates in ((1.0, 1), (0.5, 2)):
+        before = float(keras.ops.convert_to_numpy(v)[0])
+        with private.one_update(optimizer):
+            optimizer.apply([keras.ops.convert_to_tensor([2.0])], [v])
+        # The calls that update are number 2 and 5, from 0.
+        assert float(keras.ops.convert_to_numpy(v)[0]) == before - 2.0 * rate
+        assert (int(private.step_count(optimizer)), int(optimizer.iterations)) == (3 * updates, updates)
+        assert (optimizer.gradient_accumulation_steps, optimizer.loss_scale_factor) == (3, 8.0)
+    with pytest.raises(ZeroDivisionError), private.one_update(optimizer):
+        raise ZeroDivisionError
+    assert (optimizer.gradient_accumulation_steps, optimizer.loss_scale_factor) == (3, 8.0)
+    assert int(optimizer.iterations) == 2 and float(optimizer.learning_rate) == 0.5
+
+
+def test_weight_decay_goes_through_one_method_and_can_be_excluded():
+    v, w = keras.Variable([1.0], name="v"), keras.Variable([1.0], name="w")
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["w"])
+    assert private.decays(optimizer, v) and not private.decays(optimizer, w)
+    assert callable(getattr(optimizer, private.WEIGHT_DECAY_METHOD))
+
+
+@pytest.mark.backends("tensorflow")
+def test_gradients_are_summed_over_replicas_in_one_method():
+    optimizer = keras.optimizers.SGD(0.1)
+    assert callable(getattr(optimizer, private.GRADIENT_SUM_METHOD))
+    optimizer.__dict__[private.GRADIENT_SUM_METHOD] = lambda grads_and_vars: pytest.fail("called")
+    v = keras.Variable([1.0])
+    optimizer.build([v])
+    with pytest.raises(pytest.fail.Exception):
+        optimizer.apply([keras.ops.ones(1)], [v])
+
+
+def test_overwrites_with_gradient():
+    v = keras.Variable([1.0])
+    assert not private.overwrites_with_gradient(v)
+    v.overwrite_with_gradient = True
+    assert private.overwrites_with_gradient(v)
+    assert not private.overwrites_with_gradient(object())
+
+
+def test_in_stateless_scope():
+    assert not private.in_stateless_scope()
+    with keras.StatelessScope():
+        assert private.in_stateless_scope()
+
+
+def test_autocast_scope_says_how_variables_are_read():
+    v = keras.Variable([1.0])
+    assert private.autocast_dtype() is None
+    with private.autocast_scope("float16"):
+        assert private.autocast_dtype() == "float16"
+        assert keras.backend.standardize_dtype(v.value.dtype) == "float16"
+    assert private.autocast_dtype() is None
+
+
+def test_masks_are_copied():
+    class SeesMask(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.supports_masking = True
+
+        def call(self, x, mask=None):
+            return keras.ops.where(mask, x, 0.0)
+
+    source = keras.layers.Masking()(keras.ops.convert_to_tensor([[[1.0], [0.0]]]))
+    target = keras.ops.convert_to_tensor([[5.0, 5.0]])
+    private.copy_mask(source, target)
+    seen = SeesMask()(target)
+    assert keras.ops.convert_to_numpy(seen).tolist() == [[5.0, 0.0]]
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_the_logits_of_a_softmax_are_on_its_output():
+    """On JAX no tensor takes attributes while a step is traced."""
+    logits = keras.ops.convert_to_tensor([[1.0, 2.0]])
+    assert private.has_logits(keras.activations.softmax(logits))
+    assert not private.has_logits(logits) and not private.has_logits(keras.activations.relu(logits))
+
+
+def test_functional_models_cast_no_inputs_and_others_do(nested):
+    inputs = keras.Input((2,))
+    assert private.casts_no_inputs(keras.Model(inputs, keras.layers.Dense(1)(inputs)))
+    assert not private.casts_no_inputs(nested)
+
+
+def test_own_variables_are_not_those_of_sublayers(nested):
+    assert private.own_variables(nested) == []
+    assert [v.name for v in private.own_variables(nested.layers[-1])] == ["kernel", "bias"]
+
+
+def test_a_layer_knows_its_random_generators(nested):
+    dropout = keras.layers.Dropout(0.5)
+    assert private.own_seed_generators(dropout) == [dropout.seed_generator]
+    nested.add(dropout)
+    assert private.own_seed_generators(nested) == []
+
+
+def test_metrics_given_to_compile_are_known_one_by_one():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    mine = keras.metrics.MeanAbsoluteError(name="mine")
+    model.compile("sgd", "mse", metrics=[mine], weighted_metrics=["mse"])
+    model.train_on_batch(np.ones((2, 3)), np.ones((2, 1)))
+    tracker, given = model.metrics
+    assert private.parts_of_metric(tracker) == [tracker]
+    assert private.parts_of_metric(given)[0] is mine
+    assert [part.name for part in private.parts_of_metric(given)] == ["mine", "mse"]
+    assert [v for part in private.parts_of_metric(given) for v in part.variables] == given.variables
+
+
+def test_a_tracker_of_losses_has_a_total_and_a_count_in_this_order():
+    """What `mpkeras.training.metric_states` relies on; the opposite sign of both leaves the mean what it is."""
+    tracker = keras.metrics.Mean()
+    tracker.update_state(3.0, sample_weight=2.0)
+    assert [float(keras.ops.convert_to_numpy(v)) for v in tracker.variables] == [6.0, 2.0]
+    for variable, value in zip(tracker.variables, (-6.0, -2.0), strict=True):
+        variable.assign(value)
+    assert float(keras.ops.convert_to_numpy(tracker.result())) == 3.0
+
+
+def test_weights_are_those_made_as_trainable():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.BatchNormalization()])
+    model.layers[0].trainable = False
+    names = ["kernel", "bias", "gamma", "beta"]
+    assert [variable.name for variable in private.weights(model)] == names
+
+
+def test_the_global_random_generator_is_known_and_can_be_put_back():
+    before = private.made_global_seed_generator()
+    try:
+        private.set_global_seed_generator(None)
+        assert private.made_global_seed_generator() is None
+        keras.random.normal((1,))
+        made = private.made_global_seed_generator()
+        assert isinstance(made, keras.random.SeedGenerator)
+        assert keras.src.random.seed_generator.global_seed_generator() is made
+    finally:
+        private.set_global_seed_generator(before)
+
+
+def test_functional_models_know_the_structure_of_their_inputs():
+    inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((3,), name="b")}
+    model = keras.Model(inputs, keras.layers.Concatenate()([inputs["a"], inputs["b"]]))
+    assert {name: tensor.shape for name, tensor in private.input_structure(model).items()} == {
+        "a": (None, 2),
+        "b": (None, 3),
+    }
+
+
+def test_frozen_weights_are_not_statistics():
+    norm, dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((2,)), norm, dense])
+    dense.trainable = False
+    frozen = private.frozen_weights(model)
+    names = {v.name for v in model.non_trainable_variables if id(v) not in frozen}
+    assert {"moving_mean", "moving_variance"} <= names
+    assert not names & {"kernel", "bias"}
+
+
+def test_the_optimizer_of_the_compile_configuration_can_be_replaced(nested):
+    nested.compile("sgd", "mse")
+    private.replace_compiled_optimizer(nested, keras.optimizers.Adam(0.25))
+    saved = nested.get_compile_config()["optimizer"]
+    assert saved["class_name"] == "Adam"
+    assert saved["config"]["learning_rate"] == 0.25
+
+
+@pytest.mark.backends("tensorflow")
+def test_xla_is_noticed_while_tracing():
+    """`tensorflow.python.ops.control_flow_util`, read in TensorFlow 2.21."""
+    import tensorflow as tf
+
+    from mpkeras.scaling._tensorflow import in_xla
+
+    seen = {}
+
+    def look(name):
+        seen[name] = in_xla()
+        return tf.constant(0)
+
+    look("eager")
+    tf.function(lambda: look("graph"))()
+    tf.function(lambda: look("xla"), jit_compile=True)()
+    inner = tf.function(lambda: look("nested"), jit_compile=True)
+    tf.function(lambda: inner())()
+    assert seen == {"eager": False, "graph": False, "xla": True, "nested": True}
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_stock_optimizers_assign_through_keras_only():
+    """What `selecting_assignments` relies on: no raw assignment is left in the compiled update.
+
+    Every stock optimizer is run with weight decay and averages under XLA on a step that must be skipped; a
+    write that the selection does not cover would change a variable. See also `test_optimizers.py`.
+    """
+    import numpy as np
+    import tensorflow as tf
+
+    from mpkeras.scaling._tensorflow import _assigns_through_keras
+    from mpkeras.scaling.optimizer import LossScaleOptimizer
+    from tests.step_modes import snapshot
+
+    names = [
+        name
+        for name in dir(keras.optimizers)
+        if isinstance(getattr(keras.optimizers, name), type)
+        and issubclass(getattr(keras.optimizers, name), keras.optimizers.Optimizer)
+        and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+    ]
+    assert len(names) >= 13
+    for name in names:
+        inner = getattr(keras.optimizers, name)(learning_rate=0.1, weight_decay=0.01, use_ema=True)
+        # Muon has a decay of its own, and goes the general way.
+        assert _assigns_through_keras(inner) == (name != "Muon")
+        if name == "Muon" and keras.__version__ < "3.11":
+            continue  # asks TensorFlow variables for a `path` there, under any wrapper or none
+        v = keras.Variable(np.ones((4, 4), "float32"), constraint=keras.constraints.NonNeg())
+        optimizer = LossScaleOptimizer(inner, loss_scale=None)
+        optimizer.build([v])
+
+        @tf.function(jit_compile=True)
+        def step(g):
+            optimizer.apply([g], [v])  # noqa: B023  # called in this round only
+
+        step(tf.ones((4, 4)))
+        before = snapshot([v, *inner.variables])
+        step(tf.fill((4, 4), np.inf))
+        assert snapshot([v, *inner.variables]) == before, name
+        step(tf.ones((4, 4)))
+        assert snapshot([v, *inner.variables]) != before, name
+
+
+def test_losses_of_the_last_call_outlive_another_in_a_scope():
+    layer = keras.layers.Dense(2, activity_regularizer="l2")
+    model = keras.Sequential([keras.Input((2,)), layer])
+    x = np.ones((1, 2), "float32")
+    model(x)
+    losses = model.losses
+    with private.kept_losses([model, layer]), keras.StatelessScope():
+        model(x)
+    assert [id(loss) for loss in model.losses] == [id(loss) for loss in losses] and len(losses) == 1
+
+
+def test_a_functional_model_knows_the_structure_of_its_inputs(nested):
+    inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((2,), name="b")}
+    model = keras.Model(inputs, keras.layers.Add()([inputs["a"], inputs["b"]]))
+    assert private.input_structure(model) == inputs
+    assert private.input_structure(private.graph_of(nested)).shape == (None, 2)
+
+
+def test_what_is_saved_beside_an_optimizer_is_read_by_whoever_holds_it_and_by_nobody_else(tmp_path):
+    def compiled(value=None):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.optimizer.build(model.trainable_variables)
+        if value is not None:
+            extra = keras.Variable(value, trainable=False)
+            model.optimizer._variables_beside = lambda: {"extra": extra}
+            model.optimizer.beside = private.SavedBeside(model.optimizer)
+        return model
+
+    path = tmp_path / "model.weights.h5"
+    compiled(3.0).save_weights(path)
+    for value in (None, 5.0):
+        # Neither what is not looked for, nor what is not there, is a mismatch.
+        model = compiled(value)
+        model.load_weights(path)
+        if value is not None:
+            assert float(model.optimizer._variables_beside()["extra"]) == 3.0
+    compiled().save_weights(path)
+    model = compiled(5.0)
+    model.load_weights(path)
+    assert float(model.optimizer._variables_beside()["extra"]) == 5.0
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_class_that_is_not_registered_is_found_in_a_module_of_keras():
+    stock = keras.optimizers.SGD
+    config = keras.saving.serialize_keras_object(stock(0.25))
+    config |= {"module": stock.__module__, "registered_name": "nobody>SGD"}
+    loaded = keras.saving.deserialize_keras_object(config)
+    assert type(loaded) is stock and float(loaded.learning_rate) == 0.25
+
+
+def test_an_output_ends_in_float32_by_an_operation_that_is_no_layer():
+    inputs = keras.Input((3,))
+    head = keras.layers.Dense(2, dtype="mixed_bfloat16", name="head")
+    model = keras.Model(inputs, [head(inputs)])
+    (plain,) = model.outputs
+    output = private.cast_to_float32(plain, 0)
+    assert private.is_float32_cast(output) and not private.is_float32_cast(plain)
+    operation, node_index = private.made_by(output)
+    assert private.inputs_of_call(operation, node_index) == [plain] and private.made_by(plain)[0] is head
+    private.replace_outputs(model, [output], ["head"])
+    assert (model.output_names, [layer.name for layer in model.layers][1:]) == (["head"], ["head"])
+    assert keras.backend.standardize_dtype(model(np.ones((1, 3), "float32"))[0].dtype) == "float32"
+    # In a file it is the stock operation; a clone has none, and so none of its name.
+    config = model.get_config()
+    assert [entry["class_name"] for entry in config["layers"]] == ["InputLayer", "Dense", "Cast"]
+    loaded = keras.Model.from_config(model.get_config())
+    assert type(loaded.operations[-1]) is type(keras.ops.cast(plain, "float32")._keras_history.operation)
+    assert keras.models.clone_model(model).output_names == ["head"]
+    # Written down without it, and as it was afterwards.
+    with private.replaced_outputs(model, [plain]):
+        assert [entry["class_name"] for entry in model.get_config()["layers"]] == ["InputLayer", "Dense"]
+    assert model.get_config() == config
+    private.replace_outputs(model, [plain], ["head"])
+    assert model.outputs[0] is plain and len(model.operations) == 2
+
+
+def test_a_cast_keeps_the_mask_of_an_output():
+    words = keras.Input((3,), dtype="int32")
+    output = keras.layers.Embedding(4, 2, mask_zero=True, dtype="mixed_bfloat16")(words)
+    assert private.has_mask(output) and private.has_mask(private.cast_to_float32(output, 0))
+    assert not private.has_mask(words)
+    model = keras.Model(words, output)
+    private.replace_outputs(model, private.cast_to_float32(output, 0), ["output"])
+    mask = model(np.array([[1, 0, 2]]))._keras_mask
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(mask), [[True, False, True]])
+
+
+def test_functional_models_know_the_structure_of_their_outputs():
+    inputs = keras.Input((2,))
+    outputs = {"a": keras.layers.Dense(1)(inputs), "b": (keras.layers.Dense(3)(inputs),)}
+    assert private.output_structure(keras.Model(inputs, outputs)) == outputs
+
+
+def test_symbolic_dtypes_follow_the_layers():
+    inputs = keras.Input((2,))
+    dense = keras.layers.Dense(1)
+    model = keras.Model(inputs, keras.layers.Flatten(dtype="mixed_bfloat16")(dense(inputs)))
+    dense.dtype_policy = keras.DTypePolicy("mixed_float16")
+    assert dense.output.dtype == "float32"
+    private.refresh_symbolic_dtypes(model)
+    assert (inputs.dtype, dense.output.dtype, model.output.dtype) == ("float32", "float16", "bfloat16")
+
+
+def test_last_layers_of_a_sequential_are_exchanged_without_a_call(nested):
+    first, old = nested.layers
+    calls = len(first._inbound_nodes)
+    new = keras.layers.Activation("linear")
+    private.replace_last_layers(nested, [old], [new])
+    assert nested.layers == [first, new] and len(first._inbound_nodes) == calls
+
+
+def test_a_16_bit_variable_becomes_a_float32_one_of_the_same_value():
+    layer = keras.layers.Dense(2, dtype="bfloat16")
+    layer.build((None, 3))
+    kernel, before = layer.kernel, keras.ops.convert_to_numpy(keras.ops.cast(layer.kernel.value, "float32"))
+    for variable in layer.variables:
+        private.widen(variable)
+    private.track_parameters_again(layer)
+    assert layer.kernel is kernel and (kernel.dtype, layer.bias.dtype) == ("float32", "float32")
+    assert keras.backend.standardize_dtype(kernel.value.dtype) == "float32"
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(kernel.value), before)
+    if keras.backend.backend() == "torch":
+        assert [str(p.dtype) for p in layer.parameters()] == ["torch.float32"] * 2
+
+
+def test_a_stored_value_is_read_as_it_is_in_any_scope():
+    v = keras.Variable([1.0])
+    with private.autocast_scope("float16"):
+        assert keras.backend.standardize_dtype(private.unscoped_value(v).dtype) == "float32"
+
+
+def test_a_policy_map_is_replaced_not_extended():
+    stock = keras.DTypePolicy("mixed_float16")
+    layer = keras.layers.Dense(1, dtype=keras.dtype_policies.DTypePolicyMap("float32"))
+    layer.build((None, 2))
+    private.replace_policy_map(layer, stock)
+    assert layer.dtype_policy is stock and layer.compute_dtype == "float16"
+
+
+def test_metrics_given_to_compile_are_parts_of_one(nested):
+    mine = keras.metrics.MeanAbsoluteError()
+    nested.compile("sgd", "mse", metrics=[mine])
+    nested.evaluate(np.ones((2, 2)), np.ones((2, 1)), verbose=0)
+    parts = [private.parts_of_metric(metric) for metric in nested.metrics]
+    assert [mine] in parts and private.parts_of_metric(mine) == [mine]
+
+
+def test_states_of_a_stateful_recurrent_layer_are_known_once_it_is_built():
+    rnn = keras.layers.LSTM(2, stateful=True)
+    assert private.recurrent_states(rnn) == []
+    rnn.build((1, 3, 4))
+    assert [tuple(state.shape) for state in private.recurrent_states(rnn)] == [(1, 2), (1, 2)]
+    assert private.recurrent_states(keras.layers.LSTM(2)) == []
+
+
+def test_a_model_is_built_from_the_shapes_of_a_batch():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
+    assert not private.is_built(model)
+    private.symbolic_build(model, (np.ones((2, 3), "float32"), np.ones((2, 1), "float32"), None))
+    assert private.is_built(model) and model.optimizer.built and len(model.metrics[1].variables) == 2
+    assert int(model.optimizer.iterations) == 0
