@@ -59,7 +59,7 @@ def traces() -> list:
     return [] if program is None else [weakref.ref(program)]
 
 
-def scale_loss(optimizer, loss, notes):
+def scale_loss(optimizer, loss, facts):
     in_scope = _keras.in_stateless_scope()
     is_traced = _is_traced()
     if is_traced and not in_scope and optimizer.scale_state and optimizer.dynamic:
@@ -69,11 +69,11 @@ def scale_loss(optimizer, loss, notes):
             "scale into the program as a constant; after the scale moves, every gradient is wrong. Wrap the "
             "call in the scope, or use `mpkeras.make_train_step`."
         )
-    note_loss(notes, loss)
-    return loss * scale_of_step(optimizer, notes)
+    note_loss(facts, loss)
+    return loss * scale_of_step(optimizer, facts)
 
 
-def note_loss(notes, loss):
+def note_loss(facts, loss):
     """Notes whether `loss` is finite, for the `apply` of this step.
 
     What does not depend on a differentiated value belongs to the program around the derivative: after
@@ -81,12 +81,12 @@ def note_loss(notes, loss):
     """
     flag = jnp.isfinite(jnp.sum(jax.lax.stop_gradient(loss)))
     # One flag for each program: a loop that scales op by op, and applies in compiled code, never takes them.
-    before = [f for f in notes.loss_flags if _program_of(f) is _program_of(flag)]
-    notes.loss_flags = [f for f in notes.loss_flags if _program_of(f) is not _program_of(flag)]
-    notes.loss_flags.append(jnp.all(jnp.stack([*before, flag])))
+    before = [f for f in facts.loss_flags if _program_of(f) is _program_of(flag)]
+    facts.loss_flags = [f for f in facts.loss_flags if _program_of(f) is not _program_of(flag)]
+    facts.loss_flags.append(jnp.all(jnp.stack([*before, flag])))
 
 
-def _known_loss_flag(notes):
+def _known_loss_flag(facts):
     """Returns whether the losses scaled since the last step are finite, or `None` where this is not known.
 
     A flag of another program (a `jax.jit`, `jax.checkpoint` or `jax.lax.scan` inside the step, another trace) is
@@ -94,7 +94,7 @@ def _known_loss_flag(notes):
     now: as a constant it would decide every later step.
     """
     now = _present_program()
-    flags = [flag for flag in notes.loss_flags if _program_of(flag) is now]
+    flags = [flag for flag in facts.loss_flags if _program_of(flag) is now]
     return jnp.all(jnp.stack(flags)) if flags else None
 
 
@@ -112,14 +112,14 @@ def _present_program():
     return _program_of(jnp.zeros(()) + 1)
 
 
-def scale_of_step(optimizer, notes):
+def scale_of_step(optimizer, facts):
     """Returns the loss scale of this step; in a `StatelessScope` and in compiled code the state decides."""
 
     def is_within_reach(scale):
         del scale
         return not (_keras.in_stateless_scope() or _is_traced())
 
-    return shared_scale.scale_of_step(optimizer, notes, is_within_reach)
+    return shared_scale.scale_of_step(optimizer, facts, is_within_reach)
 
 
 def _is_traced() -> bool:
@@ -158,32 +158,32 @@ def grads_are_finite(grads):
     return jnp.isfinite(jnp.sqrt(jnp.abs(total)))
 
 
-def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
+def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, facts):
     variables = optimizer.trainable_variables
     mapping = list(zip(variables, trainable_variables, strict=True))
     mapping += list(zip(optimizer.variables, optimizer_variables, strict=True))
-    new_value = _new_values(optimizer, mapping, grads, variables, notes)
+    new_value = _new_values(optimizer, mapping, grads, variables, facts)
     return [new_value(v) for v in variables], [new_value(v) for v in optimizer.variables]
 
 
-def apply(optimizer, grads, variables, notes):
+def apply(optimizer, grads, variables, facts):
     """The same step on the variables' present values; what comes out is assigned."""
     touched = variables + optimizer.variables
     mapping = [(variable, variable.value) for variable in touched]
-    scale = scale_of_step(optimizer, notes)
-    new_value = _new_values(optimizer, mapping, grads, variables, notes, scale)
+    scale = scale_of_step(optimizer, facts)
+    new_value = _new_values(optimizer, mapping, grads, variables, facts, scale)
     for variable, value in [(variable, new_value(variable)) for variable in touched]:
         variable.assign(value)
 
 
-def _new_values(optimizer, mapping, grads, variables, notes, scale=None):
+def _new_values(optimizer, mapping, grads, variables, facts, scale=None):
     """Returns a function from variable to its value after the step; `scale` is the one used if not the state's."""
     with keras.StatelessScope(state_mapping=mapping):
-        decision, own_values = optimizer.decide(grads_are_finite(grads), _known_loss_flag(notes))
+        decision, own_values = optimizer.decide(facts, grads_are_finite(grads), _known_loss_flag(facts))
     if optimizer.window is not None:
-        return _new_values_of_window(optimizer, mapping, grads, variables, notes, scale, decision, own_values)
+        return _new_values_of_window(optimizer, mapping, grads, variables, facts, scale, decision, own_values)
     with SelectingScope(decision.is_due, mapping) as scope:
-        if not notes.grads_are_unscaled:
+        if not facts.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables, scale)
         # Most optimizers of Keras raise for a sparse gradient in compiled code, and all for one that is clipped. They
         # make arrays of the full shape of it in any case.
@@ -196,7 +196,7 @@ def _new_values(optimizer, mapping, grads, variables, notes, scale=None):
     return scope.get_current_value
 
 
-def _new_values_of_window(optimizer, mapping, grads, variables, notes, scale, decision, own_values):
+def _new_values_of_window(optimizer, mapping, grads, variables, facts, scale, decision, own_values):
     """As `_new_values`, where the update is due at the end of a window only.
 
     The inner optimizer runs in a loop that goes round once or not at all, so most calls pay for the sums alone; as a
@@ -205,7 +205,7 @@ def _new_values_of_window(optimizer, mapping, grads, variables, notes, scale, de
     window = optimizer.window
     values = {id(variable): jnp.asarray(value) for variable, value in mapping}
     with keras.StatelessScope(state_mapping=mapping):
-        if not notes.grads_are_unscaled:
+        if not facts.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables, scale)
         dense = [None if grad is None else _dense(grad) for grad in grads]
         held = window.sums_of(variables)

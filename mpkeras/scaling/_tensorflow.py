@@ -43,14 +43,14 @@ def traces() -> list:
     return found
 
 
-def scale_loss(optimizer, loss, notes):
-    notes.loss_flags.append(tf.math.is_finite(tf.reduce_sum(tf.stop_gradient(loss))))
-    return loss * tf.cast(scale_of_step(optimizer, notes), loss.dtype)
+def scale_loss(optimizer, loss, facts):
+    facts.loss_flags.append(tf.math.is_finite(tf.reduce_sum(tf.stop_gradient(loss))))
+    return loss * tf.cast(scale_of_step(optimizer, facts), loss.dtype)
 
 
-def scale_of_step(optimizer, notes):
+def scale_of_step(optimizer, facts):
     """Returns the loss scale of this step: the noted one if it is eager or of the graph that is traced now."""
-    return shared_scale.scale_of_step(optimizer, notes, _is_of_this_graph)
+    return shared_scale.scale_of_step(optimizer, facts, _is_of_this_graph)
 
 
 def _is_of_this_graph(tensor) -> bool:
@@ -87,14 +87,14 @@ def grad_sum(grads):
     return tf.sqrt(tf.abs(total)) if in_xla() else total
 
 
-def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
+def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, facts):
     raise ValueError(
         "Expected a backend with stateless optimizers. Received: `stateless_apply` on TensorFlow, where it is "
         "incompatible with `tf.distribute`. Call `optimizer.apply(grads, trainable_variables)`."
     )
 
 
-def apply(optimizer, grads, variables, notes):
+def apply(optimizer, grads, variables, facts):
     strategy = tf.distribute.get_strategy()
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
@@ -102,13 +102,15 @@ def apply(optimizer, grads, variables, notes):
             "Call it in the function that `strategy.run` runs."
         )
     # `None` where there is nothing to unscale.
-    scale = None if notes.grads_are_unscaled or optimizer.scale_is_one else scale_of_step(optimizer, notes)
+    scale = None if facts.grads_are_unscaled or optimizer.scale_is_one else scale_of_step(optimizer, facts)
     if all_reduce.is_active(optimizer):
-        grads = all_reduce.summed(optimizer, grads, variables, notes.grads_are_unscaled)
+        grads = all_reduce.summed(optimizer, grads, variables, facts.grads_are_unscaled)
     grad_total = grad_sum(grads)
-    loss_is_finite = _known_loss_flag(notes)
+    loss_is_finite = _known_loss_flag(facts)
+    if facts.batch_has_rows is not True and not _is_of_this_graph(facts.batch_has_rows):
+        facts.batch_has_rows = True
     if _decides_alone(strategy):
-        _apply(optimizer, grads, variables, tf.math.is_finite(grad_total), loss_is_finite, scale)
+        _apply(optimizer, grads, variables, facts, tf.math.is_finite(grad_total), loss_is_finite, scale)
         return
     bad_losses = tf.zeros(()) if loss_is_finite is None else 1.0 - tf.cast(loss_is_finite, tf.float32)
     # One message, of one form whether this worker knows its loss or not: workers are programs of their own,
@@ -118,9 +120,11 @@ def apply(optimizer, grads, variables, notes):
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         grads_are_finite, loss_is_finite = _flags(context.all_reduce(tf.distribute.ReduceOp.SUM, checks))
         with all_reduce.no_second_sum(optimizer):
-            _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, scale)
+            _apply(optimizer, grads, variables, facts, grads_are_finite, loss_is_finite, scale)
         return
-    context.merge_call(_apply_across_replicas, args=(optimizer, grads, variables, checks, scale))
+    # Not among the arguments, which would be gathered from all replicas: the facts that count here are those of each.
+    across_replicas = functools.partial(_apply_across_replicas, facts)
+    context.merge_call(across_replicas, args=(optimizer, grads, variables, checks, scale))
 
 
 def _decides_alone(strategy) -> bool:
@@ -137,11 +141,11 @@ def _flags(summed_checks):
     return tf.math.is_finite(summed_checks[0]), tf.equal(summed_checks[1], 0.0)
 
 
-def _apply_across_replicas(strategy, optimizer, grads, variables, checks, scale):
+def _apply_across_replicas(facts, strategy, optimizer, grads, variables, checks, scale):
     # Summed over replicas before anyone decides: gradients are reduced later, inside the inner optimizer,
     # where one replica's inf would reach the weights of all.
     grads_are_finite, loss_is_finite = _flags(strategy.reduce(tf.distribute.ReduceOp.SUM, checks, axis=None))
-    decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
+    decision, own_values = optimizer.decide(facts, grads_are_finite, loss_is_finite)
 
     def in_each_replica(function, *arguments):
         # The conditional stands outside the replicas, as a branch inside one could not call the others. So does what
@@ -165,8 +169,8 @@ def _apply_across_replicas(strategy, optimizer, grads, variables, checks, scale)
     _assign_all(own_values)
 
 
-def _apply(optimizer, grads, variables, grads_are_finite, loss_is_finite, scale):
-    decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
+def _apply(optimizer, grads, variables, facts, grads_are_finite, loss_is_finite, scale):
+    decision, own_values = optimizer.decide(facts, grads_are_finite, loss_is_finite)
     window = optimizer.window
     if window is not None:
         _apply_window(optimizer, grads, variables, decision, scale)
@@ -213,7 +217,7 @@ def _unscaled(optimizer, grads, variables, scale):
 
 
 def _update_inner(optimizer, grads, variables, scale):
-    with updating(), _keras.one_update(optimizer.inner_optimizer):
+    with updating(optimizer), _keras.one_update(optimizer.inner_optimizer):
         optimizer.inner_optimizer.apply(_unscaled(optimizer, grads, variables, scale), variables)
 
 
@@ -228,7 +232,7 @@ def _update_selecting(optimizer, grads, variables, is_due, scale):
 def _update_with_means(optimizer, used, variables, decision):
     sums = optimizer.window.sums_of(variables)
     totals = [total.value if is_used else None for total, is_used in zip(sums, used, strict=True)]
-    with updating(), _keras.one_update(optimizer.inner_optimizer):
+    with updating(optimizer), _keras.one_update(optimizer.inner_optimizer):
         optimizer.inner_optimizer.apply(optimizer.window.means(totals, variables, decision), variables)
 
 
@@ -268,9 +272,9 @@ def _assign_all(values):
         variable.assign(value)
 
 
-def _known_loss_flag(notes):
+def _known_loss_flag(facts):
     """Returns whether the losses scaled since the last step are finite, or `None` where this is not known."""
-    flags = notes.loss_flags
+    flags = facts.loss_flags
     if not tf.executing_eagerly():
         # An eager flag is of a loss before the trace: as a constant it would decide every later step.
         flags = [flag for flag in flags if not hasattr(flag, "numpy")]

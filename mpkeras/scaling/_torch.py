@@ -44,15 +44,15 @@ def check_16_bit_variables(inner_optimizer, variables):
         )
 
 
-def scale_loss(optimizer, loss, notes):
+def scale_loss(optimizer, loss, facts):
     if torch.is_tensor(loss):
-        notes.loss_flags.append(torch.isfinite(loss.detach().sum()))
-    return loss * scale_of_step(optimizer, notes)
+        facts.loss_flags.append(torch.isfinite(loss.detach().sum()))
+    return loss * scale_of_step(optimizer, facts)
 
 
-def scale_of_step(optimizer, notes):
+def scale_of_step(optimizer, facts):
     """Returns the loss scale of this step."""
-    return shared_scale.scale_of_step(optimizer, notes, lambda noted: True)
+    return shared_scale.scale_of_step(optimizer, facts, lambda noted: True)
 
 
 def scale_gradient(grad, factor):
@@ -62,12 +62,12 @@ def scale_gradient(grad, factor):
         return grad * factor
 
 
-def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, notes):
+def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, facts):
     variables = optimizer.trainable_variables
     mapping = list(zip(variables, trainable_variables, strict=True))
     mapping += list(zip(optimizer.variables, optimizer_variables, strict=True))
     with keras.StatelessScope(state_mapping=mapping) as scope:
-        apply(optimizer, grads, variables, notes, in_place=False)
+        apply(optimizer, grads, variables, facts, in_place=False)
     return (
         [scope.get_current_value(variable) for variable in variables],
         [scope.get_current_value(variable) for variable in optimizer.variables],
@@ -75,10 +75,10 @@ def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, 
 
 
 @torch.no_grad()
-def apply(optimizer, grads, variables, notes, in_place: bool = True):
-    scale_is_one = notes.grads_are_unscaled or optimizer.scale_is_one
-    loss_is_finite = torch.stack(notes.loss_flags).all() if notes.loss_flags else None
-    scale = scale_of_step(optimizer, notes)
+def apply(optimizer, grads, variables, facts, in_place: bool = True):
+    scale_is_one = facts.grads_are_unscaled or optimizer.scale_is_one
+    loss_is_finite = torch.stack(facts.loss_flags).all() if facts.loss_flags else None
+    scale = scale_of_step(optimizer, facts)
     reciprocal = None if scale_is_one else (1.0 / scale)
     in_place = in_place and _may_unscale_in_place(grads, variables)
     if in_place and reciprocal is not None:
@@ -96,13 +96,13 @@ def apply(optimizer, grads, variables, notes, in_place: bool = True):
     loss_is_finite = None if loss_is_finite is None else loss_is_finite.to(device)
     if ranks.is_distributed():
         grads_are_finite, loss_is_finite = ranks.on_all_ranks(grads_are_finite, loss_is_finite)
-    decision, own_values = optimizer.decide(grads_are_finite, loss_is_finite)
+    decision, own_values = optimizer.decide(facts, grads_are_finite, loss_is_finite)
     # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
     if bool(decision.is_accepted if optimizer.window is None else decision.is_accepted | decision.is_due):
         if not in_place and not scale_is_one:
             grads = optimizer.unscale(grads, variables, scale)
         if optimizer.window is None:
-            with updating(), _keras.one_update(optimizer.inner_optimizer):
+            with updating(optimizer), _keras.one_update(optimizer.inner_optimizer):
                 optimizer.inner_optimizer.apply(grads, variables)
         else:
             _apply_window(optimizer, grads, variables, decision)
@@ -129,7 +129,7 @@ def _apply_window(optimizer, grads, variables, decision):
                 total.assign(window.added(total.value, grad, variable))
     if bool(decision.is_due):
         totals = [total.value if is_used else None for total, is_used in zip(sums, used, strict=True)]
-        with updating(), _keras.one_update(optimizer.inner_optimizer):
+        with updating(optimizer), _keras.one_update(optimizer.inner_optimizer):
             optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
 
 

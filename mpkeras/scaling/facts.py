@@ -1,10 +1,8 @@
-"""What an optimizer knows of the step that is under way, between `scale_loss` and `apply`."""
+"""The facts of a step: what an optimizer knows of the one that is under way, from `scale_loss` to its end."""
 
 import contextlib
-import copy
-import threading
+import dataclasses
 import warnings
-import weakref
 
 import keras
 
@@ -17,35 +15,30 @@ else:
         return 0
 
 
-class StepNotes:
-    """What was seen since the last `apply`: was the loss scaled, is it finite, are gradients unscaled."""
+@dataclasses.dataclass
+class StepFacts:
+    """What is known of one step of one optimizer, on one replica. On JAX the flags are values of the traced step."""
 
-    def __init__(self):
-        self.loss_was_scaled = False
-        # The traces in which a loss was scaled and no gradients applied: such a function, once compiled, scales a loss
-        # at each call without Python seeing it, and its gradients may be applied anywhere.
-        self.scaling_traces = []
-        self.grads_are_unscaled = False
-        # Set by the guarded train step, which knows where a step begins.
-        self.in_guarded_step = False
-        self.loss_flags = []
-        # `False`, or a bool tensor: a step on a batch without rows is skipped, whatever it computes.
-        self.batch_has_rows = True
-        # The scale of this step, where another optimizer may move it before `apply`.
-        self.loss_scale = None
-        # Where the guarded train step wants to show them: the norm of the gradients and the share of zeros.
-        self.wants_statistics = False
-        self.statistics = None
+    # Set by whoever runs the step, and the same until its end. `is_nested`: within another guarded step.
+    is_guarded: bool = False
+    is_nested: bool = False
+    # `True`, or a bool scalar tensor: a step on a batch without rows is skipped, whatever it computes.
+    batch_has_rows: object = True
+    # Whether the step wants the norm of the gradients and the share of zeros; `apply` puts them there.
+    wants_statistics: bool = False
+    statistics: tuple | None = None
+    # Whether the inner optimizer is at work, and not a layer.
+    is_updating: bool = False
 
-    def clear(self):
-        """Forgets all that is of one step only, as when a guarded step begins and when it ends, in an error, too."""
-        self.loss_was_scaled = False
-        self.grads_are_unscaled = False
-        self.in_guarded_step = False
-        self.loss_flags = []
-        self.batch_has_rows = True
-        self.loss_scale = None
-        self.wants_statistics = False
+    # Set by `scale_loss` and its kin, for the next `apply`.
+    loss_was_scaled: bool = False
+    loss_flags: list = dataclasses.field(default_factory=list)
+    grads_are_unscaled: bool = False
+    # The scale of this step, where another optimizer may move it before `apply`.
+    loss_scale: object = None
+    # The traces in which a loss was scaled and no gradients applied: such a function, once compiled, scales a loss
+    # at each call without Python seeing it, and its gradients may be applied anywhere.
+    scaling_traces: list = dataclasses.field(default_factory=list)
 
     def note_scaled_loss(self, traces: list):
         """Notes a scaled loss. `traces` are those that this code is part of, the innermost first."""
@@ -53,8 +46,8 @@ class StepNotes:
         self.grads_are_unscaled = False
         self.scaling_traces += [trace for trace in traces[:1] if trace not in self.scaling_traces]
 
-    def forget_step(self, traces: list):
-        """Ends the step that `traces` are the traces of: what holds for the next one as well stays."""
+    def end_update(self, traces: list):
+        """Forgets what was of one `apply`, made in `traces`; unscaled gradients stay so for the next one."""
         # A loss that is scaled in the same trace is one of this very step.
         self.scaling_traces = [trace for trace in self.scaling_traces if trace not in traces]
         self.loss_was_scaled = False
@@ -62,80 +55,104 @@ class StepNotes:
         self.loss_scale = None
 
 
-# By optimizer and replica, in whatever thread: TensorFlow traces each replica of a `MirroredStrategy` in a thread of
-# its own, and a loop may unscale in one thread and apply in another. Outside the optimizer, as it may be copied and
-# pickled, and what is noted may be a tensor of a graph.
-_notes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+class FactsOfReplicas:
+    """The facts of an optimizer's present step, by replica and in whatever thread.
 
-# Whether this thread is in the update of an optimizer.
-_updates = threading.local()
+    TensorFlow traces each replica of a `MirroredStrategy` in a thread of its own, and a loop may unscale in one thread
+    and apply in another. A copy or a pickle of an optimizer has none: they may hold tensors of a graph.
+    """
+
+    def __init__(self):
+        self._facts: dict = {}
+        self.warned_of_unscaled_loss = False
+
+    def __reduce__(self):
+        return FactsOfReplicas, ()
+
+    def __deepcopy__(self, memo):
+        return FactsOfReplicas()
+
+    @property
+    def here(self) -> StepFacts:
+        return self._facts.setdefault(replica(), StepFacts())
+
+    @here.setter
+    def here(self, facts: StepFacts):
+        self._facts[replica()] = facts
 
 
 @contextlib.contextmanager
-def updating():
-    """Marks what runs in it, in this thread, as an update of weights by an optimizer."""
-    _updates.depth = getattr(_updates, "depth", 0) + 1
+def opened_step(optimizers, *, batch_has_rows=True, wants_statistics: bool = False):
+    """Context manager around a step that mpkeras runs. Yields its facts, one for each of `optimizers`.
+
+    They end with the step, and with an error in it. A step within a step (a part of the model is trained by a guarded
+    step of its own) has facts of its own, after which those of the step around hold again.
+
+    Args:
+        optimizers: `LossScaleOptimizer`s, those that update in it.
+        batch_has_rows: Whether the batch has rows: a bool, or a bool tensor of shape `()`.
+        wants_statistics: Whether the logs show statistics of the gradients.
+    """
+    around = [optimizer.facts for optimizer in optimizers]
+    opened = []
+    for optimizer, outer in zip(optimizers, around, strict=True):
+        facts = StepFacts(True, outer.is_guarded, batch_has_rows, wants_statistics)
+        facts.scaling_traces = outer.scaling_traces
+        optimizer.facts = facts
+        opened.append(facts)
+    try:
+        yield opened
+    finally:
+        for optimizer, facts, outer in zip(optimizers, opened, around, strict=True):
+            optimizer.facts = outer if outer.is_guarded else StepFacts(scaling_traces=facts.scaling_traces)
+
+
+@contextlib.contextmanager
+def updating(optimizer):
+    """Marks what runs in it as an update of weights by `optimizer`."""
+    facts = optimizer.facts
+    facts.is_updating = True
     try:
         yield
     finally:
-        _updates.depth -= 1
-
-
-def is_updating() -> bool:
-    """Whether an optimizer is at work in this thread, and not a layer."""
-    return getattr(_updates, "depth", 0) > 0
-
-
-def step_notes(optimizer) -> StepNotes:
-    """Returns the notes of `optimizer` on this replica."""
-    return _notes.setdefault(optimizer, {}).setdefault(replica(), StepNotes())
+        facts.is_updating = False
 
 
 @contextlib.contextmanager
-def forgotten_if_it_raises(optimizer, traces: list):
-    """Context manager around the end of a step: one that raises leaves no notes for the next."""
-    try:
-        yield
-    except Exception:
-        step_notes(optimizer).forget_step(traces)
-        raise
+def ended_update(optimizer, traces: list):
+    """Context manager around `apply`. Yields a copy of the facts; `optimizer`'s own are ready for the next `apply`.
 
-
-def take_notes(optimizer, traces: list) -> StepNotes:
-    """Returns what is known of the step that `apply` is about to take, and starts the notes of the next one.
-
-    Warns once for an optimizer when the loss was not scaled: the gradients are then taken as scaled all the
-    same, as in Keras, except in a guarded step, where it is certain that they are not.
+    Where it raises, what was known of the step is forgotten, too.
 
     Args:
         optimizer: The optimizer whose `apply` it is.
         traces: The traces that this code is part of, the innermost first; `[]` in eager code.
     """
-    notes = step_notes(optimizer)
-    taken = copy.copy(notes)
-    if taken.batch_has_rows is not True:
-        taken.loss_flags = [*taken.loss_flags, taken.batch_has_rows]
-    notes.forget_step(traces)
-    scaled = taken.loss_was_scaled or taken.scaling_traces or taken.grads_are_unscaled
-    if not scaled and not optimizer.scale_is_one:
-        taken.grads_are_unscaled = taken.in_guarded_step
-        if optimizer not in _warned:
-            _warned.add(optimizer)
-            _warn_unscaled_loss(optimizer, taken.in_guarded_step)
-    return taken
+    facts = optimizer.facts
+    try:
+        yield dataclasses.replace(facts)
+    finally:
+        facts.end_update(traces)
 
 
-_warned: weakref.WeakSet = weakref.WeakSet()
+def check_loss_was_scaled(optimizer, facts: StepFacts):
+    """Warns once for an optimizer when the loss was not scaled since its last step.
 
-
-def _warn_unscaled_loss(optimizer, in_guarded_step: bool):
-    consequence = (
-        "its gradients are taken as unscaled, and small ones are lost in float16"
-        if in_guarded_step
-        else "its gradients are divided by the loss scale all the same"
-    )
-    warnings.warn(
-        f"`{optimizer.name}.apply` was called, but the loss was not scaled since the last step: {consequence}. "
-        "Compute the gradients of `optimizer.scale_loss(loss)`.",
-        stacklevel=4,
-    )
+    The gradients are then taken as scaled all the same, as in Keras, except in a guarded step, where it is certain that
+    they are not: `facts` says so afterwards.
+    """
+    if facts.loss_was_scaled or facts.scaling_traces or facts.grads_are_unscaled or optimizer.scale_is_one:
+        return
+    facts.grads_are_unscaled = facts.is_guarded
+    if not optimizer.facts_of_replicas.warned_of_unscaled_loss:
+        optimizer.facts_of_replicas.warned_of_unscaled_loss = True
+        consequence = (
+            "its gradients are taken as unscaled, and small ones are lost in float16"
+            if facts.is_guarded
+            else "its gradients are divided by the loss scale all the same"
+        )
+        warnings.warn(
+            f"`{optimizer.name}.apply` was called, but the loss was not scaled since the last step: {consequence}. "
+            "Compute the gradients of `optimizer.scale_loss(loss)`.",
+            stacklevel=3,
+        )

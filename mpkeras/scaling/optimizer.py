@@ -9,7 +9,7 @@ from mpkeras import _keras
 from mpkeras.policies import scalars
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.loss_scaling import LossScale
-from mpkeras.scaling.facts import forgotten_if_it_raises, step_notes, take_notes
+from mpkeras.scaling.facts import FactsOfReplicas, StepFacts, check_loss_was_scaled, ended_update
 from mpkeras.scaling.gradient_statistics import gradient_statistics
 from mpkeras.scaling.optimizer_arguments import (
     checked_inner_optimizer,
@@ -138,6 +138,7 @@ class LossScaleOptimizer(
         inner_optimizer.loss_scale_factor = factor
         # Such a rule gives way to what the next policy asks for; one of the user's own does not.
         self._chosen_by_prepare = False
+        self.facts_of_replicas = FactsOfReplicas()
         self._start_saving()
         self._make_counters()
         self._start_scale(rule, shared_with)
@@ -209,9 +210,8 @@ class LossScaleOptimizer(
         loss = ops.convert_to_tensor(loss)
         if keras.backend.standardize_dtype(loss.dtype) != "float64":
             loss = ops.cast(loss, "float32")
-        notes = step_notes(self)
-        notes.note_scaled_loss(_backend.traces())
-        return _backend.scale_loss(self, loss, notes)
+        self.facts.note_scaled_loss(_backend.traces())
+        return _backend.scale_loss(self, loss, self.facts)
 
     def get_scaled_loss(self, loss):
         """Returns the scaled loss. The tf.keras name; a callable loss gives a callable.
@@ -244,10 +244,9 @@ class LossScaleOptimizer(
         >>> [float(grad) for grad in optimizer.get_unscaled_gradients([keras.ops.array(512.0)])]
         [0.5]
         """
-        notes = step_notes(self)
-        notes.grads_are_unscaled = True
+        self.facts.grads_are_unscaled = True
         grads = list(grads)
-        return self.unscale(grads, [None] * len(grads), _backend.scale_of_step(self, notes))
+        return self.unscale(grads, [None] * len(grads), _backend.scale_of_step(self, self.facts))
 
     def unscale(self, scaled_grads, variables, loss_scale=None) -> list:
         """Returns the gradients times the reciprocal of the scale: exact for powers of two.
@@ -280,12 +279,12 @@ class LossScaleOptimizer(
         if not grads:
             return
         traces = _backend.traces()
-        with forgotten_if_it_raises(self, traces):
+        with ended_update(self, traces) as facts:
             variables = self._checked_variables(grads, trainable_variables)
-            notes = take_notes(self, traces)
-            self._warn_of_lost_guard(notes.in_guarded_step)
-            self._note_statistics(grads, notes)
-            _backend.apply(self, grads, variables, notes)
+            check_loss_was_scaled(self, facts)
+            self._warn_of_lost_guard(facts.is_guarded)
+            self._note_statistics(grads, facts)
+            _backend.apply(self, grads, variables, facts)
 
     def apply_gradients(self, grads_and_vars):
         """`apply` for pairs. Returns the number of applied steps, an integer scalar.
@@ -339,15 +338,15 @@ class LossScaleOptimizer(
         """
         grads = list(grads)
         traces = _backend.traces()
-        with forgotten_if_it_raises(self, traces):
+        with ended_update(self, traces) as facts:
             self._check_values(optimizer_variables, grads, trainable_variables)
-            notes = take_notes(self, traces)
-            self._warn_of_lost_guard(notes.in_guarded_step)
+            check_loss_was_scaled(self, facts)
+            self._warn_of_lost_guard(facts.is_guarded)
             # The state that is passed in says which scale was used.
-            notes.loss_scale = None
+            facts.loss_scale = None
             with keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True))):
-                self._note_statistics(grads, notes)
-            return _backend.stateless_apply(self, list(optimizer_variables), grads, list(trainable_variables), notes)
+                self._note_statistics(grads, facts)
+            return _backend.stateless_apply(self, list(optimizer_variables), grads, list(trainable_variables), facts)
 
     def _check_values(self, optimizer_variables, grads, trainable_variables):
         if not self.built:
@@ -366,10 +365,19 @@ class LossScaleOptimizer(
                 )
         _check_some_gradient(grads)
 
-    def _note_statistics(self, grads, notes):
-        if notes.wants_statistics:
-            scale = None if notes.grads_are_unscaled or self.scale_is_one else self.loss_scale
-            step_notes(self).statistics = gradient_statistics(grads, scale)
+    def _note_statistics(self, grads, facts):
+        if facts.wants_statistics:
+            scale = None if facts.grads_are_unscaled or self.scale_is_one else self.loss_scale
+            self.facts.statistics = gradient_statistics(grads, scale)
+
+    @property
+    def facts(self) -> StepFacts:
+        """What is known of the step that is under way, on this replica."""
+        return self.facts_of_replicas.here
+
+    @facts.setter
+    def facts(self, facts: StepFacts):
+        self.facts_of_replicas.here = facts
 
     @property
     def trainable_variables(self) -> list:
@@ -397,15 +405,26 @@ class LossScaleOptimizer(
         _check_some_gradient(grads)
         return variables
 
-    def decide(self, grads_are_finite, loss_is_finite=None) -> tuple[Decision, list]:
+    def decide(self, facts, grads_are_finite, loss_is_finite=None) -> tuple[Decision, list]:
         """Returns what a call of `apply` does, and `(variable, value)` for each of this optimizer's own.
 
         Args:
+            facts: The `StepFacts` of the step.
             grads_are_finite: bool scalar, shape `()`, for all replicas.
             loss_is_finite: bool scalar, shape `()`, or `None` where it is not known.
         """
+        # A batch without rows is skipped as one whose loss is not finite is, whatever it computes: the scale stays.
+        forward_is_good, lost_its_loss = loss_is_finite, None
+        if loss_is_finite is not None:
+            lost_its_loss = scalars.logical_not(loss_is_finite)
+        if facts.batch_has_rows is not True:
+            forward_is_good = facts.batch_has_rows
+            if loss_is_finite is not None:
+                forward_is_good = scalars.logical_and(loss_is_finite, facts.batch_has_rows)
+                # No loss was computed.
+                lost_its_loss = scalars.logical_and(lost_its_loss, facts.batch_has_rows)
         decide = single_step if self.window is None else self.window.decide
-        decision = decide(grads_are_finite, loss_is_finite)
+        decision = decide(grads_are_finite, forward_is_good)
         # Copies: a rule may return a value under another name, and variables are assigned in place.
         state = {key: ops.copy(variable.value) for key, variable in self._state.items()}
         rule_state = {key: state[key] for key in self._rule.initial_state()}
@@ -413,7 +432,7 @@ class LossScaleOptimizer(
         if decision.scale_moves is not True:
             moved = {key: scalars.where(decision.scale_moves, value, state[key]) for key, value in moved.items()}
         values = [(self._state[key], value) for key, value in moved.items()] + decision.values
-        return decision, values + self._counted(decision.is_accepted, loss_is_finite)
+        return decision, values + self._counted(facts, decision.is_accepted, lost_its_loss)
 
 
 def _check_some_gradient(grads):

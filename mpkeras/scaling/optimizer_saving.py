@@ -135,15 +135,19 @@ class SavesItsState(OptimizerMixin):
         inner_without_sums = [variable for variable in inner if id(variable) not in sums]
         window = self.window.variables if self.window else []
         own = self.variables[: len(self.variables) - len(inner)]
-        own_without_window = own[: len(own) - len(window)]
+        of_step = [id(variable) for variable in self.step_outcome]
+        own_of_0_1 = [variable for variable in own if id(variable) not in of_step]
+        own_without_window = own_of_0_1[: len(own_of_0_1) - len(window)]
         stock = self._stock_own_variables()
         candidates = [
+            [*own, *inner],
             [*stock, *inner],
             [*stock, *inner_without_sums],
             # All of them: what mpkeras 0.1.0 wrote, which built the inner optimizer without sums.
-            [*own, *inner],
-            [*own, *inner_without_sums],
+            [*own_of_0_1, *inner],
+            [*own_of_0_1, *inner_without_sums],
             [*own_without_window, *inner_without_sums],
+            [*own[: len(own) - len(window)], *inner_without_sums],
         ]
         if self.built:
             candidates += [inner, inner_without_sums]

@@ -134,7 +134,7 @@ def shared_scale_owner(inner_optimizer, loss_scale):
     return None
 
 
-def scale_of_step(optimizer, notes, is_within_reach):
+def scale_of_step(optimizer, facts, is_within_reach):
     """Returns the loss scale that this step has used or will use: float32 scalar, shape `()`.
 
     Another optimizer may move a shared scale between `scale_loss` and `apply`. So the first `scale_loss` of a
@@ -145,8 +145,8 @@ def scale_of_step(optimizer, notes, is_within_reach):
     """
     if not optimizer._scale.is_shared:
         return optimizer.loss_scale
-    if notes.loss_scale is None or not is_within_reach(notes.loss_scale):
+    if facts.loss_scale is None or not is_within_reach(facts.loss_scale):
         scale = optimizer.loss_scale
-        notes.loss_scale = scale if is_within_reach(scale) else None
+        facts.loss_scale = scale if is_within_reach(scale) else None
         return scale
-    return notes.loss_scale
+    return facts.loss_scale

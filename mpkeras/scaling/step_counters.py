@@ -15,6 +15,8 @@ class CountsSteps(OptimizerMixin):
         self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
         self._last_step_skipped = self._add_scalar("last_step_skipped", False)
         self._nonfinite_losses = self._add_scalar("nonfinite_losses", 0)
+        self._skipped_in_step = self._add_scalar("skipped_in_step", False)
+        self._accepted_in_step = self._add_scalar("accepted_in_step", False)
 
     @property
     def skipped_steps(self):
@@ -37,13 +39,32 @@ class CountsSteps(OptimizerMixin):
         # A value: a Keras variable cannot be asked `if optimizer.last_step_skipped`. Copied: the next step assigns it.
         return ops.copy(self._last_step_skipped.value)
 
-    def _counted(self, is_accepted, loss_is_finite) -> list:
-        """Returns `(variable, value)` for each counter after a step; `loss_is_finite` is `None` if not known."""
+    @property
+    def step_outcome(self) -> tuple:
+        """Whether a call of `apply` was skipped, and whether one was not, since the guarded step was opened.
+
+        Two bool variables of shape `()`. Whoever guards the step sets them to `False` as it begins, and reads them at
+        its end. Variables, and no part of `StepFacts`: an update may happen in a function, a branch or a loop that is
+        compiled by itself, from which nothing else reaches the step around.
+        """
+        return self._skipped_in_step, self._accepted_in_step
+
+    def _counted(self, facts, is_accepted, lost_its_loss) -> list:
+        """Returns `(variable, value)` for each counter after a step.
+
+        Args:
+            facts: The `StepFacts` of the step.
+            is_accepted: bool scalar, shape `()`.
+            lost_its_loss: bool scalar, shape `()`, whether the loss was computed and is not finite; `None` if unknown.
+        """
         is_skipped = scalars.logical_not(is_accepted)
         skipped, row, lost = self._skipped_steps, self._consecutive_skips, self._nonfinite_losses
         values = [(skipped, skipped.value + ops.cast(is_skipped, skipped.dtype))]
         values.append((row, scalars.where(is_accepted, scalars.zeros_like(row.value), row.value + 1)))
         values.append((self._last_step_skipped, is_skipped))
-        if loss_is_finite is not None:
-            values.append((lost, lost.value + ops.cast(scalars.logical_not(loss_is_finite), lost.dtype)))
+        if lost_its_loss is not None:
+            values.append((lost, lost.value + ops.cast(lost_its_loss, lost.dtype)))
+        if facts.is_guarded:
+            pairs = zip(self.step_outcome, (is_skipped, is_accepted), strict=True)
+            values += [(variable, scalars.logical_or(variable.value, flag)) for variable, flag in pairs]
         return values

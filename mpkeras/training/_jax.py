@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import keras
 
 from mpkeras._keras import put
+from mpkeras.scaling.facts import StepFacts, opened_step
 from mpkeras.training import metric_states
 from mpkeras.training.batches import as_array
 from mpkeras.training.single_program import (  # noqa: F401
@@ -60,10 +61,9 @@ def empty_step(model, optimizers, state, data):
 def _skipped(optimizer, values) -> list:
     """Returns the values of an optimizer's variables after a step that is skipped, and is no fault of the scale."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
-        _, own_values = optimizer.decide(jnp.zeros((), bool), jnp.zeros((), bool))
+        facts = StepFacts(is_guarded=True, batch_has_rows=jnp.zeros((), bool))
+        _, own_values = optimizer.decide(facts, jnp.zeros((), bool))
     new = {id(variable): jnp.asarray(value, variable.dtype) for variable, value in own_values}
-    # No loss was computed.
-    del new[id(optimizer.nonfinite_losses)]
     return [new.get(id(variable), value) for variable, value in zip(optimizer.variables, values, strict=True)]
 
 
@@ -78,11 +78,11 @@ def step_without_trace(found, optimizers, train_step, state, data):
     if model.optimizer not in optimizers:
         return train_step(state, data)
     optimizer = model.optimizer
-    _, old_non_trainable, old_optimizer, old_metrics = state
+    trainable, old_non_trainable, optimizer_variables, old_metrics = state
     begun = _metrics_at_begin(model.metrics, old_metrics)
-    state = (state[0], old_non_trainable, old_optimizer, begun)
+    state = (trainable, old_non_trainable, _opened(optimizer, optimizer_variables), begun)
     logs, (trainable, non_trainable, optimizer_variables, metrics) = train_step(state, data)
-    any_skipped, step_is_skipped = _skips(optimizer, old_optimizer, optimizer_variables)
+    any_skipped, step_is_skipped = _skips(optimizer, optimizer_variables)
 
     non_trainable = _restored(non_trainable, old_non_trainable, step_is_skipped)
     logs, metrics = _metrics_without_trace(
@@ -160,12 +160,18 @@ def _without_leaks(model, optimizers, train_step):
     return checked_step
 
 
-def _skips(optimizer, old_values, new_values):
+def _opened(optimizer, values) -> list:
+    """Returns the values of an optimizer's variables with which a guarded step begins: no outcome yet."""
+    outcome = {id(flag) for flag in optimizer.step_outcome}
+    pairs = zip(optimizer.variables, values, strict=True)
+    return [jnp.zeros((), bool) if id(variable) in outcome else value for variable, value in pairs]
+
+
+def _skips(optimizer, values):
     """Returns whether a call of `apply` was skipped, and whether all were: bool scalars of shape `()`."""
-    positions = {id(variable): i for i, variable in enumerate(optimizer.variables)}
-    skipped, accepted = positions[id(optimizer.skipped_steps)], positions[id(optimizer.accepted_steps)]
-    any_skipped = new_values[skipped] > old_values[skipped]
-    return any_skipped, any_skipped & (new_values[accepted] == old_values[accepted])
+    by_variable = {id(variable): value for variable, value in zip(optimizer.variables, values, strict=True)}
+    any_skipped, any_accepted = (by_variable[id(flag)] for flag in optimizer.step_outcome)
+    return any_skipped, any_skipped & ~any_accepted
 
 
 def _restored(values, old_values, step_is_skipped):
@@ -260,7 +266,10 @@ class CompiledStep:
     def _pure_step(self, state, x, y, sample_weight):
         parts = self._parts
         model, optimizer = parts.model, parts.optimizer
-        trainable, non_trainable, optimizer_values, _ = state
+        trainable, non_trainable, optimizer_values, metric_values = state
+        if parts.checks:
+            optimizer_values = _opened(optimizer, optimizer_values)
+        state = trainable, non_trainable, optimizer_values, metric_values
         scope_of_optimizer = list(zip(optimizer.variables, optimizer_values, strict=True))
 
         if parts.checks and not _has_rows(x):
@@ -276,9 +285,9 @@ class CompiledStep:
                 scaled_loss = optimizer.scale_loss(loss)
             return scaled_loss, (loss, y_pred, updated)
 
-        (_, (loss, y_pred, updated)), grads = jax.value_and_grad(scaled_loss_of, has_aux=True)(trainable)
-        trainable, new_optimizer = self._applied(grads, trainable, non_trainable, optimizer_values)
-
+        with opened_step([optimizer] if parts.checks else []):
+            (_, (loss, y_pred, updated)), grads = jax.value_and_grad(scaled_loss_of, has_aux=True)(trainable)
+            trainable, new_optimizer = self._applied(grads, trainable, non_trainable, optimizer_values)
         return self._after_step(
             state,
             [trainable, updated, new_optimizer],
@@ -290,7 +299,7 @@ class CompiledStep:
         """Returns the state after a step, as before where it was skipped, and what the step returns."""
         parts = self._parts
         optimizer = parts.optimizer
-        _, non_trainable, optimizer_values, metric_values = state
+        _, non_trainable, _, metric_values = state
         trainable, updated, new_optimizer = new_state
         metric_variables = self._variables()[3]
         with keras.StatelessScope(list(zip(metric_variables, metric_values, strict=True))) as scope:
@@ -299,7 +308,7 @@ class CompiledStep:
         new_metrics = [scope.get_current_value(variable) for variable in metric_variables]
         skipped = jnp.zeros((), bool)
         if parts.checks:
-            any_skipped, skipped = _skips(optimizer, optimizer_values, new_optimizer)
+            any_skipped, skipped = _skips(optimizer, new_optimizer)
         if parts.guards:
             updated = _restored(updated, non_trainable, skipped)
             states = metric_values, metric_values, new_metrics

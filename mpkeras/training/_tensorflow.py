@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from mpkeras import _keras
 from mpkeras.scaling._tensorflow import in_xla
-from mpkeras.scaling.facts import step_notes
+from mpkeras.scaling.facts import StepFacts, opened_step
 from mpkeras.training import metric_states
 from mpkeras.training.batches import as_array
 from mpkeras.training.found import (
@@ -243,10 +243,9 @@ def empty_step(model, optimizers, data):
 
 
 def _skip(optimizer):
-    for variable, value in optimizer.decide(tf.constant(False), tf.constant(False))[1]:
-        # No loss was computed.
-        if variable is not optimizer.nonfinite_losses:
-            variable.assign(value)
+    facts = StepFacts(is_guarded=True, batch_has_rows=tf.constant(False))
+    for variable, value in optimizer.decide(facts, tf.constant(False))[1]:
+        variable.assign(value)
 
 
 def step_without_trace(found, optimizers, train_step, data):
@@ -286,25 +285,25 @@ def _run_without_trace(found, metrics, optimizers, run, results):
     old_values = [tf.identity(variable) for variable in state]
     metrics_before = {id(metric): _values_of(metric) for metric in metric_states.flat(metrics())}
     metrics_begun = _begin(metric_states.flat(metrics()), metrics_before)
-    before = [_counters(optimizer) for optimizer in optimizers]
-    lost_before = [tf.identity(optimizer.nonfinite_losses.value) for optimizer in optimizers]
+    outcomes = [[_own_part(flag.value) for flag in optimizer.step_outcome] for optimizer in optimizers]
+    around = [_opened(*pair) for pair in zip(optimizers, outcomes, strict=True)]
 
-    with watched_weights(trainable(found.model, variables), _old_weight) as weights:
+    with watched_weights(trainable(found.model, variables), optimizers, _old_weight) as weights:
         try:
             logs = run()
         except BaseException:
             if tf.executing_eagerly():
-                counted = any(int(_counters(o)[1]) > int(old[1]) for o, old in zip(optimizers, before, strict=True))
+                counted = any(bool(accepted) for _, accepted in outcomes)
+                _add_to(outcomes, around)
                 _restore(state, old_values, tf.constant(not counted), True)
                 _restore([_own_part(v.value) for v, _ in weights], [old for _, old in weights], not counted, False)
                 for metric in metric_states.flat(metrics()):
                     if not counted and id(metric) in metrics_before:
                         _assign_values(metric, metrics_before[id(metric)])
             raise
-    _count_no_loss_of_no_rows(optimizers, lost_before)
-    after = [_counters(optimizer) for optimizer in optimizers]
-    any_skipped = tf.reduce_any([new[0] > old[0] for new, old in zip(after, before, strict=True)])
-    any_accepted = tf.reduce_any([new[1] > old[1] for new, old in zip(after, before, strict=True)])
+    any_skipped = tf.reduce_any([skipped for skipped, _ in outcomes])
+    any_accepted = tf.reduce_any([accepted for _, accepted in outcomes])
+    _add_to(outcomes, around)
     step_is_skipped = tf.logical_and(any_skipped, tf.logical_not(any_accepted))
 
     # The weights of frozen layers are put back where a step is skipped, but not read on every step.
@@ -349,15 +348,6 @@ def _variables(model) -> tuple:
     return model.variables, _keras.frozen_weights(model)
 
 
-def _count_no_loss_of_no_rows(optimizers, lost_before):
-    """Takes back what a batch without rows added to `nonfinite_losses`, skipped as if its loss were at fault."""
-    for optimizer, before in zip(optimizers, lost_before, strict=True):
-        batch_has_rows = step_notes(optimizer).batch_has_rows
-        if batch_has_rows is not True:
-            lost = optimizer.nonfinite_losses
-            lost.assign(tf.where(batch_has_rows, lost.value, before))
-
-
 def _begin(metrics, before) -> dict:
     """Gives `metrics` the values that a step finds in them, and returns these by `id` of the metric."""
     begun = {}
@@ -395,9 +385,20 @@ def _own_part(variable):
     return variable if replica is None else parts[int(replica) % len(parts)]
 
 
-def _counters(optimizer):
-    """Returns the skipped and the accepted steps so far, integer scalars of shape `()`."""
-    return tf.identity(optimizer.skipped_steps.value), tf.identity(optimizer.accepted_steps.value)
+def _opened(optimizer, outcome) -> list:
+    """Clears the outcome of the step, and returns what a guarded step around this one has noted there."""
+    around = [tf.identity(flag) for flag in outcome] if optimizer.facts.is_nested else []
+    for flag in outcome:
+        flag.assign(False)
+    return around
+
+
+def _add_to(outcomes, around):
+    """Adds what a guarded step around this one has noted before."""
+    for outcome, flags in zip(outcomes, around, strict=True):
+        if flags:
+            for flag, was_set in zip(outcome, flags, strict=True):
+                flag.assign(tf.logical_or(flag, was_set))
 
 
 def _restore(variables, old_values, step_is_skipped, non_finite_too):
@@ -471,25 +472,24 @@ class CompiledStep:
     def _one_step(self, x, y, sample_weight):
         """Returns the result of a step, and whether no step has counted since the metrics were reset."""
         parts = self._parts
-
         batch_has_rows = has_rows(x)
 
         def run():
             update = self._no_update if parts.checks and batch_has_rows is False else self._update
-            if parts.checks:
-                step_notes(parts.optimizer).batch_has_rows = True if batch_has_rows is False else batch_has_rows
             result = update(x, y, sample_weight)
             if parts.checks and tf.is_tensor(batch_has_rows):
                 # A sum over no rows is 0, which is no loss.
                 result["loss"] = tf.where(batch_has_rows, result["loss"], float("nan"))
             return {**result, **parts.metric_results()}
 
-        if parts.guards:
-            result, skipped, nothing_counted = _run_without_trace(
-                self._found, lambda: parts.metrics, [parts.optimizer], run, parts.metric_results
-            )
-        else:
-            result, skipped, nothing_counted = run(), parts.last_step_skipped(), tf.constant(False)
+        flag = True if isinstance(batch_has_rows, bool) else batch_has_rows
+        with opened_step([parts.optimizer] if parts.checks else [], batch_has_rows=flag):
+            if parts.guards:
+                result, skipped, nothing_counted = _run_without_trace(
+                    self._found, lambda: parts.metrics, [parts.optimizer], run, parts.metric_results
+                )
+            else:
+                result, skipped, nothing_counted = run(), parts.last_step_skipped(), tf.constant(False)
         loss = result["loss"]
         if replicas() > 1:
             # Each replica's loss is its share of the mean over all.

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from mpkeras import _keras
+from mpkeras.scaling.facts import StepFacts, opened_step
 from mpkeras.training import metric_states
 from mpkeras.training.batches import as_array
 from mpkeras.training.found import Found, Sight, non_trainable, states_sight, variables_sight
@@ -55,10 +56,9 @@ def empty_step(model, optimizers, data):
 @torch.no_grad()
 def _skip(optimizer):
     no = torch.zeros_like(optimizer.skipped_steps.value, dtype=torch.bool)
-    for variable, value in optimizer.decide(no, no)[1]:
-        # No loss was computed.
-        if variable is not optimizer.nonfinite_losses:
-            variable.assign(value)
+    facts = StepFacts(is_guarded=True, batch_has_rows=no)
+    for variable, value in optimizer.decide(facts, no)[1]:
+        variable.assign(value)
 
 
 def step_without_trace(found, optimizers, train_step, data):
@@ -104,7 +104,8 @@ def _run_without_trace(found, metrics, optimizers, run, results):
                 _assign_values(metric, values)
     # Keras' Dropout without a seed draws from torch's own generator.
     old_random = global_random_states()
-    before = [_counters(optimizer) for optimizer in optimizers]
+    outcomes = [optimizer.step_outcome for optimizer in optimizers]
+    around = [_opened(optimizer) for optimizer in optimizers]
 
     @torch.no_grad()
     def restore(step_is_skipped):
@@ -116,19 +117,20 @@ def _run_without_trace(found, metrics, optimizers, run, results):
         if step_is_skipped:
             set_global_random_states(old_random)
 
-    with watched_weights(own_weights, _old_weight) as weights:
+    with watched_weights(own_weights, optimizers, _old_weight) as weights:
         try:
             logs = run()
         except BaseException:
-            counted = any(_counters(o)[1] > old[1] for o, old in zip(optimizers, before, strict=True))
+            counted = any(bool(accepted.value) for _, accepted in outcomes)
+            _add_to(outcomes, around)
             restore(not counted)
             for metric, values in zip(flat_metrics, metrics_before, strict=True):
                 if not counted:
                     _assign_values(metric, values)
             raise
-    after = [_counters(optimizer) for optimizer in optimizers]
-    any_skipped = any(new[0] > old[0] for new, old in zip(after, before, strict=True))
-    any_accepted = any(new[1] > old[1] for new, old in zip(after, before, strict=True))
+    any_skipped = any(bool(skipped.value) for skipped, _ in outcomes)
+    any_accepted = any(bool(accepted.value) for _, accepted in outcomes)
+    _add_to(outcomes, around)
     step_is_skipped = any_skipped and not any_accepted
     restore(step_is_skipped)
     if any_skipped:
@@ -249,8 +251,20 @@ def _old_weight(variable):
     return _keras.unscoped_value(variable).detach().clone()
 
 
-def _counters(optimizer):
-    return int(optimizer.skipped_steps.value), int(optimizer.accepted_steps.value)
+def _opened(optimizer) -> list:
+    """Clears the outcome of the step, and returns what a guarded step around this one has noted there."""
+    around = [optimizer.facts.is_nested and bool(flag.value) for flag in optimizer.step_outcome]
+    for flag in optimizer.step_outcome:
+        flag.value.zero_()
+    return around
+
+
+def _add_to(outcomes, around):
+    """Adds what a guarded step around this one has noted before."""
+    for outcome, flags in zip(outcomes, around, strict=True):
+        for flag, was_set in zip(outcome, flags, strict=True):
+            if was_set:
+                flag.value.fill_(True)
 
 
 def _restore(values, old_values, step_is_skipped, non_finite_too):
@@ -294,14 +308,13 @@ class CompiledStep:
             update = self._update if has_rows(x) or not parts.checks else self._no_update
             return {**update(x, y, sample_weight), **parts.metric_results()}
 
-        if parts.guards:
-            result, skipped = _run_without_trace(
-                self._found, lambda: parts.metrics, [parts.optimizer], run, parts.metric_results
-            )
-            skipped = torch.tensor(skipped)
-        else:
-            result, skipped = run(), parts.last_step_skipped()
-        return {**result, "skipped": skipped}
+        with opened_step([parts.optimizer] if parts.checks else []):
+            if parts.guards:
+                result, skipped = _run_without_trace(
+                    self._found, lambda: parts.metrics, [parts.optimizer], run, parts.metric_results
+                )
+                return {**result, "skipped": torch.tensor(skipped)}
+            return {**run(), "skipped": parts.last_step_skipped()}
 
     def compiler_ir(self, x, y, sample_weight, optimized):
         raise ValueError(

@@ -1,7 +1,5 @@
 """The guard around a model's `train_step`: a skipped step leaves no trace in any variable."""
 
-import contextlib
-import copy
 import dataclasses
 import functools
 import warnings
@@ -10,7 +8,7 @@ from collections.abc import Callable
 import keras
 
 from mpkeras import _keras
-from mpkeras.scaling.facts import step_notes
+from mpkeras.scaling.facts import opened_step
 from mpkeras.scaling.gradient_statistics import NAMES as GRADIENT_LOG_NAMES
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.backend import training_backend
@@ -103,7 +101,7 @@ def _put_around(model, guard):
     found = Found(model)
 
     def trial_step(*args):
-        with _guarded_step(scaling_optimizers(model)):
+        with opened_step(scaling_optimizers(model)):
             return train_step(*args)
 
     def convert_new_layers(model):
@@ -121,14 +119,15 @@ def _put_around(model, guard):
             step = functools.partial(training_backend.empty_step, model, optimizers)
         if guard.rollback and optimizers:
             step = functools.partial(training_backend.step_without_trace, found, optimizers, step)
-        with _guarded_step(optimizers, guard.add_gradient_logs, has_rows):
+        flag = True if isinstance(has_rows, bool) else has_rows
+        with opened_step(optimizers, batch_has_rows=flag, wants_statistics=guard.add_gradient_logs) as facts:
             result = step(*args)
         if guard.add_logs and optimizers:
             # One that nothing uses (`super().compile()` gives every GAN a third) is not built, and not shown.
             in_use_first = sorted(optimizers, key=lambda optimizer: not optimizer.built)
             result = training_backend.with_logs(in_use_first, result, LOG_NAMES)
         if guard.add_gradient_logs and optimizers:
-            result = _with_gradient_logs(result, step_notes(optimizers[0]))
+            result = _with_gradient_logs(result, facts[0].statistics)
         return result
 
     vars(guarded_train_step)["mpkeras_guard"] = guard
@@ -194,12 +193,11 @@ def trace_again(model):
     model.make_train_function(force=True)
 
 
-def _with_gradient_logs(result, notes):
+def _with_gradient_logs(result, statistics):
     # On JAX the step returns `(logs, state)`.
     logs, *state = result if isinstance(result, tuple) else (result,)
-    if isinstance(logs, dict) and notes.statistics is not None:
-        logs = {**logs, **dict(zip(GRADIENT_LOG_NAMES, notes.statistics, strict=True))}
-    notes.statistics = None
+    if isinstance(logs, dict) and statistics is not None:
+        logs = {**logs, **dict(zip(GRADIENT_LOG_NAMES, statistics, strict=True))}
     return (logs, *state) if isinstance(result, tuple) else logs
 
 
@@ -247,31 +245,3 @@ def _checking(model, optimizers) -> list:
             stacklevel=4,
         )
     return checking
-
-
-@contextlib.contextmanager
-def _guarded_step(optimizers, wants_statistics: bool = False, batch_has_rows=True):
-    """Tells the optimizers where a step begins and ends, and what is known of it; nothing of it outlives the step.
-
-    Args:
-        optimizers: Those that update in it.
-        wants_statistics: Whether the logs show statistics of the gradients.
-        batch_has_rows: Whether the batch has rows: a bool, or a bool tensor of shape `()`.
-    """
-    around = [copy.copy(step_notes(optimizer)) for optimizer in optimizers]
-    for optimizer in optimizers:
-        notes = step_notes(optimizer)
-        notes.clear()
-        notes.in_guarded_step = True
-        notes.wants_statistics = wants_statistics
-        notes.batch_has_rows = True if isinstance(batch_has_rows, bool) else batch_has_rows
-    try:
-        yield
-    finally:
-        for optimizer, of_step_around in zip(optimizers, around, strict=True):
-            notes = step_notes(optimizer)
-            # After an error, too: what it left behind is of a program that is gone.
-            notes.clear()
-            if of_step_around.in_guarded_step:
-                # A part of the model was trained by a guarded step of its own, within one of the whole.
-                vars(notes).update(vars(of_step_around))

@@ -116,7 +116,9 @@ def _named_variables(model, optimizers, extra) -> dict:
     groups = {"model": model.variables, "metrics": model.metrics_variables}
     for i, optimizer in enumerate(optimizers):
         _build(optimizer, model)
-        groups[f"optimizers/{i}"] = optimizer.variables
+        # What a step notes of itself is of that step alone.
+        of_step = {id(variable) for variable in getattr(optimizer, "step_outcome", ())}
+        groups[f"optimizers/{i}"] = [variable for variable in optimizer.variables if id(variable) not in of_step]
     groups["states"] = unlisted_states(model)
     groups["native"] = training_backend.native_states(model)
     groups["extra"] = extra

@@ -3,7 +3,6 @@
 import contextlib
 
 from mpkeras import _keras
-from mpkeras.scaling.facts import is_updating
 
 
 def unlisted_states(model) -> list:
@@ -20,7 +19,7 @@ def unlisted_states(model) -> list:
 
 
 @contextlib.contextmanager
-def watched_weights(variables, old_value):
+def watched_weights(variables, optimizers, old_value):
     """Within this context remembers what a weight was before a layer assigned to it.
 
     SpectralNormalization writes its normalized kernel in every forward pass of training, a target network follows
@@ -29,6 +28,7 @@ def watched_weights(variables, old_value):
     Args:
         variables: Their `assign` is covered on the instance, one cover over the other where a step trains a part
             of the model by a guarded step of its own.
+        optimizers: Those whose updates are no writes of a layer.
         old_value: Function from a variable to a copy of its value.
 
     Yields:
@@ -39,7 +39,8 @@ def watched_weights(variables, old_value):
     def watching(variable, assign_below):
         def assign(value):
             # The optimizer's own writes (after a constraint) are skipped or not, never put back.
-            if id(variable) not in seen and not is_updating():
+            is_updating = any(optimizer.facts.is_updating for optimizer in optimizers)
+            if id(variable) not in seen and not is_updating:
                 seen.add(id(variable))
                 kept.append((variable, old_value(variable)))
             return type(variable).assign(variable, value) if assign_below is None else assign_below(value)

@@ -7,7 +7,6 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras.scaling.facts import step_notes
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 SCALE = 8.0
@@ -233,7 +232,7 @@ def test_a_traced_step_that_raises_leaves_nothing_behind(where):
         with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state, strict=True))):
             optimizer.scale_loss(value.sum())
         # As our own train step says that it knows the loss.
-        step_notes(optimizer).loss_flags = [keras.ops.isfinite(value.sum())]
+        optimizer.facts.loss_flags = [keras.ops.isfinite(value.sum())]
         if where == "in `apply`":
             optimizer.stateless_apply(state, [value, value], [value, value])
         raise ValueError("not one to one")
@@ -263,7 +262,7 @@ def test_gradients_that_are_all_missing_are_an_error_as_in_keras(steps):
     optimizer, v = optimizer_and_variable()
     optimizer.accumulate(steps)
     before = [numpy(u).tolist() for u in optimizer.variables]
-    step_notes(optimizer).wants_statistics = True
+    optimizer.facts.wants_statistics = True
     optimizer.scale_loss(keras.ops.ones(()))
     with pytest.raises(ValueError, match="No gradients provided for any variable.*Pass gradients"):
         optimizer.apply([None], [v])
@@ -280,5 +279,5 @@ def test_a_loop_that_scales_op_by_op_and_applies_in_compiled_code_keeps_one_flag
     optimizer = LossScaleOptimizer("sgd", initial_scale=4.0)
     for loss in (1.0, np.inf, 2.0):
         optimizer.scale_loss(keras.ops.convert_to_tensor(loss))
-    (flag,) = step_notes(optimizer).loss_flags
+    (flag,) = optimizer.facts.loss_flags
     assert not bool(flag)

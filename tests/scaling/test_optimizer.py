@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
-from mpkeras.scaling.facts import step_notes
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.scaling.optimizer_wrapping import rewrapped
 from tests.step_modes import MODES, applier, snapshot
@@ -797,10 +796,10 @@ def test_statistics_are_those_of_unscaled_gradients_whoever_unscales(unscales):
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=8.0)
     v = variable()
     optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
-    step_notes(optimizer).wants_statistics = True
+    optimizer.facts.wants_statistics = True
     grads = [keras.ops.convert_to_tensor([24.0, 0.0, 32.0, 0.0])]
     optimizer.apply(optimizer.get_unscaled_gradients(grads) if unscales else grads, [v])
-    assert [float(value) for value in step_notes(optimizer).statistics] == [5.0, 0.5]
+    assert [float(value) for value in optimizer.facts.statistics] == [5.0, 0.5]
     np.testing.assert_array_equal(numpy(v), [-0.5, 2.0, 1.0, 4.0])
 
 
