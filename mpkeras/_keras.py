@@ -97,11 +97,6 @@ def autocast_scope(dtype: str | None):
     return keras.src.backend.AutocastScope(dtype)
 
 
-def replace_policy_map(layer, policy):
-    """Gives `layer` `policy` in the place of its `DTypePolicyMap`; the public setter would add an entry to it."""
-    layer._dtype_policy = policy
-
-
 def widen(variable):
     """Makes a 16-bit variable a float32 one of the same value: the same object, so that all who hold it still do."""
     value = keras.ops.cast(unscoped_value(variable), "float32")

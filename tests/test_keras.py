@@ -440,14 +440,6 @@ def test_a_stored_value_is_read_as_it_is_in_any_scope():
         assert keras.backend.standardize_dtype(private.unscoped_value(v).dtype) == "float32"
 
 
-def test_a_policy_map_is_replaced_not_extended():
-    stock = keras.DTypePolicy("mixed_float16")
-    layer = keras.layers.Dense(1, dtype=keras.dtype_policies.DTypePolicyMap("float32"))
-    layer.build((None, 2))
-    private.replace_policy_map(layer, stock)
-    assert layer.dtype_policy is stock and layer.compute_dtype == "float16"
-
-
 def test_metrics_given_to_compile_are_parts_of_one(nested):
     mine = keras.metrics.MeanAbsoluteError()
     nested.compile("sgd", "mse", metrics=[mine])

@@ -154,7 +154,7 @@ FAULTS = {
     ),
     "11": (
         "an activation that the user changed was changed back",
-        {"conversion/test_products.py": ["test_an_activation_that_the_user_has_changed_is_the_users"]},
+        {"conversion/test_kept_float32.py": ["test_an_activation_that_the_user_has_changed_is_the_users"]},
     ),
     "12": (
         "gradients unscaled in another thread were divided twice; growth steps beyond int32 on torch",

@@ -6,7 +6,6 @@ import warnings
 import keras
 
 from mpkeras.callbacks.numerics_monitor import NumericsMonitor
-from mpkeras.conversion import products
 from mpkeras.conversion.apply import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import set_layer_policy
@@ -72,7 +71,7 @@ class Float32Fallback(NumericsMonitor):
         if culprit.side == "gradient" and not self._scale_is_lowest(finding):
             return
         layer = next((layer for layer in layers_of(self.model) if (layer.path or layer.name) == culprit.path), None)
-        if layer is None or products.compute_dtype(layer) not in SIXTEEN_BIT_DTYPES:
+        if layer is None or layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
             return
         self._counts[culprit.path] = self._counts.get(culprit.path, 0) + 1
         if self._counts[culprit.path] < self._patience:
@@ -88,7 +87,7 @@ class Float32Fallback(NumericsMonitor):
         self._move(layer, finding)
 
     def _move(self, layer, finding):
-        dtype = products.compute_dtype(layer)
+        dtype = layer.compute_dtype
         set_layer_policy(layer, keras.DTypePolicy("float32"))
         self.moved.append(finding.culprit.path)
         # The functions that are there hold the layer as it was, and so does what they have executed since.

@@ -9,10 +9,10 @@ import weakref
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion import attention, mixing, penalties, products
+from mpkeras.conversion import attention, mixing, penalties
 from mpkeras.conversion.overrides import is_overridden, overridden, override, restore
-from mpkeras.conversion.quantized import bound_layers, is_quantized
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
+from mpkeras.policies.quantized import bound_layers, is_quantized
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import apply_rules, layer_policy, layers_to_keep, set_layer_policy, unmatched
 
@@ -152,9 +152,6 @@ def layer_converter(model, policy, converts: bool = True):
         new_layers = [layer for layer in layers if layer not in seen]
         convertible = later_sources if seen else sources
         seen.update((layer, layer.path) for layer in layers)
-        for layer in new_layers:
-            # Of an earlier policy, or of a file: its product counts as what the layer computes in.
-            products.join(layer)
         bound = bound_layers(model, policy.compute_dtype)
         for layer in new_layers:
             follows = layer.compute_dtype in convertible and id(layer) not in bound
@@ -238,8 +235,8 @@ def computes_in(model, dtypes) -> bool:
 
 
 def compute_dtypes(model) -> set[str]:
-    """Returns what the layers of `model` compute in; of those that only multiply in 16 bits, that dtype."""
-    return {products.compute_dtype(layer) for layer in layers_of(model)}
+    """Returns what the layers of `model` compute in."""
+    return {layer.compute_dtype for layer in layers_of(model)}
 
 
 def _let_inputs_through(model):
@@ -376,19 +373,15 @@ def recorded(model, on=None):
     """
     on = model if on is None else on
     before = [
-        (target, layer_policy(layer), products.product_policy(layer), products.saved_mark(layer), overridden(layer))
+        (target, layer_policy(layer), overridden(layer))
         for layer, target in zip(layers_of(model), layers_of(on), strict=True)
     ]
 
     def put_back(refresh: bool = True):
-        for layer, policy, product_policy, mark, covers in before:
+        for layer, policy, covers in before:
             if is_quantized(layer):
                 continue
             set_layer_policy(layer, policy)
-            if mark is not None:
-                _keras.replace_policy_map(layer, mark)
-            elif product_policy is not None:
-                products.split(layer, product_policy)
             _cover(layer)
             # A layer that was made in 16 bits, and never converted, has had no covers.
             for name in overridden(layer) - covers:

@@ -12,6 +12,7 @@ from keras import ops
 
 from mpkeras.conversion.overrides import is_overridden, override, restore
 from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
+from mpkeras.policies.quantized import has_own_call
 
 # How the backends call the dtypes in their messages; the longer words first.
 _SPELLINGS = {
@@ -70,11 +71,6 @@ def in_silence():
         yield
     finally:
         _silent.pop()
-
-
-def has_own_call(layer) -> bool:
-    """Whether the arithmetic of `layer` is the user's own."""
-    return not type(layer).call.__module__.startswith("keras.") or isinstance(layer, keras.layers.Lambda)
 
 
 def refused(layer, args, kwargs, error) -> str | None:

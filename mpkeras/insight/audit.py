@@ -66,7 +66,7 @@ def audit_with_optimizer(
         *checks.check_optimizer(model, optimizer),
         *checks.check_losses(model),
         *program_checks.check_trace(forward, rows),
-        *checks.check_float32_rules(model),
+        *checks.check_float32_rules(model, rows),
         *program_checks.check_islands(model, rows),
         *checks.check_devices(model, probe(backend), backend),
         *program_checks.check_sizes(rows),

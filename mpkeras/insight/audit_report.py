@@ -62,14 +62,13 @@ class AuditReport(Report):
 
     def _cells(self, row) -> list:
         all_flops = sum((self.flops or {}).values())
-        computes = row.compute_dtype + (f" (product {row.product_dtype})" if row.product_dtype else "")
         if self.flops is None:
             flops = half = "?"
         else:
             flops = percent(row.total_flops / all_flops) if row.total_flops else "-"
             half = percent(row.half_flops / row.total_flops) if row.total_flops else "-"
         variables = ", ".join(row.weight_bytes) or "-"
-        return [row.path, row.class_name, computes, variables, f"{row.parameters:,}", flops, half]
+        return [row.path, row.class_name, row.compute_dtype, variables, f"{row.parameters:,}", flops, half]
 
     def summary(self) -> str:
         """Returns the short form: how many layers compute in what, the sums, and what is more than a note.
@@ -155,7 +154,7 @@ class AuditReport(Report):
 
         colours = {"float32": "tab:gray", "bfloat16": "tab:blue", "float16": "tab:green", "float64": "tab:red"}
         is_traced = bool(self.flops)
-        bars = [(row.path, row.flops if is_traced else {row.multiplies_in: row.parameters}) for row in self.layers]
+        bars = [(row.path, row.flops if is_traced else {row.compute_dtype: row.parameters}) for row in self.layers]
         bars = [(path, parts) for path, parts in bars if sum((parts or {}).values())]
         kept = sorted(bars, key=lambda bar: -sum(bar[1].values()))[:_BARS]
         bars = [bar for bar in bars if bar in kept]

@@ -3,10 +3,10 @@
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion import penalties, products
+from mpkeras.conversion import penalties
 from mpkeras.conversion.apply import computes_in, layers_of, scales_loss, without_cast
 from mpkeras.devices import native
-from mpkeras.insight.findings import Finding, listed
+from mpkeras.insight.findings import Finding, listed, percent
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import layers_to_keep
@@ -123,13 +123,19 @@ def check_losses(model) -> list:
     return findings
 
 
-def check_float32_rules(model) -> list:
-    """Layers in 16 bits that the default rules keep in float32: probability heads (P4), normalization, and so on."""
+def check_float32_rules(model, rows) -> list:
+    """Layers in 16 bits that the default rules keep in float32: probability heads (P4), normalization, and so on.
+
+    And large probability heads that are in float32, with what that costs.
+    """
+    by_layer = {id(row.layer): row for row in rows}
+    all_flops = sum(row.total_flops for row in rows)
     reasons = dict(DEFAULT_RULES)
     ends = _last_layers(model)
     findings = []
     for layer, rule in layers_to_keep(model, default_rules()):
-        if layer.compute_dtype not in SIXTEEN_BIT_DTYPES or products.is_split(layer):
+        if layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
+            findings.extend(_of_float32_head(model, by_layer.get(id(layer)), rule, all_flops))
             continue
         is_gate = rule.startswith("activation:") and ends is not None and id(layer) not in ends
         what = "Its activation" if rule.startswith("activation:") else "It"
@@ -145,6 +151,24 @@ def check_float32_rules(model) -> list:
     return findings
 
 
+def _of_float32_head(model, row, rule, all_flops) -> list:
+    is_head = row is not None and row.compute_dtype == "float32" and rule.startswith("activation:")
+    if not is_head or row.parameters < _LARGE_HEAD or not computes_in(model, SIXTEEN_BIT_DTYPES):
+        return []
+    share = f", {percent(row.total_flops / all_flops)} of all FLOPs" if all_flops else ""
+    return [
+        Finding(
+            "note",
+            row.path,
+            f"Its activation keeps all of it in float32: {row.parameters:,} parameters{share}.",
+            "Let it end in logits, without an activation, and give the loss `from_logits=True`: that costs nothing. "
+            "Elsewhere, make the activation a layer of its own.",
+        )
+    ]
+
+
+# Parameters from which the product of a layer is worth a word.
+_LARGE_HEAD = 4096
 _REMEDY_OF_RULES = (
     'Convert the model by `mpkeras.apply_policy` or `mpkeras.prepare`, or give the layer `dtype="float32"`.'
 )

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion import products
 from mpkeras.conversion.apply import layers_of
 from mpkeras.insight.programs.program import size
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
@@ -20,7 +19,6 @@ class LayerRow:
         layer: The layer.
         path: Its path in the model.
         compute_dtype: What it computes in.
-        product_dtype: What its product alone is in; `None` where that is the same.
         weight_bytes: `{dtype: bytes}` of its own variables.
         parameters: How many numbers these are.
         flops: `{dtype: FLOPs}` of its products in one forward pass; `None` where it is not known.
@@ -31,7 +29,6 @@ class LayerRow:
     layer: keras.layers.Layer
     path: str
     compute_dtype: str
-    product_dtype: str | None
     weight_bytes: dict
     parameters: int
     flops: dict | None
@@ -41,10 +38,6 @@ class LayerRow:
     @property
     def class_name(self) -> str:
         return type(self.layer).__name__
-
-    @property
-    def multiplies_in(self) -> str:
-        return self.product_dtype or self.compute_dtype
 
     @property
     def total_flops(self) -> int:
@@ -75,12 +68,10 @@ def layer_rows(model, forward) -> list:
     rows = []
     for index, layer in enumerate(layers_of(model)):
         variables = _keras.own_variables(layer)
-        product_policy = products.product_policy(layer) if products.is_split(layer) else None
         row = LayerRow(
             layer,
             path=layer.path or layer.name,
             compute_dtype=layer.compute_dtype,
-            product_dtype=None if product_policy is None else product_policy.compute_dtype,
             weight_bytes={},
             parameters=sum(size(variable.shape) for variable in variables if _is_initialized(variable)),
             flops=None if program is None else flops_of[index],

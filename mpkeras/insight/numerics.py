@@ -8,7 +8,6 @@ import numpy as np
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import compute_dtypes, layers_of, recorded
-from mpkeras.conversion.quantized import bound_layers
 from mpkeras.insight.culprit import find_culprit
 from mpkeras.insight.gradient_loss import lost_share
 from mpkeras.insight.numerics_report import LayerNumerics, NumericsReport
@@ -16,6 +15,7 @@ from mpkeras.insight.observation import observe
 from mpkeras.insight.ranges import Range, overflow_share, underflow_limit, underflow_share
 from mpkeras.insight.scale_window import scale_window
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.quantized import bound_layers
 from mpkeras.policies.rules import set_layer_policy
 from mpkeras.policies.scalars import number
 from mpkeras.scaling.optimizer import LossScaleOptimizer

@@ -11,11 +11,10 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras.conversion import products
 from mpkeras.conversion.apply import layers_of
-from mpkeras.conversion.quantized import is_quantized
 from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
+from mpkeras.policies.quantized import is_quantized
 
 
 @dataclasses.dataclass
@@ -149,7 +148,7 @@ def _observed_call(layer, calls, taps, tap_input, tap_output, references, clock,
     def observed(*args, **kwargs):
         if paused:
             return call(*args, **kwargs)
-        compute_dtype = products.compute_dtype(layer)
+        compute_dtype = layer.compute_dtype
         record = LayerCall(layer, next(numbers), compute_dtype, next(clock))
         args, kwargs = keras.tree.map_structure(lambda v: tapped(v, tap_input, record.inputs), (args, kwargs))
         outputs = call(*args, **kwargs)

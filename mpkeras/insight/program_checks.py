@@ -61,7 +61,7 @@ def check_islands(model, rows) -> list:
     inner: set = set()
     islands = []
     for row in rows:
-        is_wide = row.compute_dtype in ("float32", "float64") and row.product_dtype is None
+        is_wide = row.compute_dtype in ("float32", "float64")
         if row.is_container or not is_wide or {id(row.layer)} & (named | inner) or row.layer.name.startswith(CAST_NAME):
             continue
         all_of_it = [by_layer[id(layer)] for layer in layers_of(row.layer)]
@@ -99,7 +99,7 @@ def _of_cheap_islands(cheap, all_flops) -> Finding:
 
 def _of_wide_products(rows, all_flops) -> list:
     """Layers that compute in 16 bits by their policy, and multiply in something wider."""
-    wide = [row for row in rows if row.multiplies_in in SIXTEEN_BIT_DTYPES and "float32" in (row.flops or {})]
+    wide = [row for row in rows if row.compute_dtype in SIXTEEN_BIT_DTYPES and "float32" in (row.flops or {})]
     wide = sorted(wide, key=lambda row: -row.flops["float32"])
     if not wide:
         return []
@@ -153,7 +153,7 @@ def check_sizes(rows) -> list:
     findings = []
     for row in rows:
         has_sizes = row.parameters or isinstance(row.layer, _ATTENTION)
-        if row.multiplies_in not in SIXTEEN_BIT_DTYPES or id(row.layer) in in_attention or not has_sizes:
+        if row.compute_dtype not in SIXTEEN_BIT_DTYPES or id(row.layer) in in_attention or not has_sizes:
             continue
         share = row.total_flops / all_flops if all_flops else None
         is_table = isinstance(row.layer, keras.layers.Embedding)

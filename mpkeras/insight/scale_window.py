@@ -6,7 +6,6 @@ import functools
 import numpy as np
 
 from mpkeras import _keras
-from mpkeras.conversion import products
 from mpkeras.conversion.apply import layers_of
 from mpkeras.insight.gradient_loss import WORTH, rounded, smallest_safe_exponent, with_rounded_gradient
 from mpkeras.insight.observation import Observation
@@ -45,9 +44,7 @@ def scale_window(model, observed: Observation, reference: Observation, loss_scal
         run: Called with a loss scale, returns the `Observation` of the model as it is at that scale.
         run_rounded: Called with the argument `rounded` of `observe`, returns the `Observation` in float32.
     """
-    dtypes = {
-        id(layer): dtype for layer in layers_of(model) if (dtype := products.compute_dtype(layer)) in SIXTEEN_BIT_DTYPES
-    }
+    dtypes = {id(layer): dtype for layer in layers_of(model) if (dtype := layer.compute_dtype) in SIXTEEN_BIT_DTYPES}
     weights = _weight_grads(model, observed, reference)
     highest = _highest(reference, weights, dtypes)
     if highest is None:
@@ -110,7 +107,7 @@ def _weight_grads(model, observed, reference) -> list:
         own = [found.pop(id(v)) for v in _keras.own_variables(layer) if id(v) in found]
         if own:
             variables, grads, true = zip(*own, strict=True)
-            dtype = products.compute_dtype(layer)
+            dtype = layer.compute_dtype
             result.append(_WeightGrads(layer, list(variables), list(true), [_fits(grad, dtype) for grad in grads]))
     return result
 

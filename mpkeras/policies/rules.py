@@ -7,12 +7,10 @@ from typing import NamedTuple
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion import products
-from mpkeras.conversion.products import layer_policy
-from mpkeras.conversion.quantized import is_quantized, running_quantized
 from mpkeras.policies import kernels
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.quantized import is_quantized, running_quantized
 
 # Their softmax runs between two matrix products: in float32 it would drag the second one into float32 too.
 _KEEP_OWN_PRECISION = (
@@ -199,8 +197,7 @@ def layers_to_keep(model, rules) -> list:
 def apply_rules(model, policy) -> list[AppliedRule]:
     """Moves the layers of `model` that `policy` keeps in float32 there, and returns what was changed.
 
-    Each such layer gets the stock policy `float32`. Where a rule names the activation of a `Dense` or convolution
-    layer, its product stays in 16 bits nevertheless. Layers that the active backend and device have no 16-bit
+    Each such layer gets the stock policy `float32`. Layers that the active backend and device have no 16-bit
     kernel for move as well. Layers that do not compute in 16 bits and quantized layers are left alone, so a
     second call changes nothing.
 
@@ -215,15 +212,10 @@ def apply_rules(model, policy) -> list[AppliedRule]:
     applied = []
 
     def move(layer, rule, reason):
-        old_policy = products.product_policy(layer) or layer_policy(layer)
+        old_policy = layer_policy(layer)
         if old_policy.compute_dtype not in SIXTEEN_BIT_DTYPES or is_quantized(layer):
             return
-        if rule.startswith("activation:") and _names_activation_alone(layer, policy.keep_float32):
-            if products.is_split(layer):
-                return
-            products.split(layer, old_policy)
-        else:
-            set_layer_policy(layer, keras.DTypePolicy("float32"))
+        set_layer_policy(layer, keras.DTypePolicy("float32"))
         applied.append(AppliedRule(layer, rule, reason, old_policy))
 
     for layer, rule in layers_to_keep(model, policy.keep_float32):
@@ -255,6 +247,14 @@ def layers_without_kernel(model, dtype: str) -> list:
     return found
 
 
+def layer_policy(layer) -> keras.DTypePolicy:
+    """Returns the policy that `layer` follows: its own entry, where it has a `DTypePolicyMap`."""
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and layer.path:
+        policy = policy[layer.path]
+    return policy
+
+
 def undo_rules(applied):
     """Gives every layer in the result of `apply_rules` the policy back that it had before."""
     for change in applied:
@@ -263,7 +263,6 @@ def undo_rules(applied):
 
 def set_layer_policy(layer, policy: keras.DTypePolicy):
     """Sets the policy of `layer`, built or not, for all of it, and what it keeps in the compute dtype."""
-    products.join(layer)
     layer.dtype_policy = policy
     # `Normalization` casts its mean and variance once, when it is built: a variance of 1e6 is inf by then.
     if isinstance(layer, keras.layers.Normalization) and layer.built:
@@ -286,13 +285,6 @@ def _walk(parent, rules, inherited, kept, fixed, seen):
             kept.setdefault(id(layer), (layer, written(rule)))
         if rule is not None or not isinstance(layer, _KEEP_OWN_PRECISION):
             _walk(layer, rules, rule, kept, fixed, seen)
-
-
-def _names_activation_alone(layer, rules) -> bool:
-    """Whether `rules` name the activation of `layer` only, and its product can do without float32."""
-    if not products.is_split(layer) and not products.can_split(layer):
-        return False
-    return all(written(rule).startswith("activation:") for rule in rules if matches(rule, layer))
 
 
 def _class_names(model) -> set[str]:

@@ -6,9 +6,8 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.conversion import products
 from mpkeras.conversion.overrides import overridden
-from mpkeras.conversion.quantized import bound_layers, running_quantized
+from mpkeras.policies.quantized import bound_layers, running_quantized
 
 POLICY = "mixed_bfloat16"
 rng = np.random.default_rng(0)
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a `quantize` met
 
 
 def classifier(policy="float32"):
-    """A hidden layer in the policy, and a large softmax head, whose float32 rule splits product and activation."""
+    """A hidden layer in the policy, and a large softmax head, which a rule keeps in float32."""
     keras.utils.set_random_seed(3)
     inputs = keras.Input((64,))
     x = layers.Dense(64, activation="relu", name="hidden", dtype=policy)(inputs)
@@ -130,7 +129,7 @@ def test_a_head_that_cannot_be_quantized_stays_as_it_was():
     expected = predictions(model)
     with pytest.raises(ValueError, match="Invalid quantization mode"):
         head.quantize("int3")
-    assert products.is_split(head)
+    assert head.compute_dtype == "float32"
     np.testing.assert_array_equal(predictions(model), expected)
 
 

@@ -67,30 +67,31 @@ def test_the_rows_and_sums_of_a_converted_model(backend):
     assert (conv.compute_dtype, conv.weight_bytes, conv.parameters) == ("bfloat16", {"float32": 4 * 448}, 27 * 16 + 16)
     assert conv.flops == {"bfloat16": conv_flops}
     assert (norm.compute_dtype, norm.flops, norm.parameters) == ("float32", {}, 4 * 16)
-    # In float32 by name, while its product is in bfloat16.
-    assert (head.compute_dtype, head.product_dtype, head.flops) == ("float32", "bfloat16", {"bfloat16": head_flops})
-    assert report.flops == {"bfloat16": conv_flops + head_flops} and report.half_share == 1.0
-    assert report.findings == []
+    assert (head.compute_dtype, head.flops) == ("float32", {"float32": head_flops})
+    assert report.flops == {"bfloat16": conv_flops, "float32": head_flops}
+    (finding,) = report.findings
+    assert finding.severity == "note" and finding.layer.endswith("head") and "from_logits=True" in finding.remedy
+    assert finding.what == "Its activation keeps all of it in float32: 24,600 parameters, 47 % of all FLOPs."
     lines = str(report).splitlines()
     assert lines[0] == f"Audit of 'images' on the {backend} backend"
-    (line,) = [line.split() for line in lines if "/head" in line or line.strip().startswith("head")]
-    assert line[1:] == ["Dense", "float32", "(product", "bfloat16)", "float32", "24,600", "47", "%", "100", "%"]
-    assert "835,584 FLOPs in a forward pass on inputs (8, 10, 10, 3), 100 % in 16 bits." in lines
-    assert "Findings: none" in lines
+    (line,) = [line.split() for line in lines if line.strip().startswith(("images/head", "head"))]
+    assert line[1:] == ["Dense", "float32", "float32", "24,600", "47", "%", "0.0", "%"]
+    assert "835,584 FLOPs in a forward pass on inputs (8, 10, 10, 3), 53 % in 16 bits." in lines
+    assert "Findings: 1 note" in lines
 
 
 def test_the_report_as_json_and_as_a_figure():
     pytest.importorskip("matplotlib")
     report = mpkeras.audit(mpkeras.apply_policy(image_model(), "mixed_bfloat16"))
     saved = json.loads(json.dumps(report.to_dict()))
-    assert saved["half_share"] == 1.0 and saved["input_shapes"] == [[8, 10, 10, 3]]
+    assert saved["half_share"] == pytest.approx(442368 / 835584) and saved["input_shapes"] == [[8, 10, 10, 3]]
     (conv,) = [layer for layer in saved["layers"] if layer["path"].endswith("conv")]
     assert conv["class_name"] == "Conv2D" and conv["flops"] == {"bfloat16": 442368}
     (axes,) = report.plot().axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [row(report, n).path for n in ("conv", "head")]
     widths = [patch.get_width() for patch in axes.patches]
     assert widths == pytest.approx([100 * 442368 / 835584, 100 * 393216 / 835584])
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bfloat16"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bfloat16", "float32"]
 
 
 class Noisy(layers.Layer):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.conversion import products
 from mpkeras.training.step import make_train_step
 from tests.step_modes import snapshot
 
@@ -678,11 +677,9 @@ def test_layers_compute_in_what_prepare_gives_them(policy):
         make_train_step(model, "sgd", ["mse", "mse"])
         twin.compile("sgd", ["mse", "mse"])
         mpkeras.prepare(twin)
-        rows = [(layer.compute_dtype, layer.dtype_policy.name, products.is_split(layer)) for layer in model.layers]
-        assert rows == [
-            (layer.compute_dtype, layer.dtype_policy.name, products.is_split(layer)) for layer in twin.layers
-        ]
-    assert {dtype for dtype, _, _ in rows} == {"float32", mpkeras.get_policy(policy).compute_dtype}
+        rows = [(layer.compute_dtype, layer.dtype_policy.name) for layer in model.layers]
+        assert rows == [(layer.compute_dtype, layer.dtype_policy.name) for layer in twin.layers]
+    assert {dtype for dtype, _ in rows} == {"float32", mpkeras.get_policy(policy).compute_dtype}
 
 
 def test_a_model_that_was_converted_keeps_the_rules_it_was_converted_by():

@@ -3,7 +3,6 @@
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion import products
 from mpkeras.policies.dtypes import bytes_of
 
 #: An estimate compares policies; it decides nothing.
@@ -20,7 +19,7 @@ def estimated_output_bytes(model, x):
     for operation in graph.operations:
         if isinstance(operation, keras.layers.InputLayer):
             continue
-        compute_dtype = products.compute_dtype(operation) if isinstance(operation, keras.layers.Layer) else "float32"
+        compute_dtype = operation.compute_dtype if isinstance(operation, keras.layers.Layer) else "float32"
         for tensor in keras.tree.flatten(operation.output):
             if None in tensor.shape[1:]:
                 return None

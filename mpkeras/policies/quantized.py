@@ -8,7 +8,11 @@ dtype, it would add float32 to bfloat16.
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion.mixing import has_own_call
+
+
+def has_own_call(layer) -> bool:
+    """Whether the arithmetic of `layer` is the user's own."""
+    return not type(layer).call.__module__.startswith("keras.") or isinstance(layer, keras.layers.Lambda)
 
 
 def is_quantized(layer) -> bool:

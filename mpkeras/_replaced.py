@@ -1,0 +1,145 @@
+"""Attributes that mpkeras replaces on other people's objects: each is listed, and taken back where it is still ours."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+# What is replaced, and why nothing less will do. CONTRIBUTING.md has the same list.
+KINDS = {
+    "call": "`call` of a layer: a user's own names the dtypes it mixes, a part of a model without a `call` returns "
+    "float32, and a torch module runs under `torch.autocast`. A policy alone does none of these",
+    "penalties": "`activity_regularizer` and `add_loss` of a 16-bit layer: Keras hands them 16-bit outputs, whose "
+    "squares overflow",
+    "inputs": "`autocast` of a model: raw inputs beyond float16 belong to the float32 layer that normalizes them",
+    "file": "`get_config` of a model: its file holds the policy its author chose, and no cast that plain Keras "
+    "cannot name",
+    "late layers": "`build` of a model: its layers have their paths only then, and layers of their own",
+    "guard": "`train_step` of a model: a skipped step leaves no trace",
+    "prepared": "`compile`, `fit` and `make_train_function` of a model: it stays prepared when it is compiled again, "
+    "and logs and warns in `fit` only",
+    "written weights": "`assign` of a variable, for one step: what a layer writes into its weights is put back if the "
+    "step is skipped",
+    "update": "methods of an optimizer, for one update on TensorFlow: its gradients are summed already, and its decay "
+    "follows the decision to skip",
+    "loading": "`load_own_variables` of an optimizer that is not built: what a file holds is kept until it is",
+    "observed": "`call` of a layer, for one run: its inputs and outputs are looked at",
+}
+# On the object, with which it goes: the functions in it hold the object.
+_RECORD = "_mpkeras_replaced"
+_MISSING = object()
+
+
+@dataclasses.dataclass(eq=False)
+class Replaced:
+    """One attribute that was replaced on an instance."""
+
+    name: str
+    kind: str
+    before: Any
+    given: Any
+
+
+class _Record:
+    """The replaced attributes of one object, the oldest first. No list: Keras looks into lists when it saves."""
+
+    def __init__(self):
+        self.entries: list[Replaced] = []
+
+
+def replace(owner, name: str, value, *, kind: str) -> bool:
+    """Gives `owner` another value of its attribute `name`, until `restore`.
+
+    Args:
+        owner: A layer, a model, an optimizer or a variable: anything with attributes of its own.
+        name: The attribute. The value is put on the instance, where no file holds it, and not by `setattr`, which Keras
+            and torch both watch.
+        value: A function or any other value.
+        kind: One of `KINDS`. Values of several kinds may lie over each other.
+
+    Returns:
+        Whether it was put there: not where a value of this kind is in force already.
+    """
+    if is_replaced(owner, name, kind):
+        return False
+    _put(owner, name, value, kind)
+    return True
+
+
+def restore(owner, name: str, *, kind: str):
+    """Takes back `replace`, if it was done; what somebody else has put there since is left alone."""
+    for entry in reversed(_entries(owner)):
+        if entry.name == name and entry.kind == kind:
+            _take_back(owner, entry)
+            return
+
+
+def restore_all(owner, kind: str):
+    """Takes back every `replace` of a kind on `owner`."""
+    for entry in [entry for entry in _entries(owner) if entry.kind == kind]:
+        restore(owner, entry.name, kind=kind)
+
+
+@contextlib.contextmanager
+def replaced(owner, name: str, value, *, kind: str):
+    """Context manager: `owner` has another value of its attribute `name`.
+
+    One of the same kind around it is covered, too: the inner context always ends first.
+    """
+    entry = _put(owner, name, value, kind)
+    try:
+        yield
+    finally:
+        _take_back(owner, entry)
+
+
+def is_replaced(owner, name: str, kind: str) -> bool:
+    """Whether the value of `kind` is in force: `owner` has it, or one of ours that lies over it."""
+    return any(entry.name == name and entry.kind == kind for entry in replaced_attributes(owner))
+
+
+def replaced_attributes(owner) -> list[Replaced]:
+    """Returns what is replaced on `owner` now, the newest first."""
+    values: dict = {}
+    found = []
+    for entry in reversed(_entries(owner)):
+        value = values.get(entry.name, vars(owner).get(entry.name, _MISSING))
+        if value is entry.given:
+            found.append(entry)
+            values[entry.name] = entry.before
+    return found
+
+
+def _entries(owner) -> list[Replaced]:
+    record = vars(owner).get(_RECORD)
+    return [] if record is None else record.entries
+
+
+def _put(owner, name, value, kind) -> Replaced:
+    if kind not in KINDS:
+        raise ValueError(f"Expected a kind of {list(KINDS)}. Received: kind={kind!r}. Add it there, with its reason.")
+    in_force = replaced_attributes(owner)
+    # What its user has covered or deleted since is the user's, and will not be taken back any more.
+    entries = [entry for entry in _entries(owner) if entry.name != name or entry in in_force]
+    entry = Replaced(name, kind, vars(owner).get(name, _MISSING), value)
+    vars(owner).setdefault(_RECORD, _Record()).entries = [*entries, entry]
+    vars(owner)[name] = value
+    return entry
+
+
+def _take_back(owner, entry):
+    entries = _entries(owner)
+    if entry not in entries:
+        return
+    in_force = replaced_attributes(owner)
+    above = next((other for other in in_force if other.name == entry.name and other.before is entry.given), None)
+    if vars(owner).get(entry.name, _MISSING) is not entry.given:
+        if entry in in_force and above is not None:
+            # One of ours lies over it: what was before this one comes back when that one goes.
+            above.before = entry.before
+    elif entry.before is _MISSING:
+        del vars(owner)[entry.name]
+    else:
+        vars(owner)[entry.name] = entry.before
+    entries.remove(entry)
+    if not entries:
+        del vars(owner)[_RECORD]

@@ -1,0 +1,115 @@
+"""What mpkeras puts on an object of the user's, and what the user has put in that place since."""
+
+import functools
+import gc
+import re
+import weakref
+from pathlib import Path
+
+import keras
+import pytest
+
+from mpkeras._replaced import KINDS, is_replaced, replace, replaced, replaced_attributes, restore, restore_all
+
+pytestmark = pytest.mark.backends("tensorflow")  # attributes of Python objects
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def layer():
+    return keras.layers.Dense(1)
+
+
+def ours():
+    return "ours"
+
+
+def users():
+    return "the user's"
+
+
+def listed(owner):
+    return [(entry.name, entry.kind) for entry in replaced_attributes(owner)]
+
+
+def test_what_was_not_there_is_gone_again(layer):
+    before = dict(vars(layer))
+    assert replace(layer, "call", ours, kind="call") and replace(layer, "autocast", False, kind="inputs")
+    assert layer.call() == "ours" and listed(layer) == [("autocast", "inputs"), ("call", "call")]
+    restore(layer, "call", kind="call")
+    assert listed(layer) == [("autocast", "inputs")]
+    restore_all(layer, "inputs")
+    assert vars(layer) == before
+
+
+def test_what_is_covered_is_not_covered_by_the_same_kind(layer):
+    vars(layer)["call"] = users
+    assert replace(layer, "call", ours, kind="call")
+    assert not replace(layer, "call", print, kind="call") and layer.call is ours
+    restore(layer, "call", kind="call")
+    assert layer.call is users and not is_replaced(layer, "call", "call")
+    restore(layer, "call", kind="call")
+    assert layer.call is users
+
+
+@pytest.mark.parametrize("first", ["call", "observed"])
+def test_kinds_lie_over_each_other_and_go_in_any_order(layer, first):
+    vars(layer)["call"] = users
+    replace(layer, "call", ours, kind="call")
+    assert replace(layer, "call", print, kind="observed") and is_replaced(layer, "call", "call")
+    restore(layer, "call", kind=first)
+    assert layer.call is (print if first == "call" else ours)
+    restore(layer, "call", kind="observed" if first == "call" else "call")
+    assert layer.call is users and not listed(layer)
+
+
+def test_what_the_user_has_put_there_since_stays(layer):
+    replace(layer, "activation", ours, kind="penalties")
+    layer.activation = users
+    assert not is_replaced(layer, "activation", "penalties") and not listed(layer)
+    restore(layer, "activation", kind="penalties")
+    assert layer.activation is users
+    # It is what comes back when the layer is converted again, without a restore between as well.
+    for _ in range(2):
+        assert replace(layer, "activation", ours, kind="penalties")
+        layer.activation = users
+    replace(layer, "activation", ours, kind="penalties")
+    restore(layer, "activation", kind="penalties")
+    assert layer.activation is users and "_mpkeras_replaced" not in vars(layer)
+
+
+def test_what_the_user_has_deleted_stays_away(layer):
+    replace(layer, "call", ours, kind="call")
+    del vars(layer)["call"]
+    restore(layer, "call", kind="call")
+    assert "call" not in vars(layer)
+
+
+def test_for_one_call_one_may_lie_over_another_of_its_kind():
+    variable = keras.Variable(1.0)
+    before = dict(vars(variable))
+    with replaced(variable, "assign", ours, kind="written weights"):
+        with pytest.raises(ZeroDivisionError), replaced(variable, "assign", users, kind="written weights"):
+            assert variable.assign() == "the user's" and len(listed(variable)) == 2
+            1 / 0  # noqa: B018
+        assert variable.assign() == "ours"
+    assert vars(variable) == before
+    with replaced(variable, "assign", ours, kind="written weights"):
+        vars(variable)["assign"] = users
+    assert variable.assign is users
+
+
+def test_a_layer_is_freed_with_what_it_was_given():
+    layer = keras.layers.Dense(1)
+    replace(layer, "call", functools.partial(type(layer).call, layer), kind="call")
+    reference = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert reference() is None
+
+
+def test_every_kind_has_its_reason_here_and_in_contributing(layer):
+    with pytest.raises(ValueError, match=r"Received: kind='other'. Add it"):
+        replace(layer, "call", ours, kind="other")
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## What is replaced on other people's objects")[2]
+    assert re.findall(r"^\| ([a-z ]+) \| ", text.partition("\n## ")[0], re.MULTILINE)[1:] == list(KINDS)
