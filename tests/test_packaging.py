@@ -54,7 +54,7 @@ def test_console_script_is_callable(distribution):
 def test_every_folder_of_the_package_is_installed(config):
     """`packages = find:` passes over a folder without `__init__.py`, silently."""
     assert config["options"]["packages"] == "find:"
-    folders = {path.parent for path in (ROOT / "mpkeras").rglob("*.py")}
+    folders = {path.parent for name in ("mpkeras", "_mpkeras_cli") for path in (ROOT / name).rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
     assert (ROOT / "mpkeras" / "py.typed").exists()
 

@@ -98,7 +98,7 @@ def probe(backend: str) -> list[Device]:
     """Returns the devices that `backend` computes on."""
     if backend in ("tensorflow", "jax", "torch"):
         # Imported here: only the active backend may be, and only once its devices are asked for.
-        accelerators = importlib.import_module(f"mpkeras.policies._{backend}").accelerators()
+        accelerators = importlib.import_module(f"mpkeras.devices._{backend}").accelerators()
         if accelerators:
             return accelerators
     return [Device("cpu", "CPU", instruction_sets=cpu_instruction_sets())]

@@ -6,7 +6,7 @@ import keras
 import pytest
 
 import mpkeras
-from mpkeras.cli import main
+from _mpkeras_cli import main
 from mpkeras.devices.native import Device
 from mpkeras.insight import hardware
 from mpkeras.insight.hardware import HardwareReport, native_dtypes
