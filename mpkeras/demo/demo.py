@@ -5,10 +5,10 @@ import math
 import textwrap
 import time
 
-from mpkeras.demo import comparison, plot, summary, table
-from mpkeras.demo.environment import environment
+from mpkeras.demo import plot, runs, summary
 from mpkeras.demo.summary import BASELINE
 from mpkeras.demo.tasks import TASKS
+from mpkeras.devices.environment import environment
 
 __all__ = ["BASELINE", "run_demo", "without_non_finite"]
 
@@ -38,7 +38,7 @@ def run_demo(
     where = environment()
     heading = f"mpkeras demo: Keras {where['keras']}, {where['backend']} on {where['device']}, {where['cpu']}"
     print(f"{len(tasks) * len(policies) * seeds} runs of `fit`: {', '.join(policies)}", flush=True)
-    records, step_times_ms, plans = comparison.compare(
+    records, step_times_ms, plans = runs.compare(
         tasks, data_sets, policies, seeds, epochs, limit_s=60 * minutes, verbose=verbose
     )
     rows = summary.summarize(tasks, policies, records, step_times_ms, plans)
@@ -53,13 +53,13 @@ def run_demo(
         "environment": where,
         "settings": {
             "tasks": {
-                task.name: comparison.settings(task, data_set, epochs)
+                task.name: runs.settings(task, data_set, epochs)
                 for task, data_set in zip(tasks, data_sets, strict=True)
             },
             "policies": policies,
             "seeds": seeds,
             "quick": quick,
-            "jit_compile": comparison.uses_xla(),
+            "jit_compile": runs.uses_xla(),
             "minutes": minutes,
             "timed_rounds": {task: len(next(iter(times.values()), [])) for task, times in step_times_ms.items()},
         },
@@ -74,7 +74,7 @@ def run_demo(
     result = without_non_finite(result)
     json_path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     rounds = sorted({len(times) for of_task in step_times_ms.values() for times in of_task.values()} or {0})
-    text = table.render(rows, heading, " or ".join(map(str, rounds)), width)
+    text = summary.render(rows, heading, " or ".join(map(str, rounds)), width)
     written = f"Written to {json_path} and {png_path} after {wall_time_s:.0f} s."
     return result, f"\n{text}\n\n{textwrap.fill(sentence, width)}\n\n{written}"
 
