@@ -50,7 +50,7 @@ def load(name: str):
 
 
 def wide_text_model(context: int):
-    from mpkeras.demo.models import text_model
+    from mpkeras.demo.tasks import text_model
 
     return text_model(context, width=512, heads=8, hidden=2048, blocks=2)
 

@@ -1,6 +1,6 @@
 """mpkeras: mixed precision for Keras 3 that cannot fail silently."""
 
-from mpkeras import callbacks, layers
+from mpkeras import _start, callbacks, layers  # noqa: F401  `_start` imports Keras
 from mpkeras._version import __version__
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.insight.advice import advise

@@ -2,7 +2,7 @@
 
 import sys
 
-from mpkeras.cli import main
+from _mpkeras_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

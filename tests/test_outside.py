@@ -33,7 +33,7 @@ FAULTS = {
                 "test_all_classes_are_as_before_also_after_an_error",
                 "test_repr_says_what_is_covered",
             ],
-            "test_cli.py": ["test_run_prepares_an_unmodified_program"],
+            "cli/test_run.py": ["test_run_prepares_an_unmodified_program"],
         },
     ),
     "C": (
@@ -316,13 +316,13 @@ FAULTS = {
                 "test_the_summary_has_the_sums_and_what_is_more_than_a_note",
                 "test_casts_are_counted_where_they_cost",
             ],
-            "insight/test_audit_command.py": ["test_the_summary_and_open_sizes"],
+            "cli/test_audit.py": ["test_the_summary_and_open_sizes"],
         },
     ),
     "33": (
         "`advise` without measuring: an empty table, Python in a shell, ignored data, other advice than measured",
         {
-            "insight/test_advice_command.py": [
+            "cli/test_advise.py": [
                 "test_without_measuring_there_is_no_table_and_the_remedy_is_an_option",
                 "test_without_measuring_no_option_is_ignored",
                 "test_what_16_bits_are_good_for_is_followed_by_the_commands",
@@ -339,7 +339,7 @@ FAULTS = {
         "`NumericsMonitor()` alone did nothing, and `mpkeras` alone was an error",
         {
             "callbacks/test_numerics_monitor.py": ["test_alone_it_names_the_layer_and_training_goes_on"],
-            "test_cli.py": ["test_status_0"],
+            "cli/test_main.py": ["test_status_0"],
         },
     ),
 }

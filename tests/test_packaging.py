@@ -11,6 +11,7 @@ import mpkeras
 from mpkeras import _version
 
 ROOT = Path(__file__).parents[1]
+BACKENDS = ("tensorflow", "jax", "torch")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def distribution():
 def test_installed_metadata_agrees(distribution):
     metadata = distribution.metadata
     assert metadata["Version"] == _version.__version__
-    assert {"demo", "dev", "test", "jax", "torch", "notebooks"} <= set(metadata.get_all("Provides-Extra"))
+    assert {"demo", "dev", "test", "tensorflow", "jax", "torch", "notebooks"} <= set(metadata.get_all("Provides-Extra"))
     assert metadata["Requires-Python"] == ">=3.10"
 
 
@@ -54,7 +55,7 @@ def test_console_script_is_callable(distribution):
 def test_every_folder_of_the_package_is_installed(config):
     """`packages = find:` passes over a folder without `__init__.py`, silently."""
     assert config["options"]["packages"] == "find:"
-    folders = {path.parent for path in (ROOT / "mpkeras").rglob("*.py")}
+    folders = {path.parent for name in ("mpkeras", "_mpkeras_cli") for path in (ROOT / name).rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
     assert (ROOT / "mpkeras" / "py.typed").exists()
 
@@ -72,6 +73,19 @@ def test_sdist_has_what_tests_and_docs_need():
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))}
     named = folders & {"tests", "docs", "benchmarks", "notebooks"}
     assert named == {"tests", "docs", "benchmarks", "notebooks"} <= set(manifest)
+
+
+def test_a_plain_install_brings_keras_and_numpy_and_a_backend_is_an_extra(config):
+    def names(requirements):
+        return [re.split(r"[<>=]", line)[0] for line in requirements.split("\n") if line]
+
+    assert names(config["options"]["install_requires"]) == ["keras", "numpy"]
+    extras = config["options.extras_require"]
+    assert [names(extras[backend]) for backend in BACKENDS] == [
+        ["tensorflow"],
+        ["jax"],
+        ["torch"],
+    ]
 
 
 def test_keras_range_is_the_same_everywhere(config):

@@ -2,6 +2,8 @@
 
 import statistics
 
+from mpkeras.insight.report import make_figure
+
 # Okabe and Ito's colours, told apart by colour-blind readers too. The policies should lie on top of each
 # other: the baseline is a broad pale line, so that the others stay visible on it.
 _BASELINE_STYLE = {"color": "#999999", "linestyle": "-", "linewidth": 6, "alpha": 0.6}
@@ -19,17 +21,14 @@ def save(path, rows: list, records: list, titles: dict, heading: str):
     Args:
         path: Where to.
         rows: As `summary.summarize` returns them.
-        records: As `comparison.compare` returns them.
+        records: As `runs.compare` returns them.
         titles: What to write above the curves of each task, by its name.
         heading: Goes on top of the picture.
     """
-    # A figure of its own, not pyplot's: no window, and nothing of the user's matplotlib settings changes.
-    from matplotlib.figure import Figure
-
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     styles = {policy: _style(policy, policies) for policy in policies}
-    figure = Figure(figsize=(12.8, 9.2), dpi=125, layout="constrained")
+    figure = make_figure(figsize=(12.8, 9.2), dpi=125)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     figure.suptitle(heading, fontsize=14)
     axes = figure.subplots(2, 2)

@@ -1,12 +1,25 @@
-"""From the records of the runs to a row for each task and policy, and to the sentence on what pays off."""
+"""The result of the demo: a row for each task and policy, the table of them, and the sentence on what pays off."""
 
 import math
 import statistics
+import textwrap
+
+from mpkeras.insight.report import quartiles, text_table
 
 BASELINE = "float32"
 
 # Below this a gain is not worth the trouble, and step times vary by some percent anyway.
 WORTHWHILE_SPEED_UP = 1.1
+
+_NOTES = (
+    "Quality: at the end of training, mean ± standard deviation over the seeds. Step: median of {rounds} "
+    "training steps, the policies in turn, after tracing and compiling. Speed: float32's step time / this "
+    "one's. Skipped: steps left out because a gradient was not finite, in all seeds. Layer outputs: bytes "
+    "that all layers return for one training batch, in the dtypes they really return."
+)
+_LEFT_OUT_NOTE = " Of what was left out: the second training step, the first one without compiling."
+_XLA_NOTE = " XLA temporaries: what XLA reserves for the train step beside weights, optimizer state and batch."
+_TEXT_COLUMNS = 2  # task and policy: to the left; numbers go to the right
 
 
 def summarize(tasks, policies, records, step_times_ms, plans) -> list:
@@ -15,7 +28,7 @@ def summarize(tasks, policies, records, step_times_ms, plans) -> list:
     Args:
         tasks: Objects with `name`, `quality_name`, `higher_is_better` and `tolerance`.
         policies: Names, `"float32"` among them.
-        records, step_times_ms, plans: As `comparison.compare` returns them.
+        records, step_times_ms, plans: As `runs.compare` returns them.
     """
     rows = []
     for task in tasks:
@@ -69,7 +82,7 @@ def _speed_up(baseline_times, times: list) -> dict:
     if baseline_times is None:
         return dict.fromkeys(("speed_up", "speed_up_low", "speed_up_high"))
     rounds = [baseline / own for baseline, own in zip(baseline_times, times, strict=True)]
-    low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    low, _, high = quartiles(rounds)
     return {
         "speed_up": statistics.median(baseline_times) / statistics.median(times),
         "speed_up_low": low,
@@ -187,3 +200,73 @@ def _memory_saving(rows: list) -> str:
 
 def _listed(parts: list) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def columns(rows: list) -> tuple:
+    """Returns `(header, lines, footnotes)`: strings, and one list of cells for each row."""
+    with_xla = any(row.get("xla_temporary_bytes") is not None for row in rows)
+    header = ["Task", "Policy", "Quality", "Step ms", "Speed", "Skipped", "Loss scale", "Layer outputs"]
+    if with_xla:
+        header.append("XLA temporaries")
+    lines, footnotes, marks = [], [], 0
+    for row in rows:
+        task = f"{row['task']} ({row['quality_name'].removeprefix('held-out ').replace(' per ', '/')})"
+        reason = row["error"] or row["shortened"]
+        marks += reason is not None
+        mark = "" if reason is None else f" ({marks})"
+        if reason is not None:
+            footnotes.append(f"({marks}) {row['task']}, {row['policy']}: {reason}")
+        if not row["seeds"]:
+            cells = [f"{'left out' if row['error'] is None else 'not run'}{mark}"]
+            cells += ["-"] * (len(header) - _TEXT_COLUMNS - 1)
+            if row["error"] is None:
+                cells[1:3] = [f"{row['first_step_ms']:.0f}", f"{row['first_step_ratio']:.2f}x"]
+        else:
+            cells = [
+                _quality_text(row) + mark,
+                f"{row['step_time_ms']:.1f}",
+                "-" if row["speed_up"] is None else f"{row['speed_up']:.2f}x",
+                str(row["skipped_steps"]),
+                _range_text(row["loss_scale_min"], row["loss_scale_max"]),
+                _bytes_text(row["layer_output_bytes"]),
+            ]
+            if with_xla:
+                cells.append(_bytes_text(row["xla_temporary_bytes"]))
+            for layer, reason in row["missing_kernels"]:
+                footnotes.append(f"{row['task']}, {row['policy']}: {layer} stays in float32, as it {reason}")
+        lines.append([task, row["policy"], *cells])
+    return header, lines, footnotes
+
+
+def render(rows: list, title: str, rounds: str, width: int = 110) -> str:
+    """Returns the table, what did not run or not in 16 bits and why, and what the columns mean.
+
+    Args:
+        rows: As `summarize` returns them.
+        title: Goes on top.
+        rounds: Timed steps of each policy, in words.
+        width: Characters in a line of what is below the table.
+    """
+    header, lines, footnotes = columns(rows)
+    body = text_table([name.replace(" ", "\n") for name in header], lines, title, _TEXT_COLUMNS)
+    notes = _NOTES.format(rounds=rounds)
+    if "XLA temporaries" in header:
+        notes += _XLA_NOTE
+    if any(row["error"] is None and not row["seeds"] for row in rows):
+        notes += _LEFT_OUT_NOTE
+    paragraphs = [*footnotes, notes]
+    return "\n\n".join([body, *(textwrap.fill(paragraph, width) for paragraph in paragraphs)])
+
+
+def _quality_text(row: dict) -> str:
+    if row["quality_std"] is None:
+        return f"{row['quality_mean']:.3f}"
+    return f"{row['quality_mean']:.3f} ± {row['quality_std']:.3f}"
+
+
+def _range_text(low: float, high: float) -> str:
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def _bytes_text(number) -> str:
+    return "-" if number is None else f"{number / 2**20:.1f} MiB"

@@ -9,7 +9,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import layers_of
-from mpkeras.insight.report import Report
+from mpkeras.insight.report import Report, make_figure
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import layers_to_keep, layers_without_kernel
 
@@ -142,10 +142,8 @@ class ConversionReport(Report):
 
     def plot(self):
         """Returns a figure: a bar for each dtype, as long as it has layers."""
-        from matplotlib.figure import Figure
-
         counts = self.layers_by_dtype()
-        figure = Figure(figsize=(6, 1.2 + 0.5 * len(counts)), layout="constrained")
+        figure = make_figure(figsize=(6, 1.2 + 0.5 * len(counts)))
         axes = figure.subplots()
         axes.bar_label(axes.barh(list(counts), list(counts.values())))
         axes.set(title=self.title, xlabel="layers")

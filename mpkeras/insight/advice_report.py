@@ -7,7 +7,7 @@ from mpkeras.conversion.apply import computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.measuring.decision import WORTH, Decision, decide, paired_ratios, quartiles, rounds_won
 from mpkeras.insight.measuring.memory import ESTIMATE
-from mpkeras.insight.report import Report
+from mpkeras.insight.report import Report, make_figure
 
 _SIXTEEN_BITS = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 # Matrix products: where most of the arithmetic of a model is, and what 16-bit units are made for.
@@ -242,10 +242,8 @@ class AdviceReport(Report):
 
     def plot(self):
         """Returns a figure: a bar for each measured setting, as long as its step, with the quartiles."""
-        from matplotlib.figure import Figure
-
         measured = [cell for cell in self.cells if cell.is_measured][::-1]
-        figure = Figure(figsize=(7, 1.4 + 0.45 * max(len(measured), 1)), layout="constrained")
+        figure = make_figure(figsize=(7, 1.4 + 0.45 * max(len(measured), 1)))
         axes = figure.subplots()
         if not measured:
             axes.text(0.5, 0.5, "nothing measured", ha="center", va="center", transform=axes.transAxes)

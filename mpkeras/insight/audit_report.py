@@ -1,8 +1,8 @@
 """`AuditReport`: the table, the sums and the figure of an audit."""
 
-from mpkeras.insight.findings import SEVERITIES, mebibytes, percent
+from mpkeras.insight.findings import SEVERITIES
 from mpkeras.insight.layer_rows import rows_to_show, total
-from mpkeras.insight.report import Report
+from mpkeras.insight.report import Report, make_figure, mebibytes, percent
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 
 _UNITS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
@@ -149,7 +149,6 @@ class AuditReport(Report):
 
     def plot(self):
         """Returns a figure: a bar for each layer with FLOPs (without a trace: parameters), coloured by dtype."""
-        from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
         colours = {"float32": "tab:gray", "bfloat16": "tab:blue", "float16": "tab:green", "float64": "tab:red"}
@@ -159,7 +158,7 @@ class AuditReport(Report):
         kept = sorted(bars, key=lambda bar: -sum(bar[1].values()))[:_BARS]
         bars = [bar for bar in bars if bar in kept]
         everything = sum(sum(parts.values()) for _, parts in bars) or 1
-        figure = Figure(figsize=(8, 1.4 + 0.3 * max(len(bars), 1)), layout="constrained")
+        figure = make_figure(figsize=(8, 1.4 + 0.3 * max(len(bars), 1)))
         axes = figure.subplots()
         for place, (_, parts) in enumerate(bars):
             left = 0.0

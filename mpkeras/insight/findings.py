@@ -37,20 +37,3 @@ def listed(names) -> str:
     names = list(names)
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def percent(share: float) -> str:
-    """Returns a share of 1 in percent, with one decimal place below 10; 0 and 100 only where it is all or nothing."""
-    value = 100 * share
-    if 0 < value < 0.1:
-        return "< 0.1 %"
-    if 99.5 <= value < 100:
-        return "> 99 %"
-    return f"{value:.1f} %" if value < 10 else f"{value:.0f} %"
-
-
-def mebibytes(n: int) -> str:
-    """Returns a number of bytes in the unit that suits it, MiB at most."""
-    if n < 2**10:
-        return f"{n} bytes"
-    return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 2**10:.1f} KiB"

@@ -1,15 +1,15 @@
 """`hardware`: the devices of this process and what each computes natively."""
 
 import functools
-import importlib.metadata
 import platform
 import time
 
 import keras
 from keras import ops
 
+from mpkeras.devices.environment import version
 from mpkeras.devices.native import CPU_INSTRUCTIONS, Device, choose, native_dtypes, probe
-from mpkeras.insight.report import Report
+from mpkeras.insight.report import Report, make_figure
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Rows and columns of the matrices of the probe: the smallest at which the product takes longer than calling for it.
@@ -151,9 +151,7 @@ class HardwareReport(Report):
 
     def plot(self):
         """Returns a figure: a row for each device, a column for each dtype, filled where it is native."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 1.2 + 0.5 * len(self.devices)), layout="constrained")
+        figure = make_figure(figsize=(6, 1.2 + 0.5 * len(self.devices)))
         axes = figure.subplots()
         grid = [[float(dtype in self.native_dtypes(device)) for dtype in _DTYPES] for device in self.devices]
         axes.imshow(grid, cmap="Greens", vmin=0.0, vmax=1.5, aspect="auto")
@@ -166,14 +164,8 @@ class HardwareReport(Report):
         return figure
 
     def _versions(self) -> dict:
-        names = ("mpkeras", "keras", self.backend, "numpy")
-        found = {"python": platform.python_version()}
-        for name in names:
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        return found
+        found = {name: version(name) for name in ("mpkeras", "keras", self.backend, "numpy")}
+        return {"python": platform.python_version(), **{name: text for name, text in found.items() if text is not None}}
 
 
 def _capability(device: Device) -> str:

@@ -6,7 +6,7 @@ import re
 import numpy as np
 
 from mpkeras.insight.ranges import EXPONENTS, Range, largest, overflow_limit
-from mpkeras.insight.report import Report
+from mpkeras.insight.report import Report, make_figure
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
@@ -192,13 +192,11 @@ class NumericsReport(Report):
 
     def plot(self):
         """Returns a figure: a row for each layer, a column for each power of two, the darker the more values."""
-        from matplotlib.figure import Figure
-
         panels = [("outputs", "Outputs")]
         if self.loss_scale is not None:
             panels.append(("grads", f"Gradients, times the loss scale of {self.loss_scale:g}"))
         height = 1.8 + 0.24 * len(self.layers)
-        figure = Figure(figsize=(5.2 * len(panels) + 1.6, height), layout="constrained")
+        figure = make_figure(figsize=(5.2 * len(panels) + 1.6, height))
         for axes, (name, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             self._plot_panel(axes, [getattr(layer, name) for layer in self.layers], title)
             axes.set_yticks(

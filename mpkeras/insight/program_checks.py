@@ -5,8 +5,9 @@ import keras
 from mpkeras import _keras
 from mpkeras.conversion import mixing
 from mpkeras.conversion.apply import CAST_NAME, compute_dtypes, computes_in, layers_of
-from mpkeras.insight.findings import Finding, listed, mebibytes, percent
+from mpkeras.insight.findings import Finding, listed
 from mpkeras.insight.layer_rows import total
+from mpkeras.insight.report import mebibytes, percent
 from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import layers_to_keep, layers_without_kernel

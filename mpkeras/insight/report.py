@@ -1,7 +1,7 @@
-"""What all reports have in common: a table as text, the same as a dictionary, and a figure."""
+"""What reports are made of: a table as text, bytes and shares in words, quartiles, and a figure."""
 
 import abc
-import io
+import statistics
 
 
 class Report(abc.ABC):
@@ -43,41 +43,62 @@ class Report(abc.ABC):
 
     def __str__(self) -> str:
         header, rows = self.table()
-        try:
-            text = self.title if not rows else rich_text(header, rows, self.title)
-        except ImportError:
-            text = plain_text(header, rows, self.title, left_columns=len(header))
+        text = text_table(header, rows, self.title) if rows else self.title
         return "\n".join([text, "", *self.notes()]).rstrip()
 
 
-def rich_text(header: list, rows: list, title: str) -> str:
-    """Returns the table as rich draws it, as wide as its cells. Raises `ImportError` without rich."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def text_table(header: list, rows: list, title: str, left_columns: int | None = None) -> str:
+    """Returns a title and the table in aligned columns, to the left but for those behind `left_columns`.
 
-    table = Table(*header, box=box.SIMPLE_HEAD, header_style="", pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    cells = [header, *rows]
-    width = sum(max(len(row[i]) for row in cells) + 3 for i in range(len(header)))
-    # In a notebook rich would show the table by itself, wherever the text goes.
-    console = Console(file=io.StringIO(), width=width, force_jupyter=False)
-    console.print(table, markup=False)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    return "\n".join([title, *lines]).rstrip()
-
-
-def plain_text(header: list, rows: list, title: str, left_columns: int) -> str:
-    """Returns the table in aligned columns under a title; the first `left_columns` to the left, numbers right."""
-    widths = [max(len(cells[i]) for cells in [header, *rows]) for i in range(len(header))]
+    A heading may have several lines.
+    """
+    headings = [name.split("\n") for name in header]
+    depth = max(map(len, headings))
+    above = [[lines[i] if i < len(lines) else "" for lines in headings] for i in range(depth)]
+    widths = [max(len(cells[i]) for cells in [*above, *rows]) for i in range(len(header))]
 
     def aligned(cells):
         padded = [
-            cell.ljust(width) if i < left_columns else cell.rjust(width)
+            cell.ljust(width) if left_columns is None or i < left_columns else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         return "  ".join(padded).rstrip()
 
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([title, "", aligned(header), rule, *(aligned(cells) for cells in rows)])
+    rule = "  ".join("─" * width for width in widths)
+    return "\n".join([title, "", *map(aligned, above), rule, *map(aligned, rows)])
+
+
+def percent(share: float) -> str:
+    """Returns a share of 1 in percent, with one decimal place below 10; 0 and 100 only where it is all or nothing."""
+    value = 100 * share
+    if 0 < value < 0.1:
+        return "< 0.1 %"
+    if 99.5 <= value < 100:
+        return "> 99 %"
+    return f"{value:.1f} %" if value < 10 else f"{value:.0f} %"
+
+
+def mebibytes(n: int) -> str:
+    """Returns a number of bytes in the unit that suits it, MiB at most."""
+    if n < 2**10:
+        return f"{n} bytes"
+    return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 2**10:.1f} KiB"
+
+
+def quartiles(values) -> tuple:
+    """Returns `(q1, median, q3)`."""
+    if len(values) == 1:
+        return (values[0],) * 3
+    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def make_figure(**options):
+    """Returns a `matplotlib.figure.Figure`, not pyplot's: no window opens, and no setting of the user's changes."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Expected matplotlib, which draws figures. Received: none that is installed. Run `pip install matplotlib`.",
+            name="matplotlib",
+        ) from error
+    return Figure(layout="constrained", **options)

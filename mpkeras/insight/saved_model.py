@@ -1,4 +1,4 @@
-"""`advise_saved`: advice for the file of a model, on data from a file or on random inputs."""
+"""`audit_saved` and `advise_saved`: the audit of the model in a file, and advice for it."""
 
 import zipfile
 from pathlib import Path
@@ -8,11 +8,60 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
+from mpkeras.conversion.apply import apply_policy
 from mpkeras.export import loading
 from mpkeras.insight.advice import loss_and_targets, measured_advice, unmeasured_advice
 from mpkeras.insight.advice_report import AdviceReport
+from mpkeras.insight.audit import audit_with_optimizer
+from mpkeras.insight.audit_report import AuditReport
+from mpkeras.insight.findings import Finding
+from mpkeras.policies.registry import get_policy
 
 _BATCH_SIZE = 32
+
+
+def audit_saved(path, *, policy=None, imports=(), open_size: int = 64) -> AuditReport:
+    """Returns what `mpkeras.audit` says of the model in a `.keras` or `.h5` file, which stays as it is.
+
+    Args:
+        path: The file.
+        policy: A policy, or its name, which the model is given before; by default it is audited as it was saved.
+        imports: Modules to import first.
+        open_size: Taken for each size that the inputs leave open.
+
+    Raises:
+        ValueError: If the file or a module cannot be read, or the policy is unknown or does not fit.
+    """
+    if policy is not None:
+        policy = get_policy(policy)
+    custom_objects = loading.import_modules(imports)
+    model = loading.load(path, custom_objects)
+    if policy is not None:
+        apply_policy(model, policy)
+    optimizer, why_not = _saved_optimizer(Path(path), custom_objects)
+    report = audit_with_optimizer(model, optimizer, open_size=open_size)
+    if why_not is not None:
+        what = f"The optimizer in the file is not audited: {why_not}."
+        report.findings.append(Finding("note", None, what, "Call `mpkeras.audit` on the compiled model in Python."))
+    return report
+
+
+def _saved_optimizer(path, custom_objects) -> tuple:
+    """Returns `(optimizer, why_not)`: the optimizer that a model was saved with, without its state.
+
+    The model itself is loaded without: its losses and metrics may be functions that only its owner has.
+    """
+    if not loading.is_compiled(path):
+        return None, None
+    if path.suffix != ".keras":
+        return None, f"a '{path.suffix}' file holds it in another form"
+    config = (loading.compile_config(path) or {}).get("optimizer")
+    try:
+        with keras.saving.custom_object_scope(custom_objects):
+            optimizer = keras.optimizers.get(config)
+    except Exception as error:  # one of the owner's, or of a newer Keras: the layers can be audited all the same
+        return None, loading.shortened(f"{type(error).__name__}: {error}")
+    return optimizer, None
 
 
 def advise_saved(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.cli import main
-from mpkeras.export import command, formats
+from _mpkeras_cli import main
+from _mpkeras_cli.convert import FORMAT_NAMES
+from mpkeras.export import formats
 from mpkeras.export.convert import convert
 
 # Keras 3.10 warns of the structure of inputs for any Functional model that it has loaded.
@@ -296,7 +297,7 @@ def test_packages_are_looked_for_before_any_work(monkeypatch, tmp_path, find, me
 
 
 def test_format_names_are_those_of_the_formats():
-    assert command.FORMAT_NAMES == tuple(formats.FORMATS)
+    assert FORMAT_NAMES == tuple(formats.FORMATS)
 
 
 def test_subclassed_models(tmp_path, monkeypatch):

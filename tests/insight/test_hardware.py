@@ -1,16 +1,17 @@
 """P2, P34: what each device does natively, and what is made of it; with devices that are not here."""
 
 import json
+import sys
 
 import keras
 import pytest
 
 import mpkeras
-from mpkeras.cli import main
+from _mpkeras_cli import main
 from mpkeras.devices.native import Device
 from mpkeras.insight import hardware
 from mpkeras.insight.hardware import HardwareReport, native_dtypes
-from mpkeras.insight.report import plain_text, rich_text
+from mpkeras.insight.report import text_table
 
 A100 = Device("gpu", "A100", compute_capability=(8, 0))
 V100 = Device("gpu", "V100", compute_capability=(7, 0))
@@ -149,11 +150,15 @@ def test_the_command(capsys, flags, backend):
         assert f" on the {backend} backend: " in printed and printed.startswith("Devices and what they multiply")
 
 
-def test_tables_with_and_without_rich():
+def test_tables():
     header, rows = ["Name", "Value"], [["a", "[1]"], ["longer", "22"]]
-    plain = plain_text(header, rows, "Title", left_columns=1)
-    assert plain.splitlines() == ["Title", "", "Name    Value", "------  -----", "a         [1]", "longer     22"]
-    pytest.importorskip("rich")
-    drawn = rich_text(header, rows, "Title")
-    assert drawn.splitlines()[0] == "Title"
-    assert [line.split() for line in drawn.splitlines() if "a " in line or "longer" in line] == rows
+    drawn = text_table(header, rows, "Title", left_columns=1)
+    assert drawn.splitlines() == ["Title", "", "Name    Value", "──────  ─────", "a         [1]", "longer     22"]
+    drawn = text_table(["Step\nms"], [["1"]], "Title")
+    assert drawn.splitlines() == ["Title", "", "Step", "ms", "────", "1"]
+
+
+def test_a_figure_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match="Run `pip install matplotlib`"):
+        mpkeras.hardware().plot()

@@ -1,7 +1,7 @@
-"""The installed command `mpkeras`: outside of the package, so that it runs before TensorFlow is imported.
+"""Importing mpkeras without the lines that TensorFlow writes while it starts.
 
-`import mpkeras` imports Keras, and Keras its backend. TensorFlow 2.21 then says on standard error which libraries it
-found and which kernels it has, whatever `TF_CPP_MIN_LOG_LEVEL` says; a command has its own lines to show there.
+TensorFlow 2.21 says on standard error which libraries it found and which kernels it has, whatever
+`TF_CPP_MIN_LOG_LEVEL` says; a command has its own lines to show there.
 """
 
 import contextlib
@@ -12,6 +12,17 @@ import tempfile
 
 # Informational lines of absl's log, and what else TensorFlow writes around them. Warnings and errors have W, E and F.
 NOTE = re.compile(rb"I\d{4} |WARNING: All log messages before absl::|To enable the following instructions: ")
+
+
+def import_mpkeras(error):
+    """Imports mpkeras without notes; without a backend of Keras, ends the command by `error(message)`."""
+    with without_notes():
+        try:
+            import mpkeras  # noqa: F401
+        except ModuleNotFoundError as reason:
+            if reason.name not in ("tensorflow", "jax", "torch"):
+                raise
+            error(reason)
 
 
 @contextlib.contextmanager
@@ -35,11 +46,3 @@ def without_notes():
             for line in held:
                 if not NOTE.match(line):
                     os.write(2, line)
-
-
-def main() -> int:
-    """Runs `mpkeras.cli.main`, whose exit status it returns."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    with without_notes():
-        from mpkeras import cli
-    return cli.main()

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras.cli import main
+from _mpkeras_cli import main
 from mpkeras.devices.native import Device
 from mpkeras.insight.saved_model import random_inputs
 

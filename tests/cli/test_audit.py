@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 
 import mpkeras
-from mpkeras.cli import main
+from _mpkeras_cli import main
 
 
 def saved(path, optimizer=None):

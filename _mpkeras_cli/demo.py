@@ -1,20 +1,15 @@
-"""`mpkeras demo`: its options, and what it prints and writes."""
+"""The subcommand `demo`."""
 
 import argparse
 import contextlib
 import importlib.util
 import json
-import math
 import pathlib
 import shutil
 import sys
-import textwrap
-import time
 
-from mpkeras.export.options import count, positive
-
-# Nothing at the top imports Keras or a package that `pip install mpkeras` leaves out: `--help` is quick and
-# always works.
+from _mpkeras_cli.options import count, positive
+from _mpkeras_cli.quiet import import_mpkeras
 
 _DESCRIPTION = """\
 Trains two small tasks in float32, mixed_bfloat16 and mixed_float16, and says which policy pays off here.
@@ -82,13 +77,30 @@ def run(args) -> int:
     progress = sys.stderr if args.json else sys.stdout
     # Keras' progress bar writes to standard output, which with `--json` belongs to the result alone.
     with contextlib.redirect_stdout(progress):
+        import_mpkeras(args.error)
+        from mpkeras.demo.demo import BASELINE, run_demo
+
         policies = _checked_policies(args.policy, args.error)
         _check_out(args.out, args.error)
-        result, text = _measure(args, task_names, policies, progress.isatty())
+        is_terminal = progress.isatty()
+        try:
+            result, text = run_demo(
+                task_names,
+                policies,
+                seeds=args.seeds,
+                epochs=args.epochs,
+                minutes=args.minutes,
+                quick=args.quick,
+                out=args.out,
+                width=shutil.get_terminal_size((_WIDTH, 24)).columns if is_terminal else _WIDTH,
+                verbose=1 if is_terminal else 2,
+            )
+        except FileNotFoundError as reason:
+            args.error(reason)
         print(text, flush=True)
     if args.json:
         print(json.dumps(result, indent=2, allow_nan=False))
-    return 0 if any(r["policy"] == _BASELINE and r["error"] is None for r in result["summary"]) else 1
+    return 0 if any(r["policy"] == BASELINE and r["error"] is None for r in result["summary"]) else 1
 
 
 def _check_packages(task_names, error):
@@ -112,7 +124,7 @@ def _check_out(out, error):
 
 def _checked_policies(values, error) -> list:
     """Returns the names of the policies, float32 first, or ends the program."""
-    from mpkeras.policies.registry import get_policy
+    from mpkeras import get_policy
 
     values = values or _DEFAULT_POLICIES
     names = [name.strip() for value in values for name in value.split(",") if name.strip()]
@@ -129,70 +141,3 @@ def _checked_policies(values, error) -> list:
     if _BASELINE not in names:
         print(f"{_BASELINE} is added: the other policies are measured against it.")
     return list(dict.fromkeys([_BASELINE, *names]))
-
-
-def _measure(args, task_names, policies, is_terminal: bool) -> tuple:
-    """Trains, writes the files, and returns the result as a dictionary for JSON and as text."""
-    from mpkeras.demo import comparison, plot, summary, table
-    from mpkeras.demo.environment import environment
-    from mpkeras.demo.tasks import TASKS
-
-    started = time.perf_counter()
-    tasks = [TASKS[name](quick=args.quick) for name in task_names]
-    try:
-        data_sets = [task.load() for task in tasks]
-    except FileNotFoundError as reason:
-        args.error(reason)
-    where = environment()
-    heading = f"mpkeras demo: Keras {where['keras']}, {where['backend']} on {where['device']}, {where['cpu']}"
-    print(f"{len(tasks) * len(policies) * args.seeds} runs of `fit`: {', '.join(policies)}", flush=True)
-    verbose = 1 if is_terminal else 2
-    records, step_times_ms, plans = comparison.compare(
-        tasks, data_sets, policies, args.seeds, args.epochs, limit_s=60 * args.minutes, verbose=verbose
-    )
-    rows = summary.summarize(tasks, policies, records, step_times_ms, plans)
-    sentence = "--quick shows that everything runs; its models are too small to measure anything."
-    if not args.quick:
-        sentence = summary.verdict(rows)
-    json_path, png_path = args.out / "demo.json", args.out / "demo.png"
-    plot.save(png_path, rows, records, {task.name: task.title for task in tasks}, heading)
-    wall_time_s = round(time.perf_counter() - started, 1)
-    result = {
-        "format": 2,
-        "environment": where,
-        "settings": {
-            "tasks": {
-                task.name: comparison.settings(task, data_set, args.epochs)
-                for task, data_set in zip(tasks, data_sets, strict=True)
-            },
-            "policies": policies,
-            "seeds": args.seeds,
-            "quick": args.quick,
-            "jit_compile": comparison.uses_xla(),
-            "minutes": args.minutes,
-            "timed_rounds": {task: len(next(iter(times.values()), [])) for task, times in step_times_ms.items()},
-        },
-        "verdict": sentence,
-        "summary": rows,
-        "plans": {task: {name: plan.to_dict() for name, plan in of_task.items()} for task, of_task in plans.items()},
-        "runs": records,
-        "step_times_ms": step_times_ms,
-        "wall_time_s": wall_time_s,
-        "files": {"json": str(json_path), "png": str(png_path)},
-    }
-    result = without_non_finite(result)
-    json_path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    width = shutil.get_terminal_size((_WIDTH, 24)).columns if is_terminal else _WIDTH
-    rounds = sorted({len(times) for of_task in step_times_ms.values() for times in of_task.values()} or {0})
-    text = table.render(rows, heading, " or ".join(map(str, rounds)), width)
-    written = f"Written to {json_path} and {png_path} after {wall_time_s:.0f} s."
-    return result, f"\n{text}\n\n{textwrap.fill(sentence, width)}\n\n{written}"
-
-
-def without_non_finite(value):
-    """Returns `value` with every NaN and infinity in it as `None`: JSON has no word for them."""
-    if isinstance(value, dict):
-        return {key: without_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_non_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

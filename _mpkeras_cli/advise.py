@@ -4,7 +4,8 @@ import argparse
 import json
 import sys
 
-from mpkeras.export.options import add_model_options, count, positive
+from _mpkeras_cli.options import add_model_options, count, positive
+from _mpkeras_cli.quiet import import_mpkeras
 
 _DESCRIPTION = """\
 Measures training steps of a saved model in float32, bfloat16 and float16, compiled and not, and says what to choose.
@@ -40,12 +41,13 @@ def add_parser(subparsers):
 
 def run(args) -> int:
     """Measures, prints and returns 0; bad input ends the program through `args.error`, with one line and status 2."""
-    from mpkeras.insight.saved_model import advise_saved
-
     for name in ("data", "batch_size", "budget"):
         if args.no_measure and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
             args.error(f"argument --no-measure: not allowed with argument {option}, as nothing is run; leave out one")
+    import_mpkeras(args.error)
+    from mpkeras.insight.saved_model import advise_saved
+
     # A bar in a pipe would be a line for each of its steps.
     verbose = int(not args.json and sys.stdout.isatty())
     try:

@@ -4,8 +4,8 @@ import argparse
 import os
 import sys
 
-from mpkeras.policies.registry import get_policy
-from mpkeras.training import run_program
+from _mpkeras_cli import run_program
+from _mpkeras_cli.quiet import import_mpkeras
 
 
 def add_parser(subparsers):
@@ -29,9 +29,13 @@ def add_parser(subparsers):
 
 
 def run(args) -> int:
+    """Starts the program in the place of this process; bad input ends the command by `args.error`."""
     if not os.path.isfile(args.script):
         args.error(f"expected a Python file, received {args.script!r}: there is no such file")
     if args.policy is not None:
+        import_mpkeras(args.error)
+        from mpkeras import get_policy
+
         try:
             get_policy(args.policy)
         except ValueError as error:
@@ -39,6 +43,6 @@ def run(args) -> int:
     command = [sys.executable, run_program.__file__, args.policy or "", args.script, *args.arguments]
     sys.stdout.flush()
     sys.stderr.flush()
-    # In the place of this process, which has imported Keras on some backend: the program may ask for another one. Its
-    # signals and its exit status are its own.
+    # In the place of this process, which may have imported Keras on some backend: the program may ask for another one.
+    # Its signals and its exit status are its own.
     os.execv(sys.executable, command)

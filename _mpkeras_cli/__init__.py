@@ -1,18 +1,20 @@
-"""The command line: `python -m mpkeras`, also installed as `mpkeras` (`_mpkeras_cli`)."""
+"""The command line: `mpkeras`, and `python -m mpkeras`.
+
+A package of its own, because `import mpkeras` imports Keras and its backend, which takes seconds. No module here
+imports them at its top: the parsers are built without them, and a command imports mpkeras when it runs.
+"""
 
 import argparse
 import os
+import runpy
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
-from mpkeras._version import __version__
-from mpkeras.demo import command as demo_command
-from mpkeras.export import command as convert_command
-from mpkeras.insight import advice_command, audit_command
-from mpkeras.insight import command as hardware_command
-from mpkeras.training import command as run_command
+from _mpkeras_cli import advise, audit, convert, demo, hardware, run
 
 # Each adds its subcommand.
-COMMANDS = (demo_command, run_command, hardware_command, audit_command, advice_command, convert_command)
+COMMANDS = (demo, run, hardware, audit, advise, convert)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser with every subcommand."""
     parser = _Parser(prog="mpkeras", description="Mixed precision for Keras 3 that cannot fail silently.")
-    parser.add_argument("--version", action="version", version=f"mpkeras {__version__}")
+    parser.add_argument("--version", action="version", version=f"mpkeras {version()}")
 
     def print_help(args) -> int:
         parser.print_help()
@@ -37,6 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.add_parser(subparsers)
     return parser
+
+
+def version() -> str:
+    """Returns the version of mpkeras, from the file in which it is written, without importing the package."""
+    spec = find_spec("mpkeras")
+    assert spec is not None and spec.origin is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("_version.py")))["__version__"]
 
 
 def main(argv=None) -> int:

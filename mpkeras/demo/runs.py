@@ -1,17 +1,29 @@
-"""Trains each task under each policy with each seed, by a plain `fit` with the `MixedPrecision` callback."""
+"""Trains each task under each policy with each seed, by a plain `fit` with the `MixedPrecision` callback.
 
+The first steps of each policy say how long all of it would take; what takes too long is shortened or left out.
+"""
+
+import dataclasses
+import math
 import time
 import traceback
 
 import keras
+from keras import ops
 
 from mpkeras.callbacks import MixedPrecision
-from mpkeras.demo.memory import XlaMemory, layer_output_bytes
-from mpkeras.demo.plan import counted, duration, estimated_run_s, plan_case, rounds_within
 from mpkeras.demo.summary import BASELINE
-from mpkeras.demo.timing import ROUNDS, WARM_UP_ROUNDS, first_steps, interleaved_step_times
+from mpkeras.insight.timing import orders_in_turn
+from mpkeras.policies.dtypes import bytes_of
 from mpkeras.policies.kernels import missing_kernel_rules
 from mpkeras.policies.registry import get_policy, policy_scope
+from mpkeras.training.prepare import prepare
+
+ROUNDS = 30
+# The first calls trace, compile and fill caches.
+WARM_UP_ROUNDS = 3
+# Of the time of a training step, for as many held-out examples: one pass forward instead of one there and one back.
+_FORWARD = 1 / 3
 
 
 def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, limit_s: float, verbose=2) -> tuple:
@@ -195,3 +207,189 @@ def _optimizer(task, data_set, epochs: int):
             alpha=0.1,
         )
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstSteps:
+    """What the first two training steps of a model took, in seconds: one with compiling, one without."""
+
+    compile_s: float
+    step_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much of a task is run under one policy.
+
+    Attributes:
+        asked_seeds: Runs that were asked for.
+        seeds: Runs that there will be; 0 leaves the policy out.
+        run_s: Seconds that one of them is estimated to take; `None` where nothing could be timed.
+        step_ms: Milliseconds of the step that this rests on; `None` likewise.
+        limit_s: Seconds that all runs may take.
+    """
+
+    asked_seeds: int
+    seeds: int
+    run_s: float | None = None
+    step_ms: float | None = None
+    limit_s: float | None = None
+
+    @property
+    def shortened(self) -> str | None:
+        """Why there are fewer runs than were asked for, in words; `None` if there are not."""
+        if self.run_s is None or self.seeds == self.asked_seeds:
+            return None
+        asked_s = self.asked_seeds * self.run_s
+        runs = counted(self.asked_seeds)
+        left = "left out" if not self.seeds else f"{self.seeds} of {self.asked_seeds} runs"
+        return (
+            f"{left}: at {self.step_ms:.0f} ms a step {runs} would take about {duration(asked_s)}. "
+            f"`--minutes {math.ceil(asked_s / 60)}` runs all."
+        )
+
+    def to_dict(self) -> dict:
+        """Returns what JSON can hold, the reason included."""
+        return {**dataclasses.asdict(self), "shortened": self.shortened}
+
+
+def estimated_run_s(first: FirstSteps, steps: int, batch_size: int, held_out_examples: int) -> float:
+    """Returns the seconds of one run: compiling, training, and looking at the held-out data.
+
+    Args:
+        first: What the first steps took.
+        steps: Optimizer steps of a run.
+        batch_size: Examples a step.
+        held_out_examples: Examples of the held-out data that are looked at in a run, all epochs together.
+    """
+    return first.compile_s + first.step_s * (steps + _FORWARD * held_out_examples / batch_size)
+
+
+def plan_case(seeds: int, run_s: float | None, step_s: float | None, limit_s: float, *, is_baseline: bool) -> Plan:
+    """Returns as many runs as fit into the limit. The baseline is run at least once: all else is measured against it.
+
+    Args:
+        seeds: Runs that were asked for.
+        run_s, step_s: Seconds of a run and of a step, estimated; `None` where nothing could be timed, which leaves the
+            plan as it was asked for.
+        limit_s: Seconds that all runs of this policy on this task may take.
+        is_baseline: Whether it is the policy that the others are measured against.
+    """
+    if run_s is None or step_s is None:
+        return Plan(seeds, seeds)
+    fitting = min(seeds, int(limit_s // run_s)) if run_s > 0 else seeds
+    return Plan(seeds, max(fitting, 1) if is_baseline else fitting, run_s, 1e3 * step_s, limit_s)
+
+
+def rounds_within(step_times_s, limit_s: float, rounds: int) -> int:
+    """Returns how many rounds, of one step each, fit into the limit: `rounds` at most, 3 at least.
+
+    Args:
+        step_times_s: Seconds of a step of each model.
+        limit_s: Seconds for all rounds.
+        rounds: As many as one would like.
+    """
+    one_round_s = sum(step_times_s)
+    return max(3, min(rounds, int(limit_s // one_round_s))) if one_round_s > 0 else rounds
+
+
+def counted(runs: int) -> str:
+    """Returns a number of runs in words."""
+    return "1 run" if runs == 1 else f"{runs} runs"
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds in words: "40 s" up to a minute and a half, minutes beyond it."""
+    return f"{max(seconds, 1):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+
+
+def first_steps(model, policy: str, x, y, batch_size: int) -> FirstSteps:
+    """Prepares a model for its policy and returns what its first two training steps take.
+
+    The step is what `fit` runs under `MixedPrecision`: guarded, and with the loss scaled where the policy says so.
+
+    Args:
+        model: A compiled model. It is trained.
+        policy: The name of its policy.
+        x, y: Training arrays of at least `batch_size` examples.
+        batch_size: Examples a step.
+    """
+    prepare(model, policy)
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        # The loss comes back as a Python number, so the device is done with it.
+        model.train_on_batch(x[:batch_size], y[:batch_size])
+        times.append(time.perf_counter() - started)
+    return FirstSteps(compile_s=max(times[0] - times[1], 0.0), step_s=times[1])
+
+
+def interleaved_step_times(models: dict, x, y, batch_size: int, rounds: int = ROUNDS) -> dict:
+    """Returns the times of `rounds` training steps of each model, in milliseconds.
+
+    In every round each model takes one step on the same batch: what slows the machine down slows all of them.
+
+    Args:
+        models: Models by the policy that `first_steps` has prepared them for. They train on.
+        x, y: Training arrays of at least `batch_size` examples.
+        batch_size: Examples a step.
+        rounds: Timed rounds, after `WARM_UP_ROUNDS` others.
+    """
+    batches = len(x) // batch_size
+    times: dict = {policy: [] for policy in models}
+    for number, order in enumerate(orders_in_turn(list(models), WARM_UP_ROUNDS + rounds)):
+        start = number % batches * batch_size
+        batch = x[start : start + batch_size], y[start : start + batch_size]
+        for policy in order:
+            started = time.perf_counter()
+            models[policy].train_on_batch(*batch)
+            if number >= WARM_UP_ROUNDS:
+                times[policy].append(1e3 * (time.perf_counter() - started))
+    return times
+
+
+def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
+    """Returns the bytes of all layer outputs of one batch, in the dtypes that the layers really return.
+
+    The model is run on one example: the symbolic dtypes of a Functional model are those it was built with,
+    not those of the policies its layers have now. Operations between layers (`x + y`) count as layers. What
+    a layer keeps inside (attention scores) does not count, nor is there a discount for what a compiler
+    fuses away: the number compares policies and does not predict peak memory.
+
+    Args:
+        model: A Functional model with one input.
+        x: Input array, shape `(examples, ...)`; only the first example is used.
+        batch_size: Examples a batch.
+    """
+    symbolic = []
+    for operation in model.operations:
+        if not isinstance(operation, keras.layers.InputLayer):
+            symbolic.extend(keras.tree.flatten(operation.output))
+    outputs = keras.Model(model.inputs, symbolic)(ops.convert_to_tensor(x[:1]))
+    found = [(tensor.shape, keras.backend.standardize_dtype(tensor.dtype)) for tensor in keras.tree.flatten(outputs)]
+    return batch_size * sum(bytes_of(shape, dtype) for shape, dtype in found)
+
+
+class XlaMemory(keras.callbacks.Callback):
+    """Reads what XLA says about the memory of the compiled train step, where the backend tells (JAX).
+
+    It compiles the step once more when training begins. Goes after `MixedPrecision` in the list of
+    callbacks, so that it sees the guarded step.
+
+    Args:
+        x, y: One training batch.
+
+    Attributes:
+        temporary_bytes: Bytes of temporary buffers, or `None` where the backend does not say.
+    """
+
+    def __init__(self, x, y):
+        super().__init__()
+        self._batch = (x, y)
+        self.temporary_bytes = None
+
+    def on_train_begin(self, logs=None):
+        if keras.backend.backend() == "jax":
+            from mpkeras.devices import _jax
+
+            self.temporary_bytes = _jax.train_step_temporary_bytes(self.model, *self._batch)

@@ -1,4 +1,4 @@
-"""What the demo ran on: versions, backend, device, processor."""
+"""What a result was measured on: versions, backend, device, processor."""
 
 import importlib.metadata
 import os
@@ -13,11 +13,10 @@ from mpkeras._version import __version__
 def environment() -> dict:
     """Returns the versions and the machine that a result belongs to."""
     backend = keras.backend.backend()
-    distributions = ["keras", backend, "numpy", "scikit-learn"]
     return {
         "python": platform.python_version(),
         "mpkeras": __version__,
-        **{name: _version(name) for name in distributions},
+        **{name: version(name) for name in ("keras", backend, "numpy", "scikit-learn")},
         "backend": backend,
         "device": _device(),
         "platform": platform.platform(),
@@ -26,7 +25,8 @@ def environment() -> dict:
     }
 
 
-def _version(distribution: str):
+def version(distribution: str) -> str | None:
+    """Returns the version of what pip installed; `None` where there is no such package."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -3,9 +3,10 @@
 import argparse
 import json
 
-from mpkeras.export.options import add_model_options
+from _mpkeras_cli.options import add_model_options
+from _mpkeras_cli.quiet import import_mpkeras
 
-# `formats` imports Keras: its names are written here once more, so that `--help` is quick.
+# The names of `mpkeras.export.formats.FORMATS`, which cannot be imported without Keras.
 FORMAT_NAMES = ("keras", "savedmodel", "onnx", "tflite")
 
 _DESCRIPTION = """\
@@ -39,6 +40,7 @@ def add_parser(subparsers):
 
 def run(args) -> int:
     """Converts and returns 0; bad input ends the program through `args.error`, with one line and status 2."""
+    import_mpkeras(args.error)
     from mpkeras.export.convert import convert
 
     options = {"format": args.format, "imports": args.imports, "force": args.force}

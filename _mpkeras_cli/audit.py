@@ -2,9 +2,9 @@
 
 import argparse
 import json
-from pathlib import Path
 
-from mpkeras.export.options import add_model_options, count
+from _mpkeras_cli.options import add_model_options, count
+from _mpkeras_cli.quiet import import_mpkeras
 
 _DESCRIPTION = """\
 Says what each layer of a saved model computes in, how much of it is in 16 bits, and what looks wrong.
@@ -41,51 +41,17 @@ def add_parser(subparsers):
 
 def run(args) -> int:
     """Audits and returns 0; bad input ends the program through `args.error`, with one line and status 2."""
-    from mpkeras.conversion.apply import apply_policy
-    from mpkeras.export import loading
-    from mpkeras.insight.audit import audit_with_optimizer
-    from mpkeras.insight.findings import Finding
-    from mpkeras.policies.registry import get_policy
-
     if args.summary and args.json:
         args.error("argument --summary: not allowed with argument --json, which holds everything; leave out one")
+    import_mpkeras(args.error)
+    from mpkeras.insight.saved_model import audit_saved
+
     try:
-        policy = None if args.policy is None else get_policy(args.policy)
-        custom_objects = loading.import_modules(args.imports)
-        model = loading.load(args.model, custom_objects)
-        if policy is not None:
-            apply_policy(model, policy)
+        report = audit_saved(args.model, policy=args.policy, imports=args.imports, open_size=args.open_size)
     except (ValueError, TypeError) as reason:
         args.error(reason)
-    optimizer, why_not = _saved_optimizer(Path(args.model), custom_objects)
-    report = audit_with_optimizer(model, optimizer, open_size=args.open_size)
-    if why_not is not None:
-        what = f"The optimizer in the file is not audited: {why_not}."
-        report.findings.append(Finding("note", None, what, "Call `mpkeras.audit` on the compiled model in Python."))
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print(report.summary() if args.summary else report)
     return 0
-
-
-def _saved_optimizer(path, custom_objects) -> tuple:
-    """Returns `(optimizer, why_not)`: the optimizer that a model was saved with, without its state.
-
-    The model itself is loaded without: its losses and metrics may be functions that only its owner has.
-    """
-    import keras
-
-    from mpkeras.export.loading import compile_config, is_compiled, shortened
-
-    if not is_compiled(path):
-        return None, None
-    if path.suffix != ".keras":
-        return None, f"a '{path.suffix}' file holds it in another form"
-    config = (compile_config(path) or {}).get("optimizer")
-    try:
-        with keras.saving.custom_object_scope(custom_objects):
-            optimizer = keras.optimizers.get(config)
-    except Exception as error:  # one of the owner's, or of a newer Keras: the layers can be audited all the same
-        return None, shortened(f"{type(error).__name__}: {error}")
-    return optimizer, None

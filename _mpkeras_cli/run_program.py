@@ -52,8 +52,7 @@ def main(policy: str, script: str, arguments: list):
         script: Path of a Python file.
         arguments: What it finds in `sys.argv` after its own name.
     """
-    here = os.path.dirname(os.path.abspath(__file__))
-    package = os.path.dirname(os.path.dirname(here))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     # As Python does it: the folder of the program comes first. Ours is at the end, where it is not installed.
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     if package not in sys.path:

@@ -1,0 +1,41 @@
+"""Imports Keras, before any other module of mpkeras does: with a clear error where its backend is not installed.
+
+Under `python -m mpkeras` Python imports the package before it runs `__main__`: here is the only place where the lines
+that TensorFlow writes while it starts can be held back.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+
+
+def _runs_as_command() -> bool:
+    """Returns whether this is `python -m mpkeras`: while Python looks for a module to run, `sys.argv[0]` is "-m"."""
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "mpkeras"
+
+
+def _import_keras():
+    try:
+        importlib.import_module("keras")
+    except ModuleNotFoundError as error:
+        backend = (error.name or "").partition(".")[0]
+        if backend not in ("tensorflow", "jax", "torch"):
+            raise
+        raise ModuleNotFoundError(
+            f"Expected a backend of Keras that is installed. Received: '{backend}', which is not. Run "
+            f'`pip install "mpkeras[{backend}]"`, or set the environment variable KERAS_BACKEND to another one '
+            "(tensorflow, jax, torch) that is.",
+            name=backend,
+        ) from error
+
+
+if _runs_as_command():
+    from _mpkeras_cli.quiet import without_notes
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    _notes: contextlib.AbstractContextManager = without_notes()
+else:
+    _notes = contextlib.nullcontext()
+with _notes:
+    _import_keras()

@@ -1,0 +1,166 @@
+"""`mpkeras demo`: its options, what it prints and what it writes."""
+
+import json
+import sys
+
+import pytest
+
+from _mpkeras_cli import demo, main
+from mpkeras.demo.demo import without_non_finite
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+
+def failing_line(capsys, *arguments):
+    """Runs a command that must fail before anything is trained, and returns its one line."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def test_help_says_that_float32_is_always_trained(capsys):
+    main(["demo", "--help"])
+    assert "float32 is always among them" in " ".join(capsys.readouterr().out.split())
+
+
+def test_unknown_policy_names_the_nearest(capsys, tmp_path):
+    line = failing_line(capsys, "demo", "--policy", "mixed_flaot16", "--out", str(tmp_path / "new"))
+    assert line.startswith("mpkeras demo: error: argument --policy: ")
+    assert not (tmp_path / "new").exists()
+    assert "'mixed_flaot16'" in line
+    assert "mixed_float16" in line
+
+
+def test_a_policy_with_float16_variables_is_refused(capsys, tmp_path):
+    line = failing_line(capsys, "demo", "--policy", "float16", "--out", str(tmp_path))
+    assert "received 'float16'" in line
+    assert "use 'mixed_float16'" in line
+
+
+def test_unwritable_directory(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    line = failing_line(capsys, "demo", "--out", str(tmp_path / "file" / "result"))
+    assert line.startswith("mpkeras demo: error: argument --out: cannot write to ")
+    assert "name another directory" in line
+
+
+@pytest.mark.parametrize(
+    ("module", "task", "package"),
+    [
+        ("matplotlib", "text", "matplotlib"),
+        ("sklearn", "digits", "scikit-learn"),
+    ],
+)
+def test_missing_package_names_what_to_install(capsys, monkeypatch, tmp_path, module, task, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    line = failing_line(capsys, "demo", "--task", task, "--out", str(tmp_path))
+    assert line == f'mpkeras demo: error: the demo needs {package}: run `pip install "mpkeras[demo]"`'
+
+
+def test_a_python_without_its_source_is_status_2(capsys, monkeypatch, tmp_path):
+    from mpkeras.demo import data
+
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path))
+    line = failing_line(capsys, "demo", "--task", "text", "--out", str(tmp_path))
+    assert "Run `--task digits`" in line
+
+
+def test_interrupt_is_status_130(capsys, monkeypatch, tmp_path):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mpkeras.demo.demo.run_demo", interrupt)
+    assert main(["demo", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err.splitlines() == ["mpkeras: interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        pytest.param(None, ["float32", "mixed_bfloat16", "mixed_float16"], id="default"),
+        pytest.param(["bfloat16, float32", "mixed_float16"], ["float32", "bfloat16", "mixed_float16"], id="both"),
+        pytest.param(["mixed_float16", "mixed_float16"], ["float32", "mixed_float16"], id="twice"),
+    ],
+)
+def test_policies(values, expected):
+    assert demo._checked_policies(values, error=pytest.fail) == expected
+
+
+@pytest.mark.parametrize(("values", "is_said"), [(["mixed_float16"], True), (["float32"], False)])
+def test_adding_float32_is_said(capsys, values, is_said):
+    demo._checked_policies(values, error=pytest.fail)
+    assert ("float32 is added" in capsys.readouterr().out) == is_said
+
+
+def test_json_has_no_nan():
+    nested = {"a": [1.0, float("nan")], "b": {"c": float("-inf")}, "d": "nan", "e": (True, None, 3)}
+    assert without_non_finite(nested) == {
+        "a": [1.0, None],
+        "b": {"c": None},
+        "d": "nan",
+        "e": [True, None, 3],
+    }
+
+
+@pytest.mark.slow
+def test_demo_prints_and_writes(capsys, tmp_path, backend):
+    out = tmp_path / "new" / "directory"
+    arguments = ["--quick", "--seeds", "1", "--epochs", "1", "--task", "text", "--policy", "mixed_bfloat16"]
+    assert main(["demo", *arguments, "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    assert "float32 is added" in captured.out
+    assert "10/10" in captured.out  # Keras' progress
+    assert "text (bits/byte)" in captured.out
+    assert "measure anything" in captured.out
+    assert f"Written to {out / 'demo.json'} and {out / 'demo.png'}" in captured.out
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+    result = json.loads((out / "demo.json").read_text())
+    assert set(result) == {
+        "format",
+        "environment",
+        "settings",
+        "verdict",
+        "summary",
+        "plans",
+        "runs",
+        "step_times_ms",
+        "wall_time_s",
+        "files",
+    }
+    assert set(result["step_times_ms"]["text"]) == {"float32", "mixed_bfloat16"}
+    assert result["environment"]["backend"] == backend
+    assert {"python", "keras", "mpkeras", "device", "cpu", "cpu_cores"} <= set(result["environment"])
+    assert result["settings"]["policies"] == ["float32", "mixed_bfloat16"]
+    assert result["settings"]["quick"] is True
+    assert result["settings"]["minutes"] == 2.0 and result["settings"]["timed_rounds"] == {"text": 30}
+    assert result["plans"]["text"]["mixed_bfloat16"]["seeds"] == 1
+    assert result["plans"]["text"]["mixed_bfloat16"]["step_ms"] > 0
+    assert "text, mixed_bfloat16: about " in captured.out
+    assert result["settings"]["tasks"]["text"]["epochs"] == 1
+    assert result["settings"]["tasks"]["text"]["data"]["held_out_files"]
+    assert [(run["policy"], run["seed"]) for run in result["runs"]] == [("float32", 0), ("mixed_bfloat16", 0)]
+    assert {"loss", "val_loss", "loss_scale", "skipped_steps", "quality"} <= set(result["runs"][0]["history"])
+    assert [row["policy"] for row in result["summary"]] == ["float32", "mixed_bfloat16"]
+    assert result["summary"][0]["speed_up"] == 1.0
+
+
+@pytest.mark.slow
+def test_json_alone_is_on_standard_output(capsys, tmp_path):
+    arguments = ["--quick", "--seeds", "1", "--epochs", "1", "--task", "digits", "--policy", "mixed_float16"]
+    assert main(["demo", *arguments, "--json", "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert [row["policy"] for row in result["summary"]] == ["float32", "mixed_float16"]
+    assert "11/11" in captured.err  # Keras' progress
+    assert result == json.loads((tmp_path / "demo.json").read_text())
+
+
+@pytest.mark.parametrize(("baseline_error", "expected"), [(None, 0), ("RuntimeError: no memory", 1)])
+def test_status_where_even_float32_cannot_be_trained(monkeypatch, tmp_path, baseline_error, expected):
+    summary = [{"policy": "float32", "error": baseline_error}, {"policy": "mixed_float16", "error": None}]
+    monkeypatch.setattr("mpkeras.demo.demo.run_demo", lambda *_, **__: ({"summary": summary}, ""))
+    assert main(["demo", "--out", str(tmp_path)]) == expected

@@ -1,0 +1,166 @@
+"""The command line: exit statuses, one line on bad input, how fast it answers and how quiet it is."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+import _mpkeras_cli
+from _mpkeras_cli import main, quiet
+from mpkeras import __version__
+
+
+def failing_line(capsys, *arguments):
+    """Runs a command that must fail before anything is trained, and returns its one line."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(["--version"], f"mpkeras {__version__}", id="version"),
+        pytest.param(["--help"], "demo", id="help"),
+        pytest.param([], "usage: mpkeras [-h]", id="no command prints the help"),
+        pytest.param(["demo", "--help"], "--policy NAME[,NAME]", id="help of demo"),
+    ],
+)
+def test_status_0(capsys, arguments, expected):
+    assert main(arguments) == 0
+    assert expected in capsys.readouterr().out
+
+
+def test_the_message_with_which_a_module_ends_the_process_is_printed(capsys, monkeypatch):
+    """As Python does: it goes to standard error, and the status is 1."""
+
+    def run(args):
+        raise SystemExit("no such data")
+
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(run=run)
+    monkeypatch.setattr(_mpkeras_cli, "build_parser", lambda: parser)
+    assert main([]) == 1
+    assert capsys.readouterr().err == "no such data\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(["demos"], "invalid choice: 'demos'", id="unknown command"),
+        pytest.param(["demo", "--task", "images"], "invalid choice: 'images'", id="unknown task"),
+        pytest.param(
+            ["demo", "--seeds", "0"], "--seeds: expected a whole number of at least 1, received '0'", id="no seeds"
+        ),
+        pytest.param(
+            ["demo", "--epochs", "-1"],
+            "--epochs: expected a whole number of at least 1, received '-1'",
+            id="negative epochs",
+        ),
+        pytest.param(["demo", "--seeds", "two"], "received 'two'", id="not a number"),
+        pytest.param(["demo", "--minutes", "0"], "a positive number of minutes, received '0'", id="no minutes"),
+        pytest.param(["demo", "--minutes", "nan"], "a positive number of minutes, received 'nan'", id="NaN minutes"),
+        pytest.param(["demo", "--policy"], "expected one argument", id="no policy"),
+        pytest.param(["demo", "--fast"], "unrecognized arguments: --fast", id="unknown option"),
+    ],
+)
+def test_bad_options_are_status_2_and_one_line(capsys, arguments, expected):
+    line = failing_line(capsys, *arguments)
+    assert line.startswith("mpkeras")
+    assert "error: " in line
+    assert expected in line
+
+
+def command(*arguments, module=False, **environment):
+    """Runs the command in a process of its own: the installed one, or `python -m mpkeras`."""
+    start = ["-m", "mpkeras"] if module else ["-c", "import sys, _mpkeras_cli; sys.exit(_mpkeras_cli.main())"]
+    kept = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    environment = {**kept, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    return subprocess.run(
+        [sys.executable, *start, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [False, True], ids=["mpkeras", "python -m mpkeras"])
+def test_the_command_shows_its_own_line_and_no_other(tmp_path, module):
+    """TensorFlow says what it found while it starts, whatever `TF_CPP_MIN_LOG_LEVEL` says."""
+    done = command("audit", tmp_path / "none.keras", module=module)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("mpkeras audit: error: Expected the file of a Keras model.")
+    assert done.stdout == ""
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_answer_within_a_third_of_a_second(option):
+    """Nothing but Python's own modules is imported; the fastest of three, as other processes take their time."""
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = command(option)
+        seconds.append(time.perf_counter() - started)
+        assert done.returncode == 0
+    assert min(seconds) < 0.3
+
+
+@pytest.mark.backends("tensorflow")
+def test_the_parsers_are_built_without_keras():
+    code = (
+        "import sys, _mpkeras_cli; _mpkeras_cli.build_parser(); print({'keras', 'mpkeras', 'numpy'} & set(sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment) == "set()\n"
+
+
+NO_BACKEND = """
+import sys
+sys.modules["{backend}"] = None
+import _mpkeras_cli
+sys.exit(_mpkeras_cli.main(["hardware"]))
+"""
+
+
+@pytest.mark.slow
+def test_without_a_backend_it_says_what_to_install(backend):
+    done = subprocess.run(
+        [sys.executable, "-c", NO_BACKEND.format(backend=backend)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"mpkeras hardware: error: Expected a backend of Keras that is installed. Received: '{backend}'"
+    )
+    assert f'`pip install "mpkeras[{backend}]"`' in done.stderr
+
+
+def test_warnings_and_errors_at_the_start_are_shown(capfd):
+    with quiet.without_notes():
+        os.write(2, b"I0000 00:00:1 1 port.cc:1] a note\nE0000 00:00:1 1 cuda.cc:1] an error\nUserWarning: a warning\n")
+    assert capfd.readouterr().err == "E0000 00:00:1 1 cuda.cc:1] an error\nUserWarning: a warning\n"
+
+
+def test_nothing_is_held_back_where_no_file_can_be_written(capfd, monkeypatch):
+    def refuse():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(quiet.tempfile, "TemporaryFile", refuse)
+    with quiet.without_notes():
+        os.write(2, b"I0000 a note\n")
+    assert capfd.readouterr().err == "I0000 a note\n"
+
+
+def test_what_fails_at_the_start_is_shown(capfd):
+    with pytest.raises(ImportError), quiet.without_notes():
+        os.write(2, b"E0000 no library\n")
+        raise ImportError("no backend")
+    os.write(2, b"and later lines\n")
+    assert capfd.readouterr().err == "E0000 no library\nand later lines\n"

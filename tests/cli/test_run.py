@@ -1,0 +1,100 @@
+"""`mpkeras run SCRIPT`: an unmodified program, guarded."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+from _mpkeras_cli import main
+
+
+def failing_line(capsys, *arguments):
+    """Runs a command that must fail before anything is trained, and returns its one line."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+PROGRAM = """
+import os, sys
+os.environ["KERAS_BACKEND"] = "{backend}"
+import keras
+import beside
+import numpy as np
+
+keras.config.set_dtype_policy("{policy}")
+
+if __name__ == "__main__":
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    history = model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0).history
+    found = dict(backend=keras.backend.backend(), dtype=model.layers[0].compute_dtype, logs=sorted(history))
+    print(dict(**found, argv=sys.argv[1:], beside=beside.here, file=os.path.basename(__file__)))
+    sys.exit(7)
+"""
+
+
+def run_command(*arguments, **environment):
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [sys.executable, "-m", "mpkeras", "run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("options", "policy", "dtype"),
+    [(["--policy", "mixed_float16"], "float32", "float16"), ([], "mixed_bfloat16", "bfloat16")],
+    ids=["policy of the command", "policy of the program"],
+)
+def test_run_prepares_an_unmodified_program(tmp_path, options, policy, dtype):
+    """It says itself on which backend, has its own arguments, its own folder to import from, and its exit status."""
+    script = tmp_path / "program.py"
+    # Not on the backend on which the command was started.
+    script.write_text(PROGRAM.format(backend="jax", policy=policy))
+    (tmp_path / "beside.py").write_text("here = True")
+    done = run_command(*options, str(script), "--policy", "3", "-v")
+    assert done.returncode == 7, done.stderr[-2000:]
+    assert ast.literal_eval(done.stdout) == {
+        "backend": "jax",
+        "dtype": dtype,
+        "logs": ["loss", "loss_scale", "skipped_steps"],
+        "argv": ["--policy", "3", "-v"],
+        "beside": True,
+        "file": "program.py",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_run_shows_the_error_of_a_program(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text("import mpkeras\nprint(type(mpkeras.autoprepare).__name__)\nraise KeyError('mine')")
+    done = run_command(str(script))
+    assert (done.returncode, done.stdout) == (1, "function\n")
+    assert done.stderr.rstrip().endswith("KeyError: 'mine'")
+    assert f'File "{script}", line 3' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(["none.py"], "expected a Python file, received 'none.py'", id="no file"),
+        pytest.param(["--policy", "mixed_flot16", __file__], "Did you mean 'mixed_float16'?", id="unknown policy"),
+        pytest.param([], "SCRIPT", id="no script"),
+        pytest.param(["--polcy", "float32", __file__], "--polcy", id="unknown option"),
+    ],
+)
+def test_run_names_bad_input_in_one_line(capsys, arguments, expected):
+    line = failing_line(capsys, "run", *arguments)
+    assert line.startswith("mpkeras")
+    assert expected in line
+
+
+def test_help_of_run(capsys):
+    assert main(["run", "--help"]) == 0
+    assert "every `compile` followed by `mpkeras.prepare`" in " ".join(capsys.readouterr().out.split())
