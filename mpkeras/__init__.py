@@ -22,6 +22,7 @@ from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, Loss
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.autoprepare import autoprepare
 from mpkeras.training.prepare import prepare
+from mpkeras.training.state import load_state_dict, state_dict
 from mpkeras.training.step import make_train_step
 
 __all__ = [
@@ -41,12 +42,14 @@ __all__ = [
     "global_policy",
     "hardware",
     "layers",
+    "load_state_dict",
     "make_train_step",
     "policy_scope",
     "prepare",
     "register_policy",
     "registered_policies",
     "set_global_policy",
+    "state_dict",
     "trace_numerics",
 ]
 

@@ -92,6 +92,34 @@ def replaced(owner, name: str, value, *, kind: str):
         _take_back(owner, entry)
 
 
+@contextlib.contextmanager
+def replaced_on_all(owners, name: str, make):
+    """Context manager: each of `owners` has another value of its attribute `name`. For what happens at every step.
+
+    Nothing is listed, as hundreds of variables are replaced here and taken back within one step.
+
+    Args:
+        owners: Variables, for example.
+        name: The attribute; put on the instance.
+        make: Function from an owner, and from its own value of the attribute or `None`, to the new value.
+    """
+    before = [vars(owner).get(name) for owner in owners]
+    given = [make(owner, value) for owner, value in zip(owners, before, strict=True)]
+    for owner, value in zip(owners, given, strict=True):
+        vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        for owner, value, old in zip(owners, given, before, strict=True):
+            if vars(owner).get(name) is not value:
+                # Someone else's by now.
+                continue
+            if old is None:
+                del vars(owner)[name]
+            else:
+                vars(owner)[name] = old
+
+
 def is_replaced(owner, name: str, kind: str) -> bool:
     """Whether the value of `kind` is in force: `owner` has it, or one of ours that lies over it."""
     return any(entry.name == name and entry.kind == kind for entry in replaced_attributes(owner))

@@ -3,7 +3,7 @@
 from mpkeras.policies import loss_scaling
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.scalars import number
-from mpkeras.training import doors, guard
+from mpkeras.training import guard, inventory
 from mpkeras.training.prepare import prepare_to_train
 from mpkeras.training.skip_watch import SkipWatch
 
@@ -69,10 +69,10 @@ class MixedPrecision(SkipWatch):
         )
 
     def on_train_end(self, logs=None):
-        for model in (self.model, *guard.compiled_parts(self.model)):
+        for model in (self.model, *inventory.compiled_parts(self.model)):
             guard.uninstall(model)
         # What `mpkeras.prepare` guards stays guarded.
-        doors.guard_again(self.model)
+        guard.guard_again(self.model)
 
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)

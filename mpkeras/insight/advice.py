@@ -12,7 +12,7 @@ from mpkeras.insight.advice_report import AdviceReport
 from mpkeras.insight.measuring.bench import Bench
 from mpkeras.insight.measuring.grid import ROUNDS, Cell, measure_grid
 from mpkeras.insight.measuring.subject import subject
-from mpkeras.training.guard import find_optimizers
+from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.settings import check_model
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")

@@ -6,7 +6,8 @@ from mpkeras import _keras
 from mpkeras.conversion import penalties
 from mpkeras.conversion.apply import computes_in, layers_of, scales_loss, without_cast
 from mpkeras.devices import native
-from mpkeras.insight.findings import Finding, listed, percent
+from mpkeras.insight.findings import Finding, listed
+from mpkeras.insight.report import percent
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import layers_to_keep

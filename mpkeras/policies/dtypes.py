@@ -3,6 +3,7 @@
 import math
 
 import keras
+import numpy as np
 from keras import ops
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -64,3 +65,9 @@ def bytes_of(shape, dtype: str) -> int:
     # "bfloat16" and "int32" end in their size in bits; "bool" does not. "float8_e4m3fn" has it in the middle.
     bits = 8 if dtype == "bool" else int(dtype.split("_")[0].lstrip("abcdefghijklmnopqrstuvwxyz"))
     return math.prod(shape) * bits // 8
+
+
+def as_array(value) -> np.ndarray:
+    """Returns `value` as an array; float64, NumPy's default and not what was meant, becomes Keras' float, as in `fit`."""
+    value = np.asarray(value)
+    return value.astype(keras.config.floatx()) if value.dtype == np.float64 else value

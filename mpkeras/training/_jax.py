@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import keras
 
 from mpkeras._keras import put
+from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling.facts import StepFacts, opened_step
 from mpkeras.training import metric_states
-from mpkeras.training.batches import as_array
 from mpkeras.training.single_program import (  # noqa: F401
     check_jit_compile,
     check_scope,

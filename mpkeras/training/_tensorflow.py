@@ -8,11 +8,11 @@ import keras
 import tensorflow as tf
 
 from mpkeras import _keras
+from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling._tensorflow import in_xla
 from mpkeras.scaling.facts import StepFacts, opened_step
 from mpkeras.training import metric_states
-from mpkeras.training.batches import as_array
-from mpkeras.training.found import (
+from mpkeras.training.inventory import (
     Found,
     Kinds,
     Sight,
@@ -20,9 +20,10 @@ from mpkeras.training.found import (
     own_values,
     states_sight,
     trainable,
+    unlisted_states,
     variables_sight,
 )
-from mpkeras.training.written_weights import unlisted_states, watched_weights
+from mpkeras.training.written_weights import watched_weights
 
 _RANDOM_STATES = "_mpkeras_random_states"
 

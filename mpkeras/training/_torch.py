@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from mpkeras import _keras
+from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling.facts import StepFacts, opened_step
 from mpkeras.training import metric_states
-from mpkeras.training.batches import as_array
-from mpkeras.training.found import Found, Sight, non_trainable, states_sight, variables_sight
+from mpkeras.training.inventory import Found, Sight, non_trainable, states_sight, unlisted_states, variables_sight
 from mpkeras.training.single_program import (  # noqa: F401
     check_jit_compile,
     check_scope,
@@ -21,7 +21,7 @@ from mpkeras.training.single_program import (  # noqa: F401
     track_random_states,
     variable_scope,
 )
-from mpkeras.training.written_weights import unlisted_states, watched_weights
+from mpkeras.training.written_weights import watched_weights
 
 
 def global_random_states() -> dict:

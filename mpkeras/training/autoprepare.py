@@ -5,7 +5,7 @@ import functools
 import keras
 
 from mpkeras.policies.registry import get_policy
-from mpkeras.training import doors, guard
+from mpkeras.training import guard, inventory
 from mpkeras.training.prepare import prepare_model
 
 _MISSING = object()
@@ -160,7 +160,7 @@ def _followed_by_prepare(compile):
             result = compile(self, *args, **kwargs)
         finally:
             _compiling.discard(id(self))
-        if guard.find_optimizers(self) and not doors.is_prepared_by_its_user(self):
+        if inventory.find_optimizers(self) and not guard.is_prepared_by_its_user(self):
             prepare_model(self, _active[-1].policy, is_explicit=False)
         return result
 

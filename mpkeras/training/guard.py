@@ -1,83 +1,36 @@
-"""The guard around a model's `train_step`: a skipped step leaves no trace in any variable."""
+"""The guard around a model's `train_step`, by which a skipped step leaves no trace, and what keeps it there."""
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 
 import keras
 
-from mpkeras import _keras
+from mpkeras import _replaced
 from mpkeras.scaling.facts import opened_step
 from mpkeras.scaling.gradient_statistics import NAMES as GRADIENT_LOG_NAMES
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.backend import training_backend
-from mpkeras.training.found import Found, optimizers_sight, paths_sight
+from mpkeras.training.inventory import (
+    Found,
+    all_optimizers,
+    compiled_parts,
+    find_optimizers,
+    optimizers_sight,
+    paths_sight,
+)
+from mpkeras.training.skip_watch import SkipWatch
 
 LOG_NAMES = ("loss_scale", "skipped_steps")
 
 
-def compiled_parts(model) -> list:
-    """Returns the models inside `model` that hold optimizers of their own: `gan.discriminator.compile(...)`."""
-    layers = _keras.flatten_layers(model)
-    return [layer for layer in layers if isinstance(layer, keras.Model) and find_optimizers(layer)]
-
-
-def all_optimizers(model) -> list:
-    """Returns the Keras optimizers of `model` and of the compiled models inside it, each once."""
-    found = [optimizer for part in (model, *compiled_parts(model)) for optimizer in find_optimizers(part).values()]
-    return list({id(optimizer): optimizer for optimizer in found}.values())
-
-
-def find_optimizers(model) -> dict:
-    """Returns the Keras optimizers that `model` holds itself, each once, by where it holds them.
-
-    They are attributes, or in lists, tuples and dictionaries that are. `optimizer` comes first; models with
-    several (a GAN's two) keep them under names of their own: `"d_optimizer"`, `"optimizers['d']"`.
-    """
-    found: dict = {}
-    for name, value in [("optimizer", getattr(model, "optimizer", None)), *_own_attributes(model)]:
-        if isinstance(value, keras.optimizers.Optimizer):
-            found.setdefault(id(value), (name, value))
-        for key, item in _items(value):
-            # Names are made for optimizers only: torch asks at every step, and a model holds many lists.
-            if isinstance(item, keras.optimizers.Optimizer):
-                found.setdefault(id(item), (f"{name}[{key!r}]", item))
-    return dict(found.values())
-
-
-def replace_optimizers(model, replacements: dict):
-    """Puts `replacements[id(optimizer)]` wherever `model` holds `optimizer`."""
-    for name, value in _own_attributes(model):
-        if id(value) in replacements:
-            setattr(model, name, replacements[id(value)])
-            continue
-        new_items = {key: replacements[id(item)] for key, item in _items(value) if id(item) in replacements}
-        if new_items and isinstance(value, tuple):
-            items = [new_items.get(i, item) for i, item in enumerate(value)]
-            setattr(model, name, value._make(items) if hasattr(value, "_make") else tuple(items))
-        else:
-            for key, item in new_items.items():
-                value[key] = item
-
-
-def _own_attributes(model) -> list:
-    """Returns `(name, value)` of the attributes of `model`, but for TensorFlow's records of them."""
-    return [(name, value) for name, value in vars(model).items() if not name.startswith("_self_")]
-
-
-def _items(value) -> list:
-    """Returns `(key or index, item)` of a list, tuple or dictionary; of anything else none."""
-    if isinstance(value, dict):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
-
-
 @dataclasses.dataclass
 class Guard:
-    """What the guard around a model's train step does, and what was there before it."""
+    """What the guard around a model's train step does."""
 
-    own_train_step: object
     rollback: bool
     # Gives layers that come into being when the model is built their policy, too.
     convert_new_layers: Callable[[], None]
@@ -90,7 +43,7 @@ class Guard:
 def install(model, *, rollback: bool, convert_new_layers: Callable[[], None] = lambda: None, add_logs: bool = False):
     """Puts the guard around the train step that `model` has now; a guard already there is replaced."""
     uninstall(model)
-    _put_around(model, Guard(vars(model).get("train_step"), rollback, convert_new_layers, add_logs))
+    _put_around(model, Guard(rollback, convert_new_layers, add_logs))
 
 
 def _put_around(model, guard):
@@ -131,7 +84,7 @@ def _put_around(model, guard):
         return result
 
     vars(guarded_train_step)["mpkeras_guard"] = guard
-    model.train_step = guarded_train_step
+    _replaced.replace(model, "train_step", guarded_train_step, kind="guard")
     # A train function built earlier holds the step as it was.
     model.train_function = None
     _note_guard(model, guard.rollback)
@@ -145,9 +98,7 @@ def _note_guard(model, is_guarded: bool):
 
 
 def is_guarded(model) -> bool:
-    step = vars(model).get("train_step")
-    # A function of the user's around the guard has its attributes, too, where it was made by `functools.wraps`.
-    return hasattr(step, "mpkeras_guard") and not hasattr(step.__wrapped__, "mpkeras_guard")
+    return _replaced.is_replaced(model, "train_step", "guard")
 
 
 def guard_of(model) -> Guard | None:
@@ -206,11 +157,7 @@ def uninstall(model):
     _note_guard(model, False)
     if not is_guarded(model):
         return
-    guarded = model.train_step
-    if guarded.mpkeras_guard.own_train_step is None:
-        del model.train_step
-    else:
-        model.train_step = guarded.mpkeras_guard.own_train_step
+    _replaced.restore(model, "train_step", kind="guard")
     model.train_function = None
 
 
@@ -245,3 +192,151 @@ def _checking(model, optimizers) -> list:
             stacklevel=4,
         )
     return checking
+
+
+# On a prepared model, with which it goes: the functions in it hold the model.
+_PREPARED = "_mpkeras_prepared"
+
+
+class _Prepared:
+    """How a model was prepared, and what it does by itself since."""
+
+    def __init__(self, prepare_again: Callable[[], None], guard_again: Callable[[], None], is_explicit: bool):
+        self.prepare_again = prepare_again
+        self.guard_again = guard_again
+        self.is_explicit = is_explicit
+        self.watch = SkipWatch()
+        # How many calls of `fit` are under way, one in the callbacks of another among them.
+        self.fits = 0
+
+
+def _prepared(model) -> _Prepared | None:
+    return vars(model).get(_PREPARED)
+
+
+def keep_prepared(model, *, prepare_again, guard_again, is_explicit: bool = True):
+    """Lets `model` stay prepared when it is compiled again, and log and warn in `fit`.
+
+    Args:
+        model: A prepared model.
+        prepare_again: Function without arguments that prepares it as it was prepared.
+        guard_again: Function without arguments that puts the guard around its train step.
+        is_explicit: Whether the user prepared this very model, and not all models that are compiled.
+    """
+    vars(model)[_PREPARED] = _Prepared(prepare_again, guard_again, is_explicit)
+    makers = {"compile": _compile_and_prepare, "fit": _fit_and_watch, "make_train_function": _make_train_function}
+    for name, make in makers.items():
+        if not _replaced.is_replaced(model, name, "prepared"):
+            _replaced.replace(model, name, make(model, getattr(model, name)), kind="prepared")
+
+
+def forget(model):
+    """Takes back `keep_prepared`; does nothing to a model that is not prepared."""
+    vars(model).pop(_PREPARED, None)
+    _replaced.restore_all(model, "prepared")
+
+
+def is_prepared(model) -> bool:
+    return _prepared(model) is not None
+
+
+def is_prepared_by_its_user(model) -> bool:
+    prepared = _prepared(model)
+    return prepared is not None and prepared.is_explicit
+
+
+def guard_again(model):
+    """Puts the guard back around the train step of a prepared model, and of the compiled models inside it."""
+    for part in (model, *compiled_parts(model)):
+        prepared = _prepared(part)
+        if prepared is not None:
+            prepared.guard_again()
+
+
+def _compile_and_prepare(model, compile):
+    @functools.wraps(compile)
+    def compile_and_prepare(*args, **kwargs):
+        before = _prepared(model)
+        result = compile(*args, **kwargs)
+        # Not where what was called has prepared the model anew: `autoprepare`, or a `compile` of the user's.
+        if before is not None and _prepared(model) is before and find_optimizers(model):
+            before.prepare_again()
+        return result
+
+    return compile_and_prepare
+
+
+def _fit_and_watch(model, fit):
+    @functools.wraps(fit)
+    def fit_and_watch(*args, **kwargs):
+        prepared = _prepared(model)
+        if prepared is None:
+            return fit(*args, **kwargs)
+        prepared.fits += 1
+        try:
+            with _watching(prepared.watch, fit, args, kwargs) as (args, kwargs):
+                return fit(*args, **kwargs)
+        finally:
+            prepared.fits -= 1
+
+    return fit_and_watch
+
+
+@contextlib.contextmanager
+def _watching(watch, fit, args, kwargs):
+    """Yields the arguments with `watch` among the callbacks, as its last: it only reads and warns."""
+    parameters = inspect.signature(fit).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds and "callbacks" not in parameters:
+        # A `fit` of the user's that hands on what it is given.
+        parameters = inspect.signature(keras.Model.fit.__get__(object())).parameters
+    position = list(parameters).index("callbacks") if "callbacks" in parameters else None
+    if position is not None and position < len(args):
+        callbacks = args[position]
+    elif position is not None:
+        position, callbacks = None, kwargs.get("callbacks")
+    else:
+        # A `fit` of the user's that takes no callbacks.
+        yield args, kwargs
+        return
+    is_container = isinstance(callbacks, keras.callbacks.CallbackList)
+    flat = callbacks.callbacks if is_container else keras.tree.flatten(callbacks)
+    flat = [callback for callback in flat if callback is not None]
+    if any(isinstance(callback, SkipWatch) for callback in flat):
+        yield args, kwargs
+    elif is_container:
+        watch.set_model(callbacks.model)
+        callbacks.callbacks.append(watch)
+        try:
+            yield args, kwargs
+        finally:
+            callbacks.callbacks.remove(watch)
+    elif position is not None:
+        yield (*args[:position], [*flat, watch], *args[position + 1 :]), kwargs
+    else:
+        yield args, {**kwargs, "callbacks": [*flat, watch]}
+
+
+def _make_train_function(model, make_train_function):
+    @functools.wraps(make_train_function)
+    def make_and_hide_logs(*args, **kwargs):
+        result = make_train_function(*args, **kwargs)
+        function = model.train_function
+        if function is not None and not hasattr(function, "mpkeras_hides_logs"):
+            model.train_function = _hiding_logs(model, function)
+        return result
+
+    return make_and_hide_logs
+
+
+def _hiding_logs(model, function):
+    @functools.wraps(function)
+    def train_function(*args):
+        result = function(*args)
+        prepared = _prepared(model)
+        if prepared is None or prepared.fits:
+            return result
+        return without_logs(model, result)
+
+    vars(train_function)["mpkeras_hides_logs"] = True
+    return train_function

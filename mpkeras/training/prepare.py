@@ -8,7 +8,7 @@ from mpkeras.policies import loss_scaling
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.registry import get_policy
 from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.training import doors, guard
+from mpkeras.training import guard, inventory
 from mpkeras.training.backend import training_backend
 from mpkeras.training.settings import check_model, check_variables, chosen_policy, rule_for, wrapped
 
@@ -73,7 +73,7 @@ def prepare_model(model, policy, *, loss_scale=None, jit_compile=None, rollback=
     def keep(part, jit_compile):
         if not guard.is_guarded(part) and jit_compile is None:
             # Nothing is left to do: a float32 or bfloat16 model without the guard.
-            doors.forget(part)
+            guard.forget(part)
             return
 
         def prepare_again():
@@ -81,12 +81,12 @@ def prepare_model(model, policy, *, loss_scale=None, jit_compile=None, rollback=
             is_as_asked = policy is not None and computes_in(part, (get_policy(policy).compute_dtype,))
             prepare_model(part, policy if is_as_asked else None, jit_compile=jit_compile, **options)
 
-        doors.keep_prepared(
+        guard.keep_prepared(
             part, prepare_again=prepare_again, guard_again=functools.partial(guard_again, part), is_explicit=is_explicit
         )
 
     keep(model, jit_compile)
-    for part in guard.compiled_parts(model):
+    for part in inventory.compiled_parts(model):
         keep(part, None)
 
 
@@ -119,7 +119,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         _wrap_optimizers(model, chosen, explicit_rule, rollback)
     if jit_compile is not None:
         model.jit_compile = jit_compile
-    checks = rollback or any(isinstance(o, LossScaleOptimizer) for o in guard.all_optimizers(model))
+    checks = rollback or any(isinstance(o, LossScaleOptimizer) for o in inventory.all_optimizers(model))
 
     def guard_again(part):
         if not checks:
@@ -127,17 +127,17 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
             return
         # What the parts' `train_on_batch` returns goes into the step of `model`: without logs of ours, unless the part
         # is prepared and can tell it from `fit`.
-        add_logs = part is model or doors.is_prepared(part)
+        add_logs = part is model or guard.is_prepared(part)
         guard.install(part, rollback=rollback, convert_new_layers=convert, add_logs=add_logs)
 
-    for part in (model, *guard.compiled_parts(model)):
+    for part in (model, *inventory.compiled_parts(model)):
         guard_again(part)
     return guard_again
 
 
 def _check_compiled(model):
     check_model(model)
-    if not guard.find_optimizers(model):
+    if not inventory.find_optimizers(model):
         raise ValueError(
             f"Expected a compiled model. Received: model '{model.name}', which has no optimizer. "
             "Call `model.compile(...)` first."
@@ -148,12 +148,12 @@ def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):
     computes_float16 = computes_in(model, ("float16",))
     replaced = {}
     sharing: dict = {}
-    for optimizer in guard.all_optimizers(model):
+    for optimizer in inventory.all_optimizers(model):
         rule = rule_for(optimizer, policy, explicit_rule, computes_float16, rollback)
         wrapper = wrapped(optimizer, rule, sharing)
         if wrapper is not optimizer:
             replaced[id(optimizer)] = wrapper
-    for part in (model, *guard.compiled_parts(model)):
-        guard.replace_optimizers(part, replaced)
+    for part in (model, *inventory.compiled_parts(model)):
+        inventory.replace_optimizers(part, replaced)
         if getattr(part, "optimizer", None) is not None:
             _keras.replace_compiled_optimizer(part, part.optimizer)

@@ -7,7 +7,7 @@ import keras
 
 from mpkeras.policies.scalars import number
 from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.training import guard
+from mpkeras.training import inventory
 
 
 class SkipWatch(keras.callbacks.Callback):
@@ -45,7 +45,7 @@ class SkipWatch(keras.callbacks.Callback):
 
     def _optimizers(self):
         return [
-            optimizer for optimizer in guard.all_optimizers(self.model) if isinstance(optimizer, LossScaleOptimizer)
+            optimizer for optimizer in inventory.all_optimizers(self.model) if isinstance(optimizer, LossScaleOptimizer)
         ]
 
     @staticmethod

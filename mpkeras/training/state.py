@@ -6,9 +6,9 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from mpkeras.training import guard
+from mpkeras.training import inventory
 from mpkeras.training.backend import training_backend
-from mpkeras.training.written_weights import unlisted_states
+from mpkeras.training.inventory import unlisted_states
 
 _RANDOM = "random/"
 # Keras numbers names by what the process has made before: "dense_3", "sequential_1_dense_3_kernel_momentum".
@@ -43,13 +43,12 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
 
     Example:
 
-    >>> from mpkeras.training.state import load_state_dict, state_dict
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    >>> state = state_dict(model)
+    >>> state = mpkeras.state_dict(model)
     >>> state["model/0/kernel"].shape
     (3, 2)
     >>> np.savez("state.npz", **state)
-    >>> load_state_dict(model, np.load("state.npz"))  # in another process, into the same model
+    >>> mpkeras.load_state_dict(model, np.load("state.npz"))  # in another process, into the same model
     """
     variables = _named_variables(model, optimizers, extra)
     # Copies: on torch the array would share the variable's memory and change with the next step.
@@ -74,9 +73,8 @@ def load_state_dict(model, state, optimizers=None, extra=()):
 
     Example:
 
-    >>> from mpkeras.training.state import load_state_dict, state_dict
     >>> first, second = (keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]) for _ in range(2))
-    >>> load_state_dict(second, state_dict(first))
+    >>> mpkeras.load_state_dict(second, mpkeras.state_dict(first))
     >>> np.array_equal(first.get_weights()[0], second.get_weights()[0])
     True
     """
@@ -108,7 +106,7 @@ def _named_variables(model, optimizers, extra) -> dict:
             "Call it on a batch of data first."
         )
     if optimizers is None:
-        optimizers = guard.find_optimizers(model).values()
+        optimizers = inventory.find_optimizers(model).values()
     if keras.backend.backend() == "jax":
         # In the middle of `fit` the values are those of the last synchronization.
         model.jax_state_sync()

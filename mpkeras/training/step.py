@@ -198,7 +198,7 @@ class TrainStep:
         return self._compiled.temporary_bytes(x, y, sample_weight)
 
     def state_dict(self) -> dict:
-        """Returns all that the step changes, as NumPy arrays by name: see `mpkeras.training.state.state_dict`.
+        """Returns all that the step changes, as NumPy arrays by name: see `mpkeras.state_dict`.
 
         Model, optimizer with loss scale and half-full window, metrics and random generators: a step that is
         made in a new process, under any global policy, goes on exactly after `load_state_dict`.

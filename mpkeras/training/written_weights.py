@@ -1,21 +1,8 @@
-"""State that a forward pass writes and Keras does not list as non-trainable: for a skipped step to put back."""
+"""Weights that a layer writes in its forward pass: what they were before, for a skipped step to put back."""
 
 import contextlib
 
-from mpkeras import _keras
-
-
-def unlisted_states(model) -> list:
-    """Returns the states of stateful recurrent layers: variables that no list of Keras' holds."""
-    states = [
-        state
-        for layer in _keras.flatten_layers(model, include_self=True)
-        if getattr(layer, "stateful", False)
-        for state in _keras.recurrent_states(layer)
-    ]
-    # Most models have none, and torch asks at every step: only then is it worth to list all variables.
-    listed = {id(variable) for variable in model.variables} if states else ()
-    return [state for state in states if id(state) not in listed]
+from mpkeras._replaced import replaced_on_all
 
 
 @contextlib.contextmanager
@@ -47,18 +34,5 @@ def watched_weights(variables, optimizers, old_value):
 
         return assign
 
-    below = [variable.__dict__.get("assign") for variable in variables]
-    covers = [watching(*pair) for pair in zip(variables, below, strict=True)]
-    for variable, cover in zip(variables, covers, strict=True):
-        variable.__dict__["assign"] = cover
-    try:
+    with replaced_on_all(variables, "assign", watching):
         yield kept
-    finally:
-        for variable, cover, assign_below in zip(variables, covers, below, strict=True):
-            if variable.__dict__.get("assign") is not cover:
-                # Someone else's by now.
-                continue
-            if assign_below is None:
-                del variable.__dict__["assign"]
-            else:
-                variable.__dict__["assign"] = assign_below

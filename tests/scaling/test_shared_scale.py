@@ -4,7 +4,7 @@ import pytest
 
 from mpkeras.policies.loss_scaling import DynamicLossScale, LossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.training.guard import find_optimizers
+from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.prepare import prepare
 from tests.step_modes import MODES, applier, snapshot
 

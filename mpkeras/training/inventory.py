@@ -1,4 +1,4 @@
-"""What a guarded step asks a model for, found by a walk over it once, and again when the model has changed."""
+"""What a model holds that a step may change: optimizers, variables, states. Found once, and again after a change."""
 
 import itertools
 import operator
@@ -7,6 +7,75 @@ from collections.abc import Callable
 import keras
 
 from mpkeras import _keras
+
+
+def compiled_parts(model) -> list:
+    """Returns the models inside `model` that hold optimizers of their own: `gan.discriminator.compile(...)`."""
+    layers = _keras.flatten_layers(model)
+    return [layer for layer in layers if isinstance(layer, keras.Model) and find_optimizers(layer)]
+
+
+def all_optimizers(model) -> list:
+    """Returns the Keras optimizers of `model` and of the compiled models inside it, each once."""
+    found = [optimizer for part in (model, *compiled_parts(model)) for optimizer in find_optimizers(part).values()]
+    return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def find_optimizers(model) -> dict:
+    """Returns the Keras optimizers that `model` holds itself, each once, by where it holds them.
+
+    They are attributes, or in lists, tuples and dictionaries that are. `optimizer` comes first; models with
+    several (a GAN's two) keep them under names of their own: `"d_optimizer"`, `"optimizers['d']"`.
+    """
+    found: dict = {}
+    for name, value in [("optimizer", getattr(model, "optimizer", None)), *_own_attributes(model)]:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), (name, value))
+        for key, item in _items(value):
+            # Names are made for optimizers only: torch asks at every step, and a model holds many lists.
+            if isinstance(item, keras.optimizers.Optimizer):
+                found.setdefault(id(item), (f"{name}[{key!r}]", item))
+    return dict(found.values())
+
+
+def replace_optimizers(model, replacements: dict):
+    """Puts `replacements[id(optimizer)]` wherever `model` holds `optimizer`."""
+    for name, value in _own_attributes(model):
+        if id(value) in replacements:
+            setattr(model, name, replacements[id(value)])
+            continue
+        new_items = {key: replacements[id(item)] for key, item in _items(value) if id(item) in replacements}
+        if new_items and isinstance(value, tuple):
+            items = [new_items.get(i, item) for i, item in enumerate(value)]
+            setattr(model, name, value._make(items) if hasattr(value, "_make") else tuple(items))
+        else:
+            for key, item in new_items.items():
+                value[key] = item
+
+
+def _own_attributes(model) -> list:
+    """Returns `(name, value)` of the attributes of `model`, but for TensorFlow's records of them."""
+    return [(name, value) for name, value in vars(model).items() if not name.startswith("_self_")]
+
+
+def _items(value) -> list:
+    """Returns `(key or index, item)` of a list, tuple or dictionary; of anything else none."""
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
+
+
+def unlisted_states(model) -> list:
+    """Returns the states of stateful recurrent layers: variables that no list of Keras' holds."""
+    states = [
+        state
+        for layer in _keras.flatten_layers(model, include_self=True)
+        if getattr(layer, "stateful", False)
+        for state in _keras.recurrent_states(layer)
+    ]
+    # Most models have none, and torch asks at every step: only then is it worth to list all variables.
+    listed = {id(variable) for variable in model.variables} if states else ()
+    return [state for state in states if id(state) not in listed]
 
 
 class Found:
