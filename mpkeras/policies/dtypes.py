@@ -68,6 +68,6 @@ def bytes_of(shape, dtype: str) -> int:
 
 
 def as_array(value) -> np.ndarray:
-    """Returns `value` as an array; float64, NumPy's default and not what was meant, becomes Keras' float, as in `fit`."""
+    """Returns `value` as an array; float64, NumPy's default and not what was meant, becomes Keras' float."""
     value = np.asarray(value)
     return value.astype(keras.config.floatx()) if value.dtype == np.float64 else value
