@@ -5,7 +5,8 @@ import pytest
 
 from tests.distributed.launch import free_ports, run_workers
 
-pytestmark = pytest.mark.backends("torch")
+# One group: the programs run once, and not once in each worker.
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.xdist_group("ddp")]
 
 
 def assert_equal(one, many):

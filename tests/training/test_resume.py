@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[2]
 # As in setup.cfg: NumPy 2 on TensorFlow variables.
 NOT_OURS = "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 
+# The programs run once, and not once in each worker.
+IN_ONE_WORKER = pytest.mark.xdist_group("resumed")
+
 
 def run(command, directory):
     return subprocess.run(
@@ -41,6 +44,7 @@ def resumed(tmp_path_factory):
     return directory, {dropout: resume_program.whole_run(dropout) for dropout in (False, True)}
 
 
+@IN_ONE_WORKER
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "policy"), resume_program.CASES)
 def test_training_goes_on_exactly(resumed, name, policy):
@@ -60,6 +64,7 @@ def test_training_goes_on_exactly(resumed, name, policy):
     assert not different
 
 
+@IN_ONE_WORKER
 @pytest.mark.slow
 def test_the_files_hold_a_state_away_from_its_defaults(resumed):
     def saved(file):
