@@ -9,7 +9,6 @@ import keras
 from jax.experimental import sparse as jax_sparse
 
 from mpkeras import _keras
-from mpkeras.scaling import shared_scale
 
 
 class SelectingScope(keras.StatelessScope):
@@ -113,13 +112,8 @@ def _present_program():
 
 
 def scale_of_step(optimizer, notes):
-    """Returns the loss scale of this step; in a `StatelessScope` and in compiled code the state decides."""
-
-    def is_within_reach(scale):
-        del scale
-        return not (_keras.in_stateless_scope() or _is_traced())
-
-    return shared_scale.scale_of_step(optimizer, notes, is_within_reach)
+    """Returns the loss scale of this step; in a `StatelessScope` the state decides."""
+    return optimizer.loss_scale
 
 
 def _is_traced() -> bool:

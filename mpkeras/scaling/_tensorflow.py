@@ -11,7 +11,6 @@ from tensorflow.python.ops import control_flow_util
 from mpkeras import _keras
 from mpkeras.distribution import _tensorflow as all_reduce
 from mpkeras.distribution._tensorflow import check_all_reduce_dtype  # noqa: F401
-from mpkeras.scaling import shared_scale
 from mpkeras.scaling.facts import updating
 
 
@@ -49,8 +48,8 @@ def scale_loss(optimizer, loss, notes):
 
 
 def scale_of_step(optimizer, notes):
-    """Returns the loss scale of this step: the noted one if it is eager or of the graph that is traced now."""
-    return shared_scale.scale_of_step(optimizer, notes, _is_of_this_graph)
+    """Returns the loss scale of this step."""
+    return optimizer.loss_scale
 
 
 def _is_of_this_graph(tensor) -> bool:
