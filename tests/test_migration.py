@@ -123,10 +123,8 @@ def namespace(codes=()):
     weights, values = [v.value for v in variables], [v.value for v in optimizer.variables]
     grads = [keras.ops.zeros(v.shape) for v in variables]
     loss = optimizer.scale_loss(np.float32(1.0))
-    other = mpkeras.LossScaleOptimizer("sgd")
     inner = keras.optimizers.SGD()
     state = {"scale": 8.0, "_growth_tracker": 3, "loss_scaler0": {"loss_scale": 8.0}}
-    growth_interval = 2000
     return {"keras": keras, "mpkeras": mpkeras, "np": np} | locals()
 
 

@@ -360,31 +360,3 @@ def test_tf_keras_applies_whatever_comes_at_a_fixed_scale():
     ours.scale_loss(1.0)
     ours.apply([keras.ops.full((1,), np.inf)], [weight])
     assert keras.ops.convert_to_numpy(weight).tolist() == [1.0]
-
-
-def test_one_scale_for_two_optimizers_counts_the_steps_of_both():
-    """A GradScaler is updated once an iteration: it counts one step and backs off once."""
-    torch = pytest.importorskip("torch")
-    theirs = [torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1) for _ in range(2)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    weights = [keras.Variable(np.ones(1, "float32")) for _ in range(2)]
-    rule = mpkeras.DynamicLossScale(1024.0, dynamic_growth_steps=2 * 3)
-    first = mpkeras.LossScaleOptimizer("sgd", loss_scale=rule)
-    ours = [first, mpkeras.LossScaleOptimizer("sgd", loss_scale=first)]
-    for slopes, their_scale, our_scale in (
-        ((0.0, 0.0), 1024.0, 1024.0),
-        ((0.0, 0.0), 1024.0, 1024.0),
-        ((0.0, 0.0), 2048.0, 2048.0),
-        ((0.0, np.inf), 1024.0, 1024.0),
-        ((np.inf, np.inf), 512.0, 256.0),
-    ):
-        for optimizer, slope in zip(theirs, slopes, strict=True):
-            weight = optimizer.param_groups[0]["params"][0]
-            scaler.scale(weight.sum())
-            weight.grad = torch.full((1,), float(slope))
-            scaler.step(optimizer)
-        scaler.update()
-        for optimizer, weight, slope in zip(ours, weights, slopes, strict=True):
-            optimizer.scale_loss(1.0)
-            optimizer.apply([keras.ops.full((1,), slope)], [weight])
-        assert (scaler.get_scale(), float(first.loss_scale)) == (their_scale, our_scale)

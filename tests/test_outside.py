@@ -281,8 +281,10 @@ FAULTS = {
                 "test_a_metric_that_a_skipped_update_made_non_finite_is_put_back_whole",
             ],
             "scaling/test_window.py": ["test_the_scale_stays_at_the_end_of_a_window_without_an_update"],
-            "scaling/test_optimizer.py": ["test_rewrapped_keeps_every_counter_and_leaves_the_old_one_whole"],
-            "scaling/test_shared_scale.py": ["test_the_scale_of_a_scope_is_not_noted_for_what_comes_after"],
+            "scaling/test_optimizer.py": [
+                "test_rewrapped_keeps_every_counter_and_leaves_the_old_one_whole",
+                "test_the_scale_of_a_scope_is_not_noted_for_what_comes_after",
+            ],
             "conversion/test_apply.py": [
                 "test_after_an_error_the_model_is_as_it_was",
                 "test_after_an_error_a_converted_model_is_as_it_was",

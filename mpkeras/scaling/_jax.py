@@ -9,7 +9,6 @@ import keras
 from jax.experimental import sparse as jax_sparse
 
 from mpkeras import _keras
-from mpkeras.scaling import shared_scale
 
 
 class SelectingScope(keras.StatelessScope):
@@ -70,7 +69,7 @@ def scale_loss(optimizer, loss, facts):
             "call in the scope, or use `mpkeras.make_train_step`."
         )
     note_loss(facts, loss)
-    return loss * scale_of_step(optimizer, facts)
+    return loss * optimizer.loss_scale
 
 
 def note_loss(facts, loss):
@@ -110,16 +109,6 @@ def _program_of(value):
 def _present_program():
     """Returns the trace of the code that runs now; `None` in eager code, that of a gradient included."""
     return _program_of(jnp.zeros(()) + 1)
-
-
-def scale_of_step(optimizer, facts):
-    """Returns the loss scale of this step; in a `StatelessScope` and in compiled code the state decides."""
-
-    def is_within_reach(scale):
-        del scale
-        return not (_keras.in_stateless_scope() or _is_traced())
-
-    return shared_scale.scale_of_step(optimizer, facts, is_within_reach)
 
 
 def _is_traced() -> bool:
@@ -170,21 +159,20 @@ def apply(optimizer, grads, variables, facts):
     """The same step on the variables' present values; what comes out is assigned."""
     touched = variables + optimizer.variables
     mapping = [(variable, variable.value) for variable in touched]
-    scale = scale_of_step(optimizer, facts)
-    new_value = _new_values(optimizer, mapping, grads, variables, facts, scale)
+    new_value = _new_values(optimizer, mapping, grads, variables, facts)
     for variable, value in [(variable, new_value(variable)) for variable in touched]:
         variable.assign(value)
 
 
-def _new_values(optimizer, mapping, grads, variables, facts, scale=None):
-    """Returns a function from variable to its value after the step; `scale` is the one used if not the state's."""
+def _new_values(optimizer, mapping, grads, variables, facts):
+    """Returns a function from variable to its value after the step."""
     with keras.StatelessScope(state_mapping=mapping):
         decision, own_values = optimizer.decide(facts, grads_are_finite(grads), _known_loss_flag(facts))
     if optimizer.window is not None:
-        return _new_values_of_window(optimizer, mapping, grads, variables, facts, scale, decision, own_values)
+        return _new_values_of_window(optimizer, mapping, grads, variables, facts, decision, own_values)
     with SelectingScope(decision.is_due, mapping) as scope:
         if not facts.grads_are_unscaled:
-            grads = optimizer.unscale(grads, variables, scale)
+            grads = optimizer.unscale(grads, variables)
         # Most optimizers of Keras raise for a sparse gradient in compiled code, and all for one that is clipped. They
         # make arrays of the full shape of it in any case.
         grads = [_dense(grad) for grad in grads]
@@ -196,7 +184,7 @@ def _new_values(optimizer, mapping, grads, variables, facts, scale=None):
     return scope.get_current_value
 
 
-def _new_values_of_window(optimizer, mapping, grads, variables, facts, scale, decision, own_values):
+def _new_values_of_window(optimizer, mapping, grads, variables, facts, decision, own_values):
     """As `_new_values`, where the update is due at the end of a window only.
 
     The inner optimizer runs in a loop that goes round once or not at all, so most calls pay for the sums alone; as a
@@ -206,7 +194,7 @@ def _new_values_of_window(optimizer, mapping, grads, variables, facts, scale, de
     values = {id(variable): jnp.asarray(value) for variable, value in mapping}
     with keras.StatelessScope(state_mapping=mapping):
         if not facts.grads_are_unscaled:
-            grads = optimizer.unscale(grads, variables, scale)
+            grads = optimizer.unscale(grads, variables)
         dense = [None if grad is None else _dense(grad) for grad in grads]
         held = window.sums_of(variables)
         sums = window.next_sums([values[id(total)] for total in held], dense, variables, decision)

@@ -11,7 +11,6 @@ from tensorflow.python.ops import control_flow_util
 from mpkeras import _keras
 from mpkeras.distribution import _tensorflow as all_reduce
 from mpkeras.distribution._tensorflow import check_all_reduce_dtype  # noqa: F401
-from mpkeras.scaling import shared_scale
 from mpkeras.scaling.facts import updating
 
 
@@ -45,12 +44,7 @@ def traces() -> list:
 
 def scale_loss(optimizer, loss, facts):
     facts.loss_flags.append(tf.math.is_finite(tf.reduce_sum(tf.stop_gradient(loss))))
-    return loss * tf.cast(scale_of_step(optimizer, facts), loss.dtype)
-
-
-def scale_of_step(optimizer, facts):
-    """Returns the loss scale of this step: the noted one if it is eager or of the graph that is traced now."""
-    return shared_scale.scale_of_step(optimizer, facts, _is_of_this_graph)
+    return loss * tf.cast(optimizer.loss_scale, loss.dtype)
 
 
 def _is_of_this_graph(tensor) -> bool:
@@ -102,7 +96,7 @@ def apply(optimizer, grads, variables, facts):
             "Call it in the function that `strategy.run` runs."
         )
     # `None` where there is nothing to unscale.
-    scale = None if facts.grads_are_unscaled or optimizer.scale_is_one else scale_of_step(optimizer, facts)
+    scale = None if facts.grads_are_unscaled or optimizer.scale_is_one else optimizer.loss_scale
     if all_reduce.is_active(optimizer):
         grads = all_reduce.summed(optimizer, grads, variables, facts.grads_are_unscaled)
     grad_total = grad_sum(grads)

@@ -7,7 +7,6 @@ import torch
 
 from mpkeras import _keras
 from mpkeras.distribution import _torch as ranks
-from mpkeras.scaling import shared_scale
 from mpkeras.scaling.facts import updating
 
 
@@ -47,12 +46,7 @@ def check_16_bit_variables(inner_optimizer, variables):
 def scale_loss(optimizer, loss, facts):
     if torch.is_tensor(loss):
         facts.loss_flags.append(torch.isfinite(loss.detach().sum()))
-    return loss * scale_of_step(optimizer, facts)
-
-
-def scale_of_step(optimizer, facts):
-    """Returns the loss scale of this step."""
-    return shared_scale.scale_of_step(optimizer, facts, lambda noted: True)
+    return loss * optimizer.loss_scale
 
 
 def scale_gradient(grad, factor):
@@ -78,7 +72,7 @@ def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, 
 def apply(optimizer, grads, variables, facts, in_place: bool = True):
     scale_is_one = facts.grads_are_unscaled or optimizer.scale_is_one
     loss_is_finite = torch.stack(facts.loss_flags).all() if facts.loss_flags else None
-    scale = scale_of_step(optimizer, facts)
+    scale = optimizer.loss_scale
     reciprocal = None if scale_is_one else (1.0 / scale)
     in_place = in_place and _may_unscale_in_place(grads, variables)
     if in_place and reciprocal is not None:

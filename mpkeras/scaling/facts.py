@@ -34,8 +34,6 @@ class StepFacts:
     loss_was_scaled: bool = False
     loss_flags: list = dataclasses.field(default_factory=list)
     grads_are_unscaled: bool = False
-    # The scale of this step, where another optimizer may move it before `apply`.
-    loss_scale: object = None
     # The traces in which a loss was scaled and no gradients applied: such a function, once compiled, scales a loss
     # at each call without Python seeing it, and its gradients may be applied anywhere.
     scaling_traces: list = dataclasses.field(default_factory=list)
@@ -52,7 +50,6 @@ class StepFacts:
         self.scaling_traces = [trace for trace in self.scaling_traces if trace not in traces]
         self.loss_was_scaled = False
         self.loss_flags = []
-        self.loss_scale = None
 
 
 class FactsOfReplicas:

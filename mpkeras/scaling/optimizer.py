@@ -6,21 +6,12 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras.policies import scalars
+from mpkeras.policies import loss_scaling, scalars
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.loss_scaling import LossScale
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.scaling.facts import FactsOfReplicas, StepFacts, check_loss_was_scaled, ended_update
 from mpkeras.scaling.gradient_statistics import gradient_statistics
-from mpkeras.scaling.optimizer_arguments import (
-    checked_inner_optimizer,
-    refuse_inner_arguments,
-    rule_from_arguments,
-)
-from mpkeras.scaling.optimizer_delegation import DelegatesToInner
-from mpkeras.scaling.optimizer_saving import SavesItsState, saved_as_stock
-from mpkeras.scaling.shared_scale import HoldsScale, shared_scale_owner
-from mpkeras.scaling.step_counters import CountsSteps
-from mpkeras.scaling.window import AccumulatesGradients, Decision, single_step
+from mpkeras.scaling.window import Decision, GradientWindow, check_window, single_step
 
 if keras.backend.backend() == "tensorflow":
     from mpkeras.scaling import _tensorflow as _backend
@@ -35,15 +26,56 @@ else:
     )
 
 
-@saved_as_stock
-class LossScaleOptimizer(
-    HoldsScale,
-    CountsSteps,
-    DelegatesToInner,
-    AccumulatesGradients,
-    SavesItsState,
-    keras.optimizers.LossScaleOptimizer,
-):
+# Arguments of every Keras optimizer that mean nothing on the wrapper: with their neutral values, which
+# configurations written by early Keras 3 contain.
+_INNER_ARGUMENTS = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+# Stock Keras' scale grows after so many steps: never. It compares a counter that is int32 on JAX and torch.
+_NEVER = 2**31 - 1
+# Where in the configuration stands what only mpkeras knows: beside what plain Keras reads of the inner optimizer.
+_EXTRA = "mpkeras"
+
+
+def _of_inner(name: str) -> property:
+    def read(self):
+        return getattr(self.inner_optimizer, name)
+
+    def write(self, value):
+        # Keras' constructor sets its neutral defaults before there is an inner optimizer.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(read, write, doc=f"`{name}` of the inner optimizer.")
+
+
+def _saved_as_stock(optimizer_class):
+    """Registers the wrapper with Keras, and lets files name it so that plain Keras finds its own wrapper.
+
+    Keras writes the module and the name of `obj.__class__`, and the name that it is registered under. When it reads,
+    the registered name comes first; where nobody has registered it, the class in the module is taken, if the module is
+    one of Keras' own. It has to be the module that defines the class, as for Keras' own Functional models: under the
+    public name `keras.optimizers.LossScaleOptimizer` Keras 3.15.1 refuses a config with another registered name.
+    """
+    stock = keras.optimizers.LossScaleOptimizer
+    written = type(stock.__name__, (optimizer_class,), {"__module__": stock.__module__})
+    register = keras.saving.register_keras_serializable("mpkeras", stock.__name__)
+    # Two classes of one name: the last one is what the name stands for.
+    register(written)
+    optimizer_class._written_class = written
+    return register(optimizer_class)
+
+
+@_saved_as_stock
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Scales the loss, unscales the gradients, and skips every step that is not finite.
 
     A drop-in for `keras.optimizers.LossScaleOptimizer` and for the one of tf.keras. On each step the
@@ -60,10 +92,7 @@ class LossScaleOptimizer(
         initial_scale: The first loss scale; with `dynamic=False` the only one. Default 2**15.
         dynamic_growth_steps: Finite steps in a row before the scale doubles. Default 2000.
         name: Name of the optimizer.
-        loss_scale: `"dynamic"`, a number (a fixed scale), a `mpkeras.LossScale`, or another
-            `mpkeras.LossScaleOptimizer` whose scale is shared: both hold the same scale variables, each step of
-            either moves them, and each counts its own skipped steps. A configuration cannot say so: loaded from
-            one, each has a scale of its own by the same rule.
+        loss_scale: `"dynamic"`, a number (a fixed scale), or a `mpkeras.LossScale`.
         dynamic: `False` for a fixed scale, as in tf.keras.
         on_overflow: With `gradient_accumulation_steps` on the inner optimizer, what a step that is not finite
             takes from the update: itself (`"drop_micro"`, the default) or all of it (`"drop_window"`).
@@ -104,6 +133,11 @@ class LossScaleOptimizer(
     """
 
     built: bool
+    window: GradientWindow | None = None
+    # Whether a guard around the train step undoes what a skipped step did to the rest of the model.
+    _is_guarded = False
+    # Whether it was so in the model that this optimizer was saved with.
+    _was_guarded = False
 
     def __init__(
         self,
@@ -118,13 +152,10 @@ class LossScaleOptimizer(
         all_reduce_dtype=None,
         **kwargs,
     ):
-        refuse_inner_arguments(kwargs)
+        _refuse_inner_arguments(kwargs)
         _backend.check_all_reduce_dtype(all_reduce_dtype)
-        inner_optimizer = checked_inner_optimizer(inner_optimizer)
-        shared_with = shared_scale_owner(inner_optimizer, loss_scale)
-        if shared_with is not None:
-            loss_scale = shared_with.loss_scale_rule
-        rule = rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
+        inner_optimizer = _checked_inner_optimizer(inner_optimizer)
+        rule = _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
         factor = inner_optimizer.loss_scale_factor
         # Whoever passes a whole rule has decided what holds.
         if factor is not None and not isinstance(loss_scale, LossScale):
@@ -136,12 +167,20 @@ class LossScaleOptimizer(
         super().__init__(inner_optimizer, initial_scale=rule.initial_scale, name=name)
         # Keras' constructor takes it from the inner optimizer, which is the user's. It is out of force in `apply`.
         inner_optimizer.loss_scale_factor = factor
+        self._rule = rule
         # Such a rule gives way to what the next policy asks for; one of the user's own does not.
         self._chosen_by_prepare = False
         self.facts_of_replicas = FactsOfReplicas()
-        self._start_saving()
-        self._make_counters()
-        self._start_scale(rule, shared_with)
+        self._saved_beside = _keras.SavedBeside(self)
+        # Not in `build`: a train step is traced with these counters before it builds the optimizer.
+        self._skipped_steps = self._add_scalar("skipped_steps", 0)
+        self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
+        self._last_step_skipped = self._add_scalar("last_step_skipped", False)
+        self._nonfinite_losses = self._add_scalar("nonfinite_losses", 0)
+        self._skipped_in_step = self._add_scalar("skipped_in_step", False)
+        self._accepted_in_step = self._add_scalar("accepted_in_step", False)
+        # The variables that the rule moves; `build` makes them.
+        self._state: dict = {}
         self.all_reduce_dtype = all_reduce_dtype
         self._take_over_accumulation(on_overflow)
 
@@ -182,6 +221,129 @@ class LossScaleOptimizer(
             f"`mpkeras.apply_policy(model, 'mixed_{dtype}', float32_variables=True)` before the optimizer is built.",
             stacklevel=3,
         )
+
+    def _make_scale_state(self):
+        initial_state = {"step_counter": 0, **self._rule.initial_state()}
+        # Keras' "int": int64 on TensorFlow, int32 on JAX and torch, as its own counter.
+        self.step_counter = self._add_scalar("step_counter", initial_state.pop("step_counter"), "int")
+        self.dynamic_scale = self._add_scalar("dynamic_scale", initial_state.pop("dynamic_scale"))
+        others = {key: self._add_scalar(key, value) for key, value in initial_state.items()}
+        self._state = {"step_counter": self.step_counter, "dynamic_scale": self.dynamic_scale, **others}
+
+    def _add_scalar(self, name: str, value, int_dtype: str = "int32"):
+        dtype = {bool: "bool", int: int_dtype, float: "float32"}[type(value)]
+        return self.add_variable(
+            shape=(),
+            initializer=keras.initializers.Constant(value),
+            dtype=dtype,
+            aggregation="none",
+            name=name,
+        )
+
+    @property
+    def variables(self) -> list:
+        """The variables of this optimizer and of the inner one, in a fixed order."""
+        # Those of the window come last among its own, although its counters are made first.
+        of_window = [] if self.window is None else self.window.variables
+        known = {id(variable) for variable in of_window}
+        own = [variable for variable in self._variables if id(variable) not in known]
+        return [*own, *of_window, *self.inner_optimizer.variables]
+
+    @property
+    def trainable_variables(self) -> list:
+        """The model variables this optimizer was built on."""
+        return _keras.optimizer_trainable_variables(self.inner_optimizer)
+
+    @property
+    def loss_scale(self):
+        """The loss scale now: float32 scalar tensor of shape `()`."""
+        if not self._state:
+            return ops.convert_to_tensor(self._rule.initial_scale, "float32")
+        # A copy: a rule may return a value of the state itself, and variables are assigned in place.
+        return ops.copy(self._rule.current_scale({key: variable.value for key, variable in self._state.items()}))
+
+    @property
+    def loss_scale_rule(self) -> LossScale:
+        """The `mpkeras.LossScale` by which the scale moves."""
+        return self._rule
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale can change during training."""
+        return self._rule.dynamic
+
+    @property
+    def dynamic_counter(self):
+        """`step_counter`, by its tf.keras name; `None` for a fixed scale."""
+        return self.step_counter if self.dynamic else None
+
+    @property
+    def initial_scale(self) -> float:
+        """The first loss scale; setting it changes the rule, and the scale of an optimizer not yet built."""
+        return self._rule.initial_scale
+
+    @initial_scale.setter
+    def initial_scale(self, value):
+        self._change_rule("initial_scale", value)
+
+    @property
+    def dynamic_growth_steps(self):
+        """Finite steps in a row before the scale grows; `None` for a rule without."""
+        return getattr(self._rule, "dynamic_growth_steps", None)
+
+    @dynamic_growth_steps.setter
+    def dynamic_growth_steps(self, value):
+        self._change_rule("dynamic_growth_steps", value)
+
+    def _change_rule(self, name: str, value):
+        if "_rule" not in self.__dict__:
+            # Keras' constructor sets its own before there is a rule.
+            return
+        config = self._rule.get_config()
+        if name == "initial_scale" and isinstance(self._rule, FixedLossScale):
+            name = "scale"
+        if name not in config:
+            raise ValueError(
+                f"Expected a loss scale with `{name}`. Received: {name}={value} for {self._rule!r}. "
+                "Create the optimizer with `loss_scale=mpkeras.DynamicLossScale(...)`."
+            )
+        self._rule = self._rule.from_config({**config, name: value})
+
+    @property
+    def scale_is_one(self) -> bool:
+        """Whether there is nothing to scale: the steps are checked only."""
+        return isinstance(self._rule, FixedLossScale) and self._rule.scale == 1.0
+
+    @property
+    def scale_state(self) -> dict:
+        """The variables that the loss-scaling rule moves, by name; empty before `build`."""
+        return dict(self._state)
+
+    @property
+    def skipped_steps(self):
+        """Steps left out so far: integer variable of shape `()`."""
+        return self._skipped_steps
+
+    @property
+    def consecutive_skips(self):
+        """Steps left out since the last applied one: integer variable of shape `()`."""
+        return self._consecutive_skips
+
+    @property
+    def nonfinite_losses(self):
+        """Steps left out as the unscaled loss itself was not finite: integer variable of shape `()`."""
+        return self._nonfinite_losses
+
+    @property
+    def last_step_skipped(self):
+        """Whether the last step was left out: bool scalar tensor of shape `()`."""
+        # A value: a Keras variable cannot be asked `if optimizer.last_step_skipped`. Copied: the next step assigns it.
+        return ops.copy(self._last_step_skipped.value)
+
+    @property
+    def accepted_steps(self):
+        """Counts the calls of `apply` that were not skipped; with accumulation, more than the updates."""
+        return self._inner_calls if self.window is None else self.window.accepted_steps
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -246,7 +408,7 @@ class LossScaleOptimizer(
         """
         self.facts.grads_are_unscaled = True
         grads = list(grads)
-        return self.unscale(grads, [None] * len(grads), _backend.scale_of_step(self, self.facts))
+        return self.unscale(grads, [None] * len(grads))
 
     def unscale(self, scaled_grads, variables, loss_scale=None) -> list:
         """Returns the gradients times the reciprocal of the scale: exact for powers of two.
@@ -306,9 +468,7 @@ class LossScaleOptimizer(
     def stateless_apply(self, optimizer_variables, grads, trainable_variables):
         """`apply` without side effects, for JAX and torch.
 
-        The gradients must be those of a loss scaled with the scale in `optimizer_variables`. Optimizers that
-        share a scale take turns: the values that one returns for the shared variables go into the next one's
-        `optimizer_variables`, for `scale_loss` and here.
+        The gradients must be those of a loss scaled with the scale in `optimizer_variables`.
 
         Args:
             optimizer_variables: List of tensors, the values of `self.variables`.
@@ -342,8 +502,6 @@ class LossScaleOptimizer(
             self._check_values(optimizer_variables, grads, trainable_variables)
             check_loss_was_scaled(self, facts)
             self._warn_of_lost_guard(facts.is_guarded)
-            # The state that is passed in says which scale was used.
-            facts.loss_scale = None
             with keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True))):
                 self._note_statistics(grads, facts)
             return _backend.stateless_apply(self, list(optimizer_variables), grads, list(trainable_variables), facts)
@@ -378,11 +536,6 @@ class LossScaleOptimizer(
     @facts.setter
     def facts(self, facts: StepFacts):
         self.facts_of_replicas.here = facts
-
-    @property
-    def trainable_variables(self) -> list:
-        """The model variables this optimizer was built on."""
-        return _keras.optimizer_trainable_variables(self.inner_optimizer)
 
     def _checked_variables(self, grads, trainable_variables) -> list:
         if trainable_variables is None:
@@ -434,6 +587,386 @@ class LossScaleOptimizer(
         values = [(self._state[key], value) for key, value in moved.items()] + decision.values
         return decision, values + self._counted(facts, decision.is_accepted, lost_its_loss)
 
+    @property
+    def step_outcome(self) -> tuple:
+        """Whether a call of `apply` was skipped, and whether one was not, since the guarded step was opened.
+
+        Two bool variables of shape `()`. Whoever guards the step sets them to `False` as it begins, and reads them at
+        its end. Variables, and no part of `StepFacts`: an update may happen in a function, a branch or a loop that is
+        compiled by itself, from which nothing else reaches the step around.
+        """
+        return self._skipped_in_step, self._accepted_in_step
+
+    def _counted(self, facts, is_accepted, lost_its_loss) -> list:
+        """Returns `(variable, value)` for each counter after a step.
+
+        Args:
+            facts: The `StepFacts` of the step.
+            is_accepted: bool scalar, shape `()`.
+            lost_its_loss: bool scalar, shape `()`, whether the loss was computed and is not finite; `None` if unknown.
+        """
+        is_skipped = scalars.logical_not(is_accepted)
+        skipped, row, lost = self._skipped_steps, self._consecutive_skips, self._nonfinite_losses
+        values = [(skipped, skipped.value + ops.cast(is_skipped, skipped.dtype))]
+        values.append((row, scalars.where(is_accepted, scalars.zeros_like(row.value), row.value + 1)))
+        values.append((self._last_step_skipped, is_skipped))
+        if lost_its_loss is not None:
+            values.append((lost, lost.value + ops.cast(lost_its_loss, lost.dtype)))
+        if facts.is_guarded:
+            pairs = zip(self.step_outcome, (is_skipped, is_accepted), strict=True)
+            values += [(variable, scalars.logical_or(variable.value, flag)) for variable, flag in pairs]
+        return values
+
+    # ---------------------------------------------------------------------------------------- accumulation
+
+    def _take_over_accumulation(self, on_overflow):
+        """Sums the gradients here instead of in the inner optimizer, which would count skipped calls out.
+
+        The setting of the inner optimizer stays: it is the user's, and the next wrapper reads it, too.
+        """
+        steps = self.inner_optimizer.gradient_accumulation_steps
+        if steps is not None:
+            self.window = GradientWindow(self, steps, on_overflow or "drop_micro")
+        elif on_overflow is not None:
+            raise ValueError(
+                "Expected `on_overflow` with an inner optimizer that accumulates gradients. Received: "
+                f"on_overflow={on_overflow!r} without. Set `gradient_accumulation_steps` on it."
+            )
+
+    def accumulate(self, steps: int, on_overflow: str = "drop_micro"):
+        """Updates at every `steps`-th call of `apply` only, with the mean of the gradients of the calls.
+
+        The same as `gradient_accumulation_steps=steps` on the inner optimizer.
+
+        Args:
+            steps: At least 1, in calls of `apply`; 1 updates at every call.
+            on_overflow: What a call whose loss or gradients are not finite takes from the update: itself
+                (`"drop_micro"`) or all of it (`"drop_window"`).
+
+        Raises:
+            ValueError: If an argument is out of its range, or this optimizer accumulates otherwise already.
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=1.0, dynamic=False)
+        >>> optimizer.accumulate(2)
+        >>> variable = keras.Variable(5.0)
+        >>> for grad in (1.0, 3.0):
+        ...     optimizer.apply([keras.ops.array(grad)], [variable])
+        >>> variable.numpy().item()
+        3.0
+        """
+        check_window(steps, on_overflow)
+        now = (1, on_overflow) if self.window is None else (self.window.steps, self.window.on_overflow)
+        if now == (steps, on_overflow):
+            return
+        if self.built and self.window is not None:
+            raise ValueError(
+                "Expected a built optimizer to go on accumulating as it does: its sums may be half full. Received: "
+                f"steps={steps}, on_overflow={on_overflow!r} for {now[0]} steps and {now[1]!r}. "
+                "Create a new optimizer."
+            )
+        if self.window is not None:
+            self.window.steps, self.window.on_overflow = steps, on_overflow
+            return
+        self.window = GradientWindow(self, steps, on_overflow)
+        if self.built:
+            self._build_window(self.window)
+
+    def _build_window(self, window: GradientWindow):
+        window.build(self, self.trainable_variables)
+        self._take_sums(window)
+
+    def _take_sums(self, window: GradientWindow):
+        """Goes on with the half-full sums of an inner optimizer that has accumulated without us."""
+        sums, calls = _keras.accumulated_gradients(self.inner_optimizer), self._inner_calls
+        if not sums:
+            return
+        steps = self.inner_optimizer.gradient_accumulation_steps or window.steps
+        position = ops.cast(ops.mod(calls.value, steps), "int32")
+        # Copies: JAX cannot donate a buffer twice, and torch's would change with the variable it is of.
+        window.position.assign(ops.copy(position))
+        window.accepted.assign(ops.copy(position))
+        for total, old in zip(window.sums, sums, strict=True):
+            total.assign(ops.copy(ops.cast(old.value, total.dtype)))
+            old.assign(ops.zeros_like(old.value))
+        calls.assign(calls.value - ops.cast(position, calls.dtype))
+
+    @property
+    def _inner_calls(self):
+        """What counts the steps of the inner optimizer: its calls, where that one is set to accumulate."""
+        return _keras.step_count(self.inner_optimizer)
+
+    @property
+    def gradient_accumulation_steps(self):
+        """Calls of `apply` to an update; `None` where each updates."""
+        return None if self.window is None or self.window.steps == 1 else self.window.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps):
+        # Keras' constructor sets its neutral default before there is an inner optimizer.
+        if "inner_optimizer" in self.__dict__:
+            self.accumulate(1 if steps is None else steps, self.window.on_overflow if self.window else "drop_micro")
+
+    # ------------------------------------------------------------------------- attributes of the inner optimizer
+
+    # Keras' own wrapper passes `learning_rate` and `iterations` on, and reads the rest as its own neutral defaults.
+    weight_decay = _of_inner("weight_decay")
+    clipnorm = _of_inner("clipnorm")
+    global_clipnorm = _of_inner("global_clipnorm")
+    clipvalue = _of_inner("clipvalue")
+    use_ema = _of_inner("use_ema")
+    ema_momentum = _of_inner("ema_momentum")
+    ema_overwrite_frequency = _of_inner("ema_overwrite_frequency")
+    loss_scale_factor = _of_inner("loss_scale_factor")
+
+    def __getattr__(self, name):
+        # Only reached when the wrapper has no such attribute.
+        if name.startswith("_") or "inner_optimizer" not in self.__dict__:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(self.inner_optimizer, name)
+
+    def __setattr__(self, name, value):
+        # A public name that only the inner optimizer has is written there.
+        is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        inner_optimizer = self.__dict__.get("inner_optimizer")
+        if not is_own and inner_optimizer is not None and hasattr(inner_optimizer, name):
+            setattr(inner_optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def set_weights(self, weights):
+        """Sets the values of `variables`, the inner optimizer's included.
+
+        Args:
+            weights: One array for each of `variables`, of its shape, in their order.
+
+        Raises:
+            ValueError: If the optimizer is not built, or the number of arrays is not that of `variables`.
+
+        Example:
+
+        >>> first, second = (mpkeras.LossScaleOptimizer("sgd", initial_scale=scale) for scale in (8.0, 4.0))
+        >>> for optimizer in (first, second):
+        ...     optimizer.build([keras.Variable(1.0)])
+        >>> first.set_weights([keras.ops.convert_to_numpy(variable) for variable in second.variables])
+        >>> float(first.loss_scale)
+        4.0
+        """
+        if not self.built:
+            raise ValueError(
+                "Expected a built optimizer. Received: `set_weights` on one that is not. "
+                "Call `optimizer.build(trainable_variables)` first."
+            )
+        if len(weights) != len(self.variables):
+            raise ValueError(
+                f"Expected {len(self.variables)} weights. Received: {len(weights)}. "
+                "Pass the values of `optimizer.variables`, in their order."
+            )
+        for variable, weight in zip(self.variables, weights, strict=True):
+            variable.assign(weight)
+
+    # ---------------------------------------------------------------------------------- guarded train steps
+
+    def _note_guard(self, is_guarded: bool | None = None):
+        """Takes down whether the model's `train_step` is guarded now, for the copies that files make of the model.
+
+        Called without: somebody looks after the steps of this optimizer, whatever becomes of the model's `train_step`.
+        """
+        self._is_guarded = self._is_guarded if is_guarded is None else is_guarded
+        # Whoever guards the step, or takes the guard away, has decided.
+        self._was_guarded = False
+
+    def _warn_of_lost_guard(self, in_guarded_step: bool):
+        """Warns once where an optimizer of a guarded model trains a copy of it that is not guarded."""
+        if not self._was_guarded:
+            return
+        self._was_guarded = False
+        if not in_guarded_step:
+            warnings.warn(
+                "This optimizer comes from a model whose train step was guarded by `mpkeras.prepare` or the "
+                "`MixedPrecision` callback. The model that it trains now (loaded, unpickled or copied) is not: a "
+                "skipped step leaves its traces in BatchNormalization statistics, metrics and random generators. Call "
+                "`mpkeras.prepare(model)` before `fit`; in a loop of your own use `mpkeras.make_train_step`.",
+                stacklevel=4,
+            )
+
+    # ------------------------------------------------------------------------------------ configuration, files
+
+    # What is saved is a stock `LossScaleOptimizer`, configuration and arrays, so that a compiled model loads where
+    # mpkeras is not installed. What only we know (other rules, counters, windows) lies where Keras does not look.
+
+    @property  # type: ignore[misc]
+    def __class__(self):
+        # For whoever writes the class into a file: the one place where Keras asks is `obj.__class__`. Two other ways
+        # were tried (Keras 3.15.1). With stock's module as `__module__` of the class itself, `print` and `help` call it
+        # Keras' own, and `pickle` does not find it. Under a name in Keras' list of public names, which leaves class and
+        # object as they are, `keras.optimizers.deserialize` makes stock Keras' optimizer of the config.
+        # A class of the user's that extends ours is written as what it is.
+        return vars(type(self)).get("_written_class", type(self))
+
+    def get_config(self):
+        inner_config = keras.saving.serialize_keras_object(self.inner_optimizer)
+        if self.window is not None:
+            # Of this optimizer's `accumulate`, too: stock Keras reads it there.
+            inner_config["config"]["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+        config = {"name": self.name, "inner_optimizer": inner_config, **self._stock_rule()}
+        extra = self._extra_config(config)
+        if extra:
+            inner_config[_EXTRA] = extra
+        return config
+
+    def _stock_rule(self) -> dict:
+        """Returns the settings with which stock Keras' wrapper comes closest to the rule.
+
+        It always doubles and halves, without bounds; a scale that is to stay where it is never grows.
+        """
+        rule = self.loss_scale_rule
+        growth_steps = getattr(rule, "dynamic_growth_steps", 2000) if rule.dynamic else _NEVER
+        return {"initial_scale": rule.initial_scale, "dynamic_growth_steps": min(growth_steps, _NEVER)}
+
+    def _extra_config(self, config: dict) -> dict:
+        rule, extra = self.loss_scale_rule, {}
+        said = DynamicLossScale(config["initial_scale"], dynamic_growth_steps=config["dynamic_growth_steps"])
+        if rule != said:
+            extra["loss_scale"] = keras.saving.serialize_keras_object(rule)
+        if self.window is not None and self.window.on_overflow != "drop_micro":
+            extra["on_overflow"] = self.window.on_overflow
+        if self.all_reduce_dtype is not None:
+            extra["all_reduce_dtype"] = self.all_reduce_dtype
+        if self.scale_is_one and self._chosen_by_prepare:
+            # Or a model saved in bfloat16 would train in float16 without loss scaling.
+            extra["chosen_by_prepare"] = True
+        if self._is_guarded or self._was_guarded:
+            extra["was_guarded"] = True
+        return extra
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        inner_config = config.pop("inner_optimizer")
+        inner_optimizer = keras.saving.deserialize_keras_object(inner_config, custom_objects=custom_objects)
+        # Files of 0.1.0 have the same keys beside the inner optimizer, in what stock Keras reads.
+        config |= inner_config.get(_EXTRA, {}) if isinstance(inner_config, dict) else {}
+        chosen_by_prepare = config.pop("chosen_by_prepare", False)
+        was_guarded = config.pop("was_guarded", False)
+        if isinstance(config.get("loss_scale"), dict):
+            config["loss_scale"] = keras.saving.deserialize_keras_object(
+                config["loss_scale"], custom_objects=custom_objects
+            )
+            # They say for plain Keras what the rule says for us.
+            config.pop("initial_scale", None)
+            config.pop("dynamic_growth_steps", None)
+        arguments = {name: config.pop(name, None) for name in ("initial_scale", "dynamic_growth_steps", "dynamic")}
+        # As one whole rule: a `loss_scale_factor` of the inner optimizer has given way to it before.
+        rule = _rule_from_arguments(**arguments, loss_scale=config.pop("loss_scale", "dynamic"))
+        optimizer = cls(inner_optimizer, loss_scale=rule, **config)
+        optimizer._chosen_by_prepare = chosen_by_prepare
+        optimizer._was_guarded = was_guarded
+        return optimizer
+
+    def save_own_variables(self, store):
+        """Saves what stock Keras' `LossScaleOptimizer` would, by number; the other variables lie beside it, by name.
+
+        Args:
+            store: The open group of a file, which Keras hands over. In a dictionary, beside which there is nothing,
+                the other variables are stored, too.
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer("sgd", initial_scale=1024.0)
+        >>> optimizer.build([keras.Variable(1.0)])
+        >>> store = {}
+        >>> optimizer.save_own_variables(store)
+        >>> int(store["skipped_steps"]), float(store["dynamic_scale"])
+        (0, 1024.0)
+        """
+        for i, variable in enumerate([*self._stock_own_variables(), *self.inner_optimizer.variables]):
+            store[str(i)] = variable.numpy()
+        if isinstance(store, dict):
+            self._saved_beside.save_own_variables(store)
+
+    def load_own_variables(self, store):
+        """Loads what this class saved, what stock Keras' LossScaleOptimizer saved, or a plain optimizer.
+
+        Args:
+            store: The open group of a file, which Keras hands over: arrays by `"0"`, `"1"`, ...; or a dictionary
+                that `save_own_variables` has filled.
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer("sgd", initial_scale=1024.0)
+        >>> optimizer.build([keras.Variable(1.0)])
+        >>> store = {}
+        >>> optimizer.save_own_variables(store)
+        >>> _ = optimizer.dynamic_scale.assign(2.0)
+        >>> optimizer.load_own_variables(store)
+        >>> float(optimizer.loss_scale)
+        1024.0
+        """
+        if isinstance(store, dict):
+            self._load_numbered({key: value for key, value in store.items() if key.isdigit()})
+            self._saved_beside.load_own_variables(store)
+        else:
+            self._load_numbered(store)
+
+    def _load_numbered(self, store):
+        targets = self._numbered_variables(store)
+        if targets is None:
+            super().load_own_variables(store)
+            return
+        for i, variable in enumerate(targets):
+            variable.assign(store[str(i)])
+        sums = _keras.accumulated_gradients(self.inner_optimizer)
+        if self.window is not None and sums and len(targets) < len(self.variables):
+            # Of an optimizer that accumulates by itself its sums, of any other the count of its updates.
+            if any(variable is sums[0] for variable in targets):
+                self._take_sums(self.window)
+            else:
+                self._inner_calls.assign(self._inner_calls.value * self.inner_optimizer.gradient_accumulation_steps)
+        if len(targets) == len(self.inner_optimizer.variables):
+            _expect_nothing(self.inner_optimizer)
+
+    def _numbered_variables(self, store):
+        """Returns the variables whose values the numbered arrays of `store` are, in their order, or `None`.
+
+        First come those of stock Keras' wrapper, which is what we write, too; all of ours, as mpkeras 0.1.0 wrote them,
+        with a window or without; or none, in the file of a plain optimizer. Then those of an inner optimizer that has
+        sums of its own, or has none.
+        """
+        inner = self.inner_optimizer.variables
+        sums = {id(variable) for variable in _keras.accumulated_gradients(self.inner_optimizer)}
+        of_step = {id(variable) for variable in self.step_outcome}
+        own = self.variables[: len(self.variables) - len(inner)]
+        own = [variable for variable in own if id(variable) not in of_step]
+        of_window = 0 if self.window is None else len(self.window.variables)
+        firsts = [self._stock_own_variables(), own, own[: len(own) - of_window], *([[]] if self.built else [])]
+        shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]
+        for first in firsts:
+            for rest in (inner, [variable for variable in inner if id(variable) not in sums]):
+                if [tuple(variable.shape) for variable in [*first, *rest]] == shapes:
+                    return [*first, *rest]
+        return None
+
+    def _stock_own_variables(self) -> list:
+        """Returns the variables that stock Keras' wrapper has beside those of the inner optimizer, in its order."""
+        # Its own iteration and learning_rate, which mean nothing.
+        return self.variables[:2] + ([self.step_counter, self.dynamic_scale] if self.built else [])
+
+    def _variables_beside(self) -> dict:
+        """Returns the variables of this optimizer, by the names that files give them."""
+        counters = (self._skipped_steps, self._consecutive_skips, self._last_step_skipped, self._nonfinite_losses)
+        variables = {variable.name: variable for variable in counters}
+        # Of a rule of the user's own, too, which may have any names.
+        stock = ("step_counter", "dynamic_scale")
+        variables |= {key if key in stock else f"rule_{key}": variable for key, variable in self._state.items()}
+        if self.window is not None:
+            variables |= {variable.name: variable for variable in self.window.variables}
+        return variables
+
 
 def _check_some_gradient(grads):
     """Raises the error of Keras' optimizers, which they raise when half of a step is taken."""
@@ -442,3 +975,153 @@ def _check_some_gradient(grads):
             "No gradients provided for any variable. Received: `None` for each of them. Pass gradients of a loss that "
             "depends on at least one of the variables."
         )
+
+
+def _expect_nothing(inner_optimizer):
+    """Lets the next call of its `load_own_variables` find nothing in the file, where Keras would warn.
+
+    The file is of a plain optimizer, whose arrays the wrapper has given it. Keras goes on to ask the inner optimizer,
+    too, for which there is no place in such a file.
+    """
+
+    def load_own_variables(store):
+        del vars(inner_optimizer)["load_own_variables"]
+        if len(store.keys()):
+            inner_optimizer.load_own_variables(store)
+
+    vars(inner_optimizer)["load_own_variables"] = load_own_variables
+
+
+def checked_optimizer(optimizer, argument: str):
+    """Returns the optimizer that `optimizer` is or names; `argument` is what the caller calls it."""
+    if isinstance(optimizer, (str, dict)):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"Expected `{argument}` to be a Keras optimizer, its name or its configuration. Received: "
+            f"{argument}={optimizer!r} (of type {type(optimizer).__name__}). "
+            "Pass for example `keras.optimizers.Adam()`."
+        )
+    return optimizer
+
+
+def _checked_inner_optimizer(inner_optimizer):
+    inner_optimizer = checked_optimizer(inner_optimizer, "inner_optimizer")
+    if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "Expected an `inner_optimizer` that does not scale the loss itself, or it would be scaled twice. "
+            f"Received: inner_optimizer={inner_optimizer!r}. Pass its own `inner_optimizer`."
+        )
+    return inner_optimizer
+
+
+def _refuse_inner_arguments(kwargs: dict):
+    for name, default in _INNER_ARGUMENTS.items():
+        if name in kwargs and kwargs.pop(name) != default:
+            raise ValueError(
+                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the `inner_optimizer`."
+            )
+    if kwargs:
+        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(kwargs)}`.")
+
+
+def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic) -> LossScale:
+    """Returns the rule that the constructor's arguments, of three generations of Keras, ask for."""
+    if isinstance(loss_scale, keras.optimizers.Optimizer):
+        raise TypeError(
+            "Expected a `loss_scale` of 'dynamic', a number, a `LossScale` or None: each optimizer has a scale of its "
+            f"own. Received: loss_scale={loss_scale!r}, an optimizer, whose scale is not shared any more. Give each "
+            "optimizer its own, for example `loss_scale=mpkeras.DynamicLossScale()`, or use one optimizer for the sum "
+            "of the losses."
+        )
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise TypeError(
+            "Expected `dynamic` to be True or False. Received: "
+            f"dynamic={dynamic!r} (of type {type(dynamic).__name__}). Leave it out for a scale that moves, or pass "
+            "False, and the fixed scale as `initial_scale`."
+        )
+    if dynamic is False:
+        if initial_scale is None:
+            raise ValueError(
+                "Expected `initial_scale` with `dynamic=False`: it is the fixed scale. Received: none. Pass "
+                "`initial_scale=` (where stock Keras would have you set `loss_scale_factor`: here the finite "
+                "check stays)."
+            )
+        if dynamic_growth_steps is not None or loss_scale != "dynamic":
+            raise ValueError(
+                "Expected only `initial_scale` with `dynamic=False`, as a fixed scale never grows. Received: "
+                f"dynamic_growth_steps={dynamic_growth_steps}, loss_scale={loss_scale!r}. Leave them out."
+            )
+        return FixedLossScale(initial_scale)
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        settings = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
+        return DynamicLossScale(**{name: value for name, value in settings.items() if value is not None})
+    if initial_scale is not None or dynamic_growth_steps is not None:
+        raise ValueError(
+            "Expected the scale to be given once. Received: "
+            f"loss_scale={loss_scale!r}, initial_scale={initial_scale}, "
+            f"dynamic_growth_steps={dynamic_growth_steps}. Put the settings into `loss_scale`."
+        )
+    rule = loss_scaling.resolve(loss_scale)
+    if rule is not None and dynamic is True and not rule.dynamic:
+        raise ValueError(
+            f"Expected a moving scale with `dynamic=True`. Received: loss_scale={loss_scale!r}. "
+            "Leave `dynamic` out, or use `loss_scale='dynamic'`."
+        )
+    # No scaling: the finite check and the skip stay.
+    return FixedLossScale(1.0) if rule is None else rule
+
+
+def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
+    """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
+
+    Args:
+        optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
+        rule: The rule of the result. Counters are carried over, and the current scale unless it was fixed.
+    """
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        result = LossScaleOptimizer(optimizer, loss_scale=rule)
+        if optimizer.built:
+            result.build(_keras.optimizer_trainable_variables(optimizer))
+        return result
+    result = LossScaleOptimizer(
+        optimizer.inner_optimizer,
+        name=optimizer.name,
+        loss_scale=rule,
+        all_reduce_dtype=getattr(optimizer, "all_reduce_dtype", None),
+    )
+    window = getattr(optimizer, "window", None)
+    if window is not None:
+        result.accumulate(window.steps, window.on_overflow)
+    if optimizer.built:
+        result.build(_keras.optimizer_trainable_variables(optimizer.inner_optimizer))
+        if _has_found_its_scale(optimizer):
+            for name in ("step_counter", "dynamic_scale"):
+                _copy(getattr(optimizer, name), getattr(result, name))
+    if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
+        for name in ("_skipped_steps", "_consecutive_skips", "_last_step_skipped", "_nonfinite_losses"):
+            _copy(getattr(optimizer, name), getattr(result, name))
+        if window is not None and result.window is not None:
+            for new, old in zip(result.window.variables, window.variables, strict=True):
+                _copy(old, new)
+    return result
+
+
+def _copy(source, target):
+    """Assigns a copy: on JAX the array itself would be one buffer of two variables, which cannot be donated twice."""
+    target.assign(ops.copy(source.value))
+
+
+def _has_found_its_scale(optimizer) -> bool:
+    """Whether the scale of a built optimizer is one that training has moved, and so worth more than a default.
+
+    A fixed scale was not found by training: 1.0 of a bfloat16 model would stay with float16 for thousands of
+    steps. Nor was that of an optimizer that took no step: Keras' `fit` builds it before any callback is asked.
+    """
+    if isinstance(optimizer, LossScaleOptimizer) and not optimizer.dynamic:
+        return False
+    values = (optimizer.step_counter, optimizer.inner_optimizer.iterations)
+    return (
+        any(scalars.number(value) for value in values)
+        or scalars.number(optimizer.dynamic_scale) != optimizer.initial_scale
+    )

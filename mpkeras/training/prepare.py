@@ -147,10 +147,9 @@ def _check_compiled(model):
 def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):
     computes_float16 = computes_in(model, ("float16",))
     replaced = {}
-    sharing: dict = {}
     for optimizer in inventory.all_optimizers(model):
         rule = rule_for(optimizer, policy, explicit_rule, computes_float16, rollback)
-        wrapper = wrapped(optimizer, rule, sharing)
+        wrapper = wrapped(optimizer, rule)
         if wrapper is not optimizer:
             replaced[id(optimizer)] = wrapper
     for part in (model, *inventory.compiled_parts(model)):

@@ -6,8 +6,7 @@ from mpkeras.conversion.apply import compute_dtypes, converted_by, layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.policies.registry import get_policy
-from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.scaling.optimizer_wrapping import rewrapped
+from mpkeras.scaling.optimizer import LossScaleOptimizer, rewrapped
 
 
 def chosen_policy(model, policy):
@@ -86,19 +85,11 @@ def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, rollback:
     return FixedLossScale(1.0) if rollback or is_ours else None
 
 
-def wrapped(optimizer, rule, sharing: dict | None = None):
-    """Returns `optimizer` in a `LossScaleOptimizer` with `rule`; itself where it is one, or `rule` is `None`.
-
-    Args:
-        sharing: The wrappers made so far for optimizers with a shared scale, filled here: they go on sharing it.
-    """
+def wrapped(optimizer, rule):
+    """Returns `optimizer` in a `LossScaleOptimizer` with `rule`; itself where it is one, or `rule` is `None`."""
     is_ours = isinstance(optimizer, LossScaleOptimizer)
     if rule is None or (is_ours and optimizer.loss_scale_rule == rule):
         return optimizer
-    sharing = {} if sharing is None else sharing
-    shared = id(optimizer._scale) if is_ours and optimizer._scale.is_shared else None
-    wrapper = rewrapped(optimizer, rule, shared_with=sharing.get(shared))
+    wrapper = rewrapped(optimizer, rule)
     wrapper._chosen_by_prepare = True
-    if shared is not None:
-        sharing.setdefault(shared, wrapper)
     return wrapper

@@ -9,8 +9,7 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras.conversion.apply import computes_in, layer_converter, layers_of, recorded
 from mpkeras.policies.loss_scaling import FixedLossScale
-from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.scaling.optimizer_arguments import checked_optimizer
+from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
 from mpkeras.scaling.window import check_window
 from mpkeras.training.backend import training_backend
 from mpkeras.training.objective import Objective

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
-from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.scaling.optimizer_wrapping import rewrapped
+from mpkeras.scaling.optimizer import LossScaleOptimizer, rewrapped
 from tests.step_modes import MODES, applier, snapshot
 
 # The optimizer's own tests hand it scaled gradients without a loss; P3's own test checks the warning.
@@ -397,6 +396,21 @@ def test_scale_loss_is_float32_built_or_not():
         optimizer.build([variable()])
 
 
+@pytest.mark.backends("jax")
+def test_the_scale_of_a_scope_is_not_noted_for_what_comes_after():
+    """A `StatelessScope` has a state of its own, and with it a scale."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=1024.0)
+    v = variable()
+    optimizer.build([v])
+    state = [u.value * 4.0 if u is optimizer.dynamic_scale else u.value for u in optimizer.variables]
+    one = keras.ops.convert_to_tensor(1.0)
+    with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state, strict=True))):
+        assert float(optimizer.scale_loss(one)) == 4096.0
+    assert float(optimizer.scale_loss(one)) == 1024.0
+    optimizer.apply([keras.ops.convert_to_tensor(GRADIENT) * 1024.0], [v])
+    np.testing.assert_array_equal(numpy(v), [0.5, -1.0, -0.5, 3.0])
+
+
 def test_tf_keras_loop():
     """get_scaled_loss, get_unscaled_gradients, then apply_gradients takes them as they are."""
     v = variable([1.0])
@@ -477,6 +491,19 @@ def test_inner_optimizer_by_name_or_configuration(inner):
 def test_contradictions_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         LossScaleOptimizer(keras.optimizers.SGD(0.5), **arguments)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_an_optimizer_is_no_loss_scale(stock):
+    """It was in 0.1.0, for a scale that both share."""
+    other = (keras.optimizers.LossScaleOptimizer if stock else LossScaleOptimizer)(keras.optimizers.SGD(0.5))
+    for options in ({}, {"initial_scale": 8.0}, {"initial_scale": 8.0, "dynamic": False}):
+        with pytest.raises(
+            TypeError,
+            match=r"each optimizer has a scale of its own\. Received: .*LossScaleOptimizer.*not shared any more"
+            r".*loss_scale=mpkeras\.DynamicLossScale\(\)`, or use one optimizer for the sum of the losses",
+        ):
+            LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=other, **options)
 
 
 @pytest.mark.backends("tensorflow")

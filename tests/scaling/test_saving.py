@@ -125,7 +125,7 @@ def away_from_defaults(optimizer):
     return optimizer
 
 
-@pytest.mark.parametrize("written_by", ["this version", "0.1.0"])
+@pytest.mark.parametrize("written_by", ["this version", "before the scale had a name", "0.1.0"])
 @pytest.mark.parametrize("file_name", ["model.keras", "model.weights.h5"])
 def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch):
     model = compiled(every_option_set())
@@ -135,6 +135,10 @@ def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch)
         # All variables in one group, in our order, as the base class of all optimizers writes them.
         monkeypatch.setattr(LossScaleOptimizer, "save_own_variables", keras.optimizers.Optimizer.save_own_variables)
         del model.optimizer.__dict__["_saved_beside"]
+    if written_by == "before the scale had a name":
+        named = model.optimizer._variables_beside()
+        del named["step_counter"], named["dynamic_scale"]
+        monkeypatch.setitem(model.optimizer.__dict__, "_variables_beside", lambda: named)
     (model.save if file_name.endswith(".keras") else model.save_weights)(tmp_path / file_name)
     if file_name.endswith(".keras"):
         loaded = keras.saving.load_model(tmp_path / file_name)
@@ -145,6 +149,22 @@ def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch)
     assert type(loaded.optimizer) is LossScaleOptimizer
     assert snapshot(loaded.optimizer.variables) == snapshot(model.optimizer.variables)
     assert loaded.optimizer.window.on_overflow == "drop_window"
+
+
+def test_what_only_we_know_is_found_by_name(tmp_path):
+    """Around another inner optimizer, with another window and another rule: what both have is loaded."""
+    model = compiled(every_option_set())
+    model.optimizer.build(model.trainable_variables)
+    away_from_defaults(model.optimizer)
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = compiled(LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=DynamicLossScale(8.0, max_scale=2.0**20)))
+    other.optimizer.build(other.trainable_variables)
+    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
+        other.load_weights(tmp_path / "model.weights.h5")
+    for name in ("dynamic_scale", "step_counter", "skipped_steps", "consecutive_skips", "nonfinite_losses"):
+        found, expected = getattr(other.optimizer, name), getattr(model.optimizer, name)
+        assert snapshot([found]) == snapshot([expected]), name
+    assert int(other.optimizer.iterations) == 0
 
 
 def test_weights_files_give_stock_keras_its_optimizer_state(tmp_path):

@@ -7,6 +7,7 @@ from keras import layers, ops
 
 from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.training.guard import find_optimizers
 from mpkeras.training.prepare import prepare
 from tests.step_modes import snapshot
 
@@ -120,10 +121,8 @@ def new_gan(policy="float32"):
     return gan
 
 
-def scaling_pair(inner, shared):
-    d_optimizer = LossScaleOptimizer(inner(), loss_scale=DynamicLossScale(SCALE))
-    loss_scale = d_optimizer if shared else DynamicLossScale(SCALE)
-    return d_optimizer, LossScaleOptimizer(inner(), loss_scale=loss_scale)
+def scaling_pair(inner):
+    return tuple(LossScaleOptimizer(inner(), loss_scale=DynamicLossScale(SCALE)) for _ in range(2))
 
 
 def adam():
@@ -135,10 +134,9 @@ def sgd():
     return keras.optimizers.SGD(0.05, momentum=0.5)
 
 
-def check_scales(d_optimizer, g_optimizer, shared):
-    backed_off = SCALE * 0.5 ** len(BAD)
-    assert float(d_optimizer.loss_scale) == backed_off
-    assert float(g_optimizer.loss_scale) == (backed_off if shared else SCALE)
+def check_scales(d_optimizer, g_optimizer):
+    assert float(d_optimizer.loss_scale) == SCALE * 0.5 ** len(BAD)
+    assert float(g_optimizer.loss_scale) == SCALE
     assert (int(d_optimizer.skipped_steps), int(g_optimizer.skipped_steps)) == (len(BAD), 0)
     assert (int(d_optimizer.iterations), int(g_optimizer.iterations)) == (STEPS - len(BAD), STEPS)
     assert int(d_optimizer.nonfinite_losses) == 0
@@ -173,32 +171,26 @@ def trained_in_float32(inner):
 
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
-@pytest.mark.parametrize("shared", [False, True])
-def test_train_step_in_float32_is_exact(shared):
+def test_train_step_in_float32_is_exact():
     """Powers of two scale without rounding: bit for bit the run that leaves the same updates out."""
     gan = new_gan()
-    gan.compile_with(*scaling_pair(adam, shared))
+    gan.compile_with(*scaling_pair(adam))
     prepare(gan, "float32")
     for noise, real, weight in batches(BAD_WEIGHTS["float32"]):
         gan.train_on_batch(noise, real, sample_weight=weight)
-    check_scales(gan.optimizers["d"], gan.optimizers["g"], shared)
+    check_scales(gan.optimizers["d"], gan.optimizers["g"])
     assert snapshot(gan.variables) == snapshot(trained_in_float32(adam).variables)
 
 
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
-@pytest.mark.parametrize("shared", [False, True])
-def test_fit_in_float16_is_close(shared):
+def test_fit_in_float16_is_close():
     gan = new_gan()
-    if shared:
-        gan.compile_with(*scaling_pair(sgd, shared))
-        prepare(gan, "mixed_float16")
-    else:
-        gan.compile_with(sgd(), sgd())
-        prepare(gan, "mixed_float16", loss_scale=DynamicLossScale(SCALE))
+    gan.compile_with(sgd(), sgd())
+    prepare(gan, "mixed_float16", loss_scale=DynamicLossScale(SCALE))
     noise, real, weight = (np.concatenate(arrays) for arrays in zip(*batches(2.0**12), strict=True))
     gan.fit(noise, real, sample_weight=weight, batch_size=8, shuffle=False, verbose=0)
-    check_scales(gan.optimizers["d"], gan.optimizers["g"], shared)
+    check_scales(gan.optimizers["d"], gan.optimizers["g"])
     assert {layer.compute_dtype for layer in gan.discriminator.layers} == {"float16"}
     check_close(gan, trained_in_float32(sgd), FLOAT16_RTOL)
 
@@ -278,16 +270,12 @@ def jax_step(gan, d_optimizer, g_optimizer, updates_discriminator):
         d_grads, statistics = jax.grad(d_loss, has_aux=True)(d, g, statistics, d_state, noise, real, weight)
         if updates_discriminator:
             new_d, d_state = d_optimizer.stateless_apply(d_state, d_grads, d)
-        # Where the scale is shared, the second optimizer goes on with what the first one made of it.
-        moved = dict(zip(map(id, d_optimizer.variables), d_state, strict=True))
-        g_state = [moved.get(id(v), value) for v, value in zip(g_optimizer.variables, g_state, strict=True)]
         g_grads, statistics = jax.grad(g_loss, has_aux=True)(g, d, statistics, g_state, noise)
         g, g_state = g_optimizer.stateless_apply(g_state, g_grads, g)
         return new_d, g, statistics, d_state, g_state
 
     def step(noise, real, weight):
         values = updated(*[[v.value for v in part] for part in parts], noise, real, weight)
-        # The generator's come last, and with them the shared scale.
         for variables, new in zip(parts, values, strict=True):
             for variable, value in zip(variables, new, strict=True):
                 variable.assign(value)
@@ -295,22 +283,67 @@ def jax_step(gan, d_optimizer, g_optimizer, updates_discriminator):
     return step
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_own_loop_in_float32(shared):
+def test_own_loop_in_float32():
     gan, reference = new_gan(), new_gan()
-    d_optimizer, g_optimizer = scaling_pair(adam, shared)
+    d_optimizer, g_optimizer = scaling_pair(adam)
     train(gan, d_optimizer, g_optimizer, BAD_WEIGHTS["float32"])
     train(reference, adam(), adam(), 1.0, updates_discriminator=lambda i: i not in BAD)
-    check_scales(d_optimizer, g_optimizer, shared)
+    check_scales(d_optimizer, g_optimizer)
     assert snapshot(gan.variables) == snapshot(reference.variables)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [False, True])
-def test_own_loop_in_float16_is_close(shared):
+def test_own_loop_in_float16_is_close():
     gan, reference = new_gan("mixed_float16"), new_gan()
-    d_optimizer, g_optimizer = scaling_pair(sgd, shared)
+    d_optimizer, g_optimizer = scaling_pair(sgd)
     train(gan, d_optimizer, g_optimizer, BAD_WEIGHTS["mixed_float16"])
     train(reference, sgd(), sgd(), 1.0, updates_discriminator=lambda i: i not in BAD)
-    check_scales(d_optimizer, g_optimizer, shared)
+    check_scales(d_optimizer, g_optimizer)
     check_close(gan, reference, FLOAT16_RTOL)
+
+
+# ------------------------------------------------------------------------- optimizers wherever a model holds them
+
+
+class Holder(keras.Model):
+    """Holds optimizers in every way there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.in_dict = {"g": keras.optimizers.SGD(), "rate": 0.1, "d": keras.optimizers.SGD()}
+        self.in_list = [keras.optimizers.SGD(), None]
+        self._in_tuple = (1.0, keras.optimizers.SGD())
+        self.alone = keras.optimizers.SGD()
+        self.again = self.in_list[0]
+
+    def build(self, input_shape):
+        self.dense.build(input_shape)
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+
+PLACES = ["optimizer", "in_dict['g']", "in_dict['d']", "in_list[0]", "_in_tuple[1]", "alone"]
+
+
+def test_optimizers_in_lists_tuples_and_dictionaries_are_found_and_wrapped_where_they_are():
+    model = Holder()
+    model.build((None, 2))
+    model.compile("sgd", "mse")
+    plain = find_optimizers(model)
+    assert list(plain) == PLACES
+    containers = model.in_dict, model.in_list
+    prepare(model, "mixed_float16")
+    found = find_optimizers(model)
+    assert list(found) == PLACES
+    assert all(isinstance(optimizer, LossScaleOptimizer) for optimizer in found.values())
+    assert [o.inner_optimizer for o in found.values()] == list(plain.values())
+    assert containers[0] is model.in_dict
+    assert containers[1] is model.in_list
+    assert model.in_dict["d"] is found["in_dict['d']"]
+    assert model.again is model.in_list[0]
+    assert (model.in_dict["rate"], model.in_list[1], model._in_tuple[0]) == (0.1, None, 1.0)
+    prepare(model, "mixed_float16")
+    assert list(map(id, find_optimizers(model).values())) == list(map(id, found.values()))
