@@ -1,5 +1,6 @@
 """What goes into and comes out of every layer in one forward and backward pass, the model unchanged afterwards."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -14,8 +15,12 @@ from mpkeras import _keras
 from mpkeras.conversion import products
 from mpkeras.conversion.apply import layers_of
 from mpkeras.conversion.quantized import is_quantized
-from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
+
+# They call the layer in them step by step, in loops of the backend: what that returns is no output of its own, and
+# nothing can be carried out of there.
+STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
+_MISSING = object()
 
 
 @dataclasses.dataclass
@@ -83,7 +88,7 @@ def observe(
         calls.clear()
         taps.clear()
         found: dict = {"references": {}}
-        with wrapped_calls(observed_layers(model), observed_call(tap_input, tap_output, found["references"])):
+        with replaced_calls(observed_layers(model), observed_call(tap_input, tap_output, found["references"])):
             training = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
             y_pred = model(x, **training)
             found["taps"] = list(taps)
@@ -194,3 +199,31 @@ def _in_float32(layer, args, kwargs):
     finally:
         for inner, policy in before:
             inner.dtype_policy = policy
+
+
+@contextlib.contextmanager
+def replaced_calls(layers, replacement):
+    """Within this context each layer computes by `replacement(layer)`, which finds what was before it by `call_of`."""
+    before = []
+    try:
+        for layer in layers:
+            name = _name_of_call(layer)
+            before.append((layer, name, vars(layer).get(name, _MISSING)))
+            # On the instance, and not by `setattr`, which Keras and torch both watch.
+            vars(layer)[name] = replacement(layer)
+        yield
+    finally:
+        for layer, name, call in before:
+            if call is _MISSING:
+                vars(layer).pop(name, None)
+            else:
+                vars(layer)[name] = call
+
+
+def call_of(layer):
+    """Returns the method by which `layer` computes: a quantized one has another than `call`."""
+    return getattr(layer, _name_of_call(layer))
+
+
+def _name_of_call(layer) -> str:
+    return "quantized_call" if is_quantized(layer) else "call"

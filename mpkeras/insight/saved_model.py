@@ -10,10 +10,8 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.export import loading
-from mpkeras.insight.advice import loss_and_targets, measured_advice, unmeasured_advice
-from mpkeras.insight.advice_report import AdviceReport
-from mpkeras.insight.audit import audit_with_optimizer
-from mpkeras.insight.audit_report import AuditReport
+from mpkeras.insight.advice import AdviceReport, loss_and_targets, measured_advice, unmeasured_advice
+from mpkeras.insight.audit import AuditReport, audit_with_optimizer
 from mpkeras.insight.findings import Finding
 from mpkeras.policies.registry import get_policy
 

@@ -8,9 +8,8 @@ import numpy as np
 from mpkeras import _keras
 from mpkeras.conversion import products
 from mpkeras.conversion.apply import layers_of
-from mpkeras.insight.gradient_loss import WORTH, rounded, smallest_safe_exponent, with_rounded_gradient
 from mpkeras.insight.observation import Observation
-from mpkeras.insight.ranges import overflow_limit
+from mpkeras.insight.ranges import WORTH, overflow_limit, rounded, smallest_safe_exponent, with_rounded_gradient
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
 
