@@ -46,12 +46,7 @@ def scope(index: int):
 
 
 def trace(function, inputs) -> Program:
-    """Returns what `function`, of a list of tensors, computes; nothing is run.
-
-    Args:
-        function: Takes and returns a list of tensors.
-        inputs: List of `(shape, dtype)`.
-    """
+    """Returns what `function`, of a list of tensors of these `(shape, dtype)`, computes; nothing is run."""
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in inputs]
     program = Program()
     _walk(jax.make_jaxpr(function)(structs).jaxpr, program, owner=None, times=1)

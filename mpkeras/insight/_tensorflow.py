@@ -50,12 +50,7 @@ def scope(index: int):
 
 
 def trace(function, inputs) -> Program:
-    """Returns what `function`, of a list of tensors, computes; nothing is run.
-
-    Args:
-        function: Takes and returns a list of tensors.
-        inputs: List of `(shape, dtype)`.
-    """
+    """Returns what `function`, of a list of tensors of these `(shape, dtype)`, computes; nothing is run."""
     specs = [tf.TensorSpec(shape, dtype) for shape, dtype in inputs]
     traced = tf.function(lambda *tensors: function(list(tensors)), autograph=False).get_concrete_function(*specs)
     program = Program()

@@ -52,12 +52,7 @@ def scope(index: int):
 
 
 def trace(function, inputs) -> Program:
-    """Returns what `function`, of a list of tensors, computes; nothing is run.
-
-    Args:
-        function: Takes and returns a list of tensors.
-        inputs: List of `(shape, dtype)`.
-    """
+    """Returns what `function`, of a list of tensors of these `(shape, dtype)`, computes; nothing is run."""
     program = Program()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), _Recording(program), _without_tracebacks():
         function([ops.zeros(shape, dtype) for shape, dtype in inputs])

@@ -1,6 +1,5 @@
 """`advise`: which policy and which `jit_compile` pay off for a model on this machine, measured."""
 
-import functools
 import math
 import time
 
@@ -131,12 +130,7 @@ def measured_advice(
 
 
 def grid_of(settings, native_policy: str) -> list:
-    """Returns the cells, in the order in which they deserve a budget that may be short.
-
-    Args:
-        settings: Values of `jit_compile`, the present one first.
-        native_policy: What suits the device.
-    """
+    """Returns the cells, in the order in which they deserve a budget that may be short."""
     first = [policy for policy in POLICIES if policy in ("float32", native_policy)]
     second = [policy for policy in POLICIES if policy not in first]
     return [Cell(policy, jit) for policies in (first, second) for jit in settings for policy in policies]
@@ -214,17 +208,16 @@ def _optimizer_maker(model, notes: list):
     if optimizer is None:
         notes.append("Measured with Adam, as the model is not compiled.")
         return keras.optimizers.Adam
-    make = functools.partial(_like, optimizer)
+
+    def make():
+        return type(optimizer).from_config(optimizer.get_config())
+
     try:
         make()
     except Exception as error:  # of an optimizer of the user's own
         notes.append(f"Measured with Adam: {type(optimizer).__name__} cannot be copied ({type(error).__name__}).")
         return keras.optimizers.Adam
     return make
-
-
-def _like(optimizer):
-    return type(optimizer).from_config(optimizer.get_config())
 
 
 def _progress(verbose):
@@ -393,11 +386,7 @@ class AdviceReport(Report):
         return f"Why: {self._native_reason}; but {why}."
 
     def add_remark(self, line: str):
-        """Adds a line to the end of the notes.
-
-        Args:
-            line: A sentence.
-        """
+        """Adds a line to the end of the notes."""
         self._remarks.append(line)
 
     def _unmeasured_notes(self) -> list:

@@ -156,10 +156,6 @@ def trainable_copy(model, x):
     their `get_config`. Otherwise the model itself, and afterwards all its variables, random generators and dtype
     policies are put back. In both cases so are Python's, NumPy's, torch's and Keras' own random generators: layers
     that are made, and batches that are drawn, take numbers from them.
-
-    Args:
-        model: A `keras.Model`. One that is not built and cannot be copied is built on `x`, as `fit` would.
-        x: A batch of its inputs.
     """
     with _random_generators_put_back(), training_backend.variable_scope(model):
         copy = _copy(model, x)

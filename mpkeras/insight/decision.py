@@ -56,13 +56,7 @@ class Decision:
 
 
 def decide(cells, present_jit: bool, memory_counts: bool = True) -> Decision | None:
-    """Returns the `Decision` over the measured among `cells`; `None` if there are none.
-
-    Args:
-        cells: List of `Cell`. Their times have no unit that matters here.
-        present_jit: The `jit_compile` that the model has now.
-        memory_counts: Whether the memory of the cells was told by someone who knows.
-    """
+    """Returns the `Decision` over the measured among `cells`; `None` if there are none."""
     measured = [cell for cell in cells if cell.is_measured]
     if not measured:
         return None

@@ -63,26 +63,20 @@ def check_variables(model) -> list:
     """16-bit variables: small updates are lost in them (P26), those of LoRA among them (P29)."""
     findings = []
     weights = _keras.frozen_weights(model)
+    bits = {"float16": "11 significant bits, and nothing below 6e-8", "bfloat16": "8 significant bits"}
     for layer in layers_of(model):
-        half = [v for v in _keras.own_variables(layer) if v.dtype in SIXTEEN_BIT_DTYPES]
-        # Frozen weights are rounded once; only what moves, statistics among it, loses what is behind its last bit.
-        moving = [v for v in half if v.trainable or id(v) not in weights]
         for dtype in SIXTEEN_BIT_DTYPES:
-            names = [v.name for v in moving if v.dtype == dtype]
+            # Frozen weights are rounded once; only what moves, statistics among it, loses what is behind its last bit.
+            own = [v for v in _keras.own_variables(layer) if v.dtype == dtype]
+            names = [v.name for v in own if v.trainable or id(v) not in weights]
             if names:
-                findings.append(_of_variables(layer, names, dtype))
+                severity = "error" if dtype == "float16" else "warning"
+                what = f"The variables {listed(names)} are {dtype}: {bits[dtype]}. Updates smaller than their last bit "
+                remedy = f'`mpkeras.apply_policy(model, "mixed_{dtype}", float32_variables=True)` makes them float32 '
+                findings.append(
+                    Finding(severity, layer.path or layer.name, what + "are lost.", remedy + "ones of the same values.")
+                )
     return findings
-
-
-def _of_variables(layer, names, dtype) -> Finding:
-    digits = {"float16": "11 significant bits, and nothing below 6e-8", "bfloat16": "8 significant bits"}[dtype]
-    return Finding(
-        "error" if dtype == "float16" else "warning",
-        layer.path or layer.name,
-        f"The variables {listed(names)} are {dtype}: {digits}. Updates smaller than their last bit are lost.",
-        f'`mpkeras.apply_policy(model, "mixed_{dtype}", float32_variables=True)` makes them float32 ones of the same '
-        "values.",
-    )
 
 
 def check_optimizer(model, optimizer) -> list:
@@ -92,80 +86,54 @@ def check_optimizer(model, optimizer) -> list:
     findings = []
     half = [v for v in optimizer.variables if str(v.dtype) in SIXTEEN_BIT_DTYPES]
     if half:
-        findings.append(
-            Finding(
-                "warning",
-                None,
-                f"The optimizer keeps {len(half)} of its variables in 16 bits: {listed(v.path for v in half)}. Adam's "
-                "second moments underflow there, and weights stop moving or jump.",
-                "Make the model's variables float32 (`apply_policy(..., float32_variables=True)`), and compile anew.",
-            )
+        what = (
+            f"The optimizer keeps {len(half)} of its variables in 16 bits: {listed(v.path for v in half)}. Adam's "
+            "second moments underflow there, and weights stop moving or jump."
         )
-    if computes_in(model, ("float16",)):
-        findings.extend(_of_loss_scale(optimizer))
-    return findings
-
-
-def _of_loss_scale(optimizer) -> list:
-    name = type(optimizer).__name__
+        remedy = "Make the model's variables float32 (`apply_policy(..., float32_variables=True)`), and compile anew."
+        findings.append(Finding("warning", None, what, remedy))
+    if not computes_in(model, ("float16",)):
+        return findings
     if not scales_loss(optimizer):
-        return [
-            Finding(
-                "error",
-                None,
-                f"Layers compute in float16, and the optimizer ({name}) scales no loss: gradients below 6e-8 become 0.",
-                "Call `mpkeras.prepare(model)` after `compile`, or use `mpkeras.callbacks.MixedPrecision`.",
-            )
-        ]
-    is_stock = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if is_stock and not isinstance(optimizer, LossScaleOptimizer):
-        return [
-            Finding(
-                "note",
-                None,
-                "The loss is scaled by Keras' own LossScaleOptimizer: its scale has no `min_scale` (at 0 it writes NaN "
-                "into the weights) and no `max_scale`, skipped steps are not counted, and a skipped step still changes "
-                "BatchNormalization statistics and metrics.",
-                "Call `mpkeras.prepare(model)` after `compile`.",
-            )
-        ]
-    return []
+        what = (
+            f"Layers compute in float16, and the optimizer ({type(optimizer).__name__}) scales no loss: gradients "
+            "below 6e-8 become 0."
+        )
+        remedy = "Call `mpkeras.prepare(model)` after `compile`, or use `mpkeras.callbacks.MixedPrecision`."
+        findings.append(Finding("error", None, what, remedy))
+    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(optimizer, LossScaleOptimizer):
+        what = (
+            "The loss is scaled by Keras' own LossScaleOptimizer: its scale has no `min_scale` (at 0 it writes NaN "
+            "into the weights) and no `max_scale`, skipped steps are not counted, and a skipped step still changes "
+            "BatchNormalization statistics and metrics."
+        )
+        findings.append(Finding("note", None, what, "Call `mpkeras.prepare(model)` after `compile`."))
+    return findings
 
 
 def check_losses(model) -> list:
     """Losses and penalties that are summed in 16 bits (P21)."""
     findings = []
-    if keras.config.floatx() in SIXTEEN_BIT_DTYPES:
-        findings.append(
-            Finding(
-                "error",
-                None,
-                f"`keras.config.floatx()` is {keras.config.floatx()}: losses, metrics and new variables are, too.",
-                'Call `keras.config.set_floatx("float32")`, and choose the arithmetic by a policy.',
-            )
-        )
+    floatx = keras.config.floatx()
+    if floatx in SIXTEEN_BIT_DTYPES:
+        what = f"`keras.config.floatx()` is {floatx}: losses, metrics and new variables are, too."
+        remedy = 'Call `keras.config.set_floatx("float32")`, and choose the arithmetic by a policy.'
+        findings.append(Finding("error", None, what, remedy))
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         if isinstance(loss, keras.losses.Loss) and loss.dtype in SIXTEEN_BIT_DTYPES:
+            is_float16 = loss.dtype == "float16"
+            what = f"The loss '{loss.name}' ({type(loss).__name__}) is computed in {loss.dtype}: its sums "
+            what += "overflow at 65504." if is_float16 else "keep 8 significant bits."
             findings.append(
-                Finding(
-                    "error" if loss.dtype == "float16" else "warning",
-                    None,
-                    f"The loss '{loss.name}' ({type(loss).__name__}) is computed in {loss.dtype}: its sums "
-                    + ("overflow at 65504." if loss.dtype == "float16" else "keep 8 significant bits."),
-                    'Give it `dtype="float32"`, or none.',
-                )
+                Finding("error" if is_float16 else "warning", None, what, 'Give it `dtype="float32"`, or none.')
             )
     for layer in layers_of(model):
         if penalties.regularizes_in_16_bits(layer):
-            findings.append(
-                Finding(
-                    "warning",
-                    layer.path or layer.name,
-                    f"Its activity regularizer sums in {layer.compute_dtype}: in float16, 512 activations of 400 give "
-                    "inf.",
-                    "`mpkeras.apply_policy` and `mpkeras.prepare` let it see float32.",
-                )
+            what = (
+                f"Its activity regularizer sums in {layer.compute_dtype}: in float16, 512 activations of 400 give inf."
             )
+            remedy = "`mpkeras.apply_policy` and `mpkeras.prepare` let it see float32."
+            findings.append(Finding("warning", layer.path or layer.name, what, remedy))
     return findings
 
 
@@ -177,27 +145,19 @@ def check_float32_rules(model) -> list:
     for layer, rule in layers_to_keep(model, default_rules()):
         if layer.compute_dtype not in SIXTEEN_BIT_DTYPES or products.is_split(layer):
             continue
-        is_gate = rule.startswith("activation:") and ends is not None and id(layer) not in ends
-        what = "Its activation" if rule.startswith("activation:") else "It"
-        findings.append(
-            Finding(
-                "note" if is_gate else "warning",
-                layer.path or layer.name,
-                f"{what} computes in {layer.compute_dtype}, which the default rule '{rule}' keeps in float32: "
-                f"{_reason(rule, reasons)}.",
-                "Only probabilities need it; `mpkeras.apply_policy` does it." if is_gate else _REMEDY_OF_RULES,
-            )
+        is_activation = rule.startswith("activation:")
+        is_gate = is_activation and ends is not None and id(layer) not in ends
+        what = (
+            f"{'Its activation' if is_activation else 'It'} computes in {layer.compute_dtype}, which the default rule "
+            f"'{rule}' keeps in float32: {reasons['Softmax' if rule == 'activation:softmax' else rule]}."
         )
+        remedy = (
+            'Convert the model by `mpkeras.apply_policy` or `mpkeras.prepare`, or give the layer `dtype="float32"`.'
+        )
+        if is_gate:
+            remedy = "Only probabilities need it; `mpkeras.apply_policy` does it."
+        findings.append(Finding("note" if is_gate else "warning", layer.path or layer.name, what, remedy))
     return findings
-
-
-_REMEDY_OF_RULES = (
-    'Convert the model by `mpkeras.apply_policy` or `mpkeras.prepare`, or give the layer `dtype="float32"`.'
-)
-
-
-def _reason(rule, reasons) -> str:
-    return reasons["Softmax"] if rule == "activation:softmax" else reasons[rule]
 
 
 def _last_layers(model) -> set | None:
@@ -226,41 +186,21 @@ def check_devices(model, devices, backend: str) -> list:
     used = [dtype for dtype in SIXTEEN_BIT_DTYPES if computes_in(model, (dtype,))]
     if not used:
         suited = "16 bits will not pay on this device, do not bother" if policy == "float32" else f"{policy} suits it"
-        return [
-            Finding(
-                "note",
-                None,
-                f"No layer computes in 16 bits. For this device: {suited} ({reason}).",
-                "Leave it as it is." if policy == "float32" else f'Try `mpkeras.apply_policy(model, "{policy}")`.',
-            )
-        ]
+        what = f"No layer computes in 16 bits. For this device: {suited} ({reason})."
+        remedy = "Leave it as it is." if policy == "float32" else f'Try `mpkeras.apply_policy(model, "{policy}")`.'
+        return [Finding("note", None, what, remedy)]
     if policy == "float32":
-        return [
-            Finding(
-                "warning",
-                None,
-                f"{' and '.join(used)} will not pay on this device, do not bother: {reason}.",
-                'Use it for its memory or for another device; otherwise `mpkeras.apply_policy(model, "float32")`.',
-            )
-        ]
-    best = policy.removeprefix("mixed_")
-    natively = set.intersection(*(set(native.native_dtypes(device)) for device in _computing(devices)))
+        what = f"{' and '.join(used)} will not pay on this device, do not bother: {reason}."
+        remedy = 'Use it for its memory or for another device; otherwise `mpkeras.apply_policy(model, "float32")`.'
+        return [Finding("warning", None, what, remedy)]
+    computing = [device for device in devices if device.kind != "cpu"] or list(devices)
+    natively = set.intersection(*(set(native.native_dtypes(device)) for device in computing))
     slow = [dtype for dtype in used if dtype not in natively]
-    if slow:
-        return [
-            Finding(
-                "warning",
-                None,
-                f"{' and '.join(slow)} is not native on this device, and will not pay; {best} is: {reason}.",
-                f'`mpkeras.apply_policy(model, "{policy}")`.',
-            )
-        ]
-    return []
-
-
-def _computing(devices) -> list:
-    accelerators = [device for device in devices if device.kind != "cpu"]
-    return accelerators or list(devices)
+    if not slow:
+        return []
+    best = policy.removeprefix("mixed_")
+    what = f"{' and '.join(slow)} is not native on this device, and will not pay; {best} is: {reason}."
+    return [Finding("warning", None, what, f'`mpkeras.apply_policy(model, "{policy}")`.')]
 
 
 def check_trace(forward, rows) -> list:

@@ -60,14 +60,9 @@ def observe(
 ) -> Observation:
     """Runs `model` forward, as in training, and backward where there are labels, and returns what it saw.
 
-    Weights, statistics, random generators and metrics are as before afterwards.
-
-    Args:
-        model: A built `keras.Model`; compiled, if `y` is given.
-        x, y, sample_weight: A batch, as for `train_on_batch`.
-        loss_scale: The factor on the loss, by which all gradients are multiplied.
-        references: Whether each 16-bit layer is also run in float32, on the same inputs.
-        rounded: A function of a layer and a tensor that it reads or returns; what it returns takes the tensor's place.
+    Weights, statistics, random generators and metrics are as before afterwards. With `references` each 16-bit layer is
+    also run in float32, on the same inputs. `rounded(layer, tensor)` takes the place of each tensor that a layer reads
+    or returns.
     """
     backend = importlib.import_module(f"mpkeras.insight._{keras.backend.backend()}")
     calls: list = []

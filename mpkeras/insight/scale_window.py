@@ -36,13 +36,8 @@ def scale_window(model, observed: Observation, reference: Observation, loss_scal
     small gradient that is added to a large one, or that of an easy example, is no loss. Then `smallest` is the present
     scale if that does, and is searched for if it does not.
 
-    Args:
-        model: A `keras.Model`.
-        observed: The pass of the model as it is, at `loss_scale`.
-        reference: The same pass in float32, not scaled.
-        loss_scale: The present one.
-        run: Called with a loss scale, returns the `Observation` of the model as it is at that scale.
-        run_rounded: Called with the argument `rounded` of `observe`, returns the `Observation` in float32.
+    `observed` is the pass at `loss_scale`, `reference` the same in float32 and not scaled; `run(scale)` repeats the
+    first, `run_rounded(rounded)` the second with the argument of `observe`.
     """
     dtypes = {
         id(layer): dtype for layer in layers_of(model) if (dtype := products.compute_dtype(layer)) in SIXTEEN_BIT_DTYPES

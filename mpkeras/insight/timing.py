@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from mpkeras.export.loading import shortened
+from mpkeras.insight.report import shortened
 
 ROUNDS = 60
 # Compiling leaves time for so many rounds of the cells that are ready, or this share of the budget if that is less.
@@ -75,17 +75,11 @@ def measure_grid(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ):
-    """Fills in the times of `cells`, in rounds in which each takes its turn: what disturbs the machine, disturbs all.
+    """Fills in the times of `cells`, the most important first: a budget may end before the last.
 
-    Args:
-        cells: List of `Cell`, the most important first: a budget may end before the last. The first is always begun.
-        bench: Has `begin(cell)`, which makes the cell's step, warms it up and returns the milliseconds of a warm
-            one, and `measure(cell, steps)`, which returns the mean milliseconds of so many steps in a row.
-        budget_s: Seconds for all. A step that is being compiled cannot be interrupted, so this much and one
-            compilation may pass.
-        rounds: At most so many.
-        clock: Seconds.
-        progress: Called with the work done and all of the work.
+    The first is always begun. A step that is being compiled cannot be interrupted, so that `budget_s` and one
+    compilation may pass. `bench.begin(cell)` makes the cell's step, warms it up and returns the milliseconds of a warm
+    one; `bench.measure(cell, steps)` returns the mean milliseconds of so many steps in a row.
     """
     started = clock()
 
