@@ -46,7 +46,7 @@ def run(args) -> int:
             option = "--" + name.replace("_", "-")
             args.error(f"argument --no-measure: not allowed with argument {option}, as nothing is run; leave out one")
     import_mpkeras(args.error)
-    from mpkeras.insight.saved_model import advise_saved
+    from mpkeras.export.saved_model import advise_saved
 
     # A bar in a pipe would be a line for each of its steps.
     verbose = int(not args.json and sys.stdout.isatty())

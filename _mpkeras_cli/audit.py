@@ -44,7 +44,7 @@ def run(args) -> int:
     if args.summary and args.json:
         args.error("argument --summary: not allowed with argument --json, which holds everything; leave out one")
     import_mpkeras(args.error)
-    from mpkeras.insight.saved_model import audit_saved
+    from mpkeras.export.saved_model import audit_saved
 
     try:
         report = audit_saved(args.model, policy=args.policy, imports=args.imports, open_size=args.open_size)

@@ -18,10 +18,10 @@ DOCUMENTED = (
 # What public functions return: read and called by users, and made by nobody else.
 RETURNED = (
     "mpkeras.export.report.ConversionReport",
-    "mpkeras.insight.advice_report.AdviceReport",
-    "mpkeras.insight.audit_report.AuditReport",
+    "mpkeras.insight.advice.AdviceReport",
+    "mpkeras.insight.audit.AuditReport",
     "mpkeras.insight.hardware.HardwareReport",
-    "mpkeras.insight.numerics_report.NumericsReport",
+    "mpkeras.insight.numerics.NumericsReport",
     "mpkeras.training.autoprepare.AutoPrepare",
     "mpkeras.training.step.TrainStep",
 )

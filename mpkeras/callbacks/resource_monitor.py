@@ -1,12 +1,12 @@
 """`ResourceMonitor`: step time, throughput and memory among the logs of `fit`."""
 
-import importlib
 import math
 import threading
 import time
 
 import keras
 
+from mpkeras import devices
 from mpkeras.training import guard
 
 
@@ -61,7 +61,7 @@ class ResourceMonitor(keras.callbacks.Callback):
                 f"batch_size={batch_size!r}. Pass what `fit` or the dataset has, or leave it out."
             )
         self.batch_size = batch_size
-        self._backend = importlib.import_module(f"mpkeras.callbacks._{keras.backend.backend()}")
+        self._backend = devices.backend_module()
         # Batches may end in threads of Keras' own.
         self._lock = threading.Lock()
 

@@ -106,11 +106,7 @@ def standard_library_files() -> list:
 
 
 def split_files(paths: list, train_bytes: int, held_out_bytes: int, seed: int = SPLIT_SEED) -> tuple:
-    """Returns `(held_out, train)`: lists of whole files, drawn with `seed`, of at least so many bytes.
-
-    Raises:
-        ValueError: If the files together are too short.
-    """
+    """Returns `(held_out, train)`: lists of whole files, drawn with `seed`, of at least so many bytes."""
     remaining = [paths[index] for index in np.random.default_rng(seed).permutation(len(paths))]
     parts = []
     for wanted in (held_out_bytes, train_bytes):

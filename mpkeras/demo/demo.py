@@ -16,22 +16,7 @@ __all__ = ["BASELINE", "run_demo", "without_non_finite"]
 def run_demo(
     task_names, policies, *, seeds: int, epochs=None, minutes: float, quick: bool, out, width: int = 110, verbose=2
 ) -> tuple:
-    """Trains, writes `demo.json` and `demo.png`, and returns the result as a dictionary for JSON and as text.
-
-    Args:
-        task_names: Names in `TASKS`.
-        policies: Names of policies, `BASELINE` first.
-        seeds: Runs of each case.
-        epochs: Epochs of a run; by default each task's own.
-        minutes: What all runs of one policy on one task may take.
-        quick: Whether the models are tiny.
-        out: `pathlib.Path` of the directory to write to.
-        width: Characters in a line of the text.
-        verbose: As in `fit`.
-
-    Raises:
-        FileNotFoundError: If this Python has no source of its standard library.
-    """
+    """Trains, writes `demo.json` and `demo.png`, and returns the result as a dictionary for JSON and as text."""
     started = time.perf_counter()
     tasks = [TASKS[name](quick=quick) for name in task_names]
     data_sets = [task.load() for task in tasks]

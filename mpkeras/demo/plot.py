@@ -16,15 +16,7 @@ _OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def save(path, rows: list, records: list, titles: dict, heading: str):
-    """Writes the picture to `path` as PNG, 1600 pixels wide.
-
-    Args:
-        path: Where to.
-        rows: As `summary.summarize` returns them.
-        records: As `runs.compare` returns them.
-        titles: What to write above the curves of each task, by its name.
-        heading: Goes on top of the picture.
-    """
+    """Writes the picture to `path` as PNG, 1600 pixels wide."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     styles = {policy: _style(policy, policies) for policy in policies}

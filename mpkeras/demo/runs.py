@@ -18,6 +18,7 @@ from mpkeras.policies.dtypes import bytes_of
 from mpkeras.policies.kernels import missing_kernel_rules
 from mpkeras.policies.registry import get_policy, policy_scope
 from mpkeras.training.prepare import prepare
+from mpkeras.training.step import make_train_step
 
 ROUNDS = 30
 # The first calls trace, compile and fill caches.
@@ -31,16 +32,6 @@ def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, limit_s: flo
 
     `records` has one record for each task, seed and policy, in the order they were run; `step_times_ms` the
     times of single training steps, by task and policy; `plans` what was to be run, by task and policy.
-
-    Args:
-        tasks: `Task`s.
-        data_sets: The `DataSet` of each task.
-        policies: List of names, `"float32"` among them.
-        seeds: Number of seeds; they are 0, 1, ... and drive initialization and shuffling.
-        epochs: Epochs for every task; by default each task's own.
-        limit_s: Seconds that the runs of one policy on one task may take. What would take longer, by what its first
-            steps took, is run with fewer seeds or left out; so is the timing of steps.
-        verbose: As in `fit`.
     """
     records, step_times_ms, plans = [], {}, {}
     for task, data_set in zip(tasks, data_sets, strict=True):
@@ -138,10 +129,6 @@ def _compiled(task, data_set, seed, epochs):
 
 def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
     model = _compiled(task, data_set, seed, epochs)
-    callbacks = [MixedPrecision(policy)]
-    xla_memory = XlaMemory(data_set.x_train[: task.batch_size], data_set.y_train[: task.batch_size])
-    if seed == 0:  # the bytes are the same with every seed
-        callbacks.append(xla_memory)
     history = model.fit(
         data_set.x_train,
         data_set.y_train,
@@ -150,12 +137,15 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
         steps_per_epoch=task.steps_per_epoch,
         validation_data=(data_set.x_held_out, data_set.y_held_out),
         validation_batch_size=128,
-        callbacks=callbacks,
+        callbacks=[MixedPrecision(policy)],
         verbose=verbose,
     ).history
     history = {name: [float(value) for value in values] for name, values in history.items()}
     quality = [task.quality({name: values[i] for name, values in history.items()}) for i in range(epochs)]
-    output_bytes = layer_output_bytes(model, data_set.x_train, task.batch_size) if seed == 0 else None
+    output_bytes = temporary_bytes = None
+    if seed == 0:  # the bytes are the same with every seed
+        output_bytes = layer_output_bytes(model, data_set.x_train, task.batch_size)
+        temporary_bytes = xla_temporary_bytes(model, task, data_set)
     return {
         "history": {**history, "quality": quality},
         "quality": quality[-1],
@@ -163,7 +153,7 @@ def _train(task, data_set, policy, seed, epochs, verbose) -> dict:
         "skipped_steps": int(history["skipped_steps"][-1]),
         "loss_scale": history["loss_scale"][-1],
         "layer_output_bytes": output_bytes,
-        "xla_temporary_bytes": xla_memory.temporary_bytes,
+        "xla_temporary_bytes": temporary_bytes,
         "missing_kernels": missing_kernels(model, policy),
         "compute_dtypes": {layer.name: layer.compute_dtype for layer in model.layers},
     }
@@ -254,27 +244,12 @@ class Plan:
 
 
 def estimated_run_s(first: FirstSteps, steps: int, batch_size: int, held_out_examples: int) -> float:
-    """Returns the seconds of one run: compiling, training, and looking at the held-out data.
-
-    Args:
-        first: What the first steps took.
-        steps: Optimizer steps of a run.
-        batch_size: Examples a step.
-        held_out_examples: Examples of the held-out data that are looked at in a run, all epochs together.
-    """
+    """Returns the seconds of one run: compiling, training, and looking at the held-out data."""
     return first.compile_s + first.step_s * (steps + _FORWARD * held_out_examples / batch_size)
 
 
 def plan_case(seeds: int, run_s: float | None, step_s: float | None, limit_s: float, *, is_baseline: bool) -> Plan:
-    """Returns as many runs as fit into the limit. The baseline is run at least once: all else is measured against it.
-
-    Args:
-        seeds: Runs that were asked for.
-        run_s, step_s: Seconds of a run and of a step, estimated; `None` where nothing could be timed, which leaves the
-            plan as it was asked for.
-        limit_s: Seconds that all runs of this policy on this task may take.
-        is_baseline: Whether it is the policy that the others are measured against.
-    """
+    """Returns as many runs as fit into the limit; at least one of the baseline, against which all else is measured."""
     if run_s is None or step_s is None:
         return Plan(seeds, seeds)
     fitting = min(seeds, int(limit_s // run_s)) if run_s > 0 else seeds
@@ -282,13 +257,7 @@ def plan_case(seeds: int, run_s: float | None, step_s: float | None, limit_s: fl
 
 
 def rounds_within(step_times_s, limit_s: float, rounds: int) -> int:
-    """Returns how many rounds, of one step each, fit into the limit: `rounds` at most, 3 at least.
-
-    Args:
-        step_times_s: Seconds of a step of each model.
-        limit_s: Seconds for all rounds.
-        rounds: As many as one would like.
-    """
+    """Returns how many rounds, of one step each, fit into the limit: `rounds` at most, 3 at least."""
     one_round_s = sum(step_times_s)
     return max(3, min(rounds, int(limit_s // one_round_s))) if one_round_s > 0 else rounds
 
@@ -307,12 +276,6 @@ def first_steps(model, policy: str, x, y, batch_size: int) -> FirstSteps:
     """Prepares a model for its policy and returns what its first two training steps take.
 
     The step is what `fit` runs under `MixedPrecision`: guarded, and with the loss scaled where the policy says so.
-
-    Args:
-        model: A compiled model. It is trained.
-        policy: The name of its policy.
-        x, y: Training arrays of at least `batch_size` examples.
-        batch_size: Examples a step.
     """
     prepare(model, policy)
     times = []
@@ -328,12 +291,6 @@ def interleaved_step_times(models: dict, x, y, batch_size: int, rounds: int = RO
     """Returns the times of `rounds` training steps of each model, in milliseconds.
 
     In every round each model takes one step on the same batch: what slows the machine down slows all of them.
-
-    Args:
-        models: Models by the policy that `first_steps` has prepared them for. They train on.
-        x, y: Training arrays of at least `batch_size` examples.
-        batch_size: Examples a step.
-        rounds: Timed rounds, after `WARM_UP_ROUNDS` others.
     """
     batches = len(x) // batch_size
     times: dict = {policy: [] for policy in models}
@@ -355,11 +312,6 @@ def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
     not those of the policies its layers have now. Operations between layers (`x + y`) count as layers. What
     a layer keeps inside (attention scores) does not count, nor is there a discount for what a compiler
     fuses away: the number compares policies and does not predict peak memory.
-
-    Args:
-        model: A Functional model with one input.
-        x: Input array, shape `(examples, ...)`; only the first example is used.
-        batch_size: Examples a batch.
     """
     symbolic = []
     for operation in model.operations:
@@ -370,26 +322,12 @@ def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
     return batch_size * sum(bytes_of(shape, dtype) for shape, dtype in found)
 
 
-class XlaMemory(keras.callbacks.Callback):
-    """Reads what XLA says about the memory of the compiled train step, where the backend tells (JAX).
+def xla_temporary_bytes(model, task, data_set) -> int | None:
+    """Returns what XLA reserves for a train step beside weights, optimizer state and batch; `None` without XLA.
 
-    It compiles the step once more when training begins. Goes after `MixedPrecision` in the list of
-    callbacks, so that it sees the guarded step.
-
-    Args:
-        x, y: One training batch.
-
-    Attributes:
-        temporary_bytes: Bytes of temporary buffers, or `None` where the backend does not say.
+    Of a step of `mpkeras.make_train_step`, which computes what `fit` does without its metrics.
     """
-
-    def __init__(self, x, y):
-        super().__init__()
-        self._batch = (x, y)
-        self.temporary_bytes = None
-
-    def on_train_begin(self, logs=None):
-        if keras.backend.backend() == "jax":
-            from mpkeras.devices import _jax
-
-            self.temporary_bytes = _jax.train_step_temporary_bytes(self.model, *self._batch)
+    if not uses_xla():
+        return None
+    step = make_train_step(model, model.optimizer, task.loss(), jit_compile=True)
+    return step.temporary_bytes(data_set.x_train[: task.batch_size], data_set.y_train[: task.batch_size])

@@ -23,13 +23,7 @@ _TEXT_COLUMNS = 2  # task and policy: to the left; numbers go to the right
 
 
 def summarize(tasks, policies, records, step_times_ms, plans) -> list:
-    """Returns one row, a dictionary, for each task and policy, tasks outermost.
-
-    Args:
-        tasks: Objects with `name`, `quality_name`, `higher_is_better` and `tolerance`.
-        policies: Names, `"float32"` among them.
-        records, step_times_ms, plans: As `runs.compare` returns them.
-    """
+    """Returns one row, a dictionary, for each task and policy, tasks outermost."""
     rows = []
     for task in tasks:
         by_policy: dict = {policy: [] for policy in policies}
@@ -106,9 +100,6 @@ def same_quality(task, baseline: dict, row: dict):
 
     It may fall short by twice the spread of the runs (the root mean square of both standard deviations), or
     by the task's tolerance where that is more. Better is never held against a policy; NaN is always worse.
-
-    Returns:
-        `None` where one of the two has no result.
     """
     if "quality_mean" not in baseline or "quality_mean" not in row:
         return None
@@ -239,14 +230,7 @@ def columns(rows: list) -> tuple:
 
 
 def render(rows: list, title: str, rounds: str, width: int = 110) -> str:
-    """Returns the table, what did not run or not in 16 bits and why, and what the columns mean.
-
-    Args:
-        rows: As `summarize` returns them.
-        title: Goes on top.
-        rounds: Timed steps of each policy, in words.
-        width: Characters in a line of what is below the table.
-    """
+    """Returns the table, what did not run or not in 16 bits and why, and what the columns mean."""
     header, lines, footnotes = columns(rows)
     body = text_table([name.replace(" ", "\n") for name in header], lines, title, _TEXT_COLUMNS)
     notes = _NOTES.format(rounds=rounds)

@@ -74,21 +74,23 @@ def softmax_from_probabilities(softmax, axis, scores, mask):
     return probabilities(scores, mask)
 
 
-def train_step_temporary_bytes(model, x, y):
-    """Returns the bytes of temporary buffers of the compiled train step, or `None` if XLA does not tell.
+def wait(model, result=None):
+    """Returns when the device has finished the steps so far, the one that `result` is of among them."""
+    # Within an epoch the variables hold nothing, as `fit` passes the state from step to step.
+    model.jax_state_sync()
+    jax.block_until_ready((result, [variable.value for variable in model.variables]))
 
-    Args:
-        model: A built and compiled model.
-        x, y: One batch, as `fit` would pass it.
+
+def peak_bytes() -> int | None:
+    """Returns the most bytes that were in use on the fullest device; `None` where devices do not tell (CPU)."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((found.get("peak_bytes_in_use", 0) for found in stats), default=0) or None
+
+
+def peak_bytes_of(run) -> int | None:
+    """Returns the bytes that `run()` takes at its peak beside what is held before; `None` where nobody tells.
+
+    JAX has no way to begin a new peak.
     """
-    # The state that Keras' JAX trainer passes from step to step, in its order.
-    groups = (
-        model.trainable_variables,
-        model.non_trainable_variables,
-        model.optimizer.variables,
-        model.metrics_variables,
-    )
-    state = tuple([variable.value for variable in group] for group in groups)
-    step = jax.jit(model.train_step, donate_argnums=0)
-    analysis = step.lower(state, (x, y)).compile().memory_analysis()
-    return None if analysis is None else int(analysis.temp_size_in_bytes)
+    del run
+    return None

@@ -49,3 +49,32 @@ def run_gradient(function, tensor, jit_compile: bool):
 
     # Not `gradient(tensor)`: TensorFlow warns of whoever calls one function after another.
     gradient.get_concrete_function(tensor)(tensor)
+
+
+def wait(model, result=None):
+    """As in `_jax.py`."""
+    del model, result
+    tf.test.experimental.sync_devices()
+
+
+def peak_bytes() -> int | None:
+    """As in `_jax.py`."""
+    return max((tf.config.experimental.get_memory_info(name)["peak"] for name in _gpus()), default=0) or None
+
+
+def peak_bytes_of(run) -> int | None:
+    """As in `_jax.py`."""
+    names = _gpus()
+    if not names:
+        return None
+    for name in names:
+        tf.config.experimental.reset_memory_stats(name)
+    before = [tf.config.experimental.get_memory_info(name)["current"] for name in names]
+    run()
+    peaks = [tf.config.experimental.get_memory_info(name)["peak"] for name in names]
+    return max(peak - held for peak, held in zip(peaks, before, strict=True))
+
+
+def _gpus() -> list:
+    # "/device:GPU:0" -> "GPU:0"
+    return [device.name.partition("/device:")[2] for device in tf.config.list_logical_devices("GPU")]

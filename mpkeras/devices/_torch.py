@@ -45,3 +45,27 @@ def let_module_follow(layer):
 
     # Not by `setattr`, which Keras and torch both watch.
     vars(layer)["call"] = call_under_autocast
+
+
+def wait(model, result=None):
+    """As in `_jax.py`."""
+    del model, result
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_bytes() -> int | None:
+    """As in `_jax.py`."""
+    if not torch.cuda.is_available():
+        return None
+    return max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())) or None
+
+
+def peak_bytes_of(run) -> int | None:
+    """As in `_jax.py`."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before

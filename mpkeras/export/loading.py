@@ -10,6 +10,8 @@ from pathlib import Path
 
 import keras
 
+from mpkeras.insight.report import shortened
+
 _H5_SUFFIXES = (".h5", ".hdf5")
 # How Keras names a class or function that it does not know, in `.keras` and in `.h5` files.
 _UNKNOWN = (
@@ -124,9 +126,3 @@ def _reason(path: Path, error: Exception) -> str:
         f"Expected a file that Keras {keras.__version__} can load. Received: '{path}' "
         f"({type(chain[-1]).__name__}: {shortened(messages[-1])}). Save it anew with this Keras or an older one."
     )
-
-
-def shortened(message: str, length: int = 300) -> str:
-    """Returns `message` in one line of at most `length` characters."""
-    line = " ".join(message.split())
-    return line if len(line) <= length else line[: length - 3] + "..."

@@ -1,7 +1,9 @@
-"""Gradients of a loss by the tensors inside a model, on TensorFlow."""
+"""On TensorFlow: the products and casts of a forward pass, and gradients by the tensors inside a model."""
 
 import keras
 import tensorflow as tf
+
+from mpkeras.insight.flops import Program, owner_name, owner_of, size
 
 
 def run_with_gradients(run, variables):
@@ -41,3 +43,131 @@ def run_with_gradients(run, variables):
     grads = tape.gradient(loss, taps + native)
     grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
     return results, grads[: len(taps)], grads[len(taps) :]
+
+
+def scope(index: int):
+    return tf.name_scope(owner_name(index))
+
+
+def trace(function, inputs) -> Program:
+    """Returns what `function`, of a list of tensors of these `(shape, dtype)`, computes; nothing is run."""
+    specs = [tf.TensorSpec(shape, dtype) for shape, dtype in inputs]
+    traced = tf.function(lambda *tensors: function(list(tensors)), autograph=False).get_concrete_function(*specs)
+    program = Program()
+    batch = inputs[0][0][0] if inputs and inputs[0][0] else None
+    _walk(traced.graph, program, owner=None, times=1, batch=batch)
+    return program
+
+
+def _walk(graph, program, owner, times, batch):
+    for operation in _used(graph):
+        inside = owner_of(operation.name, owner)
+        flops = _FLOPS.get(operation.type)
+        if flops is not None:
+            _add_product(program, operation, inside, flops, times, batch)
+        elif operation.type == "Cast":
+            source, target = operation.inputs[0].dtype.name, operation.outputs[0].dtype.name
+            program.add_cast(inside, source, target, operation.outputs[0].shape.num_elements() or 0, times)
+        for inner, repeated in _functions(operation):
+            before = len(program.products)
+            _walk(inner, program, inside, times * (repeated or 1), batch)
+            program.uncounted += repeated is None and len(program.products) > before
+
+
+def _used(graph) -> list:
+    """Returns the operations that an output depends on; what else Keras left in the graph is never run."""
+    waiting, seen = [tensor.op for tensor in graph.outputs], {}
+    while waiting:
+        operation = waiting.pop()
+        if operation.name not in seen:
+            seen[operation.name] = operation
+            waiting.extend(tensor.op for tensor in operation.inputs)
+            waiting.extend(operation.control_inputs)
+    return list(seen.values())
+
+
+def _functions(operation):
+    """Yields `(graph, times)` for each function that `operation` runs; `None` times where that is not known."""
+    if operation.type in ("While", "StatelessWhile"):
+        # The second loop variable of `tf.while_loop` is its limit.
+        yield _graph(operation, "body"), _static(operation.inputs[1])
+    elif operation.type in ("If", "StatelessIf"):
+        yield _graph(operation, "then_branch"), 1
+    elif "PartitionedCall" in operation.type:
+        yield _graph(operation, "f"), 1
+
+
+def _graph(operation, attribute):
+    # `Graph` has no public name for the functions in it.
+    return operation.graph._get_function(operation.get_attr(attribute).name).graph
+
+
+def _static(tensor) -> int | None:
+    if tensor.op.type == "Max":  # as Keras writes the number of steps of a recurrent layer
+        tensor = tensor.op.inputs[0]
+    value = tf.get_static_value(tensor)
+    return int(value) if value is not None and value >= 0 else None
+
+
+def _add_product(program, operation, owner, flops, times, batch):
+    shapes = [tensor.shape for tensor in (*operation.inputs, operation.outputs[0])]
+    if not all(shape.is_fully_defined() for shape in shapes):
+        # A saved function leaves the size of the batch open.
+        program.uncounted += 1
+    dtypes = [tensor.dtype.name for tensor in operation.inputs if tensor.dtype.is_floating or tensor.dtype.is_integer]
+    try:
+        shapes = [[batch if i == 0 and n is None else n for i, n in enumerate(shape.as_list())] for shape in shapes]
+        count = flops(operation, shapes[:-1], size(shapes[-1]))
+    except (TypeError, ValueError):  # another dimension, or all of them, is not known
+        return
+    if count:
+        program.add_product(owner, dtypes[-2:], count, times)
+
+
+def _matmul(operation, shapes, results) -> int:
+    left = shapes[0][-2 if operation.get_attr("transpose_a") else -1]
+    right = shapes[1][-1 if operation.get_attr("transpose_b") else -2]
+    return 2 * results * (left or right)  # of an input of unknown shape the kernel knows
+
+
+def _batch_matmul(operation, shapes, results) -> int:
+    return 2 * results * shapes[0][-2 if operation.get_attr("adj_x") else -1]
+
+
+def _einsum(operation, shapes, results) -> int:
+    terms, result = operation.get_attr("equation").decode().split("->")
+    terms = terms.split(",")
+    if len(terms) < 2:  # a transposition or a sum
+        return 0
+    sizes: dict = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        front, _, back = term.partition("...")
+        sizes.update(zip(front, shape, strict=False))
+        sizes.update(zip(back, shape[len(shape) - len(back) :], strict=True))
+    return 2 * results * size(n for label, n in sizes.items() if label not in result)
+
+
+def _convolution(operation, shapes, results) -> int:
+    return 2 * results * size(shapes[1][:-1])
+
+
+def _depthwise_convolution(operation, shapes, results) -> int:
+    return 2 * results * size(shapes[1][:-2])
+
+
+def _transposed_convolution(operation, shapes, results) -> int:
+    return 2 * size(shapes[2]) * size(shapes[1][:-1])
+
+
+_FLOPS = {
+    "MatMul": _matmul,
+    "BatchMatMul": _batch_matmul,
+    "BatchMatMulV2": _batch_matmul,
+    "BatchMatMulV3": _batch_matmul,
+    "Einsum": _einsum,
+    "Conv2D": _convolution,
+    "Conv3D": _convolution,
+    "DepthwiseConv2dNative": _depthwise_convolution,
+    "Conv2DBackpropInput": _transposed_convolution,
+    "Conv3DBackpropInputV2": _transposed_convolution,
+}

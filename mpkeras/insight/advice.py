@@ -1,21 +1,36 @@
 """`advise`: which policy and which `jit_compile` pay off for a model on this machine, measured."""
 
-import functools
+import math
 import time
 
 import keras
 import numpy as np
 
 from mpkeras import _keras
+from mpkeras.conversion.apply import computes_in, layers_of
 from mpkeras.devices import native
-from mpkeras.insight.advice_report import AdviceReport
-from mpkeras.insight.measuring.bench import Bench
-from mpkeras.insight.measuring.grid import ROUNDS, Cell, measure_grid
-from mpkeras.insight.measuring.subject import subject
+from mpkeras.insight.bench import ESTIMATE, Bench, trainable_copy
+from mpkeras.insight.decision import WORTH, Decision, decide, paired_ratios, rounds_won
+from mpkeras.insight.report import Report, make_figure, quartiles
+from mpkeras.insight.timing import ROUNDS, Cell, measure_grid
 from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.settings import check_model
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+_SIXTEEN_BITS = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
+# Matrix products: where most of the arithmetic of a model is, and what 16-bit units are made for.
+_PRODUCT_LAYERS = (
+    keras.layers.Dense,
+    keras.layers.EinsumDense,
+    keras.layers.RNN,
+    keras.layers.LSTMCell,
+    keras.layers.GRUCell,
+    keras.layers.SimpleRNNCell,
+    keras.layers.Conv1D.__mro__[1],  # what all convolutions derive from has no public name
+    keras.layers.Conv1DTranspose.__mro__[1],
+)
+# A GPU waits for its next kernel rather than for arithmetic in a model with fewer weights than this.
+_SMALL = 1_000_000
 
 
 def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s: float = 60.0, verbose: int = 1):
@@ -79,14 +94,14 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
     return measured_advice(model, x, y, loss_fn, settings=settings, budget_s=budget_s, verbose=verbose)
 
 
-def unmeasured_advice(model, file=None) -> AdviceReport:
+def unmeasured_advice(model, file=None) -> "AdviceReport":
     """Returns the advice that needs no data and no time; `file` as in `AdviceReport`."""
     return AdviceReport(model, [], _present_jit(model), native.probe(keras.backend.backend()), file=file)
 
 
 def measured_advice(
     model, x, y, loss_fn, *, settings=None, budget_s=60.0, verbose=0, rounds=ROUNDS, file=None
-) -> AdviceReport:
+) -> "AdviceReport":
     """Returns the measured advice; as `advise`, with the loss that `mpkeras.make_train_step` takes.
 
     `file` is as in `AdviceReport`.
@@ -97,7 +112,7 @@ def measured_advice(
     cells = grid_of(settings or _settings(None, present_jit), native.choose(devices, keras.backend.backend())[0])
     notes: list = []
     started = time.perf_counter()
-    with subject(model, x) as (trained, is_copy):
+    with trainable_copy(model, x) as (trained, is_copy):
         bench = Bench(trained, x, y, _optimizer_maker(model, notes), loss_fn)
         left_s = max(budget_s - (time.perf_counter() - started), 0.0)
         measure_grid(cells, bench, budget_s=left_s, rounds=rounds, progress=_progress(verbose))
@@ -115,12 +130,7 @@ def measured_advice(
 
 
 def grid_of(settings, native_policy: str) -> list:
-    """Returns the cells, in the order in which they deserve a budget that may be short.
-
-    Args:
-        settings: Values of `jit_compile`, the present one first.
-        native_policy: What suits the device.
-    """
+    """Returns the cells, in the order in which they deserve a budget that may be short."""
     first = [policy for policy in POLICIES if policy in ("float32", native_policy)]
     second = [policy for policy in POLICIES if policy not in first]
     return [Cell(policy, jit) for policies in (first, second) for jit in settings for policy in policies]
@@ -198,17 +208,16 @@ def _optimizer_maker(model, notes: list):
     if optimizer is None:
         notes.append("Measured with Adam, as the model is not compiled.")
         return keras.optimizers.Adam
-    make = functools.partial(_like, optimizer)
+
+    def make():
+        return type(optimizer).from_config(optimizer.get_config())
+
     try:
         make()
     except Exception as error:  # of an optimizer of the user's own
         notes.append(f"Measured with Adam: {type(optimizer).__name__} cannot be copied ({type(error).__name__}).")
         return keras.optimizers.Adam
     return make
-
-
-def _like(optimizer):
-    return type(optimizer).from_config(optimizer.get_config())
 
 
 def _progress(verbose):
@@ -222,3 +231,267 @@ def _progress(verbose):
         bars[0].update(done, finalize=done == total)
 
     return progress
+
+
+class AdviceReport(Report):
+    """What `advise` returns.
+
+    Attributes:
+        policy: Name of the policy to choose.
+        jit_compile: The `jit_compile` to choose.
+        bother: Whether 16 bits are worth it.
+        sureness: `"sure"`, `"fairly sure"`, `"not sure"`, or `"not measured"`.
+        cells: One for each setting: `policy`, `jit_compile`, `times_ms` (one a round), `memory_bytes`, `failure`.
+        decision: The comparison behind the choice; `None` if nothing was measured.
+        memory_kind: What the memory of the cells is; `None` if nobody tells.
+        present_jit: The `jit_compile` that the model has.
+        native_policy: The policy that the device suggests.
+        file: The file that was asked about at the command line, whose words the advice is then in; `None` in Python.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> report = mpkeras.advise(model, np.ones((8, 4)), measure=False)
+    >>> report.sureness, report.to_dict()["policy"] == report.policy
+    ('not measured', True)
+    """
+
+    def __init__(self, model, cells, present_jit: bool, devices, *, memory_kind=None, remarks=(), file=None):
+        self.cells = list(cells)
+        self.present_jit = present_jit
+        self.memory_kind = memory_kind
+        self.backend = keras.backend.backend()
+        self.native_policy, self._native_reason = native.choose(devices, self.backend)
+        self.file = file
+        about = "Training steps of" if self.cells else "Advice for"
+        self.title = f"{about} model '{model.name}' on {self.backend}" + ("" if self.cells else ", nothing measured")
+        self._name, self._remarks = model.name, list(remarks)
+        self._computes_in_16_bits = computes_in(model, tuple(_SIXTEEN_BITS.values()))
+        self._has_accelerator = any(device.kind != "cpu" for device in devices)
+        self._parameters, self._product_share = _parameters(model), _product_share(model)
+        self.decision = decide(self.cells, present_jit, memory_counts=memory_kind not in (None, ESTIMATE))
+        if self.decision is not None:
+            self.policy, self.jit_compile = self.decision.chosen.policy, self.decision.chosen.jit_compile
+            self.bother, self.sureness = self.decision.bother, self.decision.sureness()
+        else:
+            self.bother = self.native_policy != "float32" and self._product_share >= 0.5
+            self.policy = self.native_policy if self.bother else "float32"
+            # A CPU gains from 16 bits in a TensorFlow graph alone, and under XLA loses.
+            self.jit_compile = present_jit and (self._has_accelerator or not self.bother)
+            self.sureness = "not measured"
+
+    def table(self):
+        header = ["Policy", "jit_compile", "Step (ms)", "Quartiles", "Speed", "Memory", "Rounds", ""]
+        baseline = self._baseline()
+        return header, [self._row(cell, baseline) for cell in self.cells]
+
+    def _row(self, cell, baseline) -> list:
+        row = [cell.policy, str(cell.jit_compile)]
+        if not cell.is_measured:
+            return [*row, "-", "-", "-", "-", "-", cell.failure or "not measured"]
+        q1, median, q3 = quartiles(cell.times_ms)
+        is_chosen = self._chosen() is cell
+        return [
+            *row,
+            f"{median:.2f}",
+            f"{q1:.2f} - {q3:.2f}",
+            "-" if baseline is None else f"{quartiles(paired_ratios(baseline, cell))[1]:.2f}",
+            "-" if cell.memory_bytes is None else _readable(cell.memory_bytes),
+            str(len(cell.times_ms)),
+            "<- choose" if is_chosen else "",
+        ]
+
+    def _chosen(self):
+        return None if self.decision is None else self.decision.chosen
+
+    def _baseline(self):
+        """Returns the cell of float32 with the present `jit_compile`; `None` if it was not measured."""
+        for cell in self.cells:
+            if cell.is_measured and cell.policy == "float32" and cell.jit_compile == self.present_jit:
+                return cell
+        return None
+
+    def notes(self) -> list:
+        if self.decision is None:
+            return self._unmeasured_notes()
+        lines = [self._choice(self.decision), *self._how(), *self._sureness_lines(self.decision), self._why()]
+        if self._baseline() is not None:
+            lines.append(f"Speed is against float32 with jit_compile={self.present_jit}, as the model has it now.")
+        lines.append(f"Memory is {self.memory_kind}." if self.memory_kind else "Nobody here tells how much memory.")
+        return lines + self._remarks
+
+    def _choice(self, found: Decision) -> str:
+        setting = f"{self.policy} with jit_compile={self.jit_compile}"
+        if found.because == "none":
+            return f"{self._do_not_bother()} {self._not_worth(found)}"
+        if found.reference is None:
+            return f"Choose {setting}: float32 could not be measured."
+        saving = found.memory_saving
+        memory = f" and needs {saving:.0%} less memory" if saving is not None and saving > 0.005 else ""
+        speed = f"{_times(found.speedup)} as fast as the best float32 step"
+        if found.because == "memory":
+            return f"Choose {setting}: it needs {saving:.0%} less memory, and is {speed}."
+        return f"Choose {setting}: it is {speed}{memory}."
+
+    def _do_not_bother(self) -> str:
+        is_present = self.jit_compile == self.present_jit and not self._computes_in_16_bits
+        stay = "stay with" if is_present else "use"
+        return f"Do not bother with 16 bits: {stay} {self.policy} with jit_compile={self.jit_compile}."
+
+    def _how(self) -> list:
+        """Returns the commands that follow the advice, for who asked at the command line."""
+        if self.file is None or not self.bother:
+            return []
+        return [
+            f"`mpkeras run --policy {self.policy} SCRIPT` trains so, with `jit_compile` as the script compiles; "
+            f"`mpkeras convert {self.file} --policy {self.policy} OUT.keras` converts the file."
+        ]
+
+    def _not_worth(self, found: Decision) -> str:
+        best = found.best_16_bit
+        if best is None:
+            return "No 16-bit policy could be measured."
+        return f"The best in 16 bits, {best.name}, is {_times(found.speedup)} as fast as it."
+
+    def _sureness_lines(self, found: Decision) -> list:
+        lines = []
+        if found.rounds:
+            rounds = f"{round(found.agreeing * found.rounds)} of {found.rounds} rounds"
+            what = {
+                "speed": f"it was faster than the best float32 step in {rounds}",
+                "memory": f"it was about as fast as float32, or faster, in {rounds}",
+                "none": f"16 bits were less than {WORTH - 1.0:.0%} faster in {rounds}",
+            }[found.because]
+            lines.append(f"{self.sureness.capitalize()}: {what}.")
+        if found.rival is not None and found.rival is not found.reference:
+            won, rounds = rounds_won(found.chosen, found.rival)
+            lines.append(f"It was faster than the runner-up ({found.rival.name}) in {won} of {rounds} rounds.")
+        baseline = self._baseline()
+        if baseline is not None and baseline is not found.chosen and baseline is not found.reference:
+            speed = quartiles(paired_ratios(baseline, found.chosen))
+            lines.append(f"It is {_times(speed)} as fast as float32 with the present jit_compile={self.present_jit}.")
+        return lines
+
+    def _why(self) -> str:
+        if self.policy == self.native_policy or (self.policy in _SIXTEEN_BITS and self.native_policy != "float32"):
+            return f"Why: {self._native_reason}."
+        if self.policy in _SIXTEEN_BITS:
+            return f"Why: it was measured so, although {self._native_reason}."
+        if self._has_accelerator and self._parameters < _SMALL:
+            why = f"a model of {self._parameters:,} parameters waits for its kernels to start, not for arithmetic"
+        elif self._product_share < 0.5:
+            why = f"{self._product_share:.0%} of the weights are in matrix products, which 16 bits speed up"
+        else:
+            why = "what this model does with its time is something else, on this batch"
+        return f"Why: {self._native_reason}; but {why}."
+
+    def add_remark(self, line: str):
+        """Adds a line to the end of the notes."""
+        self._remarks.append(line)
+
+    def _unmeasured_notes(self) -> list:
+        setting = f"{self.policy} with jit_compile={self.jit_compile}"
+        lines = ["Not measured, and so not sure: this is a guess from the device and the layers alone."]
+        lines += [f"Try {setting}." if self.bother else self._do_not_bother(), *self._how()]
+        share = f"{self._product_share:.0%} of the {self._parameters:,} weights are in matrix products"
+        lines.append(f"Why: {self._native_reason}; {share}.")
+        if self.bother and self._has_accelerator and self._parameters < _SMALL:
+            lines.append("A model as small as this may gain nothing: it waits for its kernels to start.")
+        if self.file is None:
+            lines.append("Leave out `measure=False` to have steps on your own batch timed.")
+        else:
+            lines.append("Leave out `--no-measure` to have steps timed, with `--data FILE.npz` on your own batch.")
+        return lines + self._remarks
+
+    def to_dict(self) -> dict:
+        found = self.decision
+        content = {
+            "model": self._name,
+            "backend": self.backend,
+            "keras": keras.__version__,
+            "policy": self.policy,
+            "jit_compile": self.jit_compile,
+            "bother": self.bother,
+            "sureness": self.sureness,
+            "present_jit_compile": self.present_jit,
+            "native_policy": self.native_policy,
+            "native_reason": self._native_reason,
+            "parameters": self._parameters,
+            "memory_is": self.memory_kind,
+            "advice": self.notes(),
+            "cells": [self._cell_dict(cell) for cell in self.cells],
+        }
+        if found is not None:
+            content |= {
+                "because": found.because,
+                "speedup": _named(found.speedup),
+                "memory_saving": found.memory_saving,
+                "share_of_rounds_that_agree": found.agreeing,
+                "runner_up": None if found.rival is None else found.rival.name,
+            }
+        return content
+
+    @staticmethod
+    def _cell_dict(cell) -> dict:
+        summary = _named(quartiles(cell.times_ms)) if cell.is_measured else None
+        return {
+            "policy": cell.policy,
+            "jit_compile": cell.jit_compile,
+            "step_time_ms": summary,
+            "rounds": len(cell.times_ms),
+            "preparation_s": cell.preparation_s,
+            "memory_bytes": cell.memory_bytes,
+            "failure": cell.failure,
+        }
+
+    def plot(self):
+        """Returns a figure: a bar for each measured setting, as long as its step, with the quartiles."""
+        measured = [cell for cell in self.cells if cell.is_measured][::-1]
+        figure = make_figure(figsize=(7, 1.4 + 0.45 * max(len(measured), 1)))
+        axes = figure.subplots()
+        if not measured:
+            axes.text(0.5, 0.5, "nothing measured", ha="center", va="center", transform=axes.transAxes)
+            axes.set_axis_off()
+            return figure
+        spread = [quartiles(cell.times_ms) for cell in measured]
+        medians = [median for _, median, _ in spread]
+        errors = [[median - q1 for q1, median, _ in spread], [q3 - median for _, median, q3 in spread]]
+        colors = ["tab:green" if cell is self._chosen() else "tab:gray" for cell in measured]
+        names = [f"{cell.policy}, jit {'on' if cell.jit_compile else 'off'}" for cell in measured]
+        bars = axes.barh(names, medians, xerr=errors, capsize=3, color=colors, alpha=0.8)
+        axes.bar_label(bars, labels=[f"{median:.3g}" for median in medians], padding=6)
+        axes.margins(x=0.12)
+        # A setting ten times slower would leave the others no room to differ.
+        if max(medians) > 10 * min(medians):
+            axes.set_xscale("log")
+        axes.set(xlabel="ms a step: median and quartiles of the rounds; green: the advice", title=self.title)
+        return figure
+
+
+def _named(spread) -> dict | None:
+    return None if spread is None else dict(zip(("q1", "median", "q3"), spread, strict=True))
+
+
+def _times(speedup) -> str:
+    q1, median, q3 = speedup
+    return f"{median:.2f} times (quartiles {q1:.2f} to {q3:.2f})"
+
+
+def _parameters(model) -> int:
+    return sum(math.prod(weight.shape) for weight in model.weights)
+
+
+def _product_share(model) -> float:
+    """Returns the share of the weights of `model` that belong to layers that multiply matrices."""
+    in_products = {
+        id(weight): math.prod(weight.shape)
+        for layer in layers_of(model)
+        if isinstance(layer, _PRODUCT_LAYERS)
+        for weight in _keras.own_variables(layer)
+    }
+    total = sum(math.prod(weight.shape) for weight in model.trainable_weights)
+    return min(sum(in_products.values()) / total, 1.0) if total else 0.0
+
+
+def _readable(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"

@@ -1,16 +1,27 @@
 """`audit`: who computes in what in a model, and what looks wrong; no data is needed."""
 
+import dataclasses
+from collections import Counter, defaultdict
+
 import keras
 
+from mpkeras import _keras
+from mpkeras.conversion.apply import layers_of
 from mpkeras.devices.native import probe
-from mpkeras.insight import checks, program_checks
-from mpkeras.insight.audit_report import AuditReport
-from mpkeras.insight.findings import in_order
-from mpkeras.insight.layer_rows import layer_rows
-from mpkeras.insight.programs.forward import OPEN_SIZE, forward_pass
+from mpkeras.insight import findings as checks
+from mpkeras.insight.findings import SEVERITIES, in_order
+from mpkeras.insight.flops import OPEN_SIZE, forward_pass, size, sums_by_dtype
+from mpkeras.insight.report import Report, make_figure, mebibytes, percent
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
+
+_UNITS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
+# Beyond it a figure is higher than any screen; the smallest are left out.
+_BARS = 40
+# Of the bytes of weights and outputs: what casts may read and write before it matters.
+_MANY_CASTS = 0.1
 
 
-def audit(model, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE) -> AuditReport:
+def audit(model, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE) -> "AuditReport":
     """Returns what each layer of a model computes in, what that covers, and what looks wrong.
 
     Per layer: compute and variable dtype, parameters, and how much of the FLOPs is in 16 bits, counted in the program
@@ -55,7 +66,7 @@ def audit(model, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE
 
 def audit_with_optimizer(
     model, optimizer, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE
-) -> AuditReport:
+) -> "AuditReport":
     """As `audit`, with the optimizer that the model will be trained by, or `None`."""
     _check_arguments(model, inputs, batch_size, open_size)
     backend = keras.backend.backend()
@@ -65,11 +76,11 @@ def audit_with_optimizer(
         *checks.check_variables(model),
         *checks.check_optimizer(model, optimizer),
         *checks.check_losses(model),
-        *program_checks.check_trace(forward, rows),
+        *checks.check_trace(forward, rows),
         *checks.check_float32_rules(model, rows),
-        *program_checks.check_islands(model, rows),
+        *checks.check_islands(model, rows),
         *checks.check_devices(model, probe(backend), backend),
-        *program_checks.check_sizes(rows),
+        *checks.check_sizes(rows),
     ]
     return AuditReport(model.name, backend, rows, in_order(findings), forward)
 
@@ -91,3 +102,276 @@ def _check_arguments(model, inputs, batch_size, open_size):
                 f"Expected `inputs` to be arrays or `keras.KerasTensor`s. Received: {value!r} (of type "
                 f"{type(value).__name__}). Pass for example `keras.KerasTensor((None, 28, 28, 1))`."
             )
+
+
+@dataclasses.dataclass
+class LayerRow:
+    """One layer, without those in it.
+
+    Attributes:
+        layer: The layer.
+        path: Its path in the model.
+        compute_dtype: What it computes in.
+        weight_bytes: `{dtype: bytes}` of its own variables.
+        parameters: How many numbers these are.
+        flops: `{dtype: FLOPs}` of its products in one forward pass; `None` where it is not known.
+        casts: Casts between float dtypes within it; `None` where it is not known.
+        output_bytes: `{dtype: bytes}` of what it returns; empty where it is not known, or a layer in it returns it.
+    """
+
+    layer: keras.layers.Layer
+    path: str
+    compute_dtype: str
+    weight_bytes: dict
+    parameters: int
+    flops: dict | None
+    casts: int | None
+    output_bytes: dict
+
+    @property
+    def class_name(self) -> str:
+        return type(self.layer).__name__
+
+    @property
+    def total_flops(self) -> int:
+        return sum((self.flops or {}).values())
+
+    @property
+    def half_flops(self) -> int:
+        return sum(flops for dtype, flops in (self.flops or {}).items() if dtype in SIXTEEN_BIT_DTYPES)
+
+    @property
+    def is_container(self) -> bool:
+        """Whether the layer is a model or an input: it computes nothing itself."""
+        return isinstance(self.layer, (keras.Model, keras.layers.InputLayer))
+
+    def to_dict(self) -> dict:
+        names = [field.name for field in dataclasses.fields(self) if field.name != "layer"]
+        return {"class_name": self.class_name, **{name: getattr(self, name) for name in names}}
+
+
+def layer_rows(model, forward) -> list:
+    """Returns a `LayerRow` for each layer of `model`, in the order of `layers_of(model)`."""
+    program = forward.program
+    flops_of: defaultdict = defaultdict(dict)
+    for product in program.products if program is not None else ():
+        flops = flops_of[product.owner or 0]
+        flops[product.dtype] = flops.get(product.dtype, 0) + product.flops
+    casts_of = Counter(cast.owner or 0 for cast in (program.casts if program is not None else ()))
+    rows = []
+    for index, layer in enumerate(layers_of(model)):
+        variables = _keras.own_variables(layer)
+        row = LayerRow(
+            layer,
+            path=layer.path or layer.name,
+            compute_dtype=layer.compute_dtype,
+            weight_bytes={},
+            parameters=sum(size(variable.shape) for variable in variables if _is_initialized(variable)),
+            flops=None if program is None else flops_of[index],
+            casts=None if program is None else casts_of[index],
+            output_bytes=forward.output_bytes.get(index, {}),
+        )
+        for variable in variables:
+            if _is_initialized(variable):
+                dtype = str(variable.dtype)
+                row.weight_bytes[dtype] = row.weight_bytes.get(dtype, 0) + bytes_of(variable.shape, dtype)
+        rows.append(row)
+    return rows
+
+
+def rows_to_show(rows) -> list:
+    """Returns the rows that say something: without inputs, models, and what only does as the layer around it does."""
+    inner_to_outer = {}
+    for row in rows:
+        if not row.is_container:
+            for layer in _keras.direct_sublayers(row.layer):
+                inner_to_outer[id(layer)] = row.layer
+
+    def says_something(row):
+        if row.parameters or row.total_flops:
+            return True
+        outer = inner_to_outer.get(id(row.layer))
+        return not row.is_container and (outer is None or outer.compute_dtype != row.compute_dtype)
+
+    return [row for row in rows if says_something(row)]
+
+
+def _is_initialized(variable) -> bool:
+    return variable.shape is not None and None not in tuple(variable.shape) and str(variable.dtype) != "string"
+
+
+class AuditReport(Report):
+    """What `audit` returns.
+
+    Attributes:
+        layers: List of `LayerRow`, one for each layer.
+        findings: List of `Finding`, the worst first.
+        flops: `{dtype: FLOPs}` of a forward pass; `None` where it is not known.
+        half_share: Share of the FLOPs in 16 bits, from 0 to 1; `None` where it is not known.
+        casts: `{(source, target): (casts, elements)}` between float dtypes; `None` where it is not known.
+        input_shapes: The shapes for which this was counted.
+        open_size: What was taken for the sizes that the model leaves open besides that of the batch; `None` where it
+            leaves none.
+
+    Example:
+
+    >>> report = mpkeras.audit(keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]), batch_size=4)
+    >>> report.flops, report.half_share, report.input_shapes
+    ({'float32': 128}, 0.0, [(4, 8)])
+    >>> report.to_dict()["weight_bytes"]
+    {'float32': 72}
+    """
+
+    def __init__(self, name: str, backend: str, layers: list, findings: list, forward):
+        self.title = f"Audit of '{name}' on the {backend} backend"
+        self.name = name
+        self.backend = backend
+        self.layers = layers
+        self.findings = findings
+        self.input_shapes = forward.input_shapes
+        self.open_size = forward.open_size
+        self.flops: dict | None = None
+        self.half_share: float | None = None
+        self.casts: dict | None = None
+        if forward.program is not None:
+            self.flops = sums_by_dtype(layers, "flops")
+            all_flops = sum(self.flops.values())
+            half = sum(self.flops.get(dtype, 0) for dtype in SIXTEEN_BIT_DTYPES)
+            self.half_share = half / all_flops if all_flops else 0.0
+            casts: dict = {}
+            for cast in forward.program.casts:
+                number, elements = casts.get((cast.source, cast.target), (0, 0))
+                casts[cast.source, cast.target] = (number + 1, elements + cast.elements)
+            self.casts = casts
+
+    def table(self):
+        header = ["Layer", "Class", "Computes in", "Variables", "Parameters", "FLOPs", "In 16 bits"]
+        return header, [self._cells(row) for row in rows_to_show(self.layers)]
+
+    def _cells(self, row) -> list:
+        all_flops = sum((self.flops or {}).values())
+        if self.flops is None:
+            flops = half = "?"
+        else:
+            flops = percent(row.total_flops / all_flops) if row.total_flops else "-"
+            half = percent(row.half_flops / row.total_flops) if row.total_flops else "-"
+        variables = ", ".join(row.weight_bytes) or "-"
+        return [row.path, row.class_name, row.compute_dtype, variables, f"{row.parameters:,}", flops, half]
+
+    def summary(self) -> str:
+        """Returns the short form: how many layers compute in what, the sums, and what is more than a note.
+
+        Example:
+
+        >>> print(mpkeras.audit(keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])).summary())
+        Audit of 'sequential...' on the ... backend
+        Layers: 1 in float32.
+        ...
+        Findings: 1 note
+        """
+        dtypes = [row.compute_dtype for row in self.layers if not row.is_container]
+        counts = [f"{dtypes.count(dtype)} in {dtype}" for dtype in dict.fromkeys(dtypes)]
+        grave = [str(finding) for finding in self.findings if finding.severity != "note"]
+        lines = [self.title, f"Layers: {', '.join(counts) or 'none'}.", *self._sums(), self._found(), *grave]
+        return "\n".join(lines)
+
+    def notes(self) -> list:
+        return [*self._sums(), "", self._found(), *map(str, self.findings)]
+
+    def _found(self) -> str:
+        counts = {name: sum(finding.severity == name for finding in self.findings) for name in SEVERITIES}
+        found = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n)
+        return f"Findings: {found or 'none'}"
+
+    def _sums(self) -> list:
+        lines = []
+        if self.flops is not None:
+            all_flops = sum(self.flops.values())
+            shapes = ", ".join(map(str, self.input_shapes))
+            line = f"{_large(all_flops)} FLOPs in a forward pass on inputs {shapes}"
+            line += f", {percent(self.half_share or 0.0)} in 16 bits."
+            if self.open_size is not None:
+                line += f" Open sizes were taken as {self.open_size}; `open_size` gives another."
+            lines.append(line)
+            lines.append(f"Casts between float dtypes: {self._casts(self.casts or {})}.")
+        lines.append(f"Weights: {_by_dtype(sums_by_dtype(self.layers, 'weight_bytes'))}.")
+        if self.flops is not None:
+            lines.append(f"Outputs of layers: {_by_dtype(sums_by_dtype(self.layers, 'output_bytes'))}.")
+        return lines
+
+    def _casts(self, casts: dict) -> str:
+        if not casts:
+            return "none"
+        moved = sum(bytes_of((n,), source) + bytes_of((n,), target) for (source, target), (_, n) in casts.items())
+        others = sum(sum(sums_by_dtype(self.layers, name).values()) for name in ("weight_bytes", "output_bytes"))
+        if moved < _MANY_CASTS * others:
+            return "few, which cost little"
+        kinds = [f"{n} {source} to {target}" for (source, target), (n, _) in sorted(casts.items())]
+        return (
+            f"{', '.join(kinds)}; they read and write {mebibytes(moved)}, beside {mebibytes(others)} of weights and "
+            "outputs. That matters where steps are not compiled: XLA and `torch.compile` fuse most casts into what "
+            "is around them"
+        )
+
+    def to_dict(self) -> dict:
+        casts = self.casts and [
+            {"from": source, "to": target, "casts": n, "elements": elements}
+            for (source, target), (n, elements) in sorted(self.casts.items())
+        ]
+        return {
+            "model": self.name,
+            "backend": self.backend,
+            "input_shapes": [list(shape) for shape in self.input_shapes],
+            "open_size": self.open_size,
+            "flops": self.flops,
+            "half_share": self.half_share,
+            "casts": [] if self.casts == {} else casts,
+            "weight_bytes": sums_by_dtype(self.layers, "weight_bytes"),
+            "output_bytes": sums_by_dtype(self.layers, "output_bytes"),
+            "layers": [row.to_dict() for row in self.layers],
+            "findings": [
+                {name: getattr(finding, name) for name in ("severity", "layer", "what", "remedy")}
+                for finding in self.findings
+            ],
+        }
+
+    def plot(self):
+        """Returns a figure: a bar for each layer with FLOPs (without a trace: parameters), coloured by dtype."""
+        from matplotlib.patches import Patch
+
+        colours = {"float32": "tab:gray", "bfloat16": "tab:blue", "float16": "tab:green", "float64": "tab:red"}
+        is_traced = bool(self.flops)
+        bars = [(row.path, row.flops if is_traced else {row.compute_dtype: row.parameters}) for row in self.layers]
+        bars = [(path, parts) for path, parts in bars if sum((parts or {}).values())]
+        kept = sorted(bars, key=lambda bar: -sum(bar[1].values()))[:_BARS]
+        bars = [bar for bar in bars if bar in kept]
+        everything = sum(sum(parts.values()) for _, parts in bars) or 1
+        figure = make_figure(figsize=(8, 1.4 + 0.3 * max(len(bars), 1)))
+        axes = figure.subplots()
+        for place, (_, parts) in enumerate(bars):
+            left = 0.0
+            for dtype, number in parts.items():
+                width = 100 * number / everything
+                axes.barh(place, width, left=left, color=colours.get(dtype, "tab:orange"))
+                left += width
+        axes.set_yticks(range(len(bars)), [path for path, _ in bars])
+        axes.invert_yaxis()
+        axes.set_xlabel("% of the FLOPs of a forward pass" if is_traced else "% of the parameters")
+        dtypes = list(dict.fromkeys(dtype for _, parts in bars for dtype in parts))
+        handles = [Patch(color=colours.get(dtype, "tab:orange"), label=dtype) for dtype in dtypes]
+        if handles:
+            axes.legend(handles=handles, loc="best")
+        half = "" if self.half_share is None else f": {percent(self.half_share)} of the FLOPs in 16 bits"
+        axes.set_title(self.name + half)
+        return figure
+
+
+def _large(number: int) -> str:
+    for unit, name in _UNITS:
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number:,}"
+
+
+def _by_dtype(sizes) -> str:
+    return ", ".join(f"{mebibytes(n)} {dtype}" for dtype, n in sizes.items()) or "none"

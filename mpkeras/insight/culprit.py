@@ -23,13 +23,7 @@ class Culprit:
 
 
 def find_culprit(observed, reference, loss_scale: float) -> Culprit | None:
-    """Returns where inf or NaN began in an `Observation`; `None` where all is finite.
-
-    Args:
-        observed: The `Observation` of the model as it is.
-        reference: That of the same batch with all of the model in float32.
-        loss_scale: The factor on the loss in `observed`.
-    """
+    """Returns where inf or NaN began in an `Observation`; `None` where all is finite."""
     return _forward(observed, reference) or _loss(observed) or _backward(observed, loss_scale)
 
 

@@ -1,9 +1,29 @@
-"""What an audit finds: how bad it is, where, what, and what helps."""
+"""What an audit finds: in the model as it is, and in its traced forward pass."""
 
 import dataclasses
 
+import keras
+
+from mpkeras import _keras
+from mpkeras.conversion import mixing, penalties
+from mpkeras.conversion.apply import CAST_NAME, compute_dtypes, computes_in, layers_of, scales_loss, without_cast
+from mpkeras.devices import native
+from mpkeras.insight.flops import sums_by_dtype
+from mpkeras.insight.report import mebibytes, percent
+from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.rules import layers_to_keep, layers_without_kernel
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+
 SEVERITIES = ("error", "warning", "note")
 _NAMES_SHOWN = 4
+# Of all FLOPs: what a float32 layer may cost before it is a warning.
+_DEAR = 0.05
+# Of all FLOPs: below it the size of a layer does not matter.
+_SMALL = 0.01
+_TILE = 8
+_SIZES = ("units", "filters", "output_dim", "key_dim")
+_ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,3 +57,325 @@ def listed(names) -> str:
     names = list(names)
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def check_variables(model) -> list:
+    """16-bit variables: small updates are lost in them (P26), those of LoRA among them (P29)."""
+    findings = []
+    weights = _keras.frozen_weights(model)
+    bits = {"float16": "11 significant bits, and nothing below 6e-8", "bfloat16": "8 significant bits"}
+    for layer in layers_of(model):
+        for dtype in SIXTEEN_BIT_DTYPES:
+            # Frozen weights are rounded once; only what moves, statistics among it, loses what is behind its last bit.
+            own = [v for v in _keras.own_variables(layer) if v.dtype == dtype]
+            names = [v.name for v in own if v.trainable or id(v) not in weights]
+            if names:
+                severity = "error" if dtype == "float16" else "warning"
+                what = f"The variables {listed(names)} are {dtype}: {bits[dtype]}. Updates smaller than their last bit "
+                remedy = f'`mpkeras.apply_policy(model, "mixed_{dtype}", float32_variables=True)` makes them float32 '
+                findings.append(
+                    Finding(severity, layer.path or layer.name, what + "are lost.", remedy + "ones of the same values.")
+                )
+    return findings
+
+
+def check_optimizer(model, optimizer) -> list:
+    """State in 16 bits (P29), and float16 without the loss scaling it needs (P18)."""
+    if optimizer is None:
+        return []
+    findings = []
+    half = [v for v in optimizer.variables if str(v.dtype) in SIXTEEN_BIT_DTYPES]
+    if half:
+        what = (
+            f"The optimizer keeps {len(half)} of its variables in 16 bits: {listed(v.path for v in half)}. Adam's "
+            "second moments underflow there, and weights stop moving or jump."
+        )
+        remedy = "Make the model's variables float32 (`apply_policy(..., float32_variables=True)`), and compile anew."
+        findings.append(Finding("warning", None, what, remedy))
+    if not computes_in(model, ("float16",)):
+        return findings
+    if not scales_loss(optimizer):
+        what = (
+            f"Layers compute in float16, and the optimizer ({type(optimizer).__name__}) scales no loss: gradients "
+            "below 6e-8 become 0."
+        )
+        remedy = "Call `mpkeras.prepare(model)` after `compile`, or use `mpkeras.callbacks.MixedPrecision`."
+        findings.append(Finding("error", None, what, remedy))
+    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(optimizer, LossScaleOptimizer):
+        what = (
+            "The loss is scaled by Keras' own LossScaleOptimizer: its scale has no `min_scale` (at 0 it writes NaN "
+            "into the weights) and no `max_scale`, skipped steps are not counted, and a skipped step still changes "
+            "BatchNormalization statistics and metrics."
+        )
+        findings.append(Finding("note", None, what, "Call `mpkeras.prepare(model)` after `compile`."))
+    return findings
+
+
+def check_losses(model) -> list:
+    """Losses and penalties that are summed in 16 bits (P21)."""
+    findings = []
+    floatx = keras.config.floatx()
+    if floatx in SIXTEEN_BIT_DTYPES:
+        what = f"`keras.config.floatx()` is {floatx}: losses, metrics and new variables are, too."
+        remedy = 'Call `keras.config.set_floatx("float32")`, and choose the arithmetic by a policy.'
+        findings.append(Finding("error", None, what, remedy))
+    for loss in keras.tree.flatten(getattr(model, "loss", None)):
+        if isinstance(loss, keras.losses.Loss) and loss.dtype in SIXTEEN_BIT_DTYPES:
+            is_float16 = loss.dtype == "float16"
+            what = f"The loss '{loss.name}' ({type(loss).__name__}) is computed in {loss.dtype}: its sums "
+            what += "overflow at 65504." if is_float16 else "keep 8 significant bits."
+            findings.append(
+                Finding("error" if is_float16 else "warning", None, what, 'Give it `dtype="float32"`, or none.')
+            )
+    for layer in layers_of(model):
+        if penalties.regularizes_in_16_bits(layer):
+            what = (
+                f"Its activity regularizer sums in {layer.compute_dtype}: in float16, 512 activations of 400 give inf."
+            )
+            remedy = "`mpkeras.apply_policy` and `mpkeras.prepare` let it see float32."
+            findings.append(Finding("warning", layer.path or layer.name, what, remedy))
+    return findings
+
+
+def check_float32_rules(model, rows) -> list:
+    """Layers in 16 bits that the default rules keep in float32: probability heads (P4), normalization, and so on.
+
+    And large probability heads that are in float32, with what that costs.
+    """
+    by_layer = {id(row.layer): row for row in rows}
+    all_flops = sum(row.total_flops for row in rows)
+    reasons = dict(DEFAULT_RULES)
+    ends = _last_layers(model)
+    findings = []
+    for layer, rule in layers_to_keep(model, default_rules()):
+        if layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
+            findings.extend(_of_float32_head(model, by_layer.get(id(layer)), rule, all_flops))
+            continue
+        is_activation = rule.startswith("activation:")
+        is_gate = is_activation and ends is not None and id(layer) not in ends
+        what = (
+            f"{'Its activation' if is_activation else 'It'} computes in {layer.compute_dtype}, which the default rule "
+            f"'{rule}' keeps in float32: {reasons['Softmax' if rule == 'activation:softmax' else rule]}."
+        )
+        remedy = (
+            'Convert the model by `mpkeras.apply_policy` or `mpkeras.prepare`, or give the layer `dtype="float32"`.'
+        )
+        if is_gate:
+            remedy = "Only probabilities need it; `mpkeras.apply_policy` does it."
+        findings.append(Finding("note" if is_gate else "warning", layer.path or layer.name, what, remedy))
+    return findings
+
+
+def _of_float32_head(model, row, rule, all_flops) -> list:
+    is_head = row is not None and row.compute_dtype == "float32" and rule.startswith("activation:")
+    if not is_head or row.parameters < _LARGE_HEAD or not computes_in(model, SIXTEEN_BIT_DTYPES):
+        return []
+    share = f", {percent(row.total_flops / all_flops)} of all FLOPs" if all_flops else ""
+    return [
+        Finding(
+            "note",
+            row.path,
+            f"Its activation keeps all of it in float32: {row.parameters:,} parameters{share}.",
+            "Let it end in logits, without an activation, and give the loss `from_logits=True`: that costs nothing. "
+            "Elsewhere, make the activation a layer of its own.",
+        )
+    ]
+
+
+# Parameters from which the product of a layer is worth a word.
+_LARGE_HEAD = 4096
+
+
+def _last_layers(model) -> set | None:
+    """Returns the `id`s of the layers that return the outputs of a model; `None` where only its `call` knows."""
+    graph = _keras.graph_of(model)
+    if graph is None:
+        return None
+    ends = set()
+    waiting = keras.tree.flatten(_keras.output_structure(graph))
+    while waiting:
+        output = waiting.pop()
+        layer, _ = _keras.made_by(output)
+        ends.add(id(layer))
+        if without_cast(output) is not output:
+            waiting.append(without_cast(output))
+        elif isinstance(layer, keras.Model):
+            ends |= _last_layers(layer) or {id(inner) for inner in layers_of(layer)}
+        elif isinstance(layer, keras.layers.Wrapper):
+            ends.add(id(layer.layer))
+    return ends
+
+
+def check_devices(model, devices, backend: str) -> list:
+    """Says so where 16 bits will not pay (P2)."""
+    policy, reason = native.choose(devices, backend)
+    used = [dtype for dtype in SIXTEEN_BIT_DTYPES if computes_in(model, (dtype,))]
+    if not used:
+        suited = "16 bits will not pay on this device, do not bother" if policy == "float32" else f"{policy} suits it"
+        what = f"No layer computes in 16 bits. For this device: {suited} ({reason})."
+        remedy = "Leave it as it is." if policy == "float32" else f'Try `mpkeras.apply_policy(model, "{policy}")`.'
+        return [Finding("note", None, what, remedy)]
+    if policy == "float32":
+        what = f"{' and '.join(used)} will not pay on this device, do not bother: {reason}."
+        remedy = 'Use it for its memory or for another device; otherwise `mpkeras.apply_policy(model, "float32")`.'
+        return [Finding("warning", None, what, remedy)]
+    computing = [device for device in devices if device.kind != "cpu"] or list(devices)
+    natively = set.intersection(*(set(native.native_dtypes(device)) for device in computing))
+    slow = [dtype for dtype in used if dtype not in natively]
+    if not slow:
+        return []
+    best = policy.removeprefix("mixed_")
+    what = f"{' and '.join(slow)} is not native on this device, and will not pay; {best} is: {reason}."
+    return [Finding("warning", None, what, f'`mpkeras.apply_policy(model, "{policy}")`.')]
+
+
+def check_trace(forward, rows) -> list:
+    """Says what is not known, and names the layers that mix dtypes (P11)."""
+    findings = []
+    if forward.is_mixing:
+        findings.append(_of_mixing(forward))
+    elif forward.why_not is not None:
+        where = forward.culprit and (forward.culprit.path or forward.culprit.name)
+        what = f"FLOPs, casts and outputs are unknown, as the model could not be traced: {forward.why_not}"
+        findings.append(Finding("note", where, what, forward.remedy))
+    for index, what in forward.mixed.items():
+        row = rows[index]
+        findings.append(Finding("warning", row.path, f"{what} It computes in float32.", mixing.remedy(row.layer)))
+    if forward.program is not None and forward.program.uncounted:
+        what = (
+            "The program does not say how long a loop or how large a product is, in places: "
+            f"{forward.program.uncounted}. Such a loop counts once, a product as if it were of the batch alone."
+        )
+        findings.append(Finding("note", None, what, "Take the FLOPs of the layers with them as a lower bound."))
+    half = [dtype for dtype in forward.output_dtypes if dtype in SIXTEEN_BIT_DTYPES]
+    if half:
+        what = f"The model returns {' and '.join(half)}: what you compute from it by hand does so in 16 bits."
+        remedy = "Let it end in float32: `mpkeras.apply_policy`, or `mpkeras.layers.Activation('linear')` at its end."
+        findings.append(Finding("note", None, what, remedy))
+    return findings
+
+
+def _of_mixing(forward) -> Finding:
+    layer = forward.culprit
+    what = forward.why_not.partition(": ")[2]
+    return Finding("error", layer.path or layer.name, f"The backend refuses it. {what}", mixing.remedy(layer))
+
+
+def check_islands(model, rows) -> list:
+    """Layers in float32 that no default rule names, with what each costs (P2, P36)."""
+    if not computes_in(model, SIXTEEN_BIT_DTYPES):
+        return []
+    by_layer = {id(row.layer): row for row in rows}
+    named = _kept_with_reason(model)
+    inner: set = set()
+    islands = []
+    for row in rows:
+        is_wide = row.compute_dtype in ("float32", "float64")
+        if row.is_container or not is_wide or {id(row.layer)} & (named | inner) or row.layer.name.startswith(CAST_NAME):
+            continue
+        all_of_it = [by_layer[id(layer)] for layer in layers_of(row.layer)]
+        inner.update(id(part.layer) for part in all_of_it)
+        islands.append((row, all_of_it))
+    all_flops = sum(row.total_flops for row in rows)
+    findings, cheap = [], []
+    for row, parts in islands:
+        flops = sum(part.total_flops - part.half_flops for part in parts)
+        if all_flops and flops > _DEAR * all_flops:
+            what = (
+                f"It computes in {row.compute_dtype} while others compute in 16 bits, and no default rule names it: "
+                f"{percent(flops / all_flops)} of all FLOPs, {_bytes(parts)}."
+            )
+            findings.append(Finding("warning", row.path, what, _remedy_of_island(row, model)))
+        elif sum(sums_by_dtype(parts, "output_bytes").values()) or any(
+            part.parameters or part.flops is None for part in parts
+        ):
+            cheap.append((row, parts, flops))
+    if cheap:
+        findings.append(_of_cheap_islands(cheap, all_flops))
+    return findings + _of_wide_products(rows, all_flops)
+
+
+def _of_cheap_islands(cheap, all_flops) -> Finding:
+    parts = [part for _, parts, _ in cheap for part in parts]
+    flops = sum(flops for *_, flops in cheap)
+    share = f", {percent(flops / all_flops)} of all FLOPs" if all_flops else ""
+    what = (
+        f"In float32 though no default rule names {'it' if len(cheap) == 1 else 'them'}: "
+        f"{listed(f'{row.path} ({row.class_name})' for row, *_ in cheap)}{share}, {_bytes(parts)}."
+    )
+    remedy = "Right if it is on purpose: each is a cast in and a cast out. `apply_policy` leaves float32 layers alone."
+    severity = "warning" if flops > _DEAR * all_flops else "note"
+    return Finding(severity, cheap[0][0].path if len(cheap) == 1 else None, what, remedy)
+
+
+def _of_wide_products(rows, all_flops) -> list:
+    """Layers that compute in 16 bits by their policy, and multiply in something wider."""
+    wide = [row for row in rows if row.compute_dtype in SIXTEEN_BIT_DTYPES and "float32" in (row.flops or {})]
+    wide = sorted(wide, key=lambda row: -row.flops["float32"])
+    if not wide:
+        return []
+    share = sum(row.flops["float32"] for row in wide) / all_flops
+    what = (
+        f"By their policy these compute in 16 bits, yet their products are in float32: "
+        f"{listed(map(_name_of, wide))}, {percent(share)} of all FLOPs."
+    )
+    remedy = (
+        "Look for float32 inputs, tensors and `float32_island`; a `TFSMLayer` or `JaxLayer` keeps the dtypes it "
+        "was made with; and Keras multiplies float16 in float32 on a CPU with torch."
+    )
+    return [Finding("warning" if share > _DEAR else "note", wide[0].path if len(wide) == 1 else None, what, remedy)]
+
+
+def _name_of(row) -> str:
+    between = "operations between the layers of " * row.is_container
+    return f"{between}{row.path} ({row.class_name})"
+
+
+def _kept_with_reason(model) -> set:
+    """Returns the `id`s of the layers that a default rule, or a missing kernel, keeps in float32."""
+    kept = {id(layer) for layer, _ in layers_to_keep(model, default_rules())}
+    for dtype in compute_dtypes(model) & set(SIXTEEN_BIT_DTYPES):
+        kept.update(id(layer) for layer, *_ in layers_without_kernel(model, dtype))
+    return kept
+
+
+def _remedy_of_island(row, model) -> str:
+    dtype = min(compute_dtypes(model) & set(SIXTEEN_BIT_DTYPES))
+    if row.class_name in ("TFSMLayer", "JaxLayer", "FlaxLayer"):
+        return "Its dtypes are fixed in what it wraps: make that anew in 16 bits."
+    return (
+        f'Unless it needs float32, give it `dtype="mixed_{dtype}"`; `apply_policy(model, "float32")` and then '
+        f'`apply_policy(model, "mixed_{dtype}")` converts it with the others.'
+    )
+
+
+def _bytes(parts) -> str:
+    weights, outputs = (sum(sums_by_dtype(parts, name).values()) for name in ("weight_bytes", "output_bytes"))
+    known = f" and {mebibytes(outputs)} of outputs" if outputs else ""
+    return f"{mebibytes(weights)} of weights{known}"
+
+
+def check_sizes(rows) -> list:
+    """Sizes of 16-bit products that are no multiple of 8, as tensor cores want them (P2)."""
+    all_flops = sum(row.total_flops for row in rows)
+    in_attention = {
+        id(layer) for row in rows if isinstance(row.layer, _ATTENTION) for layer in _keras.flatten_layers(row.layer)
+    }
+    findings = []
+    for row in rows:
+        has_sizes = row.parameters or isinstance(row.layer, _ATTENTION)
+        if row.compute_dtype not in SIXTEEN_BIT_DTYPES or id(row.layer) in in_attention or not has_sizes:
+            continue
+        share = row.total_flops / all_flops if all_flops else None
+        is_table = isinstance(row.layer, keras.layers.Embedding)
+        if share is not None and share < _SMALL and not is_table:
+            continue
+        names = [*_SIZES, "input_dim"] if is_table and row.total_flops else _SIZES
+        for name in names:
+            n = getattr(row.layer, name, None)
+            if type(n) is int and n % _TILE:
+                larger = -(-n // _TILE) * _TILE
+                of_all = f", {percent(share)} of all FLOPs" if share else ""
+                what = f"`{name}` is {n}, no multiple of {_TILE}{of_all}: tensor cores compute as if it were {larger}."
+                findings.append(Finding("note", row.path, what, f"`{name}={larger}` costs the same there, or less."))
+    return findings

@@ -47,11 +47,7 @@ def hardware() -> "HardwareReport":
 
 @functools.cache
 def probed_speeds(dtypes: tuple) -> dict:
-    """Returns how many times as fast as in float32 a product of matrices is, by dtype; measured once in a process.
-
-    Args:
-        dtypes: Names of float dtypes.
-    """
+    """Returns how many times as fast as in float32 a product of matrices is, by dtype; measured once in a process."""
     matrices = {dtype: ops.ones((_PROBE_SIZE, _PROBE_SIZE), dtype) for dtype in ("float32", *dtypes)}
     times: dict = {dtype: [] for dtype in matrices}
     for number in range(1 + _PROBE_ROUNDS):

@@ -1,5 +1,6 @@
 """What goes into and comes out of every layer in one forward and backward pass, the model unchanged afterwards."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -12,9 +13,13 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import layers_of
-from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.quantized import is_quantized
+
+# They call the layer in them step by step, in loops of the backend: what that returns is no output of its own, and
+# nothing can be carried out of there.
+STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
+_MISSING = object()
 
 
 @dataclasses.dataclass
@@ -54,14 +59,9 @@ def observe(
 ) -> Observation:
     """Runs `model` forward, as in training, and backward where there are labels, and returns what it saw.
 
-    Weights, statistics, random generators and metrics are as before afterwards.
-
-    Args:
-        model: A built `keras.Model`; compiled, if `y` is given.
-        x, y, sample_weight: A batch, as for `train_on_batch`.
-        loss_scale: The factor on the loss, by which all gradients are multiplied.
-        references: Whether each 16-bit layer is also run in float32, on the same inputs.
-        rounded: A function of a layer and a tensor that it reads or returns; what it returns takes the tensor's place.
+    Weights, statistics, random generators and metrics are as before afterwards. With `references` each 16-bit layer is
+    also run in float32, on the same inputs. `rounded(layer, tensor)` takes the place of each tensor that a layer reads
+    or returns.
     """
     backend = importlib.import_module(f"mpkeras.insight._{keras.backend.backend()}")
     calls: list = []
@@ -82,7 +82,7 @@ def observe(
         calls.clear()
         taps.clear()
         found: dict = {"references": {}}
-        with wrapped_calls(observed_layers(model), observed_call(tap_input, tap_output, found["references"])):
+        with replaced_calls(observed_layers(model), observed_call(tap_input, tap_output, found["references"])):
             training = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
             y_pred = model(x, **training)
             found["taps"] = list(taps)
@@ -193,3 +193,31 @@ def _in_float32(layer, args, kwargs):
     finally:
         for inner, policy in before:
             inner.dtype_policy = policy
+
+
+@contextlib.contextmanager
+def replaced_calls(layers, replacement):
+    """Within this context each layer computes by `replacement(layer)`, which finds what was before it by `call_of`."""
+    before = []
+    try:
+        for layer in layers:
+            name = _name_of_call(layer)
+            before.append((layer, name, vars(layer).get(name, _MISSING)))
+            # On the instance, and not by `setattr`, which Keras and torch both watch.
+            vars(layer)[name] = replacement(layer)
+        yield
+    finally:
+        for layer, name, call in before:
+            if call is _MISSING:
+                vars(layer).pop(name, None)
+            else:
+                vars(layer)[name] = call
+
+
+def call_of(layer):
+    """Returns the method by which `layer` computes: a quantized one has another than `call`."""
+    return getattr(layer, _name_of_call(layer))
+
+
+def _name_of_call(layer) -> str:
+    return "quantized_call" if is_quantized(layer) else "call"

@@ -1,4 +1,4 @@
-"""What reports are made of: a table as text, bytes and shares in words, quartiles, and a figure."""
+"""What reports are made of: a table as text, bytes, shares and messages in words, quartiles, and a figure."""
 
 import abc
 import statistics
@@ -83,6 +83,12 @@ def mebibytes(n: int) -> str:
     if n < 2**10:
         return f"{n} bytes"
     return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 2**10:.1f} KiB"
+
+
+def shortened(message: str, length: int = 300) -> str:
+    """Returns `message` in one line of at most `length` characters."""
+    line = " ".join(message.split())
+    return line if len(line) <= length else line[: length - 3] + "..."
 
 
 def quartiles(values) -> tuple:

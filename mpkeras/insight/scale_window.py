@@ -7,9 +7,8 @@ import numpy as np
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import layers_of
-from mpkeras.insight.gradient_loss import WORTH, rounded, smallest_safe_exponent, with_rounded_gradient
 from mpkeras.insight.observation import Observation
-from mpkeras.insight.ranges import overflow_limit
+from mpkeras.insight.ranges import WORTH, overflow_limit, rounded, smallest_safe_exponent, with_rounded_gradient
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
 
@@ -36,13 +35,8 @@ def scale_window(model, observed: Observation, reference: Observation, loss_scal
     small gradient that is added to a large one, or that of an easy example, is no loss. Then `smallest` is the present
     scale if that does, and is searched for if it does not.
 
-    Args:
-        model: A `keras.Model`.
-        observed: The pass of the model as it is, at `loss_scale`.
-        reference: The same pass in float32, not scaled.
-        loss_scale: The present one.
-        run: Called with a loss scale, returns the `Observation` of the model as it is at that scale.
-        run_rounded: Called with the argument `rounded` of `observe`, returns the `Observation` in float32.
+    `observed` is the pass at `loss_scale`, `reference` the same in float32 and not scaled; `run(scale)` repeats the
+    first, `run_rounded(rounded)` the second with the argument of `observe`.
     """
     dtypes = {id(layer): dtype for layer in layers_of(model) if (dtype := layer.compute_dtype) in SIXTEEN_BIT_DTYPES}
     weights = _weight_grads(model, observed, reference)

@@ -8,7 +8,7 @@ import pytest
 
 from _mpkeras_cli import main
 from mpkeras.devices.native import Device
-from mpkeras.insight.saved_model import random_inputs
+from mpkeras.export.saved_model import random_inputs
 
 
 @pytest.fixture

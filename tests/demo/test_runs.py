@@ -412,13 +412,7 @@ def test_bytes_of_a_tensor(dtype, expected):
 
 
 def test_xla_tells_its_temporary_bytes_on_jax_only(backend):
-    model = small_model()
-    model.compile("sgd", "mse", jit_compile=backend == "jax")
-    xla_memory = runs.XlaMemory(ONES, np.ones((5, 3), "float32"))
-    model.fit(
-        ONES,
-        np.ones((5, 3), "float32"),
-        callbacks=[mpkeras.callbacks.MixedPrecision("mixed_bfloat16"), xla_memory],
-        verbose=0,
-    )
-    assert (xla_memory.temporary_bytes is not None) == (backend == "jax")
+    task, data_set = tiny_task(epochs=1)
+    model = runs._compiled(task, data_set, 0, 1)
+    mpkeras.prepare(model, "mixed_bfloat16")
+    assert (runs.xla_temporary_bytes(model, task, data_set) is not None) == (backend == "jax")

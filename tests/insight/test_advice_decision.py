@@ -3,8 +3,8 @@
 import pytest
 
 from mpkeras.insight.advice import grid_of
-from mpkeras.insight.measuring.decision import decide, rounds_won
-from mpkeras.insight.measuring.grid import Cell, NotTrainable, measure_grid
+from mpkeras.insight.decision import decide, rounds_won
+from mpkeras.insight.timing import Cell, NotTrainable, measure_grid
 
 
 def cell(policy, jit=False, times=(), memory=None):

@@ -12,7 +12,8 @@ from keras import layers, ops
 import mpkeras
 from mpkeras.conversion.apply import layers_of
 from mpkeras.devices.native import Device
-from mpkeras.insight.findings import Finding, in_order, listed, mebibytes, percent
+from mpkeras.insight.findings import Finding, in_order, listed
+from mpkeras.insight.report import mebibytes, percent
 
 A100 = Device("gpu", "A100", compute_capability=(8, 0))
 V100 = Device("gpu", "V100", compute_capability=(7, 0))

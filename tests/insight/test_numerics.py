@@ -8,8 +8,15 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.insight.gradient_loss import lost_share, rounded, smallest_safe_exponent, with_rounded_gradient
-from mpkeras.insight.ranges import Range, overflow_limit, underflow_limit
+from mpkeras.insight.ranges import (
+    Range,
+    lost_share,
+    overflow_limit,
+    rounded,
+    smallest_safe_exponent,
+    underflow_limit,
+    with_rounded_gradient,
+)
 from tests.step_modes import snapshot
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")

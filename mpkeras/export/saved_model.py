@@ -10,28 +10,17 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.export import loading
-from mpkeras.insight.advice import loss_and_targets, measured_advice, unmeasured_advice
-from mpkeras.insight.advice_report import AdviceReport
-from mpkeras.insight.audit import audit_with_optimizer
-from mpkeras.insight.audit_report import AuditReport
+from mpkeras.insight.advice import AdviceReport, loss_and_targets, measured_advice, unmeasured_advice
+from mpkeras.insight.audit import AuditReport, audit_with_optimizer
 from mpkeras.insight.findings import Finding
+from mpkeras.insight.report import shortened
 from mpkeras.policies.registry import get_policy
 
 _BATCH_SIZE = 32
 
 
 def audit_saved(path, *, policy=None, imports=(), open_size: int = 64) -> AuditReport:
-    """Returns what `mpkeras.audit` says of the model in a `.keras` or `.h5` file, which stays as it is.
-
-    Args:
-        path: The file.
-        policy: A policy, or its name, which the model is given before; by default it is audited as it was saved.
-        imports: Modules to import first.
-        open_size: Taken for each size that the inputs leave open.
-
-    Raises:
-        ValueError: If the file or a module cannot be read, or the policy is unknown or does not fit.
-    """
+    """Returns what `mpkeras.audit` says of the model in a `.keras` or `.h5` file, which stays as it is."""
     if policy is not None:
         policy = get_policy(policy)
     custom_objects = loading.import_modules(imports)
@@ -60,26 +49,14 @@ def _saved_optimizer(path, custom_objects) -> tuple:
         with keras.saving.custom_object_scope(custom_objects):
             optimizer = keras.optimizers.get(config)
     except Exception as error:  # one of the owner's, or of a newer Keras: the layers can be audited all the same
-        return None, loading.shortened(f"{type(error).__name__}: {error}")
+        return None, shortened(f"{type(error).__name__}: {error}")
     return optimizer, None
 
 
 def advise_saved(
     path, *, data=None, batch_size=None, budget_s=60.0, imports=(), measure=True, verbose=0
 ) -> AdviceReport:
-    """Returns what `mpkeras.advise` says of the model in a `.keras` or `.h5` file.
-
-    Args:
-        path: The file.
-        data: Path of an `.npz` file with `x`, or one array for each input by its name, and `y`; by default random
-            inputs, and a loss that needs no targets.
-        batch_size: Examples a step; by default all of `data`, or 32.
-        budget_s, measure, verbose: As in `mpkeras.advise`.
-        imports: Modules to import first.
-
-    Raises:
-        ValueError: If a file cannot be read, does not fit the model, or no setting can train on it.
-    """
+    """Returns what `mpkeras.advise` says of the model in a `.keras` or `.h5` file."""
     custom_objects = loading.import_modules(imports)
     model = loading.load(path, custom_objects=custom_objects)
     if not measure:
@@ -116,11 +93,7 @@ def mean_square(y, y_pred):
 
 
 def random_inputs(model, batch_size: int):
-    """Returns a batch of random numbers in the structure that `model` takes: normal ones, integers 0 and 1.
-
-    Raises:
-        ValueError: If the model does not say what it takes, or leaves a length open.
-    """
+    """Returns a batch of random numbers in the structure that `model` takes: normal ones, integers 0 and 1."""
     graph = _keras.graph_of(model)
     if graph is None:
         raise ValueError(
@@ -153,7 +126,7 @@ def _read(model, data, batch_size) -> tuple:
     except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"Expected an `.npz` file of arrays. Received: '{data}' ({type(error).__name__}: "
-            f"{loading.shortened(str(error), 120)}). {remedy}"
+            f"{shortened(str(error), 120)}). {remedy}"
         ) from error
     graph = _keras.graph_of(model)
     names = [] if graph is None else [tensor.name for tensor in graph.inputs]

@@ -1,10 +1,16 @@
-"""Tracing the forward pass of a model without data, and without leaving a trace in the model."""
+"""Counts products, casts and outputs of a forward pass, by layer, in the program that the backend makes of it.
+
+Nothing is run. The compilers count, too, and cannot be asked: what XLA (`cost_analysis`) and TensorFlow's profiler say
+is one number for the whole program, without layer or dtype, and the profiler has none for an `Einsum`.
+"""
 
 import dataclasses
 import functools
 import importlib
+import math
 import re
 import warnings
+from typing import NamedTuple
 
 import keras
 from keras import ops
@@ -12,12 +18,73 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras.conversion import mixing
 from mpkeras.conversion.apply import layers_of
-from mpkeras.insight.programs.program import Program
-from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of, tensor_dtype
+from mpkeras.insight.observation import STEPPING, call_of, replaced_calls
+from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, bytes_of, tensor_dtype
 
 # In place of a size that the model leaves open, such as the length of a sequence, where nobody gives another.
 OPEN_SIZE = 64
+_OWNER = re.compile(r"mpkeras_layer(\d+)x")
+
+
+class Product(NamedTuple):
+    """A matrix product or convolution.
+
+    `owner` is the number of the layer it is of, `flops` counts a multiplication and an addition as two.
+    """
+
+    owner: int | None
+    dtype: str
+    flops: int
+
+
+class Cast(NamedTuple):
+    """A conversion from one float dtype to another."""
+
+    owner: int | None
+    source: str
+    target: str
+    elements: int
+
+
+@dataclasses.dataclass
+class Program:
+    """The products and casts of one pass. `uncounted`: operations of a size the program does not say."""
+
+    products: list = dataclasses.field(default_factory=list)
+    casts: list = dataclasses.field(default_factory=list)
+    uncounted: int = 0
+
+    def add_product(self, owner, dtypes, flops, times=1):
+        """Adds a product of operands of `dtypes`, computed in the widest of them."""
+        self.products.append(Product(owner, widest(dtypes), flops * times))
+
+    def add_cast(self, owner, source, target, elements, times=1):
+        if source != target and {source, target} <= set(FLOAT_DTYPES):
+            self.casts.append(Cast(owner, source, target, elements * times))
+
+
+def owner_name(index: int) -> str:
+    """Returns the name of the scope in which the operations of layer `index` are."""
+    # Backends append "_1" to a name that is taken: the "x" ends the number.
+    return f"mpkeras_layer{index}x"
+
+
+def owner_of(scopes: str, outer=None) -> int | None:
+    """Returns the number of the innermost layer in a path of scopes; `outer` where there is none."""
+    found = _OWNER.findall(scopes)
+    return int(found[-1]) if found else outer
+
+
+def widest(dtypes) -> str:
+    """Returns the widest of the float dtypes; of others, the first."""
+    dtypes = list(dtypes)
+    floats = [dtype for dtype in dtypes if dtype in FLOAT_DTYPES]
+    return max(floats, key=FLOAT_DTYPES.index) if floats else dtypes[0]
+
+
+def size(shape) -> int:
+    """Returns the number of elements. Raises `TypeError` where a dimension is not known."""
+    return math.prod(shape)
 
 
 @dataclasses.dataclass
@@ -135,7 +202,7 @@ def _arguments(model, inputs, batch_size, open_size):
 
 
 def _trace(model, structure, result):
-    backend = importlib.import_module(f"mpkeras.insight.programs._{keras.backend.backend()}")
+    backend = importlib.import_module(f"mpkeras.insight._{keras.backend.backend()}")
     tensors = keras.tree.flatten(structure)
     result.input_shapes = [tuple(tensor.shape) for tensor in tensors]
 
@@ -169,7 +236,7 @@ def _watched(layers, backend, result):
     """Lets the `call` of each layer run in a scope of its own, and notes what it returns."""
     running: list = []
     indices = {id(layer): index for index, layer in enumerate(layers)}
-    return wrapped_calls(layers, lambda layer: _watching(layer, indices[id(layer)], backend, running, result))
+    return replaced_calls(layers, lambda layer: _watching(layer, indices[id(layer)], backend, running, result))
 
 
 def _watching(layer, index, backend, running, result):
@@ -219,3 +286,12 @@ def _note_outputs(index, outputs, result):
         dtype = tensor_dtype(output)
         if dtype not in (None, "string") and None not in tuple(output.shape):
             known[dtype] = known.get(dtype, 0) + bytes_of(output.shape, dtype)
+
+
+def sums_by_dtype(rows, attribute: str) -> dict:
+    """Returns the sums of a `{dtype: number}` attribute over the rows."""
+    sums: dict = {}
+    for row in rows:
+        for dtype, number in (getattr(row, attribute) or {}).items():
+            sums[dtype] = sums.get(dtype, 0) + number
+    return sums

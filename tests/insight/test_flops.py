@@ -7,8 +7,7 @@ from keras import layers
 
 import mpkeras
 from mpkeras.conversion.apply import layers_of
-from mpkeras.insight.programs.forward import forward_pass
-from mpkeras.insight.programs.program import Program, owner_name, owner_of, widest
+from mpkeras.insight.flops import Program, forward_pass, owner_name, owner_of, widest
 
 
 def traced(model, inputs=None, batch_size=8):

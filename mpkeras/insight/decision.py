@@ -3,7 +3,8 @@
 import dataclasses
 import statistics
 
-from mpkeras.insight.measuring.grid import Cell
+from mpkeras.insight.report import quartiles
+from mpkeras.insight.timing import Cell
 
 # A 16-bit policy has to be so many times as fast as float32 to be worth it: 4 %, as the choice is to be within 5 % of
 # the best cell, and what is measured has an error.
@@ -55,13 +56,7 @@ class Decision:
 
 
 def decide(cells, present_jit: bool, memory_counts: bool = True) -> Decision | None:
-    """Returns the `Decision` over the measured among `cells`; `None` if there are none.
-
-    Args:
-        cells: List of `Cell`. Their times have no unit that matters here.
-        present_jit: The `jit_compile` that the model has now.
-        memory_counts: Whether the memory of the cells was told by someone who knows.
-    """
+    """Returns the `Decision` over the measured among `cells`; `None` if there are none."""
     measured = [cell for cell in cells if cell.is_measured]
     if not measured:
         return None
@@ -93,13 +88,6 @@ def decide(cells, present_jit: bool, memory_counts: bool = True) -> Decision | N
 def paired_ratios(of, to) -> list:
     """Returns the ratio of the times of two cells in each of the rounds that both took part in."""
     return [first / second for first, second in zip(of.times_ms, to.times_ms, strict=False)]
-
-
-def quartiles(values) -> tuple:
-    """Returns `(q1, median, q3)`."""
-    if len(values) == 1:
-        return (values[0],) * 3
-    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
 
 
 def rounds_won(cell, against) -> tuple:
