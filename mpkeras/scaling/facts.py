@@ -27,6 +27,8 @@ class StepFacts:
     # Whether the step wants the norm of the gradients and the share of zeros; `apply` puts them there.
     wants_statistics: bool = False
     statistics: tuple | None = None
+    # Whether `apply` notes in the optimizer's `step_outcome` what it did.
+    wants_outcome: bool = False
     # Whether the inner optimizer is at work, and not a layer.
     is_updating: bool = False
 

@@ -591,9 +591,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def step_outcome(self) -> tuple:
         """Whether a call of `apply` was skipped, and whether one was not, since the guarded step was opened.
 
-        Two bool variables of shape `()`. Whoever guards the step sets them to `False` as it begins, and reads them at
-        its end. Variables, and no part of `StepFacts`: an update may happen in a function, a branch or a loop that is
-        compiled by itself, from which nothing else reaches the step around.
+        Two bool variables of shape `()`, `False` between steps: whoever guards a step reads and clears them at its end.
+        Variables, and no part of `StepFacts`: an update may happen in a function, a branch or a loop that is compiled
+        by itself, from which nothing else reaches the step around.
         """
         return self._skipped_in_step, self._accepted_in_step
 
@@ -612,7 +612,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         values.append((self._last_step_skipped, is_skipped))
         if lost_its_loss is not None:
             values.append((lost, lost.value + ops.cast(lost_its_loss, lost.dtype)))
-        if facts.is_guarded:
+        if facts.wants_outcome:
             pairs = zip(self.step_outcome, (is_skipped, is_accepted), strict=True)
             values += [(variable, scalars.logical_or(variable.value, flag)) for variable, flag in pairs]
         return values

@@ -1,5 +1,6 @@
 """JAX's guarded train step: stateless, without a branch."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import keras
 
 from mpkeras._keras import put
 from mpkeras.policies.dtypes import as_array
-from mpkeras.scaling.facts import StepFacts, opened_step
+from mpkeras.scaling.facts import opened_step
 from mpkeras.training import metric_states
 from mpkeras.training.single_program import (  # noqa: F401
     check_jit_compile,
@@ -61,7 +62,7 @@ def empty_step(model, optimizers, state, data):
 def _skipped(optimizer, values) -> list:
     """Returns the values of an optimizer's variables after a step that is skipped, and is no fault of the scale."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
-        facts = StepFacts(is_guarded=True, batch_has_rows=jnp.zeros((), bool))
+        facts = dataclasses.replace(optimizer.facts, batch_has_rows=jnp.zeros((), bool))
         _, own_values = optimizer.decide(facts, jnp.zeros((), bool))
     new = {id(variable): jnp.asarray(value, variable.dtype) for variable, value in own_values}
     return [new.get(id(variable), value) for variable, value in zip(optimizer.variables, values, strict=True)]
@@ -80,9 +81,10 @@ def step_without_trace(found, optimizers, train_step, state, data):
     optimizer = model.optimizer
     trainable, old_non_trainable, optimizer_variables, old_metrics = state
     begun = _metrics_at_begin(model.metrics, old_metrics)
-    state = (trainable, old_non_trainable, _opened(optimizer, optimizer_variables), begun)
+    optimizer.facts.wants_outcome = True
+    state = (trainable, old_non_trainable, optimizer_variables, begun)
     logs, (trainable, non_trainable, optimizer_variables, metrics) = train_step(state, data)
-    any_skipped, step_is_skipped = _skips(optimizer, optimizer_variables)
+    any_skipped, step_is_skipped, optimizer_variables = _closed(optimizer, optimizer_variables)
 
     non_trainable = _restored(non_trainable, old_non_trainable, step_is_skipped)
     logs, metrics = _metrics_without_trace(
@@ -160,18 +162,17 @@ def _without_leaks(model, optimizers, train_step):
     return checked_step
 
 
-def _opened(optimizer, values) -> list:
-    """Returns the values of an optimizer's variables with which a guarded step begins: no outcome yet."""
-    outcome = {id(flag) for flag in optimizer.step_outcome}
-    pairs = zip(optimizer.variables, values, strict=True)
-    return [jnp.zeros((), bool) if id(variable) in outcome else value for variable, value in pairs]
+def _closed(optimizer, values):
+    """Returns whether a call of `apply` was skipped, whether all were, and the values without the outcome of the step.
 
-
-def _skips(optimizer, values):
-    """Returns whether a call of `apply` was skipped, and whether all were: bool scalars of shape `()`."""
+    Args:
+        optimizer: A `LossScaleOptimizer`.
+        values: The values of its variables after the step.
+    """
     by_variable = {id(variable): value for variable, value in zip(optimizer.variables, values, strict=True)}
     any_skipped, any_accepted = (by_variable[id(flag)] for flag in optimizer.step_outcome)
-    return any_skipped, any_skipped & ~any_accepted
+    by_variable |= {id(flag): jnp.zeros((), bool) for flag in optimizer.step_outcome}
+    return any_skipped, any_skipped & ~any_accepted, list(by_variable.values())
 
 
 def _restored(values, old_values, step_is_skipped):
@@ -266,15 +267,8 @@ class CompiledStep:
     def _pure_step(self, state, x, y, sample_weight):
         parts = self._parts
         model, optimizer = parts.model, parts.optimizer
-        trainable, non_trainable, optimizer_values, metric_values = state
-        if parts.checks:
-            optimizer_values = _opened(optimizer, optimizer_values)
-        state = trainable, non_trainable, optimizer_values, metric_values
+        trainable, non_trainable, optimizer_values, _ = state
         scope_of_optimizer = list(zip(optimizer.variables, optimizer_values, strict=True))
-
-        if parts.checks and not _has_rows(x):
-            loss, updated, new_optimizer = jnp.full((), jnp.nan), non_trainable, _skipped(optimizer, optimizer_values)
-            return self._after_step(state, [trainable, updated, new_optimizer], loss, lambda: None)
 
         def scaled_loss_of(trainable):
             y_pred, updated, losses = model.stateless_call(
@@ -285,7 +279,12 @@ class CompiledStep:
                 scaled_loss = optimizer.scale_loss(loss)
             return scaled_loss, (loss, y_pred, updated)
 
-        with opened_step([optimizer] if parts.checks else []):
+        with opened_step([optimizer] if parts.checks else []) as facts:
+            for of_optimizer in facts:
+                of_optimizer.wants_outcome = True
+            if parts.checks and not _has_rows(x):
+                new_state = [trainable, non_trainable, _skipped(optimizer, optimizer_values)]
+                return self._after_step(state, new_state, jnp.full((), jnp.nan), lambda: None)
             (_, (loss, y_pred, updated)), grads = jax.value_and_grad(scaled_loss_of, has_aux=True)(trainable)
             trainable, new_optimizer = self._applied(grads, trainable, non_trainable, optimizer_values)
         return self._after_step(
@@ -308,7 +307,7 @@ class CompiledStep:
         new_metrics = [scope.get_current_value(variable) for variable in metric_variables]
         skipped = jnp.zeros((), bool)
         if parts.checks:
-            any_skipped, skipped = _skips(optimizer, new_optimizer)
+            any_skipped, skipped, new_optimizer = _closed(optimizer, new_optimizer)
         if parts.guards:
             updated = _restored(updated, non_trainable, skipped)
             states = metric_values, metric_values, new_metrics

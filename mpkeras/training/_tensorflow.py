@@ -10,7 +10,7 @@ import tensorflow as tf
 from mpkeras import _keras
 from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling._tensorflow import in_xla
-from mpkeras.scaling.facts import StepFacts, opened_step
+from mpkeras.scaling.facts import opened_step
 from mpkeras.training import metric_states
 from mpkeras.training.inventory import (
     Found,
@@ -244,7 +244,7 @@ def empty_step(model, optimizers, data):
 
 
 def _skip(optimizer):
-    facts = StepFacts(is_guarded=True, batch_has_rows=tf.constant(False))
+    facts = dataclasses.replace(optimizer.facts, batch_has_rows=tf.constant(False))
     for variable, value in optimizer.decide(facts, tf.constant(False))[1]:
         variable.assign(value)
 
@@ -295,16 +295,16 @@ def _run_without_trace(found, metrics, optimizers, run, results):
         except BaseException:
             if tf.executing_eagerly():
                 counted = any(bool(accepted) for _, accepted in outcomes)
-                _add_to(outcomes, around)
+                _close(outcomes, around)
                 _restore(state, old_values, tf.constant(not counted), True)
                 _restore([_own_part(v.value) for v, _ in weights], [old for _, old in weights], not counted, False)
                 for metric in metric_states.flat(metrics()):
                     if not counted and id(metric) in metrics_before:
                         _assign_values(metric, metrics_before[id(metric)])
             raise
-    any_skipped = tf.reduce_any([skipped for skipped, _ in outcomes])
-    any_accepted = tf.reduce_any([accepted for _, accepted in outcomes])
-    _add_to(outcomes, around)
+    any_skipped = tf.reduce_any([tf.identity(skipped) for skipped, _ in outcomes])
+    any_accepted = tf.reduce_any([tf.identity(accepted) for _, accepted in outcomes])
+    _close(outcomes, around)
     step_is_skipped = tf.logical_and(any_skipped, tf.logical_not(any_accepted))
 
     # The weights of frozen layers are put back where a step is skipped, but not read on every step.
@@ -386,20 +386,29 @@ def _own_part(variable):
     return variable if replica is None else parts[int(replica) % len(parts)]
 
 
-def _opened(optimizer, outcome) -> list:
-    """Clears the outcome of the step, and returns what a guarded step around this one has noted there."""
-    around = [tf.identity(flag) for flag in outcome] if optimizer.facts.is_nested else []
-    for flag in outcome:
-        flag.assign(False)
+def _opened(optimizer, outcome):
+    """Lets `apply` note the outcome of the step. Returns what a guarded step around it has noted, or `None`."""
+    optimizer.facts.wants_outcome = True
+    if not optimizer.facts.is_nested:
+        return None
+    around = [tf.identity(flag) for flag in outcome]
+    _clear(outcome)
     return around
 
 
-def _add_to(outcomes, around):
-    """Adds what a guarded step around this one has noted before."""
+def _close(outcomes, around):
+    """Clears the outcome of the step. What it did, it did for a guarded step around it, too."""
     for outcome, flags in zip(outcomes, around, strict=True):
-        if flags:
+        if flags is None:
+            _clear(outcome)
+        else:
             for flag, was_set in zip(outcome, flags, strict=True):
                 flag.assign(tf.logical_or(flag, was_set))
+
+
+def _clear(outcome):
+    for flag in outcome:
+        flag.assign(False)
 
 
 def _restore(variables, old_values, step_is_skipped, non_finite_too):

@@ -8,7 +8,7 @@ import torch
 
 from mpkeras import _keras
 from mpkeras.policies.dtypes import as_array
-from mpkeras.scaling.facts import StepFacts, opened_step
+from mpkeras.scaling.facts import opened_step
 from mpkeras.training import metric_states
 from mpkeras.training.inventory import Found, Sight, non_trainable, states_sight, unlisted_states, variables_sight
 from mpkeras.training.single_program import (  # noqa: F401
@@ -56,7 +56,7 @@ def empty_step(model, optimizers, data):
 @torch.no_grad()
 def _skip(optimizer):
     no = torch.zeros_like(optimizer.skipped_steps.value, dtype=torch.bool)
-    facts = StepFacts(is_guarded=True, batch_has_rows=no)
+    facts = dataclasses.replace(optimizer.facts, batch_has_rows=no)
     for variable, value in optimizer.decide(facts, no)[1]:
         variable.assign(value)
 
@@ -122,7 +122,7 @@ def _run_without_trace(found, metrics, optimizers, run, results):
             logs = run()
         except BaseException:
             counted = any(bool(accepted.value) for _, accepted in outcomes)
-            _add_to(outcomes, around)
+            _close(outcomes, around)
             restore(not counted)
             for metric, values in zip(flat_metrics, metrics_before, strict=True):
                 if not counted:
@@ -130,7 +130,7 @@ def _run_without_trace(found, metrics, optimizers, run, results):
             raise
     any_skipped = any(bool(skipped.value) for skipped, _ in outcomes)
     any_accepted = any(bool(accepted.value) for _, accepted in outcomes)
-    _add_to(outcomes, around)
+    _close(outcomes, around)
     step_is_skipped = any_skipped and not any_accepted
     restore(step_is_skipped)
     if any_skipped:
@@ -251,20 +251,29 @@ def _old_weight(variable):
     return _keras.unscoped_value(variable).detach().clone()
 
 
-def _opened(optimizer) -> list:
-    """Clears the outcome of the step, and returns what a guarded step around this one has noted there."""
-    around = [optimizer.facts.is_nested and bool(flag.value) for flag in optimizer.step_outcome]
-    for flag in optimizer.step_outcome:
-        flag.value.zero_()
+def _opened(optimizer):
+    """Lets `apply` note the outcome of the step. Returns what a guarded step around it has noted, or `None`."""
+    optimizer.facts.wants_outcome = True
+    if not optimizer.facts.is_nested:
+        return None
+    around = [bool(flag.value) for flag in optimizer.step_outcome]
+    _clear(optimizer.step_outcome)
     return around
 
 
-def _add_to(outcomes, around):
-    """Adds what a guarded step around this one has noted before."""
+def _close(outcomes, around):
+    """Clears the outcome of the step. What it did, it did for a guarded step around it, too."""
     for outcome, flags in zip(outcomes, around, strict=True):
-        for flag, was_set in zip(outcome, flags, strict=True):
-            if was_set:
-                flag.value.fill_(True)
+        if flags is None:
+            _clear(outcome)
+        else:
+            for flag, was_set in zip(outcome, flags, strict=True):
+                flag.value.logical_or_(torch.tensor(was_set, device=flag.value.device))
+
+
+def _clear(outcome):
+    for flag in outcome:
+        flag.value.zero_()
 
 
 def _restore(values, old_values, step_is_skipped, non_finite_too):
