@@ -1,4 +1,4 @@
-"""The accelerators that TensorFlow sees, and trials that run on them."""
+"""The accelerators that TensorFlow sees, which of its replicas runs now, and trials that run on them."""
 
 import concurrent.futures
 
@@ -49,3 +49,10 @@ def run_gradient(function, tensor, jit_compile: bool):
 
     # Not `gradient(tensor)`: TensorFlow warns of whoever calls one function after another.
     gradient.get_concrete_function(tensor)(tensor)
+
+
+def replica() -> int:
+    """Returns the number of the replica that this code runs on; 0 where there is one, or one program for all."""
+    context = tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
+    number = None if context is None else tf.get_static_value(context.replica_id_in_sync_group)
+    return 0 if number is None else int(number)

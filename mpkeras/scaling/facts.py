@@ -9,7 +9,7 @@ import weakref
 import keras
 
 if keras.backend.backend() == "tensorflow":
-    from mpkeras.distribution._tensorflow import replica
+    from mpkeras.devices._tensorflow import replica
 else:
 
     def replica() -> int:
