@@ -439,7 +439,7 @@ def set_global_seed_generator(generator):
 
 
 class SavedBeside(keras.src.saving.keras_saveable.KerasSaveable):
-    """Carries the variables of an optimizer that stock Keras' optimizer of this kind does not have.
+    """Carries variables of an optimizer into files by name, first of all those that stock Keras' does not have.
 
     Keras saves and loads every `KerasSaveable` that it finds as an attribute, in a group of its own. Stock Keras'
     optimizer has no such attribute, so plain Keras reads past the group; in the optimizer's own group it counts the

@@ -1,4 +1,4 @@
-"""The accelerators that TensorFlow sees, and trials that run on them."""
+"""The accelerators that TensorFlow sees, which of its replicas runs now, and trials that run on them."""
 
 import concurrent.futures
 
@@ -78,3 +78,10 @@ def peak_bytes_of(run) -> int | None:
 def _gpus() -> list:
     # "/device:GPU:0" -> "GPU:0"
     return [device.name.partition("/device:")[2] for device in tf.config.list_logical_devices("GPU")]
+
+
+def replica() -> int:
+    """Returns the number of the replica that this code runs on; 0 where there is one, or one program for all."""
+    context = tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
+    number = None if context is None else tf.get_static_value(context.replica_id_in_sync_group)
+    return 0 if number is None else int(number)

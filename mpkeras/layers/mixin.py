@@ -1,9 +1,16 @@
 """`Float32Mixin`: keeps a layer in float32 under any policy."""
 
+from typing import TYPE_CHECKING
+
 import keras
 
-from mpkeras._typing import LayerMixin
 from mpkeras.policies.registry import policy_scope
+
+if TYPE_CHECKING:
+    # Its attributes and `super()` are those of the Keras layer that comes after it in the bases.
+    from keras.layers import Layer as LayerMixin
+else:
+    LayerMixin = object
 
 
 class Float32Mixin(LayerMixin):

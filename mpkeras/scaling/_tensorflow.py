@@ -9,9 +9,9 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from mpkeras import _keras
-from mpkeras.distribution import _tensorflow as all_reduce
-from mpkeras.distribution._tensorflow import check_all_reduce_dtype  # noqa: F401
 from mpkeras.scaling.facts import updating
+
+_ALL_REDUCE_DTYPES = (None, "float16", "bfloat16")
 
 
 def in_xla() -> bool:
@@ -97,8 +97,8 @@ def apply(optimizer, grads, variables, facts):
         )
     # `None` where there is nothing to unscale.
     scale = None if facts.grads_are_unscaled or optimizer.scale_is_one else optimizer.loss_scale
-    if all_reduce.is_active(optimizer):
-        grads = all_reduce.summed(optimizer, grads, variables, facts.grads_are_unscaled)
+    if _sums_in_16_bits(optimizer):
+        grads = _summed(optimizer, grads, variables, facts.grads_are_unscaled)
     grad_total = grad_sum(grads)
     loss_is_finite = _known_loss_flag(facts)
     if facts.batch_has_rows is not True and not _is_of_this_graph(facts.batch_has_rows):
@@ -113,7 +113,7 @@ def apply(optimizer, grads, variables, facts):
     context = tf.distribute.get_replica_context()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         grads_are_finite, loss_is_finite = _flags(context.all_reduce(tf.distribute.ReduceOp.SUM, checks))
-        with all_reduce.no_second_sum(optimizer):
+        with _no_second_sum(optimizer):
             _apply(optimizer, grads, variables, facts, grads_are_finite, loss_is_finite, scale)
         return
     # Not among the arguments, which would be gathered from all replicas: the facts that count here are those of each.
@@ -144,7 +144,7 @@ def _apply_across_replicas(facts, strategy, optimizer, grads, variables, checks,
     def in_each_replica(function, *arguments):
         # The conditional stands outside the replicas, as a branch inside one could not call the others. So does what
         # holds for the update: each replica runs in a thread of its own, and the first one out must not end it.
-        with all_reduce.no_second_sum(optimizer), _keras.one_update(optimizer.inner_optimizer):
+        with _no_second_sum(optimizer), _keras.one_update(optimizer.inner_optimizer):
             strategy.extended.call_for_each_replica(function, args=arguments)
 
     if optimizer.window is None:
@@ -394,3 +394,69 @@ def _update_then_select(optimizer, grads, variables, is_applied, scale):
     _update_inner(optimizer, grads, variables, scale)
     for variable, old in zip(touched, old_values, strict=True):
         variable.assign(tf.where(is_applied, variable, old))
+
+
+def check_all_reduce_dtype(dtype):
+    """Raises `ValueError` unless gradients can be summed in `dtype`."""
+    if dtype not in _ALL_REDUCE_DTYPES:
+        raise ValueError(
+            f"Expected `all_reduce_dtype` to be one of {_ALL_REDUCE_DTYPES}. Received: all_reduce_dtype={dtype!r}. "
+            "Leave it out to sum gradients in their own dtype."
+        )
+
+
+def _sums_in_16_bits(optimizer) -> bool:
+    """Whether there is something to sum in 16 bits; on one device there is not."""
+    return optimizer.all_reduce_dtype is not None and tf.distribute.get_strategy().num_replicas_in_sync > 1
+
+
+def _summed(optimizer, scaled_grads, variables, takes_unscaled: bool) -> list:
+    """Returns the sums of the gradients over all replicas, in `optimizer.all_reduce_dtype`.
+
+    They are summed while they are still scaled, or the small ones would be lost in float16. An overflow of
+    the sum itself makes it infinite, so that the finite check that follows skips the step.
+
+    Args:
+        scaled_grads: List of this replica's scaled gradients; `None` entries allowed.
+        variables: The variables, one for each gradient.
+        takes_unscaled: Whether the gradients have been unscaled, which is an error.
+    """
+    if takes_unscaled:
+        raise ValueError(
+            "Expected scaled gradients with `all_reduce_dtype`, as unscaled ones may be too small for 16 bits. "
+            f"Received: all_reduce_dtype={optimizer.all_reduce_dtype!r} and gradients that are not scaled. Call "
+            "`scale_loss` and pass its gradients to `apply`, or leave `all_reduce_dtype` out."
+        )
+
+    def cast(grad):
+        if isinstance(grad, tf.IndexedSlices):
+            return tf.IndexedSlices(cast(grad.values), grad.indices, grad.dense_shape)
+        return tf.cast(grad, optimizer.all_reduce_dtype)
+
+    # A gradient that is the new value (float8 scales) is not summed by Keras either.
+    is_summed = [
+        g is not None and not _keras.overwrites_with_gradient(v) for g, v in zip(scaled_grads, variables, strict=True)
+    ]
+    narrow = [cast(grad) for grad, sums in zip(scaled_grads, is_summed, strict=True) if sums]
+    if narrow:
+        narrow = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, narrow)
+    sums = iter(narrow)
+    return [next(sums) if takes else grad for grad, takes in zip(scaled_grads, is_summed, strict=True)]
+
+
+@contextlib.contextmanager
+def _no_second_sum(optimizer):
+    """Within this context the inner optimizer takes its gradients as summed over replicas already.
+
+    Its method is covered on the instance for the length of the call, around all replicas: each runs in a
+    thread of its own, and the last one out must not find it uncovered.
+    """
+    covered = _with_parts(optimizer.inner_optimizer) if _sums_in_16_bits(optimizer) else []
+    for part in covered:
+        # In the instance's dictionary, not by `setattr`: TensorFlow would track the function.
+        part.__dict__[_keras.GRADIENT_SUM_METHOD] = lambda grads_and_vars: list(grads_and_vars)
+    try:
+        yield
+    finally:
+        for part in covered:
+            part.__dict__.pop(_keras.GRADIENT_SUM_METHOD)

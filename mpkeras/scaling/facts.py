@@ -7,7 +7,7 @@ import warnings
 import keras
 
 if keras.backend.backend() == "tensorflow":
-    from mpkeras.distribution._tensorflow import replica
+    from mpkeras.devices._tensorflow import replica
 else:
 
     def replica() -> int:

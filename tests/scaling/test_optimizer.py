@@ -559,8 +559,12 @@ def test_every_public_attribute_of_the_inner_optimizer_is_readable_and_writable(
         if not name.startswith("_") and name not in ("name", "built"):
             assert getattr(optimizer, name) is value or getattr(optimizer, name) == value, name
     assert optimizer.clipnorm == 0.5
-    optimizer.clipnorm = 0.25
-    assert inner.clipnorm == 0.25
+    written = {"clipnorm": 0.25, "clipvalue": 0.75, "global_clipnorm": 2.0, "weight_decay": 0.125, "use_ema": True}
+    written |= {"ema_momentum": 0.5, "ema_overwrite_frequency": 3, "loss_scale_factor": 4.0}
+    for name, value in written.items():
+        setattr(optimizer, name, value)
+        assert getattr(inner, name) == getattr(optimizer, name) == value
+        assert name not in vars(optimizer)
     optimizer.learning_rate = 0.125
     assert float(inner.learning_rate) == 0.125
 
@@ -588,6 +592,9 @@ def test_rule_settings_can_be_set_or_are_refused():
     fixed = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=2.0)
     with pytest.raises(ValueError, match="loss scale with `dynamic_growth_steps`"):
         fixed.dynamic_growth_steps = 5
+    for scaled, rule in ((optimizer, DynamicLossScale(8.0, dynamic_growth_steps=5)), (fixed, FixedLossScale(8.0))):
+        scaled.initial_scale = 8.0
+        assert scaled.loss_scale_rule == rule and float(scaled.loss_scale) == 8.0
 
 
 def test_stock_configuration_round_trip_has_four_keys():

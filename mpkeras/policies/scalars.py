@@ -7,7 +7,7 @@ forty of them, and what `keras.ops` converts and checks before each takes five t
 import keras
 
 if keras.backend.backend() == "torch":
-    from mpkeras.policies.scalars import _torch as functions
+    from mpkeras.policies import _torch as functions
 else:
     from keras import ops as functions  # type: ignore[no-redef]
 

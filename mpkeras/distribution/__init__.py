@@ -1,1 +1,0 @@
-"""What an optimizer owes to several devices: one decision, and gradients summed once."""
