@@ -9,7 +9,6 @@ from mpkeras.devices import native
 from mpkeras.insight.findings import Finding, listed, percent
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.rules import layers_to_keep
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 
@@ -128,32 +127,32 @@ def check_float32_rules(model, rows) -> list:
 
     And large probability heads that are in float32, with what that costs.
     """
-    by_layer = {id(row.layer): row for row in rows}
     all_flops = sum(row.total_flops for row in rows)
-    reasons = dict(DEFAULT_RULES)
     ends = _last_layers(model)
     findings = []
-    for layer, rule in layers_to_keep(model, default_rules()):
-        if layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
-            findings.extend(_of_float32_head(model, by_layer.get(id(layer)), rule, all_flops))
+    for row in rows:
+        if row.rule not in default_rules():
             continue
-        is_gate = rule.startswith("activation:") and ends is not None and id(layer) not in ends
-        what = "Its activation" if rule.startswith("activation:") else "It"
+        is_activation = row.rule.startswith("activation:")
+        if row.compute_dtype not in SIXTEEN_BIT_DTYPES:
+            findings.extend(_of_float32_head(model, row, all_flops) if is_activation else [])
+            continue
+        is_gate = is_activation and ends is not None and id(row.layer) not in ends
+        what = "Its activation" if is_activation else "It"
         findings.append(
             Finding(
                 "note" if is_gate else "warning",
-                layer.path or layer.name,
-                f"{what} computes in {layer.compute_dtype}, which the default rule '{rule}' keeps in float32: "
-                f"{_reason(rule, reasons)}.",
+                row.path,
+                f"{what} computes in {row.compute_dtype}, which the default rule '{row.rule}' keeps in float32: "
+                f"{_reason(row)}.",
                 "Only probabilities need it; `mpkeras.apply_policy` does it." if is_gate else _REMEDY_OF_RULES,
             )
         )
     return findings
 
 
-def _of_float32_head(model, row, rule, all_flops) -> list:
-    is_head = row is not None and row.compute_dtype == "float32" and rule.startswith("activation:")
-    if not is_head or row.parameters < _LARGE_HEAD or not computes_in(model, SIXTEEN_BIT_DTYPES):
+def _of_float32_head(model, row, all_flops) -> list:
+    if row.parameters < _LARGE_HEAD or not computes_in(model, SIXTEEN_BIT_DTYPES):
         return []
     share = f", {percent(row.total_flops / all_flops)} of all FLOPs" if all_flops else ""
     return [
@@ -174,8 +173,8 @@ _REMEDY_OF_RULES = (
 )
 
 
-def _reason(rule, reasons) -> str:
-    return reasons["Softmax"] if rule == "activation:softmax" else reasons[rule]
+def _reason(row) -> str:
+    return dict(DEFAULT_RULES)["Softmax"] if row.rule == "activation:softmax" else row.reason
 
 
 def _last_layers(model) -> set | None:

@@ -7,7 +7,8 @@ import keras
 import numpy as np
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import compute_dtypes, layers_of, recorded
+from mpkeras.conversion.apply import recorded
+from mpkeras.conversion.plan import compute_dtypes, layers_of
 from mpkeras.insight.culprit import find_culprit
 from mpkeras.insight.gradient_loss import lost_share
 from mpkeras.insight.numerics_report import LayerNumerics, NumericsReport

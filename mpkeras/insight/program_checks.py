@@ -4,12 +4,11 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion import mixing
-from mpkeras.conversion.apply import CAST_NAME, compute_dtypes, computes_in, layers_of
+from mpkeras.conversion.apply import CAST_NAME
+from mpkeras.conversion.plan import compute_dtypes, computes_in, layers_of
 from mpkeras.insight.findings import Finding, listed, mebibytes, percent
 from mpkeras.insight.layer_rows import total
-from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.rules import layers_to_keep, layers_without_kernel
 
 # Of all FLOPs: what a float32 layer may cost before it is a warning.
 _DEAR = 0.05
@@ -57,7 +56,7 @@ def check_islands(model, rows) -> list:
     if not computes_in(model, SIXTEEN_BIT_DTYPES):
         return []
     by_layer = {id(row.layer): row for row in rows}
-    named = _kept_with_reason(model)
+    named = {id(row.layer) for row in rows if row.rule is not None}
     inner: set = set()
     islands = []
     for row in rows:
@@ -118,14 +117,6 @@ def _of_wide_products(rows, all_flops) -> list:
 def _name(row) -> str:
     between = "operations between the layers of " * row.is_container
     return f"{between}{row.path} ({row.class_name})"
-
-
-def _kept_with_reason(model) -> set:
-    """Returns the `id`s of the layers that a default rule, or a missing kernel, keeps in float32."""
-    kept = {id(layer) for layer, _ in layers_to_keep(model, default_rules())}
-    for dtype in compute_dtypes(model) & set(SIXTEEN_BIT_DTYPES):
-        kept.update(id(layer) for layer, *_ in layers_without_kernel(model, dtype))
-    return kept
 
 
 def _remedy(row, model) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import keras
 
-from mpkeras.conversion.overrides import is_overridden, override, restore
+from mpkeras._replaced import is_replaced, replace, restore
 from mpkeras.training import guard
 from mpkeras.training.skip_watch import SkipWatch
 
@@ -51,15 +51,15 @@ def keep_prepared(model, *, prepare_again, guard_again, is_explicit: bool = True
     vars(model)[_RECORD] = _Prepared(prepare_again, guard_again, is_explicit)
     makers = {"compile": _compile_and_prepare, "fit": _fit_and_watch, "make_train_function": _make_train_function}
     for name, make in makers.items():
-        if not is_overridden(model, name):
-            override(model, name, make(model, getattr(model, name)))
+        if not is_replaced(model, name, "prepared"):
+            replace(model, name, make(model, getattr(model, name)), kind="prepared")
 
 
 def forget(model):
     """Takes back `keep_prepared`; does nothing to a model that is not prepared."""
     vars(model).pop(_RECORD, None)
     for name in COVERED:
-        restore(model, name)
+        restore(model, name, kind="prepared")
 
 
 def is_prepared(model) -> bool:

@@ -15,6 +15,7 @@ from mpkeras.conversion.apply import layers_of
 from mpkeras.insight.programs.program import Program
 from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of, tensor_dtype
+from mpkeras.policies.quantized import has_own_call
 
 # In place of a size that the model leaves open, such as the length of a sequence, where nobody gives another.
 OPEN_SIZE = 64
@@ -192,7 +193,7 @@ def _watching(layer, index, backend, running, result):
             running.pop()
         if not is_step and (not inside or isinstance(layer, STEPPING)):
             _note_outputs(index, outputs, result)
-        if mixing.has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES and index not in result.mixed:
+        if has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES and index not in result.mixed:
             what = mixing.promoted(layer, args, kwargs, outputs)
             if what:
                 result.mixed[index] = what
@@ -206,7 +207,7 @@ def _note_failure(layer, args, kwargs, error, result):
         result.culprit = layer
         if isinstance(error, mixing.MixedDtypesError):
             result.is_mixing = True
-        elif mixing.has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES:
+        elif has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES:
             what = mixing.refused(layer, args, kwargs, error)
             if what:
                 result.is_mixing = True
