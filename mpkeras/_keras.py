@@ -242,6 +242,23 @@ def decays(optimizer, variable) -> bool:
 GRADIENT_SUM_METHOD = "_all_reduce_sum_gradients"
 
 
+# Both of Keras' attention layers compute `self._softmax(scores, mask)` in this method, where they use no fused kernel:
+# with dropout, and where scores are returned. Read in Keras 3.10 and 3.15.1.
+ATTENTION_SOFTMAX = "_masked_softmax"
+
+
+def has_stock_softmax(layer) -> bool:
+    """Whether `layer` computes its probabilities as Keras' attention layers do."""
+    method = getattr(type(layer), ATTENTION_SOFTMAX, None)
+    stock = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+    return method is not None and method in [getattr(base, ATTENTION_SOFTMAX, None) for base in stock]
+
+
+def softmax_axis(layer):
+    """Returns the axis or axes over which an attention layer takes its softmax."""
+    return layer._softmax.axis
+
+
 def graph_of(model):
     """Returns the Functional model that `model` is, or that a built Sequential has in it; `None` for any other."""
     if isinstance(model, keras.Sequential):

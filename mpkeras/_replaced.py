@@ -10,6 +10,8 @@ KINDS = {
     "float32, and a torch module runs under `torch.autocast`. A policy alone does none of these",
     "penalties": "`activity_regularizer` and `add_loss` of a 16-bit layer: Keras hands them 16-bit outputs, whose "
     "squares overflow",
+    "attention": "`_masked_softmax` of an attention layer on JAX: its backward pass keeps a tensor of the size of the "
+    "scores fewer, a quarter of the temporaries on a TPU",
     "inputs": "`autocast` of a model: raw inputs beyond float16 belong to the float32 layer that normalizes them",
     "file": "`get_config` of a model: its file holds the policy its author chose, and no cast that plain Keras "
     "cannot name",

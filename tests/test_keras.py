@@ -440,6 +440,19 @@ def test_a_stored_value_is_read_as_it_is_in_any_scope():
         assert keras.backend.standardize_dtype(private.unscoped_value(v).dtype) == "float32"
 
 
+@pytest.mark.parametrize("layer", [keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention])
+def test_attention_takes_its_softmax_in_one_method(layer):
+    attention = layer(2, 4) if layer is keras.layers.MultiHeadAttention else layer(4, 2, 1)
+    x = np.ones((1, 3, 8), "float32")
+    attention(x, x)
+    assert private.has_stock_softmax(attention) and not private.has_stock_softmax(keras.layers.Attention())
+    assert keras.tree.flatten(private.softmax_axis(attention))[-1] in (-1, 3)
+    seen = []
+    vars(attention)[private.ATTENTION_SOFTMAX] = lambda scores, attention_mask=None: seen.append(scores.shape) or scores
+    attention(x, x, return_attention_scores=True)
+    assert len(seen) == 1 and tuple(seen[0])[-2:] == (3, 3)
+
+
 def test_metrics_given_to_compile_are_parts_of_one(nested):
     mine = keras.metrics.MeanAbsoluteError()
     nested.compile("sgd", "mse", metrics=[mine])

@@ -6,7 +6,7 @@ import warnings
 import keras
 
 from mpkeras.callbacks.numerics_monitor import NumericsMonitor
-from mpkeras.conversion.apply import layers_of
+from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import set_layer_policy
 from mpkeras.policies.scalars import number

@@ -7,7 +7,7 @@ import keras
 
 from mpkeras.callbacks.kept_batches import KeptBatches
 from mpkeras.callbacks.mixed_precision import MixedPrecision
-from mpkeras.conversion.apply import computes_in
+from mpkeras.conversion.plan import computes_in
 from mpkeras.insight.culprit import Culprit
 from mpkeras.insight.numerics import trace_numerics
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES

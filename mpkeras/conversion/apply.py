@@ -5,26 +5,32 @@ import importlib
 import re
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion import attention, mixing, penalties
-from mpkeras.conversion.overrides import is_overridden, overridden, override, restore
+from mpkeras._replaced import is_replaced, replace, replaced_attributes, restore
+from mpkeras.conversion import mixing, penalties
+from mpkeras.conversion.plan import (
+    CHANGES,
+    Conversion,
+    computes_in,
+    has_stock_call,
+    layers_of,
+    other_changes,
+    plan,
+)
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
-from mpkeras.policies.quantized import bound_layers, is_quantized
+from mpkeras.policies.quantized import is_quantized
 from mpkeras.policies.registry import get_policy
-from mpkeras.policies.rules import apply_rules, layer_policy, layers_to_keep, set_layer_policy, unmatched
+from mpkeras.policies.rules import layer_policy, set_layer_policy, unmatched
 
-_CONVERTIBLE = ("float32", "float16", "bfloat16")
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
 CAST_NAME = "mpkeras_float32_output"
-# Model -> the rules that matched nothing in it, of which its user has been told.
-_told: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-# Model -> the policy that `apply_policy` gave it.
-_converted_by: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-# Model -> the dtypes from which layers that come into being later are converted.
-_later_sources: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# Model -> its last conversion.
+_conversions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def apply_policy(model, policy=None, *, float32_variables: bool = False):
@@ -75,13 +81,15 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         )
     policy = get_policy(policy)
     _check_variable_dtypes(model, policy, float32_variables)
-    put_back = recorded(model)
+    put_back, earlier = recorded(model), _conversions.get(model)
     convert = layer_converter(model, policy)
     try:
         convert()
         _refresh(model)
     except Exception:
         put_back()
+        if earlier is not None:
+            _conversions[model] = earlier
         raise
     _widen_variables(model)
     _end_in_float32(model)
@@ -89,7 +97,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         _convert_when_built(model, convert)
     # Functions that Keras compiled before hold the old dtypes.
     model.train_function = model.test_function = model.predict_function = None
-    _converted_by[model] = policy
+    _conversions[model].asked_for = policy
     _warn_unscaled(model)
     return model
 
@@ -108,7 +116,8 @@ def _warn_unscaled(model):
 
 def converted_by(model):
     """Returns the `Policy` by which `apply_policy` last converted `model`; `None` if it did not."""
-    return _converted_by.get(model)
+    conversion = _conversions.get(model)
+    return None if conversion is None else conversion.asked_for
 
 
 def scales_loss(optimizer) -> bool:
@@ -120,68 +129,52 @@ def scales_loss(optimizer) -> bool:
 def layer_converter(model, policy, converts: bool = True):
     """Returns a function that gives the layers of `model` their dtypes; called again, the new ones among them.
 
-    Layers of a layer often come into being when it is built, in the middle of the first step.
+    Layers of a layer often come into being when it is built, in the middle of the first step. Where the function
+    raises, the layers are as before.
 
     Args:
         model: A `keras.Model`.
         policy: A `Policy`.
         converts: Whether layers change to the policy's dtype, or only its float32 rules are applied.
     """
-    # Among 16-bit layers a float32 layer is there on purpose; alone, it is what Keras does by default.
-    has_16_bits = computes_in(model, SIXTEEN_BIT_DTYPES)
-    sources: tuple[str, ...] = SIXTEEN_BIT_DTYPES if has_16_bits else _CONVERTIBLE
-    if policy.compute_dtype not in SIXTEEN_BIT_DTYPES:
-        sources = SIXTEEN_BIT_DTYPES
-    if not converts:
-        sources = ()
-    # Of a model that an earlier conversion found in float32, a layer that is made from now on is in float32 by default.
-    later_sources = _later_sources.get(model, sources) if has_16_bits else sources
-    if converts and policy.compute_dtype in SIXTEEN_BIT_DTYPES:
-        _later_sources[model] = later_sources
-    target = policy.stock() or policy
-    made_with = model.dtype_policy
-    # Layer -> the path that it had when it was looked at last: it gets one when it is built.
-    seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-    by_name: list = []  # What `path:` rules did to layers that had no path yet.
-    restore(model, "build")  # An earlier conversion is not to go on.
+    conversion = Conversion(model, policy, converts, _conversions.get(model))
+    restore(model, "build", kind="late layers")  # An earlier conversion is not to go on.
 
     def convert() -> bool:
-        layers = layers_of(model)
-        if all(layer in seen and seen[layer] == layer.path for layer in layers):
+        if conversion.is_up_to_date(layers_of(model)):
             return False
-        new_layers = [layer for layer in layers if layer not in seen]
-        convertible = later_sources if seen else sources
-        seen.update((layer, layer.path) for layer in layers)
-        bound = bound_layers(model, policy.compute_dtype)
-        for layer in new_layers:
-            follows = layer.compute_dtype in convertible and id(layer) not in bound
-            is_other = layer.compute_dtype != policy.compute_dtype or layer.variable_dtype in SIXTEEN_BIT_DTYPES
-            if follows and is_other:
-                set_layer_policy(layer, target)
-        by_name[:] = _matched_by_path(model, policy, by_name)
-        applied = apply_rules(model, policy)
-        by_name.extend(change for change in applied if change.rule.startswith("path:") and not change.layer.path)
-        _name_float16(model)
-        _let_inputs_through(model)
-        _save_as_made(model, made_with)
-        _give_float32(model)
-        for layer in layers:
-            _cover(layer)
-        _let_torch_modules_follow(new_layers)
-        _name_unmatched_rules(model, policy)
+        rows = plan(model, policy, conversion)
+        put_back = recorded(model)
+        try:
+            for row in rows:
+                _carry_out(row)
+        except Exception:
+            put_back(refresh=False)
+            raise
+        _save_as_made(model, conversion.made_with)
+        conversion.note(rows)
+        _conversions[model] = conversion
+        _name_unmatched_rules(model, conversion)
         return True
 
     return convert
 
 
-def _matched_by_path(model, policy, by_name) -> list:
-    """Takes back what rules did to layers by their name that do not match their path, and returns what has none yet."""
-    kept = {id(layer) for layer, _ in layers_to_keep(model, policy.keep_float32)}
-    for change in by_name:
-        is_as_moved = change.layer.compute_dtype == "float32" and not is_quantized(change.layer)
-        if change.layer.path and id(change.layer) not in kept and is_as_moved:
-            change.undo()
-    return [change for change in by_name if not change.layer.path]
+def _carry_out(row):
+    if row.after is not row.before:
+        set_layer_policy(row.layer, row.after)
+    _change(row.layer, row.changes)
+
+
+def _change(layer, names):
+    """Gives `layer` the changes of these names, and takes back the others that it has."""
+    for name in CHANGES:
+        install, kind, attributes = _CHANGES[name]
+        if name in names:
+            install(layer)
+        elif not any(_CHANGES[other].kind == kind for other in names):
+            for attribute in attributes:
+                restore(layer, attribute, kind=kind)
 
 
 def _convert_when_built(model, convert):
@@ -191,85 +184,22 @@ def _convert_when_built(model, convert):
     @functools.wraps(build)
     def build_and_convert(*args, **kwargs):
         build(*args, **kwargs)
-        restore(model, "build")
+        restore(model, "build", kind="late layers")
         if convert():
             _refresh(model)
             _end_in_float32(model)
 
-    override(model, "build", build_and_convert)
+    replace(model, "build", build_and_convert, kind="late layers")
 
 
-def _name_unmatched_rules(model, policy):
+def _name_unmatched_rules(model, conversion):
     # A layer that is not built may be matched later, and others may come into being in it.
-    if policy.compute_dtype not in SIXTEEN_BIT_DTYPES or not _keras.is_built(model):
+    if conversion.policy.compute_dtype not in SIXTEEN_BIT_DTYPES or not _keras.is_built(model):
         return
-    told = _told.setdefault(model, set())
-    for message in unmatched(model, policy.keep_float32):
-        if message not in told:
-            told.add(message)
+    for message in unmatched(model, conversion.policy.keep_float32):
+        if message not in conversion.told:
+            conversion.told.add(message)
             warnings.warn(message, stacklevel=4)
-
-
-def _cover(layer):
-    """Installs the float32 cover of a 16-bit layer, or removes it from a float32 or quantized one."""
-    if layer.compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer):
-        penalties.add_in_float32(layer)
-        mixing.name_mixed_dtypes(layer)
-        attention.save_memory(layer)
-    else:
-        _uncover(layer)
-
-
-def _uncover(layer):
-    penalties.add_as_before(layer)
-    mixing.name_nothing(layer)
-    attention.be_stock(layer)
-
-
-def layers_of(model) -> list:
-    return _keras.flatten_layers(model, include_self=True)
-
-
-def computes_in(model, dtypes) -> bool:
-    return not compute_dtypes(model).isdisjoint(dtypes)
-
-
-def compute_dtypes(model) -> set[str]:
-    """Returns what the layers of `model` compute in."""
-    return {layer.compute_dtype for layer in layers_of(model)}
-
-
-def _let_inputs_through(model):
-    """Keeps Sequential and subclassed models from casting their inputs before their first layer sees them.
-
-    Raw inputs may be beyond float16's 65504 and belong to a float32 normalization layer. A Functional model passes
-    inputs on as they are; the others cast them to their own compute dtype, unless they are told not to. Where a model
-    holds variables of its own, it computes with its inputs, and they stay as Keras has them.
-
-    Not by another policy for the model: Keras' `compile` goes by its name.
-    """
-    # Of the models inside, a Sequential alone is sure to compute nothing with its inputs itself.
-    sequentials = [layer for layer in layers_of(model) if isinstance(layer, keras.Sequential)]
-    for layer in {id(layer): layer for layer in (model, *sequentials)}.values():
-        casts = layer.compute_dtype in SIXTEEN_BIT_DTYPES and not _keras.casts_no_inputs(layer)
-        if casts and not _keras.own_variables(layer):
-            override(layer, "autocast", False)
-        else:
-            restore(layer, "autocast")
-
-
-def _name_float16(model):
-    """Names a Sequential or Functional model after its float16 layers; to how it computes its own policy is nothing.
-
-    Keras' `compile` wraps the optimizer of a model whose own policy is "mixed_float16", and of no other.
-    """
-    if model.compute_dtype not in SIXTEEN_BIT_DTYPES and has_stock_call(model) and computes_in(model, ("float16",)):
-        set_layer_policy(model, keras.DTypePolicy("mixed_float16"))
-
-
-def has_stock_call(model) -> bool:
-    """Whether the arithmetic of `model` is that of its layers: Sequential, Functional, or none at all."""
-    return type(model).call.__module__.startswith("keras.")
 
 
 def _save_as_made(model, made_with):
@@ -280,9 +210,9 @@ def _save_as_made(model, made_with):
     their own.)
     """
     if model.compute_dtype not in SIXTEEN_BIT_DTYPES:
-        restore(model, "get_config")
+        restore(model, "get_config", kind="file")
         return
-    if has_stock_call(model) or model.dtype_policy == made_with or is_overridden(model, "get_config"):
+    if has_stock_call(model) or model.dtype_policy == made_with or is_replaced(model, "get_config", "file"):
         return
     get_config, serialized = model.get_config, keras.dtype_policies.serialize(made_with)
 
@@ -291,44 +221,50 @@ def _save_as_made(model, made_with):
         config = get_config()
         return {**config, "dtype": serialized} if "dtype" in config else config
 
-    override(model, "get_config", get_config_as_made)
+    replace(model, "get_config", get_config_as_made, kind="file")
 
 
-def _give_float32(model):
-    """Lets the parts of a model without a `call` return float32: its own `train_step` computes with their outputs.
-
-    There they meet the data and each other, and on TensorFlow float32 minus float16 is an error. The last product
-    stays in 16 bits, as in a model that `apply_policy` converts.
-    """
-    if type(model).call is not keras.Model.call:
-        return
-    for part in _keras.direct_sublayers(model):
-        if not isinstance(part, keras.Model) or not has_stock_call(part):
-            continue
-        if part.compute_dtype not in SIXTEEN_BIT_DTYPES:
-            restore(part, "call")
-        elif not is_overridden(part, "call"):
-            override(part, "call", _with_float32_outputs(part.call))
+def _pass_inputs_on(model):
+    replace(model, "autocast", False, kind="inputs")
 
 
-def _with_float32_outputs(call):
+def _return_float32(part):
+    call = part.call
+
     @functools.wraps(call)
     def call_and_cast(*args, **kwargs):
         return keras.tree.map_structure(_in_float32, call(*args, **kwargs))
 
-    return call_and_cast
+    replace(part, "call", call_and_cast, kind="call")
 
 
 def _in_float32(value):
     return keras.ops.cast(value, "float32") if tensor_dtype(value) in SIXTEEN_BIT_DTYPES else value
 
 
-def _let_torch_modules_follow(layers):
-    if keras.backend.backend() == "torch":
-        # Imported here: only the active backend may be.
-        torch_policies = importlib.import_module("mpkeras.devices._torch")
-        for layer in layers:
-            torch_policies.let_module_follow(layer)
+def _let_torch_module_follow(layer):
+    # Imported here: only the active backend may be.
+    importlib.import_module("mpkeras.conversion._torch").let_module_follow(layer)
+
+
+def _save_attention_memory(layer):
+    importlib.import_module("mpkeras.conversion._jax").save_attention_memory(layer)
+
+
+class _Change(NamedTuple):
+    install: Callable
+    kind: str
+    attributes: tuple
+
+
+_CHANGES = {
+    "penalties in float32": _Change(penalties.add_in_float32, "penalties", ("activity_regularizer", "add_loss")),
+    "mixed dtypes named": _Change(mixing.name_mixed_dtypes, "call", ("call",)),
+    "torch.autocast": _Change(_let_torch_module_follow, "call", ("call",)),
+    "attention memory": _Change(_save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
+    "raw inputs": _Change(_pass_inputs_on, "inputs", ("autocast",)),
+    "float32 outputs": _Change(_return_float32, "call", ("call",)),
+}
 
 
 def _check_variable_dtypes(model, policy, float32_variables):
@@ -373,26 +309,30 @@ def recorded(model, on=None):
     """
     on = model if on is None else on
     before = [
-        (target, layer_policy(layer), overridden(layer))
+        (target, layer_policy(layer), _changes_of(layer))
         for layer, target in zip(layers_of(model), layers_of(on), strict=True)
     ]
 
     def put_back(refresh: bool = True):
-        for layer, policy, covers in before:
-            if is_quantized(layer):
-                continue
-            set_layer_policy(layer, policy)
-            _cover(layer)
-            # A layer that was made in 16 bits, and never converted, has had no covers.
-            for name in overridden(layer) - covers:
-                restore(layer, name)
-        _let_inputs_through(on)
+        for layer, policy, _ in before:
+            if not is_quantized(layer) and layer_policy(layer) is not policy:
+                set_layer_policy(layer, policy)
+        names = other_changes(on, {id(layer): layer.compute_dtype for layer in layers_of(on)})
+        for layer, _, changes in before:
+            _change(layer, names[id(layer)])
+            # A layer that was made in 16 bits, and never converted, has had none.
+            for name, kind in _changes_of(layer) - changes:
+                restore(layer, name, kind=kind)
         _save_as_made(on, on.dtype_policy)
-        _give_float32(on)
         if refresh:
             _refresh(on)
 
     return put_back
+
+
+def _changes_of(layer) -> set:
+    kinds = {change.kind for change in _CHANGES.values()} | {"file"}
+    return {(entry.name, entry.kind) for entry in replaced_attributes(layer) if entry.kind in kinds}
 
 
 def _refresh(model):
@@ -418,7 +358,7 @@ def _end_in_float32(model, in_file: bool = False):
     graph = _keras.graph_of(model)
     if graph is None:
         return
-    restore(graph, "get_config")
+    restore(graph, "get_config", kind="file")
     structure = _keras.output_structure(graph)
     old_outputs = keras.tree.flatten(structure)
     plain_outputs = [without_cast(output) for output in old_outputs]
@@ -452,7 +392,7 @@ def _save_without_casts(graph, plain_outputs):
         with _keras.replaced_outputs(graph, plain_outputs):
             return get_config()
 
-    override(graph, "get_config", get_config_without_casts)
+    replace(graph, "get_config", get_config_without_casts, kind="file")
 
 
 def _cast_layers(outputs) -> list:

@@ -10,9 +10,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from mpkeras.conversion.overrides import is_overridden, override, restore
+from mpkeras import _keras
+from mpkeras._replaced import is_replaced, replace
 from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
-from mpkeras.policies.quantized import has_own_call
 
 # How the backends call the dtypes in their messages; the longer words first.
 _SPELLINGS = {
@@ -34,12 +34,12 @@ class MixedDtypesError(TypeError):
 
 
 def name_mixed_dtypes(layer):
-    """Lets `layer`, if its `call` is the user's own, say by name what it mixes.
+    """Lets `layer`, whose `call` is the user's own, say by name what it mixes.
 
     Where the backend raises, a `TypeError` names the layer, the attribute, argument or variable, and both dtypes. Where
     it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once.
     """
-    if not has_own_call(layer) or is_overridden(layer, "call"):
+    if is_replaced(layer, "call", "call"):
         return
     call = layer.call
 
@@ -60,7 +60,7 @@ def name_mixed_dtypes(layer):
         return outputs
 
     has_warned = []
-    override(layer, "call", call_and_name)
+    replace(layer, "call", call_and_name, kind="call")
 
 
 @contextlib.contextmanager
@@ -97,13 +97,6 @@ def remedy(layer) -> str:
     )
 
 
-def name_nothing(layer):
-    """Takes back `name_mixed_dtypes`."""
-    # The `call` of a stock layer is overridden by others.
-    if has_own_call(layer):
-        restore(layer, "call")
-
-
 def _dtypes_in(message: str) -> set[str]:
     # Keras adds the arguments of the call, and they may be of any dtype.
     message = message.split("Arguments received by")[0]
@@ -114,7 +107,7 @@ def _is_promoted(layer, outputs, args, kwargs) -> bool:
     """Whether a layer of 16-bit inputs, and without layers of its own inside, returns a wider float."""
     inputs = {tensor_dtype(value) for value in keras.tree.flatten((args, kwargs))} & set(FLOAT_DTYPES)
     outputs = {tensor_dtype(value) for value in keras.tree.flatten(outputs)} & set(FLOAT_DTYPES)
-    return inputs == {layer.compute_dtype} and not outputs <= inputs and not layer._layers
+    return inputs == {layer.compute_dtype} and not outputs <= inputs and not _keras.direct_sublayers(layer)
 
 
 def _other_dtypes(layer, args, kwargs) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ import functools
 import keras
 from keras import ops
 
-from mpkeras.conversion.overrides import is_overridden, override, restore
+from mpkeras._replaced import is_replaced, replace
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
 
 
@@ -17,16 +17,16 @@ def add_in_float32(layer):
     """
     regularizer = layer.activity_regularizer
     if regularizer is not None and not isinstance(regularizer, _Float32Call):
-        override(layer, "activity_regularizer", _stand_in_for(regularizer))
+        replace(layer, "activity_regularizer", _stand_in_for(regularizer), kind="penalties")
     # Stock layers add what their regularizers return; a layer of the user's adds whatever it likes.
-    if not type(layer).__module__.startswith("keras.") and not is_overridden(layer, "add_loss"):
+    if not type(layer).__module__.startswith("keras.") and not is_replaced(layer, "add_loss", "penalties"):
         add_loss = layer.add_loss
 
         @functools.wraps(add_loss)
         def add_float32_loss(loss):
             return add_loss(keras.tree.map_structure(_widen, loss))
 
-        override(layer, "add_loss", add_float32_loss)
+        replace(layer, "add_loss", add_float32_loss, kind="penalties")
 
 
 def regularizes_in_16_bits(layer) -> bool:
@@ -34,12 +34,6 @@ def regularizes_in_16_bits(layer) -> bool:
     regularizer = layer.activity_regularizer
     is_given_16_bits = layer.compute_dtype in SIXTEEN_BIT_DTYPES and not isinstance(regularizer, _Float32Call)
     return regularizer is not None and is_given_16_bits
-
-
-def add_as_before(layer):
-    """Takes back `add_in_float32`."""
-    restore(layer, "activity_regularizer")
-    restore(layer, "add_loss")
 
 
 class _Float32Call:

@@ -51,29 +51,6 @@ def trace_gru(compute_dtype: str):
     jax.eval_shape(lambda weights, x: gru.stateless_call(weights, non_trainable, x)[0], trainable, inputs)
 
 
-def softmax_from_probabilities(softmax, axis, scores, mask):
-    """Returns `softmax(scores, mask)` with a derivative that is computed in float32 from the result.
-
-    Args:
-        softmax: A function of 16-bit scores and a mask or `None`.
-        axis: The axis or axes over which the result sums to 1.
-        scores, mask: Its arguments.
-    """
-
-    @jax.custom_jvp
-    def probabilities(scores, mask):
-        return softmax(scores, mask)
-
-    @probabilities.defjvp
-    def derivative(primals, tangents):
-        result = probabilities(*primals)
-        y, t = result.astype("float32"), tangents[0].astype("float32")
-        tangent = y * (t - jax.numpy.sum(y * t, axis=axis, keepdims=True))
-        return result, tangent.astype(result.dtype)
-
-    return probabilities(scores, mask)
-
-
 def wait(model, result=None):
     """Returns when the device has finished the steps so far, the one that `result` is of among them."""
     # Within an epoch the variables hold nothing, as `fit` passes the state from step to step.

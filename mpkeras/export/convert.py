@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from mpkeras.conversion.apply import apply_policy, end_in_float32_layers, layers_of
+from mpkeras.conversion.apply import apply_policy, end_in_float32_layers
+from mpkeras.conversion.plan import layers_of
 from mpkeras.export import formats, loading
 from mpkeras.export.report import ConversionReport
 from mpkeras.policies.policy import Policy

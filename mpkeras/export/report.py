@@ -8,10 +8,11 @@ from typing import NamedTuple
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import layers_of
+from mpkeras.conversion.apply import CAST_NAME
+from mpkeras.conversion.plan import plan
 from mpkeras.insight.report import Report, make_figure
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.rules import layers_to_keep, layers_without_kernel
+from mpkeras.policies.rules import layers_to_keep
 
 _NAMES_SHOWN = 4
 
@@ -27,22 +28,27 @@ class LayerDtype(NamedTuple):
 
 def layer_dtypes(model, policy) -> list[LayerDtype]:
     """Returns what each layer of a converted model computes in; inputs and models, which compute nothing, left out."""
-    layers = [layer for layer in layers_of(model) if not isinstance(layer, (keras.Model, keras.layers.InputLayer))]
-    reasons = {id(layer): f"rule {rule}" for layer, rule in layers_to_keep(model, policy.keep_float32)}
-    for layer, rule, _ in layers_without_kernel(model, policy.compute_dtype):
-        reasons.setdefault(id(layer), f"no {policy.compute_dtype} kernel for {rule} here")
+    rows = [row for row in plan(model, policy) if not isinstance(row.layer, (keras.Model, keras.layers.InputLayer))]
+    rules = {rule for _, rule in layers_to_keep(model, policy.keep_float32)}
     return [
-        LayerDtype(layer.path or layer.name, type(layer).__name__, layer.compute_dtype, _reason(layer, policy, reasons))
-        for layer in layers
+        LayerDtype(
+            row.layer.path or row.layer.name,
+            type(row.layer).__name__,
+            row.layer.compute_dtype,
+            _reason(row, policy, row.rule in rules),
+        )
+        for row in rows
     ]
 
 
-def _reason(layer, policy, reasons) -> str:
-    if layer.compute_dtype == policy.compute_dtype:
+def _reason(row, policy, is_by_rule: bool) -> str:
+    if row.layer.compute_dtype == policy.compute_dtype:
         return f"policy {policy.name}"
-    if layer.name.startswith("mpkeras_float32_output"):
+    if row.layer.name.startswith(CAST_NAME):
         return "float32 outputs"
-    return reasons.get(id(layer), "as it was in the file")
+    if row.rule is None:
+        return "as it was in the file"
+    return f"rule {row.rule}" if is_by_rule else f"no {policy.compute_dtype} kernel for {row.rule} here"
 
 
 class ConversionReport(Report):

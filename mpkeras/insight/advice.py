@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import computes_in, layers_of
+from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.bench import ESTIMATE, Bench, trainable_copy
 from mpkeras.insight.decision import WORTH, Decision, decide, paired_ratios, rounds_won

@@ -6,13 +6,15 @@ from collections import Counter, defaultdict
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import layers_of
+from mpkeras.conversion.plan import layers_of, plan
 from mpkeras.devices.native import probe
 from mpkeras.insight import findings as checks
 from mpkeras.insight.findings import SEVERITIES, in_order
 from mpkeras.insight.flops import OPEN_SIZE, forward_pass, size, sums_by_dtype
 from mpkeras.insight.report import Report, make_figure, mebibytes, percent
+from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
+from mpkeras.policies.policy import Policy
 
 _UNITS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
 # Beyond it a figure is higher than any screen; the smallest are left out.
@@ -112,6 +114,9 @@ class LayerRow:
         layer: The layer.
         path: Its path in the model.
         compute_dtype: What it computes in.
+        rule: The default rule that keeps it in float32, or its class where there is no kernel in 16 bits; `None` for
+            most.
+        reason: Why it stays in float32; of others what the plan of a conversion says.
         weight_bytes: `{dtype: bytes}` of its own variables.
         parameters: How many numbers these are.
         flops: `{dtype: FLOPs}` of its products in one forward pass; `None` where it is not known.
@@ -122,6 +127,8 @@ class LayerRow:
     layer: keras.layers.Layer
     path: str
     compute_dtype: str
+    rule: str | None
+    reason: str
     weight_bytes: dict
     parameters: int
     flops: dict | None
@@ -159,12 +166,16 @@ def layer_rows(model, forward) -> list:
         flops[product.dtype] = flops.get(product.dtype, 0) + product.flops
     casts_of = Counter(cast.owner or 0 for cast in (program.casts if program is not None else ()))
     rows = []
+    by_default = Policy("audit", compute_dtype="bfloat16", variable_dtype="float32", keep_float32=default_rules())
+    planned = plan(model, by_default)
     for index, layer in enumerate(layers_of(model)):
         variables = _keras.own_variables(layer)
         row = LayerRow(
             layer,
             path=layer.path or layer.name,
             compute_dtype=layer.compute_dtype,
+            rule=planned[index].rule,
+            reason=planned[index].reason,
             weight_bytes={},
             parameters=sum(size(variable.shape) for variable in variables if _is_initialized(variable)),
             flops=None if program is None else flops_of[index],

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 
 from mpkeras import _keras, devices
-from mpkeras.conversion.apply import computes_in, layer_converter, recorded
+from mpkeras.conversion.apply import layer_converter, recorded
+from mpkeras.conversion.plan import computes_in
 from mpkeras.insight.timing import NotTrainable
 from mpkeras.policies.dtypes import bytes_of
 from mpkeras.policies.registry import get_policy

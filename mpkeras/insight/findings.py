@@ -6,13 +6,13 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion import mixing, penalties
-from mpkeras.conversion.apply import CAST_NAME, compute_dtypes, computes_in, layers_of, scales_loss, without_cast
+from mpkeras.conversion.apply import CAST_NAME, scales_loss, without_cast
+from mpkeras.conversion.plan import compute_dtypes, computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.flops import sums_by_dtype
 from mpkeras.insight.report import mebibytes, percent
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.rules import layers_to_keep, layers_without_kernel
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 SEVERITIES = ("error", "warning", "note")
@@ -142,33 +142,33 @@ def check_float32_rules(model, rows) -> list:
 
     And large probability heads that are in float32, with what that costs.
     """
-    by_layer = {id(row.layer): row for row in rows}
     all_flops = sum(row.total_flops for row in rows)
-    reasons = dict(DEFAULT_RULES)
     ends = _last_layers(model)
     findings = []
-    for layer, rule in layers_to_keep(model, default_rules()):
-        if layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
-            findings.extend(_of_float32_head(model, by_layer.get(id(layer)), rule, all_flops))
+    for row in rows:
+        if row.rule not in default_rules():
             continue
-        is_activation = rule.startswith("activation:")
-        is_gate = is_activation and ends is not None and id(layer) not in ends
+        is_activation = row.rule.startswith("activation:")
+        if row.compute_dtype not in SIXTEEN_BIT_DTYPES:
+            findings.extend(_of_float32_head(model, row, all_flops) if is_activation else [])
+            continue
+        is_gate = is_activation and ends is not None and id(row.layer) not in ends
+        reason = dict(DEFAULT_RULES)["Softmax"] if row.rule == "activation:softmax" else row.reason
         what = (
-            f"{'Its activation' if is_activation else 'It'} computes in {layer.compute_dtype}, which the default rule "
-            f"'{rule}' keeps in float32: {reasons['Softmax' if rule == 'activation:softmax' else rule]}."
+            f"{'Its activation' if is_activation else 'It'} computes in {row.compute_dtype}, which the default rule "
+            f"'{row.rule}' keeps in float32: {reason}."
         )
         remedy = (
             'Convert the model by `mpkeras.apply_policy` or `mpkeras.prepare`, or give the layer `dtype="float32"`.'
         )
         if is_gate:
             remedy = "Only probabilities need it; `mpkeras.apply_policy` does it."
-        findings.append(Finding("note" if is_gate else "warning", layer.path or layer.name, what, remedy))
+        findings.append(Finding("note" if is_gate else "warning", row.path, what, remedy))
     return findings
 
 
-def _of_float32_head(model, row, rule, all_flops) -> list:
-    is_head = row is not None and row.compute_dtype == "float32" and rule.startswith("activation:")
-    if not is_head or row.parameters < _LARGE_HEAD or not computes_in(model, SIXTEEN_BIT_DTYPES):
+def _of_float32_head(model, row, all_flops) -> list:
+    if row.parameters < _LARGE_HEAD or not computes_in(model, SIXTEEN_BIT_DTYPES):
         return []
     share = f", {percent(row.total_flops / all_flops)} of all FLOPs" if all_flops else ""
     return [
@@ -266,7 +266,7 @@ def check_islands(model, rows) -> list:
     if not computes_in(model, SIXTEEN_BIT_DTYPES):
         return []
     by_layer = {id(row.layer): row for row in rows}
-    named = _kept_with_reason(model)
+    named = {id(row.layer) for row in rows if row.rule is not None}
     inner: set = set()
     islands = []
     for row in rows:
@@ -329,14 +329,6 @@ def _of_wide_products(rows, all_flops) -> list:
 def _name_of(row) -> str:
     between = "operations between the layers of " * row.is_container
     return f"{between}{row.path} ({row.class_name})"
-
-
-def _kept_with_reason(model) -> set:
-    """Returns the `id`s of the layers that a default rule, or a missing kernel, keeps in float32."""
-    kept = {id(layer) for layer, _ in layers_to_keep(model, default_rules())}
-    for dtype in compute_dtypes(model) & set(SIXTEEN_BIT_DTYPES):
-        kept.update(id(layer) for layer, *_ in layers_without_kernel(model, dtype))
-    return kept
 
 
 def _remedy_of_island(row, model) -> str:

@@ -17,9 +17,10 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras.conversion import mixing
-from mpkeras.conversion.apply import layers_of
+from mpkeras.conversion.plan import layers_of
 from mpkeras.insight.observation import STEPPING, call_of, replaced_calls
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, bytes_of, tensor_dtype
+from mpkeras.policies.quantized import has_own_call
 
 # In place of a size that the model leaves open, such as the length of a sequence, where nobody gives another.
 OPEN_SIZE = 64
@@ -259,7 +260,7 @@ def _watching(layer, index, backend, running, result):
             running.pop()
         if not is_step and (not inside or isinstance(layer, STEPPING)):
             _note_outputs(index, outputs, result)
-        if mixing.has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES and index not in result.mixed:
+        if has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES and index not in result.mixed:
             what = mixing.promoted(layer, args, kwargs, outputs)
             if what:
                 result.mixed[index] = what
@@ -273,7 +274,7 @@ def _note_failure(layer, args, kwargs, error, result):
         result.culprit = layer
         if isinstance(error, mixing.MixedDtypesError):
             result.is_mixing = True
-        elif mixing.has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES:
+        elif has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES:
             what = mixing.refused(layer, args, kwargs, error)
             if what:
                 result.is_mixing = True

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import compute_dtypes, layers_of, recorded
+from mpkeras.conversion.apply import recorded
+from mpkeras.conversion.plan import compute_dtypes, layers_of
 from mpkeras.insight.culprit import find_culprit
 from mpkeras.insight.observation import observe
 from mpkeras.insight.ranges import (

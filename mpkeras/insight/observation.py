@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import layers_of
+from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.quantized import is_quantized
 

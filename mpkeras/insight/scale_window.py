@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import layers_of
+from mpkeras.conversion.plan import layers_of
 from mpkeras.insight.observation import Observation
 from mpkeras.insight.ranges import WORTH, overflow_limit, rounded, smallest_safe_exponent, with_rounded_gradient
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES

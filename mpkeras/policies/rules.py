@@ -208,25 +208,36 @@ def apply_rules(model, policy) -> list[AppliedRule]:
     Returns:
         A list of `AppliedRule(layer, rule, reason, old_policy)`, in the order of the layers.
     """
-    reasons = dict(DEFAULT_RULES)
+    dtypes = {id(layer): layer.compute_dtype for layer in _keras.flatten_layers(model, include_self=True)}
     applied = []
+    for layer, rule, reason in kept_in_float32(model, policy, dtypes).values():
+        if layer.compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer):
+            applied.append(AppliedRule(layer, rule, reason, layer_policy(layer)))
+    for change in applied:
+        set_layer_policy(change.layer, keras.DTypePolicy("float32"))
+    return applied
 
-    def move(layer, rule, reason):
-        old_policy = layer_policy(layer)
-        if old_policy.compute_dtype not in SIXTEEN_BIT_DTYPES or is_quantized(layer):
-            return
-        set_layer_policy(layer, keras.DTypePolicy("float32"))
-        applied.append(AppliedRule(layer, rule, reason, old_policy))
 
-    for layer, rule in layers_to_keep(model, policy.keep_float32):
-        move(layer, rule, reasons.get(rule, f"kept in float32 by the policy {policy.name!r}"))
+def kept_in_float32(model, policy, dtypes) -> dict:
+    """Returns `{id: (layer, rule, reason)}` for the layers that a rule, or a missing kernel, keeps in float32.
+
+    Args:
+        model: A `keras.Model` of any kind, or a layer.
+        policy: The `Policy` with the rules.
+        dtypes: `{id: dtype}`, what each layer computes in without them.
+    """
+    reasons = dict(DEFAULT_RULES)
+    kept = {
+        id(layer): (layer, rule, reasons.get(rule, f"kept in float32 by the policy {policy.name!r}"))
+        for layer, rule in layers_to_keep(model, policy.keep_float32)
+    }
+    others = {dtype for key, dtype in dtypes.items() if key not in kept}
     for dtype in SIXTEEN_BIT_DTYPES:
         # A trial takes time, and a model in float32 needs none.
-        if any(layer.compute_dtype == dtype for layer in _keras.flatten_layers(model, include_self=True)):
-            for layer, rule, reason in layers_without_kernel(model, dtype):
-                if layer.compute_dtype == dtype:
-                    move(layer, rule, reason)
-    return applied
+        for layer, rule, reason in layers_without_kernel(model, dtype) if dtype in others else []:
+            if dtypes[id(layer)] in (dtype, "float32"):
+                kept.setdefault(id(layer), (layer, rule, reason))
+    return kept
 
 
 def layers_without_kernel(model, dtype: str) -> list:

@@ -3,7 +3,8 @@
 import functools
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import computes_in, layer_converter
+from mpkeras.conversion.apply import layer_converter
+from mpkeras.conversion.plan import computes_in
 from mpkeras.policies import loss_scaling
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.registry import get_policy

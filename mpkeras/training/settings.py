@@ -2,7 +2,8 @@
 
 import keras
 
-from mpkeras.conversion.apply import compute_dtypes, converted_by, layers_of
+from mpkeras.conversion.apply import converted_by
+from mpkeras.conversion.plan import compute_dtypes, layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.policies.registry import get_policy

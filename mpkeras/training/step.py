@@ -7,7 +7,8 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import computes_in, layer_converter, layers_of, recorded
+from mpkeras.conversion.apply import layer_converter, recorded
+from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.policies.loss_scaling import FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
 from mpkeras.scaling.window import check_window

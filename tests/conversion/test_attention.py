@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import mpkeras
-from mpkeras.conversion import attention
+from mpkeras._replaced import is_replaced
 
 pytestmark = pytest.mark.backends("jax")
 rng = np.random.default_rng(0)
@@ -29,6 +29,10 @@ def model_of(make, policy, shape=(5, 8)):
     if policy is not None:
         mpkeras.apply_policy(model, policy)
     return model
+
+
+def is_applied(layer):
+    return is_replaced(layer, "_masked_softmax", "attention")
 
 
 def attention_layer(model):
@@ -54,7 +58,7 @@ def test_forward_is_stock_and_the_gradient_as_near_to_float32(name, mask):
     ours = model_of(LAYERS[name], "mixed_bfloat16")
     stock = model_of(LAYERS[name], None)
     reference = model_of(LAYERS[name], None)
-    assert attention.is_applied(attention_layer(ours))
+    assert is_applied(attention_layer(ours))
     for layer in attention_layer(stock)._flatten_layers():
         layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
     stock.set_weights(ours.get_weights())
@@ -81,7 +85,7 @@ def test_over_several_axes():
 def test_the_derivative_is_that_of_softmax():
     import jax
 
-    from mpkeras.devices._jax import softmax_from_probabilities
+    from mpkeras.conversion._jax import softmax_from_probabilities
 
     def softmax(scores, mask):
         return jax.nn.softmax(scores, axis=-1)
@@ -95,11 +99,11 @@ def test_the_derivative_is_that_of_softmax():
 
 
 def test_float32_and_the_way_back_are_stock():
-    assert not attention.is_applied(attention_layer(model_of(LAYERS["MultiHeadAttention"], "float32")))
+    assert not is_applied(attention_layer(model_of(LAYERS["MultiHeadAttention"], "float32")))
     model = model_of(LAYERS["MultiHeadAttention"], "mixed_bfloat16")
     mpkeras.apply_policy(model, "float32")
     layer = attention_layer(model)
-    assert not attention.is_applied(layer) and "_masked_softmax" not in vars(layer)
+    assert not is_applied(layer) and "_masked_softmax" not in vars(layer)
 
 
 def test_an_attention_layer_with_a_softmax_of_its_own_is_left_alone():
@@ -108,7 +112,7 @@ def test_an_attention_layer_with_a_softmax_of_its_own_is_left_alone():
             return super()._masked_softmax(attention_scores, attention_mask)
 
     model = model_of(lambda: Own(2, 4, dropout=0.1), "mixed_bfloat16")
-    assert not attention.is_applied(attention_layer(model))
+    assert not is_applied(attention_layer(model))
 
 
 def test_trains_and_returns_from_a_file(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.conversion.overrides import overridden
+from mpkeras._replaced import replaced_attributes
 from mpkeras.policies.quantized import bound_layers, running_quantized
 
 POLICY = "mixed_bfloat16"
@@ -86,7 +86,7 @@ def test_a_model_that_was_quantized_first(mode, steps):
         step(model)
     assert [layer.dtype_policy for layer in model.layers[1:]] == policies
     np.testing.assert_array_equal(predictions(model), expected)
-    assert all(not overridden(layer) for layer in model.layers)
+    assert all(not replaced_attributes(layer) for layer in model.layers)
 
 
 @pytest.mark.slow

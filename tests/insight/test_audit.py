@@ -10,7 +10,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.conversion.apply import layers_of
+from mpkeras.conversion.plan import layers_of
 from mpkeras.devices.native import Device
 from mpkeras.insight.findings import Finding, in_order, listed
 from mpkeras.insight.report import mebibytes, percent

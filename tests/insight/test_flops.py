@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import mpkeras
-from mpkeras.conversion.apply import layers_of
+from mpkeras.conversion.plan import layers_of
 from mpkeras.insight.flops import Program, forward_pass, owner_name, owner_of, widest
 
 

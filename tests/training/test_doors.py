@@ -371,7 +371,7 @@ def test_what_is_covered_is_listed_and_taken_back_exactly():
     before = own_attributes(model)
     assert before == {}
     prepare(model, "float32")
-    assert set(own_attributes(model)) == {*COVERED, "_mpkeras_prepared", "_mpkeras_overrides"}
+    assert set(own_attributes(model)) == {*COVERED, "_mpkeras_prepared", "_mpkeras_replaced"}
     model.optimizer = model.optimizer.inner_optimizer
     prepare(model, "float32", rollback=False)
     assert own_attributes(model) == before

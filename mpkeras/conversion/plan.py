@@ -1,0 +1,243 @@
+"""What a policy makes of a model: one row a layer, decided for the whole model at once. Nothing is changed here."""
+
+import weakref
+from typing import NamedTuple
+
+import keras
+
+from mpkeras import _keras
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.quantized import bound_layers, has_own_call, is_quantized
+from mpkeras.policies.rules import kept_in_float32, layer_policy
+
+_CONVERTIBLE = ("float32", "float16", "bfloat16")
+
+
+class Row(NamedTuple):
+    """What happens to one layer, and why.
+
+    Attributes:
+        layer: The layer.
+        before, after: The policy that it has, and the one that it gets; the same object where nothing changes.
+        without_rule: The policy that it would get if no rule kept it in float32.
+        rule: The rule that keeps it in float32, or the class for which there is no kernel in 16 bits; otherwise `None`.
+        reason: Why it gets `after`.
+        changes: Names of the other changes that go with `after`: keys of `CHANGES`.
+    """
+
+    layer: keras.layers.Layer
+    before: keras.DTypePolicy
+    after: keras.DTypePolicy
+    without_rule: keras.DTypePolicy
+    rule: str | None
+    reason: str
+    changes: tuple[str, ...]
+
+
+class Conversion:
+    """What is known of the conversion of one model: from it, layers that come into being later follow.
+
+    Attributes:
+        policy: The `Policy` that the model is converted to.
+        asked_for: The `Policy` that `apply_policy` gave the model last; `None` if it did not.
+        made_with: The policy of the model itself, before.
+        later_sources: The compute dtypes from which layers that come into being later are converted.
+        seen: Layer -> the path that it had when it was looked at last; it gets one when it is built.
+        by_name: Layers without a path that a `path:` rule moved by their name -> the policy they have without it.
+        told: What the user was told of rules that match nothing.
+    """
+
+    def __init__(self, model, policy, converts: bool = True, earlier: "Conversion | None" = None):
+        """Begins a conversion of `model`; with `converts=False` only the float32 rules of `policy` are applied.
+
+        Args:
+            earlier: The one before, of the same model.
+        """
+        # Among 16-bit layers a float32 layer is there on purpose; alone, it is what Keras does by default.
+        has_16_bits = computes_in(model, SIXTEEN_BIT_DTYPES)
+        is_to_16_bits = policy.compute_dtype in SIXTEEN_BIT_DTYPES
+        sources = SIXTEEN_BIT_DTYPES if has_16_bits or not is_to_16_bits else _CONVERTIBLE
+        self._sources: tuple[str, ...] = sources if converts else ()
+        # Of a model that an earlier conversion found in float32, a layer that is made from now on is in float32 by
+        # default.
+        lasting: tuple[str, ...] | None = None if earlier is None else earlier._lasting_sources
+        self.later_sources = lasting if has_16_bits and lasting is not None else self._sources
+        self._lasting_sources: tuple[str, ...] | None = self.later_sources if converts and is_to_16_bits else lasting
+        self.policy = policy
+        self.asked_for: keras.DTypePolicy | None = None if earlier is None else earlier.asked_for
+        self.made_with = model.dtype_policy
+        self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.by_name: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.told: set[str] = set() if earlier is None else earlier.told
+
+    def converts(self, layer) -> bool:
+        """Whether `layer` is new, and computes in a dtype that changes to that of the policy."""
+        return layer not in self.seen and layer.compute_dtype in (self.later_sources if self.seen else self._sources)
+
+    def is_up_to_date(self, layers) -> bool:
+        return all(layer in self.seen and self.seen[layer] == layer.path for layer in layers)
+
+    def note(self, rows):
+        """Takes down what was carried out."""
+        self.seen.update((row.layer, row.layer.path) for row in rows)
+        by_name = {
+            row.layer: self.by_name.get(row.layer, row.without_rule)
+            for row in rows
+            if not row.layer.path and str(row.rule).startswith("path:")
+        }
+        self.by_name = weakref.WeakKeyDictionary(by_name)
+
+
+def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
+    """Returns what `policy` makes of each layer of `model`, in the order of `layers_of(model)`.
+
+    Args:
+        model: A `keras.Model` of any kind, built or not.
+        policy: A `Policy`.
+        conversion: What is known of the model; without it no layer follows the policy's dtype, and what the rows say is
+            what its float32 rules make of the model as it is.
+    """
+    layers = layers_of(model)
+    bound = bound_layers(model, policy.compute_dtype)
+    before = {id(layer): layer_policy(layer) for layer in layers}
+    followed = {
+        id(layer): _without_rule(layer, before[id(layer)], policy, conversion, id(layer) in bound) for layer in layers
+    }
+    kept = kept_in_float32(model, policy, {key: followed[key].compute_dtype for key in followed})
+    after = {
+        id(layer): keras.DTypePolicy("float32")
+        if id(layer) in kept and followed[id(layer)].compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
+        else followed[id(layer)]
+        for layer in layers
+    }
+    after = {key: before[key] if _is_same(after[key], before[key]) else after[key] for key in after}
+    # Keras' `compile` wraps the optimizer of a model whose own policy is "mixed_float16", and of no other. To how a
+    # Sequential or Functional model computes, its own policy is nothing.
+    if has_stock_call(model) and after[id(model)].compute_dtype not in SIXTEEN_BIT_DTYPES:
+        if any(policy_after.compute_dtype == "float16" for policy_after in after.values()):
+            after[id(model)] = keras.DTypePolicy("mixed_float16")
+    changes = other_changes(model, {key: after[key].compute_dtype for key in after})
+    rows = []
+    for layer in layers:
+        key = id(layer)
+        _, rule, reason = kept.get(key, (layer, None, _reason(layer, after[key], policy)))
+        rows.append(Row(layer, before[key], after[key], followed[key], rule, reason, changes[key]))
+    return rows
+
+
+def other_changes(model, dtypes) -> dict:
+    """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in.
+
+    Args:
+        dtypes: `{id: dtype}` of the layers.
+    """
+    fitting = {name: {id(layer) for layer in fit(model)} for name, fit in CHANGES.items()}
+    found = {}
+    for layer in layers_of(model):
+        in_16_bits = dtypes[id(layer)] in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
+        found[id(layer)] = tuple(name for name in CHANGES if in_16_bits and id(layer) in fitting[name])
+    return found
+
+
+def _without_rule(layer, before, policy, conversion, is_bound: bool):
+    if conversion is None:
+        return before
+    by_name = conversion.by_name.get(layer)
+    if by_name is not None and layer.path and before.compute_dtype == "float32" and not is_quantized(layer):
+        # A rule matched its name; now that it has a path, rules are compared with that.
+        return by_name
+    is_other = before.compute_dtype != policy.compute_dtype or before.variable_dtype in SIXTEEN_BIT_DTYPES
+    return policy.stock() or policy if conversion.converts(layer) and not is_bound and is_other else before
+
+
+def _is_same(policy, other) -> bool:
+    dtypes = [(p.compute_dtype, p.variable_dtype, p.quantization_mode) for p in (policy, other)]
+    return dtypes[0] == dtypes[1]
+
+
+def _reason(layer, after, policy) -> str:
+    if is_quantized(layer):
+        return "quantized"
+    return f"policy {policy.name}" if after.compute_dtype == policy.compute_dtype else "as it was"
+
+
+def _penalized(model) -> list:
+    # Stock layers add what their regularizers return; a layer of the user's adds whatever it likes.
+    return [
+        layer
+        for layer in layers_of(model)
+        if layer.activity_regularizer is not None or not type(layer).__module__.startswith("keras.")
+    ]
+
+
+def _with_own_call(model) -> list:
+    return [layer for layer in layers_of(model) if has_own_call(layer)]
+
+
+def _torch_modules(model) -> list:
+    wrapper = getattr(keras.layers, "TorchModuleWrapper", ())
+    return [layer for layer in layers_of(model) if isinstance(layer, wrapper)]
+
+
+def _casting_inputs(model) -> list:
+    """Returns Sequential and subclassed models that cast their inputs before their first layer sees them.
+
+    Raw inputs may be beyond float16's 65504 and belong to a float32 normalization layer. A Functional model passes
+    inputs on as they are; the others cast them to their own compute dtype, unless they are told not to. Where a model
+    holds variables of its own, it computes with its inputs, and they stay as Keras has them.
+
+    Not by another policy for the model: Keras' `compile` goes by its name.
+    """
+    # Of the models inside, a Sequential alone is sure to compute nothing with its inputs itself.
+    sequentials = [layer for layer in layers_of(model) if isinstance(layer, keras.Sequential)]
+    return [
+        layer
+        for layer in (model, *sequentials)
+        if not _keras.casts_no_inputs(layer) and not _keras.own_variables(layer)
+    ]
+
+
+def _parts(model) -> list:
+    """Returns the parts of a model without a `call`: its own `train_step` computes with their outputs.
+
+    There they meet the data and each other, and on TensorFlow float32 minus float16 is an error. The last product
+    stays in 16 bits, as in a model that `apply_policy` converts.
+    """
+    if type(model).call is not keras.Model.call:
+        return []
+    parts = _keras.direct_sublayers(model)
+    return [part for part in parts if isinstance(part, keras.Model) and has_stock_call(part)]
+
+
+def _attention(model) -> list:
+    is_on_jax = keras.backend.backend() == "jax"
+    return [layer for layer in layers_of(model) if _keras.has_stock_softmax(layer)] if is_on_jax else []
+
+
+# What goes with a 16-bit policy -> the layers that it is for.
+CHANGES = {
+    "penalties in float32": _penalized,
+    "mixed dtypes named": _with_own_call,
+    "torch.autocast": _torch_modules,
+    "attention memory": _attention,
+    "raw inputs": _casting_inputs,
+    "float32 outputs": _parts,
+}
+
+
+def layers_of(model) -> list:
+    return _keras.flatten_layers(model, include_self=True)
+
+
+def compute_dtypes(model) -> set[str]:
+    """Returns what the layers of `model` compute in."""
+    return {layer.compute_dtype for layer in layers_of(model)}
+
+
+def computes_in(model, dtypes) -> bool:
+    return not compute_dtypes(model).isdisjoint(dtypes)
+
+
+def has_stock_call(model) -> bool:
+    """Whether the arithmetic of `model` is that of its layers: Sequential, Functional, or none at all."""
+    return type(model).call.__module__.startswith("keras.")
