@@ -42,7 +42,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "backends(*names): runs on the named Keras backends only, and says why")
-    config.addinivalue_line("markers", "every_case: all its cases matter on every backend, with `--one-case` too")
+    config.addinivalue_line(
+        "markers",
+        "every_case(*names): all its cases matter, on the named Keras backends or on every, with `--one-case` too",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -65,8 +68,10 @@ def _later_cases(items, slow_ones_only: bool) -> dict:
         if "skip" in marks or (slow_ones_only and not marks & {"slow", "matrix"}):
             continue
         name = (item.parent.nodeid, getattr(item, "originalname", item.name))
+        every_case = item.get_closest_marker("every_case")
+        all_matter = every_case is not None and (not every_case.args or keras.backend.backend() in every_case.args)
         # Of a test that is marked `every_case`, single cases may be marked `matrix`.
-        if name in seen and ("every_case" not in marks or "matrix" in marks):
+        if name in seen and (not all_matter or "matrix" in marks):
             later[item] = None
         seen.add(name)
     return later

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 ROOT = Path(__file__).parents[1]
 SECTION = (
     (ROOT / "CONTRIBUTING.md").read_text().split("## What is promised, and where it is tested\n")[1].split("\n## ")[0]

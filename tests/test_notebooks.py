@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NAMES = ["custom_loop", "existing_model", "first_model", "loss_scaling", "when_it_goes_wrong"]
 NOTEBOOKS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.ipynb"))}

@@ -10,6 +10,9 @@ import pytest
 import mpkeras
 from mpkeras import _version
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("tensorflow", "jax", "torch")
 

@@ -113,6 +113,7 @@ def linear(units=1, features=4, **options):
 # ------------------------------------------------------------------------------------------------- P3 … P6
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("loop", ["keras 3", "tf.keras", "forgotten", "train_step"])
 def test_p3_every_loop_style_matches_float32_or_warns(loop, recwarn):

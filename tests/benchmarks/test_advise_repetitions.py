@@ -4,6 +4,9 @@ import pytest
 
 import advise_repetitions as benchmark
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def test_options():
     options = benchmark.parse_arguments(["--task", "text", "--budget", "5"])

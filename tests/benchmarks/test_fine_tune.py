@@ -9,6 +9,9 @@ import fine_tune as benchmark
 import fine_tune_models as models
 import mpkeras
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 pytest.importorskip("sklearn")
 XLA = pytest.mark.backends("tensorflow", "jax")
 

@@ -6,6 +6,9 @@ import pytest
 
 import harness
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 class FakeClock:
     """A clock that only moves when told to."""

@@ -7,6 +7,9 @@ import pytest
 
 import import_time as benchmark
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def test_quick_means_fewer_rounds():
     assert benchmark.parse_arguments([]).rounds == 10

@@ -18,6 +18,9 @@ import zoo_plot
 from mpkeras.policies import DEFAULT_RULES, default_rules
 from zoo_cases import CASES, NOT_RUN
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 BACKEND = keras.backend.backend()
 RUNNABLE = zoo_measure.runnable_cases()
 SHOWN = [name for name in RUNNABLE if "[" not in name] if BACKEND == "jax" else RUNNABLE

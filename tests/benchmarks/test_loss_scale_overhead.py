@@ -11,6 +11,9 @@ import pytest
 
 import loss_scale_overhead as benchmark
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 FOLDER = Path(benchmark.__file__).parent
 # Those that are run, and not only imported by others.
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text())
@@ -74,6 +77,7 @@ def test_bad_options_exit_with_status_2(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.backends("tensorflow", "jax", "torch")
 @pytest.mark.slow
 def test_tiny_run_writes_every_variant(tmp_path):
     output = tmp_path / "results.json"

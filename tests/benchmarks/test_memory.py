@@ -6,6 +6,9 @@ import pytest
 
 import memory as benchmark
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def test_options():
     options = benchmark.parse_arguments(["--quick", "--target", "cpu"])

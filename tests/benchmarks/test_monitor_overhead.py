@@ -8,6 +8,9 @@ import pytest
 
 import monitor_overhead as benchmark
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def test_options():
     options = benchmark.parse_arguments(["--quick"])

@@ -10,6 +10,9 @@ import pytest
 import peers as benchmark
 from peers_keras import Sizes
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 BACKEND = keras.backend.backend()
 SMALL = Sizes(hidden=1, width=16, classes=10, batch_size=8)
 HERE, _ = benchmark.find_peers(BACKEND, benchmark.NAMES)

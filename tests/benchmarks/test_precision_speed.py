@@ -7,6 +7,9 @@ import pytest
 
 import precision_speed as benchmark
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def test_options():
     options = benchmark.parse_arguments(["--quick"])

@@ -7,6 +7,9 @@ import pytest
 
 import rollback_overhead as benchmark
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def test_quick_means_fewer_rounds_and_models():
     options = benchmark.parse_arguments(["--quick"])
@@ -42,6 +45,7 @@ def test_variants_differ_in_the_guard_alone(monkeypatch, variant):
     assert losses["bare"][2] < losses["bare"][0]
 
 
+@pytest.mark.slow
 def test_tiny_run_measures_every_variant(monkeypatch):
     # In this process and with one small model: what takes time is compiling three models in each mode.
     monkeypatch.setitem(benchmark.MODELS, "cnn", (with_statistics, 8))

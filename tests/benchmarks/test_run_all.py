@@ -6,6 +6,9 @@ import pytest
 
 import run_all as benchmark
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 # Writes what a benchmark writes, or fails.
 SCRIPT = """
 import argparse, json, pathlib, sys

@@ -7,6 +7,9 @@ import pytest
 
 import train_step_overhead as benchmark
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 @pytest.mark.parametrize(
     ("mode", "model", "variant", "ratio"),

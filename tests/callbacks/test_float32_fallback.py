@@ -88,6 +88,7 @@ def test_a_model_that_dies_in_stock_keras_reaches_float32_quality():
     assert healed > reference - 0.03
 
 
+@pytest.mark.slow
 @quiet
 def test_gradients_that_overflow_move_their_layer_when_the_scale_is_at_its_lowest():
     rule = mpkeras.DynamicLossScale(initial_scale=256.0, min_scale=64.0)

@@ -118,6 +118,7 @@ def test_warns_once_of_each_culprit():
     assert len(monitor.findings) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:All .* steps of epoch", "ignore:.* steps skipped in epoch")
 def test_findings_are_bounded():
     monitor = NumericsMonitor(max_findings=2)

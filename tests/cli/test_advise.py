@@ -10,6 +10,9 @@ from _mpkeras_cli import main
 from mpkeras.devices.native import Device
 from mpkeras.export.saved_model import random_inputs
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 @pytest.fixture
 def path(tmp_path):

@@ -10,6 +10,9 @@ from keras import layers
 import mpkeras
 from _mpkeras_cli import main
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def saved(path, optimizer=None):
     model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(504)], name="small")

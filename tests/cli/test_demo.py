@@ -8,6 +8,9 @@ import pytest
 from _mpkeras_cli import demo, main
 from mpkeras.demo.demo import without_non_finite
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 

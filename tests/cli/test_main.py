@@ -12,6 +12,9 @@ import _mpkeras_cli
 from _mpkeras_cli import main, quiet
 from mpkeras import __version__
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def failing_line(capsys, *arguments):
     """Runs a command that must fail before anything is trained, and returns its one line."""

@@ -9,6 +9,9 @@ import pytest
 
 from _mpkeras_cli import main
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def failing_line(capsys, *arguments):
     """Runs a command that must fail before anything is trained, and returns its one line."""

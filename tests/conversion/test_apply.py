@@ -187,6 +187,7 @@ def compile_by_name(model):
     return model
 
 
+@pytest.mark.slow
 def test_outputs_keep_the_names_that_losses_and_targets_go_by():
     expected = compile_by_name(two_heads())
     model = compile_by_name(apply_policy(two_heads(), "mixed_bfloat16"))
@@ -345,6 +346,7 @@ class MakesALayerInBuild(keras.layers.Layer):
         return self.inner(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_under", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("again", ["mixed_bfloat16", "mixed_float16", "prepare"])
 def test_converted_twice_a_model_converts_layers_that_are_made_later(made_under, again):
@@ -403,6 +405,7 @@ BY_PATH = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "expected"), BY_PATH)
 @pytest.mark.parametrize("door", ["apply_policy", "prepare", "callback"])
 def test_path_rules_are_matched_when_there_is_a_path(door, rule, expected):
@@ -446,6 +449,7 @@ def test_nothing_is_told_of_a_model_before_it_is_built():
         model(VECTORS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_converted_model_trains(policy):
     model = apply_policy(functional(), policy)

@@ -179,6 +179,7 @@ def test_a_file_with_the_mark_of_a_split_head_loads(tmp_path):
     assert [layer.compute_dtype for layer in loaded.layers] == ["float32", "float32"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_file_as_if_nothing_had_happened(tmp_path):
     y = np.random.default_rng(0).integers(0, 80, size=(2, 6))
 

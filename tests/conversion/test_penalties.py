@@ -25,6 +25,7 @@ def identity(**options):
     return layers.Dense(512, kernel_initializer="identity", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", ["fit", "make_train_step"])
 def test_a_penalty_beyond_float16_is_finite_and_that_of_float32(policy, way):
@@ -35,6 +36,7 @@ def test_a_penalty_beyond_float16_is_finite_and_that_of_float32(policy, way):
     assert loss == pytest.approx(0.01 * 400**2 * 512, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", ["fit", "make_train_step"])
 def test_a_layers_own_loss_is_summed_in_float32(policy, way):
@@ -75,6 +77,7 @@ def test_a_function_is_a_regularizer_as_well():
     assert model.layers[1].activity_regularizer.__name__ == "a_function_of_the_users_own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_penalty_trains_as_in_float32(policy):
     def weights(policy):

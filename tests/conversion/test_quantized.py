@@ -111,6 +111,7 @@ def test_lora_at_any_time(steps):
     assert model.get_layer("head").dtype_policy.name == "int8_from_float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int8", "float8"])
 def test_a_quantized_model_that_was_converted_is_saved_as_plain_keras_saves_it(mode, tmp_path):
     model = classifier()

@@ -3,6 +3,9 @@ import pytest
 
 from mpkeras.demo import data
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 @pytest.fixture
 def files(tmp_path):

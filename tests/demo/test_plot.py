@@ -2,6 +2,9 @@ import struct
 
 import pytest
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 pytest.importorskip("matplotlib")
 
 from mpkeras.demo import plot  # noqa: E402

@@ -5,6 +5,9 @@ import pytest
 from mpkeras.demo import summary
 from mpkeras.demo.runs import Plan
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 DIGITS = SimpleNamespace(name="digits", quality_name="held-out accuracy", higher_is_better=True, tolerance=0.005)
 TEXT = SimpleNamespace(name="text", quality_name="held-out bits per byte", higher_is_better=False, tolerance=0.01)
 

@@ -7,6 +7,9 @@ import pytest
 from mpkeras.demo import tasks
 from mpkeras.demo.tasks import TASKS, digits_task, text_task
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def test_quality_of_text_is_bits_per_byte():
     # Guessing evenly among 256 bytes costs log(256) nats, which is 8 bits.

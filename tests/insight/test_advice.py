@@ -245,6 +245,7 @@ def test_a_loss_that_is_not_finite_is_said():
         bench.begin(Cell("float32", False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [

@@ -111,6 +111,7 @@ class Noisy(layers.Layer):
         return x + keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seed_generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_the_model_stays_exactly_as_it_was(policy):
     inputs = keras.Input((4,))

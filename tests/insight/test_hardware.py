@@ -13,6 +13,9 @@ from mpkeras.insight import hardware
 from mpkeras.insight.hardware import HardwareReport, native_dtypes
 from mpkeras.insight.report import text_table
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 A100 = Device("gpu", "A100", compute_capability=(8, 0))
 V100 = Device("gpu", "V100", compute_capability=(7, 0))
 P100 = Device("gpu", "P100", compute_capability=(6, 0))

@@ -137,6 +137,7 @@ def test_numbers_are_those_of_numpy():
     assert report.loss == pytest.approx((4 + 64) / 4)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 def test_the_window_is_where_training_neither_overflows_nor_loses_gradients():
     model = six_layers()
@@ -433,6 +434,7 @@ def test_what_people_see(tmp_path):
     assert forward.loss is None and "gradient" not in str(forward) and len(forward.plot().axes) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

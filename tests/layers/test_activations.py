@@ -45,6 +45,7 @@ def test_sigmoid_head_trains_whatever_the_logit(policy, logit, label, gradient):
     np.testing.assert_allclose(result, [[1 / (1 + np.exp(-logit)) - label]], atol=1e-3)
 
 
+@pytest.mark.slow
 @POLICIES
 def test_classifier_with_a_softmax_layer_learns(policy):
     # It starts out sure of the wrong class, where a 16-bit head stays for good.

@@ -4,6 +4,9 @@ import pytest
 from mpkeras.policies import DEFAULT_RULES, default_rules, describe_rules
 from mpkeras.policies.rules import validate
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def test_rules_can_be_read_and_are_named_once():
     rules = default_rules()

@@ -72,6 +72,7 @@ def test_nothing_is_kept_that_works(backend, dtype):
     assert {rule for rule, _ in missing_kernel_rules(dtype)} <= KNOWN_GAPS.get((backend, dtype), set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_layers_without_a_kernel_train(policy):
     set_global_policy(policy)

@@ -9,6 +9,9 @@ import pytest
 from mpkeras.policies import Policy, default_rules, register_policy
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 
 def settings(policy):
     return policy.name, policy.compute_dtype, policy.variable_dtype, policy.keep_float32, policy.loss_scale

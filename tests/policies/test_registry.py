@@ -13,6 +13,9 @@ from mpkeras.policies import (
 )
 from mpkeras.policies.loss_scaling import FixedLossScale
 
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
 BUILT_IN = ("float32", "float64", "float16", "bfloat16", "mixed_float16", "mixed_bfloat16", "mixed_auto")
 
 

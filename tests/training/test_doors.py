@@ -60,6 +60,7 @@ def own_attributes(model):
 # ----------------------------------------------------------------------------------------- compiled once more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_compiled_again_a_model_is_prepared_again_with_the_same_arguments(make):
     model = compiled(make)
@@ -329,6 +330,7 @@ class AnyFit(keras.Sequential):
         return super().fit(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_callbacks_given_by_place_in_a_list_or_in_a_container_are_kept():
     counted = []
 
@@ -390,6 +392,7 @@ def test_what_the_user_put_there_since_stays():
     assert "fit" not in vars(model)
 
 
+@pytest.mark.slow
 def test_a_prepared_model_is_let_go_of_with_its_last_reference():
     import gc
     import weakref
@@ -468,6 +471,7 @@ def test_a_model_whose_parts_alone_are_compiled_is_not_compiled():
         prepare(model, "mixed_bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_a_part_skips_its_step_without_a_trace(policy):
     """P5: trained on its own, a part of a prepared model is guarded as the whole is."""

@@ -75,6 +75,7 @@ def test_bad_batches_leave_no_trace(policy, options):
     assert np.isnan([losses[i] for i in (0, 3, 5)]).all()
 
 
+@pytest.mark.slow
 def test_a_skipped_batch_leaves_no_trace_in_dropout_without_a_seed():
     """On torch such a layer draws from torch's own generator."""
 
@@ -92,6 +93,7 @@ def test_a_skipped_batch_leaves_no_trace_in_dropout_without_a_seed():
     assert with_fault == without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MODES)
 def test_a_frozen_layer_that_the_model_updates_itself_is_put_back(options):
     """A target network: its weights are not trained, but follow others in the forward pass."""
@@ -122,6 +124,7 @@ def test_a_frozen_layer_that_the_model_updates_itself_is_put_back(options):
     assert all(np.isfinite(keras.ops.convert_to_numpy(v.value)).all() for v in model.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MODES)
 def test_without_rollback_only_the_weights_are_kept(options):
     model = batchnorm_dropout_model()
@@ -213,6 +216,7 @@ def infinite(y_true, y_pred):
     return keras.ops.cast(keras.ops.full(keras.ops.shape(y_pred)[:1], np.inf), "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MODES)
 def test_a_metric_whose_name_ends_in_loss_has_no_say_in_why_a_step_was_skipped(options):
     """The loss is finite, so the scale is at fault and comes down."""

@@ -144,6 +144,7 @@ def layer_taken_out_and_another_put_in(model):
     return late_layer(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

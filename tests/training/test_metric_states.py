@@ -61,6 +61,7 @@ def column(logs, name):
 IGNORES = pytest.mark.filterwarnings("ignore:.* steps? .*skipped:UserWarning")
 
 
+@pytest.mark.slow
 @IGNORES
 @pytest.mark.parametrize("options", MODES)
 def test_until_a_step_counts_the_losses_are_those_of_the_skipped_steps(options):
@@ -90,6 +91,7 @@ def test_an_epoch_of_skipped_steps_reports_their_mean_by_rows(options):
     assert len(model.metrics_variables) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MODES)
 def test_train_on_batch_says_what_its_own_batch_did(options):
     model = zero_model(**options)
@@ -98,6 +100,7 @@ def test_train_on_batch_says_what_its_own_batch_did(options):
     np.testing.assert_array_equal(losses, [[1e4, np.nan], [np.nan, np.nan], [4e4, np.nan], [9.0, 3.0], [1e4, np.nan]])
 
 
+@pytest.mark.slow
 @IGNORES
 @pytest.mark.parametrize("options", MODES)
 def test_the_losses_of_several_outputs_are_shown_each(options):
@@ -124,6 +127,7 @@ def test_metrics_after_the_first_counted_step_are_those_of_a_run_without_the_ski
     assert run([100.0, np.inf, 3.0, 200.0, 1.0]) == run([3.0, 1.0])
 
 
+@pytest.mark.slow
 @IGNORES
 @pytest.mark.parametrize("options", MODES[-1:])
 def test_callbacks_that_look_at_the_loss_do_not_take_nothing_learned_for_the_best(options, tmp_path):
@@ -249,6 +253,7 @@ def test_trackers_of_a_users_own_step_show_the_losses_of_skipped_steps(returns, 
         assert column(logs, "seven") == [7] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", {"tensorflow": [False, True], "jax": [False, True], "torch": [False]}[BACKEND])
 def test_metrics_of_make_train_step_are_nan_until_a_step_counts(jit_compile):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])

@@ -9,8 +9,8 @@ from mpkeras.callbacks import MixedPrecision
 from mpkeras.training.state import load_state_dict, state_dict
 from tests.step_modes import snapshot
 
-# What a skipped step leaves behind is the first of all promises.
-pytestmark = pytest.mark.every_case
+# What a skipped step leaves behind is the first of all promises: the whole matrix on the backend that compiles all.
+pytestmark = pytest.mark.every_case("jax")
 BACKEND = keras.backend.backend()
 COMPILED = {"tensorflow": [True, False], "jax": [True], "torch": [False]}[BACKEND]
 WAYS = ["fit", "make_train_step"]
@@ -252,6 +252,7 @@ def test_steps_per_execution(steps, jit_compile):
     assert history["mae"] == clean_history["mae"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_an_epoch_of_only_skipped_steps_says_so_and_reports_no_loss_of_0(jit_compile):
     model = model_of(["dense"])
@@ -325,6 +326,7 @@ def test_a_batch_without_rows_is_a_skipped_step(options):
     assert int(optimizer.iterations) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_make_train_step_skips_a_batch_without_rows(jit_compile):
     inputs = keras.Input((FEATURES,))

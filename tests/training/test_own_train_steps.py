@@ -339,6 +339,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(program, skipped):
     assert all(np.isfinite(ops.convert_to_numpy(v.value)).all() for v in model.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras 3.15 has it")
 def test_what_an_optimizer_assigns_in_its_build_is_no_part_of_the_step():

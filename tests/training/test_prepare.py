@@ -154,6 +154,7 @@ def test_a_scale_chosen_by_prepare_follows_the_next_policy():
         assert model.optimizer.loss_scale_rule == rule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_model_trained_in_bfloat16_goes_on_in_float16_at_its_initial_scale(is_saved, tmp_path):
     """And not at the 1.0 of bfloat16, where small gradients are lost for thousands of steps."""
@@ -210,6 +211,7 @@ def test_rollback_false_leaves_a_float32_model_alone():
     model.train_on_batch(X, Y)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("jit_compile", [True, False])
 def test_jit_compile_is_switched_as_asked(jit_compile):
@@ -328,6 +330,7 @@ class Block(keras.layers.Layer):
         return self.dense(self.norm(x, training=training))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["global policy", "policy"])
 def test_layers_made_while_building_get_their_dtypes_too(way):
     class Model(keras.Model):
@@ -369,6 +372,7 @@ def test_several_inputs_outputs_and_sample_weights():
     assert int(model.optimizer.skipped_steps) == 0
 
 
+@pytest.mark.slow
 def test_saved_model_loads_in_plain_keras_for_inference(tmp_path):
     """G8; the process without mpkeras is in tests/test_public_api.py."""
     model = classifier()
@@ -380,6 +384,7 @@ def test_saved_model_loads_in_plain_keras_for_inference(tmp_path):
     assert "mpkeras" not in keras.saving.load_model(path, compile=False).to_json()
 
 
+@pytest.mark.slow
 def test_saved_model_resumes_with_its_optimizer_state(tmp_path):
     """P19, the part that prepare owes: the optimizer whose state is saved is the one in the configuration."""
     model = classifier()
@@ -396,6 +401,7 @@ def test_saved_model_resumes_with_its_optimizer_state(tmp_path):
     assert float(loaded.optimizer.dynamic_scale) == 512.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras 3.15 has it")
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_an_optimizer_that_starts_from_the_weights_does_so(jit_compile):

@@ -124,6 +124,7 @@ def with_weights(model, path):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [loaded_by_keras, loaded_and_compiled, built_anew])
 def test_files_of_stock_keras_go_on_with_their_scale(stock, load):
     trained, directory = stock

@@ -109,6 +109,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "message"), CHANGES)
 def test_a_state_that_does_not_fit_changes_nothing(changes, message):
     state = {**state_dict(trained()), **changes}

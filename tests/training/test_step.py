@@ -49,6 +49,7 @@ def test_one_step_by_hand(jit_compile):
     np.testing.assert_allclose(model.get_weights()[0], [[2.0], [1.0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize(
     "loss_fn",
@@ -232,6 +233,7 @@ def test_bad_batches_leave_no_trace(policy, jit_compile):
     assert with_faults == run(False)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_without_rollback_only_the_weights_are_kept(jit_compile):
     model = dropout_model()
@@ -316,6 +318,7 @@ def test_accumulation(fault, on_overflow, jit_compile):
     assert snapshot(model.non_trainable_variables) == snapshot(others.non_trainable_variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_one_optimizer_in_two_steps_accumulates_in_both(jit_compile):
     """G16: the second step goes on where the first one stopped, scaled and accumulated in the same way."""
@@ -365,6 +368,7 @@ def test_arrays_read_before_a_step_stay_what_they_were():
     assert not np.array_equal(model.get_weights()[0], kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollback", [True, False])
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_results_kept_from_a_step_stay_what_they_were(jit_compile, rollback):
@@ -773,6 +777,7 @@ def descended(weights, slots, trained, scale=1.0):
 FREEZING = ["ab", "b", "b", "a", "ab", "b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollback", [True, False])
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_layers_frozen_and_freed_between_steps_obey_from_the_next_step_on(jit_compile, rollback, backend):
@@ -798,6 +803,7 @@ def test_layers_frozen_and_freed_between_steps_obey_from_the_next_step_on(jit_co
         assert model.layers[0].runs - runs_before == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_layers_frozen_between_windows_of_accumulation(jit_compile):
     model = two_factors()
@@ -815,6 +821,7 @@ def test_layers_frozen_between_windows_of_accumulation(jit_compile):
         assert found == pytest.approx(weights, rel=1e-5), trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_a_layer_freed_in_the_middle_of_a_window_brings_no_gradients_of_an_earlier_one(jit_compile):
     model = two_factors()
@@ -855,6 +862,7 @@ def test_a_freed_layer_that_the_optimizer_does_not_know_is_named(jit_compile):
 # ------------------------------------------------------------------------------ traces
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_ten_lengths_are_traced_twice(jit_compile):
