@@ -12,7 +12,7 @@ from mpkeras.devices.native import probe
 from mpkeras.insight import findings as checks
 from mpkeras.insight.findings import SEVERITIES, in_order
 from mpkeras.insight.flops import OPEN_SIZE, forward_pass, size, sums_by_dtype
-from mpkeras.insight.report import Report, make_figure, mebibytes, percent
+from mpkeras.insight.report import Report, bytes_text, make_figure, percent
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 
 _UNITS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
@@ -318,7 +318,7 @@ class AuditReport(Report):
             return "few, which cost little"
         kinds = [f"{n} {source} to {target}" for (source, target), (n, _) in sorted(casts.items())]
         return (
-            f"{', '.join(kinds)}; they read and write {mebibytes(moved)}, beside {mebibytes(others)} of weights and "
+            f"{', '.join(kinds)}; they read and write {bytes_text(moved)}, beside {bytes_text(others)} of weights and "
             "outputs. That matters where steps are not compiled: XLA and `torch.compile` fuse most casts into what "
             "is around them"
         )
@@ -384,4 +384,4 @@ def _large(number: int) -> str:
 
 
 def _by_dtype(sizes) -> str:
-    return ", ".join(f"{mebibytes(n)} {dtype}" for dtype, n in sizes.items()) or "none"
+    return ", ".join(f"{bytes_text(n)} {dtype}" for dtype, n in sizes.items()) or "none"

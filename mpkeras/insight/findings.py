@@ -9,7 +9,7 @@ from mpkeras.conversion import mixing, penalties, products
 from mpkeras.conversion.apply import CAST_NAME, compute_dtypes, computes_in, layers_of, scales_loss, without_cast
 from mpkeras.devices import native
 from mpkeras.insight.flops import sums_by_dtype
-from mpkeras.insight.report import mebibytes, percent
+from mpkeras.insight.report import bytes_text, percent
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import layers_to_keep, layers_without_kernel
@@ -325,8 +325,8 @@ def _remedy_of_island(row, model) -> str:
 
 def _bytes(parts) -> str:
     weights, outputs = (sum(sums_by_dtype(parts, name).values()) for name in ("weight_bytes", "output_bytes"))
-    known = f" and {mebibytes(outputs)} of outputs" if outputs else ""
-    return f"{mebibytes(weights)} of weights{known}"
+    known = f" and {bytes_text(outputs)} of outputs" if outputs else ""
+    return f"{bytes_text(weights)} of weights{known}"
 
 
 def check_sizes(rows) -> list:

@@ -23,7 +23,7 @@ from mpkeras.insight.ranges import (
     underflow_limit,
     underflow_share,
 )
-from mpkeras.insight.report import Report, make_figure
+from mpkeras.insight.report import Report, make_figure, percent
 from mpkeras.insight.scale_window import scale_window
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import Policy
@@ -433,9 +433,7 @@ def _magnitude(found: Range) -> str:
 
 
 def _percent(share: float) -> str:
-    if share == 0:
-        return "-"
-    return f"{share:.2%}" if share >= 5e-5 else "< 0.01%"
+    return percent(share) if share else "-"
 
 
 def _power(scale: float) -> str:

@@ -78,7 +78,7 @@ def percent(share: float) -> str:
     return f"{value:.1f} %" if value < 10 else f"{value:.0f} %"
 
 
-def mebibytes(n: int) -> str:
+def bytes_text(n: int) -> str:
     """Returns a number of bytes in the unit that suits it, MiB at most."""
     if n < 2**10:
         return f"{n} bytes"
