@@ -1,4 +1,4 @@
-"""The accelerators that TensorFlow sees, and trials that run on them."""
+"""TensorFlow's devices: their kinds, waiting for them, their memory, and trials that run on them."""
 
 import concurrent.futures
 

@@ -1,4 +1,4 @@
-"""What torch sees of its devices, and torch modules that follow a policy."""
+"""torch's devices: their kinds, waiting for them, their memory; and torch modules that follow a policy."""
 
 import functools
 

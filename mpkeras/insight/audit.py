@@ -1,4 +1,4 @@
-"""`audit`: who computes in what in a model, and what looks wrong; no data is needed."""
+"""`audit`: the dtypes that each layer of a model computes in, and what looks wrong; no data is needed."""
 
 import dataclasses
 from collections import Counter, defaultdict
@@ -189,7 +189,7 @@ def layer_rows(model, forward) -> list:
 
 
 def rows_to_show(rows) -> list:
-    """Returns the rows that say something: without inputs, models, and what only does as the layer around it does."""
+    """Returns the rows to print: no inputs, no models, no layers without weights that do as the layer around them."""
     inner_to_outer = {}
     for row in rows:
         if not row.is_container:

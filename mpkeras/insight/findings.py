@@ -1,4 +1,4 @@
-"""What an audit finds: in the model as it is, and in its traced forward pass."""
+"""The checks of an audit: of the model as it is, and of its traced forward pass."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def in_order(findings) -> list:
 
 
 def listed(names) -> str:
-    """Returns the first names, and how many more there are."""
+    """Returns the first names and the number of the others, as text."""
     names = list(names)
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -181,7 +181,7 @@ def _last_layers(model) -> set | None:
 
 
 def check_devices(model, devices, backend: str) -> list:
-    """Says so where 16 bits will not pay (P2)."""
+    """Devices on which 16 bits will not pay (P2)."""
     policy, reason = native.choose(devices, backend)
     used = [dtype for dtype in SIXTEEN_BIT_DTYPES if computes_in(model, (dtype,))]
     if not used:
@@ -204,7 +204,7 @@ def check_devices(model, devices, backend: str) -> list:
 
 
 def check_trace(forward, rows) -> list:
-    """Says what is not known, and names the layers that mix dtypes (P11)."""
+    """What could not be counted, and layers that mix dtypes (P11)."""
     findings = []
     if forward.is_mixing:
         findings.append(_of_mixing(forward))

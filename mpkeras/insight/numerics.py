@@ -185,7 +185,7 @@ def _loss(grads, dtype: str, loss_scale: float) -> float:
 
 
 def _add_weights(layers, observed, reference):
-    """Adds the gradients of each layer's own weights to what is known of its last call."""
+    """Sets the ranges of the gradients of each layer's own weights, in its last call."""
     last = {id(call.layer): layer for call, layer in zip(observed.calls, layers, strict=True)}
     pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
     found = {id(variable): (grad, true_grad) for (variable, grad), (_, true_grad) in pairs}
@@ -350,7 +350,7 @@ class NumericsReport(Report):
         return lines
 
     def _losing(self) -> str:
-        """Returns which layers lose how much at the present scale."""
+        """Returns a clause: which layers lose how much at the present scale."""
         if not self.lost:  # it is so large that it overflows
             return "gradients are lost"
         path, share = next(iter(self.lost.items()))
@@ -410,7 +410,7 @@ class NumericsReport(Report):
 
 
 def _largest_of(layer) -> tuple[str, float]:
-    """Returns what of a layer is the largest in float32, and how large."""
+    """Returns which of a layer's values are too large in float32, and the largest magnitude."""
     ranges = {
         "input": layer.true_inputs,
         "output": layer.true_outputs,
