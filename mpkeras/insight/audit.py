@@ -14,6 +14,7 @@ from mpkeras.insight.findings import SEVERITIES, in_order
 from mpkeras.insight.flops import OPEN_SIZE, forward_pass, size, sums_by_dtype
 from mpkeras.insight.report import Report, bytes_text, make_figure, percent
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
+from mpkeras.training.settings import check_model
 
 _UNITS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
 # Beyond it a figure is higher than any screen; the smallest are left out.
@@ -87,10 +88,7 @@ def audit_with_optimizer(
 
 
 def _check_arguments(model, inputs, batch_size, open_size):
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). Pass the model itself."
-        )
+    check_model(model)
     for name, number, default in (("batch_size", batch_size, 8), ("open_size", open_size, OPEN_SIZE)):
         if type(number) is not int or number < 1:
             raise ValueError(

@@ -31,6 +31,7 @@ from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import set_layer_policy
 from mpkeras.policies.scalars import number
 from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.training.settings import check_model
 
 _NOTHING = Range.of([])
 
@@ -103,10 +104,7 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> 
 
 
 def _check(model, y, loss_scale):
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). Pass the model itself."
-        )
+    check_model(model)
     if y is not None and not getattr(model, "compiled", False):
         raise ValueError(
             f"Expected a model that is compiled with a loss, for the backward pass. Received: model '{model.name}', "
