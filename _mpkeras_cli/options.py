@@ -33,7 +33,7 @@ def count(text: str) -> int:
 
 
 def positive(unit: str) -> Callable[[str], float]:
-    """Returns what returns a positive, finite number of `unit`, as the `type` of an option."""
+    """Returns a function for the `type` of an option: it returns a positive, finite number of `unit`."""
 
     def convert(text: str) -> float:
         try:

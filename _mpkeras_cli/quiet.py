@@ -27,7 +27,7 @@ def import_mpkeras(error):
 
 @contextlib.contextmanager
 def without_notes():
-    """Holds back what is written to standard error, by compiled code too; afterwards all but the notes comes out."""
+    """Holds back all that is written to standard error, by compiled code too; then writes all of it but the notes."""
     try:
         held, stderr = tempfile.TemporaryFile(), os.dup(2)
     except OSError:  # No folder to write to, or standard error is closed.

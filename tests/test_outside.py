@@ -67,12 +67,12 @@ FAULTS = {
     "G": (
         "the demo took minutes for float16, and `hardware` called native what is slower",
         {
-            "demo/test_comparison.py": ["test_what_would_take_minutes_is_shortened_or_left_out_and_said_before"],
-            "demo/test_plan.py": [
+            "demo/test_runs.py": [
+                "test_what_would_take_minutes_is_shortened_or_left_out_and_said_before",
                 "test_as_many_runs_as_fit_into_the_limit",
                 "test_what_is_not_run_is_said_with_the_numbers_and_the_way_to_run_it",
             ],
-            "demo/test_table.py": ["test_what_was_shortened_or_left_out_gets_a_footnote_and_its_first_step"],
+            "demo/test_summary.py": ["test_what_was_shortened_or_left_out_gets_a_footnote_and_its_first_step"],
             "insight/test_hardware.py": [
                 "test_what_the_probe_finds_slower_is_not_called_native",
                 "test_of_this_process_what_is_native_is_what_was_probed",

@@ -1,4 +1,4 @@
-"""Several steps in one TensorFlow graph, which tells what they read."""
+"""Runs several training steps in one TensorFlow graph and returns the batches they read."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The two data sets of the demo: real data that is already on the machine, whole files or images held out."""
+"""The two data sets of the demo: real data that is on the machine already; whole files or images are held out."""
 
 import hashlib
 import pathlib

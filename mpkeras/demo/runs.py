@@ -107,7 +107,7 @@ def run(task, data_set, policy: str, seed: int, epochs: int, verbose=2) -> dict:
 
 
 def _is_about_the_device(error: Exception) -> bool:
-    """Whether the backend cannot do it here; all other errors are mistakes in the program."""
+    """Returns whether the backend cannot run this here; all other errors are mistakes in the program."""
     # Each backend has exceptions of its own for a missing kernel or too little memory.
     from_backend = type(error).__module__.split(".")[0] in ("tensorflow", "jax", "jaxlib", "torch")
     return from_backend or isinstance(error, (RuntimeError, MemoryError))
@@ -168,13 +168,13 @@ def uses_xla() -> bool:
 
 
 def missing_kernels(model, policy: str) -> list:
-    """Returns `[layer class, reason]` for what stays in float32 as the backend cannot do it here."""
+    """Returns `[layer class, reason]` for each layer that stays in float32 as the backend has no kernel here."""
     classes = {type(layer).__name__ for layer in model.layers}
     return [list(row) for row in missing_kernel_rules(get_policy(policy).compute_dtype, classes)]
 
 
 def settings(task, data_set, epochs=None) -> dict:
-    """Returns what of a task's training belongs into the report."""
+    """Returns the settings of a task's training, for the report."""
     return {
         "title": task.title,
         "epochs": epochs or task.epochs,

@@ -4,7 +4,7 @@ import math
 import statistics
 import textwrap
 
-from mpkeras.insight.report import quartiles, text_table
+from mpkeras.insight.report import bytes_text, quartiles, text_table
 
 BASELINE = "float32"
 
@@ -253,4 +253,4 @@ def _range_text(low: float, high: float) -> str:
 
 
 def _bytes_text(number) -> str:
-    return "-" if number is None else f"{number / 2**20:.1f} MiB"
+    return "-" if number is None else bytes_text(number)

@@ -1,4 +1,4 @@
-"""What a machine is, and what it computes natively."""
+"""The machine: its devices, what they compute natively, and how much memory is in use."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""What JAX sees of its devices, and a trial that needs JAX's tracing."""
+"""JAX's devices: their kinds, waiting for them, their memory, and a trial that needs JAX's tracing."""
 
 import jax
 import keras

@@ -1,4 +1,4 @@
-"""The accelerators that TensorFlow sees, which of its replicas runs now, and trials that run on them."""
+"""TensorFlow's devices: their kinds, waiting for them, their memory, which replica runs, and trials that run on them."""
 
 import concurrent.futures
 

@@ -1,4 +1,4 @@
-"""What torch sees of its devices."""
+"""torch's devices: their kinds, waiting for them, their memory."""
 
 import torch
 

@@ -11,7 +11,7 @@ from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.bench import ESTIMATE, Bench, trainable_copy
 from mpkeras.insight.decision import WORTH, Decision, decide, paired_ratios, rounds_won
-from mpkeras.insight.report import Report, make_figure, quartiles
+from mpkeras.insight.report import Report, bytes_text, make_figure, quartiles
 from mpkeras.insight.timing import ROUNDS, Cell, measure_grid
 from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.settings import check_model
@@ -296,7 +296,7 @@ class AdviceReport(Report):
             f"{median:.2f}",
             f"{q1:.2f} - {q3:.2f}",
             "-" if baseline is None else f"{quartiles(paired_ratios(baseline, cell))[1]:.2f}",
-            "-" if cell.memory_bytes is None else _readable(cell.memory_bytes),
+            "-" if cell.memory_bytes is None else bytes_text(cell.memory_bytes),
             str(len(cell.times_ms)),
             "<- choose" if is_chosen else "",
         ]
@@ -491,7 +491,3 @@ def _product_share(model) -> float:
     }
     total = sum(math.prod(weight.shape) for weight in model.trainable_weights)
     return min(sum(in_products.values()) / total, 1.0) if total else 0.0
-
-
-def _readable(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"

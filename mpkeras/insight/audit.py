@@ -1,4 +1,4 @@
-"""`audit`: who computes in what in a model, and what looks wrong; no data is needed."""
+"""`audit`: the dtypes that each layer of a model computes in, and what looks wrong; no data is needed."""
 
 import dataclasses
 from collections import Counter, defaultdict
@@ -11,10 +11,11 @@ from mpkeras.devices.native import probe
 from mpkeras.insight import findings as checks
 from mpkeras.insight.findings import SEVERITIES, in_order
 from mpkeras.insight.flops import OPEN_SIZE, forward_pass, size, sums_by_dtype
-from mpkeras.insight.report import Report, make_figure, mebibytes, percent
+from mpkeras.insight.report import Report, bytes_text, make_figure, percent
 from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 from mpkeras.policies.policy import Policy
+from mpkeras.training.settings import check_model
 
 _UNITS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
 # Beyond it a figure is higher than any screen; the smallest are left out.
@@ -88,10 +89,7 @@ def audit_with_optimizer(
 
 
 def _check_arguments(model, inputs, batch_size, open_size):
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). Pass the model itself."
-        )
+    check_model(model)
     for name, number, default in (("batch_size", batch_size, 8), ("open_size", open_size, OPEN_SIZE)):
         if type(number) is not int or number < 1:
             raise ValueError(
@@ -191,7 +189,7 @@ def layer_rows(model, forward) -> list:
 
 
 def rows_to_show(rows) -> list:
-    """Returns the rows that say something: without inputs, models, and what only does as the layer around it does."""
+    """Returns the rows to print: no inputs, no models, no layers without weights that do as the layer around them."""
     inner_to_outer = {}
     for row in rows:
         if not row.is_container:
@@ -319,7 +317,7 @@ class AuditReport(Report):
             return "few, which cost little"
         kinds = [f"{n} {source} to {target}" for (source, target), (n, _) in sorted(casts.items())]
         return (
-            f"{', '.join(kinds)}; they read and write {mebibytes(moved)}, beside {mebibytes(others)} of weights and "
+            f"{', '.join(kinds)}; they read and write {bytes_text(moved)}, beside {bytes_text(others)} of weights and "
             "outputs. That matters where steps are not compiled: XLA and `torch.compile` fuse most casts into what "
             "is around them"
         )
@@ -385,4 +383,4 @@ def _large(number: int) -> str:
 
 
 def _by_dtype(sizes) -> str:
-    return ", ".join(f"{mebibytes(n)} {dtype}" for dtype, n in sizes.items()) or "none"
+    return ", ".join(f"{bytes_text(n)} {dtype}" for dtype, n in sizes.items()) or "none"

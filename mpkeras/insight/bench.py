@@ -1,4 +1,4 @@
-"""Training steps of a model in several settings, to be timed; the model stays as it was."""
+"""`Bench`: runs training steps of a model in several settings; the model stays as it was."""
 
 import contextlib
 import random
@@ -83,7 +83,7 @@ class Bench:
         return milliseconds
 
     def _memory(self, step) -> tuple:
-        """Returns `(bytes, what they are)` of a warm step, by who knows best; `None` bytes if nobody does."""
+        """Returns `(bytes, what they are)` of a warm step; `None` bytes where compiler and device tell nothing."""
         found = step.temporary_bytes(*self._batch)
         if found is not None:
             return found, TEMPORARY

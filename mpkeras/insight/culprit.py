@@ -1,4 +1,4 @@
-"""The first layer, in data-flow order, that makes finite numbers infinite."""
+"""`find_culprit`: the first layer, in data-flow order, that turns finite numbers into inf or NaN."""
 
 import dataclasses
 
@@ -94,7 +94,7 @@ def _path(call) -> str:
 
 
 def _reached(call) -> str:
-    """Returns how large the output is in float32, where that is known."""
+    """Returns a clause with the largest output in float32, or with the largest input where that is not known."""
     true = [np.abs(r[np.isfinite(r)]).max(initial=0.0) for r in call.references if r is not None]
     if true:
         return f"in float32 it reaches {max(true):.3g}"

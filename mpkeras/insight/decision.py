@@ -18,7 +18,7 @@ _TIE = 1.02
 
 @dataclasses.dataclass
 class Decision:
-    """What to choose and why.
+    """The cell to choose and the numbers behind it.
 
     Attributes:
         chosen: The `Cell`.

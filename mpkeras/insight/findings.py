@@ -1,4 +1,4 @@
-"""What an audit finds: in the model as it is, and in its traced forward pass."""
+"""The checks of an audit: of the model as it is, and of its traced forward pass."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from mpkeras.conversion.apply import CAST_NAME, scales_loss, without_cast
 from mpkeras.conversion.plan import compute_dtypes, computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.flops import sums_by_dtype
-from mpkeras.insight.report import mebibytes, percent
+from mpkeras.insight.report import bytes_text, percent
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.scaling.optimizer import LossScaleOptimizer
@@ -53,7 +53,7 @@ def in_order(findings) -> list:
 
 
 def listed(names) -> str:
-    """Returns the first names, and how many more there are."""
+    """Returns the first names and the number of the others, as text."""
     names = list(names)
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -207,7 +207,7 @@ def _last_layers(model) -> set | None:
 
 
 def check_devices(model, devices, backend: str) -> list:
-    """Says so where 16 bits will not pay (P2)."""
+    """Devices on which 16 bits will not pay (P2)."""
     policy, reason = native.choose(devices, backend)
     used = [dtype for dtype in SIXTEEN_BIT_DTYPES if computes_in(model, (dtype,))]
     if not used:
@@ -230,7 +230,7 @@ def check_devices(model, devices, backend: str) -> list:
 
 
 def check_trace(forward, rows) -> list:
-    """Says what is not known, and names the layers that mix dtypes (P11)."""
+    """What could not be counted, and layers that mix dtypes (P11)."""
     findings = []
     if forward.is_mixing:
         findings.append(_of_mixing(forward))
@@ -343,8 +343,8 @@ def _remedy_of_island(row, model) -> str:
 
 def _bytes(parts) -> str:
     weights, outputs = (sum(sums_by_dtype(parts, name).values()) for name in ("weight_bytes", "output_bytes"))
-    known = f" and {mebibytes(outputs)} of outputs" if outputs else ""
-    return f"{mebibytes(weights)} of weights{known}"
+    known = f" and {bytes_text(outputs)} of outputs" if outputs else ""
+    return f"{bytes_text(weights)} of weights{known}"
 
 
 def check_sizes(rows) -> list:

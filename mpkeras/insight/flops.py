@@ -1,7 +1,8 @@
 """Counts products, casts and outputs of a forward pass, by layer, in the program that the backend makes of it.
 
-Nothing is run. The compilers count, too, and cannot be asked: what XLA (`cost_analysis`) and TensorFlow's profiler say
-is one number for the whole program, without layer or dtype, and the profiler has none for an `Einsum`.
+Nothing is run. On torch the FLOPs are those of `torch.utils.flop_counter`. On TensorFlow and JAX the formulas are our
+own: TensorFlow's profiler counts 0 for an `Einsum`, and XLA's `cost_analysis` has one number for the whole program,
+without layers and dtypes.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ class Cast(NamedTuple):
 
 @dataclasses.dataclass
 class Program:
-    """The products and casts of one pass. `uncounted`: operations of a size the program does not say."""
+    """The products and casts of one pass. `uncounted`: how many operations leave their size open."""
 
     products: list = dataclasses.field(default_factory=list)
     casts: list = dataclasses.field(default_factory=list)
@@ -90,7 +91,7 @@ def size(shape) -> int:
 
 @dataclasses.dataclass
 class ForwardPass:
-    """What became of tracing a model.
+    """The result of tracing a model.
 
     Attributes:
         program: A `Program`, or `None` where the model could not be traced.
@@ -234,7 +235,7 @@ def _trace(model, structure, result):
 
 
 def _watched(layers, backend, result):
-    """Lets the `call` of each layer run in a scope of its own, and notes what it returns."""
+    """Runs the `call` of each layer in a scope of its own, and notes the bytes it returns."""
     running: list = []
     indices = {id(layer): index for index, layer in enumerate(layers)}
     return replaced_calls(layers, lambda layer: _watching(layer, indices[id(layer)], backend, running, result))

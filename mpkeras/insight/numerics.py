@@ -23,7 +23,7 @@ from mpkeras.insight.ranges import (
     underflow_limit,
     underflow_share,
 )
-from mpkeras.insight.report import Report, make_figure
+from mpkeras.insight.report import Report, make_figure, percent
 from mpkeras.insight.scale_window import scale_window
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import Policy
@@ -32,6 +32,7 @@ from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import set_layer_policy
 from mpkeras.policies.scalars import number
 from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.training.settings import check_model
 
 _NOTHING = Range.of([])
 
@@ -104,10 +105,7 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> 
 
 
 def _check(model, y, loss_scale):
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). Pass the model itself."
-        )
+    check_model(model)
     if y is not None and not getattr(model, "compiled", False):
         raise ValueError(
             f"Expected a model that is compiled with a loss, for the backward pass. Received: model '{model.name}', "
@@ -186,7 +184,7 @@ def _loss(grads, dtype: str, loss_scale: float) -> float:
 
 
 def _add_weights(layers, observed, reference):
-    """Adds the gradients of each layer's own weights to what is known of its last call."""
+    """Sets the ranges of the gradients of each layer's own weights, in its last call."""
     last = {id(call.layer): layer for call, layer in zip(observed.calls, layers, strict=True)}
     pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
     found = {id(variable): (grad, true_grad) for (variable, grad), (_, true_grad) in pairs}
@@ -351,7 +349,7 @@ class NumericsReport(Report):
         return lines
 
     def _losing(self) -> str:
-        """Returns which layers lose how much at the present scale."""
+        """Returns a clause: which layers lose how much at the present scale."""
         if not self.lost:  # it is so large that it overflows
             return "gradients are lost"
         path, share = next(iter(self.lost.items()))
@@ -411,7 +409,7 @@ class NumericsReport(Report):
 
 
 def _largest_of(layer) -> tuple[str, float]:
-    """Returns what of a layer is the largest in float32, and how large."""
+    """Returns which of a layer's values are too large in float32, and the largest magnitude."""
     ranges = {
         "input": layer.true_inputs,
         "output": layer.true_outputs,
@@ -434,9 +432,7 @@ def _magnitude(found: Range) -> str:
 
 
 def _percent(share: float) -> str:
-    if share == 0:
-        return "-"
-    return f"{share:.2%}" if share >= 5e-5 else "< 0.01%"
+    return percent(share) if share else "-"
 
 
 def _power(scale: float) -> str:

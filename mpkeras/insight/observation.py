@@ -1,4 +1,4 @@
-"""What goes into and comes out of every layer in one forward and backward pass, the model unchanged afterwards."""
+"""`observe`: records what every layer reads and returns in one forward and backward pass; the model stays as it was."""
 
 import contextlib
 import dataclasses
@@ -102,7 +102,7 @@ def observe(
 
 
 def _taps(layer, tap_input, tap_output, rounded) -> tuple:
-    """Returns the two taps of a layer, with `rounded` on the side from which the gradient comes."""
+    """Returns the two taps of a layer; `rounded` acts on the side from which the gradient comes."""
     if rounded is None:
         return tap_input, tap_output
     return lambda tensor: rounded(layer, tap_input(tensor)), lambda tensor: rounded(layer, tap_output(tensor))
@@ -118,7 +118,7 @@ def observed_layers(model) -> list:
 
 
 def _fill(calls, found, tap_grads):
-    """Puts arrays in the place of the numbers of the taps."""
+    """Replaces the numbers of the taps in `calls` by arrays."""
     for call in calls:
         call.input_grads = [_array(tap_grads[i]) for i in call.inputs]
         call.output_grads = [_array(tap_grads[i]) for i in call.outputs]
@@ -169,7 +169,7 @@ def _observed_call(layer, calls, taps, tap_input, tap_output, references, clock,
 
 
 def _in_float32(layer, args, kwargs):
-    """Returns what `layer` makes of the same inputs in float32; `None` where this is no comparison."""
+    """Returns the outputs of `layer` for the same inputs in float32; `None` where they cannot be compared."""
     layers = _keras.flatten_layers(layer, include_self=True)
     draws = any(_keras.own_seed_generators(inner) for inner in layers)
     if any(map(is_quantized, layers)):
@@ -197,7 +197,7 @@ def _in_float32(layer, args, kwargs):
 
 @contextlib.contextmanager
 def replaced_calls(layers, replacement):
-    """Within this context each layer computes by `replacement(layer)`, which finds what was before it by `call_of`."""
+    """Replaces each layer's `call` by `replacement(layer)`, which gets the old one by `call_of`; then puts it back."""
     before = []
     try:
         for layer in layers:

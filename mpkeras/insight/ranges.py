@@ -1,4 +1,4 @@
-"""What a dtype holds of a tensor: ranges, overflow and underflow, and what 16 bits lose of a gradient."""
+"""The range of a tensor's values, and how much of them a dtype loses: overflow, underflow, rounded gradients."""
 
 import dataclasses
 
@@ -100,7 +100,7 @@ def _share(masks) -> float:
 
 
 def rounded(grad, dtype: str, loss_scale: float):
-    """Returns the gradient after it was below the smallest normal number of `dtype` while it was scaled.
+    """Returns the gradient with the rounding that numbers below the smallest normal one of `dtype` get while scaled.
 
     Larger numbers stay as they are: they are rounded to as many bits at every scale.
 

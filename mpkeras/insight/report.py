@@ -1,4 +1,4 @@
-"""What reports are made of: a table as text, bytes, shares and messages in words, quartiles, and a figure."""
+"""`Report`, and its parts: text for tables, bytes, shares and messages, quartiles, and a figure."""
 
 import abc
 import statistics
@@ -48,7 +48,7 @@ class Report(abc.ABC):
 
 
 def text_table(header: list, rows: list, title: str, left_columns: int | None = None) -> str:
-    """Returns a title and the table in aligned columns, to the left but for those behind `left_columns`.
+    """Returns a title and a table in aligned columns: the first `left_columns` (or all) to the left, the others right.
 
     A heading may have several lines.
     """
@@ -78,7 +78,7 @@ def percent(share: float) -> str:
     return f"{value:.1f} %" if value < 10 else f"{value:.0f} %"
 
 
-def mebibytes(n: int) -> str:
+def bytes_text(n: int) -> str:
     """Returns a number of bytes in the unit that suits it, MiB at most."""
     if n < 2**10:
         return f"{n} bytes"

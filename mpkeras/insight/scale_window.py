@@ -14,7 +14,7 @@ from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class ScaleWindow:
-    """Which loss scales suit.
+    """The loss scales that suit a batch.
 
     Attributes:
         smallest, highest: Powers of two. From `smallest` on no layer loses more than `WORTH` of its weights' gradient,
@@ -56,7 +56,7 @@ def scale_window(model, observed: Observation, reference: Observation, loss_scal
         return _shares(weights, seen, dtypes, scale)
 
     def lost_at(scale) -> dict:
-        """Returns what is lost at this scale, and would not be at another, the worst first."""
+        """Returns the shares that are lost at this scale and would not be at another one, the largest first."""
         lost = {path: share for path, share in shares_at(scale).items() if share > WORTH}
         # Of a gradient that is zero but for rounding (of a bias before a normalization) nothing is left at any scale.
         at_any = shares_at(None) if lost else {}
@@ -134,7 +134,7 @@ def _largest(grad) -> float:
 
 
 def _safe(reference, weights, dtypes) -> int:
-    """Returns an exponent from which on no gradient, looked at for itself, loses anything that matters."""
+    """Returns an exponent from which on no single gradient loses more than `SAFE` of itself."""
     groups = [
         (grads, dtypes[id(call.layer)])
         for call in reference.calls

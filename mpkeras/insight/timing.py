@@ -1,4 +1,4 @@
-"""Timing in turns, so that what slows the machine down for a moment slows all: in `advise` and in the demo."""
+"""Timing in turns, so that a machine that is slow for a moment slows everything that is compared."""
 
 import dataclasses
 import math
@@ -125,7 +125,7 @@ def _reason_to_leave_out(cell, earlier, first_ms, left_s: float) -> str | None:
 
 
 def _innermost(message: str) -> str:
-    """Returns what a layer said, without what Keras and TensorFlow put around it."""
+    """Returns the message of the layer that raised, without the text that Keras and TensorFlow put around it."""
     message = re.sub("\x1b\\[[0-9]*m", "", message)
     found = _RAISED_IN_CALL.findall(message)
     if found:
@@ -134,7 +134,7 @@ def _innermost(message: str) -> str:
 
 
 def _rounds_s(first_ms) -> float:
-    """Returns about how many seconds the rounds will take for which time is kept."""
+    """Returns about how many seconds the rounds take for which time is kept."""
     if not first_ms:
         return 0.0
     near = [ms for ms in first_ms.values() if ms <= _HOPELESS[3] * min(first_ms.values())]

@@ -4,7 +4,6 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -102,14 +101,14 @@ def test_the_command_shows_its_own_line_and_no_other(tmp_path, module):
 
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("option", ["--help", "--version"])
-def test_help_and_version_answer_within_a_third_of_a_second(option):
-    """Nothing but Python's own modules is imported; the fastest of three, as other processes take their time."""
+def test_help_and_version_answer_within_0_3_seconds(option):
+    """Of the processor: other processes have their share of the clock. The fastest of three."""
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
-        done = command(option)
-        seconds.append(time.perf_counter() - started)
-        assert done.returncode == 0
+        before = os.times()
+        assert command(option).returncode == 0
+        after = os.times()
+        seconds.append(after.children_user - before.children_user + after.children_system - before.children_system)
     assert min(seconds) < 0.3
 
 

@@ -13,7 +13,7 @@ import mpkeras
 from mpkeras.conversion.plan import layers_of
 from mpkeras.devices.native import Device
 from mpkeras.insight.findings import Finding, in_order, listed
-from mpkeras.insight.report import mebibytes, percent
+from mpkeras.insight.report import bytes_text, percent
 
 A100 = Device("gpu", "A100", compute_capability=(8, 0))
 V100 = Device("gpu", "V100", compute_capability=(7, 0))
@@ -619,4 +619,4 @@ def test_words():
         "> 99 %",
         "100 %",
     ]
-    assert [mebibytes(n) for n in (768, 2048, 3 * 2**20)] == ["768 bytes", "2.0 KiB", "3.0 MiB"]
+    assert [bytes_text(n) for n in (768, 2048, 3 * 2**20)] == ["768 bytes", "2.0 KiB", "3.0 MiB"]
