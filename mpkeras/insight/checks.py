@@ -3,8 +3,9 @@
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion import penalties
-from mpkeras.conversion.apply import computes_in, layers_of, scales_loss, without_cast
+from mpkeras.conversion.apply import scales_loss, without_cast
+from mpkeras.conversion.changes import regularizes_in_16_bits
+from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.findings import Finding, listed, percent
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
@@ -109,7 +110,7 @@ def check_losses(model) -> list:
                 )
             )
     for layer in layers_of(model):
-        if penalties.regularizes_in_16_bits(layer):
+        if regularizes_in_16_bits(layer):
             findings.append(
                 Finding(
                     "warning",

@@ -16,8 +16,7 @@ from mpkeras.insight.observation import observe
 from mpkeras.insight.ranges import Range, overflow_share, underflow_limit, underflow_share
 from mpkeras.insight.scale_window import scale_window
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.quantized import bound_layers
-from mpkeras.policies.rules import set_layer_policy
+from mpkeras.policies.rules import bound_layers, set_layer_policy
 from mpkeras.policies.scalars import number
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 

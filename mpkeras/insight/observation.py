@@ -14,7 +14,7 @@ from mpkeras import _keras
 from mpkeras.conversion.apply import layers_of
 from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
-from mpkeras.policies.quantized import is_quantized
+from mpkeras.policies.rules import is_quantized
 
 
 @dataclasses.dataclass

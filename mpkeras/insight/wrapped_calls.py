@@ -4,7 +4,7 @@ import contextlib
 
 import keras
 
-from mpkeras.policies.quantized import is_quantized
+from mpkeras.policies.rules import is_quantized
 
 # They call the layer in them step by step, in loops of the backend: what that returns is no output of its own, and
 # nothing can be carried out of there.

@@ -15,7 +15,7 @@ from mpkeras.conversion.apply import layers_of
 from mpkeras.insight.programs.program import Program
 from mpkeras.insight.wrapped_calls import STEPPING, call_of, wrapped_calls
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of, tensor_dtype
-from mpkeras.policies.quantized import has_own_call
+from mpkeras.policies.rules import has_own_call
 
 # In place of a size that the model leaves open, such as the length of a sequence, where nobody gives another.
 OPEN_SIZE = 64
