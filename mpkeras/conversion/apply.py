@@ -76,6 +76,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         _refresh(model)
     except Exception:
         put_back()
+        _conversions.pop(model, None)
         if earlier is not None:
             _conversions[model] = earlier
         raise
@@ -126,7 +127,6 @@ def layer_converter(model, policy, converts: bool = True):
         converts: Whether layers change to the policy's dtype, or only its float32 rules are applied.
     """
     conversion = Conversion(model, policy, converts, _conversions.get(model))
-    restore(model, "build", kind="late layers")  # An earlier conversion is not to go on.
 
     def convert() -> bool:
         if conversion.is_up_to_date(layers_of(model)):
@@ -140,6 +140,8 @@ def layer_converter(model, policy, converts: bool = True):
             put_back(refresh=False)
             raise
         _save_as_made(model, conversion.made_with)
+        if not conversion.seen:
+            restore(model, "build", kind="late layers")  # An earlier conversion is not to go on.
         conversion.note(rows)
         _conversions[model] = conversion
         _name_unmatched_rules(model, conversion)
