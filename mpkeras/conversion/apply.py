@@ -1,31 +1,19 @@
 """`apply_policy`: gives an existing model the dtypes of a policy, its weights untouched."""
 
 import functools
-import importlib
 import re
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import NamedTuple
 
 import keras
 
 from mpkeras import _keras
-from mpkeras._replaced import is_replaced, replace, replaced_attributes, restore
-from mpkeras.conversion import mixing, penalties
-from mpkeras.conversion.plan import (
-    CHANGES,
-    Conversion,
-    computes_in,
-    has_stock_call,
-    layers_of,
-    other_changes,
-    plan,
-)
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
-from mpkeras.policies.quantized import is_quantized
+from mpkeras._replaced import is_replaced, replace, restore
+from mpkeras.conversion.changes import changes_of, make_changes, planned_changes
+from mpkeras.conversion.plan import Conversion, computes_in, layers_of, plan
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.registry import get_policy
-from mpkeras.policies.rules import layer_policy, set_layer_policy, unmatched
+from mpkeras.policies.rules import has_own_call, is_quantized, layer_policy, set_layer_policy, unmatched
 
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
 CAST_NAME = "mpkeras_float32_output"
@@ -88,6 +76,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         _refresh(model)
     except Exception:
         put_back()
+        _conversions.pop(model, None)
         if earlier is not None:
             _conversions[model] = earlier
         raise
@@ -138,7 +127,6 @@ def layer_converter(model, policy, converts: bool = True):
         converts: Whether layers change to the policy's dtype, or only its float32 rules are applied.
     """
     conversion = Conversion(model, policy, converts, _conversions.get(model))
-    restore(model, "build", kind="late layers")  # An earlier conversion is not to go on.
 
     def convert() -> bool:
         if conversion.is_up_to_date(layers_of(model)):
@@ -152,6 +140,8 @@ def layer_converter(model, policy, converts: bool = True):
             put_back(refresh=False)
             raise
         _save_as_made(model, conversion.made_with)
+        if not conversion.seen:
+            restore(model, "build", kind="late layers")  # An earlier conversion is not to go on.
         conversion.note(rows)
         _conversions[model] = conversion
         _name_unmatched_rules(model, conversion)
@@ -163,18 +153,7 @@ def layer_converter(model, policy, converts: bool = True):
 def _carry_out(row):
     if row.after is not row.before:
         set_layer_policy(row.layer, row.after)
-    _change(row.layer, row.changes)
-
-
-def _change(layer, names):
-    """Gives `layer` the changes of these names, and takes back the others that it has."""
-    for name in CHANGES:
-        install, kind, attributes = _CHANGES[name]
-        if name in names:
-            install(layer)
-        elif not any(_CHANGES[other].kind == kind for other in names):
-            for attribute in attributes:
-                restore(layer, attribute, kind=kind)
+    make_changes(row.layer, row.changes)
 
 
 def _convert_when_built(model, convert):
@@ -212,7 +191,7 @@ def _save_as_made(model, made_with):
     if model.compute_dtype not in SIXTEEN_BIT_DTYPES:
         restore(model, "get_config", kind="file")
         return
-    if has_stock_call(model) or model.dtype_policy == made_with or is_replaced(model, "get_config", "file"):
+    if not has_own_call(model) or model.dtype_policy == made_with or is_replaced(model, "get_config", "file"):
         return
     get_config, serialized = model.get_config, keras.dtype_policies.serialize(made_with)
 
@@ -222,49 +201,6 @@ def _save_as_made(model, made_with):
         return {**config, "dtype": serialized} if "dtype" in config else config
 
     replace(model, "get_config", get_config_as_made, kind="file")
-
-
-def _pass_inputs_on(model):
-    replace(model, "autocast", False, kind="inputs")
-
-
-def _return_float32(part):
-    call = part.call
-
-    @functools.wraps(call)
-    def call_and_cast(*args, **kwargs):
-        return keras.tree.map_structure(_in_float32, call(*args, **kwargs))
-
-    replace(part, "call", call_and_cast, kind="call")
-
-
-def _in_float32(value):
-    return keras.ops.cast(value, "float32") if tensor_dtype(value) in SIXTEEN_BIT_DTYPES else value
-
-
-def _let_torch_module_follow(layer):
-    # Imported here: only the active backend may be.
-    importlib.import_module("mpkeras.conversion._torch").let_module_follow(layer)
-
-
-def _save_attention_memory(layer):
-    importlib.import_module("mpkeras.conversion._jax").save_attention_memory(layer)
-
-
-class _Change(NamedTuple):
-    install: Callable
-    kind: str
-    attributes: tuple
-
-
-_CHANGES = {
-    "penalties in float32": _Change(penalties.add_in_float32, "penalties", ("activity_regularizer", "add_loss")),
-    "mixed dtypes named": _Change(mixing.name_mixed_dtypes, "call", ("call",)),
-    "torch.autocast": _Change(_let_torch_module_follow, "call", ("call",)),
-    "attention memory": _Change(_save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
-    "raw inputs": _Change(_pass_inputs_on, "inputs", ("autocast",)),
-    "float32 outputs": _Change(_return_float32, "call", ("call",)),
-}
 
 
 def _check_variable_dtypes(model, policy, float32_variables):
@@ -309,7 +245,7 @@ def recorded(model, on=None):
     """
     on = model if on is None else on
     before = [
-        (target, layer_policy(layer), _changes_of(layer))
+        (target, layer_policy(layer), changes_of(layer))
         for layer, target in zip(layers_of(model), layers_of(on), strict=True)
     ]
 
@@ -317,22 +253,17 @@ def recorded(model, on=None):
         for layer, policy, _ in before:
             if not is_quantized(layer) and layer_policy(layer) is not policy:
                 set_layer_policy(layer, policy)
-        names = other_changes(on, {id(layer): layer.compute_dtype for layer in layers_of(on)})
+        names = planned_changes(on, {id(layer): layer.compute_dtype for layer in layers_of(on)})
         for layer, _, changes in before:
-            _change(layer, names[id(layer)])
+            make_changes(layer, names[id(layer)])
             # A layer that was made in 16 bits, and never converted, has had none.
-            for name, kind in _changes_of(layer) - changes:
+            for name, kind in changes_of(layer) - changes:
                 restore(layer, name, kind=kind)
         _save_as_made(on, on.dtype_policy)
         if refresh:
             _refresh(on)
 
     return put_back
-
-
-def _changes_of(layer) -> set:
-    kinds = {change.kind for change in _CHANGES.values()} | {"file"}
-    return {(entry.name, entry.kind) for entry in replaced_attributes(layer) if entry.kind in kinds}
 
 
 def _refresh(model):

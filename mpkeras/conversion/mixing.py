@@ -78,6 +78,7 @@ def refused(layer, args, kwargs, error) -> str | None:
     # What a layer inside has said, as an error or as a warning taken for one, is no refusal of this layer.
     if isinstance(error, (MixedDtypesError, Warning)):
         return None
+    # What is made inside `call` is in nobody's reach: only the message says its dtype, and that dtypes are the matter.
     both = _dtypes_in(str(error))
     if len(both) < 2 or layer.compute_dtype not in both:
         return None

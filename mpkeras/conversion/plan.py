@@ -6,9 +6,9 @@ from typing import NamedTuple
 import keras
 
 from mpkeras import _keras
+from mpkeras.conversion.changes import planned_changes
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.quantized import bound_layers, has_own_call, is_quantized
-from mpkeras.policies.rules import kept_in_float32, layer_policy
+from mpkeras.policies.rules import bound_layers, has_own_call, is_quantized, kept_in_float32, layer_policy
 
 _CONVERTIBLE = ("float32", "float16", "bfloat16")
 
@@ -22,7 +22,7 @@ class Row(NamedTuple):
         without_rule: The policy that it would get if no rule kept it in float32.
         rule: The rule that keeps it in float32, or the class for which there is no kernel in 16 bits; otherwise `None`.
         reason: Why it gets `after`.
-        changes: Names of the other changes that go with `after`: keys of `CHANGES`.
+        changes: Names of the other changes that go with `after`: keys of `changes.CHANGES`.
     """
 
     layer: keras.layers.Layer
@@ -113,30 +113,16 @@ def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
     after = {key: before[key] if _is_same(after[key], before[key]) else after[key] for key in after}
     # Keras' `compile` wraps the optimizer of a model whose own policy is "mixed_float16", and of no other. To how a
     # Sequential or Functional model computes, its own policy is nothing.
-    if has_stock_call(model) and after[id(model)].compute_dtype not in SIXTEEN_BIT_DTYPES:
+    if not has_own_call(model) and after[id(model)].compute_dtype not in SIXTEEN_BIT_DTYPES:
         if any(policy_after.compute_dtype == "float16" for policy_after in after.values()):
             after[id(model)] = keras.DTypePolicy("mixed_float16")
-    changes = other_changes(model, {key: after[key].compute_dtype for key in after})
+    changes = planned_changes(model, {key: after[key].compute_dtype for key in after})
     rows = []
     for layer in layers:
         key = id(layer)
         _, rule, reason = kept.get(key, (layer, None, _reason(layer, after[key], policy)))
         rows.append(Row(layer, before[key], after[key], followed[key], rule, reason, changes[key]))
     return rows
-
-
-def other_changes(model, dtypes) -> dict:
-    """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in.
-
-    Args:
-        dtypes: `{id: dtype}` of the layers.
-    """
-    fitting = {name: {id(layer) for layer in fit(model)} for name, fit in CHANGES.items()}
-    found = {}
-    for layer in layers_of(model):
-        in_16_bits = dtypes[id(layer)] in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
-        found[id(layer)] = tuple(name for name in CHANGES if in_16_bits and id(layer) in fitting[name])
-    return found
 
 
 def _without_rule(layer, before, policy, conversion, is_bound: bool):
@@ -161,70 +147,6 @@ def _reason(layer, after, policy) -> str:
     return f"policy {policy.name}" if after.compute_dtype == policy.compute_dtype else "as it was"
 
 
-def _penalized(model) -> list:
-    # Stock layers add what their regularizers return; a layer of the user's adds whatever it likes.
-    return [
-        layer
-        for layer in layers_of(model)
-        if layer.activity_regularizer is not None or not type(layer).__module__.startswith("keras.")
-    ]
-
-
-def _with_own_call(model) -> list:
-    return [layer for layer in layers_of(model) if has_own_call(layer)]
-
-
-def _torch_modules(model) -> list:
-    wrapper = getattr(keras.layers, "TorchModuleWrapper", ())
-    return [layer for layer in layers_of(model) if isinstance(layer, wrapper)]
-
-
-def _casting_inputs(model) -> list:
-    """Returns Sequential and subclassed models that cast their inputs before their first layer sees them.
-
-    Raw inputs may be beyond float16's 65504 and belong to a float32 normalization layer. A Functional model passes
-    inputs on as they are; the others cast them to their own compute dtype, unless they are told not to. Where a model
-    holds variables of its own, it computes with its inputs, and they stay as Keras has them.
-
-    Not by another policy for the model: Keras' `compile` goes by its name.
-    """
-    # Of the models inside, a Sequential alone is sure to compute nothing with its inputs itself.
-    sequentials = [layer for layer in layers_of(model) if isinstance(layer, keras.Sequential)]
-    return [
-        layer
-        for layer in (model, *sequentials)
-        if not _keras.casts_no_inputs(layer) and not _keras.own_variables(layer)
-    ]
-
-
-def _parts(model) -> list:
-    """Returns the parts of a model without a `call`: its own `train_step` computes with their outputs.
-
-    There they meet the data and each other, and on TensorFlow float32 minus float16 is an error. The last product
-    stays in 16 bits, as in a model that `apply_policy` converts.
-    """
-    if type(model).call is not keras.Model.call:
-        return []
-    parts = _keras.direct_sublayers(model)
-    return [part for part in parts if isinstance(part, keras.Model) and has_stock_call(part)]
-
-
-def _attention(model) -> list:
-    is_on_jax = keras.backend.backend() == "jax"
-    return [layer for layer in layers_of(model) if _keras.has_stock_softmax(layer)] if is_on_jax else []
-
-
-# What goes with a 16-bit policy -> the layers that it is for.
-CHANGES = {
-    "penalties in float32": _penalized,
-    "mixed dtypes named": _with_own_call,
-    "torch.autocast": _torch_modules,
-    "attention memory": _attention,
-    "raw inputs": _casting_inputs,
-    "float32 outputs": _parts,
-}
-
-
 def layers_of(model) -> list:
     return _keras.flatten_layers(model, include_self=True)
 
@@ -236,8 +158,3 @@ def compute_dtypes(model) -> set[str]:
 
 def computes_in(model, dtypes) -> bool:
     return not compute_dtypes(model).isdisjoint(dtypes)
-
-
-def has_stock_call(model) -> bool:
-    """Whether the arithmetic of `model` is that of its layers: Sequential, Functional, or none at all."""
-    return type(model).call.__module__.startswith("keras.")

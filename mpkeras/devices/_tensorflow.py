@@ -1,4 +1,4 @@
-"""TensorFlow's devices: their kinds, waiting for them, their memory, which replica runs, and trials that run on them."""
+"""TensorFlow's devices: kinds, waiting, memory, which replica runs, and trials that run on them."""
 
 import concurrent.futures
 

@@ -5,8 +5,9 @@ import dataclasses
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion import mixing, penalties
+from mpkeras.conversion import mixing
 from mpkeras.conversion.apply import CAST_NAME, scales_loss, without_cast
+from mpkeras.conversion.changes import regularizes_in_16_bits
 from mpkeras.conversion.plan import compute_dtypes, computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.flops import sums_by_dtype
@@ -128,7 +129,7 @@ def check_losses(model) -> list:
                 Finding("error" if is_float16 else "warning", None, what, 'Give it `dtype="float32"`, or none.')
             )
     for layer in layers_of(model):
-        if penalties.regularizes_in_16_bits(layer):
+        if regularizes_in_16_bits(layer):
             what = (
                 f"Its activity regularizer sums in {layer.compute_dtype}: in float16, 512 activations of 400 give inf."
             )

@@ -21,7 +21,7 @@ from mpkeras.conversion import mixing
 from mpkeras.conversion.plan import layers_of
 from mpkeras.insight.observation import STEPPING, call_of, replaced_calls
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, bytes_of, tensor_dtype
-from mpkeras.policies.quantized import has_own_call
+from mpkeras.policies.rules import has_own_call
 
 # In place of a size that the model leaves open, such as the length of a sequence, where nobody gives another.
 OPEN_SIZE = 64

@@ -27,9 +27,8 @@ from mpkeras.insight.report import Report, make_figure, percent
 from mpkeras.insight.scale_window import scale_window
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import Policy
-from mpkeras.policies.quantized import bound_layers
 from mpkeras.policies.registry import get_policy
-from mpkeras.policies.rules import set_layer_policy
+from mpkeras.policies.rules import bound_layers, set_layer_policy
 from mpkeras.policies.scalars import number
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.settings import check_model

@@ -14,7 +14,7 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
-from mpkeras.policies.quantized import is_quantized
+from mpkeras.policies.rules import is_quantized
 
 # They call the layer in them step by step, in loops of the backend: what that returns is no output of its own, and
 # nothing can be carried out of there.

@@ -1,10 +1,11 @@
 """Softmax and other activations in float32."""
 
+import math
+
 import keras
 from keras import ops
 
-from mpkeras.layers import probabilities
-from mpkeras.layers.output_dtype import OutputDtype
+from mpkeras.layers.mixin import OutputDtype
 
 
 @keras.saving.register_keras_serializable(package="mpkeras")
@@ -47,8 +48,8 @@ class Softmax(OutputDtype, keras.layers.Softmax):
 
     def call(self, inputs, mask=None, training=None):
         # Weights of an attention over a mask are no classifier's output, and are left exact.
-        if training and mask is None and isinstance(self.axis, int) and not probabilities.is_fused():
-            return self.cast_output(probabilities.trainable_softmax(inputs, axis=self.axis))
+        if training and mask is None and isinstance(self.axis, int) and not _is_fused():
+            return self.cast_output(_trainable_softmax(inputs, axis=self.axis))
         outputs = super().call(inputs, mask=mask)
         if mask is not None:
             # Keras 3.9 leaves a row without any true at its unmasked weights.
@@ -83,9 +84,55 @@ class Activation(OutputDtype, keras.layers.Activation):
         super().__init__(activation, output_dtype=output_dtype, **kwargs)
 
     def call(self, inputs, training=None):
-        if training and not probabilities.is_fused():
+        if training and not _is_fused():
             if self.activation is keras.activations.softmax:
-                return self.cast_output(probabilities.trainable_softmax(inputs))
+                return self.cast_output(_trainable_softmax(inputs))
             if self.activation is keras.activations.sigmoid:
-                return self.cast_output(probabilities.trainable_sigmoid(inputs))
+                return self.cast_output(_trainable_sigmoid(inputs))
         return self.cast_output(super().call(inputs))
+
+
+# Softmax and sigmoid whose crossentropy gradient does not vanish, for backends that do not fuse the two. Keras clips
+# probabilities to `[epsilon, 1 - epsilon]` (1e-7) in its crossentropies. A label whose probability is below that gets
+# the gradient 0: the worst mistakes teach nothing. TensorFlow is spared, as Keras finds the logits there and fuses.
+# Elsewhere these functions stay just inside the clip, and gradients pass unclipped.
+
+
+def _is_fused() -> bool:
+    """Returns whether the crossentropies of the active backend find the logits of a probability."""
+    return keras.backend.backend() == "tensorflow"
+
+
+def _trainable_softmax(logits, axis=-1):
+    """Returns probabilities of at least about `2 * epsilon`, with the gradient of the exact softmax.
+
+    Through a crossentropy that normalizes and clips, the gradient is `softmax(logits) - one_hot(label)` up to
+    `2 * epsilon` for each class: 2e-7 for two classes, 1e-3 for five thousand.
+
+    Args:
+        logits: float32 tensor of any shape.
+        axis: The axis of the classes.
+    """
+    log_probabilities = ops.log_softmax(logits, axis=axis)
+    floor = math.log(2 * keras.config.epsilon())
+    # exp(log p) has the derivative p' d(log p), where p' is the floored probability: the crossentropy divides
+    # by the same p', and what is left is the exact gradient.
+    floored = ops.exp(_with_value(ops.maximum(log_probabilities, floor), gradient_of=log_probabilities))
+    return floored / ops.stop_gradient(ops.sum(floored, axis=axis, keepdims=True))
+
+
+def _trainable_sigmoid(logits):
+    """Returns probabilities at least `3 * epsilon` away from 0 and 1, whose gradient reaches the logits.
+
+    Through a binary crossentropy the gradient is `sigmoid(logits) - label` up to `3 * epsilon`.
+
+    Args:
+        logits: float32 tensor of any shape.
+    """
+    limit = -math.log(3 * keras.config.epsilon())
+    return ops.sigmoid(_with_value(ops.clip(logits, -limit, limit), gradient_of=logits))
+
+
+def _with_value(value, gradient_of):
+    """Returns a tensor that is `value`, and through which gradients flow as through `gradient_of`."""
+    return gradient_of + ops.stop_gradient(value - gradient_of)

@@ -2,7 +2,7 @@
 
 import keras
 
-from mpkeras.layers.output_dtype import OutputDtype
+from mpkeras.layers.mixin import OutputDtype
 
 
 @keras.saving.register_keras_serializable(package="mpkeras")

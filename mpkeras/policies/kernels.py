@@ -8,24 +8,15 @@ from keras import ops
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
 
 
-def _try_max_pool_3d(dtype):
-    _run(lambda x: ops.max_pool(x, pool_size=2, strides=2), ops.zeros((1, 2, 2, 2, 1), dtype))
+def _try_pool_3d(pool: str, dtype):
+    _run(lambda x: getattr(ops, pool)(x, pool_size=2, strides=2), ops.zeros((1, 2, 2, 2, 1), dtype))
 
 
-def _try_average_pool_3d(dtype):
-    _run(lambda x: ops.average_pool(x, pool_size=2, strides=2), ops.zeros((1, 2, 2, 2, 1), dtype))
-
-
-def _try_adaptive_max_pool_3d(dtype):
+def _try_adaptive_pool_3d(pool: str, dtype):
     # On TensorFlow it is made of the plain one (tried in its place: on inputs this small it ends the process).
     # Elsewhere it is an operation of its own, which exists in 16 bits.
     if keras.backend.backend() == "tensorflow":
-        _try_max_pool_3d(dtype)
-
-
-def _try_adaptive_average_pool_3d(dtype):
-    if keras.backend.backend() == "tensorflow":
-        _try_average_pool_3d(dtype)
+        _try_pool_3d(pool, dtype)
 
 
 def _try_attention(dtype):
@@ -62,10 +53,10 @@ def _run(function, tensor):
 
 # Layer class, the operation it rests on. Other layers were tried once on every backend and need no entry.
 _TRIALS = {
-    "MaxPooling3D": _try_max_pool_3d,
-    "AdaptiveMaxPooling3D": _try_adaptive_max_pool_3d,
-    "AveragePooling3D": _try_average_pool_3d,
-    "AdaptiveAveragePooling3D": _try_adaptive_average_pool_3d,
+    "MaxPooling3D": functools.partial(_try_pool_3d, "max_pool"),
+    "AdaptiveMaxPooling3D": functools.partial(_try_adaptive_pool_3d, "max_pool"),
+    "AveragePooling3D": functools.partial(_try_pool_3d, "average_pool"),
+    "AdaptiveAveragePooling3D": functools.partial(_try_adaptive_pool_3d, "average_pool"),
     "MultiHeadAttention": _try_attention,
     "GroupedQueryAttention": _try_attention,
     "Attention": functools.partial(_try_attention_without_keys, keras.layers.Attention),

@@ -10,7 +10,6 @@ from mpkeras import _keras
 from mpkeras.policies import kernels
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.quantized import is_quantized, running_quantized
 
 # Their softmax runs between two matrix products: in float32 it would drag the second one into float32 too.
 _KEEP_OWN_PRECISION = (
@@ -256,6 +255,56 @@ def layers_without_kernel(model, dtype: str) -> list:
         for layer, _ in layers_to_keep(model, [lacking]) if reason is not None else []:
             found.append((layer, type(lacking).__name__, reason))
     return found
+
+
+def has_own_call(layer) -> bool:
+    """Whether the arithmetic of `layer` is the user's own."""
+    return not type(layer).call.__module__.startswith("keras.") or isinstance(layer, keras.layers.Lambda)
+
+
+# Quantized layers, and those whose arithmetic meets theirs, keep the policies that they have. A quantized layer returns
+# the dtype that it was quantized under, for good. Between the layers of a graph Keras casts it to what the next one
+# takes. A layer that runs quantized ones in its `call` computes with what they return: given another dtype, it would
+# add float32 to bfloat16.
+
+
+def is_quantized(layer) -> bool:
+    """Whether `layer` computes with int8, int4, float8, GPTQ or AWQ kernels, which another policy reads as numbers."""
+    return layer.quantization_mode is not None
+
+
+def running_quantized(model, dtype: str) -> list:
+    """Returns the layers of `model` that run quantized layers of another compute dtype than `dtype` in their `call`."""
+    found = []
+    holds: dict = {}  # `id` of a layer -> whether it is, or has in it, such a quantized layer.
+
+    def walk(layer) -> bool:
+        if id(layer) not in holds:
+            holds[id(layer)] = is_quantized(layer) and layer.compute_dtype != dtype
+            if any([walk(inner) for inner in _keras.direct_sublayers(layer)]):
+                holds[id(layer)] = True
+                if not _is_graph(layer):
+                    found.append(layer)
+        return holds[id(layer)]
+
+    walk(model)
+    return found
+
+
+def bound_layers(model, dtype: str) -> set[int]:
+    """Returns the `id`s of the layers of `model` that are not given the compute dtype `dtype`.
+
+    The quantized ones; and those that run some of another dtype, with all else that they run.
+    """
+    layers = [layer for layer in _keras.flatten_layers(model, include_self=True) if is_quantized(layer)]
+    for layer in running_quantized(model, dtype) if layers else []:
+        layers.extend(_keras.flatten_layers(layer, include_self=True))
+    return {id(layer) for layer in layers}
+
+
+def _is_graph(layer) -> bool:
+    is_graph = isinstance(layer, keras.Sequential) or _keras.graph_of(layer) is not None
+    return is_graph and not has_own_call(layer)
 
 
 def layer_policy(layer) -> keras.DTypePolicy:

@@ -104,3 +104,26 @@ def test_an_error_before_the_last_row_leaves_the_model_as_it_was(door):
     assert picture(model)[1:] == before[1:] and model.dtype_policy == before[0][1]
     assert not replaced_attributes(model)
     np.testing.assert_array_equal(model.predict(x, verbose=0), expected)
+
+
+class Late(keras.Model):
+    """One layer refuses a second policy, another one is made when the model is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Unwilling(2, dtype="mixed_bfloat16")
+
+    def build(self, input_shape):
+        self.last = layers.BatchNormalization(dtype="mixed_bfloat16")
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+
+def test_after_an_error_the_earlier_conversion_goes_on_when_the_model_is_built():
+    model = Late()
+    mpkeras.apply_policy(model, BFLOAT16)
+    with pytest.raises(RuntimeError, match="no other policy"):
+        mpkeras.apply_policy(model, "mixed_float16")
+    model(np.ones((2, 8), "float32"))
+    assert (model.first.compute_dtype, model.last.compute_dtype) == ("bfloat16", "float32")

@@ -7,7 +7,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras._replaced import replaced_attributes
-from mpkeras.policies.quantized import bound_layers, running_quantized
+from mpkeras.policies.rules import bound_layers, running_quantized
 
 POLICY = "mixed_bfloat16"
 rng = np.random.default_rng(0)
