@@ -12,6 +12,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
+from mpkeras._replaced import replaced
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.rules import is_quantized
@@ -19,7 +20,6 @@ from mpkeras.policies.rules import is_quantized
 # They call the layer in them step by step, in loops of the backend: what that returns is no output of its own, and
 # nothing can be carried out of there.
 STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
-_MISSING = object()
 
 
 @dataclasses.dataclass
@@ -198,20 +198,10 @@ def _in_float32(layer, args, kwargs):
 @contextlib.contextmanager
 def replaced_calls(layers, replacement):
     """Replaces each layer's `call` by `replacement(layer)`, which gets the old one by `call_of`; then puts it back."""
-    before = []
-    try:
+    with contextlib.ExitStack() as stack:
         for layer in layers:
-            name = _name_of_call(layer)
-            before.append((layer, name, vars(layer).get(name, _MISSING)))
-            # On the instance, and not by `setattr`, which Keras and torch both watch.
-            vars(layer)[name] = replacement(layer)
+            stack.enter_context(replaced(layer, _name_of_call(layer), replacement(layer), kind="call"))
         yield
-    finally:
-        for layer, name, call in before:
-            if call is _MISSING:
-                vars(layer).pop(name, None)
-            else:
-                vars(layer)[name] = call
 
 
 def call_of(layer):

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from mpkeras import _keras
+from mpkeras._replaced import replaced
 from mpkeras.scaling.facts import updating
 
 _ALL_REDUCE_DTYPES = (None, "float16", "bfloat16")
@@ -367,23 +368,18 @@ def selecting_assignments(inner_optimizer, is_applied):
         return apply_weight_decay
 
     methods = {
-        "assign": assign,
-        "assign_add": lambda variable, value: assign_change(variable, value, 1),
-        "assign_sub": lambda variable, value: assign_change(variable, value, -1),
+        "assign": lambda optimizer: assign,
+        "assign_add": lambda optimizer: lambda variable, value: assign_change(variable, value, 1),
+        "assign_sub": lambda optimizer: lambda variable, value: assign_change(variable, value, -1),
+        _keras.WEIGHT_DECAY_METHOD: weight_decay,
     }
-    covered = _with_parts(inner_optimizer)
-    for optimizer in covered:
-        # In the instance's dictionary, not by `setattr`: TensorFlow would track the functions.
-        methods[_keras.WEIGHT_DECAY_METHOD] = weight_decay(optimizer)
-        assert set(methods) == set(_COVERED_METHODS)
-        optimizer.__dict__.update(methods)
-    try:
-        with _SelectingScope(assign):
-            yield
-    finally:
-        for optimizer in covered:
-            for name in methods:
-                optimizer.__dict__.pop(name)
+    assert set(methods) == set(_COVERED_METHODS)
+    with contextlib.ExitStack() as stack:
+        for optimizer in _with_parts(inner_optimizer):
+            for name, method_of in methods.items():
+                stack.enter_context(replaced(optimizer, name, method_of(optimizer), kind="update"))
+        stack.enter_context(_SelectingScope(assign))
+        yield
 
 
 def _update_then_select(optimizer, grads, variables, is_applied, scale):
@@ -451,12 +447,7 @@ def _no_second_sum(optimizer):
     Its method is covered on the instance for the length of the call, around all replicas: each runs in a
     thread of its own, and the last one out must not find it uncovered.
     """
-    covered = _with_parts(optimizer.inner_optimizer) if _sums_in_16_bits(optimizer) else []
-    for part in covered:
-        # In the instance's dictionary, not by `setattr`: TensorFlow would track the function.
-        part.__dict__[_keras.GRADIENT_SUM_METHOD] = lambda grads_and_vars: list(grads_and_vars)
-    try:
+    with contextlib.ExitStack() as stack:
+        for part in _with_parts(optimizer.inner_optimizer) if _sums_in_16_bits(optimizer) else []:
+            stack.enter_context(replaced(part, _keras.GRADIENT_SUM_METHOD, list, kind="update"))
         yield
-    finally:
-        for part in covered:
-            part.__dict__.pop(_keras.GRADIENT_SUM_METHOD)

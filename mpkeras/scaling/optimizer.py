@@ -5,7 +5,7 @@ import warnings
 import keras
 from keras import ops
 
-from mpkeras import _keras
+from mpkeras import _keras, _replaced
 from mpkeras.policies import loss_scaling, scalars
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
@@ -985,11 +985,11 @@ def _expect_nothing(inner_optimizer):
     """
 
     def load_own_variables(store):
-        del vars(inner_optimizer)["load_own_variables"]
+        _replaced.restore(inner_optimizer, "load_own_variables", kind="loading")
         if len(store.keys()):
             inner_optimizer.load_own_variables(store)
 
-    vars(inner_optimizer)["load_own_variables"] = load_own_variables
+    _replaced.replace(inner_optimizer, "load_own_variables", load_own_variables, kind="loading")
 
 
 def checked_optimizer(optimizer, argument: str):

@@ -224,16 +224,16 @@ def keep_prepared(model, *, prepare_again, guard_again, is_explicit: bool = True
         is_explicit: Whether the user prepared this very model, and not all models that are compiled.
     """
     vars(model)[_PREPARED] = _Prepared(prepare_again, guard_again, is_explicit)
-    makers = {"compile": _compile_and_prepare, "fit": _fit_and_watch, "make_train_function": _make_train_function}
-    for name, make in makers.items():
-        if not _replaced.is_replaced(model, name, "prepared"):
-            _replaced.replace(model, name, make(model, getattr(model, name)), kind="prepared")
+    for name, make in _MAKERS.items():
+        if not _replaced.is_replaced(model, name, "guard"):
+            _replaced.replace(model, name, make(model, getattr(model, name)), kind="guard")
 
 
 def forget(model):
     """Takes back `keep_prepared`; does nothing to a model that is not prepared."""
     vars(model).pop(_PREPARED, None)
-    _replaced.restore_all(model, "prepared")
+    for name in _MAKERS:
+        _replaced.restore(model, name, kind="guard")
 
 
 def is_prepared(model) -> bool:
@@ -340,3 +340,7 @@ def _hiding_logs(model, function):
 
     vars(train_function)["mpkeras_hides_logs"] = True
     return train_function
+
+
+# What a prepared model does in another way, beside its `train_step`.
+_MAKERS = {"compile": _compile_and_prepare, "fit": _fit_and_watch, "make_train_function": _make_train_function}
