@@ -386,7 +386,11 @@ class AdviceReport(Report):
         return f"Why: {self._native_reason}; but {why}."
 
     def add_remark(self, line: str):
-        """Adds a line to the end of the notes."""
+        """Adds a line to the end of the notes.
+
+        Args:
+            line: A sentence.
+        """
         self._remarks.append(line)
 
     def _unmeasured_notes(self) -> list:
