@@ -1,0 +1,91 @@
+"""The rooms of the house: who may import whom, and where Keras' private names stand."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
+ROOT = Path(__file__).parents[1]
+# From the bottom up: a room imports from itself and from the floors below. CONTRIBUTING.md draws it.
+FLOORS = (
+    ("_version", "_keras", "_replaced"),
+    ("policies", "devices"),
+    ("conversion", "scaling", "layers"),
+    ("training",),
+    ("insight",),
+    ("callbacks",),
+    ("export", "demo"),
+    ("_mpkeras_cli",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+BACKENDS = {"tensorflow", "jax", "torch"}
+
+
+def modules():
+    return sorted([*(ROOT / "mpkeras").rglob("*.py"), *(ROOT / "_mpkeras_cli").rglob("*.py")])
+
+
+def name_of(path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+NAMES = {name_of(path) for path in modules()}
+
+
+def imported(path) -> set:
+    """Returns the full names of what a module imports, in functions, too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def modules_of_ours(path) -> set:
+    """Returns the modules of mpkeras that a module imports, or imports a name from."""
+    names = imported(path)
+    return {name if name in NAMES else name.rpartition(".")[0] for name in names if name.startswith("mpkeras.")} & NAMES
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if name.startswith("mpkeras.") else name.split(".")[0]
+
+
+@pytest.mark.parametrize("path", [path for path in modules() if name_of(path) not in ("mpkeras", "mpkeras.__main__")])
+def test_arrows_point_down(path):
+    floor = FLOOR[room(name_of(path))]
+    up = {
+        name
+        for name in modules_of_ours(path)
+        if FLOOR[room(name)] > floor or (FLOOR[room(name)] == floor and room(name) != room(name_of(path)))
+    }
+    assert not up
+
+
+def test_no_circle():
+    arrows = {name_of(path): modules_of_ours(path) - {name_of(path)} for path in modules()}
+    while True:
+        ends = {name for name, targets in arrows.items() if not targets & arrows.keys()}
+        if not ends:
+            break
+        arrows = {name: targets for name, targets in arrows.items() if name not in ends}
+    assert not arrows
+
+
+def test_private_names_of_keras_stand_in_one_module():
+    for path in modules():
+        text = path.read_text(encoding="utf-8")
+        if path.name != "_keras.py":
+            assert not re.search(r"keras\.src|from keras\._|keras\._[a-z]", text), path
+
+
+def test_backends_are_imported_in_modules_named_after_them():
+    for path in modules():
+        backends = {name.partition(".")[0] for name in imported(path)} & BACKENDS
+        assert not backends or path.stem == f"_{backends.pop()}" and not backends, path
