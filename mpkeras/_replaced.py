@@ -6,17 +6,14 @@ from typing import Any
 
 # What is replaced, and why nothing less will do. CONTRIBUTING.md has the same list.
 KINDS = {
-    "call": "`call` of a layer: a user's own names the dtypes it mixes, a part of a model without a `call` returns "
-    "float32, and a torch module runs under `torch.autocast`. A policy alone does none of these. For one run of "
-    "`audit` or `trace_numerics`: its inputs and outputs are looked at",
-    "penalties": "`activity_regularizer` and `add_loss` of a 16-bit layer: Keras hands them 16-bit outputs, whose "
-    "squares overflow",
+    "layer": "`call` of a layer: a user's own names the dtypes it mixes, a part of a model without a `call` returns "
+    "float32, and a torch module runs under `torch.autocast`; a policy alone does none of these. "
+    "`activity_regularizer` and `add_loss` of a 16-bit one: Keras hands them 16-bit outputs, whose squares overflow",
     "attention": "`_masked_softmax` of an attention layer on JAX: its backward pass keeps a tensor of the size of the "
     "scores fewer, a quarter of the temporaries on a TPU",
     "inputs": "`autocast` of a model: raw inputs beyond float16 belong to the float32 layer that normalizes them",
-    "file": "`get_config` of a model: its file holds the policy its author chose, and no cast that plain Keras "
-    "cannot name",
-    "late layers": "`build` of a model: its layers have their paths only then, and layers of their own",
+    "converted": "`get_config` of a model: its file holds the policy its author chose, and no cast that plain Keras "
+    "cannot name. `build` of one: its layers have their paths only then, and layers of their own",
     "guard": "`train_step` of a model: a skipped step leaves no trace. `compile`, `fit` and `make_train_function` of a "
     "prepared one: it stays prepared when it is compiled again, and logs and warns in `fit` only",
     "written weights": "`assign` of a variable, for one step: what a layer writes into its weights is put back if the "
@@ -24,6 +21,7 @@ KINDS = {
     "update": "methods of an optimizer, for one update on TensorFlow: its gradients are summed already, and its decay "
     "follows the decision to skip",
     "loading": "`load_own_variables` of an optimizer that is not built: what a file holds is kept until it is",
+    "observed": "`call` of a layer, for one run of `audit` or `trace_numerics`: its inputs and outputs are looked at",
 }
 # On the object, with which it goes: the functions in it hold the object.
 _RECORD = "_mpkeras_replaced"

@@ -247,7 +247,7 @@ FAULTS = {
     "25": (
         "the guard walked over the model at every eager and torch step",
         {
-            "training/test_found.py": [
+            "training/test_inventory.py": [
                 "test_walks_are_made_again_only_after_a_change",
                 "test_a_skipped_step_leaves_no_trace_in_what_has_changed",
             ]

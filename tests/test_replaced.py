@@ -34,9 +34,9 @@ def listed(owner):
 
 def test_what_was_not_there_is_gone_again(layer):
     before = dict(vars(layer))
-    assert replace(layer, "call", ours, kind="call") and replace(layer, "autocast", False, kind="inputs")
-    assert layer.call() == "ours" and listed(layer) == [("autocast", "inputs"), ("call", "call")]
-    restore(layer, "call", kind="call")
+    assert replace(layer, "call", ours, kind="layer") and replace(layer, "autocast", False, kind="inputs")
+    assert layer.call() == "ours" and listed(layer) == [("autocast", "inputs"), ("call", "layer")]
+    restore(layer, "call", kind="layer")
     assert listed(layer) == [("autocast", "inputs")]
     restore_all(layer, "inputs")
     assert vars(layer) == before
@@ -44,44 +44,44 @@ def test_what_was_not_there_is_gone_again(layer):
 
 def test_what_is_covered_is_not_covered_by_the_same_kind(layer):
     vars(layer)["call"] = users
-    assert replace(layer, "call", ours, kind="call")
-    assert not replace(layer, "call", print, kind="call") and layer.call is ours
-    restore(layer, "call", kind="call")
-    assert layer.call is users and not is_replaced(layer, "call", "call")
-    restore(layer, "call", kind="call")
+    assert replace(layer, "call", ours, kind="layer")
+    assert not replace(layer, "call", print, kind="layer") and layer.call is ours
+    restore(layer, "call", kind="layer")
+    assert layer.call is users and not is_replaced(layer, "call", "layer")
+    restore(layer, "call", kind="layer")
     assert layer.call is users
 
 
-@pytest.mark.parametrize("first", ["call", "observed"])
+@pytest.mark.parametrize("first", ["layer", "observed"])
 def test_kinds_lie_over_each_other_and_go_in_any_order(layer, first):
     vars(layer)["call"] = users
-    replace(layer, "call", ours, kind="call")
-    assert replace(layer, "call", print, kind="observed") and is_replaced(layer, "call", "call")
+    replace(layer, "call", ours, kind="layer")
+    assert replace(layer, "call", print, kind="observed") and is_replaced(layer, "call", "layer")
     restore(layer, "call", kind=first)
-    assert layer.call is (print if first == "call" else ours)
-    restore(layer, "call", kind="observed" if first == "call" else "call")
+    assert layer.call is (print if first == "layer" else ours)
+    restore(layer, "call", kind="observed" if first == "layer" else "layer")
     assert layer.call is users and not listed(layer)
 
 
 def test_what_the_user_has_put_there_since_stays(layer):
-    replace(layer, "activation", ours, kind="penalties")
+    replace(layer, "activation", ours, kind="layer")
     layer.activation = users
-    assert not is_replaced(layer, "activation", "penalties") and not listed(layer)
-    restore(layer, "activation", kind="penalties")
+    assert not is_replaced(layer, "activation", "layer") and not listed(layer)
+    restore(layer, "activation", kind="layer")
     assert layer.activation is users
     # It is what comes back when the layer is converted again, without a restore between as well.
     for _ in range(2):
-        assert replace(layer, "activation", ours, kind="penalties")
+        assert replace(layer, "activation", ours, kind="layer")
         layer.activation = users
-    replace(layer, "activation", ours, kind="penalties")
-    restore(layer, "activation", kind="penalties")
+    replace(layer, "activation", ours, kind="layer")
+    restore(layer, "activation", kind="layer")
     assert layer.activation is users and "_mpkeras_replaced" not in vars(layer)
 
 
 def test_what_the_user_has_deleted_stays_away(layer):
-    replace(layer, "call", ours, kind="call")
+    replace(layer, "call", ours, kind="layer")
     del vars(layer)["call"]
-    restore(layer, "call", kind="call")
+    restore(layer, "call", kind="layer")
     assert "call" not in vars(layer)
 
 
@@ -101,7 +101,7 @@ def test_for_one_call_one_may_lie_over_another_of_its_kind():
 
 def test_a_layer_is_freed_with_what_it_was_given():
     layer = keras.layers.Dense(1)
-    replace(layer, "call", functools.partial(type(layer).call, layer), kind="call")
+    replace(layer, "call", functools.partial(type(layer).call, layer), kind="layer")
     reference = weakref.ref(layer)
     del layer
     gc.collect()

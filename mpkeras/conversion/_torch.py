@@ -15,7 +15,7 @@ def let_module_follow(layer):
     Keras casts the layer's inputs, but a torch module multiplies them with its float32 weights as they are, and
     raises.
     """
-    if is_replaced(layer, "call", "call"):
+    if is_replaced(layer, "call", "layer"):
         return
     call = layer.call
 
@@ -27,4 +27,4 @@ def let_module_follow(layer):
         with torch.autocast(device, dtype=getattr(torch, layer.compute_dtype)):
             return call(*args, **kwargs)
 
-    replace(layer, "call", call_under_autocast, kind="call")
+    replace(layer, "call", call_under_autocast, kind="layer")

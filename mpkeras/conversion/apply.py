@@ -141,7 +141,7 @@ def layer_converter(model, policy, converts: bool = True):
             raise
         _save_as_made(model, conversion.made_with)
         if not conversion.seen:
-            restore(model, "build", kind="late layers")  # An earlier conversion is not to go on.
+            restore(model, "build", kind="converted")  # An earlier conversion is not to go on.
         conversion.note(rows)
         _conversions[model] = conversion
         _name_unmatched_rules(model, conversion)
@@ -163,12 +163,12 @@ def _convert_when_built(model, convert):
     @functools.wraps(build)
     def build_and_convert(*args, **kwargs):
         build(*args, **kwargs)
-        restore(model, "build", kind="late layers")
+        restore(model, "build", kind="converted")
         if convert():
             _refresh(model)
             _end_in_float32(model)
 
-    replace(model, "build", build_and_convert, kind="late layers")
+    replace(model, "build", build_and_convert, kind="converted")
 
 
 def _name_unmatched_rules(model, conversion):
@@ -189,9 +189,9 @@ def _save_as_made(model, made_with):
     their own.)
     """
     if model.compute_dtype not in SIXTEEN_BIT_DTYPES:
-        restore(model, "get_config", kind="file")
+        restore(model, "get_config", kind="converted")
         return
-    if not has_own_call(model) or model.dtype_policy == made_with or is_replaced(model, "get_config", "file"):
+    if not has_own_call(model) or model.dtype_policy == made_with or is_replaced(model, "get_config", "converted"):
         return
     get_config, serialized = model.get_config, keras.dtype_policies.serialize(made_with)
 
@@ -200,7 +200,7 @@ def _save_as_made(model, made_with):
         config = get_config()
         return {**config, "dtype": serialized} if "dtype" in config else config
 
-    replace(model, "get_config", get_config_as_made, kind="file")
+    replace(model, "get_config", get_config_as_made, kind="converted")
 
 
 def _check_variable_dtypes(model, policy, float32_variables):
@@ -289,7 +289,7 @@ def _end_in_float32(model, in_file: bool = False):
     graph = _keras.graph_of(model)
     if graph is None:
         return
-    restore(graph, "get_config", kind="file")
+    restore(graph, "get_config", kind="converted")
     structure = _keras.output_structure(graph)
     old_outputs = keras.tree.flatten(structure)
     plain_outputs = [without_cast(output) for output in old_outputs]
@@ -323,7 +323,7 @@ def _save_without_casts(graph, plain_outputs):
         with _keras.replaced_outputs(graph, plain_outputs):
             return get_config()
 
-    replace(graph, "get_config", get_config_without_casts, kind="file")
+    replace(graph, "get_config", get_config_without_casts, kind="converted")
 
 
 def _cast_layers(outputs) -> list:

@@ -76,16 +76,16 @@ def _add_penalties_in_float32(layer):
     """
     regularizer = layer.activity_regularizer
     if regularizer is not None and not isinstance(regularizer, _Float32Call):
-        replace(layer, "activity_regularizer", _stand_in_for(regularizer), kind="penalties")
+        replace(layer, "activity_regularizer", _stand_in_for(regularizer), kind="layer")
     # Stock layers add what their regularizers return; a layer of the user's adds whatever it likes.
-    if not type(layer).__module__.startswith("keras.") and not is_replaced(layer, "add_loss", "penalties"):
+    if not type(layer).__module__.startswith("keras.") and not is_replaced(layer, "add_loss", "layer"):
         add_loss = layer.add_loss
 
         @functools.wraps(add_loss)
         def add_float32_loss(loss):
             return add_loss(keras.tree.map_structure(_widen, loss))
 
-        replace(layer, "add_loss", add_float32_loss, kind="penalties")
+        replace(layer, "add_loss", add_float32_loss, kind="layer")
 
 
 def regularizes_in_16_bits(layer) -> bool:
@@ -128,7 +128,7 @@ def _return_float32(part):
     def call_and_cast(*args, **kwargs):
         return keras.tree.map_structure(_widen, call(*args, **kwargs))
 
-    replace(part, "call", call_and_cast, kind="call")
+    replace(part, "call", call_and_cast, kind="layer")
 
 
 def _let_torch_module_follow(layer):
@@ -151,13 +151,13 @@ class _Change(NamedTuple):
 
 CHANGES = {
     "penalties in float32": _Change(
-        _penalized, _add_penalties_in_float32, "penalties", ("activity_regularizer", "add_loss")
+        _penalized, _add_penalties_in_float32, "layer", ("activity_regularizer", "add_loss")
     ),
-    "mixed dtypes named": _Change(_with_own_call, name_mixed_dtypes, "call", ("call",)),
-    "torch.autocast": _Change(_torch_modules, _let_torch_module_follow, "call", ("call",)),
+    "mixed dtypes named": _Change(_with_own_call, name_mixed_dtypes, "layer", ("call",)),
+    "torch.autocast": _Change(_torch_modules, _let_torch_module_follow, "layer", ("call",)),
     "attention memory": _Change(_attention, _save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
     "raw inputs": _Change(_casting_inputs, _pass_inputs_on, "inputs", ("autocast",)),
-    "float32 outputs": _Change(_parts, _return_float32, "call", ("call",)),
+    "float32 outputs": _Change(_parts, _return_float32, "layer", ("call",)),
 }
 
 

@@ -39,7 +39,7 @@ def name_mixed_dtypes(layer):
     Where the backend raises, a `TypeError` names the layer, the attribute, argument or variable, and both dtypes. Where
     it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once.
     """
-    if is_replaced(layer, "call", "call"):
+    if is_replaced(layer, "call", "layer"):
         return
     call = layer.call
 
@@ -60,7 +60,7 @@ def name_mixed_dtypes(layer):
         return outputs
 
     has_warned = []
-    replace(layer, "call", call_and_name, kind="call")
+    replace(layer, "call", call_and_name, kind="layer")
 
 
 @contextlib.contextmanager

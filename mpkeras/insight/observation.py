@@ -200,7 +200,7 @@ def replaced_calls(layers, replacement):
     """Replaces each layer's `call` by `replacement(layer)`, which gets the old one by `call_of`; then puts it back."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(replaced(layer, _name_of_call(layer), replacement(layer), kind="call"))
+            stack.enter_context(replaced(layer, _name_of_call(layer), replacement(layer), kind="observed"))
         yield
 
 

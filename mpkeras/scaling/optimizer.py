@@ -921,7 +921,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         for i, variable in enumerate(targets):
             variable.assign(store[str(i)])
         sums = _keras.accumulated_gradients(self.inner_optimizer)
-        if self.window is not None and sums and len(targets) < len(self.variables):
+        lasting = len(self.variables) - len(self.step_outcome)
+        if self.window is not None and sums and len(targets) < lasting:
             # Of an optimizer that accumulates by itself its sums, of any other the count of its updates.
             if any(variable is sums[0] for variable in targets):
                 self._take_sums(self.window)

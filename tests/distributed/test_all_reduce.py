@@ -7,9 +7,6 @@ import pytest
 from mpkeras import LossScaleOptimizer
 from tests.distributed.launch import run_program
 
-# The program runs once, and not once in each worker.
-pytestmark = pytest.mark.xdist_group("all reduce")
-
 
 @pytest.fixture(scope="module")
 def result():

@@ -5,8 +5,7 @@ import pytest
 
 from tests.distributed.launch import free_ports, run_workers
 
-# One group: the programs run once, and not once in each worker.
-pytestmark = [pytest.mark.backends("torch"), pytest.mark.xdist_group("ddp")]
+pytestmark = pytest.mark.backends("torch")
 
 
 def assert_equal(one, many):

@@ -116,6 +116,12 @@ def test_configs_of_an_earlier_version_load(rule, options):
     assert (loaded.window and loaded.window.on_overflow) == options.get("on_overflow")
 
 
+def lasting_variables(optimizer) -> list:
+    """All but the flags of the step that is under way: they are `False` between steps."""
+    of_step = {id(flag) for flag in optimizer.step_outcome}
+    return [variable for variable in optimizer.variables if id(variable) not in of_step]
+
+
 def away_from_defaults(optimizer):
     for i, variable in enumerate(optimizer.variables):
         if variable.dtype == "bool":
@@ -133,7 +139,11 @@ def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch)
     away_from_defaults(model.optimizer)
     if written_by == "0.1.0":
         # All variables in one group, in our order, as the base class of all optimizers writes them.
-        monkeypatch.setattr(LossScaleOptimizer, "save_own_variables", keras.optimizers.Optimizer.save_own_variables)
+        def save_own_variables(self, store):
+            for i, variable in enumerate(lasting_variables(self)):
+                store[str(i)] = variable.numpy()
+
+        monkeypatch.setattr(LossScaleOptimizer, "save_own_variables", save_own_variables)
         del model.optimizer.__dict__["_saved_beside"]
     if written_by == "before the scale had a name":
         named = model.optimizer._variables_beside()
@@ -147,7 +157,7 @@ def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch)
         loaded.optimizer.build(loaded.trainable_variables)
         loaded.load_weights(tmp_path / file_name)
     assert type(loaded.optimizer) is LossScaleOptimizer
-    assert snapshot(loaded.optimizer.variables) == snapshot(model.optimizer.variables)
+    assert snapshot(lasting_variables(loaded.optimizer)) == snapshot(lasting_variables(model.optimizer))
     assert loaded.optimizer.window.on_overflow == "drop_window"
 
 

@@ -18,9 +18,6 @@ ROOT = Path(__file__).parents[2]
 # As in setup.cfg: NumPy 2 on TensorFlow variables.
 NOT_OURS = "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 
-# The programs run once, and not once in each worker.
-IN_ONE_WORKER = pytest.mark.xdist_group("resumed")
-
 
 def run(command, directory):
     return subprocess.run(
@@ -39,12 +36,25 @@ def resumed(tmp_path_factory):
     resume_program.first_half(directory)
     killed = run("kill", directory)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    _check_that_the_files_hold_a_state_away_from_its_defaults(directory)
     done = run("resume", directory)
     assert done.returncode == 0, done.stderr[-2000:]
     return directory, {dropout: resume_program.whole_run(dropout) for dropout in (False, True)}
 
 
-@IN_ONE_WORKER
+def _check_that_the_files_hold_a_state_away_from_its_defaults(directory):
+    # Here and not in a test of its own, for which another worker would run the programs once more.
+    def saved(file):
+        state = np.load(directory / file)
+        return {key.rpartition("/")[2]: state[key].item() for key in state if state[key].shape == ()}
+
+    # 1024 -> 4096 (two finite steps) -> 2048 (two overflows in a row) -> 8192, and one overflow since
+    half = saved("state.npz")
+    assert (half["dynamic_scale"], half["hysteresis_counter"]) == (8192.0, 1)
+    assert (half["skipped_steps"], half["consecutive_skips"], half["last_step_skipped"]) == (6, 1, True)
+    assert saved("middle.npz")["step_counter"] == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "policy"), resume_program.CASES)
 def test_training_goes_on_exactly(resumed, name, policy):
@@ -62,20 +72,6 @@ def test_training_goes_on_exactly(resumed, name, policy):
         different = [key for key in different if key not in ("loss", "mae")]
         assert [outcome[key][-1] for key in ("loss", "mae")] == [expected[key][-1] for key in ("loss", "mae")]
     assert not different
-
-
-@IN_ONE_WORKER
-@pytest.mark.slow
-def test_the_files_hold_a_state_away_from_its_defaults(resumed):
-    def saved(file):
-        state = np.load(resumed[0] / file)
-        return {key.rpartition("/")[2]: state[key].item() for key in state if state[key].shape == ()}
-
-    # 1024 -> 4096 (two finite steps) -> 2048 (two overflows in a row) -> 8192, and one overflow since
-    half = saved("state.npz")
-    assert (half["dynamic_scale"], half["hysteresis_counter"]) == (8192.0, 1)
-    assert (half["skipped_steps"], half["consecutive_skips"], half["last_step_skipped"]) == (6, 1, True)
-    assert saved("middle.npz")["step_counter"] == 1
 
 
 def stock_model():
