@@ -207,6 +207,7 @@ def their_warnings():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", SCALERS)
 def test_the_scale_moves_as_theirs(name, seed):

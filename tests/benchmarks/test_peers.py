@@ -74,6 +74,7 @@ def test_optimizers_do_the_same_update():
         np.testing.assert_allclose(found, weights["keras Adam"], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_tiny_run_measures_the_optimizer_of_every_library():
     content = json.loads(json.dumps(benchmark.measure(BACKEND, ["optimizer"], benchmark.NAMES, params=400, rounds=1)))
     measured = [entry for entry in content["results"] if "absent" not in entry]

@@ -31,6 +31,7 @@ def with_statistics(keras):
     return keras.Sequential([keras.Input((4,)), *layers])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", benchmark.VARIANTS)
 def test_variants_differ_in_the_guard_alone(monkeypatch, variant):
     monkeypatch.setitem(benchmark.MODELS, "cnn", (with_statistics, 8))

@@ -131,6 +131,7 @@ def test_a_train_step_of_the_instance_is_put_back():
     assert vars(model)["train_step"] is own
 
 
+@pytest.mark.slow
 def test_repeated_fit_goes_on_where_it_stopped():
     straight, twice = compiled(), compiled()
     rule = DynamicLossScale(256.0, dynamic_growth_steps=3)

@@ -98,6 +98,7 @@ def test_gradients_that_overflow_are_found_at_the_scale_of_the_step():
     assert (found.report.loss_scale, found.loss_scale) == (4096.0, 4.0)
 
 
+@pytest.mark.slow
 def test_nothing_is_reported_of_a_clean_model_and_training_is_the_same(backend):
     monitored, alone = six_layers(), six_layers()
     monitor = NumericsMonitor()
@@ -141,6 +142,7 @@ def test_every_so_many_steps(monkeypatch):
     np.testing.assert_array_equal(seen, [X[4:8], X[:4], X[8:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_scale", [1.0, 8.0])
 def test_gradient_statistics_in_the_logs_are_those_of_numpy(loss_scale):
     kernel = np.array([[1.0, 0.0], [0.0, 1.0]], "float32")
@@ -277,6 +279,7 @@ def test_several_steps_per_execution_stay_one_call(jit_compile):
     assert (alone, none_alone) == (2, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.* steps skipped in epoch")
 @pytest.mark.parametrize("bad", [(1,), (4,), (6,)], ids=str)

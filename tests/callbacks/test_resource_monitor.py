@@ -110,6 +110,7 @@ def test_bad_batch_size(batch_size):
         ResourceMonitor(batch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("monitor_first", [True, False])
 def test_history_and_csv_beside_the_loss_scale(monitor_first, backend, tmp_path, capsys):
     path = tmp_path / "log.csv"

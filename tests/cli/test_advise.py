@@ -38,12 +38,14 @@ def printed(capsys, *arguments):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_random_inputs_and_a_stand_in_loss_are_said(capsys, path):
     text = printed(capsys, path, "--batch-size", "5", "--budget", "3")
     assert "trained on 5 examples a step" in text
     assert "random numbers; the mean square of the outputs stood in for the loss" in text
 
 
+@pytest.mark.slow
 def test_data_and_the_loss_of_the_file(capsys, path, tmp_path):
     np.savez(tmp_path / "batch.npz", x=np.ones((6, 4), "float32"), y=np.ones((6, 3), "float32"))
     result = json.loads(printed(capsys, path, "--data", tmp_path / "batch.npz", "--budget", "3", "--json"))

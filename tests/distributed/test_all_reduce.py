@@ -34,6 +34,7 @@ def test_one_step_on_two_replicas(result, case, value, scale):
     assert result[case] == {"value": [value, value], "scale": scale}
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_other_kinds_of_gradients_and_of_devices(result):
     assert result["sparse"] == [[0.0], [-2.0], [0.0]]

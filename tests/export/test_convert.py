@@ -52,6 +52,7 @@ def failing_line(capsys, *arguments):
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_keras_file(saved, capsys, dtype):
     path, _ = saved

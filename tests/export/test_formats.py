@@ -122,6 +122,7 @@ def test_tflite_of_the_float32_twin(tmp_path):
     assert_runs(tf.lite.Interpreter(model_content=converted), twin)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated")
 @pytest.mark.backends("tensorflow")
 def test_tflite_by_convert(tmp_path):

@@ -129,6 +129,7 @@ def test_a_model_that_is_not_built_is_copied_and_stays_so():
     assert not model.built and not model.optimizer.built
 
 
+@pytest.mark.slow
 def test_the_model_is_put_back_after_an_error(monkeypatch):
     model = WithoutConfig()
     model.compile("adam", "mse")

@@ -321,6 +321,7 @@ def test_scale_moves_as_the_rule_says(mode):
     assert seen == [8, 8, 4, 4, 4, 8, 4, 4, 4, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("steps", [2**31, 2**32 + 1, 10**10])
 def test_numbers_of_steps_beyond_int32(steps, mode):

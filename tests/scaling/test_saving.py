@@ -220,6 +220,7 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_of_a_guarded_model_says_at_its_first_step_that_it_is_not_guarded(way, tmp_path):
     """Once, and only where a step is taken; the copy of a copy says it, too."""
@@ -254,6 +255,7 @@ def by_prediction(model):
     model.evaluate(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("go_on", [by_prepare, by_callback, by_our_step, by_prepare_without_rollback, by_prediction])
 def test_a_copy_that_is_guarded_again_says_nothing(go_on):
     model = copy.deepcopy(prepared())

@@ -140,6 +140,7 @@ def test_the_reader_of_programs_sees_a_conditional():
     assert " conditional(" in text
 
 
+@pytest.mark.slow
 def test_one_trace_over_a_hundred_steps_with_overflows():
     model = compiled("mixed_float16", 2.0**10)
     step = make_train_step(model, model.optimizer, keras.losses.SparseCategoricalCrossentropy(), jit_compile=True)
