@@ -1,5 +1,6 @@
 """P3: no loop that scales its loss is warned of, however it is compiled, and every loop that forgets to is."""
 
+import gc
 import threading
 import warnings
 
@@ -271,6 +272,33 @@ def test_gradients_that_are_all_missing_are_an_error_as_in_keras(steps):
         state, value = [u.value for u in optimizer.variables], v.value
         with pytest.raises(ValueError, match="No gradients provided for any variable"):
             optimizer.stateless_apply(state, [None], [value])
+
+
+@pytest.mark.backends("torch")
+def test_a_function_in_torch_compile_knows_of_no_other_optimizer():
+    """Where its guards were on all optimizers and one was collected meanwhile, they could not be made."""
+    import torch
+
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    optimizer, v = optimizer_and_variable()
+    others = [optimizer_and_variable()[0] for _ in range(2)]
+    for other in others:
+        other.scale_loss(keras.ops.ones(()))
+    gradient = torch.compile(lambda x: scaled_gradient(optimizer, x), backend=backend)
+
+    def programs_after_a_step():
+        optimizer.apply([gradient(keras.ops.ones(2))], [v])
+        return len(compiled)
+
+    programs = [programs_after_a_step() for _ in range(4)][-1]
+    del others, other
+    gc.collect()
+    assert programs_after_a_step() == programs
 
 
 @pytest.mark.backends("jax")
