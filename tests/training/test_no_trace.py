@@ -463,6 +463,37 @@ def test_a_step_of_a_part_leaves_what_is_known_of_the_step_around_it():
 
 
 @pytest.mark.backends("tensorflow", "torch")
+def test_an_update_before_the_skipped_step_of_a_part_counts_for_the_step_around_it():
+    """Both by one optimizer: what the step around has written stays, as not all of its updates were skipped."""
+
+    class Around(keras.Model):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+            self.calls = self.add_weight(shape=(), dtype="int32", trainable=False, initializer="zeros", name="calls")
+
+        def call(self, x):
+            return self.part(x)
+
+        def train_step(self, data):
+            optimizer = self.part.optimizer
+            self.calls.assign(self.calls + 1)
+            optimizer.apply([optimizer.scale_loss(keras.ops.ones((1, 1)))], self.part.trainable_variables)
+            self.part.train_step(data)
+            return {"calls": keras.ops.copy(self.calls.value)}
+
+    part = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    around = Around(part)
+    for model in (part, around):
+        model.compile(keras.optimizers.SGD(0.25), "mse", run_eagerly=BACKEND == "tensorflow")
+        mpkeras.prepare(model, "float32")
+    around.train_on_batch(np.full((2, 1), np.inf, "float32"), np.ones((2, 1), "float32"))
+    assert (int(part.optimizer.skipped_steps), int(part.optimizer.iterations)) == (1, 1)
+    assert keras.ops.convert_to_numpy(part.trainable_variables[0]) == 0.75
+    assert int(around.calls) == 1
+
+
+@pytest.mark.backends("tensorflow", "torch")
 def test_a_step_that_raises_after_its_update_leaves_what_it_has_learned():
     """Statistics belong to the weights of the same step. On JAX a step that raises returns nothing at all."""
 
