@@ -493,6 +493,40 @@ def test_an_update_before_the_skipped_step_of_a_part_counts_for_the_step_around_
     assert int(around.calls) == 1
 
 
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_what_a_constraint_writes_is_an_update_and_no_write_of_a_layer(jit_compile):
+    """On TensorFlow it is written in a branch of the program, from which no old value gets out."""
+    layer = keras.layers.Dense(
+        1, use_bias=False, kernel_initializer="ones", kernel_constraint=keras.constraints.NonNeg()
+    )
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model.compile(keras.optimizers.SGD(1.0), "mse", jit_compile=jit_compile)
+    mpkeras.prepare(model, "float32")
+    # The gradient is 2 * (3 - 0) * (1, 2).
+    x, y = np.array([[1.0, 2.0]], "float32"), np.zeros((1, 1), "float32")
+    model.train_on_batch(x, y)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(layer.kernel), [[0.0], [0.0]])
+    layer.kernel.assign([[0.5], [0.25]])
+    model.train_on_batch(x * np.inf, y)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(layer.kernel), [[0.5], [0.25]])
+    assert int(model.optimizer.skipped_steps) == 1
+
+
+def test_a_loss_over_no_rows_is_not_a_loss_that_is_not_finite():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    step = mpkeras.make_train_step(
+        model,
+        keras.optimizers.SGD(0.1),
+        lambda y, y_pred: keras.ops.mean(keras.ops.square(y - y_pred)),
+        jit_compile=False,
+    )
+    # The second length is traced as any length.
+    for rows in (2, 3, 0, 1):
+        step(np.ones((rows, 2)), np.ones((rows, 1)))
+    optimizer = step.optimizer
+    assert (int(optimizer.skipped_steps), int(optimizer.nonfinite_losses), int(optimizer.iterations)) == (1, 0, 3)
+
+
 @pytest.mark.backends("tensorflow", "torch")
 def test_a_step_that_raises_after_its_update_leaves_what_it_has_learned():
     """Statistics belong to the weights of the same step. On JAX a step that raises returns nothing at all."""
