@@ -72,12 +72,6 @@ def restore(owner, name: str, *, kind: str):
             return
 
 
-def restore_all(owner, kind: str):
-    """Takes back every `replace` of a kind on `owner`."""
-    for entry in [entry for entry in _entries(owner) if entry.kind == kind]:
-        restore(owner, entry.name, kind=kind)
-
-
 @contextlib.contextmanager
 def replaced(owner, name: str, value, *, kind: str):
     """Context manager: `owner` has another value of its attribute `name`.

@@ -9,7 +9,7 @@ from pathlib import Path
 import keras
 import pytest
 
-from mpkeras._replaced import KINDS, is_replaced, replace, replaced, replaced_attributes, restore, restore_all
+from mpkeras._replaced import KINDS, is_replaced, replace, replaced, replaced_attributes, restore
 
 pytestmark = pytest.mark.backends("tensorflow")  # attributes of Python objects
 ROOT = Path(__file__).parent.parent
@@ -38,7 +38,7 @@ def test_what_was_not_there_is_gone_again(layer):
     assert layer.call() == "ours" and listed(layer) == [("autocast", "inputs"), ("call", "layer")]
     restore(layer, "call", kind="layer")
     assert listed(layer) == [("autocast", "inputs")]
-    restore_all(layer, "inputs")
+    restore(layer, "autocast", kind="inputs")
     assert vars(layer) == before
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import keras
 from keras import ops
 
-from mpkeras.policies.dtypes import FLOAT_DTYPES
+from mpkeras.policies.dtypes import FLOAT_DTYPES, float_dtype
 from mpkeras.policies.registry import global_policy, policy_scope
 
 if TYPE_CHECKING:
@@ -111,11 +111,8 @@ def _resolve(output_dtype) -> str:
         return "float32"
     if output_dtype == "compute":
         return global_policy().compute_dtype
-    try:
-        name = keras.backend.standardize_dtype(output_dtype)
-    except (ValueError, TypeError):
-        name = None
-    if name not in FLOAT_DTYPES:
+    name = float_dtype(output_dtype)
+    if name is None:
         raise ValueError(
             f"Expected `output_dtype` to be None (float32), 'compute' or one of {', '.join(FLOAT_DTYPES)}. "
             f"Received: output_dtype={output_dtype!r}. Use 'compute' for the dtype of the layers around it."

@@ -19,12 +19,18 @@ def stock_name(compute_dtype: str, variable_dtype: str) -> str | None:
     return None
 
 
-def check_dtype(argument: str, dtype) -> str:
+def float_dtype(dtype) -> str | None:
+    """Returns the name of a float dtype, given in any form that Keras takes; `None` for anything else."""
     try:
         name = keras.backend.standardize_dtype(dtype)
     except (ValueError, TypeError):
-        name = None
-    if name not in FLOAT_DTYPES:
+        return None
+    return name if name in FLOAT_DTYPES else None
+
+
+def check_dtype(argument: str, dtype) -> str:
+    name = float_dtype(dtype)
+    if name is None:
         raise ValueError(
             f"Expected `{argument}` to be one of {', '.join(FLOAT_DTYPES)}. Received: {argument}={dtype!r}. "
             "For float8 and integers build the model first, then call `model.quantize`."

@@ -92,6 +92,9 @@ def opened_step(optimizers, *, batch_has_rows=True, wants_statistics: bool = Fal
         batch_has_rows: Whether the batch has rows: a bool, or a bool tensor of shape `()`.
         wants_statistics: Whether the logs show statistics of the gradients.
     """
+    if isinstance(batch_has_rows, bool):
+        # Where the shape says it, whoever runs the step has acted on it.
+        batch_has_rows = True
     around = [optimizer.facts for optimizer in optimizers]
     opened = []
     for optimizer, outer in zip(optimizers, around, strict=True):

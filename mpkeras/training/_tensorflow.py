@@ -492,8 +492,7 @@ class CompiledStep:
                 result["loss"] = tf.where(batch_has_rows, result["loss"], float("nan"))
             return {**result, **parts.metric_results()}
 
-        flag = True if isinstance(batch_has_rows, bool) else batch_has_rows
-        with opened_step([parts.optimizer] if parts.checks else [], batch_has_rows=flag):
+        with opened_step([parts.optimizer] if parts.checks else [], batch_has_rows=batch_has_rows):
             if parts.guards:
                 result, skipped, nothing_counted = _run_without_trace(
                     self._found, lambda: parts.metrics, [parts.optimizer], run, parts.metric_results

@@ -72,8 +72,7 @@ def _put_around(model, guard):
             step = functools.partial(training_backend.empty_step, model, optimizers)
         if guard.rollback and optimizers:
             step = functools.partial(training_backend.step_without_trace, found, optimizers, step)
-        flag = True if isinstance(has_rows, bool) else has_rows
-        with opened_step(optimizers, batch_has_rows=flag, wants_statistics=guard.add_gradient_logs) as facts:
+        with opened_step(optimizers, batch_has_rows=has_rows, wants_statistics=guard.add_gradient_logs) as facts:
             result = step(*args)
         if guard.add_logs and optimizers:
             # One that nothing uses (`super().compile()` gives every GAN a third) is not built, and not shown.
