@@ -85,3 +85,23 @@ def replica() -> int:
     context = tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
     number = None if context is None else tf.get_static_value(context.replica_id_in_sync_group)
     return 0 if number is None else int(number)
+
+
+# The dtype of 32 bits that integer arithmetic is done in here: that of int32 is done on the host, where a GPU is.
+WORD = "uint32"
+
+
+def words(values):
+    """As in `_jax.py`."""
+    return tf.bitcast(values, tf.uint32)
+
+
+def upper_halves(bits):
+    """As in `_jax.py`."""
+    return tf.bitcast(tf.cast(tf.bitwise.right_shift(bits, tf.constant(16, tf.uint32)), tf.uint16), tf.bfloat16)
+
+
+def widened(values):
+    """As in `_jax.py`."""
+    bits = tf.cast(tf.bitcast(values, tf.uint16), tf.uint32)
+    return tf.bitcast(tf.bitwise.left_shift(bits, tf.constant(16, tf.uint32)), tf.float32)

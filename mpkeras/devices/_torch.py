@@ -42,3 +42,22 @@ def peak_bytes_of(run) -> int | None:
     before = torch.cuda.memory_allocated()
     run()
     return torch.cuda.max_memory_allocated() - before
+
+
+# The dtype of 32 bits that integer arithmetic is done in here: torch's uint32 knows few operations.
+WORD = "int32"
+
+
+def words(values):
+    """As in `_jax.py`."""
+    return values.contiguous().view(torch.int32)
+
+
+def upper_halves(bits):
+    """As in `_jax.py`."""
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def widened(values):
+    """As in `_jax.py`."""
+    return (values.contiguous().view(torch.int16).to(torch.int32) << 16).view(torch.float32)
