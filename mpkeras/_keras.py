@@ -4,6 +4,7 @@ Read in Keras 3.15.1. `tests/test_keras.py` fails when one of them changes.
 """
 
 import contextlib
+import functools
 import operator
 import weakref
 from collections.abc import Callable
@@ -60,6 +61,11 @@ def in_stateless_scope() -> bool:
     return keras.src.backend.common.stateless_scope.in_stateless_scope()
 
 
+def stateless_scope():
+    """Returns the innermost `keras.StatelessScope` that the code which runs now is in; `None` where there is none."""
+    return keras.src.backend.common.stateless_scope.get_stateless_scope()
+
+
 def casts_no_inputs(layer) -> bool:
     """Whether `layer` passes its inputs to `call` as they are, as Functional models do."""
     return not layer._convert_input_args
@@ -97,11 +103,66 @@ def autocast_scope(dtype: str | None):
     return keras.src.backend.AutocastScope(dtype)
 
 
-def widen(variable):
-    """Makes a 16-bit variable a float32 one of the same value: the same object, so that all who hold it still do."""
-    value = keras.ops.cast(unscoped_value(variable), "float32")
-    variable._dtype = "float32"
+# The attribute in which a `keras.Variable` keeps its dtype; `Variable.dtype` is public, but tells that of the scope.
+STORED_DTYPE = "_dtype"
+
+
+def stored_dtype(variable) -> str:
+    """Returns the dtype that `variable` is stored in, in whatever scope it is read."""
+    return keras.backend.standardize_dtype(getattr(variable, STORED_DTYPE, variable.dtype))
+
+
+def stored_value(variable):
+    """Returns what holds the value of `variable`, past every scope: an array on JAX, a native variable elsewhere."""
+    return variable._value
+
+
+def retype(variable, dtype: str):
+    """Stores a float variable in another dtype, to the nearest: the same object, so that all who hold it still do."""
+    value = keras.ops.cast(unscoped_value(variable), dtype)
+    variable._dtype = dtype
     variable._initialize(value)
+
+
+def weight_averages(optimizer) -> list:
+    """Returns the variables in which an optimizer keeps moving averages of the weights; `[]` without."""
+    return [v for v in getattr(optimizer, "_model_variables_moving_average", []) if v is not None]
+
+
+def weight_of_slot(slot, weights):
+    """Returns the one of `weights` that `slot` is kept beside, by its name; `None` where the name says nothing.
+
+    `Optimizer.add_variable_from_reference` names a slot after the path of its weight, and notes it nowhere else.
+    """
+    named = [weight for weight in weights if slot.name.startswith(getattr(weight, "path", "/").replace("/", "_"))]
+    return max(named, key=lambda weight: len(weight.path), default=None)
+
+
+def know_variables_again(optimizer):
+    """Lets a built optimizer find its variables after `retype`: on TensorFlow by their native variables' names."""
+    optimizer._trainable_variables_indices = {
+        optimizer._var_key(variable): index for index, variable in enumerate(optimizer._trainable_variables)
+    }
+
+
+def portable_method(optimizer, name: str):
+    """Returns a method of an optimizer as the class says that belongs to no backend.
+
+    Keras' backends replace some: TensorFlow's updates native variables through its strategy, torch's update native
+    parameters in place, many at a time.
+    """
+    for cls in type(optimizer).__mro__:
+        if name in vars(cls) and not cls.__module__.startswith("keras.src.backend."):
+            return functools.partial(vars(cls)[name], optimizer)
+    raise AttributeError(name)
+
+
+# The methods of Keras' optimizers that those of backends replace, and one more that asks for native variables.
+UPDATE_METHOD = "_backend_update_step"
+DISTRIBUTED_UPDATE_METHOD = "_distributed_tf_update_step"
+OVERWRITE_METHOD = "_overwrite_model_variables_with_average_value"
+CLIP_METHOD = "_clip_gradients"
+KEY_METHOD = "_var_key"
 
 
 def track_parameters_again(model):

@@ -228,7 +228,7 @@ def _check_variable_dtypes(model, policy, float32_variables):
 def _widen_variables(model):
     half = [variable for variable in model.variables if variable.dtype in SIXTEEN_BIT_DTYPES]
     for variable in half:
-        _keras.widen(variable)
+        _keras.retype(variable, "float32")
     if half:
         _keras.track_parameters_again(model)
 

@@ -9,25 +9,7 @@ import keras
 from jax.experimental import sparse as jax_sparse
 
 from mpkeras import _keras
-
-
-class SelectingScope(keras.StatelessScope):
-    """A `StatelessScope` in which an update takes effect only where `is_applied`.
-
-    Selecting at the assignment, not after the whole update, means that nothing needs the old values
-    afterwards: XLA fuses the selection into the update and keeps every donated buffer.
-    """
-
-    def __init__(self, is_applied, state_mapping):
-        super().__init__(state_mapping=state_mapping)
-        self._is_applied = is_applied
-
-    def add_update(self, update):
-        variable, value = update
-        current = self.get_current_value(variable)
-        if current is None:
-            current = variable.value
-        super().add_update((variable, jnp.where(self._is_applied, value, current)))
+from mpkeras.scaling.small_state import UpdateScope
 
 
 def check_all_reduce_dtype(dtype):
@@ -42,11 +24,6 @@ def check_all_reduce_dtype(dtype):
 def build_scope():
     """Variables are made where `build` is called here."""
     return contextlib.nullcontext()
-
-
-def check_16_bit_variables(inner_optimizer, variables):
-    """Every optimizer of Keras runs on them here."""
-    del inner_optimizer, variables
 
 
 def traces() -> list:
@@ -170,18 +147,25 @@ def _new_values(optimizer, mapping, grads, variables, facts):
         decision, own_values = optimizer.decide(facts, grads_are_finite(grads), _known_loss_flag(facts))
     if optimizer.window is not None:
         return _new_values_of_window(optimizer, mapping, grads, variables, facts, decision, own_values)
-    with SelectingScope(decision.is_due, mapping) as scope:
+    rounding = optimizer.rounding()
+    with UpdateScope(rounding, decision.is_due, mapping) as scope, rounding.variables_as_float32():
+        if rounding.small:
+            # The sums of the check read them in 16 bits. Without the barrier they share one cast with the update, for
+            # which XLA writes all gradients out in float32 (JAX 0.10.2 on a CPU: 120 MB at 30 M parameters).
+            grads = jax.lax.optimization_barrier(list(grads))
         if not facts.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables)
         # Most optimizers of Keras raise for a sparse gradient in compiled code, and all for one that is clipped. They
         # make arrays of the full shape of it in any case.
         grads = [_dense(grad) for grad in grads]
+        if rounding.small:
+            grads = [grad if grad is None else _widened(grad) for grad in grads]
         with _keras.one_update(optimizer.inner_optimizer):
             optimizer.inner_optimizer.apply(grads, variables)
     # Unscaled with the scale that was used; only now does the scale move.
     for variable, value in own_values:
-        scope.state_mapping[id(variable)] = jnp.asarray(value, variable.dtype)
-    return scope.get_current_value
+        scope.write(variable, jnp.asarray(value, variable.dtype))
+    return scope.read
 
 
 def _new_values_of_window(optimizer, mapping, grads, variables, facts, decision, own_values):
@@ -204,10 +188,11 @@ def _new_values_of_window(optimizer, mapping, grads, variables, facts, decision,
     touched = [variable for variable, _ in mapping if id(variable) not in own]
 
     def update(carry):
-        with keras.StatelessScope(list(zip(touched, carry[1], strict=True))) as scope:
-            with _keras.one_update(optimizer.inner_optimizer):
-                optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
-        return jnp.zeros((), bool), [scope.get_current_value(variable) for variable in touched]
+        rounding = optimizer.rounding()
+        scope = UpdateScope(rounding, state_mapping=list(zip(touched, carry[1], strict=True)))
+        with scope, rounding.variables_as_float32(), _keras.one_update(optimizer.inner_optimizer):
+            optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
+        return jnp.zeros((), bool), [scope.read(variable) for variable in touched]
 
     carry = decision.is_due, [values[id(variable)] for variable in touched]
     _, updated = jax.lax.while_loop(lambda carry: carry[0], update, carry)

@@ -10,6 +10,7 @@ from tensorflow.python.ops import control_flow_util
 
 from mpkeras import _keras
 from mpkeras._replaced import replaced
+from mpkeras.scaling import small_state
 from mpkeras.scaling.facts import updating
 
 _ALL_REDUCE_DTYPES = (None, "float16", "bfloat16")
@@ -26,11 +27,6 @@ def in_xla() -> bool:
 def build_scope():
     """The scope in which an optimizer makes its variables: outside of the graph that is traced, but in its strategy."""
     return contextlib.nullcontext() if tf.distribute.has_strategy() else tf.init_scope()
-
-
-def check_16_bit_variables(inner_optimizer, variables):
-    """Every optimizer of Keras runs on them here."""
-    del inner_optimizer, variables
 
 
 def traces() -> list:
@@ -58,8 +54,7 @@ def _is_of_this_graph(tensor) -> bool:
 def scale_gradient(grad, factor):
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(scale_gradient(grad.values, factor), grad.indices, grad.dense_shape)
-    if grad.dtype in (tf.float16, tf.bfloat16):
-        grad = tf.cast(grad, tf.float32)
+    grad = _widened(grad)
     return grad * tf.cast(factor, grad.dtype)
 
 
@@ -145,7 +140,7 @@ def _apply_across_replicas(facts, strategy, optimizer, grads, variables, checks,
     def in_each_replica(function, *arguments):
         # The conditional stands outside the replicas, as a branch inside one could not call the others. So does what
         # holds for the update: each replica runs in a thread of its own, and the first one out must not end it.
-        with _no_second_sum(optimizer), _keras.one_update(optimizer.inner_optimizer):
+        with _no_second_sum(optimizer), _keras.one_update(optimizer.inner_optimizer), _in_float32(optimizer):
             strategy.extended.call_for_each_replica(function, args=arguments)
 
     if optimizer.window is None:
@@ -211,13 +206,30 @@ def _unscaled(optimizer, grads, variables, scale):
     return grads if scale is None else optimizer.unscale(grads, variables, scale)
 
 
-def _update_inner(optimizer, grads, variables, scale):
-    with updating(optimizer), _keras.one_update(optimizer.inner_optimizer):
-        optimizer.inner_optimizer.apply(_unscaled(optimizer, grads, variables, scale), variables)
+def _update_inner(optimizer, grads, variables, scale, is_applied=None):
+    _apply_inner(optimizer, _unscaled(optimizer, grads, variables, scale), variables, is_applied)
+
+
+def _apply_inner(optimizer, grads, variables, is_applied=None):
+    """Lets the inner optimizer update, in float32 where variables are small.
+
+    Args:
+        is_applied: bool scalar, shape `()`: whether what it assigns to small variables, and beside them, takes effect;
+            `None` where it does, or where something else sees to that.
+    """
+    rounding = optimizer.rounding()
+    with updating(optimizer), _keras.one_update(optimizer.inner_optimizer), contextlib.ExitStack() as stack:
+        if rounding.small:
+            grads = [_widened(grad) for grad in grads]
+            stack.enter_context(_in_float32(optimizer))
+            stack.enter_context(_WritingScope(rounding, is_applied))
+        optimizer.inner_optimizer.apply(grads, variables)
 
 
 def _update_selecting(optimizer, grads, variables, is_due, scale):
-    if _assigns_through_keras(optimizer.inner_optimizer):
+    if optimizer.rounding().small:
+        _update_inner(optimizer, grads, variables, scale, is_due)
+    elif _assigns_through_keras(optimizer.inner_optimizer):
         with selecting_assignments(optimizer.inner_optimizer, is_due):
             _update_inner(optimizer, grads, variables, scale)
     else:
@@ -227,8 +239,7 @@ def _update_selecting(optimizer, grads, variables, is_due, scale):
 def _update_with_means(optimizer, used, variables, decision):
     sums = optimizer.window.sums_of(variables)
     totals = [total.value if is_used else None for total, is_used in zip(sums, used, strict=True)]
-    with updating(optimizer), _keras.one_update(optimizer.inner_optimizer):
-        optimizer.inner_optimizer.apply(optimizer.window.means(totals, variables, decision), variables)
+    _apply_inner(optimizer, optimizer.window.means(totals, variables, decision), variables)
 
 
 def _update_here(total, function, args):
@@ -290,7 +301,7 @@ def _assigns_through_keras(inner_optimizer) -> bool:
         and not any(_has_its_own(optimizer, name) for name in _COVERED_METHODS)
         and not optimizer.gradient_accumulation_steps
         and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
-        for optimizer in _with_parts(inner_optimizer)
+        for optimizer in small_state.parts_of(inner_optimizer)
     )
 
 
@@ -299,10 +310,6 @@ _COVERED_METHODS = ("assign", "assign_add", "assign_sub", _keras.WEIGHT_DECAY_ME
 
 def _has_its_own(optimizer, name: str) -> bool:
     return name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(keras.optimizers.Optimizer, name)
-
-
-def _with_parts(inner_optimizer) -> list:
-    return [inner_optimizer, *getattr(inner_optimizer, "optimizers", [])]
 
 
 class _SelectingScope(keras.StatelessScope):
@@ -375,11 +382,109 @@ def selecting_assignments(inner_optimizer, is_applied):
     }
     assert set(methods) == set(_COVERED_METHODS)
     with contextlib.ExitStack() as stack:
-        for optimizer in _with_parts(inner_optimizer):
+        for optimizer in small_state.parts_of(inner_optimizer):
             for name, method_of in methods.items():
                 stack.enter_context(replaced(optimizer, name, method_of(optimizer), kind="update"))
         stack.enter_context(_SelectingScope(assign))
         yield
+
+
+@contextlib.contextmanager
+def _in_float32(optimizer):
+    """Within this context the inner optimizer updates small variables through the `_WritingScope` of its thread.
+
+    Its methods are covered around all replicas, as in `_no_second_sum`: they find in the scope what differs.
+    """
+    rounding = optimizer.rounding()
+    with contextlib.ExitStack() as stack:
+        if rounding.small:
+            for part in small_state.parts_of(optimizer.inner_optimizer):
+                for name, method in _methods_in_float32(part).items():
+                    stack.enter_context(replaced(part, name, method, kind="update"))
+            stack.enter_context(rounding.variables_as_float32())
+        yield
+
+
+def _methods_in_float32(optimizer) -> dict:
+    """Returns methods in the place of those of `optimizer` that hand on native variables, as they are stored."""
+    keys = {
+        id(variable): getattr(optimizer, _keras.KEY_METHOD)(variable)
+        for variable in _keras.optimizer_trainable_variables(optimizer)
+    }
+    # What the replicas, each in a thread of its own, hand to the update of all; it is the same for each.
+    handed: dict = {}
+
+    def update(grads, variables, learning_rate):
+        scope = _keras.stateless_scope()
+        handed.update(variables=variables, rounding=scope.rounding, is_applied=scope.is_applied)
+        getattr(type(optimizer), _keras.UPDATE_METHOD)(optimizer, grads, variables, learning_rate)
+        scope.rounding = handed["rounding"].begun_again()
+
+    def update_on_all_devices(strategy, grads_and_vars, learning_rate):
+        for (grad, _), variable in zip(grads_and_vars, handed["variables"], strict=True):
+            before = handed["rounding"]
+
+            def update_here(stored, grad, learning_rate, variable=variable, before=before):
+                # Each device begins where the others do.
+                handed["rounding"] = before.begun_again()
+                with _WritingScope(handed["rounding"], handed["is_applied"]):
+                    optimizer.update_step(grad, variable, learning_rate)
+
+            stored = _keras.stored_value(variable)
+            strategy.extended.update(stored, update_here, args=(grad, learning_rate), group=False)
+
+    return {
+        "assign": _assign,
+        "assign_add": functools.partial(_assign_change, 1),
+        "assign_sub": functools.partial(_assign_change, -1),
+        _keras.KEY_METHOD: lambda variable: keys[id(variable)],
+        _keras.UPDATE_METHOD: update,
+        _keras.DISTRIBUTED_UPDATE_METHOD: update_on_all_devices,
+        _keras.WEIGHT_DECAY_METHOD: _keras.portable_method(optimizer, _keras.WEIGHT_DECAY_METHOD),
+        _keras.OVERWRITE_METHOD: _keras.portable_method(optimizer, _keras.OVERWRITE_METHOD),
+    }
+
+
+def _assign(variable, value):
+    if isinstance(value, tf.IndexedSlices):
+        rows = tf.cast(value.values, variable.dtype)
+        value = tf.tensor_scatter_nd_update(variable.value, value.indices[:, tf.newaxis], rows)
+    variable.assign(value)
+
+
+def _assign_change(sign: int, variable, value):
+    if isinstance(value, tf.IndexedSlices):
+        rows = sign * tf.cast(value.values, variable.dtype)
+        value = tf.tensor_scatter_nd_add(variable.value, value.indices[:, tf.newaxis], rows)
+    else:
+        value = variable.value + sign * tf.cast(value, variable.dtype)
+    variable.assign(value)
+
+
+class _WritingScope(small_state.UpdateScope):
+    """Writes each new value into its variable at once, on all replicas alike."""
+
+    def read(self, variable):
+        return _keras.stored_value(variable)
+
+    def write(self, variable, value):
+        stored = _keras.stored_value(variable)
+        context = tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
+        # In a replica a variable with an aggregation can be assigned; of the others all copies are, together.
+        if context is None or variable.aggregation != "none" or _decides_alone(tf.distribute.get_strategy()):
+            stored.assign(value)
+        else:
+            context.merge_call(_assign_all_copies, args=(stored, value))
+
+
+def _assign_all_copies(strategy, stored, value):
+    strategy.extended.update(stored, lambda copy, value: copy.assign(value), args=(value,))
+
+
+def _widened(grad):
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(_widened(grad.values), grad.indices, grad.dense_shape)
+    return tf.cast(grad, tf.float32) if grad is not None and grad.dtype in (tf.float16, tf.bfloat16) else grad
 
 
 def _update_then_select(optimizer, grads, variables, is_applied, scale):
@@ -448,6 +553,6 @@ def _no_second_sum(optimizer):
     thread of its own, and the last one out must not find it uncovered.
     """
     with contextlib.ExitStack() as stack:
-        for part in _with_parts(optimizer.inner_optimizer) if _sums_in_16_bits(optimizer) else []:
+        for part in small_state.parts_of(optimizer.inner_optimizer) if _sums_in_16_bits(optimizer) else []:
             stack.enter_context(replaced(part, _keras.GRADIENT_SUM_METHOD, list, kind="update"))
         yield

@@ -7,6 +7,8 @@ import torch
 import torch.distributed
 
 from mpkeras import _keras
+from mpkeras._replaced import replaced
+from mpkeras.scaling import small_state
 from mpkeras.scaling.facts import updating
 
 
@@ -29,18 +31,6 @@ def build_scope():
 def traces() -> list:
     """Returns `[]`: what Python code does to its objects, `torch.compile` does at each call."""
     return []
-
-
-def check_16_bit_variables(inner_optimizer, variables):
-    """Raises `ValueError` where Keras' optimizer for torch fails on them in the middle of its update."""
-    narrow = [variable for variable in variables if keras.backend.standardize_dtype(variable.dtype) == "bfloat16"]
-    is_keras_own = type(inner_optimizer).__module__.partition(".")[0] == "keras"
-    if narrow and is_keras_own and isinstance(inner_optimizer, keras.optimizers.Nadam):
-        raise ValueError(
-            "Expected float32 variables for Nadam on torch, where Keras 3.15's raises in bfloat16 when half of its "
-            f"state has moved. Received: {len(narrow)} bfloat16 variables, {narrow[0].path!r} among them. Build the "
-            "model under 'mixed_bfloat16', or take another optimizer."
-        )
 
 
 def scale_loss(optimizer, loss, facts):
@@ -96,8 +86,7 @@ def apply(optimizer, grads, variables, facts, in_place: bool = True):
         if not in_place and not scale_is_one:
             grads = optimizer.unscale(grads, variables, scale)
         if optimizer.window is None:
-            with updating(optimizer), _keras.one_update(optimizer.inner_optimizer):
-                optimizer.inner_optimizer.apply(grads, variables)
+            _update(optimizer, grads, variables)
         else:
             _apply_window(optimizer, grads, variables, decision)
     in_scope = _keras.in_stateless_scope()
@@ -123,8 +112,59 @@ def _apply_window(optimizer, grads, variables, decision):
                 total.assign(window.added(total.value, grad, variable))
     if bool(decision.is_due):
         totals = [total.value if is_used else None for total, is_used in zip(sums, used, strict=True)]
-        with updating(optimizer), _keras.one_update(optimizer.inner_optimizer):
-            optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
+        _update(optimizer, window.means(totals, variables, decision), variables)
+
+
+def _update(optimizer, grads, variables):
+    """Lets the inner optimizer update, in float32 where variables are small."""
+    inner_optimizer, rounding = optimizer.inner_optimizer, optimizer.rounding()
+    with updating(optimizer), _keras.one_update(inner_optimizer), contextlib.ExitStack() as stack:
+        if rounding.small:
+            for part in small_state.parts_of(inner_optimizer):
+                for name, method in _methods_in_float32(part).items():
+                    stack.enter_context(replaced(part, name, method, kind="update"))
+            stack.enter_context(_WritingScope(rounding))
+            stack.enter_context(rounding.variables_as_float32())
+        inner_optimizer.apply(grads, variables)
+
+
+def _methods_in_float32(optimizer) -> dict:
+    """Returns methods in the place of those that update native parameters, many at a time and as they are stored."""
+    update = _keras.portable_method(optimizer, _keras.UPDATE_METHOD)
+    clip = getattr(optimizer, _keras.CLIP_METHOD)
+
+    def update_in_float32(grads, variables, learning_rate):
+        # Each when it is asked for: no float32 copy of all gradients at a time.
+        update(map(_in_float32, grads), variables, learning_rate)
+
+    def clip_in_float32(grads):
+        clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
+        return clip(list(map(_in_float32, grads))) if clips else grads
+
+    return {
+        _keras.UPDATE_METHOD: update_in_float32,
+        _keras.CLIP_METHOD: clip_in_float32,
+        _keras.WEIGHT_DECAY_METHOD: _keras.portable_method(optimizer, _keras.WEIGHT_DECAY_METHOD),
+    }
+
+
+def _in_float32(grad):
+    return grad.float() if grad.dtype == torch.bfloat16 else grad
+
+
+class _WritingScope(small_state.UpdateScope):
+    """Writes each new value at once: into its variable, or into the `keras.StatelessScope` around."""
+
+    def read(self, variable):
+        around = self.original_scope
+        value = None if around is None else around.get_current_value(variable)
+        return _keras.stored_value(variable) if value is None else value
+
+    def write(self, variable, value):
+        if self.original_scope is None:
+            _keras.stored_value(variable).copy_(value)
+        else:
+            self.original_scope.add_update((variable, value))
 
 
 def _may_unscale_in_place(grads, variables) -> bool:

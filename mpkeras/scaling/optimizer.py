@@ -1,5 +1,7 @@
 """`LossScaleOptimizer`: holds the loss scale's state and lets only finite steps reach the optimizer inside."""
 
+import contextlib
+import functools
 import warnings
 
 import keras
@@ -7,10 +9,10 @@ from keras import ops
 
 from mpkeras import _keras, _replaced
 from mpkeras.policies import loss_scaling, scalars
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.scaling.facts import FactsOfReplicas, StepFacts, check_loss_was_scaled, ended_update
 from mpkeras.scaling.gradient_statistics import gradient_statistics
+from mpkeras.scaling.small_state import SMALL_DTYPE, Rounding, check_slot_dtype, parts_of
 from mpkeras.scaling.window import Decision, GradientWindow, check_window, single_step
 
 if keras.backend.backend() == "tensorflow":
@@ -96,6 +98,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         dynamic: `False` for a fixed scale, as in tf.keras.
         on_overflow: With `gradient_accumulation_steps` on the inner optimizer, what a step that is not finite
             takes from the update: itself (`"drop_micro"`, the default) or all of it (`"drop_window"`).
+        slot_dtype: The dtype of what the inner optimizer keeps beside each weight (moments, accumulators):
+            `"bfloat16"`, `"float32"`, or `"auto"`, that of the weight; `None` is `"auto"`. Whatever it is, and whatever
+            the weights are stored in, the inner optimizer computes in float32, and what it assigns to a bfloat16
+            variable is rounded stochastically: up or down with the probability of its distance. Moving averages of the
+            weights and sums of accumulated gradients stay in float32.
         all_reduce_dtype: `"float16"` or `"bfloat16"`: under a `tf.distribute` strategy the scaled gradients are
             summed over replicas in this dtype, and a sum that overflows is a skipped step. Clipping then sees
             the sum, where Keras clips each replica's part. By default they are summed as they are.
@@ -130,6 +137,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     References:
         Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740.
+        bfloat16 weights and stochastic rounding: Zamirai et al., 2021, https://arxiv.org/abs/2010.06192.
     """
 
     built: bool
@@ -149,10 +157,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss_scale="dynamic",
         dynamic=None,
         on_overflow=None,
+        slot_dtype=None,
         all_reduce_dtype=None,
         **kwargs,
     ):
         _refuse_inner_arguments(kwargs)
+        slot_dtype = "auto" if slot_dtype is None else slot_dtype
+        check_slot_dtype(slot_dtype)
         _backend.check_all_reduce_dtype(all_reduce_dtype)
         inner_optimizer = _checked_inner_optimizer(inner_optimizer)
         rule = _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
@@ -181,6 +192,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._accepted_in_step = self._add_scalar("accepted_in_step", False)
         # The variables that the rule moves; `build` makes them.
         self._state: dict = {}
+        self._slot_dtype = slot_dtype
         self.all_reduce_dtype = all_reduce_dtype
         self._take_over_accumulation(on_overflow)
 
@@ -194,33 +206,96 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if self.built:
             return
-        self._warn_of_16_bits(variables)
+        self._warn_of_float16(variables)
         # Within a traced step, too, once and not in it: what `build` assigns (ScheduleFreeAdamW starts from the
         # weights) must not become part of every step.
         with _backend.build_scope():
             self._make_scale_state()
             if not self.inner_optimizer.built:
-                self.inner_optimizer.build(list(variables))
+                self._build_inner(list(variables))
+            self._store_slots()
             if self.window is not None:
                 self._build_window(self.window)
         # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
         # optimizer through this one and create averages and accumulators a second time.
         self.built = True
 
-    def _warn_of_16_bits(self, variables):
-        narrow = [v for v in variables if keras.backend.standardize_dtype(v.dtype) in SIXTEEN_BIT_DTYPES]
+    def _warn_of_float16(self, variables):
+        narrow = [v for v in variables if keras.backend.standardize_dtype(v.dtype) == "float16"]
         if not narrow:
             return
-        _backend.check_16_bit_variables(self.inner_optimizer, narrow)
-        dtype = keras.backend.standardize_dtype(narrow[0].dtype)
         names = [getattr(v, "path", v.name) for v in narrow[:3]]
         warnings.warn(
-            f"`{self.name}` is built on {len(narrow)} trainable variables of 16 bits, {names} of {dtype} among them. "
-            "Small updates are lost there, and Adam, AdamW, Lamb and Nadam move bfloat16 variables not at all or to "
-            f"NaN, as 1 - beta_2 rounds to 0. Train float32 variables: build the model under 'mixed_{dtype}', or call "
-            f"`mpkeras.apply_policy(model, 'mixed_{dtype}', float32_variables=True)` before the optimizer is built.",
+            f"`{self.name}` is built on {len(narrow)} trainable variables of float16, {names} among them. Small updates "
+            "are lost there, and Adam's epsilon of 1e-8 is 0. Train bfloat16 variables, which are updated in float32 and "
+            "rounded stochastically, or float32 ones: build the model under 'bfloat16' or 'mixed_float16', or call "
+            "`mpkeras.apply_policy(model, 'mixed_float16', float32_variables=True)` before the optimizer is built.",
             stacklevel=3,
         )
+
+    # ---------------------------------------------------------------------------------------------- small state
+
+    @property
+    def slot_dtype(self) -> str:
+        """The dtype of what the inner optimizer keeps beside each weight: `"auto"` is that of the weight."""
+        return self._slot_dtype
+
+    @slot_dtype.setter
+    def slot_dtype(self, value):
+        check_slot_dtype(value)
+        self._slot_dtype = value
+        if self.built:
+            self._store_slots()
+
+    def _build_inner(self, variables):
+        """Builds the inner optimizer with its slots in `slot_dtype`: in float32 first, they would need the memory."""
+        with contextlib.ExitStack() as stack:
+            for part in parts_of(self.inner_optimizer) if self._slot_dtype != "auto" else []:
+                make = self._slot_maker(part.add_variable)
+                stack.enter_context(_replaced.replaced(part, "add_variable", make, kind="update"))
+            self.inner_optimizer.build(variables)
+
+    def _slot_maker(self, add_variable):
+        @functools.wraps(add_variable)
+        def add_slot(shape, initializer="zeros", dtype=None, *args, **kwargs):
+            is_float = "float" in keras.backend.standardize_dtype(dtype)
+            return add_variable(shape, initializer, self._slot_dtype if is_float and shape else dtype, *args, **kwargs)
+
+        return add_slot
+
+    def _store_slots(self):
+        """Stores each slot in the dtype that is asked for, its value kept; averages and single numbers in float32."""
+        retyped = False
+        for part in parts_of(self.inner_optimizer):
+            averages = {id(variable) for variable in _keras.weight_averages(part)}
+            weights = _keras.optimizer_trainable_variables(part)
+            for variable in part.variables:
+                if _keras.stored_dtype(variable) not in ("float32", SMALL_DTYPE):
+                    continue
+                is_single = id(variable) in averages or len(variable.shape) == 0
+                dtype = "float32" if is_single else self._slot_dtype
+                if dtype == "auto":
+                    weight = _keras.weight_of_slot(variable, weights)
+                    dtype = _keras.stored_dtype(variable if weight is None else weight)
+                if dtype in ("float32", SMALL_DTYPE) and dtype != _keras.stored_dtype(variable):
+                    _keras.retype(variable, dtype)
+                    retyped = True
+            if retyped and part.built:
+                _keras.know_variables_again(part)
+
+    def follow_weights(self):
+        """Brings the state of a built optimizer in line with weights that are stored in another dtype by now."""
+        if not self.built:
+            return
+        for part in parts_of(self.inner_optimizer):
+            _keras.know_variables_again(part)
+        self._store_slots()
+
+    def rounding(self) -> Rounding:
+        """Returns how the assignments of one update are rounded; its `small` is empty where none is."""
+        inner = self.inner_optimizer
+        variables = [*self.trainable_variables, *inner.variables]
+        return Rounding([v for v in variables if isinstance(v, keras.Variable)], _keras.step_count(inner))
 
     def _make_scale_state(self):
         initial_state = {"step_counter": 0, **self._rule.initial_state()}
@@ -835,6 +910,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             extra["loss_scale"] = keras.saving.serialize_keras_object(rule)
         if self.window is not None and self.window.on_overflow != "drop_micro":
             extra["on_overflow"] = self.window.on_overflow
+        if self._slot_dtype != "auto":
+            extra["slot_dtype"] = self._slot_dtype
         if self.all_reduce_dtype is not None:
             extra["all_reduce_dtype"] = self.all_reduce_dtype
         if self.scale_is_one and self._chosen_by_prepare:
@@ -1089,6 +1166,7 @@ def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
         optimizer.inner_optimizer,
         name=optimizer.name,
         loss_scale=rule,
+        slot_dtype=getattr(optimizer, "slot_dtype", None),
         all_reduce_dtype=getattr(optimizer, "all_reduce_dtype", None),
     )
     window = getattr(optimizer, "window", None)
