@@ -76,6 +76,11 @@ def own_variables(layer) -> list:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def own_weights(layer) -> list:
+    """Returns the variables that `layer` itself created as trainable, whatever `trainable` says now."""
+    return list(layer._trainable_variables)
+
+
 def own_seed_generators(layer) -> list:
     """Returns the `keras.random.SeedGenerator`s that `layer` itself holds; their states are public variables."""
     return list(layer._seed_generators)
@@ -120,8 +125,11 @@ def stored_value(variable):
 def retype(variable, dtype: str):
     """Stores a float variable in another dtype, to the nearest: the same object, so that all who hold it still do."""
     value = keras.ops.cast(unscoped_value(variable), dtype)
-    variable._dtype = dtype
-    variable._initialize(value)
+    # Under one of TensorFlow's strategies the new native variable has to be one of that strategy.
+    strategy = getattr(stored_value(variable), "distribute_strategy", None)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        variable._dtype = dtype
+        variable._initialize(value)
 
 
 def weight_averages(optimizer) -> list:

@@ -1,4 +1,4 @@
-"""`apply_policy`: gives an existing model the dtypes of a policy, its weights untouched."""
+"""`apply_policy`: gives an existing model the dtypes of a policy."""
 
 import functools
 import re
@@ -11,9 +11,10 @@ from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, restore
 from mpkeras.conversion.changes import changes_of, make_changes, planned_changes
 from mpkeras.conversion.plan import Conversion, computes_in, layers_of, plan
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import has_own_call, is_quantized, layer_policy, set_layer_policy, unmatched
+from mpkeras.scaling.small_state import follow_weights
 
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
 CAST_NAME = "mpkeras_float32_output"
@@ -27,9 +28,10 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     Works on models of any kind, built or not, compiled or not: Functional, Sequential, nested, subclassed,
     models that share layers. Layers compute in the policy's dtype, except those its `keep_float32` rules name, and
     those that are quantized or run quantized layers in their `call`: they stay as they are. The weights are the same
-    variables as before. Symbolic dtypes of Functional and Sequential models follow, and 16-bit outputs of such a model
-    end in a cast to float32: the last product stays in 16 bits, while whoever uses the model gets float32, as before.
-    The cast is no layer: the layers and the names of the outputs stay those of the model.
+    variables as before, with the same values: under a policy with bfloat16 variables rounded to the nearest, once, but
+    those of layers that stay in float32. Symbolic dtypes of Functional and Sequential models follow, and 16-bit outputs
+    of such a model end in a cast to float32: the last product stays in 16 bits, while whoever uses the model gets
+    float32, as before. The cast is no layer: the layers and the names of the outputs stay those of the model.
 
     The file of a Functional model holds the cast as well, unless an output has a mask or a name that you gave it, which
     plain Keras would lose behind a cast. Such a file, and that of a Sequential model, gives plain Keras the same values
@@ -42,15 +44,15 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     Args:
         model: A `keras.Model`.
         policy: A policy or its name; by default the global one.
-        float32_variables: Whether 16-bit variables become float32 ones of the same values: the master weights in
-            which small updates are not lost. Without it such a model is refused.
+        float32_variables: Whether float16 variables become float32 ones of the same values: the master weights in
+            which small updates are not lost. Without it such a model is refused. (Those in bfloat16 follow the policy.)
 
     Returns:
         `model` itself, converted. It stays compiled; to train it with `fit` call `mpkeras.prepare`, or use the
         callback, or pass it to `mpkeras.make_train_step`. A subclassed model returns what its `call` returns.
 
     Raises:
-        ValueError: If the policy is not known, asks for 16-bit variables, or the model has some and
+        ValueError: If the policy is not known, asks for float16 variables, or the model has some and
             `float32_variables` is false or its optimizer is built on them. The model is then as before.
         TypeError: If an argument is of a wrong type, or a layer of the user's own in a Functional or Sequential
             model mixes other float dtypes into the policy's: it is named. The model is then as before.
@@ -80,6 +82,8 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         if earlier is not None:
             _conversions[model] = earlier
         raise
+    optimizer = getattr(model, "optimizer", None)
+    store_weights(model, [] if optimizer is None else [optimizer])
     _widen_variables(model)
     _end_in_float32(model)
     if not model.built:
@@ -143,6 +147,7 @@ def layer_converter(model, policy, converts: bool = True):
         if not conversion.seen:
             restore(model, "build", kind="converted")  # An earlier conversion is not to go on.
         conversion.note(rows)
+        conversion.unstored += [row for row in rows if row.after.variable_dtype != row.before.variable_dtype]
         _conversions[model] = conversion
         _name_unmatched_rules(model, conversion)
         return True
@@ -166,6 +171,7 @@ def _convert_when_built(model, convert):
         restore(model, "build", kind="converted")
         if convert():
             _refresh(model)
+            store_weights(model, [])
             _end_in_float32(model)
 
     replace(model, "build", build_and_convert, kind="converted")
@@ -207,30 +213,57 @@ def _check_variable_dtypes(model, policy, float32_variables):
     if float32_variables not in (True, False):
         raise TypeError(
             f"Expected `float32_variables` to be True or False. Received: float32_variables={float32_variables!r}. "
-            "Pass True to make 16-bit variables float32."
+            "Pass True to make float16 variables float32."
         )
-    half = [v.path for v in model.variables if v.dtype in SIXTEEN_BIT_DTYPES]
-    if policy.variable_dtype in SIXTEEN_BIT_DTYPES or (half and not float32_variables):
-        what = f"16-bit variables {half[:3]}" if half else f"policy '{policy.name}'"
+    half = [v.path for v in model.variables if v.dtype == "float16"]
+    if policy.variable_dtype == "float16" or (half and not float32_variables):
+        what = f"float16 variables {half[:3]}" if half else f"policy '{policy.name}'"
         raise ValueError(
-            "Expected float32 variables before and after: `apply_policy` changes what layers compute in, and "
-            f"keeps the weights as they are. Received: {what}. Use 'mixed_float16' or 'mixed_bfloat16', with "
-            "`float32_variables=True` if the model has 16-bit variables: they become float32 ones of the same values."
+            "Expected no float16 variables before and after: small updates are lost in them. Received: "
+            f"{what}. Use 'mixed_float16', or 'bfloat16' for small weights, with `float32_variables=True` if the model "
+            "has float16 variables: they become float32 ones of the same values."
         )
     optimizer = getattr(model, "optimizer", None)
     if half and optimizer is not None and optimizer.built:
         raise ValueError(
-            "Expected no optimizer that is built on the 16-bit variables: its state is of their dtype. Received: model "
-            f"'{model.name}' with a built {type(optimizer).__name__}. Call `model.compile` with a new optimizer first."
+            "Expected no optimizer that is built on the float16 variables: its state is of their dtype. Received: "
+            f"model '{model.name}' with a built {type(optimizer).__name__}. Call `model.compile` with a new one first."
         )
 
 
 def _widen_variables(model):
-    half = [variable for variable in model.variables if variable.dtype in SIXTEEN_BIT_DTYPES]
+    half = [variable for variable in model.variables if variable.dtype == "float16"]
     for variable in half:
         _keras.retype(variable, "float32")
     if half:
         _keras.track_parameters_again(model)
+
+
+def store_weights(model, optimizers):
+    """Stores the weights of each layer that was converted in the dtype that its policy says, to the nearest.
+
+    A layer that is float32 from now on has all of its variables in float32. In bfloat16 a layer has its weights,
+    trained or frozen: statistics, as those of BatchNormalization, stay in float32.
+
+    Args:
+        model: A converted model.
+        optimizers: Those that may be built on its weights: their state follows.
+    """
+    conversion = _conversions[model]
+    rows, conversion.unstored = conversion.unstored, []
+    changed = False
+    for row in rows:
+        dtype = row.after.variable_dtype
+        variables = _keras.own_variables(row.layer) if dtype == "float32" else _keras.own_weights(row.layer)
+        for variable in variables if dtype in ("float32", SMALL_DTYPE) else []:
+            stored = _keras.stored_dtype(variable)
+            if stored != dtype and stored in ("float32", *SIXTEEN_BIT_DTYPES):
+                _keras.retype(variable, dtype)
+                changed = True
+    if changed:
+        _keras.track_parameters_again(model)
+        for optimizer in optimizers:
+            follow_weights(optimizer)
 
 
 def recorded(model, on=None):
@@ -248,6 +281,7 @@ def recorded(model, on=None):
         (target, layer_policy(layer), changes_of(layer))
         for layer, target in zip(layers_of(model), layers_of(on), strict=True)
     ]
+    stored = [(v, _keras.stored_dtype(v)) for v in on.variables]
 
     def put_back(refresh: bool = True):
         for layer, policy, _ in before:
@@ -259,6 +293,11 @@ def recorded(model, on=None):
             # A layer that was made in 16 bits, and never converted, has had none.
             for name, kind in changes_of(layer) - changes:
                 restore(layer, name, kind=kind)
+        retyped = [(variable, dtype) for variable, dtype in stored if _keras.stored_dtype(variable) != dtype]
+        for variable, dtype in retyped:
+            _keras.retype(variable, dtype)
+        if retyped:
+            _keras.track_parameters_again(on)
         _save_as_made(on, on.dtype_policy)
         if refresh:
             _refresh(on)

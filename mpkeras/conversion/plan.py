@@ -44,6 +44,7 @@ class Conversion:
         later_sources: The compute dtypes from which layers that come into being later are converted.
         seen: Layer -> the path that it had when it was looked at last; it gets one when it is built.
         by_name: Layers without a path that a `path:` rule moved by their name -> the policy they have without it.
+        unstored: Rows that were carried out, whose weights are still stored as before.
         told: What the user was told of rules that match nothing.
     """
 
@@ -68,6 +69,7 @@ class Conversion:
         self.made_with = model.dtype_policy
         self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.by_name: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.unstored: list[Row] = [] if earlier is None else earlier.unstored
         self.told: set[str] = set() if earlier is None else earlier.told
 
     def converts(self, layer) -> bool:
@@ -132,7 +134,7 @@ def _without_rule(layer, before, policy, conversion, is_bound: bool):
     if by_name is not None and layer.path and before.compute_dtype == "float32" and not is_quantized(layer):
         # A rule matched its name; now that it has a path, rules are compared with that.
         return by_name
-    is_other = before.compute_dtype != policy.compute_dtype or before.variable_dtype in SIXTEEN_BIT_DTYPES
+    is_other = (before.compute_dtype, before.variable_dtype) != (policy.compute_dtype, policy.variable_dtype)
     return policy.stock() or policy if conversion.converts(layer) and not is_bound and is_other else before
 
 

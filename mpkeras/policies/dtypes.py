@@ -8,6 +8,9 @@ from keras import ops
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
+# In which what an optimizer updates may be stored to save memory. The range of float16 is too small for it.
+SMALL_DTYPE = "bfloat16"
+SLOT_DTYPES = ("auto", "float32", SMALL_DTYPE)
 
 
 def stock_name(compute_dtype: str, variable_dtype: str) -> str | None:
@@ -36,6 +39,17 @@ def check_dtype(argument: str, dtype) -> str:
             "For float8 and integers build the model first, then call `model.quantize`."
         )
     return name
+
+
+def check_slot_dtype(slot_dtype) -> str:
+    """Raises `ValueError` unless the state of an optimizer can be stored in `slot_dtype`; returns it."""
+    if slot_dtype not in SLOT_DTYPES:
+        raise ValueError(
+            f"Expected `slot_dtype` to be one of {SLOT_DTYPES}. Received: slot_dtype={slot_dtype!r}. Use 'bfloat16' "
+            "for half the memory (the range of float16 is too small for squares of gradients), or 'auto' for the dtype "
+            "of the weights."
+        )
+    return slot_dtype
 
 
 def check_keras_name(name: str, compute_dtype: str, variable_dtype: str):

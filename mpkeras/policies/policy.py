@@ -11,6 +11,7 @@ from mpkeras.policies.dtypes import (
     SIXTEEN_BIT_DTYPES,
     check_dtype,
     check_keras_name,
+    check_slot_dtype,
     keras_dtypes,
     stock_name,
 )
@@ -27,6 +28,7 @@ class _Settings:
     variable_dtype: str
     keep_float32: tuple
     loss_scale: loss_scaling.LossScale | None
+    slot_dtype: str = "auto"
     reason: str | None = dataclasses.field(default=None, compare=False)
 
     def comparable(self) -> "_Settings":
@@ -48,6 +50,9 @@ class Policy(keras.DTypePolicy):
         compute_dtype: Dtype of the arithmetic: `"float16"`, `"bfloat16"`, `"float32"` or `"float64"`.
             A new name needs it.
         variable_dtype: Dtype of the weights, from the same list. A new name needs it.
+        slot_dtype: Dtype of what the optimizer keeps beside each weight: `"bfloat16"`, `"float32"`, or `"auto"`, that
+            of the weight. Where weights or slots are bfloat16, the optimizer computes in float32, and each value it
+            assigns is rounded stochastically: with Adam 6 or 8 bytes a parameter instead of 12.
         keep_float32: Rules for the layers that stay in float32: each a layer class or its name (`"Softmax"`, by any
             name that it has in `keras.layers`), `"activation:softmax"`, `"path:REGEX"`, searched in `layer.path`, or
             a layer. A rule of your own that matches nothing in a model is named in a warning, once. `None`: the
@@ -76,7 +81,16 @@ class Policy(keras.DTypePolicy):
         Keras' policies: https://keras.io/api/mixed_precision/policy.
     """
 
-    def __init__(self, name, *, compute_dtype=None, variable_dtype=None, keep_float32=None, loss_scale="auto"):
+    def __init__(
+        self,
+        name,
+        *,
+        compute_dtype=None,
+        variable_dtype=None,
+        slot_dtype="auto",
+        keep_float32=None,
+        loss_scale="auto",
+    ):
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
         base = _find_settings(name, has_dtypes=compute_dtype is not None and variable_dtype is not None)
         if base is not None:
@@ -84,6 +98,8 @@ class Policy(keras.DTypePolicy):
         compute_dtype = check_dtype("compute_dtype", compute_dtype)
         variable_dtype = check_dtype("variable_dtype", variable_dtype)
         check_keras_name(name, compute_dtype, variable_dtype)
+        if check_slot_dtype(slot_dtype) == "auto" and base is not None and base.variable_dtype == variable_dtype:
+            slot_dtype = base.slot_dtype
         # Rules and scale of a registered policy were chosen for its compute dtype.
         inherited = base if base is not None and base.compute_dtype == compute_dtype else None
         if keep_float32 is None:
@@ -97,6 +113,7 @@ class Policy(keras.DTypePolicy):
             variable_dtype=variable_dtype,
             keep_float32=rules.validate(keep_float32),
             loss_scale=loss_scaling.resolve(loss_scale),
+            slot_dtype=slot_dtype,
             reason=None if inherited is None else inherited.reason,
         )
 
@@ -124,6 +141,11 @@ class Policy(keras.DTypePolicy):
     def variable_dtype(self) -> str:
         """The dtype of the weights."""
         return self._settings.variable_dtype
+
+    @property
+    def slot_dtype(self) -> str:
+        """The dtype of what the optimizer keeps beside each weight; `"auto"` is that of the weight."""
+        return self._settings.slot_dtype
 
     @property
     def quantization_mode(self) -> None:
@@ -196,6 +218,7 @@ class Policy(keras.DTypePolicy):
             "name": self.name,
             "compute_dtype": self.compute_dtype,
             "variable_dtype": self.variable_dtype,
+            "slot_dtype": self.slot_dtype,
             "keep_float32": rules.serialized(self.keep_float32),
             "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
         }
@@ -211,6 +234,8 @@ class Policy(keras.DTypePolicy):
             variable_dtype=check_dtype("variable_dtype", config["variable_dtype"]),
             keep_float32=rules.validate(config["keep_float32"]),
             loss_scale=loss_scaling.resolve(config["loss_scale"]),
+            # None in those that mpkeras 0.1 wrote.
+            slot_dtype=check_slot_dtype(config.get("slot_dtype", "auto")),
             reason=config.get("reason"),
         )
         check_keras_name(settings.name, settings.compute_dtype, settings.variable_dtype)
@@ -239,7 +264,9 @@ class Policy(keras.DTypePolicy):
     def __repr__(self):
         return (
             f'<Policy "{self.name}": compute_dtype={self.compute_dtype}, '
-            f"variable_dtype={self.variable_dtype}, {len(self.keep_float32)} float32 rules, "
+            f"variable_dtype={self.variable_dtype}, "
+            + ("" if self.slot_dtype == "auto" else f"slot_dtype={self.slot_dtype}, ")
+            + f"{len(self.keep_float32)} float32 rules, "
             f"loss_scale={self.loss_scale}>"
         )
 

@@ -8,7 +8,7 @@ import warnings
 import keras
 
 from mpkeras.devices import native
-from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES
+from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.policy import REGISTERED, LayerPolicy, Policy, registered
 
 ENVIRONMENT_VARIABLE = "MPKERAS_POLICY"
@@ -115,7 +115,7 @@ def set_global_policy(identifier) -> Policy:
 
     Keras is given its own policy wherever one has the same dtypes, so that models built under it are saved
     without any mention of mpkeras. Rules and loss scale stay with mpkeras, until Keras' global policy is set
-    to something else. Of a policy with 16-bit variables, which are for inference, a warning says so.
+    to something else. A warning says what training needs under a policy with 16-bit variables.
 
     Args:
         identifier: As for `get_policy`.
@@ -133,11 +133,17 @@ def set_global_policy(identifier) -> Policy:
     'bfloat16'
     """
     policy = get_policy(identifier)
-    if policy.variable_dtype in SIXTEEN_BIT_DTYPES:
+    if policy.variable_dtype == "float16":
         warnings.warn(
-            f"Under policy '{policy.name}' layers make {policy.variable_dtype} variables, for inference: mpkeras "
-            "refuses to train them, and in plain Keras small updates are lost, with Adam all of them. To train, use "
-            f"'mixed_{policy.variable_dtype}'.",
+            f"Under policy '{policy.name}' layers make float16 variables, for inference: mpkeras refuses to train "
+            "them, and in plain Keras small updates are lost, with Adam all of them. To train, use 'mixed_float16'.",
+            stacklevel=2,
+        )
+    elif policy.variable_dtype == SMALL_DTYPE:
+        warnings.warn(
+            f"Under policy '{policy.name}' layers make bfloat16 variables. Train them through mpkeras (`prepare`, the "
+            "`MixedPrecision` callback, `make_train_step`, or a `LossScaleOptimizer` in a loop of your own), which "
+            "rounds stochastically; in a plain `fit` small updates are lost, with Adam all of them.",
             stacklevel=2,
         )
     installed = policy.stock() or policy

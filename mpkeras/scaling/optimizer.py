@@ -9,10 +9,11 @@ from keras import ops
 
 from mpkeras import _keras, _replaced
 from mpkeras.policies import loss_scaling, scalars
+from mpkeras.policies.dtypes import SMALL_DTYPE, check_slot_dtype
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.scaling.facts import FactsOfReplicas, StepFacts, check_loss_was_scaled, ended_update
 from mpkeras.scaling.gradient_statistics import gradient_statistics
-from mpkeras.scaling.small_state import SMALL_DTYPE, Rounding, check_slot_dtype, parts_of
+from mpkeras.scaling.small_state import Rounding, parts_of
 from mpkeras.scaling.window import Decision, GradientWindow, check_window, single_step
 
 if keras.backend.backend() == "tensorflow":
@@ -213,7 +214,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._make_scale_state()
             if not self.inner_optimizer.built:
                 self._build_inner(list(variables))
-            self._store_slots()
+            self.store_slots()
             if self.window is not None:
                 self._build_window(self.window)
         # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
@@ -226,9 +227,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         names = [getattr(v, "path", v.name) for v in narrow[:3]]
         warnings.warn(
-            f"`{self.name}` is built on {len(narrow)} trainable variables of float16, {names} among them. Small updates "
-            "are lost there, and Adam's epsilon of 1e-8 is 0. Train bfloat16 variables, which are updated in float32 and "
-            "rounded stochastically, or float32 ones: build the model under 'bfloat16' or 'mixed_float16', or call "
+            f"`{self.name}` is built on {len(narrow)} trainable variables of float16, {names} among them: small "
+            "updates are lost there, and Adam's epsilon of 1e-8 is 0. Train float32 variables, or bfloat16 ones, which "
+            "are rounded stochastically: build the model under 'mixed_float16' or 'bfloat16', or call "
             "`mpkeras.apply_policy(model, 'mixed_float16', float32_variables=True)` before the optimizer is built.",
             stacklevel=3,
         )
@@ -245,7 +246,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         check_slot_dtype(value)
         self._slot_dtype = value
         if self.built:
-            self._store_slots()
+            self.store_slots()
 
     def _build_inner(self, variables):
         """Builds the inner optimizer with its slots in `slot_dtype`: in float32 first, they would need the memory."""
@@ -263,7 +264,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         return add_slot
 
-    def _store_slots(self):
+    def store_slots(self):
         """Stores each slot in the dtype that is asked for, its value kept; averages and single numbers in float32."""
         retyped = False
         for part in parts_of(self.inner_optimizer):
@@ -282,14 +283,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                     retyped = True
             if retyped and part.built:
                 _keras.know_variables_again(part)
-
-    def follow_weights(self):
-        """Brings the state of a built optimizer in line with weights that are stored in another dtype by now."""
-        if not self.built:
-            return
-        for part in parts_of(self.inner_optimizer):
-            _keras.know_variables_again(part)
-        self._store_slots()
 
     def rounding(self) -> Rounding:
         """Returns how the assignments of one update are rounded; its `small` is empty where none is."""
@@ -1150,15 +1143,17 @@ def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynami
     return FixedLossScale(1.0) if rule is None else rule
 
 
-def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
+def rewrapped(optimizer, rule: LossScale, slot_dtype: str = "auto") -> LossScaleOptimizer:
     """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
 
     Args:
         optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
         rule: The rule of the result. Counters are carried over, and the current scale unless it was fixed.
+        slot_dtype: That of the result; with `"auto"` it is as before.
     """
+    slot_dtype = getattr(optimizer, "slot_dtype", "auto") if slot_dtype == "auto" else slot_dtype
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        result = LossScaleOptimizer(optimizer, loss_scale=rule)
+        result = LossScaleOptimizer(optimizer, loss_scale=rule, slot_dtype=slot_dtype)
         if optimizer.built:
             result.build(_keras.optimizer_trainable_variables(optimizer))
         return result
@@ -1166,7 +1161,7 @@ def rewrapped(optimizer, rule: LossScale) -> LossScaleOptimizer:
         optimizer.inner_optimizer,
         name=optimizer.name,
         loss_scale=rule,
-        slot_dtype=getattr(optimizer, "slot_dtype", None),
+        slot_dtype=slot_dtype,
         all_reduce_dtype=getattr(optimizer, "all_reduce_dtype", None),
     )
     window = getattr(optimizer, "window", None)

@@ -1,4 +1,4 @@
-"""Stochastic rounding of float32 to bfloat16, by a hash: the same bits for the same step on every backend and device."""
+"""Stochastic rounding of float32 to bfloat16, by a hash: the same on every backend and device."""
 
 import math
 
@@ -11,7 +11,7 @@ _devices = backend_module()
 _WORD = _devices.WORD
 # bfloat16 keeps the upper 16 bits of a float32 number. As numbers, those bits have the order of the magnitudes.
 _SIGN, _MAGNITUDE = 0x80000000, 0x7FFFFFFF
-# The largest finite number, from which one step up is infinity; infinity itself, beyond which are the NaNs; one of them.
+# The largest finite number, from which one step up is infinity; infinity, beyond which are the NaNs; one of them.
 _LARGEST, _INFINITY, _NAN = 0x7F7F0000, 0x7F800000, 0x7FC00000
 
 

@@ -9,24 +9,13 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras._replaced import replaced_on_all
 from mpkeras.devices import backend_module
+from mpkeras.policies.dtypes import SMALL_DTYPE
 from mpkeras.scaling.rounding import stochastic_round
 
-SMALL_DTYPE = "bfloat16"
-SLOT_DTYPES = ("auto", "float32", SMALL_DTYPE)
 # The same for every optimizer, so that all ranks of a training round alike, and nothing has to be stored.
 _SEED = 0
 
 _devices = backend_module()
-
-
-def check_slot_dtype(slot_dtype):
-    """Raises `ValueError` unless the state of an optimizer can be stored in `slot_dtype`."""
-    if slot_dtype not in SLOT_DTYPES:
-        raise ValueError(
-            f"Expected `slot_dtype` to be one of {SLOT_DTYPES}. Received: slot_dtype={slot_dtype!r}. Use 'bfloat16' for "
-            "half the memory (float16 has too small a range for squares of gradients), or 'auto' for the dtype of the "
-            "weights."
-        )
 
 
 def is_small(variable) -> bool:
@@ -133,3 +122,17 @@ class UpdateScope(keras.StatelessScope):
         if self.rounding.covers(variable):
             value = self.rounding.rounded(variable, value)
         self.write(variable, value)
+
+
+def follow_weights(optimizer):
+    """Brings the state of a built optimizer in line with weights that are stored in another dtype by now.
+
+    Args:
+        optimizer: Any Keras optimizer, wrapped or not.
+    """
+    if not optimizer.built:
+        return
+    for part in parts_of(getattr(optimizer, "inner_optimizer", optimizer)):
+        _keras.know_variables_again(part)
+    if hasattr(optimizer, "store_slots"):
+        optimizer.store_slots()

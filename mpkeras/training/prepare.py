@@ -3,7 +3,7 @@
 import functools
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import layer_converter
+from mpkeras.conversion.apply import layer_converter, store_weights
 from mpkeras.conversion.plan import computes_in
 from mpkeras.policies import loss_scaling
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
@@ -11,7 +11,7 @@ from mpkeras.policies.registry import get_policy
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import guard, inventory
 from mpkeras.training.backend import training_backend
-from mpkeras.training.settings import check_model, check_variables, chosen_policy, rule_for, wrapped
+from mpkeras.training.settings import check_model, check_variables, chosen_policy, needs_rounding, rule_for, wrapped
 
 
 def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: bool = True):
@@ -47,7 +47,7 @@ def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: 
         `model`.
 
     Raises:
-        ValueError: If the model is not compiled, the policy is not known, trainable variables are of 16 bits, or
+        ValueError: If the model is not compiled, the policy is not known, trainable variables are float16, or
             XLA does not work with the model's distribution strategy. The model is then as before.
         TypeError: If an argument is of a wrong type.
 
@@ -113,6 +113,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
 
     def convert():
         if convert_layers():
+            store_weights(model, inventory.all_optimizers(model))
             training_backend.track_random_states(model)
 
     convert()
@@ -147,10 +148,11 @@ def _check_compiled(model):
 
 def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):
     computes_float16 = computes_in(model, ("float16",))
+    must_wrap = rollback or needs_rounding(model, policy)
     replaced = {}
     for optimizer in inventory.all_optimizers(model):
-        rule = rule_for(optimizer, policy, explicit_rule, computes_float16, rollback)
-        wrapper = wrapped(optimizer, rule)
+        rule = rule_for(optimizer, policy, explicit_rule, computes_float16, must_wrap)
+        wrapper = wrapped(optimizer, rule, policy.slot_dtype)
         if wrapper is not optimizer:
             replaced[id(optimizer)] = wrapper
     for part in (model, *inventory.compiled_parts(model)):

@@ -4,7 +4,7 @@ import keras
 
 from mpkeras.conversion.apply import converted_by
 from mpkeras.conversion.plan import compute_dtypes, layers_of
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.policies.registry import get_policy
 from mpkeras.scaling.optimizer import LossScaleOptimizer, rewrapped
@@ -19,6 +19,8 @@ def chosen_policy(model, policy):
     converted = converted_by(model)
     if converted is not None and converted.compute_dtype in dtypes:
         # Its rules and loss scale were chosen for this model.
+        return converted
+    if converted is not None and not dtypes and converted.compute_dtype == global_policy.compute_dtype:
         return converted
     if not dtypes or global_policy.compute_dtype in dtypes:
         return global_policy
@@ -35,34 +37,49 @@ def check_model(model):
 
 
 def check_variables(model, policy, converts: bool = False):
-    """Raises `ValueError` for trainable 16-bit variables, those that layers would make as they are built included.
+    """Raises `ValueError` for trainable float16 variables, those that layers would make as they are built included.
 
     Args:
         model: A `keras.Model`.
         policy: The `Policy` that holds for it.
         converts: Whether layers that are not built yet are given that policy first.
     """
-    found = {v.path: v.dtype for v in model.trainable_variables if v.dtype in SIXTEEN_BIT_DTYPES}
-    if not converts:
-        found |= {
-            f"of layer {layer.name}": layer.variable_dtype
-            for layer in layers_of(model)
-            if not layer.built and layer.trainable and layer.variable_dtype in SIXTEEN_BIT_DTYPES
-        }
-    if not found and policy.variable_dtype not in SIXTEEN_BIT_DTYPES:
+    found = _weights_of(model, "float16", converts)
+    if not found and policy.variable_dtype != "float16":
         return
-    dtype = next(iter(found.values()), policy.variable_dtype)
-    what = f"{dtype} variables {list(found)[:3]}" if found else f"policy '{policy.name}'"
+    what = f"float16 variables {found[:3]}" if found else f"policy '{policy.name}'"
     raise ValueError(
-        "Expected float32 variables to train: in 16 bits small updates round to nothing, as do Adam's epsilon of 1e-8 "
-        f"(float16) and its 1 - beta_2 (bfloat16), without which no weight moves. Received: {what}. Build the model "
-        f"under 'mixed_{dtype}', or call `mpkeras.apply_policy(model, 'mixed_{dtype}', float32_variables=True)` before "
-        "`compile`."
+        "Expected float32 or bfloat16 variables to train: in float16 small updates round to nothing, as does Adam's "
+        f"epsilon of 1e-8. Received: {what}. Build the model under 'mixed_float16', or call "
+        "`mpkeras.apply_policy(model, 'mixed_float16', float32_variables=True)` before `compile`."
     )
 
 
-def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, rollback: bool):
-    """Returns the loss-scaling rule for `optimizer`, or `None` to leave it as it is."""
+def needs_rounding(model, policy) -> bool:
+    """Whether an optimizer of `model` has to round what it assigns: weights or its own state are bfloat16."""
+    is_small = SMALL_DTYPE in (policy.variable_dtype, policy.slot_dtype)
+    return is_small or bool(_weights_of(model, SMALL_DTYPE))
+
+
+def _weights_of(model, dtype: str, built_only: bool = False) -> list:
+    """Returns the names of the trainable weights of a dtype, those that layers would make when built included."""
+    found = [v.path for v in model.trainable_variables if v.dtype == dtype]
+    if not built_only:
+        unbuilt = [layer for layer in layers_of(model) if not layer.built and layer.trainable]
+        found += [f"of layer {layer.name}" for layer in unbuilt if layer.variable_dtype == dtype]
+    return found
+
+
+def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, must_wrap: bool):
+    """Returns the loss-scaling rule for `optimizer`, or `None` to leave it as it is.
+
+    Args:
+        optimizer: Any Keras optimizer.
+        policy: The `Policy` that holds for its model.
+        explicit_rule: What the user asked for in the call; `None` without.
+        computes_float16: Whether layers of the model do.
+        must_wrap: Whether it is wrapped where there is nothing to scale, too: to check its steps, or to round.
+    """
     is_ours = isinstance(optimizer, LossScaleOptimizer)
     if explicit_rule is not None:
         return explicit_rule
@@ -83,14 +100,21 @@ def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, rollback:
         is_scaling = is_ours and optimizer.loss_scale_rule != FixedLossScale(1.0)
         return optimizer.loss_scale_rule if is_scaling else DynamicLossScale()
     # Nothing to scale, but float32 and bfloat16 steps are checked and skipped as well.
-    return FixedLossScale(1.0) if rollback or is_ours else None
+    return FixedLossScale(1.0) if must_wrap or is_ours else None
 
 
-def wrapped(optimizer, rule):
-    """Returns `optimizer` in a `LossScaleOptimizer` with `rule`; itself where it is one, or `rule` is `None`."""
+def wrapped(optimizer, rule, slot_dtype: str = "auto"):
+    """Returns `optimizer` in a `LossScaleOptimizer` with `rule`; itself where it is one, or `rule` is `None`.
+
+    Args:
+        slot_dtype: That of the policy; with `"auto"` the optimizer's own stays.
+    """
     is_ours = isinstance(optimizer, LossScaleOptimizer)
-    if rule is None or (is_ours and optimizer.loss_scale_rule == rule):
+    if rule is None:
         return optimizer
-    wrapper = rewrapped(optimizer, rule)
-    wrapper._chosen_by_prepare = True
+    is_same_rule = is_ours and optimizer.loss_scale_rule == rule
+    if is_same_rule and slot_dtype in ("auto", optimizer.slot_dtype):
+        return optimizer
+    wrapper = rewrapped(optimizer, rule, slot_dtype)
+    wrapper._chosen_by_prepare = optimizer._chosen_by_prepare if is_same_rule else True
     return wrapper

@@ -7,14 +7,14 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import layer_converter, recorded
+from mpkeras.conversion.apply import layer_converter, recorded, store_weights
 from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.policies.loss_scaling import FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
 from mpkeras.scaling.window import check_window
 from mpkeras.training.backend import training_backend
 from mpkeras.training.objective import Objective
-from mpkeras.training.settings import check_model, check_variables, chosen_policy, rule_for, wrapped
+from mpkeras.training.settings import check_model, check_variables, chosen_policy, needs_rounding, rule_for, wrapped
 from mpkeras.training.state import load_state_dict, state_dict
 
 
@@ -75,7 +75,7 @@ def make_train_step(
         A `TrainStep`.
 
     Raises:
-        ValueError: If trainable variables are of 16 bits, an argument is out of its range, or XLA does not work
+        ValueError: If trainable variables are float16, an argument is out of its range, or XLA does not work
             with the model. Model and optimizer are then as before.
         TypeError: If an argument is of a wrong type.
 
@@ -286,7 +286,8 @@ class StepParts:
 
     def apply_rules(self):
         """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""
-        layer_converter(self.model, chosen_policy(self.model, None), converts=False)()
+        if layer_converter(self.model, chosen_policy(self.model, None), converts=False)():
+            store_weights(self.model, [self.optimizer])
         self.wrap_optimizer()
 
     def look_for_frozen_weights(self):
@@ -327,11 +328,12 @@ class StepParts:
     def wrap_optimizer(self):
         """Wraps the optimizer as the model's layers ask for; again when building has brought new layers."""
         model, policy = self.model, chosen_policy(self.model, None)
-        rule = rule_for(self.optimizer, policy, None, computes_in(model, ("float16",)), self._rollback)
+        must_wrap = self._rollback or needs_rounding(model, policy)
+        rule = rule_for(self.optimizer, policy, None, computes_in(model, ("float16",)), must_wrap)
         if self._window[0] > 1 and rule is None:
             rule = FixedLossScale(1.0)
         with training_backend.variable_scope(model):
-            self.optimizer = wrapped(self.optimizer, rule)
+            self.optimizer = wrapped(self.optimizer, rule, policy.slot_dtype)
             if self._window[0] > 1:
                 self.optimizer.accumulate(*self._window)
         if self.checks:
