@@ -220,7 +220,8 @@ def _apply_inner(optimizer, grads, variables, is_applied=None):
     rounding = optimizer.rounding()
     with updating(optimizer), _keras.one_update(optimizer.inner_optimizer), contextlib.ExitStack() as stack:
         if rounding.small:
-            grads = [_widened(grad) for grad in grads]
+            # Copies of all: TensorFlow sums over replicas what is of one graph, and this may be a branch of another.
+            grads = [tf.nest.map_structure(tf.identity, _widened(grad), expand_composites=True) for grad in grads]
             stack.enter_context(_in_float32(optimizer))
             stack.enter_context(_WritingScope(rounding, is_applied))
         optimizer.inner_optimizer.apply(grads, variables)
