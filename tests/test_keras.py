@@ -425,7 +425,7 @@ def test_a_16_bit_variable_becomes_a_float32_one_of_the_same_value():
     layer.build((None, 3))
     kernel, before = layer.kernel, keras.ops.convert_to_numpy(keras.ops.cast(layer.kernel.value, "float32"))
     for variable in layer.variables:
-        private.widen(variable)
+        private.retype(variable, "float32")
     private.track_parameters_again(layer)
     assert layer.kernel is kernel and (kernel.dtype, layer.bias.dtype) == ("float32", "float32")
     assert keras.backend.standardize_dtype(kernel.value.dtype) == "float32"

@@ -242,8 +242,9 @@ def _widen_variables(model):
 def store_weights(model, optimizers):
     """Stores the weights of each layer that was converted in the dtype that its policy says, to the nearest.
 
-    A layer that is float32 from now on has all of its variables in float32. In bfloat16 a layer has its weights,
-    trained or frozen: statistics, as those of BatchNormalization, stay in float32.
+    A layer that computes in float32 from now on has all of its variables in float32. Of one that only trains in
+    float32, frozen weights stay small: they need no room for updates. In bfloat16 a layer has its weights, trained or
+    frozen; statistics stay in float32.
 
     Args:
         model: A converted model.
@@ -254,7 +255,11 @@ def store_weights(model, optimizers):
     changed = False
     for row in rows:
         dtype = row.after.variable_dtype
-        variables = _keras.own_variables(row.layer) if dtype == "float32" else _keras.own_weights(row.layer)
+        weights = _keras.own_weights(row.layer)
+        variables = weights if dtype == SMALL_DTYPE else _keras.own_variables(row.layer)
+        if row.after.compute_dtype in SIXTEEN_BIT_DTYPES and dtype == "float32":
+            frozen = {id(v) for v in weights if not (v.trainable and row.layer.trainable)}
+            variables = [v for v in variables if id(v) not in frozen]
         for variable in variables if dtype in ("float32", SMALL_DTYPE) else []:
             stored = _keras.stored_dtype(variable)
             if stored != dtype and stored in ("float32", *SIXTEEN_BIT_DTYPES):

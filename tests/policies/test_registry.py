@@ -97,9 +97,12 @@ def test_keras_gets_its_own_policy_where_it_has_one():
     assert global_policy() == mine(loss_scale=4.0)
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_p40_a_policy_with_16_bit_variables_says_that_they_are_not_for_training(name):
-    message = f"'{name}' layers make {name} variables.*refuses to train.*'mixed_{name}'"
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("float16", "refuses to train.*'mixed_float16'"), ("bfloat16", "Train them through mpkeras.*plain `fit`")],
+)
+def test_p40_a_policy_with_16_bit_variables_says_how_to_train_them(name, remedy):
+    message = f"'{name}' layers make {name} variables.*{remedy}"
     with pytest.warns(UserWarning, match=message):
         assert set_global_policy(name).name == name
     with pytest.warns(UserWarning, match=message), policy_scope(name):

@@ -502,9 +502,9 @@ def test_bad_arguments_are_named(arguments, options, error, message):
         make_train_step(*arguments, **options)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bit_variables_are_refused(dtype):
+def test_float16_variables_are_refused():
     """P26, P40."""
+    dtype = "float16"
     built = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype=dtype)])
     for model in (built, keras.Sequential([keras.layers.Dense(1, dtype=dtype)])):
         optimizer = keras.optimizers.SGD(0.1, loss_scale_factor=8.0)
