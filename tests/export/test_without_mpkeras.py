@@ -221,15 +221,15 @@ def predictions(model, inputs=IMAGES):
     return [keras.ops.convert_to_numpy(keras.ops.cast(output, "float32")) for output in outputs]
 
 
+# On JAX tests/test_public_api.py loads a trained model; here each operation of a large one is compiled by itself.
+@pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.slow
 # Keras 3.10 warns of the structure of inputs for any Functional model that it has loaded.
 @pytest.mark.filterwarnings("ignore:The structure of `inputs` does:UserWarning")
-def test_saved_models_load_and_give_the_same_numbers(tmp_path, backend):
+def test_saved_models_load_and_give_the_same_numbers(tmp_path):
     np.save(tmp_path / "images.npy", IMAGES)
     expected, dtypes = {}, {}
-    # JAX compiles each operation of a large model by itself, in both processes: minutes.
-    cases = {name: case for name, case in CASES.items() if (name, backend) != ("application", "jax")}
-    for name, (make, train, policy, dtype) in cases.items():
+    for name, (make, train, policy, dtype) in CASES.items():
         model = train(make(), policy)
         model.save(tmp_path / f"{name}.keras")
         expected[name], dtypes[name] = predictions(model), dtype
