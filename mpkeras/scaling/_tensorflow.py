@@ -221,7 +221,7 @@ def _apply_inner(optimizer, grads, variables, is_applied=None):
     with updating(optimizer), _keras.one_update(optimizer.inner_optimizer), contextlib.ExitStack() as stack:
         if rounding.small:
             # Copies of all: TensorFlow sums over replicas what is of one graph, and this may be a branch of another.
-            grads = [tf.nest.map_structure(tf.identity, _widened(grad), expand_composites=True) for grad in grads]
+            grads = [_copied(_widened(grad)) for grad in grads]
             stack.enter_context(_in_float32(optimizer))
             stack.enter_context(_WritingScope(rounding, is_applied))
         optimizer.inner_optimizer.apply(grads, variables)
@@ -486,6 +486,12 @@ def _widened(grad):
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(_widened(grad.values), grad.indices, grad.dense_shape)
     return tf.cast(grad, tf.float32) if grad is not None and grad.dtype in (tf.float16, tf.bfloat16) else grad
+
+
+def _copied(grad):
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.identity(grad.values), tf.identity(grad.indices), grad.dense_shape)
+    return grad if grad is None else tf.identity(grad)
 
 
 def _update_then_select(optimizer, grads, variables, is_applied, scale):
