@@ -113,8 +113,9 @@ STORED_DTYPE = "_dtype"
 
 
 def stored_dtype(variable) -> str:
-    """Returns the dtype that `variable` is stored in, in whatever scope it is read."""
-    return keras.backend.standardize_dtype(getattr(variable, STORED_DTYPE, variable.dtype))
+    """Returns the dtype that `variable` is stored in, in whatever scope it is read, and whatever it says of itself."""
+    value = getattr(variable, "_value", None)
+    return keras.backend.standardize_dtype(variable.dtype if value is None else value.dtype)
 
 
 def stored_value(variable):

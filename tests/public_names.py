@@ -29,6 +29,8 @@ RETURNED = (
 INTERNAL = {
     "AdviceReport.add_remark",
     "LossScaleOptimizer.decide",
+    "LossScaleOptimizer.rounding",
+    "LossScaleOptimizer.store_slots",
     "LossScaleOptimizer.unscale",
     "OutputDtype.cast_output",
 }

@@ -3,6 +3,7 @@
 What is left of an arrow is run where its packages are installed; they are no dependencies of mpkeras.
 """
 
+import ast
 import contextlib
 import dataclasses
 import inspect
@@ -128,6 +129,10 @@ def namespace(codes=()):
     return {"keras": keras, "mpkeras": mpkeras, "np": np} | locals()
 
 
+def names_in(code):
+    return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+
+
 def is_code(text):
     # Not a line for the shell: `mpkeras run ...`.
     return re.match(r"(float\()?(mpkeras\b(?! )|(optimizer|step|keras)\b)", text)
@@ -146,7 +151,10 @@ def test_what_stands_on_the_right_runs(cells):
     else:
         assert codes
         assert re.sub(r"`.*?`|, ", "", here) == "", "code alone"
-    names = namespace(codes)
+    run_here = [code for code in (*codes, *re.findall(r"`(.*?)`", remark)) if is_code(code)]
+    modules = {"keras": keras, "mpkeras": mpkeras, "np": np}
+    # A model and its optimizer are made only for rows that are about them.
+    names = modules if all(names_in(code) <= set(modules) for code in run_here) else namespace(codes)
     for code in codes:
         if code.startswith("MPKERAS_POLICY="):
             assert registry.ENVIRONMENT_VARIABLE + "=mixed_float16" == code

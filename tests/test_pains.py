@@ -40,7 +40,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.distributed.launch import run_mirrored
+from tests.distributed.launch import mirrored_runs
 from tests.step_modes import snapshot
 
 AGAINST_KERAS = os.environ.get("MPKERAS_PAINS_AGAINST") == "keras"
@@ -510,7 +510,7 @@ def test_p22_the_compiled_step_has_no_conditional_on_jax():
 def test_p23_p39_inf_on_one_replica_alone_skips_on_all(replica, bad, scale):
     """The scale halves when only a gradient overflowed, and stays when the forward pass is at fault."""
     against = "keras" if AGAINST_KERAS else "mpkeras"
-    result = run_mirrored("--bad-replica", str(replica), "--bad", bad, "--against", against)
+    result = mirrored_runs("input 0", "input 1", "gradient 0", "gradient 1", against=against)[f"{bad} {replica}"]
     assert result["weights_unchanged"]
     assert result["state_finite"]
     assert result["scales"] == [scale, scale]

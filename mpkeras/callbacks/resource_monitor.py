@@ -8,10 +8,11 @@ import keras
 
 from mpkeras import devices
 from mpkeras.training import guard
+from mpkeras.training.state import bytes_of_training
 
 
 class ResourceMonitor(keras.callbacks.Callback):
-    """Adds `step_time_ms`, `examples_per_s` and `peak_bytes` to the logs of every epoch.
+    """Adds `step_time_ms`, `examples_per_s`, `state_bytes` and `peak_bytes` to the logs of every epoch.
 
     They stand beside the loss, the metrics and what `MixedPrecision` adds. History and the progress bar show them
     wherever this callback stands in the list. Keras hands the logs of an epoch from one callback to the next, in the
@@ -28,6 +29,8 @@ class ResourceMonitor(keras.callbacks.Callback):
       devices: by `tf.config.experimental.get_memory_info`, `jax.Device.memory_stats` or
       `torch.cuda.max_memory_allocated`. On a CPU, and where the device does not tell, the peak resident set of the
       whole process, by `resource.getrusage`; left out where there is no such module (Windows).
+
+    - `state_bytes`: what training holds beside the activations: weights and the optimizer's state.
 
     Nothing is measured inside of a step, and the device is waited for once an epoch: a step costs two readings of
     the clock. With `steps_per_execution` the batches of one execution share its time.
@@ -98,6 +101,8 @@ class ResourceMonitor(keras.callbacks.Callback):
         batch_size = self.batch_size or guard.seen_batch_size(self.model)
         if batch_size is not None:
             logs["examples_per_s"] = 1e3 * batch_size / logs["step_time_ms"]
+        held = bytes_of_training(self.model, getattr(self.model, "optimizer", None))
+        logs["state_bytes"] = sum(sum(held.get(name, {}).values()) for name in ("weights", "slots"))
         peak_bytes = self._backend.peak_bytes() or process_peak_bytes()
         if peak_bytes is not None:
             logs["peak_bytes"] = peak_bytes

@@ -16,6 +16,7 @@ from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 from mpkeras.policies.policy import Policy
 from mpkeras.training.settings import check_model
+from mpkeras.training.state import bytes_of_training
 
 _UNITS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
 # Beyond it a figure is higher than any screen; the smallest are left out.
@@ -76,7 +77,7 @@ def audit_with_optimizer(
     forward = forward_pass(model, inputs, batch_size, open_size)
     rows = layer_rows(model, forward)
     findings = [
-        *checks.check_variables(model),
+        *checks.check_variables(model, optimizer),
         *checks.check_optimizer(model, optimizer),
         *checks.check_losses(model),
         *checks.check_trace(forward, rows),
@@ -85,7 +86,8 @@ def audit_with_optimizer(
         *checks.check_devices(model, probe(backend), backend),
         *checks.check_sizes(rows),
     ]
-    return AuditReport(model.name, backend, rows, in_order(findings), forward)
+    held = bytes_of_training(model, optimizer)
+    return AuditReport(model.name, backend, rows, in_order(findings), forward, held)
 
 
 def _check_arguments(model, inputs, batch_size, open_size):
@@ -218,6 +220,8 @@ class AuditReport(Report):
         flops: `{dtype: FLOPs}` of a forward pass; `None` where it is not known.
         half_share: Share of the FLOPs in 16 bits, from 0 to 1; `None` where it is not known.
         casts: `{(source, target): (casts, elements)}` between float dtypes; `None` where it is not known.
+        training_bytes: `{"weights": {dtype: bytes}, "slots": ..., "gradients": ...}`: what training holds beside the
+            activations; without `"slots"` where the optimizer is not built.
         input_shapes: The shapes for which this was counted.
         open_size: What was taken for the sizes that the model leaves open besides that of the batch; `None` where it
             leaves none.
@@ -231,7 +235,7 @@ class AuditReport(Report):
     {'float32': 72}
     """
 
-    def __init__(self, name: str, backend: str, layers: list, findings: list, forward):
+    def __init__(self, name: str, backend: str, layers: list, findings: list, forward, training_bytes: dict):
         self.title = f"Audit of '{name}' on the {backend} backend"
         self.name = name
         self.backend = backend
@@ -239,6 +243,7 @@ class AuditReport(Report):
         self.findings = findings
         self.input_shapes = forward.input_shapes
         self.open_size = forward.open_size
+        self.training_bytes = training_bytes
         self.flops: dict | None = None
         self.half_share: float | None = None
         self.casts: dict | None = None
@@ -304,6 +309,9 @@ class AuditReport(Report):
             lines.append(line)
             lines.append(f"Casts between float dtypes: {self._casts(self.casts or {})}.")
         lines.append(f"Weights: {_by_dtype(sums_by_dtype(self.layers, 'weight_bytes'))}.")
+        if "slots" in self.training_bytes:
+            slots, gradients = (_by_dtype(self.training_bytes[name]) for name in ("slots", "gradients"))
+            lines.append(f"Training holds beside them: {slots} of optimizer state, {gradients} of gradients.")
         if self.flops is not None:
             lines.append(f"Outputs of layers: {_by_dtype(sums_by_dtype(self.layers, 'output_bytes'))}.")
         return lines
@@ -336,6 +344,7 @@ class AuditReport(Report):
             "half_share": self.half_share,
             "casts": [] if self.casts == {} else casts,
             "weight_bytes": sums_by_dtype(self.layers, "weight_bytes"),
+            "training_bytes": self.training_bytes,
             "output_bytes": sums_by_dtype(self.layers, "output_bytes"),
             "layers": [row.to_dict() for row in self.layers],
             "findings": [

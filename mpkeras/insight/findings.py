@@ -13,7 +13,7 @@ from mpkeras.devices import native
 from mpkeras.insight.flops import sums_by_dtype
 from mpkeras.insight.report import bytes_text, percent
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 SEVERITIES = ("error", "warning", "note")
@@ -60,23 +60,35 @@ def listed(names) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def check_variables(model) -> list:
-    """16-bit variables: small updates are lost in them (P26), those of LoRA among them (P29)."""
+def check_variables(model, optimizer) -> list:
+    """16-bit variables: small updates are lost in them (P26, P40), those of LoRA among them (P29).
+
+    Args:
+        model: The model.
+        optimizer: What trains it, or `None`. A `LossScaleOptimizer` rounds bfloat16 weights so that nothing is lost.
+    """
     findings = []
     weights = _keras.frozen_weights(model)
     bits = {"float16": "11 significant bits, and nothing below 6e-8", "bfloat16": "8 significant bits"}
+    widen = (
+        '`mpkeras.apply_policy(model, "mixed_{}", float32_variables=True)` makes them float32 ones of the same values.'
+    )
+    remedies = {
+        "float16": widen.format("float16"),
+        "bfloat16": "`mpkeras.prepare(model)` after `compile` rounds weights stochastically, which loses nothing on "
+        "average; " + widen.format("bfloat16"),
+    }
+    is_rounded = isinstance(optimizer, LossScaleOptimizer)
     for layer in layers_of(model):
         for dtype in SIXTEEN_BIT_DTYPES:
             # Frozen weights are rounded once; only what moves, statistics among it, loses what is behind its last bit.
             own = [v for v in _keras.own_variables(layer) if v.dtype == dtype]
-            names = [v.name for v in own if v.trainable or id(v) not in weights]
+            moving = [v for v in own if v.trainable or id(v) not in weights]
+            names = [v.name for v in moving if not (v.trainable and is_rounded and dtype == SMALL_DTYPE)]
             if names:
                 severity = "error" if dtype == "float16" else "warning"
                 what = f"The variables {listed(names)} are {dtype}: {bits[dtype]}. Updates smaller than their last bit "
-                remedy = f'`mpkeras.apply_policy(model, "mixed_{dtype}", float32_variables=True)` makes them float32 '
-                findings.append(
-                    Finding(severity, layer.path or layer.name, what + "are lost.", remedy + "ones of the same values.")
-                )
+                findings.append(Finding(severity, layer.path or layer.name, what + "are lost.", remedies[dtype]))
     return findings
 
 
@@ -85,13 +97,14 @@ def check_optimizer(model, optimizer) -> list:
     if optimizer is None:
         return []
     findings = []
+    is_rounded = isinstance(optimizer, LossScaleOptimizer)
     half = [v for v in optimizer.variables if str(v.dtype) in SIXTEEN_BIT_DTYPES]
-    if half:
+    if half and not (is_rounded and all(str(v.dtype) == SMALL_DTYPE for v in half)):
         what = (
             f"The optimizer keeps {len(half)} of its variables in 16 bits: {listed(v.path for v in half)}. Adam's "
             "second moments underflow there, and weights stop moving or jump."
         )
-        remedy = "Make the model's variables float32 (`apply_policy(..., float32_variables=True)`), and compile anew."
+        remedy = "Call `mpkeras.prepare(model)` after `compile`: its optimizer computes in float32 on bfloat16 state."
         findings.append(Finding("warning", None, what, remedy))
     if not computes_in(model, ("float16",)):
         return findings

@@ -6,6 +6,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
+from mpkeras.policies.dtypes import bytes_of
 from mpkeras.training import inventory
 from mpkeras.training.backend import training_backend
 from mpkeras.training.inventory import unlisted_states
@@ -96,6 +97,34 @@ def load_state_dict(model, state, optimizers=None, extra=()):
     training_backend.set_global_random_states({key.removeprefix(_RANDOM): values.pop(key) for key in random_arrays})
     for key, variable in variables.items():
         variable.assign(values[key])
+
+
+def bytes_of_training(model, optimizer=None) -> dict:
+    """Returns what training holds beside the activations, in bytes by dtype: weights, slots and gradients.
+
+    Args:
+        model: A built `keras.Model`.
+        optimizer: The optimizer that trains it. Of one that is not built the slots are not known: then there is no
+            `"slots"`.
+
+    Returns:
+        `{"weights": {dtype: bytes}, "slots": ..., "gradients": ...}`. A gradient has the dtype of its weight.
+    """
+    groups = {"weights": model.variables, "gradients": model.trainable_variables}
+    if optimizer is not None and optimizer.built:
+        groups["slots"] = [v for v in getattr(optimizer, "inner_optimizer", optimizer).variables if len(v.shape) > 0]
+    return {name: _bytes_by_dtype(groups[name]) for name in ("weights", "slots", "gradients") if name in groups}
+
+
+def _bytes_by_dtype(variables) -> dict:
+    sums: dict = {}
+    for variable in variables:
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        if "float" not in dtype or variable.shape is None:
+            # The states of random generators, and what comes into being with the first batch.
+            continue
+        sums[dtype] = sums.get(dtype, 0) + bytes_of(variable.shape, dtype)
+    return sums
 
 
 def _named_variables(model, optimizers, extra) -> dict:

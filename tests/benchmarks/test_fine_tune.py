@@ -1,4 +1,4 @@
-"""benchmarks/fine_tune.py: its options, what it finds wrong, and short runs of both models under XLA."""
+"""benchmarks/fine_tune.py: its options, what it finds wrong, and a short run of each model under XLA on one backend."""
 
 import json
 
@@ -13,7 +13,6 @@ import mpkeras
 pytestmark = pytest.mark.backends("tensorflow")
 
 pytest.importorskip("sklearn")
-XLA = pytest.mark.backends("tensorflow", "jax")
 
 
 def test_quick_means_one_model_and_fewer_steps():
@@ -77,7 +76,6 @@ def test_layers_within_layers_are_seen():
 
 
 @pytest.mark.slow
-@XLA
 @pytest.mark.parametrize("policy", benchmark.POLICIES)
 def test_the_transformer_trains(policy, monkeypatch):
     monkeypatch.setattr(benchmark, "BATCHES", 1)

@@ -261,13 +261,14 @@ def test_options():
 
 @JAX
 @pytest.mark.slow
-def test_tiny_run_without_tensorflow(tmp_path):
+@pytest.mark.parametrize("model", ["gpt2_small", "resnet50", "bert_base"])
+def test_tiny_run_without_tensorflow(tmp_path, model):
     # Where TensorFlow is installed, this is what importing it finds instead.
     (tmp_path / "tensorflow.py").write_text("raise ImportError('no TensorFlow here')\n")
     root = Path(benchmark.__file__).parents[1]
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
     output = tmp_path / "results.json"
-    command = [sys.executable, benchmark.__file__, "--tiny", "--json", str(output)]
+    command = [sys.executable, benchmark.__file__, "--tiny", "--model", model, "--json", str(output)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=settings)
     assert run.returncode == 0, run.stderr
     content = json.loads(output.read_text())
@@ -275,8 +276,9 @@ def test_tiny_run_without_tensorflow(tmp_path):
     has_torch = "plain torch" in [entry["backend"] for entry in content["environments"]]
     names = [name for name, variant in VARIANTS.items() if has_torch or variant.framework != "torch"]
     found = {(result["model"], result["variant"]): result for result in content["results"]}
-    assert list(found) == [(model, name) for model in cases.CASES for name in names]
-    for (model, name), result in found.items():
+    assert list(found) == [(model, name) for name in names]
+    for name in names:
+        result = found[model, name]
         if content["device"]["kind"] == "cpu":
             assert result["peak_bytes"] is None and result["utilisation"] is None and result["notes"]
             if name == TF32:

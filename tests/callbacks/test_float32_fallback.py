@@ -66,6 +66,8 @@ def classifier():
     return model
 
 
+# JAX compiles all three models anew; that a moved layer trains on there is in the test above.
+@pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.slow
 @quiet
 @pytest.mark.filterwarnings("ignore")

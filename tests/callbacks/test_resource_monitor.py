@@ -13,7 +13,7 @@ from mpkeras.callbacks.resource_monitor import process_peak_bytes
 
 X = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
 Y = np.zeros((20, 2), "float32")
-NAMES = {"step_time_ms", "peak_bytes"}
+NAMES = {"step_time_ms", "state_bytes", "peak_bytes"}
 
 
 def compiled(**options):

@@ -110,7 +110,7 @@ def test_missing_and_broken_files_are_status_2(capsys, tmp_path):
 def test_unknown_policies_are_status_2(capsys, tmp_path):
     line = failing_line(capsys, saved(tmp_path / "model.keras"), "--policy", "mixed_flaot16")
     assert "'mixed_flaot16'" in line and "mixed_float16" in line
-    assert "float32 variables" in failing_line(capsys, saved(tmp_path / "model.keras"), "--policy", "float16")
+    assert "no float16 variables" in failing_line(capsys, saved(tmp_path / "model.keras"), "--policy", "float16")
 
 
 MODULE = """

@@ -9,6 +9,9 @@ import mpkeras
 from mpkeras._replaced import replaced_attributes
 from mpkeras.policies.rules import bound_layers, running_quantized
 
+# What decides knows no backend; that quantized layers work and train on JAX is in the other tests.
+NOT_ON_JAX = pytest.mark.backends("tensorflow", "torch")
+
 POLICY = "mixed_bfloat16"
 rng = np.random.default_rng(0)
 X = rng.normal(size=(8, 64)).astype("float32")
@@ -50,6 +53,7 @@ def lora(model):
         layer.lora_kernel_b.assign(np.full(layer.lora_kernel_b.shape, 0.05, "float32"))
 
 
+@NOT_ON_JAX
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "steps"),
@@ -188,6 +192,7 @@ def test_a_quantized_language_model_trains(mode, built_under):
     assert model.get_layer("norm").compute_dtype == "bfloat16"
 
 
+@NOT_ON_JAX
 @pytest.mark.slow
 def test_a_layer_that_runs_quantized_ones_stays_with_them():
     model = language_model()
@@ -204,6 +209,7 @@ def test_a_layer_that_runs_quantized_ones_stays_with_them():
     assert {layer.compute_dtype for layer in block._flatten_layers()} == {"float32"}
 
 
+@NOT_ON_JAX
 @pytest.mark.slow
 def test_a_rule_on_a_layer_that_runs_quantized_ones_leaves_it_to_them():
     model = language_model(POLICY)

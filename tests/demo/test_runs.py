@@ -205,6 +205,8 @@ def test_learning_rate(step, expected):
     assert float(schedule(step)) == pytest.approx(expected, rel=1e-5)  # float32
 
 
+# JAX, on which they compile for longest, runs a task above.
+@pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_task", "dtypes"),

@@ -1,5 +1,6 @@
 """Runs the programs of this folder, alone or as several workers, and returns what they found."""
 
+import functools
 import json
 import os
 import socket
@@ -13,8 +14,10 @@ FOLDER = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
 
 
-def run_mirrored(*arguments):
-    return run_program("mirrored.py", *arguments)
+@functools.cache
+def mirrored_runs(*runs: str, against: str = "mpkeras") -> dict:
+    """What `mirrored.py` found in these runs: one process for all tests that ask for them."""
+    return run_program("mirrored.py", "--against", against, *runs)
 
 
 def run_program(script: str, *arguments, timeout_s: float = 300):

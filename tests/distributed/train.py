@@ -11,6 +11,8 @@ import os
 import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Keras imports them wherever they are installed, which takes longer than much of what is trained here.
+sys.modules.update(dict.fromkeys(("matplotlib", "sklearn")))
 
 INITIAL_SCALE = 2.0**10
 # The loss stays finite in float32; the gradient of a row with this target is beyond float16 at any scale used here.

@@ -264,7 +264,7 @@ def test_16_bit_variables_are_refused_and_what_was_there_stays(tmp_path, capsys)
     keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="float16")]).save(tmp_path / "model.keras")
     (tmp_path / "out.keras").write_text("precious")
     arguments = [tmp_path / "model.keras", tmp_path / "out.keras", "--policy", "mixed_float16", "--force"]
-    assert "16-bit variables" in failing_line(capsys, *arguments)
+    assert "float16 variables" in failing_line(capsys, *arguments)
     assert (tmp_path / "out.keras").read_text() == "precious"
 
 

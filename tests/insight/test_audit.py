@@ -620,3 +620,22 @@ def test_words():
         "100 %",
     ]
     assert [bytes_text(n) for n in (768, 2048, 3 * 2**20)] == ["768 bytes", "2.0 KiB", "3.0 MiB"]
+
+
+def test_p40_small_weights_are_a_finding_unless_they_are_rounded():
+    keras.config.set_dtype_policy("bfloat16")
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="first")], name="net")
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    found = [finding for finding in mpkeras.audit(model).findings if "Updates smaller" in finding.what]
+    assert [(f.severity, "rounds weights stochastically" in f.remedy) for f in found] == [("warning", True)]
+    mpkeras.prepare(model)
+    report = mpkeras.audit(model)
+    assert not [f for f in report.findings if "Updates smaller" in f.what or "in 16 bits" in f.what]
+    # 36 numbers of 2 bytes; Adam keeps two for each.
+    assert report.to_dict()["training_bytes"] == {
+        "weights": {"bfloat16": 72},
+        "slots": {"bfloat16": 144},
+        "gradients": {"bfloat16": 72},
+    }
+    assert "144 B bfloat16 of optimizer state" in str(report) or "144 bytes bfloat16" in str(report)

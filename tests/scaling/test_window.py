@@ -166,14 +166,14 @@ def test_without_faults_it_is_what_keras_computes(mode):
 @pytest.mark.filterwarnings("ignore:.*16 bits:UserWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_sums_are_float32_for_16_bit_variables(mode):
-    """256 gradients of 1 + 2**-7 each: in bfloat16 the sum would stop at 256."""
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=256), loss_scale=1.0)
+    """16 gradients of 1 + 2**-7 each: bfloat16 has 8 significant bits, and holds neither three of them nor 15."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=16), loss_scale=1.0)
     v = variable([0.0], "bfloat16")
     apply = applier(optimizer, [v], mode)
-    for _ in range(255):
+    for _ in range(15):
         apply([np.array([1.0 + 2**-7], "float32")])
     assert optimizer.window.sums[0].dtype == "float32"
-    assert float(numpy(optimizer.window.sums[0].value)[0]) == 255 * (1 + 2**-7)
+    assert float(numpy(optimizer.window.sums[0].value)[0]) == 15 * (1 + 2**-7)
     apply([np.array([1.0 + 2**-7], "float32")])
     assert numpy(keras.ops.cast(v.value, "float32")).tolist() == [-(1 + 2**-7)]
 

@@ -1,0 +1,199 @@
+"""bfloat16 weights and slots through every door, against the same training in float32 and without the fault."""
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras._keras import stored_dtype
+from mpkeras.callbacks import MixedPrecision
+from tests.step_modes import snapshot
+
+BACKEND = keras.backend.backend()
+COMPILED = {"tensorflow": [True, False], "jax": [True], "torch": [False]}[BACKEND]
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((96, 8)).astype("float32")
+Y = (X[:, 0] + X[:, 1] > 0).astype("int32")
+SLOTS = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")
+
+
+def classifier():
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(24, name="first"),
+            keras.layers.BatchNormalization(momentum=0.5),
+            keras.layers.Activation("relu"),
+            keras.layers.Dense(2, activation="softmax", name="head"),
+        ]
+    )
+
+
+def dtypes(variables):
+    return {stored_dtype(v) for v in variables}
+
+
+def slots(optimizer):
+    return [v for v in optimizer.inner_optimizer.variables if len(v.shape) > 0]
+
+
+def trained(door, policy, *, jit_compile=None, batches=6, fault=None, optimizer=None):
+    """Returns the model, its optimizer and the last loss after steps of 32 rows; one more has an infinite input."""
+    model = classifier()
+    optimizer = optimizer() if optimizer else keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    if door == "make_train_step":
+        mpkeras.apply_policy(model, policy)
+        run = mpkeras.make_train_step(model, optimizer, loss, jit_compile=jit_compile)
+    else:
+        model.compile(optimizer, loss, jit_compile=bool(jit_compile))
+        if door == "prepare":
+            mpkeras.prepare(model, policy)
+
+        def run(x, y):
+            callbacks = [MixedPrecision(policy)] if door == "callback" else []
+            return {"loss": model.fit(x, y, batch_size=32, verbose=0, callbacks=callbacks).history["loss"][0]}
+
+    for number in range(batches):
+        if number == fault:
+            bad = X[:32].copy()
+            bad[4] = np.inf
+            run(bad, Y[:32])
+        rows = slice(32 * (number % 3), 32 * (number % 3) + 32)
+        result = run(X[rows], Y[rows])
+    return model, run.optimizer if door == "make_train_step" else model.optimizer, float(result["loss"])
+
+
+@pytest.mark.parametrize("door", ["prepare", "callback", "make_train_step"])
+def test_bfloat16_trains_as_float32_does(door):
+    """P40: in plain Keras the weights of such a model do not move."""
+    _, _, reference = trained(door, "float32", batches=12)
+    model, optimizer, loss = trained(door, "bfloat16", batches=12)
+    dense, normalization = model.get_layer("first"), model.layers[1]
+    assert dtypes(dense.variables) == {"bfloat16"} and dtypes(normalization.variables) == {"float32"}
+    assert dtypes(model.get_layer("head").variables) == {"float32"}  # a softmax: a float32 layer
+    assert dtypes(slots(optimizer)) == {"bfloat16", "float32"}
+    assert dtypes(v for v in slots(optimizer) if "first" in v.name) == {"bfloat16"}
+    assert abs(loss - reference) < 0.02 < 0.6 - reference
+
+    model, optimizer, loss = trained(door, SLOTS, batches=12)
+    assert dtypes(model.weights) == {"float32"} and dtypes(slots(optimizer)) == {"bfloat16"}
+    assert abs(loss - reference) < 0.02
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize("policy", ["bfloat16", SLOTS], ids=["weights and slots", "slots"])
+@pytest.mark.parametrize("door", ["prepare", "make_train_step"])
+@pytest.mark.filterwarnings("ignore:All 1 steps of epoch 1 were skipped:UserWarning")
+def test_a_skipped_step_leaves_no_trace(door, policy, jit_compile):
+    clean, clean_optimizer, _ = trained(door, policy, jit_compile=jit_compile, batches=4)
+    model, optimizer, _ = trained(door, policy, jit_compile=jit_compile, batches=4, fault=2)
+    assert int(keras.ops.convert_to_numpy(optimizer.skipped_steps.value)) == 1
+    states = [
+        snapshot(m.variables + o.inner_optimizer.variables) for m, o in ((clean, clean_optimizer), (model, optimizer))
+    ]
+    assert states[0] == states[1]
+
+
+def test_a_model_that_trains_is_converted_with_its_optimizer_and_back():
+    model, optimizer, _ = trained("prepare", "mixed_bfloat16", batches=3)
+    before = {v.path: keras.ops.convert_to_numpy(v.value) for v in model.weights}
+    moments = [np.asarray(keras.ops.convert_to_numpy(v.value)) for v in slots(optimizer)]
+    mpkeras.prepare(model, "bfloat16")
+    assert model.optimizer.inner_optimizer is optimizer.inner_optimizer
+    first = model.get_layer("first")
+    for variable in first.weights:
+        found = keras.ops.convert_to_numpy(keras.ops.cast(variable.value, "float32"))
+        np.testing.assert_allclose(found, before[variable.path], rtol=2.0**-8)  # to the nearest of 8 bits
+    for slot, value in zip(slots(model.optimizer), moments, strict=True):
+        found = keras.ops.convert_to_numpy(keras.ops.cast(slot.value, "float32"))
+        np.testing.assert_allclose(found, value, rtol=2.0**-8)
+    kernel = first.kernel
+    model.fit(X, Y, batch_size=32, verbose=0)
+    mpkeras.prepare(model, "mixed_bfloat16")
+    assert first.kernel is kernel and dtypes(model.weights) == {"float32"} == dtypes(slots(model.optimizer))
+    assert np.isfinite(model.fit(X, Y, batch_size=32, verbose=0).history["loss"][0])
+
+
+@pytest.mark.filterwarnings("ignore:Could not automatically infer:UserWarning")
+def test_a_layer_that_raises_keeps_every_bit_of_the_weights():
+    class Mixes(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(8,), dtype="float32", autocast=False, initializer="ones")
+
+        def call(self, x):
+            return keras.ops.matmul(x, keras.ops.diag(keras.ops.convert_to_tensor(self.scale)))
+
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, keras.layers.Dense(2)(Mixes()(keras.layers.Dense(8)(inputs))))
+    before = snapshot(model.weights)
+    try:
+        mpkeras.apply_policy(model, "bfloat16")
+    except TypeError:
+        assert dtypes(model.weights) == {"float32"} and snapshot(model.weights) == before
+    else:
+        assert BACKEND != "tensorflow", "TensorFlow multiplies no bfloat16 with float32"
+
+
+def test_frozen_weights_and_lora():
+    model = classifier()
+    mpkeras.apply_policy(model, "bfloat16")
+    model.get_layer("first").enable_lora(2)
+    first = model.get_layer("first")
+    frozen = snapshot([first._kernel])
+    step = mpkeras.make_train_step(model, keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+    for _ in range(3):
+        step(X[:32], Y[:32])
+    assert snapshot([first._kernel]) == frozen and stored_dtype(first._kernel) == "bfloat16"
+    adapters = [first.lora_kernel_a, first.lora_kernel_b]
+    assert dtypes(adapters) == {"float32"}  # as Keras makes them
+    assert np.abs(keras.ops.convert_to_numpy(keras.ops.cast(adapters[1].value, "float32"))).max() > 0
+
+
+def test_without_rollback_it_is_wrapped_all_the_same():
+    model = classifier()
+    model.compile("adam", "sparse_categorical_crossentropy")
+    mpkeras.prepare(model, "bfloat16", rollback=False)
+    assert isinstance(model.optimizer, mpkeras.LossScaleOptimizer)
+    step = mpkeras.make_train_step(model, "adam", "sparse_categorical_crossentropy", rollback=False)
+    step(X[:32], Y[:32])
+    assert isinstance(step.optimizer, mpkeras.LossScaleOptimizer)
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", SLOTS], ids=["weights and slots", "slots"])
+def test_saved_and_resumed_bit_for_bit(policy, tmp_path):
+    def made():
+        model = classifier()
+        model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), "sparse_categorical_crossentropy")
+        return mpkeras.prepare(model, policy)
+
+    whole, first = made(), made()
+    for _ in range(2):
+        for rows in (slice(0, 32), slice(32, 64)):
+            whole.train_on_batch(X[rows], Y[rows])
+    for rows in (slice(0, 32), slice(32, 64)):
+        first.train_on_batch(X[rows], Y[rows])
+    path = str(tmp_path / "model.keras")
+    first.save(path)
+    loaded = keras.saving.load_model(path)
+    assert loaded.optimizer.slot_dtype == ("bfloat16" if policy is SLOTS else "auto")
+    assert dtypes(slots(loaded.optimizer)) == dtypes(slots(first.optimizer))
+    mpkeras.prepare(loaded)
+    for rows in (slice(0, 32), slice(32, 64)):
+        loaded.train_on_batch(X[rows], Y[rows])
+    assert snapshot(loaded.weights) == snapshot(whole.weights)
+    assert snapshot(slots(loaded.optimizer)) == snapshot(slots(whole.optimizer))
+
+
+def test_files_are_half_as_large(tmp_path):
+    sizes = []
+    for policy in ("float32", "bfloat16"):
+        model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(512), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        mpkeras.prepare(model, policy)
+        model.train_on_batch(np.ones((2, 256)), np.ones((2, 1)))
+        path = tmp_path / f"{policy}.keras"
+        model.save(path)
+        sizes.append(path.stat().st_size)
+    assert 0.45 < sizes[1] / sizes[0] < 0.6
