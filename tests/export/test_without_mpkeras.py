@@ -53,7 +53,7 @@ for path in sorted(folder.glob("*.keras")):
         "growth": optimizer.dynamic_growth_steps,
         "warnings": [str(one.message) for one in caught],
         "outputs": keras.ops.convert_to_numpy(keras.ops.cast(model(rows), "float32")).tolist(),
-        "slots": [float(np.sum(np.abs(value))) for value in values],
+        "slots": [float(np.sum(np.abs(value.astype("float64")))) for value in values],
     }
     found["loss"] = float(model.fit(rows, targets, verbose=0).history["loss"][0])
     print(path.stem, json.dumps(found))
@@ -212,6 +212,14 @@ COMPILED = {
     "fixed": ("adam", with_prepare("mixed_float16", loss_scale=16.0), 16.0, 0, NEVER),
     "own_rule": ("adam", with_prepare("mixed_float16", loss_scale=Halving()), 16.0, 0, 2000),
     "bfloat16": ("adam", with_prepare("mixed_bfloat16"), 1.0, 0, NEVER),
+    "small_slots": (
+        "adam",
+        with_prepare(mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")),
+        1.0,
+        0,
+        NEVER,
+    ),
+    "small_weights": ("adam", with_prepare("bfloat16"), 1.0, 0, NEVER),
     "plain_fit": (lambda: mpkeras.LossScaleOptimizer("adam", 32.0, 5), with_plain_fit, 32.0, 2, 5),
 }
 
@@ -265,7 +273,9 @@ def test_a_compiled_model_goes_on_in_plain_keras(tmp_path):
             "growth": growth,
             "warnings": [],
             "outputs": predictions(model, ROWS)[0].tolist(),
-            "slots": [float(np.sum(np.abs(keras.ops.convert_to_numpy(v.value)))) for v in inner.variables],
+            "slots": [
+                float(np.sum(np.abs(keras.ops.convert_to_numpy(v.value).astype("float64")))) for v in inner.variables
+            ],
         }
     found = {name: json.loads(line) for name, line in run(GO_ON, tmp_path)}
     losses = {name: row.pop("loss") for name, row in found.items()}
