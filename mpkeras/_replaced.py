@@ -18,8 +18,9 @@ KINDS = {
     "prepared one: it stays prepared when it is compiled again, and logs and warns in `fit` only",
     "written weights": "`assign` of a variable, for one step: what a layer writes into its weights is put back if the "
     "step is skipped",
-    "update": "methods of an optimizer, for one update on TensorFlow: its gradients are summed already, and its decay "
-    "follows the decision to skip",
+    "update": "methods of an optimizer, for one update or for its build: on TensorFlow gradients are summed already "
+    "and the decay follows the decision to skip; small variables are updated in float32, one by one, and made small. "
+    "`_dtype` of small variables, meanwhile: they say that they are float32",
     "loading": "`load_own_variables` of an optimizer that is not built: what a file holds is kept until it is",
     "observed": "`call` of a layer, for one run of `audit` or `trace_numerics`: its inputs and outputs are looked at",
 }

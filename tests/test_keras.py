@@ -476,3 +476,47 @@ def test_a_model_is_built_from_the_shapes_of_a_batch():
     private.symbolic_build(model, (np.ones((2, 3), "float32"), np.ones((2, 1), "float32"), None))
     assert private.is_built(model) and model.optimizer.built and len(model.metrics[1].variables) == 2
     assert int(model.optimizer.iterations) == 0
+
+
+def test_a_variable_is_stored_in_another_dtype_by_its_native_variable():
+    v = keras.Variable([1.0, -0.5], dtype="float32", name="stored")
+    assert private.stored_dtype(v) == "float32"
+    private.retype(v, "bfloat16")
+    assert (private.stored_dtype(v), v.dtype) == ("bfloat16", "bfloat16")
+    vars(v)[private.STORED_DTYPE] = "float32"
+    # What it says of itself is what Keras casts to; how it is stored is what its value is.
+    assert (private.stored_dtype(v), v.dtype) == ("bfloat16", "float32")
+    assert keras.backend.standardize_dtype(private.stored_value(v).dtype) == "bfloat16"
+
+
+def test_slots_are_named_after_their_weights_and_averages_are_known():
+    layer = keras.layers.Dense(2, name="first")
+    layer.build((None, 3))
+    optimizer = keras.optimizers.Adam(use_ema=True)
+    optimizer.build(layer.trainable_variables)
+    slots = [v for v in optimizer.variables if len(v.shape) > 0]
+    found = [private.weight_of_slot(slot, layer.trainable_variables) for slot in slots]
+    assert [weight.shape for weight in found] == [slot.shape for slot in slots] and len(slots) == 6
+    assert private.weight_of_slot(optimizer.iterations, layer.trainable_variables) is None
+    assert [v.shape for v in private.weight_averages(optimizer)] == [v.shape for v in layer.trainable_variables]
+    assert private.weight_averages(keras.optimizers.Adam()) == []
+
+
+def test_an_optimizer_finds_its_variables_after_they_are_stored_anew():
+    v = keras.Variable([1.0, -0.5])
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build([v])
+    private.retype(v, "bfloat16")
+    private.know_variables_again(optimizer)
+    optimizer.apply([keras.ops.cast([1.0, 1.0], "bfloat16")], [v])
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(keras.ops.cast(v.value, "float32")), [0.5, -1.0])
+
+
+@pytest.mark.parametrize("name", [private.UPDATE_METHOD, private.WEIGHT_DECAY_METHOD, private.OVERWRITE_METHOD])
+def test_methods_of_optimizers_have_a_form_of_no_backend(name):
+    for make in (keras.optimizers.Adam, keras.optimizers.Nadam):
+        method = private.portable_method(make(weight_decay=0.1), name)
+        assert callable(method) and ".backend." not in method.func.__module__
+    assert hasattr(keras.optimizers.Adam(), private.CLIP_METHOD)
+    with pytest.raises(AttributeError, match="no_such_method"):
+        private.portable_method(keras.optimizers.Adam(), "no_such_method")
