@@ -25,6 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 # By name, the options besides `--quick` of a quick run: all of them together take about eight minutes on two cores.
 SCRIPTS = {
     "loss_scale_overhead": [],
+    "small_state": [],
     "train_step_overhead": [],
     "rollback_overhead": [],
     # Short epochs exaggerate what a callback does at their ends; long ones took as long as all else together.
@@ -35,7 +36,7 @@ SCRIPTS = {
     "import_time": [],
 }
 # They have `--quick` as well, but ask for more than speed and take minutes: see CONTRIBUTING.md.
-OTHERS = ("fine_tune",)
+OTHERS = ("fine_tune", "small_state_quality")
 # What tells one entry of a result from another, and how it is written.
 LABELS = dict.fromkeys(("backend", "mode", "model", "task", "policy", "part", "display"), "{}")
 LABELS |= {"params": "{:,} parameters", "batch_size": "batch {}", "variant": "{}"}

@@ -3,6 +3,7 @@
 import concurrent.futures
 
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 from mpkeras.devices.native import Device
 
@@ -98,7 +99,20 @@ def words(values):
 
 def upper_halves(bits):
     """As in `_jax.py`."""
+    if in_xla():
+        # As there. Other kernels may flush subnormal numbers to zero in a cast.
+        return tf.cast(
+            tf.bitcast(tf.bitwise.bitwise_and(bits, tf.constant(0xFFFF0000, tf.uint32)), tf.float32), tf.bfloat16
+        )
     return tf.bitcast(tf.cast(tf.bitwise.right_shift(bits, tf.constant(16, tf.uint32)), tf.uint16), tf.bfloat16)
+
+
+def in_xla() -> bool:
+    """Whether the code that runs now is traced for XLA.
+
+    No public way exists; read in TensorFlow 2.21, where `tf.function(jit_compile=True)` enters this context.
+    """
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def widened(values):

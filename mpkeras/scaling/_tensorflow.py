@@ -6,22 +6,14 @@ import weakref
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 from mpkeras import _keras
 from mpkeras._replaced import replaced
+from mpkeras.devices._tensorflow import in_xla
 from mpkeras.scaling import small_state
 from mpkeras.scaling.facts import updating
 
 _ALL_REDUCE_DTYPES = (None, "float16", "bfloat16")
-
-
-def in_xla() -> bool:
-    """Whether the code that runs now is traced for XLA.
-
-    No public way exists; read in TensorFlow 2.21, where `tf.function(jit_compile=True)` enters this context.
-    """
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def build_scope():
@@ -70,11 +62,27 @@ def grad_sum(grads):
             values = grad.values if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad)
             if values.dtype.is_complex:
                 values = tf.math.real(values) + tf.math.imag(values)
+            if values.dtype == tf.bfloat16 and in_xla():
+                values = _sums_of_groups(values)
             sums.append(tf.reduce_sum(tf.cast(values, tf.float32)))
     total = tf.add_n(sums) if sums else tf.zeros(())
     # XLA fuses what is cheap into all that need it: without the root, which counts as expensive, every assignment
     # would add up the sums of all gradients again, and the time to compile grow with the square of their number.
     return tf.sqrt(tf.abs(total)) if in_xla() else total
+
+
+def _sums_of_groups(values):
+    """Returns the magnitudes of float32 sums of groups of 16-bit `values`; `values` itself where no group divides it.
+
+    XLA makes a sum of more than 32 values out of several, and casts before them: it would write all values out in
+    float32 (TensorFlow 2.21 on a CPU). Sums of fewer are one loop with the cast in it. Of plain sums of sums it would
+    make one sum again; not of sums of magnitudes.
+    """
+    last = values.shape[-1] if values.shape.rank else None
+    group = max((size for size in range(1, 33) if last and last % size == 0), default=1)
+    if group == 1:
+        return values
+    return tf.abs(tf.reduce_sum(tf.cast(tf.reshape(values, (-1, group)), tf.float32), axis=-1))
 
 
 def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, facts):
@@ -485,6 +493,9 @@ def _assign_all_copies(strategy, stored, value):
 def _widened(grad):
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(_widened(grad.values), grad.indices, grad.dense_shape)
+    if grad is not None and grad.dtype == tf.bfloat16 and in_xla():
+        # Not the cast that the sum of the check has: for all that share one, XLA writes the gradients out in float32.
+        return small_state.widened(grad)
     return tf.cast(grad, tf.float32) if grad is not None and grad.dtype in (tf.float16, tf.bfloat16) else grad
 
 

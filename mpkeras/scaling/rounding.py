@@ -9,10 +9,9 @@ from mpkeras.devices import backend_module
 
 _devices = backend_module()
 _WORD = _devices.WORD
-# bfloat16 keeps the upper 16 bits of a float32 number. As numbers, those bits have the order of the magnitudes.
-_SIGN, _MAGNITUDE = 0x80000000, 0x7FFFFFFF
-# The largest finite number, from which one step up is infinity; infinity, beyond which are the NaNs; one of them.
-_LARGEST, _INFINITY, _NAN = 0x7F7F0000, 0x7F800000, 0x7FC00000
+# bfloat16 keeps the upper 16 bits of a float32 number. The largest finite one, from which one step up is infinity, and
+# the bit that every NaN of arithmetic has.
+_LARGEST, _QUIET = float.fromhex("0x1.fep127"), 0x00400000
 
 
 def stochastic_round(values, *, seed: int, step, variable: int, draw: int = 0):
@@ -47,12 +46,11 @@ def stochastic_round(values, *, seed: int, step, variable: int, draw: int = 0):
         https://arxiv.org/abs/2010.06192. The hash is `lowbias32` of https://nullprogram.com/blog/2018/07/31.
     """
     bits = _devices.words(values)
-    magnitude = bits & _word(_MAGNITUDE)
     noise = _upper_bits(random_words(values.shape, seed, step, variable, draw))
-    noise = ops.where(ops.less(magnitude, _word(_LARGEST)), noise, _word(0))
-    # Of a NaN the bits that tell it from infinity may all be among those cut off. Backends have one NaN each for casts.
-    nan = (bits & _word(_SIGN)) | _word(_NAN)
-    return _devices.upper_halves(ops.where(ops.greater(magnitude, _word(_INFINITY)), nan, bits + noise))
+    # Of a NaN the bits that tell it from infinity may all be among those cut off.
+    kept = ops.where(ops.isnan(values), bits | _word(_QUIET), bits)
+    # Compared as numbers and chosen once: what is tested here is most of what rounding costs beside the hash.
+    return _devices.upper_halves(ops.where(ops.less(ops.abs(values), _LARGEST), bits + noise, kept))
 
 
 def random_words(shape, seed: int, step, variable: int, draw: int = 0):
@@ -65,12 +63,13 @@ def random_words(shape, seed: int, step, variable: int, draw: int = 0):
     key = _mixed(_word(seed))
     for part in (ops.cast(step, _WORD), _word(variable), _word(draw)):
         key = _mixed(key + part)
-    return _mixed(_positions(tuple(shape)) + key)
+    return _mixed(_positions(tuple(shape), key))
 
 
-def _positions(shape: tuple):
-    """Returns the number of each element, in rows as NumPy counts; modulo 2**32."""
-    positions = ops.zeros((), dtype=_WORD)
+def _positions(shape: tuple, first):
+    """Returns the number of each element, in rows as NumPy counts from `first` on; modulo 2**32."""
+    # From a word that is computed: TensorFlow keeps what depends on the shape alone as a constant of that size.
+    positions = first
     for axis, size in enumerate(shape):
         # A sum over the axes, not a reshaped range: a compiler that shards the variable shards this as it does.
         along = ops.cast(ops.arange(size, dtype="int32"), _WORD) * _word(math.prod(shape[axis + 1 :]))
