@@ -145,10 +145,12 @@ def _apply_across_replicas(facts, strategy, optimizer, grads, variables, checks,
     grads_are_finite, loss_is_finite = _flags(strategy.reduce(tf.distribute.ReduceOp.SUM, checks, axis=None))
     decision, own_values = optimizer.decide(facts, grads_are_finite, loss_is_finite)
 
+    rounding = optimizer.rounding()
+
     def in_each_replica(function, *arguments):
         # The conditional stands outside the replicas, as a branch inside one could not call the others. So does what
         # holds for the update: each replica runs in a thread of its own, and the first one out must not end it.
-        with _no_second_sum(optimizer), _keras.one_update(optimizer.inner_optimizer), _in_float32(optimizer):
+        with _no_second_sum(optimizer), _keras.one_update(optimizer.inner_optimizer), _in_float32(optimizer, rounding):
             strategy.extended.call_for_each_replica(function, args=arguments)
 
     if optimizer.window is None:
@@ -230,7 +232,7 @@ def _apply_inner(optimizer, grads, variables, is_applied=None):
         if rounding.small:
             # Copies of all: TensorFlow sums over replicas what is of one graph, and this may be a branch of another.
             grads = [_copied(_widened(grad)) for grad in grads]
-            stack.enter_context(_in_float32(optimizer))
+            stack.enter_context(_in_float32(optimizer, rounding))
             stack.enter_context(_WritingScope(rounding, is_applied))
         optimizer.inner_optimizer.apply(grads, variables)
 
@@ -399,12 +401,11 @@ def selecting_assignments(inner_optimizer, is_applied):
 
 
 @contextlib.contextmanager
-def _in_float32(optimizer):
+def _in_float32(optimizer, rounding):
     """Within this context the inner optimizer updates small variables through the `_WritingScope` of its thread.
 
     Its methods are covered around all replicas, as in `_no_second_sum`: they find in the scope what differs.
     """
-    rounding = optimizer.rounding()
     with contextlib.ExitStack() as stack:
         if rounding.small:
             for part in small_state.parts_of(optimizer.inner_optimizer):

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 
 import keras
 from keras import ops
@@ -40,27 +41,26 @@ class Rounding:
         small: The variables that are stored in bfloat16.
     """
 
-    def __init__(self, variables, step_count, draws=()):
+    def __init__(self, variables, step_count):
         """Begins an update.
 
         Args:
             variables: All variables that the optimizer may assign to, in an order that is always the same.
             step_count: The variable that counts its updates.
-            draws: `draws` of the same update, as far as it has come.
         """
         self._numbers = {id(variable): number for number, variable in enumerate(variables) if is_small(variable)}
         self.small = [variable for variable in variables if id(variable) in self._numbers]
         self._step_count = step_count
         # How often each variable was assigned to: weight decay and the update are two roundings.
-        self.draws: collections.Counter = collections.Counter(dict(draws))
+        self.draws: collections.Counter = collections.Counter()
 
     def covers(self, variable) -> bool:
         return id(variable) in self._numbers
 
     def begun_again(self):
         """Returns the same rounding for another thread or graph, from here on."""
-        again = Rounding.__new__(Rounding)
-        again.__dict__.update(self.__dict__, draws=collections.Counter(self.draws))
+        again = copy.copy(self)
+        again.draws = self.draws.copy()
         return again
 
     def rounded(self, variable, values):
