@@ -10,6 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import keras
+
 FOLDER = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +42,13 @@ def run_workers(script: str, workers, timeout_s: float = 300) -> list:
                     process = subprocess.Popen(
                         [sys.executable, str(FOLDER / script), *map(str, arguments)],
                         cwd=ROOT,
-                        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+                        # The backend of the tests, also where no variable but Keras' file or its default names it.
+                        env={
+                            **os.environ,
+                            "KERAS_BACKEND": keras.backend.backend(),
+                            "PYTHONPATH": str(ROOT),
+                            **environment,
+                        },
                         stdout=out,
                         stderr=err,
                     )
