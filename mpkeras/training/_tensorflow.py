@@ -461,7 +461,8 @@ class CompiledStep:
         key = step.__name__, self._parts.trained
         if key not in self._functions:
             # As in Keras' `fit`: the second length of a batch is traced as any length.
-            function = tf.function(step, jit_compile=self._parts.jit_compile, reduce_retracing=True)
+            # And no more than there is Python turned into a graph: converting our own code took most of a first step.
+            function = tf.function(step, jit_compile=self._parts.jit_compile, reduce_retracing=True, autograph=False)
             # With the variables, or another one might come to have the `id` of one that is gone.
             self._functions[key] = function, self._parts.model.trainable_variables
         return self._functions[key][0]
@@ -470,7 +471,7 @@ class CompiledStep:
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
         stage = "optimized_hlo" if optimized else "hlo"
         # Of its own: XLA gives out no text of a program that was traced for any length.
-        function = tf.function(self._on_one_replica, jit_compile=self._parts.jit_compile)
+        function = tf.function(self._on_one_replica, jit_compile=self._parts.jit_compile, autograph=False)
         return function.experimental_get_compiler_ir(x, y, sample_weight)(stage=stage)
 
     def temporary_bytes(self, x, y, sample_weight):
