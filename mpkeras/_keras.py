@@ -125,6 +125,10 @@ def stored_value(variable):
 
 def retype(variable, dtype: str):
     """Stores a float variable in another dtype, to the nearest: the same object, so that all who hold it still do."""
+    if stored_value(variable) is None:
+        # Made where variables get no values, for a program that is compiled and not run.
+        variable._dtype = dtype
+        return
     value = keras.ops.cast(unscoped_value(variable), dtype)
     # Under one of TensorFlow's strategies the new native variable has to be one of that strategy.
     strategy = getattr(stored_value(variable), "distribute_strategy", None)
@@ -553,3 +557,8 @@ class SavedBeside(keras.src.saving.keras_saveable.KerasSaveable):
         for name, variable in self._optimizer()._variables_beside().items():
             if name in found and tuple(store[name].shape) == tuple(variable.shape):
                 variable.assign(store[name])
+
+
+def layout_map_of(distribution):
+    """Returns the `LayoutMap` that a `ModelParallel` was made with, for which it has no public name."""
+    return distribution._layout_map

@@ -20,6 +20,7 @@ RETURNED = (
     "mpkeras.export.report.ConversionReport",
     "mpkeras.insight.advice.AdviceReport",
     "mpkeras.insight.audit.AuditReport",
+    "mpkeras.insight.forecast.Forecast",
     "mpkeras.insight.hardware.HardwareReport",
     "mpkeras.insight.numerics.NumericsReport",
     "mpkeras.training.autoprepare.AutoPrepare",
@@ -33,6 +34,7 @@ INTERNAL = {
     "LossScaleOptimizer.store_slots",
     "LossScaleOptimizer.unscale",
     "OutputDtype.cast_output",
+    "TrainStep.compiled_for",
 }
 
 _ENTRY = re.compile(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):", flags=re.MULTILINE)

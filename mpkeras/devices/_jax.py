@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
+from jax.experimental import topologies
 
 from mpkeras.devices.native import Device, parse_capability
 
@@ -94,3 +96,26 @@ def widened(values):
     """Returns bfloat16 `values` in float32, by their bits: a cast may flush subnormal numbers to zero."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.uint32) << 16
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def compile_devices(target, count: int) -> list:
+    """Returns so many devices of a `Target` to compile for, whether they are there or not."""
+    if target.platform == "cpu":
+        return jax.devices("cpu")[:count]
+    options = {"target_config": target.description()} if target.platform == "cuda" else {}
+    name = target.topology(count)
+    if target.platform == "cuda":
+        options["topology"], name = name, target.name
+    return topologies.get_topology_desc(name, platform=target.platform, **options).devices[:count]
+
+
+class MeshOfDevices(keras.distribution.DeviceMesh):
+    """A `DeviceMesh` of devices that need not be there. Keras' own finds its devices among those of the process."""
+
+    def __init__(self, shape, axis_names, devices):
+        super().__init__(shape, axis_names, [f"{device.platform}:{device.id}" for device in devices])
+        self._jax_mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), axis_names)
+
+    @property
+    def backend_mesh(self):
+        return self._jax_mesh

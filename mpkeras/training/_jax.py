@@ -227,6 +227,31 @@ class CompiledStep:
         lowered = jax.jit(functools.partial(self._pure_step), donate_argnums=0).lower(state, *data)
         return lowered.compile().as_text() if optimized else lowered.as_text(dialect="hlo")
 
+    def compiled_for(self, device, x, y):
+        """Returns the step as `jax.stages.Compiled`, for devices that need not be there.
+
+        Only shapes and dtypes are looked at, so nothing needs to have a value.
+
+        Args:
+            device: The one device. `None` for those of the `keras.distribution` in force.
+            x, y: Tensors, or anything with shape and dtype, in the structure of a batch.
+        """
+        distribution = keras.distribution.distribution()
+        one = None if device is None else jax.sharding.SingleDeviceSharding(device)
+
+        def of_variable(variable):
+            layout = one or distribution.get_variable_layout(variable)
+            layout = getattr(layout, "backend_layout", layout)
+            return jax.ShapeDtypeStruct(tuple(variable.shape), variable.dtype, sharding=layout)
+
+        def of_data(tensor):
+            layout = one or distribution.get_data_layout(tensor.shape).backend_layout
+            return jax.ShapeDtypeStruct(tuple(tensor.shape), tensor.dtype, sharding=layout)
+
+        state = [[of_variable(variable) for variable in variables] for variables in self._variables()]
+        data = keras.tree.map_structure(of_data, (x, y))
+        return self._jitted(state).lower(state, *data, None).compile()
+
     def temporary_bytes(self, x, y, sample_weight):
         if not self._parts.jit_compile:
             return None

@@ -197,6 +197,16 @@ class TrainStep:
         self._get_ready(x, y)
         return self._compiled.temporary_bytes(x, y, sample_weight)
 
+    def compiled_for(self, device, x, y):
+        """Returns the step as JAX compiles it for a device that need not be there: see `CompiledStep` in `_jax.py`.
+
+        Args:
+            device: The device; `None` for those of the `keras.distribution` in force.
+            x, y: Tensors, or anything with shape and dtype, in the structure of a batch.
+        """
+        self._get_ready(x, y)
+        return self._compiled.compiled_for(device, x, y)
+
     def state_dict(self) -> dict:
         """Returns all that the step changes, as NumPy arrays by name: see `mpkeras.state_dict`.
 

@@ -1,0 +1,208 @@
+"""What `forecast` asks for: checked, and as the process that compiles reads it."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import keras
+
+from mpkeras import _keras
+from mpkeras.conversion.plan import layers_of
+from mpkeras.devices.environment import memory_bytes
+from mpkeras.devices.targets import find_target
+from mpkeras.insight.advice import loss_and_targets
+from mpkeras.insight.report import shortened
+from mpkeras.policies.registry import get_policy
+
+
+class CompileRequest:
+    """What was asked for.
+
+    Attributes:
+        target: The device, a `Target`.
+        policies: `{name: Policy}`.
+        devices: How many share a batch.
+        rows_split: Over how many of them its rows are split.
+        batch: Rows of the batch.
+        text: What the process that compiles reads, JSON.
+    """
+
+    def __init__(self, model, x, y, device, devices, policies, optimizer, loss):
+        cpu_memory_bytes = memory_bytes()
+        self.target = find_target(device, cpu_memory_bytes)
+        policies = [policies] if isinstance(policies, str) else list(policies)
+        self.policies = {policy.name: policy for policy in map(get_policy, policies)}
+        if not self.policies:
+            raise ValueError("Expected at least one policy. Received: none. Leave `policies` out for the usual three.")
+        mesh, layout_map = _mesh(devices)
+        self.devices = devices if mesh is None else math.prod(mesh["shape"])
+        self.rows_split = 1 if mesh is None else mesh["shape"][mesh["axis_names"].index(mesh["batch_dim_name"])]
+        loss, y = _loss(model, loss, y)
+        inputs = _keras.input_structure(_keras.graph_of(model)) if _keras.graph_of(model) is not None else None
+        x = _tensors(x, inputs, "x")
+        self.batch = keras.tree.flatten(x)[0].shape[0]
+        y = None if y is None else _tensors(y, None, "y", "int32" if _is_sparse(loss) else "float32")
+        rows = {tensor.shape[0] for tensor in keras.tree.flatten((x, y)) if tensor is not None}
+        if rows != {self.batch}:
+            raise ValueError(f"Expected `x` and `y` of the same number of rows. Received: {sorted(rows)}.")
+        if self.batch % self.rows_split:
+            raise ValueError(
+                f"Expected a batch that {self.rows_split} devices can share evenly. Received: {self.batch} rows. Pass "
+                f"{self.batch // self.rows_split * self.rows_split or self.rows_split}."
+            )
+        config, owners = _config(model)
+        optimizer = _optimizer(model, optimizer)
+        owners += [optimizer, *keras.tree.flatten(loss)]
+        modules = sorted({_module(owner) for owner in owners} - {"", "builtins"})
+        self.text = json.dumps(
+            {
+                "floatx": keras.config.floatx(),
+                "image_data_format": keras.config.image_data_format(),
+                "imports": [name for name in modules if name != "__main__"],
+                "main": _main_source() if "__main__" in modules else None,
+                "model": config,
+                "optimizer": keras.saving.serialize_keras_object(optimizer),
+                "loss": None if loss is None else keras.tree.map_structure(_serialized_loss, loss),
+                "sparse": _is_sparse(loss),
+                "x": keras.tree.map_structure(_spec, x),
+                "y": None if y is None else keras.tree.map_structure(_spec, y),
+                "device": device,
+                "cpu_memory_bytes": cpu_memory_bytes,
+                "devices": self.devices,
+                "mesh": mesh,
+                "layout_map": layout_map,
+                "policies": {
+                    name: keras.saving.serialize_keras_object(policy) for name, policy in self.policies.items()
+                },
+            }
+        )
+
+
+def _mesh(devices) -> tuple:
+    """Returns the mesh and the layouts that `devices` asks for, as JSON can hold them; `None` for one device."""
+    if isinstance(devices, (keras.distribution.DataParallel, keras.distribution.ModelParallel)):
+        mesh = devices.device_mesh
+        axes = [str(name) for name in mesh.axis_names]
+        found = {"shape": [int(n) for n in mesh.shape], "axis_names": axes, "batch_dim_name": devices.batch_dim_name}
+        if isinstance(devices, keras.distribution.DataParallel):
+            return found, None
+        layouts = _keras.layout_map_of(devices)
+        return found, [[path, list(layout.axes)] for path, layout in layouts.items()]
+    if isinstance(devices, bool) or not isinstance(devices, int):
+        raise TypeError(
+            "Expected `devices` to be a number or a `keras.distribution.DataParallel` or `ModelParallel`. Received: "
+            f"{devices!r} of type {type(devices).__name__}."
+        )
+    if devices < 1:
+        raise ValueError(f"Expected at least one device. Received: devices={devices}.")
+    if devices == 1:
+        return None, None
+    return {"shape": [devices], "axis_names": ["batch"], "batch_dim_name": "batch"}, None
+
+
+def _loss(model, loss, y):
+    if loss is None and getattr(model, "compiled", False) and model.loss is not None:
+        return loss_and_targets(model, y)
+    return ("mean_squared_error" if loss is None else loss), y
+
+
+def _is_sparse(loss) -> bool:
+    names = [part if isinstance(part, str) else getattr(part, "name", "") for part in keras.tree.flatten(loss)]
+    return any("sparse" in str(name) for name in names)
+
+
+def _serialized_loss(loss):
+    return loss if isinstance(loss, str) else keras.saving.serialize_keras_object(loss)
+
+
+def _optimizer(model, optimizer):
+    if optimizer is None:
+        optimizer = getattr(model, "optimizer", None) or "adam"
+    optimizer = keras.optimizers.get(optimizer)
+    # Each policy scales the loss in its own way.
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def _config(model) -> tuple:
+    """Returns the model's config without how it was compiled, and the objects whose classes it names."""
+    try:
+        config = keras.saving.serialize_keras_object(model)
+        text = json.dumps(config)
+    except Exception as error:  # of a `get_config` of the user's
+        raise ValueError(
+            f"Expected a model that can be made again from its config, in the process that compiles. Received: model "
+            f"'{model.name}' ({type(model).__name__}), whose config cannot be had: "
+            f"{shortened(f'{type(error).__name__}: {error}')} Give its class a `get_config` and a `from_config`."
+        ) from error
+
+    def without_compile(part):
+        if isinstance(part, dict):
+            return {name: without_compile(value) for name, value in part.items() if name != "compile_config"}
+        return [without_compile(value) for value in part] if isinstance(part, list) else part
+
+    owners = [model, *layers_of(model)]
+    return without_compile(json.loads(text)), [*owners, *keras.saving.get_custom_objects().values()]
+
+
+def _module(thing) -> str:
+    """Returns the module to import for what is not Keras' or ours."""
+    thing = thing if isinstance(thing, type) or not hasattr(thing, "get_config") else type(thing)
+    name = getattr(thing, "__module__", "") or ""
+    return "" if isinstance(thing, str) or name.split(".")[0] == "keras" else name
+
+
+def _main_source() -> str:
+    """Returns the text of the script or notebook that runs, where classes of the model are defined."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is not None and Path(path).is_file():
+        return Path(path).read_text(encoding="utf-8")
+    cells = getattr(main, "In", None)
+    if cells:
+        # IPython's own commands are no Python.
+        lines = [line for cell in cells for line in cell.splitlines() if not line.lstrip().startswith(("%", "!"))]
+        return "\n".join(lines)
+    raise ValueError(
+        "Expected the classes of the model in a module, which the process that compiles can import. Received: some that "
+        "were typed in. Put them into a file and import it."
+    )
+
+
+def _tensors(structure, inputs, name, default="float32"):
+    """Returns `KerasTensor`s for arrays, tensors and shapes."""
+    if _is_shape(structure):
+        dtype = default if inputs is None else keras.tree.flatten(inputs)[0].dtype
+        return _tensor(structure, dtype, name)
+    if isinstance(structure, dict):
+        of = inputs if isinstance(inputs, dict) else {}
+        return {key: _tensors(part, of.get(key), name, default) for key, part in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        of = inputs if isinstance(inputs, (list, tuple)) else [None] * len(structure)
+        return [_tensors(part, other, name, default) for part, other in zip(structure, of, strict=False)]
+    if not hasattr(structure, "shape") or not hasattr(structure, "dtype"):
+        raise TypeError(
+            f"Expected `{name}` to be arrays or shapes. Received: {structure!r} of type {type(structure).__name__}. Pass "
+            "a batch, or its shape, such as (32, 224, 224, 3)."
+        )
+    return _tensor(tuple(structure.shape), keras.backend.standardize_dtype(structure.dtype), name)
+
+
+def _is_shape(value) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(n, int) or n is None for n in value)
+
+
+def _tensor(shape, dtype, name):
+    if not shape or any(n is None or n < 1 for n in shape):
+        raise ValueError(
+            f"Expected sizes that are all known and positive in `{name}`, the batch's first. Received: {tuple(shape)}."
+        )
+    # As Keras feeds JAX.
+    narrow = {"float64": keras.config.floatx(), "int64": "int32", "uint64": "uint32"}
+    return keras.KerasTensor(tuple(map(int, shape)), narrow.get(dtype, dtype))
+
+
+def _spec(tensor):
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype}

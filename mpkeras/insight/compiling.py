@@ -1,0 +1,201 @@
+"""The process of its own in which `forecast` compiles: `python -m mpkeras.insight.compiling`, on JAX.
+
+One JSON object a line. It reads what to compile, then, for each `{"policy": name, "batch": rows}`, writes what the compiler
+says of that step. No variable gets a value, so a model needs no more memory than the compiler.
+"""
+
+import ast
+import dataclasses
+import importlib
+import json
+import os
+import re
+import sys
+import time
+import traceback
+import types
+
+import keras
+
+from mpkeras._keras import is_built
+from mpkeras.conversion.apply import apply_policy
+from mpkeras.devices.targets import find_target
+from mpkeras.insight.flops import forward_pass
+from mpkeras.insight.hlo import read_program
+from mpkeras.policies.dtypes import bytes_of
+from mpkeras.training.step import make_train_step
+
+_BYTES = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main():
+    """Answers requests until there are no more."""
+    # What the user's code prints goes to the log: only answers go where they are read.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(what):
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        steps = Steps(json.loads(sys.stdin.readline()))
+    except Exception as error:  # Whatever the model's own code raises.
+        answer(failure(error))
+        return
+    answer({"ready": True})
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer(steps.compiled(request["policy"], request["batch"]))
+        except Exception as error:
+            answer(failure(error))
+
+
+def failure(error: Exception) -> dict:
+    """Returns an error as an answer: what it says, and, where the program is too large, how much memory it needs."""
+    text = str(error)
+    traceback.print_exception(error)
+    if "RESOURCE_EXHAUSTED" in text:
+        used = _BYTES.search(text)
+        return {"too_large": round(float(used[1]) * _UNITS[used[2]]) if used else 0}
+    return {"error": type(error).__name__, "message": text}
+
+
+def definitions(source: str) -> str:
+    """Returns the imports, functions, classes and constants of a script: what runs without doing its work."""
+    kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if isinstance(node, kept) or _is_constant(node)]
+    return ast.unparse(tree)
+
+
+def _is_constant(node) -> bool:
+    if not isinstance(node, ast.Assign):
+        return False
+    try:
+        ast.literal_eval(node.value)
+    except ValueError:
+        return False
+    return True
+
+
+class Steps:
+    """The guarded train steps of one model, one for each policy. `wanted`: what `forecast` asks for."""
+
+    def __init__(self, wanted):
+        keras.config.set_floatx(wanted["floatx"])
+        keras.config.set_image_data_format(wanted["image_data_format"])
+        keras.config.enable_unsafe_deserialization()  # The model is the user's own, and was not read from a file.
+        if wanted["main"] is not None:
+            main_module = types.ModuleType("__main__")
+            sys.modules["__main__"] = main_module
+            exec(compile(definitions(wanted["main"]), "__main__", "exec"), vars(main_module))
+        for name in wanted["imports"]:
+            importlib.import_module(name)
+        self._wanted = wanted
+        self._target = find_target(wanted["device"], wanted["cpu_memory_bytes"])
+        backend = importlib.import_module("mpkeras.devices._jax")
+        count = wanted["devices"]
+        devices = backend.compile_devices(self._target, count)
+        self._device = devices[0] if wanted["mesh"] is None else None
+        if wanted["mesh"] is not None:
+            mesh = backend.MeshOfDevices(wanted["mesh"]["shape"], wanted["mesh"]["axis_names"], devices)
+            keras.distribution.set_distribution(_distribution(wanted, mesh))
+        self._steps: dict = {}
+
+    def compiled(self, policy: str, batch: int) -> dict:
+        """Returns what the compiler says of the step of `policy` on a batch of so many rows."""
+        begun = time.monotonic()
+        x, y = (_of_rows(self._wanted[name], batch) for name in ("x", "y"))
+        if policy not in self._steps:
+            self._steps[policy] = self._step(policy, x)
+        step = self._steps[policy]
+        with _without_values():
+            if y is None:
+                y = keras.tree.map_structure(self._targets, step.model(x))
+            program = step.compiled_for(self._device, x, y)
+        batch_bytes = sum(bytes_of(tensor.shape, tensor.dtype) for tensor in keras.tree.flatten((x, y))) // self._rows_split()
+        return {**_facts(program, batch_bytes), "seconds": time.monotonic() - begun}
+
+    def _step(self, policy, x):
+        wanted = self._wanted
+        with _without_values():
+            model = keras.saving.deserialize_keras_object(wanted["model"])
+            if not is_built(model):
+                model(x)
+            apply_policy(model, keras.saving.deserialize_keras_object(wanted["policies"][policy]))
+            found = forward_pass(model, x, 2)
+        if found.program is None:
+            of_layer = "" if found.culprit is None else f"layer '{found.culprit.name}' of "
+            raise ValueError(f"{of_layer}model '{model.name}': {found.why_not} {found.remedy}")
+        loss = None if wanted["loss"] is None else keras.tree.map_structure(_loss, wanted["loss"])
+        # An optimizer begins with a few numbers, which it has to get.
+        optimizer = keras.saving.deserialize_keras_object(wanted["optimizer"])
+        return make_train_step(model, optimizer, loss, jit_compile=True)
+
+    def _targets(self, output):
+        """Returns targets for one output: as it, or of class numbers."""
+        if self._wanted["sparse"]:
+            return keras.KerasTensor(output.shape[:-1], "int32")
+        return keras.KerasTensor(output.shape, "float32")
+
+    def _rows_split(self) -> int:
+        """Returns over how many devices the rows of a batch are split."""
+        mesh = self._wanted["mesh"]
+        return 1 if mesh is None else mesh["shape"][mesh["axis_names"].index(mesh["batch_dim_name"])]
+
+
+def _without_values():
+    """Context manager: variables are made without values. Outside, and with a scope of another kind, they would get them."""
+    return keras.StatelessScope(initialize_variables=False)
+
+
+def _of_rows(structure, batch):
+    """Returns `KerasTensor`s for a batch of so many rows; `None` for what is not there."""
+
+    def is_tensor(part):
+        return isinstance(part, dict) and set(part) == {"shape", "dtype"}
+
+    if structure is None:
+        return None
+    if is_tensor(structure):
+        return keras.KerasTensor((batch, *structure["shape"][1:]), structure["dtype"])
+    if isinstance(structure, dict):
+        return {name: _of_rows(part, batch) for name, part in structure.items()}
+    return [_of_rows(part, batch) for part in structure]
+
+
+def _facts(program, batch_bytes) -> dict:
+    """Returns what the compiler says of a program, by the keys of `Forecast.to_dict`."""
+    memory = program.memory_analysis()
+    arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    found = read_program(program.as_text())
+    return {
+        "persistent_bytes": arguments - batch_bytes,
+        "temporary_bytes": temporary,
+        # What is donated is not there twice.
+        "peak_bytes": arguments + outputs + temporary + memory.generated_code_size_in_bytes,
+        # Read and written once at the least.
+        "moved_bytes": arguments + memory.output_size_in_bytes,
+        **dataclasses.asdict(found),
+    }
+
+
+def _loss(loss):
+    return loss if isinstance(loss, str) else keras.saving.deserialize_keras_object(loss)
+
+
+def _distribution(wanted, mesh):
+    if wanted["layout_map"] is None:
+        return keras.distribution.DataParallel(device_mesh=mesh)
+    layouts = keras.distribution.LayoutMap(mesh)
+    for path, axes in wanted["layout_map"]:
+        layouts[path] = keras.distribution.TensorLayout(axes, mesh)
+    return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name=wanted["mesh"]["batch_dim_name"])
+
+
+if __name__ == "__main__":
+    main()

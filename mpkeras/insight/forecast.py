@@ -1,0 +1,340 @@
+"""`forecast`: what an accelerator that need not be there would give a model, as its compiler says it."""
+
+import dataclasses
+import math
+import time
+
+import keras
+
+from mpkeras.devices.targets import Target
+from mpkeras.insight.compile_request import CompileRequest
+from mpkeras.insight.compiler import Compiler
+from mpkeras.insight.report import Report, make_figure
+from mpkeras.training.settings import check_model
+
+# The largest batch is found to within one part in so many.
+_RESOLUTION = 64
+
+
+def forecast(
+    model,
+    x,
+    y=None,
+    *,
+    device: str = "h100",
+    devices=1,
+    policies=("float32", "mixed_bfloat16", "mixed_float16"),
+    optimizer=None,
+    loss=None,
+    largest_batch: bool = False,
+    budget_s: float | None = None,
+    verbose: int = 1,
+):
+    """Says what memory and arithmetic the training step of a model takes on an accelerator that need not be there.
+
+    The step that `make_train_step` makes, with loss scaling, check and rollback, is compiled under each policy by the
+    accelerator's own compiler, through JAX, whatever backend Keras runs on. Nothing is run and no weight is made.
+    What it says is what XLA will allocate: a program of TensorFlow or torch without XLA is another one.
+
+    Args:
+        model: A `keras.Model` that has a config (`get_config`) and whose layers JAX can trace. It is left as it is.
+        x: A batch: arrays, tensors, `keras.KerasTensor`s, or shapes such as `(32, 224, 224, 3)`, in the structure that the
+            model takes. The first size is that of the whole batch, over all devices. A shape has the dtype that the
+            model's input says, or float32.
+        y: Its targets, likewise. By default as the outputs, or class numbers where the loss is a sparse one.
+        device: `"t4"`, `"a100"` (80 GB), `"l4"`, `"h100"`, `"h200"`, `"b200"`, `"v5e"`, `"v5p"`, `"v6e"` or `"cpu"`.
+        devices: How many of them share a batch, the weights on each; or a `keras.distribution.DataParallel` or
+            `ModelParallel`, whose mesh and layouts are taken and whose devices need not exist either.
+        policies: Names or `mpkeras.Policy` objects.
+        optimizer: A Keras optimizer or its name; by default the one that the model is compiled with, or Adam.
+        loss: A Keras loss, its name, or a function, as `make_train_step` takes it; by default the one that the model is
+            compiled with, or the mean squared error.
+        largest_batch: Whether to look for the largest batch that fits, by bisection, to within 1.5 %. Each try is
+            compiled.
+        budget_s: Seconds for all; what was found until then is returned, and the report says what is missing.
+        verbose: 1 shows Keras' progress bar, 0 nothing.
+
+    Returns:
+        A `Forecast`: `str()` is a table, `.to_dict()` is what JSON can hold, `.plot()` a matplotlib figure.
+
+    Raises:
+        ValueError: If the device or a policy is not known, JAX cannot trace a layer, or an argument is out of its range.
+        TypeError: If an argument is of a wrong type.
+        ModuleNotFoundError: If the compiler of the device is not installed.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(8)])
+    >>> report = mpkeras.forecast(model, (32, 64), device="cpu", policies=["float32", "bfloat16"], verbose=0)
+    >>> report.to_dict()["policies"]["float32"]["conditionals"]
+    0
+    >>> print(report)
+    What a CPU would give model 'sequential...
+    """
+    check_model(model)
+    request = CompileRequest(model, x, y, device, devices, policies, optimizer, loss)
+    if budget_s is not None and not (isinstance(budget_s, (int, float)) and 0 < budget_s < math.inf):
+        raise ValueError(f"Expected `budget_s` to be a positive number of seconds. Received: {budget_s!r}.")
+    deadline = math.inf if budget_s is None else time.monotonic() + budget_s
+    report = Forecast(model.name, request.target, request.devices, request.batch)
+    progress = _Progress(len(request.policies), verbose)
+    try:
+        with Compiler(request, deadline) as compiler:
+            for name in request.policies:
+                report.add(name, compiler.compile(name, request.batch))
+                if largest_batch:
+
+                    def room(batch, name=name):
+                        return report.room(compiler.compile(name, batch))
+
+                    found = largest_that_fits(room, request.batch, request.rows_split)
+                    report.policies[name]["largest_batch"] = found
+                progress.add()
+    except TimeoutError:
+        report.missing = [name for name in request.policies if name not in report.policies]
+        report.out_of_time = budget_s
+    return report
+
+
+class _Progress:
+    """Keras' progress bar, a step a policy."""
+
+    def __init__(self, total, verbose):
+        self._bar = keras.utils.Progbar(total, verbose=verbose, unit_name="policy") if verbose else None
+
+    def add(self):
+        if self._bar is not None:
+            self._bar.add(1)
+
+
+def largest_that_fits(room, first: int, unit: int) -> int:
+    """Returns the largest batch that fits, to within 1.5 %: a multiple of `unit`; 0 where not even `unit` rows fit.
+
+    Memory grows nearly in proportion to the batch: the line through two tries says where to try next, and every third time
+    what is left is halved, so that a program that does not keep to the line costs a few tries more.
+
+    Args:
+        room: Function of a batch that returns the bytes that it leaves, negative where it does not fit.
+        first: The batch to begin with, a multiple of `unit`.
+        unit: What rows come in, the number of devices that share them.
+    """
+    known: dict = {}
+    fits, too_large, batch = 0, None, first
+    while True:
+        known[batch] = room(batch)
+        if known[batch] >= 0:
+            fits = batch
+        else:
+            too_large = batch
+        guess = _on_the_line(known) // unit * unit
+        if too_large is None:
+            batch = max(2 * batch, min(guess, 64 * batch))
+            continue
+        near = max(1, fits // _RESOLUTION // unit) * unit
+        if too_large - fits <= near:
+            return fits
+        if len(known) % 3 == 0:
+            guess = (fits + too_large) // 2 // unit * unit
+        # Near what is known there is little to learn.
+        batch = max(fits + unit, min(max(guess, fits + near), too_large - near))
+
+
+def _on_the_line(known) -> int:
+    """Returns the batch at which the line through the two tries nearest to the limit has no room left; 0 without one."""
+    if len(known) < 2:
+        return 0
+    (a, room_a), (b, room_b) = sorted(known.items(), key=lambda pair: abs(pair[1]))[:2]
+    return int(a + room_a * (b - a) / (room_a - room_b)) if room_a != room_b else 0
+
+
+@dataclasses.dataclass
+class Forecast(Report):
+    """What an accelerator would give a model.
+
+    Attributes:
+        model_name: The model's name.
+        target: The device, a `Target`.
+        devices: How many share a batch.
+        batch: Rows of a batch, over all devices.
+        policies: For each policy the dictionary of `to_dict`.
+        missing: Policies that time was up for.
+        out_of_time: The seconds that were not enough, or `None`.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> report = mpkeras.forecast(model, (8, 4), device="cpu", policies=["float32"], verbose=0)
+    >>> report.policies["float32"]["fits"]
+    True
+    """
+
+    model_name: str
+    target: Target
+    devices: int
+    batch: int
+    policies: dict = dataclasses.field(default_factory=dict)
+    missing: list = dataclasses.field(default_factory=list)
+    out_of_time: float | None = None
+
+    @property
+    def title(self) -> str:
+        """What the table is about, in one line."""
+        many = f"{self.devices} x " if self.devices > 1 else ""
+        return f"What {many}{self.target.title} would give model '{self.model_name}', batch {self.batch}"
+
+    def room(self, found: dict) -> int:
+        """Returns the bytes that a program leaves of what one device has for it; negative where it does not fit."""
+        if "too_large" in found:
+            return min(-1, self._usable_bytes - found["too_large"])
+        return self._usable_bytes - found["peak_bytes"]
+
+    @property
+    def _usable_bytes(self) -> int:
+        return self.target.memory_bytes - self.target.reserved_bytes
+
+    def add(self, policy: str, found: dict):
+        """Adds what the compiler said of the step of one policy."""
+        fits = self.room(found) >= 0
+        if "too_large" in found:
+            # The compiler of a TPU makes no program that does not fit, and says of its memory alone.
+            found = dict.fromkeys(_OF_A_PROGRAM) | {"peak_bytes": found["too_large"] or None}
+        self.policies[policy] = {
+            **{name: found[name] for name in _OF_A_PROGRAM},
+            "fits": fits,
+            "largest_batch": None,
+            "step_time_lower_bound_ms": self._bound_ms(found),
+        }
+
+    def _bound_ms(self, found) -> float | None:
+        """Returns the time that one step takes at the least: its products at full rate, or each byte moved once."""
+        if not self.target.bandwidth or found["matrix_flops"] is None:
+            return None
+        # A dtype whose rate no data sheet tells takes some time, too: the bound holds without.
+        rates = self.target.matrix_rates
+        products_s = sum(flops / rates[dtype] for dtype, flops in found["matrix_flops"].items() if dtype in rates)
+        return 1e3 * max(products_s, found["moved_bytes"] / self.target.bandwidth)
+
+    def table(self) -> tuple[list, list]:
+        """Returns `(header, rows)`, a row for each policy; bytes are those of one device."""
+        header = ["policy", "state\nGiB", "temporary\nGiB", "peak\nGiB", "fits", "largest\nbatch", "products", "at least\nms"]
+        rows = [
+            [
+                name,
+                _gib(found["persistent_bytes"]),
+                _gib(found["temporary_bytes"]),
+                _gib(found["peak_bytes"]),
+                "yes" if found["fits"] else "no",
+                "" if found["largest_batch"] is None else str(found["largest_batch"]),
+                _products_text(found["products"]),
+                "" if found["step_time_lower_bound_ms"] is None else f"{found['step_time_lower_bound_ms']:.2f}",
+            ]
+            for name, found in self.policies.items()
+        ]
+        shown = [i for i in range(len(header)) if i < 5 or any(row[i] for row in rows)]
+        return [header[i] for i in shown], [[row[i] for i in shown] for row in rows]
+
+    def notes(self) -> list:
+        """Returns the lines under the table: what stands out, and what the figures are not."""
+        notes = []
+        reference = self.policies.get("float32")
+        for name, found in self.policies.items():
+            if found is reference or reference is None or not found["temporary_bytes"]:
+                continue
+            share = found["temporary_bytes"] / reference["temporary_bytes"] if reference["temporary_bytes"] else None
+            if share is not None:
+                notes.append(f"{name}: {share:.2f} of float32's temporary bytes.")
+        fitting = [(name, found["largest_batch"]) for name, found in self.policies.items() if found["largest_batch"]]
+        if fitting:
+            first, *others = sorted(fitting, key=lambda pair: -pair[1])
+            also = "".join(f", {batch} in {name}" for name, batch in others)
+            notes.append(f"Batch {first[1]} fits {self.target.title} in {first[0]}{also}.")
+        for name, found in self.policies.items():
+            if found["conditionals"] or found["host_transfers"]:
+                notes.append(
+                    f"{name}: {found['conditionals']} conditionals and {found['host_transfers']} host transfers in the "
+                    "program; each may empty the device's queue."
+                )
+            if found["collectives"]:
+                summed = ", ".join(
+                    f"{part['kind']} {part['dtype']} {_mib(part['bytes'])}" for part in found["collectives"]
+                )
+                notes.append(f"{name}: devices exchange {summed} a step.")
+        if self.missing:
+            notes.append(f"Not compiled within {self.out_of_time:g} s: {', '.join(self.missing)}.")
+        elif self.out_of_time is not None:
+            notes.append(f"{self.out_of_time:g} s were not enough to find the largest batch under every policy.")
+        memory = f"One device has {_gib(self.target.memory_bytes)} GiB"
+        if self.target.reserved_bytes:
+            memory += f", of which {_gib(self.target.reserved_bytes)} are left to CUDA and its libraries"
+        notes.append(f"{memory}. Compiled, not run; bytes are XLA's own, of one device.")
+        if self.target.bandwidth:
+            notes.append(
+                "The time is a lower bound, from the maker's peak rates: a real step takes longer, often several times."
+            )
+        return notes
+
+    def to_dict(self) -> dict:
+        """Returns all of it as what JSON can hold."""
+        return {
+            "model": self.model_name,
+            "device": self.target.name,
+            "devices": self.devices,
+            "device_memory_bytes": self.target.memory_bytes,
+            "device_reserved_bytes": self.target.reserved_bytes,
+            "batch": self.batch,
+            "policies": self.policies,
+            "missing": self.missing,
+        }
+
+    def plot(self):
+        """Returns a `matplotlib.figure.Figure`: bytes of one device under each policy, beside what it has."""
+        figure = make_figure(figsize=(6.4, 1.8 + 0.5 * len(self.policies)))
+        axes = figure.subplots()
+        names = list(self.policies)
+        begun = [0.0] * len(names)
+        for key, label, color in (
+            ("persistent_bytes", "weights and optimizer", "#4c72b0"),
+            ("temporary_bytes", "temporary", "#dd8452"),
+            (None, "batch, outputs, program", "#8c8c8c"),
+        ):
+            widths = []
+            for found, so_far in zip(self.policies.values(), begun, strict=True):
+                peak = (found["peak_bytes"] or 0) / 2**30
+                widths.append(max(0.0, peak - so_far) if key is None else (found[key] or 0) / 2**30)
+            axes.barh(names, widths, left=begun, label=label, color=color)
+            begun = [so_far + width for so_far, width in zip(begun, widths, strict=True)]
+        limit = self._usable_bytes / 2**30
+        if max(begun, default=0.0) > limit / 8:
+            axes.axvline(limit, color="black", linestyle="--", label="there is")
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB on one device")
+        axes.set_title(self.title, fontsize="medium")
+        figure.legend(loc="outside lower center", ncols=4, fontsize="small", frameon=False)
+        return figure
+
+
+# What is said of a program, by the keys of `to_dict`.
+_OF_A_PROGRAM = (
+    "persistent_bytes",
+    "temporary_bytes",
+    "peak_bytes",
+    "matrix_flops",
+    "products",
+    "collectives",
+    "conditionals",
+    "host_transfers",
+)
+
+
+def _gib(n) -> str:
+    return "" if n is None else f"{n / 2**30:.2f}"
+
+
+def _mib(n) -> str:
+    return f"{n / 2**20:.1f} MiB"
+
+
+def _products_text(products) -> str:
+    if not products:
+        return ""
+    return ", ".join(f"{n} {dtype}" for dtype, n in sorted(products.items(), key=lambda pair: -pair[1]))
