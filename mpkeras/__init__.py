@@ -5,6 +5,7 @@ from mpkeras._version import __version__
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.insight.advice import advise
 from mpkeras.insight.audit import audit
+from mpkeras.insight.forecast import forecast
 from mpkeras.insight.hardware import hardware
 from mpkeras.insight.numerics import trace_numerics
 from mpkeras.layers import float32_island
@@ -38,6 +39,7 @@ __all__ = [
     "autoprepare",
     "callbacks",
     "float32_island",
+    "forecast",
     "get_policy",
     "global_policy",
     "hardware",

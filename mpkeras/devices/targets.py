@@ -45,8 +45,8 @@ class Target:
         memory_bytes: What a program can have of its memory: as the driver reports it, or the runtime of a TPU.
         reserved_bytes: What the CUDA context and the workspaces of cuBLAS and cuDNN take of that.
         bandwidth: Bytes a second to and from memory.
-        matrix_rates: `{dtype of the operands: FLOP/s}`. float32 at the precision that JAX has by default: TensorFloat-32
-            where a GPU has it, one bfloat16 pass on a TPU.
+        matrix_rates: `{dtype of the operands: FLOP/s}`. float32 at the precision that JAX has by default:
+            TensorFloat-32 where a GPU has it, one bfloat16 pass on a TPU.
         multiprocessors: Of a GPU.
         topologies: Of a TPU, those that its compiler knows, the smallest first.
     """
@@ -71,7 +71,8 @@ class Target:
             "XLA_FLAGS": "--xla_gpu_autotune_level=0" if self.platform == "cuda" else "",
             # libtpu would ask the network which TPU this machine is.
             "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": "",
+            # It lets one process in at a time, as they would share a TPU: here there is none.
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         if self.platform == "cpu":
@@ -79,7 +80,7 @@ class Target:
         return found
 
     def topology(self, devices: int) -> str:
-        """Returns JAX's name of the smallest arrangement with so many devices. Raises `ValueError` where there is none."""
+        """Returns JAX's name of the smallest arrangement of so many devices; raises `ValueError` without one."""
         if self.platform == "cuda":
             return f"1x1x{devices}"
         for sizes in self.topologies:

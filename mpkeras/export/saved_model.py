@@ -1,4 +1,4 @@
-"""`audit_saved` and `advise_saved`: the audit of the model in a file, and advice for it."""
+"""`audit_saved`, `advise_saved` and `forecast_saved`: what is to be said of the model in a file."""
 
 import zipfile
 from pathlib import Path
@@ -13,6 +13,7 @@ from mpkeras.export import loading
 from mpkeras.insight.advice import AdviceReport, loss_and_targets, measured_advice, unmeasured_advice
 from mpkeras.insight.audit import AuditReport, audit_with_optimizer
 from mpkeras.insight.findings import Finding
+from mpkeras.insight.forecast import Forecast, forecast
 from mpkeras.insight.report import shortened
 from mpkeras.policies.registry import get_policy
 
@@ -83,6 +84,30 @@ def advise_saved(
     for line in remarks:
         report.add_remark(line)
     return report
+
+
+def forecast_saved(
+    path, *, batch_size=None, open_size: int = 64, imports=(), device="h100", devices=1, policies=None, **options
+) -> Forecast:
+    """Returns what `mpkeras.forecast` says of the model in a `.keras` or `.h5` file, trained as it was saved."""
+    custom_objects = loading.import_modules(imports)
+    model = loading.load(path, custom_objects=custom_objects)
+    graph = _keras.graph_of(model)
+    if graph is None:
+        raise ValueError(
+            f"Expected a model that says what inputs it takes. Received: '{model.name}', a subclassed "
+            f"{type(model).__name__}. Call `mpkeras.forecast` in Python, with the shape of a batch."
+        )
+    _compile(model, path, custom_objects)
+
+    def sized(tensor):
+        sizes = (open_size if n is None else n for n in tensor.shape[1:])
+        return keras.KerasTensor((batch_size or _BATCH_SIZE, *sizes), tensor.dtype)
+
+    if policies:
+        options["policies"] = policies
+    x = keras.tree.map_structure(sized, _keras.input_structure(graph))
+    return forecast(model, x, device=device, devices=devices, **options)
 
 
 def mean_square(y, y_pred):

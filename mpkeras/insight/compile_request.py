@@ -1,5 +1,6 @@
 """What `forecast` asks for: checked, and as the process that compiles reads it."""
 
+import inspect
 import json
 import math
 import sys
@@ -42,7 +43,7 @@ class CompileRequest:
         inputs = _keras.input_structure(_keras.graph_of(model)) if _keras.graph_of(model) is not None else None
         x = _tensors(x, inputs, "x")
         self.batch = keras.tree.flatten(x)[0].shape[0]
-        y = None if y is None else _tensors(y, None, "y", "int32" if _is_sparse(loss) else "float32")
+        y = None if y is None else _tensors(y, None, "y", "int32" if any(_takes_classes(loss)) else "float32")
         rows = {tensor.shape[0] for tensor in keras.tree.flatten((x, y)) if tensor is not None}
         if rows != {self.batch}:
             raise ValueError(f"Expected `x` and `y` of the same number of rows. Received: {sorted(rows)}.")
@@ -59,12 +60,12 @@ class CompileRequest:
             {
                 "floatx": keras.config.floatx(),
                 "image_data_format": keras.config.image_data_format(),
-                "imports": [name for name in modules if name != "__main__"],
+                "modules": modules,
                 "main": _main_source() if "__main__" in modules else None,
                 "model": config,
-                "optimizer": keras.saving.serialize_keras_object(optimizer),
-                "loss": None if loss is None else keras.tree.map_structure(_serialized_loss, loss),
-                "sparse": _is_sparse(loss),
+                "optimizer": _serialized_optimizer(optimizer),
+                "loss": serialized_losses(loss),
+                "sparse": _takes_classes(loss),
                 "x": keras.tree.map_structure(_spec, x),
                 "y": None if y is None else keras.tree.map_structure(_spec, y),
                 "device": device,
@@ -107,13 +108,22 @@ def _loss(model, loss, y):
     return ("mean_squared_error" if loss is None else loss), y
 
 
-def _is_sparse(loss) -> bool:
-    names = [part if isinstance(part, str) else getattr(part, "name", "") for part in keras.tree.flatten(loss)]
-    return any("sparse" in str(name) for name in names)
+def _takes_classes(loss) -> list:
+    """Returns, for each loss, whether its targets are class numbers: as Keras names such losses."""
+    names = [
+        part if isinstance(part, str) else getattr(part, "name", part.__class__.__name__)
+        for part in keras.tree.flatten(loss)
+    ]
+    return ["sparse" in str(name) for name in names]
 
 
-def _serialized_loss(loss):
-    return loss if isinstance(loss, str) else keras.saving.serialize_keras_object(loss)
+def serialized_losses(loss) -> dict:
+    """Returns losses as JSON can hold them, which knows no numbers as keys."""
+    if isinstance(loss, dict):
+        return {"kind": "dict", "parts": [[key, serialized_losses(part)] for key, part in loss.items()]}
+    if isinstance(loss, (list, tuple)):
+        return {"kind": "list", "parts": [serialized_losses(part) for part in loss]}
+    return {"kind": "one", "parts": keras.saving.serialize_keras_object(loss)}
 
 
 def _optimizer(model, optimizer):
@@ -124,6 +134,12 @@ def _optimizer(model, optimizer):
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def _serialized_optimizer(optimizer) -> dict:
+    config = keras.saving.serialize_keras_object(optimizer)
+    # Of a class that Keras has for this backend alone, the one that stands for it everywhere.
+    return config | ({"module": "keras.optimizers"} if config["module"].startswith("keras.src.backend.") else {})
 
 
 def _config(model) -> tuple:
@@ -143,7 +159,9 @@ def _config(model) -> tuple:
             return {name: without_compile(value) for name, value in part.items() if name != "compile_config"}
         return [without_compile(value) for value in part] if isinstance(part, list) else part
 
-    owners = [model, *layers_of(model)]
+    layers = [model, *layers_of(model)]
+    functions = [value for layer in layers for value in vars(layer).values() if inspect.isfunction(value)]
+    owners = [*layers, *functions]
     return without_compile(json.loads(text)), [*owners, *keras.saving.get_custom_objects().values()]
 
 
@@ -151,7 +169,7 @@ def _module(thing) -> str:
     """Returns the module to import for what is not Keras' or ours."""
     thing = thing if isinstance(thing, type) or not hasattr(thing, "get_config") else type(thing)
     name = getattr(thing, "__module__", "") or ""
-    return "" if isinstance(thing, str) or name.split(".")[0] == "keras" else name
+    return "" if isinstance(thing, str) or name.split(".")[0] in ("keras", "mpkeras") else name
 
 
 def _main_source() -> str:
@@ -166,8 +184,8 @@ def _main_source() -> str:
         lines = [line for cell in cells for line in cell.splitlines() if not line.lstrip().startswith(("%", "!"))]
         return "\n".join(lines)
     raise ValueError(
-        "Expected the classes of the model in a module, which the process that compiles can import. Received: some that "
-        "were typed in. Put them into a file and import it."
+        "Expected the classes of the model in a module, which the process that compiles can import. Received: some "
+        "that were typed in. Put them into a file and import it."
     )
 
 
@@ -184,8 +202,8 @@ def _tensors(structure, inputs, name, default="float32"):
         return [_tensors(part, other, name, default) for part, other in zip(structure, of, strict=False)]
     if not hasattr(structure, "shape") or not hasattr(structure, "dtype"):
         raise TypeError(
-            f"Expected `{name}` to be arrays or shapes. Received: {structure!r} of type {type(structure).__name__}. Pass "
-            "a batch, or its shape, such as (32, 224, 224, 3)."
+            f"Expected `{name}` to be arrays or shapes. Received: {structure!r} of type {type(structure).__name__}. "
+            "Pass a batch, or its shape, such as (32, 224, 224, 3)."
         )
     return _tensor(tuple(structure.shape), keras.backend.standardize_dtype(structure.dtype), name)
 

@@ -1,5 +1,6 @@
 """The process that compiles, seen from the one that asks."""
 
+import importlib.util
 import json
 import math
 import os
@@ -16,15 +17,36 @@ from mpkeras.insight.report import shortened
 _INSTALL = 'pip install "mpkeras[forecast]"'
 
 
+# What the compiler of each platform is in.
+_MODULES = {"cpu": ("jax",), "cuda": ("jax", "jax_plugins.xla_cuda12"), "tpu": ("jax", "libtpu")}
+
+
+def check_installed(target):
+    """Raises `ModuleNotFoundError` where the compiler for a `Target` is not installed."""
+    for name in _MODULES[target.platform]:
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise ModuleNotFoundError(
+                f"Expected the compiler for {target.title}. Received: no module '{name}' that is installed. Run "
+                f"`{_INSTALL}`, on Linux and x86-64 with Python 3.11 or later.",
+                name=name,
+            )
+
+
 class Compiler:
     """The process that compiles. Raises `TimeoutError` when `deadline` is over; ends the process on the way out."""
 
     def __init__(self, request, deadline):
         self._request = request
         self._deadline = deadline
+        self._compiled: dict = {}
 
     def __enter__(self):
         request = self._request
+        check_installed(request.target)
         environment = {**os.environ, **request.target.environment(request.devices), "KERAS_BACKEND": "jax"}
         # Where this process finds its modules, and first of all this mpkeras.
         paths = [str(Path(__file__).parents[2]), *(path or os.getcwd() for path in sys.path)]
@@ -62,7 +84,9 @@ class Compiler:
 
     def compile(self, policy: str, batch: int) -> dict:
         """Returns what the compiler says of one step, by the keys of `Forecast.to_dict`, and `moved_bytes`."""
-        return self._ask(json.dumps({"policy": policy, "batch": batch}))
+        if (policy, batch) not in self._compiled:
+            self._compiled[policy, batch] = self._ask(json.dumps({"policy": policy, "batch": batch}))
+        return self._compiled[policy, batch]
 
     def _ask(self, text) -> dict:
         left = self._deadline - time.monotonic()
@@ -82,13 +106,11 @@ class Compiler:
         return answer
 
     def _failed(self, answer) -> Exception:
-        message, title = answer["message"], self._request.target.title
-        missing = f"Expected the compiler for {title}. Received: none that is installed. Run `{_INSTALL}`."
-        if answer["error"] in ("ModuleNotFoundError", "ImportError"):
-            return ModuleNotFoundError(f"{missing} ({shortened(message, 120)})")
+        message = answer["message"]
+        where = "one" if answer["layer"] is None else f"layer '{answer['layer']}'"
         return ValueError(
-            "Expected a model that JAX can trace and compile, as programs for accelerators are made through it. Received: "
-            f"{shortened(answer['error'] + ': ' + message, 600)}"
+            "Expected a model that JAX can trace and compile, through which programs for accelerators are made. Received: "
+            f"{where} that raised {shortened(answer['error'] + ': ' + message, 500)}. Write layers with `keras.ops`."
         )
 
     def _ended(self) -> Exception:
@@ -97,7 +119,7 @@ class Compiler:
         said = shortened(self._log.read()[-600:].strip() or "nothing", 600)
         if code == -9:
             return MemoryError(
-                f"Expected memory enough to compile for {self._request.target.title}. Received: a process that the system "
-                "ended, most likely for want of memory. Ask for fewer layers or smaller shapes, or use a larger machine."
+                f"Expected memory enough to compile for {self._request.target.title}. Received: a process that the "
+                "system ended, most likely for want of memory. Ask for fewer policies at a time, or use a larger machine."
             )
         return RuntimeError(f"Expected a compiler that answers. Received: exit status {code}; it said: {said}")

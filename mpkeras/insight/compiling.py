@@ -1,10 +1,12 @@
 """The process of its own in which `forecast` compiles: `python -m mpkeras.insight.compiling`, on JAX.
 
-One JSON object a line. It reads what to compile, then, for each `{"policy": name, "batch": rows}`, writes what the compiler
-says of that step. No variable gets a value, so a model needs no more memory than the compiler.
+One JSON object a line. It reads what to compile, then, for each `{"policy": name, "batch": rows}`, writes what the
+compiler says of that step. No variable gets a value, so a model needs no more memory than the compiler.
 """
 
 import ast
+import contextlib
+import copy
 import dataclasses
 import importlib
 import json
@@ -20,7 +22,6 @@ import keras
 from mpkeras._keras import is_built
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.devices.targets import find_target
-from mpkeras.insight.flops import forward_pass
 from mpkeras.insight.hlo import read_program
 from mpkeras.policies.dtypes import bytes_of
 from mpkeras.training.step import make_train_step
@@ -54,13 +55,23 @@ def main():
 
 
 def failure(error: Exception) -> dict:
-    """Returns an error as an answer: what it says, and, where the program is too large, how much memory it needs."""
+    """Returns an error as an answer: what it says and of which layer, or the memory that is too much."""
     text = str(error)
     traceback.print_exception(error)
     if "RESOURCE_EXHAUSTED" in text:
         used = _BYTES.search(text)
         return {"too_large": round(float(used[1]) * _UNITS[used[2]]) if used else 0}
-    return {"error": type(error).__name__, "message": text}
+    return {"error": type(error).__name__, "message": text, "layer": _layer_of(error)}
+
+
+def _layer_of(error: Exception) -> str | None:
+    """Returns the name of the innermost layer of the user's or of Keras that was running."""
+    name = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        running = frame.f_locals.get("self")
+        if isinstance(running, keras.layers.Layer) and not isinstance(running, keras.Model):
+            name = running.name
+    return name
 
 
 def definitions(source: str) -> str:
@@ -72,7 +83,7 @@ def definitions(source: str) -> str:
 
 
 def _is_constant(node) -> bool:
-    if not isinstance(node, ast.Assign):
+    if not isinstance(node, ast.Assign) or not all(isinstance(target, ast.Name) for target in node.targets):
         return False
     try:
         ast.literal_eval(node.value)
@@ -87,22 +98,27 @@ class Steps:
     def __init__(self, wanted):
         keras.config.set_floatx(wanted["floatx"])
         keras.config.set_image_data_format(wanted["image_data_format"])
+        # The frames that Keras hides say which layer was running.
+        keras.config.disable_traceback_filtering()
         keras.config.enable_unsafe_deserialization()  # The model is the user's own, and was not read from a file.
         if wanted["main"] is not None:
             main_module = types.ModuleType("__main__")
             sys.modules["__main__"] = main_module
             exec(compile(definitions(wanted["main"]), "__main__", "exec"), vars(main_module))
-        for name in wanted["imports"]:
-            importlib.import_module(name)
+        # A config names classes and functions of the user's without the modules that they are in.
+        for name in wanted["modules"]:
+            objects = vars(importlib.import_module(name))
+            keras.saving.get_custom_objects().update({key: thing for key, thing in objects.items() if callable(thing)})
         self._wanted = wanted
         self._target = find_target(wanted["device"], wanted["cpu_memory_bytes"])
         backend = importlib.import_module("mpkeras.devices._jax")
         count = wanted["devices"]
         devices = backend.compile_devices(self._target, count)
         self._device = devices[0] if wanted["mesh"] is None else None
+        self._distribution = None
         if wanted["mesh"] is not None:
             mesh = backend.MeshOfDevices(wanted["mesh"]["shape"], wanted["mesh"]["axis_names"], devices)
-            keras.distribution.set_distribution(_distribution(wanted, mesh))
+            self._distribution = _distribution(wanted, mesh)
         self._steps: dict = {}
 
     def compiled(self, policy: str, batch: int) -> dict:
@@ -114,32 +130,39 @@ class Steps:
         step = self._steps[policy]
         with _without_values():
             if y is None:
-                y = keras.tree.map_structure(self._targets, step.model(x))
-            program = step.compiled_for(self._device, x, y)
-        batch_bytes = sum(bytes_of(tensor.shape, tensor.dtype) for tensor in keras.tree.flatten((x, y))) // self._rows_split()
+                y = self._targets(step.model(x))
+            # Only here: what an optimizer begins with could not be put on a device that is not there.
+            with contextlib.nullcontext() if self._distribution is None else self._distribution.scope():
+                program = step.compiled_for(self._device, x, y)
+        batch_bytes = (
+            sum(bytes_of(tensor.shape, tensor.dtype) for tensor in keras.tree.flatten((x, y))) // self._rows_split()
+        )
         return {**_facts(program, batch_bytes), "seconds": time.monotonic() - begun}
 
     def _step(self, policy, x):
         wanted = self._wanted
         with _without_values():
-            model = keras.saving.deserialize_keras_object(wanted["model"])
+            model = _made(wanted["model"])
             if not is_built(model):
                 model(x)
-            apply_policy(model, keras.saving.deserialize_keras_object(wanted["policies"][policy]))
-            found = forward_pass(model, x, 2)
-        if found.program is None:
-            of_layer = "" if found.culprit is None else f"layer '{found.culprit.name}' of "
-            raise ValueError(f"{of_layer}model '{model.name}': {found.why_not} {found.remedy}")
-        loss = None if wanted["loss"] is None else keras.tree.map_structure(_loss, wanted["loss"])
+            apply_policy(model, _made(wanted["policies"][policy]))
+        loss = _losses(wanted["loss"])
         # An optimizer begins with a few numbers, which it has to get.
-        optimizer = keras.saving.deserialize_keras_object(wanted["optimizer"])
+        optimizer = _made(wanted["optimizer"])
         return make_train_step(model, optimizer, loss, jit_compile=True)
 
-    def _targets(self, output):
-        """Returns targets for one output: as it, or of class numbers."""
-        if self._wanted["sparse"]:
-            return keras.KerasTensor(output.shape[:-1], "int32")
-        return keras.KerasTensor(output.shape, "float32")
+    def _targets(self, outputs):
+        """Returns targets for what the model returns: as it, or class numbers where the loss takes them."""
+        sparse = self._wanted["sparse"]
+        flat = keras.tree.flatten(outputs)
+        sparse = sparse if len(sparse) == len(flat) else [sparse[0]] * len(flat)
+        targets = [
+            keras.KerasTensor(output.shape[:-1], "int32")
+            if takes_classes
+            else keras.KerasTensor(output.shape, "float32")
+            for output, takes_classes in zip(flat, sparse, strict=True)
+        ]
+        return keras.tree.pack_sequence_as(outputs, targets)
 
     def _rows_split(self) -> int:
         """Returns over how many devices the rows of a batch are split."""
@@ -148,7 +171,7 @@ class Steps:
 
 
 def _without_values():
-    """Context manager: variables are made without values. Outside, and with a scope of another kind, they would get them."""
+    """Context manager: variables are made without values, and get none when it ends."""
     return keras.StatelessScope(initialize_variables=False)
 
 
@@ -184,8 +207,19 @@ def _facts(program, batch_bytes) -> dict:
     }
 
 
-def _loss(loss):
-    return loss if isinstance(loss, str) else keras.saving.deserialize_keras_object(loss)
+def _losses(wanted):
+    """Returns what `serialized_losses` was given."""
+    if wanted["kind"] == "dict":
+        return {key: _losses(part) for key, part in wanted["parts"]}
+    if wanted["kind"] == "list":
+        return [_losses(part) for part in wanted["parts"]]
+    return _made(wanted["parts"])
+
+
+def _made(config):
+    """Returns what a config stands for."""
+    # Keras takes apart what it reads.
+    return keras.saving.deserialize_keras_object(copy.deepcopy(config))
 
 
 def _distribution(wanted, mesh):

@@ -38,9 +38,9 @@ def forecast(
 
     Args:
         model: A `keras.Model` that has a config (`get_config`) and whose layers JAX can trace. It is left as it is.
-        x: A batch: arrays, tensors, `keras.KerasTensor`s, or shapes such as `(32, 224, 224, 3)`, in the structure that the
-            model takes. The first size is that of the whole batch, over all devices. A shape has the dtype that the
-            model's input says, or float32.
+        x: A batch: arrays, tensors, `keras.KerasTensor`s, or shapes such as `(32, 224, 224, 3)`, in the structure that
+            the model takes. The first size is that of the whole batch, over all devices. A shape has the dtype that
+            the model's input says, or float32.
         y: Its targets, likewise. By default as the outputs, or class numbers where the loss is a sparse one.
         device: `"t4"`, `"a100"` (80 GB), `"l4"`, `"h100"`, `"h200"`, `"b200"`, `"v5e"`, `"v5p"`, `"v6e"` or `"cpu"`.
         devices: How many of them share a batch, the weights on each; or a `keras.distribution.DataParallel` or
@@ -58,7 +58,7 @@ def forecast(
         A `Forecast`: `str()` is a table, `.to_dict()` is what JSON can hold, `.plot()` a matplotlib figure.
 
     Raises:
-        ValueError: If the device or a policy is not known, JAX cannot trace a layer, or an argument is out of its range.
+        ValueError: If the device or a policy is not known, JAX cannot trace a layer, or an argument is out of range.
         TypeError: If an argument is of a wrong type.
         ModuleNotFoundError: If the compiler of the device is not installed.
 
@@ -110,8 +110,8 @@ class _Progress:
 def largest_that_fits(room, first: int, unit: int) -> int:
     """Returns the largest batch that fits, to within 1.5 %: a multiple of `unit`; 0 where not even `unit` rows fit.
 
-    Memory grows nearly in proportion to the batch: the line through two tries says where to try next, and every third time
-    what is left is halved, so that a program that does not keep to the line costs a few tries more.
+    Memory grows nearly in proportion to the batch: the line through two tries says where to try next, and every third
+    time what is left is halved, so that a program that does not keep to the line costs a few tries more.
 
     Args:
         room: Function of a batch that returns the bytes that it leaves, negative where it does not fit.
@@ -140,7 +140,7 @@ def largest_that_fits(room, first: int, unit: int) -> int:
 
 
 def _on_the_line(known) -> int:
-    """Returns the batch at which the line through the two tries nearest to the limit has no room left; 0 without one."""
+    """Returns where the line through the two tries nearest to the limit has no room left; 0 without two."""
     if len(known) < 2:
         return 0
     (a, room_a), (b, room_b) = sorted(known.items(), key=lambda pair: abs(pair[1]))[:2]
@@ -216,7 +216,16 @@ class Forecast(Report):
 
     def table(self) -> tuple[list, list]:
         """Returns `(header, rows)`, a row for each policy; bytes are those of one device."""
-        header = ["policy", "state\nGiB", "temporary\nGiB", "peak\nGiB", "fits", "largest\nbatch", "products", "at least\nms"]
+        header = [
+            "policy",
+            "state\nGiB",
+            "temporary\nGiB",
+            "peak\nGiB",
+            "fits",
+            "largest\nbatch",
+            "products",
+            "at least\nms",
+        ]
         rows = [
             [
                 name,

@@ -63,8 +63,8 @@ class Program:
     """What is in a compiled program.
 
     Attributes:
-        matrix_flops: `{dtype of the operands: FLOP}` of matrix products and convolutions, a multiplication and an addition
-            counted as two, those in loops as often as the loop runs.
+        matrix_flops: `{dtype of the operands: FLOP}` of matrix products and convolutions, a multiplication and an
+            addition counted as two, those in loops as often as the loop runs.
         products: `{dtype of the operands: number of products}`, each once, wherever it stands.
         collectives: `[{"kind", "dtype", "bytes"}]`, summed by kind and dtype; bytes of the results on one device.
         conditionals: Number of branches.
@@ -252,7 +252,9 @@ def _flops(instruction, operands) -> int | None:
     if name.startswith("__cublas$"):
         found = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', instruction.attributes)
         if found is None:
-            raise ValueError(f"Expected a product that says what it sums over. Received: {instruction.attributes[:200]}.")
+            raise ValueError(
+                f"Expected a product that says what it sums over. Received: {instruction.attributes[:200]}."
+            )
         contracted = [int(n) for n in json.loads(found[1])]
         return _of_dot(instruction.arrays[0][1], operands[0][1], contracted)
     if name.startswith("__cudnn$conv"):
