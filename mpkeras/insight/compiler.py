@@ -48,6 +48,8 @@ class Compiler:
         request = self._request
         check_installed(request.target)
         environment = {**os.environ, **request.target.environment(request.devices), "KERAS_BACKEND": "jax"}
+        # The user's own flags are XLA's last word.
+        environment["XLA_FLAGS"] += " " + os.environ.get("XLA_FLAGS", "")
         # Where this process finds its modules, and first of all this mpkeras.
         paths = [str(Path(__file__).parents[2]), *(path or os.getcwd() for path in sys.path)]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -109,8 +111,9 @@ class Compiler:
         message = answer["message"]
         where = "one" if answer["layer"] is None else f"layer '{answer['layer']}'"
         return ValueError(
-            "Expected a model that JAX can trace and compile, through which programs for accelerators are made. Received: "
-            f"{where} that raised {shortened(answer['error'] + ': ' + message, 500)}. Write layers with `keras.ops`."
+            "Expected a model that JAX can trace and compile, through which programs for accelerators are made. "
+            f"Received: {where} that raised {shortened(answer['error'] + ': ' + message, 500)}. Write layers with "
+            "`keras.ops`."
         )
 
     def _ended(self) -> Exception:
@@ -120,6 +123,6 @@ class Compiler:
         if code == -9:
             return MemoryError(
                 f"Expected memory enough to compile for {self._request.target.title}. Received: a process that the "
-                "system ended, most likely for want of memory. Ask for fewer policies at a time, or use a larger machine."
+                "system ended, most likely for want of memory. Ask for one policy at a time, or use a larger machine."
             )
         return RuntimeError(f"Expected a compiler that answers. Received: exit status {code}; it said: {said}")

@@ -1,0 +1,395 @@
+"""`forecast`: the compiler's own figures, for devices that are there and for those that are not."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.devices.targets import TARGETS, find_target
+from mpkeras.insight.compiling import definitions
+from mpkeras.insight.forecast import Forecast, largest_that_fits
+
+FOLDER = Path(__file__).parent
+HAS_COMPILERS = importlib.util.find_spec("libtpu") is not None and importlib.util.find_spec("jax_plugins") is not None
+needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX compiles, which is not installed")
+needs_compilers = pytest.mark.skipif(not HAS_COMPILERS, reason="needs the extra `forecast`, for Linux on x86-64")
+
+
+class Gate(layers.Layer):
+    """A layer of the user's, which keeps a function of the user's."""
+
+    def __init__(self, units, **options):
+        super().__init__(**options)
+        self.units = units
+        self.dense = layers.Dense(units)
+
+    def call(self, inputs):
+        return inputs * half_sigmoid(self.dense(inputs))
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+def half_sigmoid(x):
+    return ops.sigmoid(x) * 0.5
+
+
+def absolute_error(y, y_pred):
+    return ops.mean(ops.abs(y - y_pred), axis=-1)
+
+
+def mlp():
+    return keras.Sequential([keras.Input((96,)), layers.Dense(128, "relu"), layers.Dense(16)], name="mlp")
+
+
+def cnn():
+    inputs = keras.Input((16, 16, 16))
+    x = layers.Conv2D(32, 3, padding="same")(inputs)
+    x = layers.Activation("relu")(layers.BatchNormalization()(x))
+    x = layers.Conv2D(32, 3, strides=2)(x)
+    x = layers.GlobalAveragePooling2D()(layers.Activation("relu")(layers.BatchNormalization()(x)))
+    return keras.Model(inputs, layers.Dense(16)(x), name="cnn")
+
+
+def transformer():
+    inputs = keras.Input((32,), dtype="int32")
+    x = layers.Embedding(64, 64)(inputs)
+    x = x + layers.MultiHeadAttention(2, 32, dropout=0.1)(layers.LayerNormalization()(x), x)
+    x = x + layers.Dense(64)(layers.Dropout(0.1)(layers.Dense(128, "gelu")(layers.LayerNormalization()(x))))
+    return keras.Model(inputs, layers.Dense(16)(x), name="transformer")
+
+
+def lstm():
+    return keras.Sequential([keras.Input((12, 16)), layers.LSTM(32), layers.Dense(16)], name="lstm")
+
+
+MODELS = {
+    "mlp": (mlp, (64, 96)),
+    "cnn": (cnn, (16, 16, 16, 16)),
+    "transformer": (transformer, (8, 32)),
+    "lstm": (lstm, (16, 12, 16)),
+}
+
+
+def clean(found):
+    assert found["conditionals"] == 0 and found["host_transfers"] == 0
+    return found
+
+
+@needs_jax
+@pytest.mark.slow
+def test_the_forecast_for_this_cpu(capsys):
+    model = mlp()
+    before = [w.copy() for w in model.get_weights()]
+    report = mpkeras.forecast(
+        model, np.zeros((64, 96)), device="cpu", policies=["float32", "bfloat16"], optimizer="sgd", verbose=0
+    )
+    found = report.to_dict()["policies"]
+    weights = 96 * 128 + 128 + 128 * 16 + 16
+    # SGD keeps nothing beside the weights but a few numbers, and so does the loss scale.
+    assert 0 <= found["float32"]["persistent_bytes"] - 4 * weights < 100
+    assert 0 <= found["bfloat16"]["persistent_bytes"] - 2 * weights < 100
+    # Forward, and to the weights of both layers and the inputs of the second.
+    assert sum(found["float32"]["matrix_flops"].values()) == 2 * 64 * (2 * 96 * 128 + 3 * 128 * 16)
+    assert sum(found["float32"]["products"].values()) == 5
+    for policy in found.values():
+        clean(policy)
+        assert policy["fits"] and policy["largest_batch"] is None and policy["collectives"] == []
+        assert policy["step_time_lower_bound_ms"] is None
+        assert policy["peak_bytes"] >= policy["persistent_bytes"] + policy["temporary_bytes"]
+    assert json.loads(json.dumps(report.to_dict()))["device"] == "cpu"
+    # The model is as it was, and nothing was printed.
+    assert model.dtype_policy.name == "float32" and not model.compiled
+    assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_the_forecast_for_this_cpu_is_what_its_compiled_step_takes(name):
+    make, shape = MODELS[name]
+    model = make()
+    x = np.zeros(shape, model.inputs[0].dtype)
+    found = mpkeras.forecast(
+        model, x, device="cpu", policies=["mixed_bfloat16"], optimizer="adam", loss="mse", verbose=0
+    ).policies["mixed_bfloat16"]
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    step = mpkeras.make_train_step(model, "adam", "mse", jit_compile=True)
+    y = np.zeros(tuple(model.compute_output_shape(shape)), "float32")
+    assert found["temporary_bytes"] == step.temporary_bytes(x, y)
+    held = [*model.variables, *step.optimizer.variables]
+    assert found["persistent_bytes"] == sum(np.asarray(v.value).nbytes for v in held)
+
+
+@needs_jax
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")
+def test_layers_losses_and_optimizers_of_the_user():
+    inputs = keras.Input((24,))
+    model = keras.Model(inputs, {"a": Gate(24)(inputs), "b": layers.Dense(3)(inputs)})
+    model.compile(
+        keras.optimizers.AdamW(1e-3, gradient_accumulation_steps=2),
+        {"a": absolute_error, "b": "sparse_categorical_crossentropy"},
+    )
+    found = mpkeras.forecast(model, (8, 24), device="cpu", policies=["mixed_float16"], verbose=0)
+    weights = 24 * 24 + 24 + 24 * 3 + 3
+    # Weights, two slots of Adam, and the sums of the gradients.
+    assert 0 <= clean(found.policies["mixed_float16"])["persistent_bytes"] - 16 * weights < 200
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.every_case
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_for_an_h100(name):
+    make, shape = MODELS[name]
+    model = make()
+    if name == "mlp":
+        model.compile(keras.optimizers.Adam(gradient_accumulation_steps=4), "mse")
+    report = mpkeras.forecast(model, shape, device="h100", policies=["mixed_float16", "bfloat16"], verbose=0)
+    for policy, dtype in (("mixed_float16", "float16"), ("bfloat16", "bfloat16")):
+        found = clean(report.policies[policy])
+        assert set(found["products"]) == {dtype}, found["products"]
+        assert found["fits"] and found["step_time_lower_bound_ms"] > 0
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_a_program_for_eight_h100s(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
+    found = clean(
+        mpkeras.forecast(mlp(), (64, 96), device="h100", devices=8, policies=["mixed_float16"], verbose=0).policies[
+            "mixed_float16"
+        ]
+    )
+    weights = 96 * 128 + 128 * 16
+    summed = {(part["kind"], part["dtype"]): part["bytes"] for part in found["collectives"]}
+    # The gradients of the kernels are products of 16 bits, and are summed as such.
+    assert summed["all-reduce", "float16"] >= 2 * weights
+    (text,) = (path.read_text() for path in tmp_path.glob("*pure_step*gpu_after_optimizations.txt"))
+    assert decided_after_the_sums(text)
+
+
+def decided_after_the_sums(text) -> bool:
+    """Whether every check for finite numbers of a program reads what all devices have summed."""
+    from mpkeras.insight.hlo import parse
+
+    computations, entry = parse(text)
+    lines = {line.name: line for line in computations[entry]}
+
+    def inside(line):
+        called = line.attributes.partition("calls=%")[2].partition(",")[0].strip()
+        return [line.operation, *(part.operation for part in computations.get(called, []))]
+
+    def sources(name, seen):
+        if name not in seen and name in lines:
+            seen.add(name)
+            for operand in lines[name].operands:
+                sources(operand, seen)
+        return seen
+
+    checks = [line.name for line in lines.values() if "is-finite" in inside(line)]
+    assert checks
+    return all(any("all-reduce" in lines[name].operation for name in sources(check, set())) for check in checks)
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_a_program_for_a_tpu():
+    found = clean(
+        mpkeras.forecast(cnn(), (16, 16, 16, 16), device="v5e", policies=["bfloat16"], verbose=0).policies["bfloat16"]
+    )
+    assert set(found["products"]) == {"bfloat16"}
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_the_check_of_programs_can_fail():
+    """A conditional around a product, and a callback, compiled for an H100."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "programs_to_refuse.py")], capture_output=True, text=True, timeout=200
+    )
+    found = json.loads(done.stdout)
+    assert found["with a conditional"]["conditionals"] == 1 and found["with a conditional"]["host_transfers"] == 0
+    assert found["with a callback"]["conditionals"] == 0 and found["with a callback"]["host_transfers"] == 1
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("slope", "fixed", "first", "unit"),
+    [(3, 100, 32, 1), (1, 0, 1, 1), (7, 5000, 8, 8), (1000, 10, 4, 4), (11, 999_000, 32, 1)],
+)
+def test_the_largest_batch(slope, fixed, first, unit):
+    limit = 1_000_000
+    tries = []
+
+    def room(batch):
+        tries.append(batch)
+        # Buffers come in pages: not quite a line.
+        return limit - fixed - math.ceil(slope * batch / 64) * 64
+
+    exact = next(b for b in range((limit - fixed) // slope // unit * unit, -1, -unit) if room(b) >= 0)
+    tries.clear()
+    found = largest_that_fits(room, first, unit)
+    assert found % unit == 0 and room(found) >= 0
+    assert exact - found <= max(unit, found // 64)
+    assert len(tries) <= 16
+
+
+@pytest.mark.backends("tensorflow")
+def test_no_batch_fits():
+    assert largest_that_fits(lambda batch: -1 - batch, 8, 1) == 0
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_batch_that_grows_in_steps_is_found_nevertheless():
+    # Half the memory at once from 1000 rows on, as where a compiler takes another algorithm.
+    assert 983 <= largest_that_fits(lambda batch: 5000 - batch if batch < 1000 else -10 * batch, 16, 1) < 1000
+
+
+def report(**of_policies):
+    target = find_target("l4", 0)
+    made = Forecast("m", target, 1, 32)
+    for name, found in of_policies.items():
+        made.add(name, found)
+    return made
+
+
+def facts(**changed):
+    found = {
+        "persistent_bytes": 2**30,
+        "temporary_bytes": 2**31,
+        "peak_bytes": 3 * 2**30 + 2**20,
+        "moved_bytes": 3 * 10**9,
+        "matrix_flops": {"float16": 121 * 10**9},
+        "products": {"float16": 7},
+        "collectives": [],
+        "conditionals": 0,
+        "host_transfers": 0,
+    }
+    return found | changed
+
+
+@pytest.mark.backends("tensorflow")
+def test_the_time_is_bound_by_products_or_by_bytes():
+    found = report(
+        bytes=facts(), products=facts(matrix_flops={"float16": 121 * 10**10, "float32": 60 * 10**10, "float6": 1})
+    ).policies
+    # 3 GB at 300 GB/s; 1.21 TFLOP at 121 TFLOP/s and 0.6 at 60.
+    assert found["bytes"]["step_time_lower_bound_ms"] == pytest.approx(10)
+    assert found["products"]["step_time_lower_bound_ms"] == pytest.approx(20)
+
+
+@pytest.mark.backends("tensorflow")
+def test_what_fits():
+    l4 = TARGETS["l4"]
+    room = l4.memory_bytes - l4.reserved_bytes
+    found = report(
+        fits=facts(peak_bytes=room), too_much=facts(peak_bytes=room + 1), refused={"too_large": 9 * 10**10}
+    ).policies
+    assert [found[name]["fits"] for name in ("fits", "too_much", "refused")] == [True, False, False]
+    assert found["refused"]["peak_bytes"] == 9 * 10**10 and found["refused"]["temporary_bytes"] is None
+
+
+@pytest.mark.backends("tensorflow")
+def test_the_report(tmp_path):
+    made = report(float32=facts(temporary_bytes=2**32, products={"float32": 7}), mixed_float16=facts())
+    made.policies["float32"]["largest_batch"], made.policies["mixed_float16"]["largest_batch"] = 118, 212
+    made.missing, made.out_of_time = ["bfloat16"], 60.0
+    text = str(made)
+    assert "What NVIDIA L4 would give model 'm', batch 32" in text
+    assert "Batch 212 fits NVIDIA L4 in mixed_float16, 118 in float32." in text
+    assert "mixed_float16: 0.50 of float32's temporary bytes." in text
+    assert "Not compiled within 60 s: bfloat16." in text
+    assert "7 float16" in text and "lower bound" in text
+    made.plot().savefig(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device": "h10"}, ValueError, "Did you mean 'h100'[?]"),
+        ({"x": (32, None)}, ValueError, r"Expected sizes that are all known .* Received: \(32, None\)"),
+        ({"x": "rows"}, TypeError, "Expected `x` to be arrays or shapes. Received: 'rows' of type str"),
+        ({"y": (16, 16)}, ValueError, r"Expected `x` and `y` of the same number of rows. Received: \[16, 64\]"),
+        ({"devices": 0}, ValueError, "Expected at least one device. Received: devices=0"),
+        ({"devices": "8"}, TypeError, "Expected `devices` to be a number or a .* Received: '8' of type str"),
+        ({"devices": 3}, ValueError, "3 devices can share evenly. Received: 64 rows. Pass 63"),
+        ({"policies": []}, ValueError, "Expected at least one policy. Received: none"),
+        ({"policies": ["mixed_float17"]}, ValueError, "Received: name='mixed_float17'"),
+        ({"budget_s": 0}, ValueError, "Expected `budget_s` to be a positive number of seconds. Received: 0"),
+    ],
+)
+def test_bad_input_is_said_before_anything_is_compiled(arguments, error, message):
+    with pytest.raises(error, match=message):
+        mpkeras.forecast(mlp(), **({"x": (64, 96), "device": "cpu", "verbose": 0} | arguments))
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_compiler_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r'no module .jax. .* Run `pip install "mpkeras\[forecast\]"`'):
+        mpkeras.forecast(mlp(), (64, 96), verbose=0)
+
+
+@needs_jax
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_a_layer_that_jax_cannot_trace_is_named():
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, OfTensorFlow(name="of_tensorflow")(inputs))
+    with pytest.raises(ValueError, match="Received: layer 'of_tensorflow' that raised .*Write layers with `keras.ops`"):
+        mpkeras.forecast(model, (4, 8), device="cpu", policies=["float32"], verbose=0)
+
+
+class OfTensorFlow(layers.Layer):
+    """A layer of another backend's operations."""
+
+    def call(self, inputs):
+        import tensorflow as tf
+
+        return tf.square(inputs)
+
+
+@needs_jax
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_time_that_is_up_returns_what_was_found():
+    found = mpkeras.forecast(mlp(), (64, 96), device="cpu", budget_s=0.5, verbose=0)
+    assert found.policies == {} and found.missing == ["float32", "mixed_bfloat16", "mixed_float16"]
+    assert "Not compiled within 0.5 s" in str(found)
+
+
+@pytest.mark.backends("tensorflow")
+def test_of_a_script_the_definitions_run_and_nothing_else():
+    script = """
+import math
+SIZE = 3
+layouts[".*"] = 1
+train(SIZE)
+done = train(SIZE)
+class Layer:
+    size = SIZE
+def f():
+    return math.pi
+if SIZE:
+    train(0)
+"""
+    names: dict = {}
+    exec(definitions(script), names)
+    assert names["Layer"].size == 3 and names["f"]() == math.pi and "done" not in names
