@@ -29,9 +29,23 @@ def accelerators() -> list[Device]:
     return devices
 
 
+# The device that operations are tried for; `None` for those that JAX runs on.
+_trial_device = None
+
+
+def try_for(device):
+    """Lets `run_compiled` try operations for `device`, which need not be there: in a process that only compiles."""
+    global _trial_device
+    _trial_device = device
+
+
 def run_compiled(function, tensor):
-    """Runs `function(tensor)` under `jit`."""
-    jax.jit(function)(tensor)
+    """Runs `function(tensor)` under `jit`, or compiles it for the device of `try_for`."""
+    if _trial_device is None:
+        jax.jit(function)(tensor)
+        return
+    sharding = jax.sharding.SingleDeviceSharding(_trial_device)
+    jax.jit(function).lower(jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding)).compile()
 
 
 def trace_gru(compute_dtype: str):

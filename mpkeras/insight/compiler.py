@@ -49,7 +49,7 @@ class Compiler:
         check_installed(request.target)
         environment = {**os.environ, **request.target.environment(request.devices), "KERAS_BACKEND": "jax"}
         # The user's own flags are XLA's last word.
-        environment["XLA_FLAGS"] += " " + os.environ.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = f"{environment['XLA_FLAGS']} {os.environ.get('XLA_FLAGS', '')}".strip()
         # Where this process finds its modules, and first of all this mpkeras.
         paths = [str(Path(__file__).parents[2]), *(path or os.getcwd() for path in sys.path)]
         environment["PYTHONPATH"] = os.pathsep.join(paths)

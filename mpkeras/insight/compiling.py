@@ -114,6 +114,8 @@ class Steps:
         backend = importlib.import_module("mpkeras.devices._jax")
         count = wanted["devices"]
         devices = backend.compile_devices(self._target, count)
+        # Which layers have a kernel in 16 bits is asked of this device, not of the CPU that compiles.
+        backend.try_for(devices[0])
         self._device = devices[0] if wanted["mesh"] is None else None
         self._distribution = None
         if wanted["mesh"] is not None:

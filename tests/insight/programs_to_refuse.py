@@ -1,10 +1,10 @@
-"""Compiles a program with a conditional and one with a callback for an H100, and prints what is counted in them."""
+"""Compiles programs that wait for an H100, or, where that takes one, for the CPU, and prints what is counted."""
 
 import dataclasses
 import json
 import os
 
-from mpkeras.devices.targets import TARGETS
+from mpkeras.devices.targets import TARGETS, find_target
 
 os.environ |= TARGETS["h100"].environment(1)
 os.environ["KERAS_BACKEND"] = "jax"
@@ -20,16 +20,21 @@ def with_a_conditional(w, x):
     return jax.lax.cond(jnp.isfinite(x).all(), lambda: x @ w, lambda: x)
 
 
+def to_the_host(w, x):
+    return jax.device_put(x @ w, jax.memory.Space.Host)
+
+
 def with_a_callback(w, x):
     jax.debug.callback(print, x[0, 0])
     return x @ w
 
 
 def main():
-    (device,) = compile_devices(TARGETS["h100"], 1)
-    square = jax.ShapeDtypeStruct((64, 64), "float16", sharding=jax.sharding.SingleDeviceSharding(device))
+    (h100,) = compile_devices(TARGETS["h100"], 1)
+    (cpu,) = compile_devices(find_target("cpu", 0), 1)
     found = {}
-    for function in (with_a_conditional, with_a_callback):
+    for function, device in ((with_a_conditional, h100), (to_the_host, h100), (with_a_callback, cpu)):
+        square = jax.ShapeDtypeStruct((64, 64), "float16", sharding=jax.sharding.SingleDeviceSharding(device))
         text = jax.jit(function).lower(square, square).compile().as_text()
         found[function.__name__.replace("_", " ")] = dataclasses.asdict(read_program(text))
     print(json.dumps(found))

@@ -142,8 +142,8 @@ def test_layers_losses_and_optimizers_of_the_user():
     )
     found = mpkeras.forecast(model, (8, 24), device="cpu", policies=["mixed_float16"], verbose=0)
     weights = 24 * 24 + 24 + 24 * 3 + 3
-    # Weights, two slots of Adam, and the sums of the gradients.
-    assert 0 <= clean(found.policies["mixed_float16"])["persistent_bytes"] - 16 * weights < 200
+    # Weights, two slots of Adam, sums of gradients, and the inner optimizer's own sums, unused beside them.
+    assert 0 <= clean(found.policies["mixed_float16"])["persistent_bytes"] - 20 * weights < 200
 
 
 @needs_compilers
@@ -218,12 +218,13 @@ def test_a_program_for_a_tpu():
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_the_check_of_programs_can_fail():
-    """A conditional around a product, and a callback, compiled for an H100."""
+    """A conditional around a product, a copy to the host, and a callback."""
     done = subprocess.run(
         [sys.executable, str(FOLDER / "programs_to_refuse.py")], capture_output=True, text=True, timeout=200
     )
     found = json.loads(done.stdout)
     assert found["with a conditional"]["conditionals"] == 1 and found["with a conditional"]["host_transfers"] == 0
+    assert found["to the host"]["conditionals"] == 0 and found["to the host"]["host_transfers"] >= 1
     assert found["with a callback"]["conditionals"] == 0 and found["with a callback"]["host_transfers"] == 1
 
 

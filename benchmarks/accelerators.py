@@ -1,0 +1,120 @@
+"""What memory do ResNet-50, BERT-base and GPT-2-small take on GPUs and TPUs, under each policy?
+
+`mpkeras.forecast` of the models of `gpu_training.py`, at their sizes, with Adam: temporaries, peak, the largest batch
+that fits, and products by dtype, as the compilers of the devices say them. Needs `pip install "mpkeras[forecast]"` and
+no device. The goal: temporaries at most 0.55 of float32's in 16 bits. Each compilation takes a minute or two;
+what is there in `--json` is kept, so that a run goes on where one was stopped.
+
+    python benchmarks/accelerators.py --device h100 --json benchmarks/results/accelerators.json
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import harness
+from gpu import keras_models
+from gpu.cases import CASES, case_of
+
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
+GOAL = 0.55
+
+
+def forecast_model(name: str, device: str, policy: str, *, is_tiny: bool, largest_batch: bool) -> dict:
+    """Returns what `mpkeras.forecast` says of one model under one policy."""
+    import keras
+
+    import mpkeras
+
+    keras.utils.clear_session()
+    case = case_of(name, is_tiny)
+    model = keras_models.build(case)
+    shape = (case.batch_size, *model.inputs[0].shape[1:])
+    report = mpkeras.forecast(
+        model,
+        keras.KerasTensor(shape, model.inputs[0].dtype),
+        device=device,
+        policies=[policy],
+        optimizer="adam",
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        largest_batch=largest_batch,
+        verbose=0,
+    )
+    return {"model": name, "device": device, "policy": policy, "batch": case.batch_size, **report.policies[policy]}
+
+
+def with_ratios(results: list[dict]) -> list[dict]:
+    """Returns `results` with the temporaries of each as a share of float32's, and its goal where it has one."""
+    reference = {
+        (result["model"], result["device"]): result["temporary_bytes"]
+        for result in results
+        if result["policy"] == "float32"
+    }
+    found = []
+    for result in results:
+        of_float32 = reference.get((result["model"], result["device"]))
+        share = None if not of_float32 or not result["temporary_bytes"] else result["temporary_bytes"] / of_float32
+        added = {"temporary_share": share}
+        if share is not None and result["policy"] != "float32":
+            added["goal_temporary_share"] = GOAL
+        found.append(result | added)
+    return found
+
+
+def rows_of(results: list[dict]) -> list[dict[str, str]]:
+    """Returns one row of the table for each result."""
+
+    def gib(n):
+        return "" if n is None else f"{n / 2**30:.2f}"
+
+    return [
+        {
+            "model": result["model"],
+            "device": result["device"],
+            "policy": result["policy"],
+            "batch": str(result["batch"]),
+            "state GiB": gib(result["persistent_bytes"]),
+            "temporary GiB": gib(result["temporary_bytes"]),
+            "of float32's": "" if result["temporary_share"] is None else f"{result['temporary_share']:.2f}",
+            "peak GiB": gib(result["peak_bytes"]),
+            "fits": "yes" if result["fits"] else "no",
+            "largest batch": "" if result["largest_batch"] is None else str(result["largest_batch"]),
+            "products": ", ".join(f"{n} {dtype}" for dtype, n in (result["products"] or {}).items()),
+            "conditionals": "" if result["conditionals"] is None else str(result["conditionals"]),
+        }
+        for result in with_ratios(results)
+    ]
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--model", action="append", choices=tuple(CASES), help="may be repeated (default: all)")
+    option("--device", action="append", metavar="NAME", help="may be repeated (default: h100, a100 and v5p)")
+    option("--policy", action="append", metavar="NAME", help="may be repeated (default: all four)")
+    option("--largest-batch", action="store_true", help="look for the largest batch, too: several compilations each")
+    option("--quick", action="store_true", help="tiny models, compiled for this machine's CPU")
+    option("--json", type=Path, help="write the results here, and keep those that are there")
+    options = parser.parse_args(argv)
+    devices = ["cpu"] if options.quick else options.device or ["h100", "a100", "v5p"]
+    results = []
+    if options.json and options.json.exists():
+        results = json.loads(options.json.read_text())["results"]
+    done = {(result["model"], result["device"], result["policy"]) for result in results}
+    for device in devices:
+        for model in options.model or CASES:
+            for policy in options.policy or POLICIES:
+                if (model, device, policy) in done:
+                    continue
+                results.append(
+                    forecast_model(model, device, policy, is_tiny=options.quick, largest_batch=options.largest_batch)
+                )
+                if options.json:
+                    content = {"environment": harness.environment(), "results": with_ratios(results)}
+                    harness.write_json(options.json, content)
+    harness.print_table(rows_of(results), "Training steps, as the compilers of accelerators make them")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
