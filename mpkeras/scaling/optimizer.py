@@ -13,7 +13,7 @@ from mpkeras.policies.dtypes import SMALL_DTYPE, check_slot_dtype
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.scaling.facts import FactsOfReplicas, StepFacts, check_loss_was_scaled, ended_update
 from mpkeras.scaling.gradient_statistics import gradient_statistics
-from mpkeras.scaling.small_state import Rounding, parts_of
+from mpkeras.scaling.small_state import Rounding, parts_of, slot_dtypes
 from mpkeras.scaling.window import Decision, GradientWindow, check_window, single_step
 
 if keras.backend.backend() == "tensorflow":
@@ -268,16 +268,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Stores each slot in the dtype that is asked for, its value kept; averages and single numbers in float32."""
         retyped = False
         for part in parts_of(self.inner_optimizer):
-            averages = {id(variable) for variable in _keras.weight_averages(part)}
-            weights = _keras.optimizer_trainable_variables(part)
-            for variable in part.variables:
-                if _keras.stored_dtype(variable) not in ("float32", SMALL_DTYPE):
-                    continue
-                is_single = id(variable) in averages or len(variable.shape) == 0
-                dtype = "float32" if is_single else self._slot_dtype
-                if dtype == "auto":
-                    weight = _keras.weight_of_slot(variable, weights)
-                    dtype = _keras.stored_dtype(variable if weight is None else weight)
+            for variable, dtype in slot_dtypes(part, self._slot_dtype):
                 if dtype in ("float32", SMALL_DTYPE) and dtype != _keras.stored_dtype(variable):
                     _keras.retype(variable, dtype)
                     retyped = True
