@@ -208,6 +208,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built:
             return
         self._warn_of_float16(variables)
+        _check_parts(self.inner_optimizer)
         # Within a traced step, too, once and not in it: what `build` assigns (ScheduleFreeAdamW starts from the
         # weights) must not become part of every step.
         with _backend.build_scope():
@@ -1075,6 +1076,17 @@ def _checked_inner_optimizer(inner_optimizer):
             f"Received: inner_optimizer={inner_optimizer!r}. Pass its own `inner_optimizer`."
         )
     return inner_optimizer
+
+
+def _check_parts(inner_optimizer):
+    """Raises `ValueError` where an optimizer within a `MultiOptimizer` accumulates: steps are counted for all."""
+    for part in parts_of(inner_optimizer)[1:]:
+        if part.gradient_accumulation_steps:
+            raise ValueError(
+                "Expected optimizers in a `MultiOptimizer` that do not accumulate gradients themselves. Received: "
+                f"'{part.name}' with gradient_accumulation_steps={part.gradient_accumulation_steps}. Make it without, "
+                "and call `LossScaleOptimizer.accumulate(steps)` for all of them."
+            )
 
 
 def _refuse_inner_arguments(kwargs: dict):
