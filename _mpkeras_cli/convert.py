@@ -10,9 +10,11 @@ from _mpkeras_cli.quiet import import_mpkeras
 FORMAT_NAMES = ("keras", "savedmodel", "onnx", "tflite")
 
 _DESCRIPTION = """\
-Gives a saved model the dtypes of a policy and writes it again; its weights stay the same float32 numbers.
+Gives a saved model the dtypes of a policy and writes it again; its weights stay the same float32 numbers,
+but under bfloat16.
 
   mpkeras convert model.keras --policy mixed_bfloat16 faster.keras
+  mpkeras convert model.keras --policy bfloat16 half.keras              rounds the weights: half the size
   mpkeras convert model.keras --policy mixed_bfloat16 served            a SavedModel, float32 in and out
   mpkeras convert model.keras --policy float32 model.tflite             the float32 twin, for TFLite
 
@@ -32,7 +34,7 @@ def add_parser(subparsers):
     add_model_options(parser)
     option = parser.add_argument
     option("out", metavar="OUT", help="a .keras, .onnx or .tflite file, or a directory for a SavedModel")
-    option("--policy", required=True, metavar="NAME", help="such as mixed_bfloat16, mixed_float16 or float32")
+    option("--policy", required=True, metavar="NAME", help="such as mixed_bfloat16, mixed_float16, bfloat16 or float32")
     option("--format", choices=FORMAT_NAMES, help="what to write (default: what OUT ends in)")
     option("--force", action="store_true", help="replace OUT if it exists")
     parser.set_defaults(run=run, error=parser.error)

@@ -281,7 +281,17 @@ def one_update(optimizer):
 
     With accumulation Keras counts calls, and works out the number of updates from them; its learning rate schedules
     look at the calls, the last of which updates. Here the counter holds the number of updates meanwhile.
+
+    The optimizers that a `MultiOptimizer` calls scale no loss either: it gives them its own setting.
     """
+    with contextlib.ExitStack() as stack:
+        for part in [optimizer, *getattr(optimizer, "optimizers", [])]:
+            stack.enter_context(_one_update_of(part))
+        yield
+
+
+@contextlib.contextmanager
+def _one_update_of(optimizer):
     steps = optimizer.gradient_accumulation_steps or 1
     calls = step_count(optimizer)
     covers: dict = {"gradient_accumulation_steps": None, "loss_scale_factor": None}
@@ -292,9 +302,10 @@ def one_update(optimizer):
             covers["_learning_rate"] = lambda: schedule(last_call)
         calls.assign(keras.ops.floor_divide(calls.value, steps))
     attributes = vars(optimizer)
-    covered = {name: attributes[name] for name in covers}
+    # The loss scale of a `MultiOptimizer` is a property: of its parts alone.
+    covered = {name: attributes[name] for name in covers if name in attributes}
     # Into the dictionary: an attribute would be tracked.
-    attributes.update(covers)
+    attributes.update({name: covers[name] for name in covered})
     try:
         yield
     finally:

@@ -252,7 +252,18 @@ def store_weights(model, optimizers):
     """
     conversion = _conversions[model]
     rows, conversion.unstored = conversion.unstored, []
-    changed = False
+    changed = weight_dtypes(rows)
+    for variable, dtype in changed:
+        _keras.retype(variable, dtype)
+    if changed:
+        _keras.track_parameters_again(model)
+        for optimizer in optimizers:
+            follow_weights(optimizer)
+
+
+def weight_dtypes(rows) -> list:
+    """Returns `(variable, dtype)` of the weights that rows of a plan store in another dtype; see `store_weights`."""
+    found: dict = {}
     for row in rows:
         dtype = row.after.variable_dtype
         weights = _keras.own_weights(row.layer)
@@ -260,15 +271,17 @@ def store_weights(model, optimizers):
         if row.after.compute_dtype in SIXTEEN_BIT_DTYPES and dtype == "float32":
             frozen = {id(v) for v in weights if not (v.trainable and row.layer.trainable)}
             variables = [v for v in variables if id(v) not in frozen]
-        for variable in variables if dtype in ("float32", SMALL_DTYPE) else []:
-            stored = _keras.stored_dtype(variable)
-            if stored != dtype and stored in ("float32", *SIXTEEN_BIT_DTYPES):
-                _keras.retype(variable, dtype)
-                changed = True
-    if changed:
-        _keras.track_parameters_again(model)
-        for optimizer in optimizers:
-            follow_weights(optimizer)
+        # A variable of several rows, of layers that share it or of one conversion after another, follows the last.
+        found |= {id(v): (v, dtype) for v in variables if dtype in ("float32", SMALL_DTYPE)}
+    stored = [(v, dtype, _keras.stored_dtype(v)) for v, dtype in found.values()]
+    return [(v, dtype) for v, dtype, old in stored if old != dtype and old in ("float32", *SIXTEEN_BIT_DTYPES)]
+
+
+def planned_weight_dtypes(model, policy) -> dict:
+    """Returns `{id(variable): dtype}` of the weights that `apply_policy(model, policy)` would store anew."""
+    rows = plan(model, policy, Conversion(model, policy, earlier=_conversions.get(model)))
+    rows = [row for row in rows if row.after.variable_dtype != row.before.variable_dtype]
+    return {id(variable): dtype for variable, dtype in weight_dtypes(rows)}
 
 
 def recorded(model, on=None):

@@ -6,6 +6,7 @@ from mpkeras.conversion.apply import apply_policy, end_in_float32_layers
 from mpkeras.conversion.plan import layers_of
 from mpkeras.export import formats, loading
 from mpkeras.export.report import ConversionReport
+from mpkeras.policies.dtypes import SMALL_DTYPE
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import set_layer_policy
@@ -14,14 +15,17 @@ from mpkeras.policies.rules import set_layer_policy
 def convert(source, out, policy, *, format: str | None = None, imports=(), force: bool = False) -> ConversionReport:
     """Writes the model in a file once more, in the dtypes of a policy, and returns what was done.
 
-    The layers are those that `mpkeras.apply_policy` makes of it; the weights are the same float32 numbers. What
-    is written holds no optimizer, loss or metrics, so that it loads where mpkeras is not installed; to train it,
+    The layers are those that `mpkeras.apply_policy` makes of it; the weights are the same float32 numbers. Under
+    `"bfloat16"` they are rounded to the nearest, once, but those of layers that stay in float32: the file is half as
+    large, and predicts what the one under `"mixed_bfloat16"` does, which rounds them when it computes. What is written
+    holds no optimizer, loss or metrics, so that it loads where mpkeras is not installed; to train it,
     compile it again.
 
     Args:
         source: A `.keras` or `.h5` file.
         out: Where the result goes: a `.keras`, `.onnx` or `.tflite` file, or a directory for a SavedModel.
-        policy: A policy with float32 variables, or its name.
+        policy: A policy with float32 or bfloat16 variables, or its name. From bfloat16 variables `"float32"` is the
+            way back, with the values that they have.
         format: `"keras"`, `"savedmodel"`, `"onnx"` or `"tflite"`; by default what `out` ends in.
         imports: Names of modules that define the model's own classes and functions.
         force: Whether an output that exists is replaced.
@@ -48,10 +52,11 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     chosen = formats.choose(out, format)
     custom_objects = loading.import_modules(imports)
     policy = get_policy(policy)
-    if policy.variable_dtype != "float32":
+    if policy.variable_dtype not in ("float32", SMALL_DTYPE):
         raise ValueError(
-            "Expected a policy with float32 variables: the weights stay as they are. Received: policy "
-            f"{policy.name!r}. Use 'mixed_float16', 'mixed_bfloat16' or 'float32'."
+            "Expected a policy with float32 or bfloat16 variables: the range of float16 is too small for weights that "
+            f"are trained on. Received: policy {policy.name!r}. Use 'mixed_float16', 'mixed_bfloat16', 'float32' or, "
+            "for a file half as large, 'bfloat16'."
         )
     formats.check(chosen, policy)
     formats.check_place(out, chosen, force)

@@ -85,7 +85,7 @@ def check(found: Format, policy):
         # refuses, and a 16-bit GELU stops the conversion.
         raise ValueError(
             "Expected a float32 policy for TFLite, whose interpreter has no 16-bit products. Received: policy "
-            f"{policy.name!r}. Use `--policy float32`; the weights are float32 anyway."
+            f"{policy.name!r}. Use `--policy float32`; no weight loses a bit by it."
         )
     missing = [name for name in _packages(found, backend) if importlib.util.find_spec(name) is None]
     if missing:

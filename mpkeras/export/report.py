@@ -1,6 +1,7 @@
 """`ConversionReport`: which layers compute in what after a conversion, why, and what was written."""
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -56,6 +57,7 @@ class ConversionReport(Report):
 
     Attributes:
         layers: List of `LayerDtype`.
+        parameters_by_dtype: `{dtype: number}` of the weights, in the dtypes that they are stored in.
         inputs, outputs: Dtypes of what the model takes and returns; `None` for a subclassed model, where its
             `call` decides.
         needs_mpkeras: Names of what in a `.keras` file only loads where mpkeras is installed.
@@ -85,7 +87,10 @@ class ConversionReport(Report):
         self.policy = policy.name
         self.compute_dtype = policy.compute_dtype
         self.layers = layer_dtypes(model, policy)
-        self.parameters = model.count_params()
+        self.parameters_by_dtype: Counter = Counter()
+        for weight in model.weights:
+            self.parameters_by_dtype[weight.dtype] += math.prod(weight.shape)
+        self.parameters = self.parameters_by_dtype.total()
         graph = _keras.graph_of(model)
         self.inputs = None if graph is None else [tensor.dtype for tensor in graph.inputs]
         self.outputs = None if graph is None else [tensor.dtype for tensor in graph.outputs]
@@ -111,7 +116,8 @@ class ConversionReport(Report):
 
     def notes(self) -> list:
         size = f"{_readable(self.source_bytes)} before, {_readable(self.out_bytes)} now"
-        lines = [f"Written to {self.out} ({self.format}): {self.parameters:,} parameters in float32, {size}."]
+        parameters = " and ".join(f"{n:,} in {dtype}" for dtype, n in self.parameters_by_dtype.most_common())
+        lines = [f"Written to {self.out} ({self.format}): {parameters.replace(' in', ' parameters in', 1)}, {size}."]
         if self.inputs is None:
             lines.append("Inputs and outputs are what the `call` of the model makes of them.")
         else:
@@ -138,6 +144,7 @@ class ConversionReport(Report):
             "backend": self.backend,
             "keras": keras.__version__,
             "parameters": self.parameters,
+            "parameters_by_dtype": dict(self.parameters_by_dtype),
             "inputs": self.inputs,
             "outputs": self.outputs,
             "layers_by_dtype": self.layers_by_dtype(),

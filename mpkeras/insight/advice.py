@@ -10,8 +10,9 @@ from mpkeras import _keras
 from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.bench import ESTIMATE, Bench, trainable_copy
-from mpkeras.insight.decision import WORTH, Decision, decide, paired_ratios, rounds_won
+from mpkeras.insight.decision import MEMORY_WORTH, WORTH, Decision, decide, paired_ratios, rounds_won
 from mpkeras.insight.report import Report, bytes_text, make_figure, quartiles
+from mpkeras.insight.storage import storage_choices
 from mpkeras.insight.timing import ROUNDS, Cell, measure_grid
 from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.settings import check_model
@@ -39,6 +40,7 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
     Training steps in float32, bfloat16 and float16, compiled and not, are timed in interleaved rounds on your own
     batch, each with loss scaling, finite check and rollback as `mpkeras.make_train_step` has them; settings that are
     hopeless drop out early. Where 16 bits gain less than 4 % in speed and no memory, the advice is not to bother.
+    What weights and optimizer state need in float32, with `slot_dtype="bfloat16"` and under `"bfloat16"` is counted.
 
     The model is left exactly as it was: weights, dtype policies, optimizer, random generators, compiled functions.
     What is trained is a copy, where Keras can make one: of Functional and Sequential models by
@@ -96,7 +98,9 @@ def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s
 
 def unmeasured_advice(model, file=None) -> "AdviceReport":
     """Returns the advice that needs no data and no time; `file` as in `AdviceReport`."""
-    return AdviceReport(model, [], _present_jit(model), native.probe(keras.backend.backend()), file=file)
+    devices = native.probe(keras.backend.backend())
+    optimizer = _optimizer_of(model)
+    return AdviceReport(model, [], _present_jit(model), devices, optimizer=optimizer, file=file)
 
 
 def measured_advice(
@@ -126,7 +130,13 @@ def measured_advice(
         ) from failure.error
     how = f"{'A copy of the model' if is_copy else 'The model itself'} trained on {rows} examples a step"
     notes.insert(0, f"{how}; all of it took {time.perf_counter() - started:.0f} s.")
-    return AdviceReport(model, cells, present_jit, devices, memory_kind=bench.memory_kind, remarks=notes, file=file)
+    memory_kind = bench.memory_kind
+    # The copy and its optimizers: the report builds one more optimizer, where the model's is not built.
+    del trained, bench
+    optimizer = _optimizer_of(model)
+    return AdviceReport(
+        model, cells, present_jit, devices, optimizer=optimizer, memory_kind=memory_kind, remarks=notes, file=file
+    )
 
 
 def grid_of(settings, native_policy: str) -> list:
@@ -200,11 +210,17 @@ def loss_and_targets(model, y) -> tuple:
     return loss, y
 
 
-def _optimizer_maker(model, notes: list):
-    """Returns a function that makes optimizers like the model's, and says in `notes` where it cannot."""
+def _optimizer_of(model):
+    """Returns the optimizer that the model trains with, unwrapped; `None` if it has none."""
     optimizer = next(iter(find_optimizers(model).values()), None)
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def _optimizer_maker(model, notes: list):
+    """Returns a function that makes optimizers like the model's, and says in `notes` where it cannot."""
+    optimizer = _optimizer_of(model)
     if optimizer is None:
         notes.append("Measured with Adam, as the model is not compiled.")
         return keras.optimizers.Adam
@@ -246,6 +262,8 @@ class AdviceReport(Report):
         memory_kind: What the memory of the cells is; `None` if nobody tells.
         present_jit: The `jit_compile` that the model has.
         native_policy: The policy that the device suggests.
+        storage: What training keeps under each way to store weights and optimizer state: `name`, `state_bytes`,
+            `gradient_bytes`. Empty if the model is not built or has no optimizer, or a copy of that cannot be made.
         file: The file that was asked about at the command line, whose words the advice is then in; `None` in Python.
 
     Example:
@@ -256,7 +274,9 @@ class AdviceReport(Report):
     ('not measured', True)
     """
 
-    def __init__(self, model, cells, present_jit: bool, devices, *, memory_kind=None, remarks=(), file=None):
+    def __init__(
+        self, model, cells, present_jit: bool, devices, *, optimizer=None, memory_kind=None, remarks=(), file=None
+    ):
         self.cells = list(cells)
         self.present_jit = present_jit
         self.memory_kind = memory_kind
@@ -269,6 +289,8 @@ class AdviceReport(Report):
         self._computes_in_16_bits = computes_in(model, tuple(_SIXTEEN_BITS.values()))
         self._has_accelerator = any(device.kind != "cpu" for device in devices)
         self._parameters, self._product_share = _parameters(model), _product_share(model)
+        self.storage = storage_choices(model, optimizer) if optimizer is not None and _keras.is_built(model) else []
+        self._optimizer_name = type(optimizer).__name__
         self.decision = decide(self.cells, present_jit, memory_counts=memory_kind not in (None, ESTIMATE))
         if self.decision is not None:
             self.policy, self.jit_compile = self.decision.chosen.policy, self.decision.chosen.jit_compile
@@ -318,7 +340,7 @@ class AdviceReport(Report):
         if self._baseline() is not None:
             lines.append(f"Speed is against float32 with jit_compile={self.present_jit}, as the model has it now.")
         lines.append(f"Memory is {self.memory_kind}." if self.memory_kind else "Nobody here tells how much memory.")
-        return lines + self._remarks
+        return lines + self._storage_lines() + self._remarks
 
     def _choice(self, found: Decision) -> str:
         setting = f"{self.policy} with jit_compile={self.jit_compile}"
@@ -393,6 +415,44 @@ class AdviceReport(Report):
         """
         self._remarks.append(line)
 
+    def _storage_lines(self) -> list:
+        """Returns what weights and slots need in each way, and how to store them in less where that is much."""
+        if not self.storage:
+            return []
+        sizes = [
+            f"{bytes_text(way.state_bytes)} ({way.state_bytes / self._parameters:.1f} bytes a parameter) {how}"
+            for way, how in zip(
+                self.storage, ("in float32", 'with `slot_dtype="bfloat16"`', 'under "bfloat16"'), strict=True
+            )
+        ]
+        lines = [f"Weights and optimizer state, with {self._optimizer_name}: {', '.join(sizes)}."]
+        saving = self._storage_saving()
+        if saving < MEMORY_WORTH:
+            lines.append(f"Small state would save {saving:.0%} of the memory at most: the rest is what a step needs.")
+        elif self.file is not None:
+            lines.append(
+                "Where memory is what is short: `mpkeras run --policy bfloat16 SCRIPT` stores both in bfloat16."
+            )
+        elif self.storage[1].state_bytes < self.storage[0].state_bytes:
+            slots = f'mpkeras.Policy("{self.policy}", slot_dtype="bfloat16")'
+            lines.append(
+                f"Where memory is what is short: `mpkeras.prepare(model, {slots})` stores the optimizer state in half, "
+                '`mpkeras.prepare(model, "bfloat16")` the weights as well.'
+            )
+        else:
+            lines.append('Where memory is what is short: `mpkeras.prepare(model, "bfloat16")` stores weights in half.')
+        return lines
+
+    def _storage_saving(self) -> float:
+        """Returns the share of all memory that weights and slots in bfloat16 would save."""
+        chosen = self._chosen()
+        # What a step needs beside the state. Where nobody tells, it is the gradients at least.
+        step = self.storage[0].gradient_bytes
+        if self.memory_kind not in (None, ESTIMATE) and chosen is not None and chosen.memory_bytes is not None:
+            step = chosen.memory_bytes
+        largest, smallest = self.storage[0].state_bytes, self.storage[-1].state_bytes
+        return (largest - smallest) / (largest + step)
+
     def _unmeasured_notes(self) -> list:
         setting = f"{self.policy} with jit_compile={self.jit_compile}"
         lines = ["Not measured, and so not sure: this is a guess from the device and the layers alone."]
@@ -401,6 +461,7 @@ class AdviceReport(Report):
         lines.append(f"Why: {self._native_reason}; {share}.")
         if self.bother and self._has_accelerator and self._parameters < _SMALL:
             lines.append("A model as small as this may gain nothing: it waits for its kernels to start.")
+        lines += self._storage_lines()
         if self.file is None:
             lines.append("Leave out `measure=False` to have steps on your own batch timed.")
         else:
@@ -422,6 +483,7 @@ class AdviceReport(Report):
             "native_reason": self._native_reason,
             "parameters": self._parameters,
             "memory_is": self.memory_kind,
+            "storage": [way._asdict() for way in self.storage],
             "advice": self.notes(),
             "cells": [self._cell_dict(cell) for cell in self.cells],
         }

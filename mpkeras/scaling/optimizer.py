@@ -13,7 +13,7 @@ from mpkeras.policies.dtypes import SMALL_DTYPE, check_slot_dtype
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.scaling.facts import FactsOfReplicas, StepFacts, check_loss_was_scaled, ended_update
 from mpkeras.scaling.gradient_statistics import gradient_statistics
-from mpkeras.scaling.small_state import Rounding, parts_of
+from mpkeras.scaling.small_state import Rounding, parts_of, slot_dtypes
 from mpkeras.scaling.window import Decision, GradientWindow, check_window, single_step
 
 if keras.backend.backend() == "tensorflow":
@@ -208,6 +208,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built:
             return
         self._warn_of_float16(variables)
+        _check_parts(self.inner_optimizer)
         # Within a traced step, too, once and not in it: what `build` assigns (ScheduleFreeAdamW starts from the
         # weights) must not become part of every step.
         with _backend.build_scope():
@@ -268,16 +269,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Stores each slot in the dtype that is asked for, its value kept; averages and single numbers in float32."""
         retyped = False
         for part in parts_of(self.inner_optimizer):
-            averages = {id(variable) for variable in _keras.weight_averages(part)}
-            weights = _keras.optimizer_trainable_variables(part)
-            for variable in part.variables:
-                if _keras.stored_dtype(variable) not in ("float32", SMALL_DTYPE):
-                    continue
-                is_single = id(variable) in averages or len(variable.shape) == 0
-                dtype = "float32" if is_single else self._slot_dtype
-                if dtype == "auto":
-                    weight = _keras.weight_of_slot(variable, weights)
-                    dtype = _keras.stored_dtype(variable if weight is None else weight)
+            for variable, dtype in slot_dtypes(part, self._slot_dtype):
                 if dtype in ("float32", SMALL_DTYPE) and dtype != _keras.stored_dtype(variable):
                     _keras.retype(variable, dtype)
                     retyped = True
@@ -1084,6 +1076,17 @@ def _checked_inner_optimizer(inner_optimizer):
             f"Received: inner_optimizer={inner_optimizer!r}. Pass its own `inner_optimizer`."
         )
     return inner_optimizer
+
+
+def _check_parts(inner_optimizer):
+    """Raises `ValueError` where an optimizer within a `MultiOptimizer` accumulates: steps are counted for all."""
+    for part in parts_of(inner_optimizer)[1:]:
+        if part.gradient_accumulation_steps:
+            raise ValueError(
+                "Expected optimizers in a `MultiOptimizer` that do not accumulate gradients themselves. Received: "
+                f"'{part.name}' with gradient_accumulation_steps={part.gradient_accumulation_steps}. Make it without, "
+                "and call `LossScaleOptimizer.accumulate(steps)` for all of them."
+            )
 
 
 def _refuse_inner_arguments(kwargs: dict):

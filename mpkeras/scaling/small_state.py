@@ -34,6 +34,32 @@ def parts_of(inner_optimizer) -> list:
     return [inner_optimizer, *getattr(inner_optimizer, "optimizers", [])]
 
 
+def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
+    """Returns `(variable, dtype)` of what a built optimizer, or one of its parts, keeps in float32 or bfloat16.
+
+    Slots are to be stored in `slot_dtype`; averages of the weights and single numbers in float32.
+
+    Args:
+        inner_optimizer: A Keras optimizer, not wrapped.
+        slot_dtype: `"auto"`, for the dtype of the weight that a slot is kept beside, or a dtype.
+        stored: `{id(weight): dtype}` of weights that are to be stored in another dtype than they are.
+    """
+    averages = {id(variable) for variable in _keras.weight_averages(inner_optimizer)}
+    weights = _keras.optimizer_trainable_variables(inner_optimizer)
+    found = []
+    for variable in inner_optimizer.variables:
+        if _keras.stored_dtype(variable) not in ("float32", SMALL_DTYPE):
+            continue
+        is_single = id(variable) in averages or len(variable.shape) == 0
+        dtype = "float32" if is_single else slot_dtype
+        if dtype == "auto":
+            weight = _keras.weight_of_slot(variable, weights)
+            beside = variable if weight is None else weight
+            dtype = (stored or {}).get(id(beside)) or _keras.stored_dtype(beside)
+        found.append((variable, dtype))
+    return found
+
+
 class Rounding:
     """How the assignments of one update of an optimizer are rounded.
 

@@ -99,13 +99,14 @@ def load_state_dict(model, state, optimizers=None, extra=()):
         variable.assign(values[key])
 
 
-def bytes_of_training(model, optimizer=None) -> dict:
+def bytes_of_training(model, optimizer=None, stored=None) -> dict:
     """Returns what training holds beside the activations, in bytes by dtype: weights, slots and gradients.
 
     Args:
         model: A built `keras.Model`.
         optimizer: The optimizer that trains it. Of one that is not built the slots are not known: then there is no
             `"slots"`.
+        stored: `{id(variable): dtype}` of those variables that are to be counted in another dtype than they have.
 
     Returns:
         `{"weights": {dtype: bytes}, "slots": ..., "gradients": ...}`. A gradient has the dtype of its weight.
@@ -113,13 +114,14 @@ def bytes_of_training(model, optimizer=None) -> dict:
     groups = {"weights": model.variables, "gradients": model.trainable_variables}
     if optimizer is not None and optimizer.built:
         groups["slots"] = [v for v in getattr(optimizer, "inner_optimizer", optimizer).variables if len(v.shape) > 0]
-    return {name: _bytes_by_dtype(groups[name]) for name in ("weights", "slots", "gradients") if name in groups}
+    names = [name for name in ("weights", "slots", "gradients") if name in groups]
+    return {name: _bytes_by_dtype(groups[name], stored or {}) for name in names}
 
 
-def _bytes_by_dtype(variables) -> dict:
+def _bytes_by_dtype(variables, stored: dict) -> dict:
     sums: dict = {}
     for variable in variables:
-        dtype = keras.backend.standardize_dtype(variable.dtype)
+        dtype = stored.get(id(variable)) or keras.backend.standardize_dtype(variable.dtype)
         if "float" not in dtype or variable.shape is None:
             # The states of random generators, and what comes into being with the first batch.
             continue

@@ -106,6 +106,37 @@ def test_there_and_back(saved):
     np.testing.assert_array_equal(numpy(loaded(IMAGES)), numpy(model(IMAGES)))
 
 
+def test_weights_in_bfloat16_and_back(saved, capsys):
+    """A file half as large, which predicts what mixed_bfloat16 does: that rounds the same weights when it computes."""
+    path, model = saved
+    mixed, small, back = (path.parent / f"{name}.keras" for name in ("mixed", "small", "back"))
+    convert(path, mixed, "mixed_bfloat16")
+    assert main(["convert", str(path), str(small), "--policy", "bfloat16"]) == 0
+    # 112 of the convolution and 25 of the head; the normalization stays in float32.
+    assert "(keras): 137 parameters in bfloat16 and 16 in float32, " in capsys.readouterr().out
+    loaded = keras.saving.load_model(small)
+    assert (loaded.get_layer("conv").kernel.dtype, loaded.get_layer("norm").gamma.dtype) == ("bfloat16", "float32")
+    assert loaded.outputs[0].dtype == "float32"
+    np.testing.assert_array_equal(numpy(loaded(IMAGES)), numpy(keras.saving.load_model(mixed)(IMAGES)))
+
+    report = convert(small, back, "float32")
+    assert report.to_dict()["parameters_by_dtype"] == {"float32": 153}
+    assert report.layers_by_dtype() == {"float32": 5}
+    again = keras.saving.load_model(back)
+    assert {weight.dtype for weight in again.weights} == {"float32"}
+    for weight, rounded, first in zip(again.weights, loaded.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(numpy(weight), numpy(rounded))
+        np.testing.assert_allclose(numpy(weight), numpy(first), rtol=2.0**-8)  # to the nearest of 8 bits
+    convert(small, path.parent / "trains.keras", "mixed_bfloat16")
+    assert keras.saving.load_model(path.parent / "trains.keras").get_layer("conv").kernel.dtype == "float32"
+
+
+def test_a_file_of_bfloat16_weights_is_half_as_large(tmp_path):
+    keras.Sequential([keras.Input((256,)), keras.layers.Dense(512)]).save(tmp_path / "in.keras")
+    report = convert(tmp_path / "in.keras", tmp_path / "out.keras", "bfloat16")
+    assert 0.48 < report.out_bytes / report.source_bytes < 0.55
+
+
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_an_h5_file(saved):
     path, model = saved
@@ -186,7 +217,9 @@ def test_classes_of_the_user(tmp_path, monkeypatch, capsys):
         pytest.param(["{dir}/text.pt", "{out}", "--policy", "float32"], "a `.keras` or `.h5` file", id="other file"),
         pytest.param(["{dir}/w.weights.h5", "{out}", "--policy", "float32"], "holds weights only", id="weights only"),
         pytest.param(["{in}", "{out}", "--policy", "mixed_flaot16"], "Did you mean 'mixed_float16'?", id="policy"),
-        pytest.param(["{in}", "{out}", "--policy", "float16"], "with float32 variables", id="float16 variables"),
+        pytest.param(
+            ["{in}", "{out}", "--policy", "float16"], "with float32 or bfloat16 variables", id="float16 variables"
+        ),
         pytest.param(["{in}", "{in}", "--policy", "float32"], "Say `--force` to replace it", id="output exists"),
         pytest.param(["{in}", "{dir}", "--policy", "float32", "--force"], "that ends in", id="a dotted dir"),
         pytest.param(

@@ -279,3 +279,77 @@ def test_state_of_a_small_optimizer_survives_saving_bit_for_bit():
     for run_variables, run in ((variables, optimizer), (others, other)):
         run.apply([keras.ops.full(run_variables[0].shape, 0.3)], run_variables)
     assert snapshot(variables) == snapshot(others)
+
+
+def two_parts():
+    """Returns a model of two kernels, whose paths an optimizer can be chosen by."""
+    layers = [
+        keras.layers.Dense(64, use_bias=False, kernel_initializer="ones", name=name) for name in ("encoder", "head")
+    ]
+    return keras.Sequential([keras.Input((64,)), *layers])
+
+
+def trained_in_parts(policy, mode, make_optimizers, steps=12, faults=()):
+    """Returns the variables of `two_parts` and the optimizers, each of which trains the parts that it is given."""
+    model = mpkeras.apply_policy(two_parts(), policy)
+    variables = model.trainable_variables
+    optimizers = [LossScaleOptimizer(make(), loss_scale=8.0) for make in make_optimizers]
+    parts = [variables] if len(optimizers) == 1 else [[variable] for variable in variables]
+    applied = [applier(optimizer, part, mode) for optimizer, part in zip(optimizers, parts, strict=True)]
+    rng = np.random.default_rng(5)
+    for number in range(steps):
+        grads = [(0.5 + 0.1 * rng.standard_normal(v.shape)).astype("float32") for v in variables]
+        groups = [grads] if len(optimizers) == 1 else [[grad] for grad in grads]
+        if number in faults:
+            # The last optimizer alone overflows.
+            applied[-1]([np.full_like(grad, np.inf) for grad in groups[-1]])
+        for apply, group in zip(applied, groups, strict=True):
+            apply([grad * 8 for grad in group])
+    return variables, optimizers
+
+
+def multi_optimizer():
+    parts = {".*encoder.*": keras.optimizers.Adam(1e-3)}
+    sgd = keras.optimizers.SGD(2e-3, momentum=0.5)
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd, parts))
+
+
+SEVERAL = {
+    "two optimizers": [lambda: keras.optimizers.Adam(1e-3), lambda: keras.optimizers.SGD(2e-3, momentum=0.5)],
+    "MultiOptimizer": [multi_optimizer],
+}
+if not hasattr(keras.optimizers, "MultiOptimizer"):
+    del SEVERAL["MultiOptimizer"]  # in later versions of Keras
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("several", SEVERAL)
+def test_several_optimizers(several, mode):
+    makes = SEVERAL[several]
+    reference, _ = trained_in_parts("float32", mode, makes)
+    small, optimizers = trained_in_parts("bfloat16", mode, makes)
+    assert [stored_dtype(v) for v in small] == ["bfloat16"] * 2
+    slots = [slot for optimizer in optimizers for slot in slots_of(optimizer)]
+    # Two moments and one momentum.
+    assert [stored_dtype(slot) for slot in slots] == ["bfloat16"] * 3
+    for variable, expected in zip(small, reference, strict=True):
+        moved = float32(expected).mean() - 1
+        assert abs(moved) > 0.3 * STEP_OF_BFLOAT16
+        # As in `test_moves_as_in_float32`.
+        tolerance = 3 * STEP_OF_BFLOAT16 * np.sqrt(12) / np.sqrt(COUNT) / 2 + 0.03 * abs(moved)
+        assert abs(float32(variable).mean() - 1 - moved) < tolerance
+    skipped, others = trained_in_parts("bfloat16", mode, makes, faults=(0, 7))
+    assert int(others[-1].skipped_steps) == 2 and (several == "MultiOptimizer" or int(others[0].skipped_steps) == 0)
+    states = [
+        snapshot([*variables, *(v for o in found for v in o.inner_optimizer.variables)])
+        for variables, found in ((small, optimizers), (skipped, others))
+    ]
+    assert states[0] == states[1]
+
+
+@pytest.mark.skipif("MultiOptimizer" not in SEVERAL, reason="not in this Keras")
+def test_a_part_of_a_multi_optimizer_does_not_accumulate():
+    part = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    multi = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(part))
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=3\. Make it without"):
+        LossScaleOptimizer(multi).build(weights("float32"))
