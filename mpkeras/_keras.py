@@ -573,3 +573,9 @@ class SavedBeside(keras.src.saving.keras_saveable.KerasSaveable):
 def layout_map_of(distribution):
     """Returns the `LayoutMap` that a `ModelParallel` was made with, for which it has no public name."""
     return distribution._layout_map
+
+
+def portable_config(optimizer) -> dict:
+    """Returns the config of an optimizer, with Keras' class for all backends in place of one for this backend alone."""
+    config = keras.saving.serialize_keras_object(optimizer)
+    return config | ({"module": "keras.optimizers"} if config["module"].startswith("keras.src.backend.") else {})

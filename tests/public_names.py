@@ -29,6 +29,8 @@ RETURNED = (
 # Without an underscore as other modules of mpkeras call them; no user does.
 INTERNAL = {
     "AdviceReport.add_remark",
+    "Forecast.add",
+    "Forecast.room",
     "LossScaleOptimizer.decide",
     "LossScaleOptimizer.rounding",
     "LossScaleOptimizer.store_slots",

@@ -520,3 +520,30 @@ def test_methods_of_optimizers_have_a_form_of_no_backend(name):
     assert hasattr(keras.optimizers.Adam(), private.CLIP_METHOD)
     with pytest.raises(AttributeError, match="no_such_method"):
         private.portable_method(keras.optimizers.Adam(), "no_such_method")
+
+
+def test_the_config_of_an_optimizer_names_the_class_of_every_backend():
+    config = private.portable_config(keras.optimizers.AdamW(3e-4, beta_1=0.7))
+    made = keras.saving.deserialize_keras_object(config)
+    assert config["module"] == "keras.optimizers" and isinstance(made, keras.optimizers.AdamW)
+    assert made.beta_1 == 0.7
+
+    class Mine(keras.optimizers.SGD):
+        pass
+
+    assert private.portable_config(Mine())["module"] == __name__
+
+
+def test_the_layouts_that_a_distribution_was_made_with():
+    mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), ["cpu:0", "cpu:1", "cpu:2", "cpu:3"])
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts["dense.*kernel"] = (None, "model")
+    made = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    assert private.layout_map_of(made)["dense/kernel"].axes == (None, "model")
+
+
+def test_a_variable_without_a_value_gets_another_dtype_and_no_value():
+    with keras.StatelessScope(initialize_variables=False):
+        variable = keras.Variable("ones", shape=(2, 3))
+        private.retype(variable, "bfloat16")
+    assert variable.dtype == "bfloat16" and private.stored_value(variable) is None

@@ -63,7 +63,7 @@ class CompileRequest:
                 "modules": modules,
                 "main": _main_source() if "__main__" in modules else None,
                 "model": config,
-                "optimizer": _serialized_optimizer(optimizer),
+                "optimizer": _keras.portable_config(optimizer),
                 "loss": serialized_losses(loss),
                 "sparse": _takes_classes(loss),
                 "x": keras.tree.map_structure(_spec, x),
@@ -136,12 +136,6 @@ def _optimizer(model, optimizer):
     return optimizer
 
 
-def _serialized_optimizer(optimizer) -> dict:
-    config = keras.saving.serialize_keras_object(optimizer)
-    # Of a class that Keras has for this backend alone, the one that stands for it everywhere.
-    return config | ({"module": "keras.optimizers"} if config["module"].startswith("keras.src.backend.") else {})
-
-
 def _config(model) -> tuple:
     """Returns the model's config without how it was compiled, and the objects whose classes it names."""
     try:
@@ -162,7 +156,9 @@ def _config(model) -> tuple:
     layers = [model, *layers_of(model)]
     functions = [value for layer in layers for value in vars(layer).values() if inspect.isfunction(value)]
     owners = [*layers, *functions]
-    return without_compile(json.loads(text)), [*owners, *keras.saving.get_custom_objects().values()]
+    # Of what is registered in this process, that which the config names.
+    owners += [thing for name, thing in keras.saving.get_custom_objects().items() if f'"{name}"' in text]
+    return without_compile(json.loads(text)), owners
 
 
 def _module(thing) -> str:
@@ -195,11 +191,11 @@ def _tensors(structure, inputs, name, default="float32"):
         dtype = default if inputs is None else keras.tree.flatten(inputs)[0].dtype
         return _tensor(structure, dtype, name)
     if isinstance(structure, dict):
-        of = inputs if isinstance(inputs, dict) else {}
-        return {key: _tensors(part, of.get(key), name, default) for key, part in structure.items()}
+        named = inputs if isinstance(inputs, dict) else {}
+        return {key: _tensors(part, named.get(key), name, default) for key, part in structure.items()}
     if isinstance(structure, (list, tuple)):
-        of = inputs if isinstance(inputs, (list, tuple)) else [None] * len(structure)
-        return [_tensors(part, other, name, default) for part, other in zip(structure, of, strict=False)]
+        placed = inputs if isinstance(inputs, (list, tuple)) else [None] * len(structure)
+        return [_tensors(part, other, name, default) for part, other in zip(structure, placed, strict=False)]
     if not hasattr(structure, "shape") or not hasattr(structure, "dtype"):
         raise TypeError(
             f"Expected `{name}` to be arrays or shapes. Received: {structure!r} of type {type(structure).__name__}. "

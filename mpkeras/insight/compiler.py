@@ -1,5 +1,6 @@
 """The process that compiles, seen from the one that asks."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -64,7 +65,9 @@ class Compiler:
             text=True,
         )
         self._answers: queue.Queue = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests = self._process.stdin
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
         try:
             self._ask(request.text)
         except BaseException:
@@ -75,13 +78,14 @@ class Compiler:
     def __exit__(self, *_):
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.close()
         self._log.close()
 
-    def _read(self):
-        for line in self._process.stdout:
-            self._answers.put(line)
+    def _read(self, lines):
+        with lines:
+            for line in lines:
+                self._answers.put(line)
         self._answers.put(None)
 
     def compile(self, policy: str, batch: int) -> dict:
@@ -93,8 +97,8 @@ class Compiler:
     def _ask(self, text) -> dict:
         left = self._deadline - time.monotonic()
         try:
-            self._process.stdin.write(text + "\n")
-            self._process.stdin.flush()
+            self._requests.write(text + "\n")
+            self._requests.flush()
             line = self._answers.get(timeout=max(0.0, left) if left < math.inf else None)
         except BrokenPipeError:
             line = None

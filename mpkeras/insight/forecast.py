@@ -69,7 +69,7 @@ def forecast(
     >>> report.to_dict()["policies"]["float32"]["conditionals"]
     0
     >>> print(report)
-    What a CPU would give model 'sequential...
+    What this machine's CPU would give model 'sequential...
     """
     check_model(model)
     request = CompileRequest(model, x, y, device, devices, policies, optimizer, loss)
@@ -176,14 +176,16 @@ class Forecast(Report):
     missing: list = dataclasses.field(default_factory=list)
     out_of_time: float | None = None
 
-    @property
-    def title(self) -> str:
-        """What the table is about, in one line."""
+    def __post_init__(self):
         many = f"{self.devices} x " if self.devices > 1 else ""
-        return f"What {many}{self.target.title} would give model '{self.model_name}', batch {self.batch}"
+        self.title = f"What {many}{self.target.title} would give model '{self.model_name}', batch {self.batch}"
 
     def room(self, found: dict) -> int:
-        """Returns the bytes that a program leaves of what one device has for it; negative where it does not fit."""
+        """Returns the bytes that a program leaves of what one device has for it; negative where it does not fit.
+
+        Args:
+            found: What the compiler said of it.
+        """
         if "too_large" in found:
             return min(-1, self._usable_bytes - found["too_large"])
         return self._usable_bytes - found["peak_bytes"]
@@ -193,7 +195,12 @@ class Forecast(Report):
         return self.target.memory_bytes - self.target.reserved_bytes
 
     def add(self, policy: str, found: dict):
-        """Adds what the compiler said of the step of one policy."""
+        """Adds what the compiler said of the step of one policy.
+
+        Args:
+            policy: Its name.
+            found: What the compiler said.
+        """
         fits = self.room(found) >= 0
         if "too_large" in found:
             # The compiler of a TPU makes no program that does not fit, and says of its memory alone.

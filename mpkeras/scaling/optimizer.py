@@ -204,6 +204,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
             variables: List of the trainable `keras.Variable`s.
+
+        Raises:
+            ValueError: If a part of a `MultiOptimizer` accumulates gradients by itself.
         """
         if self.built:
             return

@@ -203,7 +203,15 @@ class TrainStep:
         Args:
             device: The device; `None` for those of the `keras.distribution` in force.
             x, y: Tensors, or anything with shape and dtype, in the structure of a batch.
+
+        Raises:
+            ValueError: On a backend that is not JAX.
         """
+        if not hasattr(self._compiled, "compiled_for"):
+            raise ValueError(
+                f"Expected Keras on JAX, which compiles for other devices. Received: {keras.backend.backend()}. Call "
+                "`mpkeras.forecast`, which has a process of JAX for it."
+            )
         self._get_ready(x, y)
         return self._compiled.compiled_for(device, x, y)
 

@@ -879,3 +879,36 @@ def test_ten_lengths_are_traced_twice(jit_compile):
     # A program's text is of one batch, with its shapes.
     if jit_compile:
         assert "f32[2,7,1]" in step.compiler_ir(np.ones((2, 7, 1), "float32"), np.zeros((2, 1), "float32"))
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_python_branches_on_tensors_are_refused_as_in_fit(jit_compile):
+    """One meaning, whichever door: what trains in the step trains in `fit`."""
+
+    def branching_loss(y, y_pred):
+        error = keras.ops.mean(keras.ops.square(y - y_pred))
+        if error > 3.0:
+            error = 3.0 * keras.ops.sqrt(error)
+        return error
+
+    x, y = np.ones((4, 2), "float32"), np.full((4, 1), 5, "float32")
+    model = linear_model()
+    model.compile(keras.optimizers.SGD(0.25), branching_loss, jit_compile=jit_compile)
+    with pytest.raises(TypeError, match="symbolic `tf.Tensor` as a Python `bool`"):
+        model.fit(x, y, verbose=0)
+    step = make_train_step(linear_model(), keras.optimizers.SGD(0.25), branching_loss, jit_compile=jit_compile)
+    with pytest.raises(TypeError, match="symbolic `tf.Tensor` as a Python `bool`"):
+        step(x, y)
+
+    import tensorflow as tf
+
+    step = make_train_step(
+        linear_model(), keras.optimizers.SGD(0.25), tf.function(branching_loss), jit_compile=jit_compile
+    )
+    # Zeros predict 0 for 5: an error of 25, and 3 * 5 after the branch.
+    assert float(step(x, y)["loss"]) == pytest.approx(15.0)
+
+
+def linear_model():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])

@@ -1,0 +1,58 @@
+"""`mpkeras forecast`: what it prints of a file, and one line on bad input."""
+
+import importlib.util
+import json
+
+import keras
+import pytest
+from keras import layers
+
+from _mpkeras_cli import main
+
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX compiles, which is not installed")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = keras.Sequential([keras.Input((None, 24)), layers.Dense(48, "relu"), layers.Dense(8)], name="small")
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    model.save(tmp_path / "small.keras")
+    return str(tmp_path / "small.keras")
+
+
+@needs_jax
+@pytest.mark.slow
+def test_a_file_as_it_was_saved(capsys, tmp_path, saved):
+    options = ["--batch", "6", "--open-size", "5", "--policy", "mixed_bfloat16", "--plot", str(tmp_path / "plot.png")]
+    assert main(["forecast", saved, "--device", "cpu", "--json", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device"], found["batch"], list(found["policies"])) == ("cpu", 6, ["mixed_bfloat16"])
+    weights = 24 * 48 + 48 + 48 * 8 + 8
+    # The weights, and the momentum that the file's optimizer keeps.
+    assert 0 <= found["policies"]["mixed_bfloat16"]["persistent_bytes"] - 8 * weights < 100
+    # 6 rows of 5 steps each: forward, and to the weights of both layers and the inputs of the second.
+    flops = 2 * 30 * (2 * 24 * 48 + 3 * 48 * 8)
+    assert sum(found["policies"]["mixed_bfloat16"]["matrix_flops"].values()) == flops
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "h10"], "Received: 'h10'. Did you mean 'h100'?"),
+        (["--batch", "0"], "argument --batch: expected a whole number of at least 1, received '0'"),
+        (["--policy", "float17"], "Received: name='float17'"),
+        (["--devices", "7"], "Expected a batch that 7 devices can share evenly. Received: 32 rows. Pass 28."),
+    ],
+)
+def test_bad_input_is_one_line(capsys, saved, arguments, message):
+    try:
+        status = main(["forecast", saved, *arguments])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert captured.out == "" and line.startswith("mpkeras forecast: error: ") and message in line
