@@ -534,6 +534,7 @@ def test_the_config_of_an_optimizer_names_the_class_of_every_backend():
     assert private.portable_config(Mine())["module"] == __name__
 
 
+@pytest.mark.backends("jax")
 def test_the_layouts_that_a_distribution_was_made_with():
     mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), ["cpu:0", "cpu:1", "cpu:2", "cpu:3"])
     layouts = keras.distribution.LayoutMap(mesh)

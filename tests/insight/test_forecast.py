@@ -127,7 +127,8 @@ def test_the_forecast_for_this_cpu_is_what_its_compiled_step_takes(name):
     y = np.zeros(tuple(model.compute_output_shape(shape)), "float32")
     assert found["temporary_bytes"] == step.temporary_bytes(x, y)
     held = [*model.variables, *step.optimizer.variables]
-    assert found["persistent_bytes"] == sum(np.asarray(v.value).nbytes for v in held)
+    # A step is not given the flags that it only writes.
+    assert 0 <= sum(np.asarray(v.value).nbytes for v in held) - found["persistent_bytes"] <= 8
 
 
 @needs_jax
@@ -144,6 +145,25 @@ def test_layers_losses_and_optimizers_of_the_user():
     weights = 24 * 24 + 24 + 24 * 3 + 3
     # Weights, two slots of Adam, sums of gradients, and the inner optimizer's own sums, unused beside them.
     assert 0 <= clean(found.policies["mixed_float16"])["persistent_bytes"] - 20 * weights < 200
+
+
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+def test_weights_that_devices_share():
+    mesh = keras.distribution.DeviceMesh((2, 4), ("rows", "model"), [f"tpu:{i}" for i in range(8)])
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts[".*kernel"] = (None, "model")
+    devices = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="rows")
+    report = mpkeras.forecast(
+        mlp(), (64, 96), device="cpu", devices=devices, policies=["float32"], optimizer="sgd", verbose=0
+    )
+    found = clean(report.policies["float32"])
+    assert report.devices == 8
+    kernels, biases = 96 * 128 + 128 * 16, 128 + 16
+    assert 0 <= found["persistent_bytes"] - 4 * (kernels // 4 + biases) < 100
+    # A device has half of the rows and a quarter of each product.
+    assert sum(found["matrix_flops"].values()) == 2 * 32 * (2 * 96 * 128 + 3 * 128 * 16) // 4
+    assert found["collectives"]
 
 
 @needs_compilers
