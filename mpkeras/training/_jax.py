@@ -316,7 +316,13 @@ class CompiledStep:
             )
         with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, new_optimizer, strict=True))):
             result = {"loss": loss, "loss_scale": parts.loss_scale(), **results, "skipped": skipped}
+        result["before"] = self._moving_values(state)
         return [trainable, updated, new_optimizer, new_metrics], result
+
+    def _moving_values(self, state) -> list:
+        groups = zip(self._variables()[2:], state[2:], strict=True)
+        by_id = {id(v): value for group in groups for v, value in zip(*group, strict=True)}
+        return [by_id[id(variable)] for variable in self._parts.moving]
 
     def _applied(self, grads, trainable, non_trainable, optimizer_values):
         """Returns the values of the trained weights and of the optimizer's variables after its update."""

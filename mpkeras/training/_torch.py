@@ -312,6 +312,7 @@ class CompiledStep:
     def __call__(self, x, y, sample_weight):
         parts = self._parts
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
+        before = {"before": [variable.value.clone() for variable in parts.moving]}
 
         def run():
             update = self._update if has_rows(x) or not parts.checks else self._no_update
@@ -322,8 +323,8 @@ class CompiledStep:
                 result, skipped = _run_without_trace(
                     self._found, lambda: parts.metrics, [parts.optimizer], run, parts.metric_results
                 )
-                return {**result, "skipped": torch.tensor(skipped)}
-            return {**run(), "skipped": parts.last_step_skipped()}
+                return {**result, **before, "skipped": torch.tensor(skipped)}
+            return {**run(), **before, "skipped": parts.last_step_skipped()}
 
     def compiler_ir(self, x, y, sample_weight, optimized):
         raise ValueError(
