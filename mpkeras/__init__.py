@@ -5,6 +5,7 @@ from mpkeras._version import __version__
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.insight.advice import advise
 from mpkeras.insight.audit import audit
+from mpkeras.insight.capsule import load_capsule
 from mpkeras.insight.hardware import hardware
 from mpkeras.insight.numerics import trace_numerics
 from mpkeras.layers import float32_island
@@ -42,6 +43,7 @@ __all__ = [
     "global_policy",
     "hardware",
     "layers",
+    "load_capsule",
     "load_state_dict",
     "make_train_step",
     "policy_scope",

@@ -17,7 +17,7 @@ from mpkeras.training import capsule_file, metric_states
 from mpkeras.training.state import named_variables, state_dict
 
 # Among what a step returns within mpkeras: the values of `moving_variables` before it.
-BEFORE = "before"
+BEFORE = "before the step"
 _NOT_DENSE = ("RaggedTensor", "SparseTensor", "BCOO", "IndexedSlices", "PerReplica", "DistributedValues")
 
 
@@ -76,8 +76,10 @@ def capsule_of_step(path, parts, before: dict, *, batch, result: dict, step: int
     """
     model, optimizer = parts.model, parts.optimizer
     content = {"kind": "step", "step": step, "epoch": None, "options": parts.options()}
-    for name, thing in (("optimizer", optimizer), ("loss", parts.objective.given[0]), ("metrics", parts.objective.given[1])):
+    loss, metrics = parts.objective.given
+    for name, thing in (("loss", loss), ("metrics", metrics)):
         content |= _serialized(name, lambda thing=thing: keras.saving.serialize_keras_object(thing))
+    content |= _serialized("optimizer", lambda: _config_of(optimizer))
     arrays = {}
     for name, value in result.items():
         key = name if name in ("loss", "loss_scale", "skipped") else f"logs/{name}"
@@ -115,8 +117,17 @@ def _write(path, model, extra, optimizers, metrics, before, content, arrays) -> 
 
 
 def layer_dtypes(model) -> list:
-    """Returns `[path, class, policy]` of each layer, as JSON can hold it."""
-    return [[layer.path or layer.name, type(layer).__name__, layer.dtype_policy.name] for layer in layers_of(model)]
+    """Returns `[path, class, compute dtype, variable dtype]` of each layer that computes, as JSON can hold it."""
+    layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
+    return [[layer.path or layer.name, type(layer).__name__, layer.compute_dtype, layer.variable_dtype] for layer in layers]
+
+
+def _config_of(optimizer) -> dict:
+    config = keras.saving.serialize_keras_object(optimizer)
+    # The wrapper writes the length of its window there, for plain Keras; `options` has it.
+    inner = optimizer.inner_optimizer
+    config["config"]["inner_optimizer"]["config"]["gradient_accumulation_steps"] = inner.gradient_accumulation_steps
+    return config
 
 
 def _serialized(name: str, serialize) -> dict:

@@ -316,6 +316,9 @@ class TrainStep:
 class StepParts:
     """What the backends' steps are made of: model, optimizer, losses and metrics."""
 
+    # Under which their results hold the values of `moving` before the step.
+    BEFORE = BEFORE
+
     def __init__(self, model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow):
         self.model = model
         self.optimizer = optimizer
