@@ -11,10 +11,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from _mpkeras_cli import advise, audit, convert, demo, hardware, run
+from _mpkeras_cli import advise, audit, convert, demo, hardware, replay, run
 
 # Each adds its subcommand.
-COMMANDS = (demo, run, hardware, audit, advise, convert)
+COMMANDS = (demo, run, hardware, audit, advise, convert, replay)
 
 
 class _Parser(argparse.ArgumentParser):

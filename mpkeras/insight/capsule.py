@@ -1,6 +1,7 @@
 """`load_capsule`: a step that was skipped, run again from its file, and named to the operation."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import re
@@ -106,6 +107,8 @@ class Capsule:
         self._safe_mode = safe_mode
         self._model = None
         self._train_step: TrainStep | None = None
+        # Of the layers of the model that there is now: the paths that they had.
+        self._paths: dict = {}
         try:
             self.kind = {"fit": "fit", "step": "step"}[content["kind"]]
             self.step, self.epoch = int(content["step"]), content["epoch"]
@@ -216,7 +219,9 @@ class Capsule:
             watch = functools.partial(_watched_layers, model)
             found = backend.first_operation(_below(step), state, data, gradients, origins, watch)
         self._restore()
-        return found or (sources[0] if sources else None)
+        if found is None:
+            return sources[0] if sources else None
+        return dataclasses.replace(found, where=self._paths.get(found.where, found.where))
 
     def remedy(self, operation: Operation | None = None, report: NumericsReport | None = None) -> str:
         """Returns what to do about the step, in a sentence.
@@ -236,8 +241,8 @@ class Capsule:
             what = "it divides by, takes the logarithm or the root of" if operation.side == "forward" else "its slope is of"
             return f"No 16 bits are at fault: look at what {what}, and add an epsilon or clip it there."
         report = self.trace() if report is None else report
-        if report.remedies() and operation.side == "forward":
-            return " ".join(report.remedies()[:1])
+        if report.rules and operation.side == "forward":
+            return self._with_its_paths(report.remedies()[0])
         if operation.side == "forward":
             path = re.escape(operation.where or "")
             return f"Keep the layer in float32 with the rule 'path:^{path}$', or train in 'mixed_bfloat16'."
@@ -245,6 +250,12 @@ class Capsule:
             f"Gradients overflow at a loss scale of {self.loss_scale:g}. A dynamic one comes down by itself; if it does "
             "not stop, train in 'mixed_bfloat16' or keep the layer in float32."
         )
+
+    def _with_its_paths(self, text: str) -> str:
+        """Returns `text` with the paths that the layers had then: one made anew may have another."""
+        for now, then in self._paths.items():
+            text = text.replace(f"'{now}'", f"'{then}'").replace(f"^{re.escape(now)}$", f"^{re.escape(then)}$")
+        return text
 
     @property
     def loss_scale(self) -> float:
@@ -310,6 +321,7 @@ class Capsule:
                 f"Expected a capsule of this model, with the same layers in the same dtypes. Received: '{self._path}' for "
                 f"model '{model.name}', which has {what}. Pass the model as it was trained, or none."
             )
+        self._paths = {now[0]: then[0] for now, then in zip(rows, self._layers, strict=True)}
 
     def _described(self, name: str):
         config = self._content.get(name)

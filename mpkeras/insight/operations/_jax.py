@@ -1,5 +1,6 @@
 """On JAX: the program of a step, interpreted equation by equation, into what it calls, branches and loops."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ from jax.extend.core import Literal
 
 from mpkeras.insight._jax import scope
 from mpkeras.insight.flops import owner_of
-from mpkeras.insight.operations.origins import Operation, is_float, user_line
+from mpkeras.insight.operations.origins import Operation, is_finite, is_float, user_line
 
 
 def first_operation(step, state, data, gradients, origins, watch_layers):
@@ -34,7 +35,12 @@ def first_operation(step, state, data, gradients, origins, watch_layers):
     values = interpreter.run(closed.jaxpr, closed.consts, jax.tree_util.tree_leaves((state, data)), None)
     number = len(shapes[0])
     found = [[np.asarray(value) for value in part] for part in (values[:number], values[number:])]
-    return origins.first(found[0]) or origins.first([array for array in found[1] if is_float(array)])
+    logs = [array for array in found[1] if is_float(array)]
+    operation = origins.first(found[0]) or origins.first(logs)
+    if operation is not None and operation.side == "forward" and all(map(is_finite, logs)):
+        # JAX computes slopes along with the forward pass: what reaches gradients alone is of the backward one.
+        return dataclasses.replace(operation, side="backward")
+    return operation
 
 
 def _logs_and_state(result):
@@ -63,6 +69,9 @@ class _Interpreter:
 
         values.update(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
+        literals = [atom.val for equation in jaxpr.eqns for atom in equation.invars if isinstance(atom, Literal)]
+        for array in _floats([*consts, *literals]):
+            self._origins.know_constant(array)
         for equation in jaxpr.eqns:
             inputs = [read(atom) for atom in equation.invars]
             outputs = self._evaluated(equation, inputs, owner)

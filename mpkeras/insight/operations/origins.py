@@ -62,6 +62,11 @@ class Origins:
             self._operations[-1] = dataclasses.replace(self._operations[-1], where=path)
         self._casts_ahead = False
 
+    def know_constant(self, array):
+        """Takes down a constant of the program."""
+        if not is_finite(array):
+            self._origin_of.setdefault(_key(array), _CONSTANT)
+
     def note(self, inputs, outputs, describe: Callable):
         """Takes down one operation, in the order in which they run.
 
@@ -85,6 +90,8 @@ class Origins:
         if not self._has_source and _SOURCE in known:
             # Of an operation that was not seen, such as one in a compiled function.
             known = [origin for origin in known if origin != _SOURCE]
+        if len(known) == len(given) and set(known) == {_CONSTANT}:
+            return _CONSTANT
         known = [origin for origin in known if origin != _CONSTANT]
         if known:
             return min(known)
