@@ -26,7 +26,8 @@ GOAL, GOAL_BITS, GOAL_OPERATION = 1.01, 1.0, 0.99
 COMPILED_EVERY = 8
 NAMES = {
     "cast": {"Cast", "convert_element_type", "_to_copy"},
-    "matmul": {"MatMul", "BatchMatMulV2", "dot_general", "mm", "addmm"},
+    # Keras' product on torch's CPU is of float32 numbers, and cast afterwards.
+    "matmul": {"MatMul", "BatchMatMulV2", "dot_general", "mm", "addmm", "_to_copy"},
     "log": {"Log", "log"},
     "exp": {"Exp", "exp"},
     "multiply": {"Mul", "mul", "mul_"},
@@ -63,10 +64,10 @@ def fault_layers():
             large = ops.abs(inputs) + 100.0
             return ops.exp(large)
 
-    class Times(keras.layers.Layer):
+    class Steep(keras.layers.Layer):
         def call(self, inputs):
             factor = ops.cast(3000.0, inputs.dtype)
-            return inputs * factor
+            return inputs + (inputs - ops.stop_gradient(inputs)) * factor
 
     class Root(keras.layers.Layer):
         def call(self, inputs):
@@ -76,7 +77,7 @@ def fault_layers():
     def by_zero(y, y_pred):
         return ops.mean(ops.square(y - y_pred), axis=-1) / (ops.abs(ops.mean(y, axis=-1)) * 0.0)
 
-    return {"Log": Log, "Exp": Exp, "Times": Times, "Root": Root, "by_zero": by_zero}
+    return {"Log": Log, "Exp": Exp, "Steep": Steep, "Root": Root, "by_zero": by_zero}
 
 
 def draw(seed: int, own: dict):
@@ -94,7 +95,7 @@ def draw(seed: int, own: dict):
     with_own = {
         "logarithm of zero": lambda: own["Log"](dtype="float32"),
         "exponential": lambda: own["Exp"](dtype="float32"),
-        "gradient of a product": lambda: own["Times"](),
+        "gradient of a product": lambda: own["Steep"](),
         "slope of a root": lambda: own["Root"](dtype="float32"),
     }
     keras.config.set_dtype_policy(policy)
@@ -109,9 +110,6 @@ def draw(seed: int, own: dict):
         middle = [kinds[i]() for i in rng.integers(len(kinds), size=rng.integers(1, 4))]
         if name in with_own:
             middle.insert(int(rng.integers(len(middle) + 1)), with_own[name]())
-            if name == "gradient of a product":
-                # Behind it numbers are of size 1 again.
-                middle.append(layers.LayerNormalization())
         model = keras.Sequential([keras.Input((6,)), first, *middle, layers.Dense(3)], name="drawn")
     finally:
         keras.config.set_dtype_policy("float32")
@@ -127,9 +125,8 @@ def draw(seed: int, own: dict):
     elif name == "product beyond float16":
         x = np.abs(x) * 15000 + 10000
     elif name == "gradient of a product":
-        # Only this layer's: the gradients behind it are about 1, or a LayerNormalization of large numbers hides them.
-        scale = 2.0**15
-        y *= 0.01
+        # The gradients behind the layer are some hundreds, and those before it a thousand times as large.
+        scale = 2.0**10
     return name, model, x, y, own["by_zero"] if name == "division in the loss" else "mse", scale
 
 

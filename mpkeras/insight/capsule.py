@@ -10,19 +10,19 @@ import keras
 import numpy as np
 
 from mpkeras import _keras, _replaced
-from mpkeras.conversion.plan import layers_of
 from mpkeras.devices.environment import environment
 from mpkeras.insight.comparison import Comparison, compare_with
 from mpkeras.insight.numerics import NumericsReport, trace_numerics, traced
 from mpkeras.insight.observation import call_of, replaced_calls
 from mpkeras.insight.operations.origins import Operation, Origins, is_finite, is_float
 from mpkeras.insight.report import shortened
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
 from mpkeras.policies.registry import policy_scope
+from mpkeras.policies.rules import set_layer_policy
 from mpkeras.policies.scalars import number
 from mpkeras.training import capsule_file, guard
 from mpkeras.training.backend import training_backend
-from mpkeras.training.capture import as_numpy, decoded, layer_dtypes
+from mpkeras.training.capture import as_numpy, computing_layers, decoded, layer_dtypes
 from mpkeras.training.prepare import prepare
 from mpkeras.training.settings import check_model
 from mpkeras.training.state import load_state_dict, state_dict
@@ -133,7 +133,8 @@ class Capsule:
             ValueError: If it cannot be made here: its classes are not known, it holds lambdas, or has no configuration.
         """
         if self._model is None:
-            self._use(self._rebuilt("model"))
+            model = self._rebuilt("model")
+            self._use(model, is_own=True)
         return self._model
 
     def run(self) -> dict:
@@ -265,8 +266,10 @@ class Capsule:
 
     # ------------------------------------------------------------------------------------------ the model
 
-    def _use(self, model):
+    def _use(self, model, is_own: bool = False):
         """Makes `model` the one of this capsule: ready to take the step, with the state before it."""
+        if is_own:
+            self._give_policies(model)
         x, y, _ = self._data()
         with policy_scope("float32"):
             if self.kind == "fit":
@@ -310,6 +313,13 @@ class Capsule:
             if optimizer is model.optimizer:
                 optimizer.build(model.trainable_variables)
         model.make_train_function(force=True)
+
+    def _give_policies(self, model):
+        """Lets layers compute in what they did: a configuration does not hold the policy of every kind of model."""
+        for layer, row, then in zip(computing_layers(model), layer_dtypes(model), self._layers, strict=False):
+            name = stock_name(then[2], then[3])
+            if row[1:] != then[1:] and row[1] == then[1] and row[3] == then[3] and name is not None:
+                set_layer_policy(layer, keras.DTypePolicy(name))
 
     def _check_layers(self, model):
         """Raises `ValueError` unless the layers of `model` compute in what they did then."""
@@ -525,6 +535,5 @@ def _watched_layers(model, around):
 
         return watched
 
-    layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
-    with replaced_calls(layers, replacement):
+    with replaced_calls(computing_layers(model), replacement):
         yield

@@ -118,8 +118,15 @@ def _write(path, model, extra, optimizers, metrics, before, content, arrays) -> 
 
 def layer_dtypes(model) -> list:
     """Returns `[path, class, compute dtype, variable dtype]` of each layer that computes, as JSON can hold it."""
-    layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
-    return [[layer.path or layer.name, type(layer).__name__, layer.compute_dtype, layer.variable_dtype] for layer in layers]
+    return [
+        [layer.path or layer.name, type(layer).__name__, layer.compute_dtype, layer.variable_dtype]
+        for layer in computing_layers(model)
+    ]
+
+
+def computing_layers(model) -> list:
+    """Returns the layers of `model`, itself included, but for the inputs."""
+    return [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
 
 
 def _config_of(optimizer) -> dict:

@@ -11,7 +11,7 @@ from tests.insight import faults
 
 CUSTOM = {
     cls.__name__: cls
-    for cls in (faults.Log, faults.Times, faults.Root, faults.Looping, faults.Branching, faults.OwnGradient, faults.Masked)
+    for cls in (faults.Log, faults.Steep, faults.Root, faults.Looping, faults.Branching, faults.OwnGradient, faults.Masked)
 } | {"by_zero": faults.by_zero}
 
 
@@ -144,7 +144,7 @@ FAULTS = {
     "cast": (None, {"scale": 1e6}, "mse", "forward", "net/hidden", "cast"),
     "log": (lambda: faults.Log(name="fault", dtype="float32"), {}, "mse", "forward", "fault", "log"),
     "loss": (None, {}, faults.by_zero, "forward", None, "divide"),
-    "backward": (lambda: faults.Times(name="fault", dtype="mixed_float16"), {}, "mse", "backward", "fault", "multiply"),
+    "backward": (lambda: faults.Steep(name="fault", dtype="mixed_float16"), {}, "mse", "backward", "fault", "multiply"),
     "slope": (lambda: faults.Root(name="fault", dtype="float32"), {}, "mse", "backward", "fault", "sqrt"),
     "loop": (lambda: faults.Looping(name="fault", dtype="mixed_float16"), {}, "mse", "forward", "fault", "exp"),
     "branch": (lambda: faults.Branching(name="fault", dtype="mixed_float16"), {}, "mse", "forward", "fault", "multiply"),
@@ -160,7 +160,7 @@ def test_the_first_operation_is_named(tmp_path, fault, backend):
     if fault == "matmul":
         model.get_layer("hidden").kernel.assign(np.full((6, 8), 2.0))
     # By the outputs the gradients are some thousands: only the layer's own are beyond 65504.
-    scale = 2.0**4 if fault == "backward" else 1.0
+    scale = 2.0**10 if fault == "backward" else 1.0
     options = {"loss": loss, "loss_scale": scale, "jit_compile": False}
     path, _, _ = skipped_step(tmp_path, model, faults.batch(**data), **options)
     capsule = mpkeras.load_capsule(path, custom_objects=CUSTOM)
@@ -212,7 +212,7 @@ def test_remedies_name_what_helps(tmp_path):
 
     assert "rule 'path:^hidden$'" in remedy(faults.model_with(), faults.batch(scale=1e5)).replace("net/", "")
     assert "epsilon" in remedy(faults.model_with(faults.Log(dtype="float32")), faults.batch())
-    text = remedy(faults.model_with(faults.Times(dtype="mixed_float16")), faults.batch(), loss_scale=2.0**15)
+    text = remedy(faults.model_with(faults.Steep(dtype="mixed_float16")), faults.batch(), loss_scale=2.0**15)
     assert "loss scale of 32768" in text
     assert "data" in remedy(faults.model_with(), faults.batch(scale=np.nan))
 

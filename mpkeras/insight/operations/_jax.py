@@ -10,8 +10,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from mpkeras.insight._jax import scope
-from mpkeras.insight.flops import owner_of
-from mpkeras.insight.operations.origins import Operation, is_finite, is_float, user_line
+from mpkeras.insight.flops import owner_name, owner_of
+from mpkeras.insight.operations.origins import Operation, is_finite, user_line
 
 
 def first_operation(step, state, data, gradients, origins, watch_layers):
@@ -34,10 +34,9 @@ def first_operation(step, state, data, gradients, origins, watch_layers):
     interpreter = _Interpreter(origins, paths)
     values = interpreter.run(closed.jaxpr, closed.consts, jax.tree_util.tree_leaves((state, data)), None)
     number = len(shapes[0])
-    found = [[np.asarray(value) for value in part] for part in (values[:number], values[number:])]
-    logs = [array for array in found[1] if is_float(array)]
-    operation = origins.first(found[0]) or origins.first(logs)
-    if operation is not None and operation.side == "forward" and all(map(is_finite, logs)):
+    logs = _floats(values[number:])
+    operation = origins.first([*_floats(values[:number]), *logs])
+    if operation is not None and operation.side == "forward" and all(is_finite(array) for _, array in logs):
         # JAX computes slopes along with the forward pass: what reaches gradients alone is of the backward one.
         return dataclasses.replace(operation, side="backward")
     return operation
@@ -70,8 +69,8 @@ class _Interpreter:
         values.update(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
         literals = [atom.val for equation in jaxpr.eqns for atom in equation.invars if isinstance(atom, Literal)]
-        for array in _floats([*consts, *literals]):
-            self._origins.know_constant(array)
+        for constant in _floats([*consts, *literals]):
+            self._origins.know_constant(constant)
         for equation in jaxpr.eqns:
             inputs = [read(atom) for atom in equation.invars]
             outputs = self._evaluated(equation, inputs, owner)
@@ -84,7 +83,8 @@ class _Interpreter:
         owner = owner_of(str(equation.source_info.name_stack), owner)
         if owner != self._last_owner[0]:
             self._last_owner[0] = owner
-            self._origins.enter(None if owner is None else self._paths[owner])
+            around = [path for i, path in enumerate(self._paths) if owner_name(i) in str(equation.source_info.name_stack)]
+            self._origins.enter(None if owner is None else self._paths[owner], around)
         backward = "transpose(" in str(equation.source_info.name_stack)
         inner = self._within(backward, owner)
         if name == "scan":
@@ -151,7 +151,7 @@ class _Interpreter:
         frames = source.traceback.frames if source.traceback is not None else []
         line = user_line((frame.file_name, frame.line_num, frame.function_name) for frame in frames)
         where = None if owner is None else self._paths[owner]
-        return Operation(side, equation.primitive.name, where, line, outputs[0].dtype.name, numbers)
+        return Operation(side, equation.primitive.name, where, line, outputs[0][1].dtype.name, numbers)
 
 
 def _called(params, inputs: int, outputs: int):
@@ -165,5 +165,5 @@ def _called(params, inputs: int, outputs: int):
 
 
 def _floats(values) -> list:
-    arrays = [np.asarray(value) for value in values if jnp.issubdtype(jnp.result_type(value), jnp.floating)]
-    return [array for array in arrays if is_float(array)]
+    floats = [value for value in values if jnp.issubdtype(jnp.result_type(value), jnp.floating)]
+    return [(value, np.asarray(value)) for value in floats]

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 
-from mpkeras.insight.operations.origins import Operation, is_float, stack, user_line
+from mpkeras.insight.operations.origins import Operation, stack, user_line
 
 # Keras and TensorFlow call these between an operation of the backward pass and the code that asked for gradients.
 _GRADIENT = "_gradient_function"
@@ -34,7 +34,7 @@ def first_operation(step, state, data, gradients, origins, watch_layers):
     finally:
         tf.config.run_functions_eagerly(before)
     dense = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in gradients]
-    return origins.first(_floats(dense)) or origins.first(_floats(keras.tree.flatten(logs)))
+    return origins.first(_floats([*dense, *keras.tree.flatten(logs)]))
 
 
 class _Watching:
@@ -46,8 +46,8 @@ class _Watching:
         self._alive: list = []
 
     def around(self, path, call):
+        self._origins.enter(path, list(self._current))
         self._current.append(path)
-        self._origins.enter(path)
         try:
             return call()
         finally:
@@ -77,7 +77,7 @@ class _Watching:
         return any(tensor.dtype.is_floating for tensor in inputs)
 
     def _describe(self, name, gradient, outputs, numbers):
-        dtype = outputs[0].dtype.name
+        dtype = outputs[0][1].dtype.name
         if gradient is None:
             where = self._current[-1] if self._current else None
             return Operation("forward", name, where, user_line(stack()), dtype, numbers)
@@ -107,8 +107,4 @@ def _gradient_frame():
 
 
 def _floats(values) -> list:
-    arrays = []
-    for value in values:
-        if isinstance(value, tf.Tensor) and value.dtype.is_floating:
-            arrays.append(value.numpy())
-    return [array for array in arrays if is_float(array)]
+    return [(value, value.numpy()) for value in values if isinstance(value, tf.Tensor) and value.dtype.is_floating]

@@ -28,8 +28,8 @@ def first_operation(step, state, data, gradients, origins, watch_layers):
     current: list = []
 
     def around(path, call):
+        origins.enter(path, list(current))
         current.append(path)
-        origins.enter(path)
         try:
             outputs = call()
         finally:
@@ -46,8 +46,7 @@ def first_operation(step, state, data, gradients, origins, watch_layers):
         anomaly = torch.autograd.detect_anomaly(check_nan=False)
     with watch_layers(around), anomaly, _Watching(origins, current):
         logs = step(*state, data)
-    results = [_array(grad) for grad in gradients if grad is not None]
-    return origins.first(results) or origins.first(_floats(keras.tree.flatten(logs)))
+    return origins.first(_floats([*gradients, *keras.tree.flatten(logs)]))
 
 
 def _note_layer(node, path):
@@ -70,7 +69,7 @@ class _Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         given = keras.tree.flatten((args, kwargs))
         # Before the call, where it may write into what it reads.
-        copies = [array.copy() for array in _floats(given)] if function._schema.is_mutable else None
+        copies = [(tensor, array.copy()) for tensor, array in _floats(given)] if function._schema.is_mutable else None
         result = function(*args, **kwargs)
         name = function.overloadpacket.__name__
         # Memory that nothing was written to yet.
@@ -86,7 +85,7 @@ class _Watching(TorchDispatchMode):
         else:
             side, where = "backward", node.metadata.get(_LAYER)
             line = user_line(frames_of_text(node.metadata.get("traceback_", [])))
-        return Operation(side, name, where, line, outputs[0].dtype.name, numbers)
+        return Operation(side, name, where, line, outputs[0][1].dtype.name, numbers)
 
 
 def _as_tensor(value):
@@ -94,7 +93,7 @@ def _as_tensor(value):
 
 
 def _floats(values) -> list:
-    return [_array(value) for value in values if torch.is_tensor(value) and value.is_floating_point()]
+    return [(value, _array(value)) for value in values if torch.is_tensor(value) and value.is_floating_point()]
 
 
 def _array(tensor):

@@ -44,7 +44,8 @@ class Origins:
     """Takes down the operations whose inputs are finite and whose output is not, and what comes of each.
 
     An operation whose inf reaches neither the loss nor a gradient (the -inf of a mask, under a softmax) is not at
-    fault. Values are known by their bits: backends hand the same tensor on in objects of their own.
+    fault. A tensor is known by the object that it is, or else by its bits: backends hand some of them on in objects of
+    their own. Tensors are given as pairs of the object and its values as an array.
 
     Args:
         has_source: Whether the batch or a weight is not finite.
@@ -52,41 +53,56 @@ class Origins:
 
     def __init__(self, has_source: bool):
         self._has_source = has_source
-        self._origin_of: dict = {}
+        self._by_object: dict = {}
+        self._by_bits: dict = {}
+        # An `id` is of another object once the first one is gone.
+        self._alive: list = []
         self._operations: list[Operation] = []
         self._casts_ahead = False
 
-    def enter(self, path: str | None):
-        """Takes down that what follows is of another layer: a cast just before it, of its input, is its own."""
-        if self._casts_ahead and path is not None:
+    def enter(self, path: str | None, around):
+        """Takes down that what follows is of the layer `path`, in those of `around`.
+
+        A cast just before it, within the layer around it, is that of its input: Keras casts before `call`.
+        """
+        if self._casts_ahead and path is not None and self._operations[-1].where in (None, *around):
             self._operations[-1] = dataclasses.replace(self._operations[-1], where=path)
         self._casts_ahead = False
 
-    def know_constant(self, array):
+    def know_constant(self, tensor):
         """Takes down a constant of the program."""
-        if not is_finite(array):
-            self._origin_of.setdefault(_key(array), _CONSTANT)
+        if not is_finite(tensor[1]):
+            self._put(tensor, _CONSTANT)
+
+    def _put(self, tensor, origin):
+        self._alive.append(tensor)
+        self._by_object[id(tensor[0])] = origin
+        self._by_bits.setdefault(_bits(tensor[1]), origin)
+
+    def _origin_of(self, tensor) -> int:
+        found = self._by_object.get(id(tensor[0]))
+        return self._by_bits.get(_bits(tensor[1]), _SOURCE) if found is None else found
 
     def note(self, inputs, outputs, describe: Callable):
         """Takes down one operation, in the order in which they run.
 
         Args:
-            inputs: Function that returns the arrays that it reads; called only where it is needed.
-            outputs: List of the arrays that it returns.
+            inputs: Function that returns the tensors that it reads; called only where it is needed.
+            outputs: List of the tensors that it returns.
             describe: Function from a clause about its numbers to an `Operation`.
         """
-        bad = [array for array in outputs if not is_finite(array)]
+        bad = [tensor for tensor in outputs if not is_finite(tensor[1])]
         if not bad:
             return
-        given = [array for array in inputs() if is_float(array)]
-        origin = self._origin(given, bad, describe)
-        for array in bad:
-            self._origin_of.setdefault(_key(array), origin)
+        given = [tensor for tensor in inputs() if is_float(tensor[1])]
+        origin = self._origin(given, [array for _, array in bad], describe)
+        for tensor in bad:
+            self._put(tensor, origin)
 
     def _origin(self, given, bad, describe) -> int:
         if not given:
             return _CONSTANT
-        known = [self._origin_of.get(_key(array), _SOURCE) for array in given if not is_finite(array)]
+        known = [self._origin_of(tensor) for tensor in given if not is_finite(tensor[1])]
         if not self._has_source and _SOURCE in known:
             # Of an operation that was not seen, such as one in a compiled function.
             known = [origin for origin in known if origin != _SOURCE]
@@ -95,18 +111,18 @@ class Origins:
         known = [origin for origin in known if origin != _CONSTANT]
         if known:
             return min(known)
-        finite = [np.abs(array.astype("float64"))[np.isfinite(array.astype("float64"))] for array in given]
+        arrays = [array.astype("float64") for _, array in given]
+        finite = [np.abs(array[np.isfinite(array)]) for array in arrays]
         reached = max((values.max(initial=0.0) for values in finite), default=0.0)
         what = "NaN" if any(np.isnan(array.astype("float64")).any() for array in bad) else "inf"
-        found = describe(f"makes {what} of {given[0].dtype.name} numbers up to {reached:.3g}")
+        found = describe(f"makes {what} of {given[0][1].dtype.name} numbers up to {reached:.3g}")
         self._operations.append(found)
         self._casts_ahead = found.name in _CASTS and found.side == "forward" and found.line is None
         return len(self._operations) - 1
 
     def first(self, results) -> Operation | None:
-        """Returns the earliest operation that one of `results` (arrays) comes of; `None` if that is a source or none."""
-        bad = [array for array in results if not is_finite(array)]
-        found = [self._origin_of.get(_key(array), _SOURCE) for array in bad]
+        """Returns the earliest operation that one of `results` comes of; `None` if that is a source or none."""
+        found = [self._origin_of(tensor) for tensor in results if not is_finite(tensor[1])]
         found = [origin for origin in found if origin != _CONSTANT]
         if not found or (self._has_source and min(found) == _SOURCE):
             return None
@@ -124,7 +140,7 @@ def is_finite(array) -> bool:
     return bool(np.isfinite(array if array.dtype.kind in "fc" else array.astype("float32")).all())
 
 
-def _key(array) -> tuple:
+def _bits(array) -> tuple:
     return array.dtype.name, array.shape, hash(array.tobytes())
 
 
