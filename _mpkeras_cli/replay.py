@@ -37,7 +37,9 @@ def add_parser(subparsers):
         help="import this module first, which defines classes and functions of the model; may be repeated. "
         "The current directory is searched, too",
     )
-    option("--compare", action="store_true", help="also run the step in float32, and show how far each layer is from it")
+    option(
+        "--compare", action="store_true", help="also run the step in float32, and show how far each layer is from it"
+    )
     option("--unsafe", action="store_true", help="allow Python lambdas, which may run any code")
     option("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run, error=parser.error)

@@ -131,7 +131,7 @@ def draw(seed: int, own: dict):
 
 
 def fail(seed: int, own: dict, path: str, is_compiled: bool) -> str | None:
-    """Trains until the fault number `seed` has its capsule at `path`; returns its name, or `None` if none was skipped."""
+    """Trains until the fault number `seed` has its capsule at `path`; returns its name, `None` if it was not skipped."""
     import keras
 
     import mpkeras
@@ -203,12 +203,21 @@ def measure_cost(backend: str, model: str, rounds: int, steps: int) -> list[dict
     results = []
     for mode, jit_compile in MODES[backend]:
         for display, verbose in DISPLAYS:
-            made = {v: make_fit(model, v, jit_compile, steps, verbose, made_by) for v in ("bare", "bare again", "BlackBox")}
+            made = {
+                v: make_fit(model, v, jit_compile, steps, verbose, made_by) for v in ("bare", "bare again", "BlackBox")
+            }
             fits = {variant: fit for variant, (fit, _) in made.items()}
             times_ms = harness.time_interleaved(fits, rounds, wait=harness.wait_for_device, warm_up=1)
             times_ms = {variant: [ms / (EPOCHS * steps) for ms in values] for variant, values in times_ms.items()}
             for variant, summary in harness.compare(times_ms, baseline="bare").items():
-                result = {"part": "cost", "mode": mode, "model": model, "display": display, "variant": variant, **summary}
+                result = {
+                    "part": "cost",
+                    "mode": mode,
+                    "model": model,
+                    "display": display,
+                    "variant": variant,
+                    **summary,
+                }
                 results.append({**result, "goal_ratio": GOAL} if variant == "BlackBox" else result)
     return results
 
@@ -289,9 +298,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("--faults", type=int, metavar="N", help="faults to draw (default: 300; with --quick: 18)")
-    option("--rounds", type=int, metavar="N", help="timed calls of `fit` of each variant; 0 leaves them out (default: 12)")
+    option(
+        "--rounds", type=int, metavar="N", help="timed calls of `fit` of each variant; 0 leaves them out (default: 12)"
+    )
     option("--steps", type=int, metavar="N", help="steps an epoch of them (default: 50; with --quick: 15)")
-    option("--params", type=int, metavar="N", help="of the model of one capsule (default: 10,000,000; --quick: 100,000)")
+    option(
+        "--params", type=int, metavar="N", help="of the model of one capsule (default: 10,000,000; --quick: 100,000)"
+    )
     option("--model", choices=("cnn", "transformer", "mlp"), default="cnn", help="of the timed `fit` (default: cnn)")
     option("--quick", action="store_true", help="fewer faults and rounds, a smaller file")
     harness.add_options(parser)

@@ -239,7 +239,11 @@ class Capsule:
         if operation.side == "weight":
             return "Load a checkpoint whose weights are finite, or lower the learning rate."
         if operation.dtype not in SIXTEEN_BIT_DTYPES:
-            what = "it divides by, takes the logarithm or the root of" if operation.side == "forward" else "its slope is of"
+            what = (
+                "it divides by, takes the logarithm or the root of"
+                if operation.side == "forward"
+                else "its slope is of"
+            )
             return f"No 16 bits are at fault: look at what {what}, and add an epsilon or clip it there."
         report = self.trace() if report is None else report
         if report.rules and operation.side == "forward":
@@ -248,8 +252,8 @@ class Capsule:
             path = re.escape(operation.where or "")
             return f"Keep the layer in float32 with the rule 'path:^{path}$', or train in 'mixed_bfloat16'."
         return (
-            f"Gradients overflow at a loss scale of {self.loss_scale:g}. A dynamic one comes down by itself; if it does "
-            "not stop, train in 'mixed_bfloat16' or keep the layer in float32."
+            f"Gradients overflow at a loss scale of {self.loss_scale:g}. A dynamic one comes down by itself; if it "
+            "does not stop, train in 'mixed_bfloat16' or keep the layer in float32."
         )
 
     def _with_its_paths(self, text: str) -> str:
@@ -279,7 +283,7 @@ class Capsule:
                 options = self._content.get("options")
                 if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
                     raise ValueError(
-                        f"Expected the options of `make_train_step`. Received: {options!r:.100}. Ask for the file again."
+                        f"Expected the options of `make_train_step`. Received: {options!r:.100}. Ask for the file anew."
                     )
                 step = make_train_step(model, made["optimizer"], made["loss"], metrics=made["metrics"] or (), **options)
                 step._get_ready(x, y)
@@ -328,8 +332,8 @@ class Capsule:
             pairs = [(then, now) for then, now in zip(self._layers, rows, strict=False) if then[1:] != now[1:]]
             what = f"{pairs[0][1]} instead of {pairs[0][0]}" if pairs else f"{len(rows)} of {len(self._layers)} layers"
             raise ValueError(
-                f"Expected a capsule of this model, with the same layers in the same dtypes. Received: '{self._path}' for "
-                f"model '{model.name}', which has {what}. Pass the model as it was trained, or none."
+                f"Expected a capsule of this model, with the same layers in the same dtypes. Received: '{self._path}' "
+                f"for model '{model.name}', which has {what}. Pass the model as it was trained, or none."
             )
         self._paths = {now[0]: then[0] for now, then in zip(rows, self._layers, strict=True)}
 
@@ -464,7 +468,9 @@ class Capsule:
         found += [("weight", name, array) for name, array in self.state.items() if name.startswith("model/")]
         bad = [(side, where, array) for side, where, array in found if is_float(array) and not is_finite(array)]
         return [
-            Operation(side, None, where, None, array.dtype.name, f"holds {_nonfinite(array)} values that are not finite")
+            Operation(
+                side, None, where, None, array.dtype.name, f"holds {_nonfinite(array)} values that are not finite"
+            )
             for side, where, array in bad
         ]
 
@@ -524,7 +530,7 @@ def _below(step):
 
 @contextlib.contextmanager
 def _watched_layers(model, around):
-    """Context manager: each layer's `call` is run by `around(path, call)`, the innermost ones within those they are in."""
+    """Context manager: each layer's `call` is run by `around(path, call)`, inner ones within outer ones."""
 
     def replacement(layer):
         call, path = call_of(layer), layer.path or layer.name

@@ -103,7 +103,9 @@ def _checked_entries(path, archive) -> dict:
     infos = archive.infolist()
     names = [info.filename for info in infos]
     if len(set(names)) != len(names) or _INDEX not in names:
-        raise _refused(path, f"a zip archive without `{_INDEX}`" if _INDEX not in names else "a name that is there twice")
+        raise _refused(
+            path, f"a zip archive without `{_INDEX}`" if _INDEX not in names else "a name that is there twice"
+        )
     for info in infos:
         if info.filename != _INDEX and not _NAME.fullmatch(info.filename):
             raise _refused(path, f"an entry named {info.filename[:80]!r}")

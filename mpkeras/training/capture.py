@@ -182,7 +182,7 @@ def decoded(encoded, arrays: dict):
     if encoded is None:
         return None
     if isinstance(encoded, dict) and len(encoded) == 1:
-        (kind, value), = encoded.items()
+        ((kind, value),) = encoded.items()
         if kind == "array" and isinstance(value, str) and value in arrays:
             return arrays[value]
         if kind == "dict" and isinstance(value, list) and all(isinstance(v, list) and len(v) == 2 for v in value):
@@ -191,6 +191,6 @@ def decoded(encoded, arrays: dict):
             items = [decoded(item, arrays) for item in value]
             return tuple(items) if kind == "tuple" else items
     raise ValueError(
-        f"Expected a batch of arrays in lists, tuples and dictionaries. Received: {str(encoded)[:80]}. Ask for the file "
-        "again: it is not what mpkeras writes."
+        f"Expected a batch of arrays in lists, tuples and dictionaries. Received: {str(encoded)[:80]}. Ask for the "
+        "file again: it is not what mpkeras writes."
     )

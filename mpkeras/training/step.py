@@ -193,8 +193,8 @@ class TrainStep:
         if not self._parts.guards or training_backend.is_distributed(self.model):
             raise ValueError(
                 "Expected a step that undoes skipped steps, on one replica: what it leaves is the state before them. "
-                f"Received: a step of model '{self.model.name}' with `rollback=False`, or under a distribution strategy. "
-                "Make one without."
+                f"Received: a step of model '{self.model.name}' with `rollback=False`, or under a distribution "
+                "strategy. Make one without."
             )
         if self._last is None or not bool(self._last[1]["skipped"]):
             raise ValueError(

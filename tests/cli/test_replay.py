@@ -49,7 +49,9 @@ def test_a_line_of_the_user(capsys, tmp_path, monkeypatch):
     assert "custom_objects" in failing_line(capsys, path) or "--import" in failing_line(capsys, path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     text = printed(capsys, path, "--import", "tests.insight.faults")
-    assert "faults.py:" in text and "in Log.call: return inputs + ops.log(shifted)" in text.replace("in call", "in Log.call")
+    assert "faults.py:" in text and "in Log.call: return inputs + ops.log(shifted)" in text.replace(
+        "in call", "in Log.call"
+    )
 
 
 @pytest.mark.backends("tensorflow")
@@ -75,7 +77,9 @@ def test_a_run_with_other_bits_names_the_version(tmp_path):
     run["versions"] = {"keras": ("3.10.0", "3.15.1")}
     replay = Replay("a.mpk", "net", 3, 1, True, 4.0, run, None, None, "Nothing.")
     assert "Step 3 of epoch 2 of 'net' was skipped.\nLoss 1.5, loss scale 4, after it 2." in str(replay)
-    assert "Not the same bits as when it happened (1 values: logs/loss): different versions: keras 3.10.0 then" in str(replay)
+    assert "Not the same bits as when it happened (1 values: logs/loss): different versions: keras 3.10.0 then" in str(
+        replay
+    )
     assert "First operation: none, op by op everything is finite." in str(replay)
     run["versions"] = {}
     assert "moved weights all the same" in str(Replay("a", "net", 3, 1, False, 4.0, run, None, None, "Nothing."))

@@ -11,7 +11,15 @@ from tests.insight import faults
 
 CUSTOM = {
     cls.__name__: cls
-    for cls in (faults.Log, faults.Steep, faults.Root, faults.Looping, faults.Branching, faults.OwnGradient, faults.Masked)
+    for cls in (
+        faults.Log,
+        faults.Steep,
+        faults.Root,
+        faults.Looping,
+        faults.Branching,
+        faults.OwnGradient,
+        faults.Masked,
+    )
 } | {"by_zero": faults.by_zero}
 
 
@@ -147,8 +155,22 @@ FAULTS = {
     "backward": (lambda: faults.Steep(name="fault", dtype="mixed_float16"), {}, "mse", "backward", "fault", "multiply"),
     "slope": (lambda: faults.Root(name="fault", dtype="float32"), {}, "mse", "backward", "fault", "sqrt"),
     "loop": (lambda: faults.Looping(name="fault", dtype="mixed_float16"), {}, "mse", "forward", "fault", "exp"),
-    "branch": (lambda: faults.Branching(name="fault", dtype="mixed_float16"), {}, "mse", "forward", "fault", "multiply"),
-    "own gradient": (lambda: faults.OwnGradient(name="fault", dtype="float32"), {}, "mse", "backward", "fault", "divide"),
+    "branch": (
+        lambda: faults.Branching(name="fault", dtype="mixed_float16"),
+        {},
+        "mse",
+        "forward",
+        "fault",
+        "multiply",
+    ),
+    "own gradient": (
+        lambda: faults.OwnGradient(name="fault", dtype="float32"),
+        {},
+        "mse",
+        "backward",
+        "fault",
+        "divide",
+    ),
 }
 
 
@@ -257,7 +279,9 @@ def test_the_model_may_be_given(tmp_path):
 
 
 def test_classes_and_lambdas_need_what_keras_asks_for(tmp_path):
-    path, _, _ = skipped_step(tmp_path, faults.model_with(faults.Log(dtype="float32")), faults.batch(), jit_compile=False)
+    path, _, _ = skipped_step(
+        tmp_path, faults.model_with(faults.Log(dtype="float32")), faults.batch(), jit_compile=False
+    )
     capsule = mpkeras.load_capsule(path)
     assert capsule.batch[0].shape == (4, 6) and "model/0/kernel" in capsule.state
     with pytest.raises(ValueError, match="Expected a model that can be made here.*custom_objects"):

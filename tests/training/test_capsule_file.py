@@ -137,7 +137,9 @@ def changed_index(tmp_path, change):
         pytest.param(lambda index: index.update(format=True), "without a format number", id="no number"),
         pytest.param(lambda index: [1], "without a format number", id="a list"),
         pytest.param(lambda index: index.update(arrays=[]), "without content and arrays", id="no arrays"),
-        pytest.param(lambda index: index["arrays"].update(b={"file": "../../x"}), "no entry for the array 'b'", id="path"),
+        pytest.param(
+            lambda index: index["arrays"].update(b={"file": "../../x"}), "no entry for the array 'b'", id="path"
+        ),
         pytest.param(lambda index: index["arrays"].update(b="a"), "no entry for the array 'b'", id="no entry"),
         pytest.param(lambda index: index["arrays"]["a"].update(file="capsule.json"), "no entry", id="the index itself"),
         pytest.param(lambda index: index["arrays"]["a"].update(sha256="0"), "checksum", id="checksum"),
@@ -152,7 +154,9 @@ def test_an_index_that_is_not_ours(tmp_path, change, expected):
     refused(changed_index(tmp_path, change), expected)
 
 
-@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b'{"format": NaN}', b"[" * 100_000], ids=["cut", "bytes", "nan", "deep"])
+@pytest.mark.parametrize(
+    "text", [b"{", b"\xff\xfe", b'{"format": NaN}', b"[" * 100_000], ids=["cut", "bytes", "nan", "deep"]
+)
 def test_json_that_cannot_be_read(tmp_path, text):
     refused(rewritten(tmp_path / "a.mpk", {"capsule.json": text}), "JSON that cannot be read")
 

@@ -83,7 +83,9 @@ class _Interpreter:
         owner = owner_of(str(equation.source_info.name_stack), owner)
         if owner != self._last_owner[0]:
             self._last_owner[0] = owner
-            around = [path for i, path in enumerate(self._paths) if owner_name(i) in str(equation.source_info.name_stack)]
+            around = [
+                path for i, path in enumerate(self._paths) if owner_name(i) in str(equation.source_info.name_stack)
+            ]
             self._origins.enter(None if owner is None else self._paths[owner], around)
         backward = "transpose(" in str(equation.source_info.name_stack)
         inner = self._within(backward, owner)

@@ -97,7 +97,7 @@ class _Watching:
 
 
 def _gradient_frame():
-    """Returns the frame of the backward pass that this code runs in, that of one operation's gradient if there is one."""
+    """Returns the innermost frame of the backward pass that this code runs in: of an operation's gradient, or of all."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _BACKWARD and "tensorflow" in frame.f_code.co_filename:

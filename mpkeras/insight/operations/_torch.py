@@ -75,7 +75,11 @@ class _Watching(TorchDispatchMode):
         # Memory that nothing was written to yet.
         if not name.startswith("empty") and not name.startswith("new_empty"):
             outputs = _floats(keras.tree.flatten(result))
-            self._origins.note(lambda: _floats(given) if copies is None else copies, outputs, functools.partial(self._describe, name, outputs))
+            self._origins.note(
+                lambda: _floats(given) if copies is None else copies,
+                outputs,
+                functools.partial(self._describe, name, outputs),
+            )
         return result
 
     def _describe(self, name, outputs, numbers):
