@@ -131,7 +131,7 @@ def draw(seed: int, own: dict):
 
 
 def fail(seed: int, own: dict, path: str, is_compiled: bool) -> str | None:
-    """Trains until the fault number `seed` has its capsule at `path`; returns its name, `None` if it was not skipped."""
+    """Trains until fault number `seed` has its capsule at `path`; returns its name, `None` if it was not skipped."""
     import keras
 
     import mpkeras

@@ -82,7 +82,8 @@ class BlackBox(Guarded):
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        if not guard.guard_of(self.model).rollback:
+        present = guard.guard_of(self.model)
+        if present is not None and not present.rollback:
             raise ValueError(
                 "Expected a guard that undoes skipped steps: what it leaves is the state before them. Received: "
                 "rollback=False. Leave `rollback` out of `prepare` or `MixedPrecision`."

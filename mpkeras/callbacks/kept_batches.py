@@ -84,7 +84,7 @@ class KeptBatches:
                     raise StopIteration
                 data = iter(batches)
             if self._around_step is not None and batches:
-                result = self._one_by_one(function, state, batches)
+                result = self._one_by_one(self._around_step, function, state, batches)
             else:
                 result = function(*state, data)
             # On JAX the new state comes back, too.
@@ -95,9 +95,9 @@ class KeptBatches:
         vars(train_function).update(mpkeras_kept_batches=self, mpkeras_own_function=function)
         model.train_function = train_function
 
-    def _one_by_one(self, function, state, batches):
+    def _one_by_one(self, around_step, function, state, batches):
         for i, batch in enumerate(batches):
-            with self._around_step(self.begin + i, batch, state) as take:
+            with around_step(self.begin + i, batch, state) as take:
                 # On torch a list of one batch, as Keras hands it over.
                 result = function(*state, [batch] if keras.backend.backend() == "torch" else iter([batch]))
                 take(result)

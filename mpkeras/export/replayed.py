@@ -4,6 +4,8 @@ import dataclasses
 import math
 
 from mpkeras.insight.capsule import load_capsule
+from mpkeras.insight.comparison import Comparison
+from mpkeras.insight.operations.origins import Operation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +20,9 @@ class Replay:
     loss_scale_before: float
     run: dict
     layer: str | None
-    operation: object
+    operation: Operation | None
     remedy: str
-    comparison: object = None
+    comparison: Comparison | None = None
 
     def __str__(self) -> str:
         when = f"Step {self.step}" + ("" if self.epoch is None else f" of epoch {self.epoch + 1}")

@@ -98,6 +98,16 @@ class Capsule:
     >>> capsule = mpkeras.load_capsule(path)
     >>> capsule.batch[0].shape, capsule.versions["keras"] == keras.__version__
     ((4, 2), True)
+    >>> run = capsule.run()
+    >>> run["skipped"], run["same_bits"], run["versions"]
+    (True, True, {})
+    >>> operation, report = capsule.first_operation(), capsule.trace()
+    >>> operation.side, operation.where, report.culprit.side
+    ('batch', 'x', 'input')
+    >>> capsule.remedy(operation, report)
+    'Look for inf or NaN in the data: no dtype and no loss scale cures it.'
+    >>> capsule.compare(bound=0.1).first is None  # in float32 it is as bad
+    True
     """
 
     def __init__(self, path, content, arrays, custom_objects, safe_mode):
@@ -105,7 +115,7 @@ class Capsule:
         self._content = content
         self._custom_objects = custom_objects
         self._safe_mode = safe_mode
-        self._model = None
+        self._model: keras.Model = None
         self._train_step: TrainStep | None = None
         # Of the layers of the model that there is now: the paths that they had.
         self._paths: dict = {}
@@ -194,7 +204,8 @@ class Capsule:
             ValueError: If an argument is out of its range, and as `model` does.
         """
         model = self.model
-        return compare_with(dtype, model, *self._data(), loss_scale=self.loss_scale, bound=bound, loss_of=self._loss_of)
+        options = {"loss_scale": self.loss_scale, "bound": bound, "loss_of": self._loss_of}
+        return compare_with(dtype, model, *self._data(), paths=self._paths, **options)
 
     def first_operation(self) -> Operation | None:
         """Returns the operation of the step at which inf or NaN began: its inputs were finite, and its output is not.

@@ -90,8 +90,16 @@ class Comparison(Report):
         return figure
 
 
-def compare_with(dtype, model, x, y, sample_weight, *, loss_scale: float, bound: float, loss_of=None) -> Comparison:
-    """Returns how far the layers of `model` are from `dtype` on a batch; the arguments are those of `observe`."""
+def compare_with(
+    dtype, model, x, y, sample_weight, *, loss_scale: float, bound: float, paths, loss_of=None
+) -> Comparison:
+    """Returns how far the layers of `model` are from `dtype` on a batch.
+
+    Args:
+        dtype, bound: As in `Capsule.compare`.
+        paths: By the path that a layer has now, the one that it is shown with.
+        model, x, y, sample_weight, loss_scale, loss_of: As in `observe`.
+    """
     if dtype != "float32" or not 0 < bound < np.inf:
         raise ValueError(
             "Expected `dtype` to be 'float32' and `bound` to be a positive share, such as 0.01. Received: "
@@ -106,7 +114,7 @@ def compare_with(dtype, model, x, y, sample_weight, *, loss_scale: float, bound:
     training_backend.set_global_random_states(random_states)
     rows = [
         Deviation(
-            call.layer.path or call.layer.name,
+            paths.get(call.layer.path or call.layer.name),
             call.compute_dtype,
             _deviation(call.outputs, twin.outputs),
             _deviation(call.output_grads, twin.output_grads, loss_scale),

@@ -24,7 +24,7 @@ CUSTOM = {
 
 
 def skipped_step(tmp_path, model, data, *, loss="mse", loss_scale=1.0, before=(), **options):
-    """Takes a step that is skipped, after those on the batches `before`; returns its capsule and the state before it."""
+    """Takes a step that is skipped, after those on the batches `before`; returns its file and the state before it."""
     optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.Adam(1e-3), loss_scale=loss_scale)
     step = mpkeras.make_train_step(model, optimizer, loss, **options)
     for good in before:

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import types
 
 import keras
 import tensorflow as tf
@@ -97,8 +98,8 @@ class _Watching:
 
 
 def _gradient_frame():
-    """Returns the innermost frame of the backward pass that this code runs in: of an operation's gradient, or of all."""
-    frame = sys._getframe(1)
+    """Returns the innermost frame of the backward pass around this code: of an operation's gradient, or of all."""
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _BACKWARD and "tensorflow" in frame.f_code.co_filename:
             return frame

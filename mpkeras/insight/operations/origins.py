@@ -7,6 +7,7 @@ import re
 import site
 import sys
 import sysconfig
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def user_line(frames) -> str | None:
 
 def stack():
     """Yields the frames of the code that runs now, for `user_line`."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
