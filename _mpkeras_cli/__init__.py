@@ -11,10 +11,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from _mpkeras_cli import advise, audit, convert, demo, forecast, hardware, run
+from _mpkeras_cli import advise, audit, convert, demo, forecast, hardware, replay, run
 
 # Each adds its subcommand.
-COMMANDS = (demo, run, hardware, audit, advise, forecast, convert)
+COMMANDS = (demo, run, hardware, audit, advise, forecast, convert, replay)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -22,7 +22,7 @@ from pathlib import Path
 import harness
 
 FOLDER = Path(__file__).resolve().parent
-# By name, the options besides `--quick` of a quick run: all of them together take about eight minutes on two cores.
+# By name, the options besides `--quick` of a quick run: all of them together take about ten minutes on two cores.
 SCRIPTS = {
     "loss_scale_overhead": [],
     "small_state": [],
@@ -30,6 +30,7 @@ SCRIPTS = {
     "rollback_overhead": [],
     # Short epochs exaggerate what a callback does at their ends; long ones took as long as all else together.
     "monitor_overhead": ["--rounds", "3", "--steps", "15"],
+    "black_box": [],
     "peers": [],
     "precision_speed": [],
     "memory": [],
@@ -41,7 +42,7 @@ OTHERS = ("accelerators", "fine_tune", "small_state_quality")
 LABELS = dict.fromkeys(("backend", "mode", "model", "task", "policy", "part", "display"), "{}")
 LABELS |= {"params": "{:,} parameters", "batch_size": "batch {}", "variant": "{}"}
 # What should be at least its goal; everything else at most.
-HIGHER_IS_BETTER = ("speedup",)
+HIGHER_IS_BETTER = ("speedup", "same_bits_share", "right_share")
 
 
 def goals_of(result: dict) -> list[dict]:

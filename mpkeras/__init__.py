@@ -5,6 +5,7 @@ from mpkeras._version import __version__
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.insight.advice import advise
 from mpkeras.insight.audit import audit
+from mpkeras.insight.capsule import load_capsule
 from mpkeras.insight.forecast import forecast
 from mpkeras.insight.hardware import hardware
 from mpkeras.insight.numerics import trace_numerics
@@ -44,6 +45,7 @@ __all__ = [
     "global_policy",
     "hardware",
     "layers",
+    "load_capsule",
     "load_state_dict",
     "make_train_step",
     "policy_scope",

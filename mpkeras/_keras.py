@@ -579,3 +579,29 @@ def portable_config(optimizer) -> dict:
     """Returns the config of an optimizer, with Keras' class for all backends in place of one for this backend alone."""
     config = keras.saving.serialize_keras_object(optimizer)
     return config | ({"module": "keras.optimizers"} if config["module"].startswith("keras.src.backend.") else {})
+
+
+@contextlib.contextmanager
+def held_by_variables(model, state):
+    """Context manager: on JAX, in the middle of `fit`, the variables of `model` have the values in `state`.
+
+    `fit` hands the state on as values, and `Model.jax_state_sync`, which is public, knows those of the step before.
+    Where a step is taken next, its values are gone with it, as they always are there.
+
+    Args:
+        model: A compiled model.
+        state: What `train_step` returns besides its logs; `None` on backends that keep values in variables.
+    """
+    if state is None:
+        yield
+        return
+    groups = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+    for variables, values in zip((*groups, model.metrics_variables), state, strict=True):
+        for variable, value in zip(variables, values, strict=True):
+            put(variable, value)
+    attributes, of_fit = vars(model), getattr(model, "_jax_state", None)
+    attributes["_jax_state"] = None
+    try:
+        yield
+    finally:
+        attributes["_jax_state"] = of_fit

@@ -22,7 +22,8 @@ KINDS = {
     "and the decay follows the decision to skip; small variables are updated in float32, one by one, and made small. "
     "`_dtype` of small variables, meanwhile: they say that they are float32",
     "loading": "`load_own_variables` of an optimizer that is not built: what a file holds is kept until it is",
-    "observed": "`call` of a layer, for one run of `audit` or `trace_numerics`: its inputs and outputs are looked at",
+    "observed": "`call` of a layer, for one run of `audit`, `trace_numerics` or a capsule: its inputs and outputs are "
+    "looked at. `apply` of an optimizer, for one run of a capsule: its gradients are looked at",
 }
 # On the object, with which it goes: the functions in it hold the object.
 _RECORD = "_mpkeras_replaced"

@@ -20,6 +20,8 @@ RETURNED = (
     "mpkeras.export.report.ConversionReport",
     "mpkeras.insight.advice.AdviceReport",
     "mpkeras.insight.audit.AuditReport",
+    "mpkeras.insight.capsule.Capsule",
+    "mpkeras.insight.comparison.Comparison",
     "mpkeras.insight.forecast.Forecast",
     "mpkeras.insight.hardware.HardwareReport",
     "mpkeras.insight.numerics.NumericsReport",

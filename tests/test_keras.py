@@ -548,3 +548,20 @@ def test_a_variable_without_a_value_gets_another_dtype_and_no_value():
         variable = keras.Variable("ones", shape=(2, 3))
         private.retype(variable, "bfloat16")
     assert variable.dtype == "bfloat16" and private.stored_value(variable) is None
+
+
+@pytest.mark.backends("jax")
+def test_variables_hold_a_state_of_fit_without_a_synchronization():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.train_on_batch(np.ones((1, 2)), np.ones((1, 1)))
+    groups = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+    state = [[variable.value for variable in group] for group in (*groups, model.metrics_variables)]
+    kernel = state[0][0] = state[0][0] + 1.0
+    model._jax_state, model._jax_state_synced = {"trainable_variables": [kernel + 1.0, state[0][1]]}, False
+    with private.held_by_variables(model, state):
+        # What asks for the present state, as `state_dict` does, leaves them as they are.
+        model.jax_state_sync()
+        assert model.trainable_variables[0].value is kernel
+    model.jax_state_sync()
+    np.testing.assert_array_equal(model.trainable_variables[0].value, kernel + 1.0)

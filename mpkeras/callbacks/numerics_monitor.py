@@ -5,12 +5,10 @@ import warnings
 
 import keras
 
+from mpkeras.callbacks.guarded import Guarded
 from mpkeras.callbacks.kept_batches import KeptBatches
-from mpkeras.callbacks.mixed_precision import MixedPrecision
-from mpkeras.conversion.plan import computes_in
 from mpkeras.insight.culprit import Culprit
 from mpkeras.insight.numerics import trace_numerics
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.scalars import number
 from mpkeras.training import guard
 
@@ -33,7 +31,7 @@ class Finding:
     loss_scale: float = 1.0
 
 
-class NumericsMonitor(keras.callbacks.Callback):
+class NumericsMonitor(Guarded):
     """Names the first layer that is not finite whenever a step is skipped.
 
     A skipped step leaves no trace in the model, so the same batch can be run again, and is: with
@@ -90,37 +88,14 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._warned: set = set()
         self._skipped: int | None = None
         self._epoch = self._steps = self._in_a_row = 0
-        # Guards the train step where nobody else does.
-        self._precision: MixedPrecision | None = None
-        self._own_guard: object = None
-
-    def set_model(self, model):
-        super().set_model(model)
-        self._precision = None
-        if not guard.is_guarded(model):
-            # Under the global policy a float32 model would be converted, which nobody asked for.
-            self._precision = MixedPrecision(None if computes_in(model, SIXTEEN_BIT_DTYPES) else "float32")
-            self._precision.set_model(model)
-            self._own_guard = guard.guard_of(model)
 
     def on_train_begin(self, logs=None):
-        present = guard.guard_of(self.model)
-        if present is None:
-            raise ValueError(
-                f"Expected a model whose train step is guarded. Received: model '{self.model.name}', whose guard was "
-                "taken away. Put `NumericsMonitor` behind the callback that replaces the model's `train_step` or "
-                "compiles it."
-            )
-        if present is not self._own_guard:
-            self._precision = None  # A callback behind this one has prepared the model, and looks after it.
-        if self._precision is not None:
-            self._precision.on_train_begin(logs)
+        super().on_train_begin(logs)
         guard.add_logs(self.model, gradients=self._gradients)
 
     def on_train_end(self, logs=None):
         self._stop_watching()
-        if self._precision is not None:
-            self._precision.on_train_end(logs)
+        super().on_train_end(logs)
 
     def _stop_watching(self):
         """Forgets what was kept; with the next batch everything begins anew."""
@@ -129,8 +104,7 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
-        if self._precision is not None:
-            self._precision.on_epoch_begin(epoch, logs)
+        super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch, logs=None):
         # Here and not at the end of a batch: there, Keras would wait for every step on JAX.
@@ -142,8 +116,7 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self._look_at_executions(ahead=0)
-        if self._precision is not None:
-            self._precision.on_epoch_end(epoch, logs)
+        super().on_epoch_end(epoch, logs)
 
     def _look_at_executions(self, ahead: int):
         """Looks at the executions that are new, but for the last `ahead`; at all of them while steps are skipped."""

@@ -78,15 +78,20 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> 
         loss_scale = _scale_of(model)
     if not _keras.is_built(model):
         model(x)  # As `fit` would; after it there are variables.
-    run = functools.partial(observe, model, x, y, sample_weight)
+    return traced(model, x, y, sample_weight, loss_scale)
+
+
+def traced(model, x, y, sample_weight, loss_scale: float, loss_of=None) -> "NumericsReport":
+    """`trace_numerics` of a built model; `loss_of` is that of `observe`."""
+    run = functools.partial(observe, model, x, y, sample_weight, loss_of=loss_of)
     observed = run(loss_scale=loss_scale, references=True)
-    with _in_float32(model):
+    with in_float32(model):
         reference = run()
     layers = [_of_call(call, twin, loss_scale) for call, twin in zip(observed.calls, reference.calls, strict=True)]
     _add_weights(layers, observed, reference)
 
     def run_rounded(rounded):
-        with _in_float32(model):
+        with in_float32(model):
             return run(rounded=rounded)
 
     window = None
@@ -129,12 +134,13 @@ def _scale_of(model) -> float:
 
 
 @contextlib.contextmanager
-def _in_float32(model):
+def in_float32(model, but=lambda layer: False):
+    """Context manager: all layers of `model` compute in float32, those `but(layer)` as they did."""
     put_back = recorded(model)
     try:
         bound = bound_layers(model, "float32")
         for layer in layers_of(model):
-            if id(layer) not in bound:
+            if id(layer) not in bound and not but(layer):
                 set_layer_policy(layer, keras.DTypePolicy("float32"))
         yield
     finally:

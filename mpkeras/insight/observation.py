@@ -55,13 +55,21 @@ class Observation:
 
 
 def observe(
-    model, x, y=None, sample_weight=None, *, loss_scale: float = 1.0, references: bool = False, rounded=None
+    model,
+    x,
+    y=None,
+    sample_weight=None,
+    *,
+    loss_scale: float = 1.0,
+    references: bool = False,
+    rounded=None,
+    loss_of=None,
 ) -> Observation:
     """Runs `model` forward, as in training, and backward where there are labels, and returns what it saw.
 
     Weights, statistics, random generators and metrics are as before afterwards. With `references` each 16-bit layer is
     also run in float32, on the same inputs. `rounded(layer, tensor)` takes the place of each tensor that a layer reads
-    or returns.
+    or returns, `loss_of(y, y_pred, sample_weight)` of the loss that the model was compiled with.
     """
     backend = importlib.import_module(f"mpkeras.insight._{keras.backend.backend()}")
     calls: list = []
@@ -88,7 +96,10 @@ def observe(
             found["taps"] = list(taps)
             if y is None:
                 return None, found
-            loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+            if loss_of is not None:
+                loss = loss_of(y, y_pred, sample_weight)
+            else:
+                loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         found["loss"] = ops.cast(loss, "float32")
         return found["loss"] * loss_scale, found
 

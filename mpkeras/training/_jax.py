@@ -259,6 +259,10 @@ class CompiledStep:
         analysis = self._compiled(state).lower(state, *data).compile().memory_analysis()
         return None if analysis is None else int(analysis.temp_size_in_bytes)
 
+    def op_by_op(self, state, data):
+        """The step on the values of its variables and a batch, for whoever looks at its operations."""
+        return self._pure_step(state, *data)
+
     def _inputs(self, x, y, sample_weight):
         state = [[variable.value for variable in variables] for variables in self._variables()]
         return _each_once(state), keras.tree.map_structure(_as_array, (x, y, sample_weight))
@@ -341,7 +345,13 @@ class CompiledStep:
             )
         with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, new_optimizer, strict=True))):
             result = {"loss": loss, "loss_scale": parts.loss_scale(), **results, "skipped": skipped}
+        result[parts.BEFORE] = self._moving_values(state)
         return [trainable, updated, new_optimizer, new_metrics], result
+
+    def _moving_values(self, state) -> list:
+        groups = zip(self._variables()[2:], state[2:], strict=True)
+        by_id = {id(v): value for group in groups for v, value in zip(*group, strict=True)}
+        return [by_id[id(variable)] for variable in self._parts.moving]
 
     def _applied(self, grads, trainable, non_trainable, optimizer_values):
         """Returns the values of the trained weights and of the optimizer's variables after its update."""

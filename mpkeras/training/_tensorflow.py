@@ -456,6 +456,10 @@ class CompiledStep:
                 return self._compiled(self._on_every_replica)(x, y, sample_weight)
         return self._compiled(self._on_one_replica)(x, y, sample_weight)
 
+    def op_by_op(self, data):
+        """As in `_jax.py`; the values are in the variables."""
+        return self._one_step(*keras.tree.map_structure(_as_tensor, data))[0]
+
     def _compiled(self, step):
         """Returns the program of `step` for the weights that are trained now."""
         key = step.__name__, self._parts.trained
@@ -484,6 +488,7 @@ class CompiledStep:
         """Returns the result of a step, and whether no step has counted since the metrics were reset."""
         parts = self._parts
         batch_has_rows = has_rows(x)
+        before = [tf.identity(_own_part(variable.value)) for variable in parts.moving]
 
         def run():
             update = self._no_update if parts.checks and batch_has_rows is False else self._update
@@ -504,7 +509,7 @@ class CompiledStep:
         if replicas() > 1:
             # Each replica's loss is its share of the mean over all.
             loss = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, loss)
-        return {**result, "loss": loss, "skipped": skipped}, nothing_counted
+        return {**result, "loss": loss, parts.BEFORE: before, "skipped": skipped}, nothing_counted
 
     def _update(self, x, y, sample_weight):
         parts = self._parts

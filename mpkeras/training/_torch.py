@@ -310,20 +310,29 @@ class CompiledStep:
         self._forward = torch.compile(self._loss) if parts.jit_compile else self._loss
 
     def __call__(self, x, y, sample_weight):
+        return self._step(self._forward, x, y, sample_weight)
+
+    def op_by_op(self, data):
+        """As in `_jax.py`; the values are in the variables."""
+        return self._step(self._loss, *data)
+
+    def _step(self, forward, x, y, sample_weight):
         parts = self._parts
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
+        before = {parts.BEFORE: [variable.value.clone() for variable in parts.moving]}
 
         def run():
-            update = self._update if has_rows(x) or not parts.checks else self._no_update
-            return {**update(x, y, sample_weight), **parts.metric_results()}
+            if has_rows(x) or not parts.checks:
+                return {**self._update(forward, x, y, sample_weight), **parts.metric_results()}
+            return {**self._no_update(), **parts.metric_results()}
 
         with opened_step([parts.optimizer] if parts.checks else []):
             if parts.guards:
                 result, skipped = _run_without_trace(
                     self._found, lambda: parts.metrics, [parts.optimizer], run, parts.metric_results
                 )
-                return {**result, "skipped": torch.tensor(skipped)}
-            return {**run(), "skipped": parts.last_step_skipped()}
+                return {**result, **before, "skipped": torch.tensor(skipped)}
+            return {**run(), **before, "skipped": parts.last_step_skipped()}
 
     def compiler_ir(self, x, y, sample_weight, optimized):
         raise ValueError(
@@ -339,21 +348,20 @@ class CompiledStep:
         y_pred = parts.model(x, **parts.call_options)
         return parts.total_loss(y, y_pred, sample_weight, parts.model.losses), y_pred
 
-    def _update(self, x, y, sample_weight):
+    def _update(self, forward, x, y, sample_weight):
         parts = self._parts
         variables = parts.model.trainable_variables
         for variable in variables:
             variable.value.grad = None
-        loss, y_pred = self._forward(x, y, sample_weight)
+        loss, y_pred = forward(x, y, sample_weight)
         parts.optimizer.scale_loss(loss).backward()
         with torch.no_grad():
             parts.optimizer.apply([variable.value.grad for variable in variables], variables)
             parts.update_metrics(y, keras.tree.map_structure(torch.Tensor.detach, y_pred), sample_weight)
         return {"loss": loss.detach(), "loss_scale": parts.loss_scale()}
 
-    def _no_update(self, x, y, sample_weight):
+    def _no_update(self):
         """What `_update` is for a batch without rows."""
-        del x, y, sample_weight
         _skip(self._parts.optimizer)
         return {"loss": torch.tensor(float("nan")), "loss_scale": self._parts.loss_scale()}
 

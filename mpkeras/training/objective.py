@@ -16,6 +16,8 @@ class Objective:
     """
 
     def __init__(self, loss_fn, metrics):
+        # As its user gave them, for the file of a failed step.
+        self.given = loss_fn, metrics
         self._losses = _checked_losses(loss_fn)
         self._metrics = _checked_metrics(metrics)
 

@@ -51,7 +51,7 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
     >>> np.savez("state.npz", **state)
     >>> mpkeras.load_state_dict(model, np.load("state.npz"))  # in another process, into the same model
     """
-    variables = _named_variables(model, optimizers, extra)
+    variables = named_variables(model, optimizers, extra)
     # Copies: on torch the array would share the variable's memory and change with the next step.
     arrays = {key: np.array(keras.ops.convert_to_numpy(variable.value)) for key, variable in variables.items()}
     return {**arrays, **_random_arrays()}
@@ -79,7 +79,7 @@ def load_state_dict(model, state, optimizers=None, extra=()):
     >>> np.array_equal(first.get_weights()[0], second.get_weights()[0])
     True
     """
-    variables = _named_variables(model, optimizers, extra)
+    variables = named_variables(model, optimizers, extra)
     expected = {key: (tuple(variable.shape), variable.dtype) for key, variable in variables.items()}
     random_arrays = _random_arrays()
     expected.update({key: (array.shape, array.dtype.name) for key, array in random_arrays.items()})
@@ -129,8 +129,8 @@ def _bytes_by_dtype(variables, stored: dict) -> dict:
     return sums
 
 
-def _named_variables(model, optimizers, extra) -> dict:
-    """Returns the variables by key, in an order that depends on the model alone."""
+def named_variables(model, optimizers=None, extra=()) -> dict:
+    """Returns the variables of `state_dict` by key, in an order that depends on the model alone."""
     if not model.built:
         raise ValueError(
             f"Expected a built model. Received: model '{model.name}', some of whose variables do not exist yet. "

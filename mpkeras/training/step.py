@@ -13,6 +13,7 @@ from mpkeras.policies.loss_scaling import FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
 from mpkeras.scaling.window import check_window
 from mpkeras.training.backend import training_backend
+from mpkeras.training.capture import BEFORE, as_numpy, capsule_of_step, moving_variables
 from mpkeras.training.objective import Objective
 from mpkeras.training.settings import check_model, check_variables, chosen_policy, needs_rounding, rule_for, wrapped
 from mpkeras.training.state import load_state_dict, state_dict
@@ -132,6 +133,9 @@ class TrainStep:
         jit_compile = _resolved_jit_compile(model, jit_compile)
         self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow)
         self._is_built = False
+        self._steps = 0
+        # The last batch with what its step returned, and the numbers that it changed.
+        self._last: tuple | None = None
         with _layers_kept_on_error(model):
             self._parts.apply_rules()
             self._compiled = training_backend.CompiledStep(self._parts)
@@ -156,7 +160,51 @@ class TrainStep:
 
     def __call__(self, x, y=None, sample_weight=None) -> dict:
         self._get_ready(x, y)
-        return self._compiled(x, y, sample_weight)
+        result = self._compiled(x, y, sample_weight)
+        self._last = (x, y, sample_weight), result, result.pop(BEFORE)
+        self._steps += 1
+        return result
+
+    def capsule(self, path) -> int:
+        """Writes the step that was skipped just now to a file, for `mpkeras.load_capsule`; returns its size in bytes.
+
+        To be called right after such a step: the state before it is what the model, the optimizer and the metrics hold
+        now, and the batch is the one that you gave it, which must not have changed since. The file holds that data, the
+        weights and the optimizer's state: see docs/black_box.md before you send one.
+
+        Args:
+            path: Where the file goes, `.mpk` by custom; one that is there is replaced. Whole or not at all.
+
+        Raises:
+            ValueError: If the last step was not skipped, ran on several replicas or without `rollback`, or its batch
+                cannot be held.
+
+        Example:
+
+        >>> import os, tempfile
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> step = mpkeras.make_train_step(model, "sgd", "mse", jit_compile=False)
+        >>> path = os.path.join(tempfile.mkdtemp(), "failure.mpk")
+        >>> if bool(step(np.full((4, 2), np.nan), np.ones((4, 1)))["skipped"]):
+        ...     size = step.capsule(path)
+        >>> bool(mpkeras.load_capsule(path).run()["skipped"])
+        True
+        """
+        if not self._parts.guards or training_backend.is_distributed(self.model):
+            raise ValueError(
+                "Expected a step that undoes skipped steps, on one replica: what it leaves is the state before them. "
+                f"Received: a step of model '{self.model.name}' with `rollback=False`, or under a distribution "
+                "strategy. Make one without."
+            )
+        if self._last is None or not bool(self._last[1]["skipped"]):
+            raise ValueError(
+                "Expected a step that was skipped just now: only then is the state before it still there. Received: "
+                f"{'no step yet' if self._last is None else 'a step that was applied'}. Call it where "
+                '`bool(result["skipped"])`.'
+            )
+        batch, result, values = self._last
+        before = {id(variable): as_numpy(value) for variable, value in zip(self._parts.moving, values, strict=True)}
+        return capsule_of_step(path, self._parts, before, batch=batch, result=result, step=self._steps - 1)
 
     def compiler_ir(self, x, y=None, sample_weight=None, *, optimized: bool = True) -> str:
         """Returns the HLO text of the step compiled for this batch. Runs no step.
@@ -286,6 +334,9 @@ class TrainStep:
 class StepParts:
     """What the backends' steps are made of: model, optimizer, losses and metrics."""
 
+    # Under which their results hold the values of `moving` before the step.
+    BEFORE = BEFORE
+
     def __init__(self, model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow):
         self.model = model
         self.optimizer = optimizer
@@ -293,6 +344,7 @@ class StepParts:
         self.jit_compile = jit_compile
         self._rollback = rollback
         self._window = (accumulate_steps, on_overflow)
+        self._moving: tuple | None = None
         # As in `fit`: a model whose `call` takes no `training` is not told.
         takes_training = "training" in inspect.signature(model.call).parameters
         self.call_options = {"training": True} if takes_training else {}
@@ -301,6 +353,21 @@ class StepParts:
         self.trained: tuple = ()
         # Before the layers are touched: what is wrong with the optimizer is said here.
         self.wrap_optimizer()
+
+    def options(self) -> dict:
+        """Returns the arguments of `make_train_step` that JSON can hold."""
+        steps, on_overflow = self._window
+        options = {"jit_compile": self.jit_compile, "rollback": self._rollback}
+        return {**options, "accumulate_steps": steps, "on_overflow": on_overflow}
+
+    @property
+    def moving(self) -> list:
+        """The variables that a skipped step changes: their values before a step are among what it returns."""
+        if not self.guards:
+            return []
+        if self._moving is None or self._moving[0] is not self.optimizer:
+            self._moving = self.optimizer, moving_variables([self.optimizer], self.metrics)
+        return self._moving[1]
 
     def apply_rules(self):
         """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""

@@ -1,0 +1,202 @@
+"""`BlackBox`: a file for each skipped step, from which it can be run again elsewhere."""
+
+import contextlib
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+from keras import ops
+
+from mpkeras import _keras
+from mpkeras.callbacks.guarded import Guarded
+from mpkeras.callbacks.kept_batches import KeptBatches
+from mpkeras.training import guard
+from mpkeras.training.backend import training_backend
+from mpkeras.training.capture import capsule_of_fit, moving_variables
+
+
+class BlackBox(Guarded):
+    """Writes a capsule of every skipped step: batch, all state before it, and how to make the model anew.
+
+    `mpkeras.load_capsule(path)` runs the step again, and `mpkeras replay FILE` names the first operation that is not
+    finite. At most `keep` files of one `fit` are kept, the first ones, as what comes after a failure often follows from
+    it; but a step whose loss was finite, as when a dynamic loss scale settles, gives way to one whose loss was not.
+
+    A capsule is as large as the batch, the weights and the optimizer's state together. It holds your data: see
+    docs/black_box.md before you send one. The file is there whole or not at all. Where it cannot be written, a warning
+    says why and training goes on.
+
+    Nothing is copied of a step but a handful of single numbers, before it: all else is still there after a skipped
+    step. Each step is looked at before the next one begins, so the device is waited for; steps of one execution
+    (`steps_per_execution`) run one by one.
+
+    A model whose train step is not guarded, by `MixedPrecision` or `mpkeras.prepare`, is guarded for this `fit` as
+    `MixedPrecision()` does.
+
+    Args:
+        folder: Where the files go; it is made when there is one to write.
+        keep: Files to keep, 1 or more.
+
+    Attributes:
+        capsules: List of the paths of the files that were kept, the oldest first.
+
+    Raises:
+        ValueError: If `keep` is out of range; or, when training begins, if the guard was taken away, does not undo
+            skipped steps (`rollback=False`), or the model trains on several replicas.
+
+    Example:
+
+    >>> import tempfile
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> box = mpkeras.callbacks.BlackBox(tempfile.mkdtemp())
+    >>> history = model.fit(np.full((4, 2), 0.5), np.ones((4, 1)), verbose=0, callbacks=[box])
+    >>> box.capsules
+    []
+    """
+
+    # Keras would otherwise wait on JAX for what this callback looks at itself.
+    async_safe = True
+
+    def __init__(self, folder, keep: int = 3):
+        super().__init__()
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ValueError(
+                f"Expected `keep` to be a number of files of 1 or more. Received: keep={keep!r}. Leave it out for 3."
+            )
+        self.capsules: list[Path] = []
+        self._folder = Path(folder)
+        self._keep = keep
+        self._kept = KeptBatches(self._around_step)
+        # Whether the loss of a capsule's step was not finite.
+        self._lost_its_loss: dict[Path, bool] = {}
+        self._warned: set[str] = set()
+        self._epoch = 0
+        self._numbers: _MovingNumbers | None = None
+
+    def set_model(self, model):
+        super().set_model(model)
+        # `Callback.model` brings the variables up to date on JAX, at every reading.
+        self._trained = model
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        present = guard.guard_of(self.model)
+        if present is not None and not present.rollback:
+            raise ValueError(
+                "Expected a guard that undoes skipped steps: what it leaves is the state before them. Received: "
+                "rollback=False. Leave `rollback` out of `prepare` or `MixedPrecision`."
+            )
+        if training_backend.replicas(self.model) > 1:
+            raise ValueError(
+                "Expected a model that trains on one replica, whose batch can be kept. Received: "
+                f"{training_backend.replicas(self.model)} replicas. Find the batch on one of them, or use "
+                "`NumericsMonitor`."
+            )
+        self.capsules, self._lost_its_loss, self._numbers = [], {}, None
+
+    def on_train_end(self, logs=None):
+        self._kept.detach(self.model)
+        super().on_train_end(logs)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        super().on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._kept.attach(self._trained)
+        self._kept.begin = batch
+
+    @contextlib.contextmanager
+    def _around_step(self, step, batch, state):
+        if self._numbers is None or not self._numbers.are_all():
+            self._numbers = _MovingNumbers(self._trained)
+        numbers = self._numbers
+        before = numbers.read(*state)
+
+        def take(result):
+            logs, *state = result if isinstance(result, tuple) else (result,)
+            if numbers.skipped(*state) > sum(before[id(o.skipped_steps)] for o in numbers.optimizers):
+                self._write(step, batch, logs, before, *state)
+
+        yield take
+
+    def _write(self, step, batch, logs, before, state=None):
+        with _keras.held_by_variables(self._trained, state):
+            optimizers = guard.scaling_optimizers(self._trained)
+            lost = any(_number(o.nonfinite_losses.value) > before[id(o.nonfinite_losses)] for o in optimizers)
+            given_way = [path for path in self.capsules if not self._lost_its_loss[path]]
+            if len(self.capsules) >= self._keep and not (lost and given_way):
+                return
+            path = self._new_path(step)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                options = {"data": batch, "logs": logs, "step": step, "epoch": self._epoch}
+                capsule_of_fit(path, self._trained, optimizers, before, **options)
+            except (OSError, ValueError, TypeError) as error:
+                self._warn(type(error).__name__, f"Step {step} of epoch {self._epoch + 1} was skipped, and its capsule "
+                           f"could not be written: {error}")  # fmt: skip
+                return
+        if len(self.capsules) >= self._keep:
+            self.capsules.remove(given_way[-1])
+            given_way[-1].unlink(missing_ok=True)
+        self.capsules.append(path)
+        self._lost_its_loss[path] = lost
+        if lost:
+            self._warn(
+                "loss",
+                f"Step {step} of epoch {self._epoch + 1} was skipped, as its loss was not finite. To see it again: "
+                f"`mpkeras replay {path}`.",
+            )
+
+    def _new_path(self, step) -> Path:
+        name = re.sub(r"[^\w.-]", "_", self._trained.name)
+        path = self._folder / f"{name}-epoch{self._epoch + 1}-step{step}.mpk"
+        number = 2
+        while path.exists():  # of an earlier training
+            path = self._folder / f"{name}-epoch{self._epoch + 1}-step{step}-{number}.mpk"
+            number += 1
+        return path
+
+    def _warn(self, key, message):
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, stacklevel=3)
+
+
+class _MovingNumbers:
+    """Reads the numbers that a skipped step changes, from variables or, on JAX, from the state that `fit` hands on."""
+
+    def __init__(self, model):
+        self._model = model
+        self.optimizers = guard.scaling_optimizers(model)
+        self._variables = moving_variables(self.optimizers, model.metrics)
+        self._are_built = all(optimizer.built for optimizer in self.optimizers)
+        self._metrics = len(model.metrics)
+        self._places: dict = {}
+
+    def are_all(self) -> bool:
+        """Whether optimizers and metrics are those that there are now: some come into being in the first step."""
+        return self._are_built and self._metrics == len(self._model.metrics)
+
+    def read(self, state=None) -> dict:
+        """Returns the numbers by `id` of the variable."""
+        return {id(variable): self._value(variable, state) for variable in self._variables}
+
+    def skipped(self, state=None) -> int:
+        return sum(self._value(optimizer.skipped_steps, state) for optimizer in self.optimizers)
+
+    def _value(self, variable, state):
+        if state is None:
+            return _number(variable.value)
+        if not self._places:
+            model = self._model
+            groups = {1: model.non_trainable_variables, 2: model.optimizer.variables, 3: model.metrics_variables}
+            self._places = {id(v): (i, j) for i, group in groups.items() for j, v in enumerate(group)}
+        i, j = self._places[id(variable)]
+        return _number(state[i][j])
+
+
+def _number(tensor):
+    return np.array(ops.convert_to_numpy(tensor))

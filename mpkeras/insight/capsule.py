@@ -1,0 +1,556 @@
+"""`load_capsule`: a step that was skipped, run again from its file, and named to the operation."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import re
+
+import keras
+import numpy as np
+
+from mpkeras import _keras, _replaced
+from mpkeras.devices.environment import environment
+from mpkeras.insight.comparison import Comparison, compare_with
+from mpkeras.insight.numerics import NumericsReport, trace_numerics, traced
+from mpkeras.insight.observation import call_of, replaced_calls
+from mpkeras.insight.operations.origins import Operation, Origins, is_finite, is_float
+from mpkeras.insight.report import shortened
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
+from mpkeras.policies.registry import policy_scope
+from mpkeras.policies.rules import set_layer_policy
+from mpkeras.policies.scalars import number
+from mpkeras.training import capsule_file, guard
+from mpkeras.training.backend import training_backend
+from mpkeras.training.capture import as_numpy, computing_layers, decoded, layer_dtypes
+from mpkeras.training.prepare import prepare
+from mpkeras.training.settings import check_model
+from mpkeras.training.state import load_state_dict, state_dict
+from mpkeras.training.step import TrainStep, make_train_step
+
+# The versions that decide which bits a step computes.
+_DECISIVE = ("mpkeras", "keras", "tensorflow", "jax", "torch", "numpy", "backend", "device", "cpu")
+
+
+def load_capsule(path, model=None, *, custom_objects=None, safe_mode: bool = True) -> "Capsule":
+    """Returns the skipped step in a file that `callbacks.BlackBox` or `step.capsule` wrote.
+
+    Nothing in the file is executed while it is read. The model is made from its configuration when it is first asked
+    for, as `keras.saving.load_model` does, with the same safeguards.
+
+    Args:
+        path: The `.mpk` file.
+        model: The model, where it cannot be made from its configuration (a class without `get_config`). It is given the
+            state in the file; if it was skipped in `fit`, it must be compiled as it was, and is prepared.
+        custom_objects: Classes and functions by name, those of your own in the model, the loss and the metrics.
+        safe_mode: Whether to refuse Python lambdas, which may run any code. Turn it off for files that you trust only.
+
+    Returns:
+        A `Capsule`.
+
+    Raises:
+        ValueError: If there is no such file, or it is no capsule, damaged, of a newer mpkeras, or of another model than
+            the given one.
+        TypeError: If `model` is no `keras.Model`.
+
+    Example:
+
+    >>> import os, tempfile
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="head")], name="net")
+    >>> step = mpkeras.make_train_step(model, "sgd", "mse", jit_compile=False)
+    >>> result = step(np.full((4, 2), np.inf), np.ones((4, 1)))
+    >>> path = os.path.join(tempfile.mkdtemp(), "failure.mpk")
+    >>> size = step.capsule(path)
+    >>> capsule = mpkeras.load_capsule(path)
+    >>> capsule.run()["same_bits"]
+    True
+    >>> capsule.first_operation().side
+    'batch'
+    """
+    content, arrays = capsule_file.read(path)
+    capsule = Capsule(path, content, arrays, custom_objects, safe_mode)
+    if model is not None:
+        check_model(model)
+        capsule._use(model)
+    return capsule
+
+
+class Capsule:
+    """What `load_capsule` returns: one skipped step.
+
+    Attributes:
+        step, epoch: Of the step, counted from 0; `epoch` is `None` for a step of `make_train_step`.
+        batch: `(x, y, sample_weight)` or what else the train step was given, of NumPy arrays.
+        state: All state before the step, as `mpkeras.state_dict` returns it.
+        versions: Of mpkeras, Keras, the backend, NumPy and Python, and the device, when it happened.
+        said: What the step returned, as NumPy arrays: `"loss_scale"` after it, `"skipped"`, in `fit` its logs.
+        is_exact: Whether `state` is what it was before the step. Not where the step moved weights all the same: as the
+            last call of a window of accumulated gradients, or by another optimizer.
+
+    Example:
+
+    >>> import os, tempfile
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> step = mpkeras.make_train_step(model, "sgd", "mse", jit_compile=False)
+    >>> result = step(np.full((4, 2), np.inf), np.ones((4, 1)))
+    >>> path = os.path.join(tempfile.mkdtemp(), "failure.mpk")
+    >>> size = step.capsule(path)
+    >>> capsule = mpkeras.load_capsule(path)
+    >>> capsule.batch[0].shape, capsule.versions["keras"] == keras.__version__
+    ((4, 2), True)
+    >>> run = capsule.run()
+    >>> run["skipped"], run["same_bits"], run["versions"]
+    (True, True, {})
+    >>> operation, report = capsule.first_operation(), capsule.trace()
+    >>> operation.side, operation.where, report.culprit.side
+    ('batch', 'x', 'input')
+    >>> capsule.remedy(operation, report)
+    'Look for inf or NaN in the data: no dtype and no loss scale cures it.'
+    >>> capsule.compare(bound=0.1).first is None  # in float32 it is as bad
+    True
+    """
+
+    def __init__(self, path, content, arrays, custom_objects, safe_mode):
+        self._path = path
+        self._content = content
+        self._custom_objects = custom_objects
+        self._safe_mode = safe_mode
+        self._model: keras.Model = None
+        self._train_step: TrainStep | None = None
+        # Of the layers of the model that there is now: the paths that they had.
+        self._paths: dict = {}
+        try:
+            self.kind = {"fit": "fit", "step": "step"}[content["kind"]]
+            self.step, self.epoch = int(content["step"]), content["epoch"]
+            self.batch = decoded(content["batch"], arrays)
+            self.versions = dict(content["versions"])
+            self.is_exact = bool(content["is_exact"])
+            self._layers = [[str(part) for part in row] for row in content["layers"]]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"Expected the description of a step. Received: '{path}' ({type(error).__name__}: "
+                f"{shortened(str(error), 120)}). Ask for the file again: it is not what mpkeras writes."
+            ) from error
+        parts = {name: _named(arrays, name) for name in ("said", "state", "after")}
+        self.said, self.state = parts["said"], parts["state"]
+        self._after = {**self.state, **parts["after"]}
+
+    @property
+    def model(self):
+        """The model before the step: made from its configuration, or the one that you gave.
+
+        Raises:
+            ValueError: If it cannot be made here: its classes are not known, it holds lambdas, or has no configuration.
+        """
+        if self._model is None:
+            model = self._rebuilt("model")
+            self._use(model, is_own=True)
+        return self._model
+
+    def run(self) -> dict:
+        """Runs the step again, from the state before it, and returns what it says now.
+
+        Afterwards the model is again as before the step.
+
+        Returns:
+            `loss` (float; in `fit` NaN where it was not finite), `loss_scale` after the step, `skipped`; `same_bits`,
+            whether everything that the step returned and left behind is what it was then, bit for bit; `different`, the
+            names of what is not; and `versions`, `{name: (then, now)}` of those that differ.
+
+        Raises:
+            ValueError: As `model` does.
+        """
+        self.model  # noqa: B018  makes it
+        self._restore()
+        result = self._result()
+        now = environment()
+        versions = {key: (self.versions.get(key), now.get(key)) for key in _DECISIVE}
+        after = self._state_now()
+        different = [name for name, value in result.items() if name in self.said and not _same(value, self.said[name])]
+        different += [name for name, value in after.items() if not _same(value, self._after.get(name))]
+        self._restore()
+        loss = result.get("loss")
+        return {
+            "loss": self._loss_of_fit() if loss is None else float(loss),
+            "loss_scale": float(result["loss_scale"]),
+            "skipped": bool(result["skipped"]),
+            "same_bits": not different,
+            "different": different,
+            "versions": {key: pair for key, pair in versions.items() if pair[0] != pair[1]},
+        }
+
+    def trace(self) -> NumericsReport:
+        """Returns the range of every layer in this step, and the first culprit among them: `mpkeras.trace_numerics`.
+
+        Raises:
+            ValueError: As `model` does.
+        """
+        model, (x, y, sample_weight) = self.model, self._data()
+        if self._train_step is None:
+            return trace_numerics(model, x, y, sample_weight, loss_scale=self.loss_scale)
+        return traced(model, x, y, sample_weight, self.loss_scale, self._loss_of)
+
+    def compare(self, dtype: str = "float32", *, bound: float = 0.01) -> Comparison:
+        """Runs the step in float32, too, and returns where 16 bits leave it.
+
+        Args:
+            dtype: `"float32"`, which is all there is to compare with.
+            bound: How far, as a share of the largest number that the layer returns in float32.
+
+        Returns:
+            A `Comparison`: `.first` is the first layer beyond the bound, `.rows` has all of them.
+
+        Raises:
+            ValueError: If an argument is out of its range, and as `model` does.
+        """
+        model = self.model
+        options = {"loss_scale": self.loss_scale, "bound": bound, "loss_of": self._loss_of}
+        return compare_with(dtype, model, *self._data(), paths=self._paths, **options)
+
+    def first_operation(self) -> Operation | None:
+        """Returns the operation of the step at which inf or NaN began: its inputs were finite, and its output is not.
+
+        The step is run op by op, forward and backward, in the dtypes that it has. What a compiler has joined is taken
+        apart here: a number that it kept in float32 between two operations is rounded to 16 bits, and may overflow
+        there. An inf that reaches neither the loss nor a gradient is no fault.
+
+        Returns:
+            An `Operation`, or `None` where op by op everything is finite.
+
+        Raises:
+            ValueError: As `model` does.
+        """
+        model = self.model
+        self._restore()
+        sources = self._sources()
+        gradients: list = []
+        backend = importlib.import_module(f"mpkeras.insight.operations._{keras.backend.backend()}")
+        step, state, data = self._op_by_op()
+        with self._recorded(gradients):
+            origins = Origins(has_source=bool(sources))
+            watch = functools.partial(_watched_layers, model)
+            found = backend.first_operation(_below(step), state, data, gradients, origins, watch)
+        self._restore()
+        if found is None:
+            return sources[0] if sources else None
+        return dataclasses.replace(found, where=self._paths.get(found.where, found.where))
+
+    def remedy(self, operation: Operation | None = None, report: NumericsReport | None = None) -> str:
+        """Returns what to do about the step, in a sentence.
+
+        Args:
+            operation: What `first_operation` returned; it is called without.
+            report: What `trace` returned; it is called without.
+        """
+        operation = self.first_operation() if operation is None else operation
+        if operation is None:
+            return "Op by op everything is finite: compile without XLA, or sum gradients in smaller parts."
+        if operation.side == "batch":
+            return "Look for inf or NaN in the data: no dtype and no loss scale cures it."
+        if operation.side == "weight":
+            return "Load a checkpoint whose weights are finite, or lower the learning rate."
+        if operation.dtype not in SIXTEEN_BIT_DTYPES:
+            what = (
+                "it divides by, takes the logarithm or the root of"
+                if operation.side == "forward"
+                else "its slope is of"
+            )
+            return f"No 16 bits are at fault: look at what {what}, and add an epsilon or clip it there."
+        report = self.trace() if report is None else report
+        if report.rules and operation.side == "forward":
+            return self._with_its_paths(report.remedies()[0])
+        if operation.side == "forward":
+            path = re.escape(operation.where or "")
+            return f"Keep the layer in float32 with the rule 'path:^{path}$', or train in 'mixed_bfloat16'."
+        return (
+            f"Gradients overflow at a loss scale of {self.loss_scale:g}. A dynamic one comes down by itself; if it "
+            "does not stop, train in 'mixed_bfloat16' or keep the layer in float32."
+        )
+
+    def _with_its_paths(self, text: str) -> str:
+        """Returns `text` with the paths that the layers had then: one made anew may have another."""
+        for now, then in self._paths.items():
+            text = text.replace(f"'{now}'", f"'{then}'").replace(f"^{re.escape(now)}$", f"^{re.escape(then)}$")
+        return text
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale before the step."""
+        self.model  # noqa: B018  with the state in its optimizer
+        return number(self._optimizers()[0].loss_scale)
+
+    # ------------------------------------------------------------------------------------------ the model
+
+    def _use(self, model, is_own: bool = False):
+        """Makes `model` the one of this capsule: ready to take the step, with the state before it."""
+        if is_own:
+            self._give_policies(model)
+        x, y, _ = self._data()
+        with policy_scope("float32"):
+            if self.kind == "fit":
+                self._make_ready_to_fit(model)
+            else:
+                made = {name: self._rebuilt(name) for name in ("optimizer", "loss", "metrics")}
+                options = self._content.get("options")
+                if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
+                    raise ValueError(
+                        f"Expected the options of `make_train_step`. Received: {options!r:.100}. Ask for the file anew."
+                    )
+                step = make_train_step(model, made["optimizer"], made["loss"], metrics=made["metrics"] or (), **options)
+                step._get_ready(x, y)
+                self._train_step = step
+        self._check_layers(model)
+        self._model = model
+        try:
+            self._restore()
+        except ValueError as error:
+            self._model = None
+            raise ValueError(
+                f"Expected a capsule of this model. Received: '{self._path}', of model "
+                f"'{self._content.get('model_name')}', whose state does not fit into '{model.name}': {error}"
+            ) from error
+
+    def _make_ready_to_fit(self, model):
+        if not getattr(model, "compiled", False):
+            config = self._described("compile")
+            if type(model).compile is keras.Model.compile:
+                model.compile(**self._deserialized("compile", config))
+            else:
+                # As Keras does where a class has a `compile` of its own.
+                model.compile_from_config(config)
+        model.run_eagerly = self._content.get("run_eagerly") is True
+        model.steps_per_execution = 1
+        if not guard.is_guarded(model):
+            prepare(model)
+        model.jit_compile = self._content.get("jit_compile") is True
+        _keras.symbolic_build(model, self._tensors())
+        for optimizer in guard.scaling_optimizers(model):
+            if optimizer is model.optimizer:
+                optimizer.build(model.trainable_variables)
+        model.make_train_function(force=True)
+
+    def _give_policies(self, model):
+        """Lets layers compute in what they did: a configuration does not hold the policy of every kind of model."""
+        for layer, row, then in zip(computing_layers(model), layer_dtypes(model), self._layers, strict=False):
+            name = stock_name(then[2], then[3])
+            if row[1:] != then[1:] and row[1] == then[1] and row[3] == then[3] and name is not None:
+                set_layer_policy(layer, keras.DTypePolicy(name))
+
+    def _check_layers(self, model):
+        """Raises `ValueError` unless the layers of `model` compute in what they did then."""
+        rows = layer_dtypes(model)
+        if [row[1:] for row in rows] != [row[1:] for row in self._layers]:
+            pairs = [(then, now) for then, now in zip(self._layers, rows, strict=False) if then[1:] != now[1:]]
+            what = f"{pairs[0][1]} instead of {pairs[0][0]}" if pairs else f"{len(rows)} of {len(self._layers)} layers"
+            raise ValueError(
+                f"Expected a capsule of this model, with the same layers in the same dtypes. Received: '{self._path}' "
+                f"for model '{model.name}', which has {what}. Pass the model as it was trained, or none."
+            )
+        self._paths = {now[0]: then[0] for now, then in zip(rows, self._layers, strict=True)}
+
+    def _described(self, name: str):
+        config = self._content.get(name)
+        if config is None and f"why_no_{name}" in self._content:
+            raise ValueError(
+                f"Expected a capsule that describes the {name}. Received: '{self._path}', which could not: "
+                f"{self._content[f'why_no_{name}']}. Pass `model=`, compiled as it was, to `mpkeras.load_capsule`."
+            )
+        return config
+
+    def _rebuilt(self, name: str):
+        with policy_scope("float32"):
+            made = self._deserialized(name, self._described(name))
+        if name == "model" and not isinstance(made, keras.Model):
+            raise ValueError(f"Expected the configuration of a model. Received: {type(made).__name__}. Pass `model=`.")
+        return made
+
+    def _deserialized(self, name: str, config):
+        try:
+            return keras.saving.deserialize_keras_object(
+                config, custom_objects=self._custom_objects, safe_mode=self._safe_mode
+            )
+        except Exception as error:  # Keras lets pass what the classes raise.
+            is_lambda = "lambda" in str(error).lower()
+            remedy = (
+                "If you trust the file, pass `safe_mode=False`."
+                if is_lambda
+                else "Pass classes and functions of your own in `custom_objects`, or the model as `model`."
+            )
+            raise ValueError(
+                f"Expected a {name} that can be made here. Received: '{self._path}' ({type(error).__name__}: "
+                f"{shortened(str(error), 200)}). {remedy}"
+            ) from error
+
+    # ------------------------------------------------------------------------------------------ its state
+
+    def _optimizers(self) -> list:
+        return guard.scaling_optimizers(self._model) if self._train_step is None else [self._train_step.optimizer]
+
+    def _restore(self):
+        # By place: the names of slots hold the paths that layers had when the optimizer was built.
+        by_place = {_place(name): array for name, array in self.state.items()}
+        names = {_place(name): name for name in self._state_by_name()}
+        state = {names.get(place, place): array for place, array in by_place.items()}
+        if self._train_step is None:
+            load_state_dict(self._model, state)
+        else:
+            self._train_step.load_state_dict(state)
+
+    def _state_by_name(self) -> dict:
+        return state_dict(self._model) if self._train_step is None else self._train_step.state_dict()
+
+    def _state_now(self) -> dict:
+        """Returns all state, by the names in `state`."""
+        names = {_place(name): name for name in self.state}
+        return {names[_place(name)]: array for name, array in self._state_by_name().items()}
+
+    def _data(self) -> tuple:
+        return self.batch if self.kind == "step" else keras.utils.unpack_x_y_sample_weight(self.batch)
+
+    def _tensors(self):
+        return training_backend.local_tensors(self.batch)
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    def _result(self) -> dict:
+        """Runs the step, and returns what it says, by the names in `said`; the state stays as the step leaves it."""
+        if self._train_step is None:
+            logs = _fitted(self._model, self._tensors())
+            named = {f"logs/{name}": value for name, value in logs.items()} if isinstance(logs, dict) else {}
+            optimizer = self._optimizers()[0]
+            named |= {"loss_scale": optimizer.loss_scale, "skipped": optimizer.last_step_skipped}
+        else:
+            result = self._train_step(*self.batch)
+            plain = ("loss", "loss_scale", "skipped")
+            named = {name if name in plain else f"logs/{name}": value for name, value in result.items()}
+        return {name: as_numpy(value) for name, value in named.items() if not isinstance(value, (dict, list))}
+
+    def _loss_of_fit(self) -> float:
+        """Returns the loss of the batch alone: `fit` logs the mean over the steps that counted."""
+        self._model.reset_metrics()
+        logs = _fitted(self._model, self._tensors())
+        self._restore()
+        loss = logs.get("loss") if isinstance(logs, dict) else None
+        return float("nan") if loss is None else number(loss)
+
+    @property
+    def _loss_of(self):
+        if self._train_step is None:
+            return None
+        parts = self._train_step._parts
+        return lambda y, y_pred, sample_weight: parts.total_loss(y, y_pred, sample_weight, self._model.losses)
+
+    def _op_by_op(self) -> tuple:
+        """Returns the step as a function of its state and the batch, to be run op by op, and both."""
+        model = self._model
+        if self._train_step is not None:
+            step, metrics, data = self._train_step._compiled.op_by_op, self._train_step.metrics, self._tensors()
+            metric_variables = [variable for metric in metrics for variable in metric.variables]
+        else:
+            step, data, metric_variables = model.train_step.__wrapped__, self._tensors(), model.metrics_variables
+        return step, _state_for(model, self._optimizers()[0], metric_variables), data
+
+    @contextlib.contextmanager
+    def _recorded(self, gradients):
+        """Context manager: the optimizers take down the gradients that they are given, and update nothing."""
+
+        def apply(grads, trainable_variables=None):
+            gradients.extend(grads)
+
+        def stateless_apply(optimizer_variables, grads, trainable_variables):
+            gradients.extend(grads)
+            return trainable_variables, optimizer_variables
+
+        with contextlib.ExitStack() as stack:
+            for optimizer in self._optimizers():
+                stack.enter_context(_replaced.replaced(optimizer, "apply", apply, kind="observed"))
+                stack.enter_context(_replaced.replaced(optimizer, "stateless_apply", stateless_apply, kind="observed"))
+            yield
+
+    def _sources(self) -> list:
+        """Returns an `Operation` for each array of the batch, then for each weight, that is not finite."""
+        names = ("x", "y", "sample_weight")
+        found = []
+        for name, part in zip(names, self._data(), strict=True):
+            leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(part) if leaf is not None]
+            for i, array in enumerate(leaves):
+                where = name if len(leaves) == 1 else f"{name}[{i}]"
+                found.append(("batch", where, array))
+        found += [("weight", name, array) for name, array in self.state.items() if name.startswith("model/")]
+        bad = [(side, where, array) for side, where, array in found if is_float(array) and not is_finite(array)]
+        return [
+            Operation(
+                side, None, where, None, array.dtype.name, f"holds {_nonfinite(array)} values that are not finite"
+            )
+            for side, where, array in bad
+        ]
+
+
+_OPTIONS = {"jit_compile", "rollback", "accumulate_steps", "on_overflow"}
+
+
+def _place(name: str) -> str:
+    """Returns the group of a variable and its number in it, as `state_dict` writes them."""
+    match = re.match(r"(?:optimizers/\d+/\d+|\w+/\d+)(?=/)", name)
+    return match[0] if match else name
+
+
+def _named(arrays: dict, group: str) -> dict:
+    return {name.partition("/")[2]: array for name, array in arrays.items() if name.partition("/")[0] == group}
+
+
+def _nonfinite(array) -> int:
+    return int(np.sum(~np.isfinite(array.astype("float64"))))
+
+
+def _same(value, then) -> bool:
+    # Some backends report a counter as float64 or int64: what it says is the same.
+    value = np.asarray(value)
+    return then is not None and value.shape == then.shape and value.astype(then.dtype).tobytes() == then.tobytes()
+
+
+def _fitted(model, data):
+    """Runs one step of `fit` on the variables of `model`, and returns its logs."""
+    if keras.backend.backend() == "torch":
+        return model.train_function([data])
+    if keras.backend.backend() != "jax":
+        return model.train_function(iter([data]))
+    # Copies, as the step takes over what it is given.
+    state = _state_for(model, model.optimizer, model.metrics_variables, keras.ops.copy)
+    logs, state = model.train_function(state, iter([data]))
+    with _keras.held_by_variables(model, state):
+        return logs
+
+
+def _state_for(model, optimizer, metric_variables, copy=lambda value: value) -> tuple:
+    """Returns the state that a train step takes on JAX, as a tuple of one; elsewhere `()`, as variables hold it."""
+    if keras.backend.backend() != "jax":
+        return ()
+    groups = (model.trainable_variables, model.non_trainable_variables, optimizer.variables, metric_variables)
+    return tuple([copy(variable.value) for variable in group] for group in groups)
+
+
+def _below(step):
+    """Returns `step` with a frame around it by which its own code is told from that of who asks."""
+
+    def run_below_here(*arguments):
+        return step(*arguments)
+
+    return run_below_here
+
+
+@contextlib.contextmanager
+def _watched_layers(model, around):
+    """Context manager: each layer's `call` is run by `around(path, call)`, inner ones within outer ones."""
+
+    def replacement(layer):
+        call, path = call_of(layer), layer.path or layer.name
+
+        @functools.wraps(call)
+        def watched(*args, **kwargs):
+            return around(path, functools.partial(call, *args, **kwargs))
+
+        return watched
+
+    with replaced_calls(computing_layers(model), replacement):
+        yield

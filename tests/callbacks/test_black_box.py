@@ -1,0 +1,180 @@
+"""`BlackBox`: which skipped steps of `fit` it keeps, and what it leaves alone."""
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras.callbacks import BlackBox, MixedPrecision, NumericsMonitor, black_box
+from tests.insight import faults
+from tests.step_modes import snapshot
+
+TENSORFLOW_AND_JAX = pytest.mark.backends("tensorflow", "jax")
+SKIPS = pytest.mark.filterwarnings(
+    "ignore:Step .* was skipped", "ignore:.* steps skipped in epoch", "ignore:All .* steps"
+)
+
+
+def compiled(loss_scale=1.0, optimizer=None, **options):
+    model = faults.model_with()
+    inner = keras.optimizers.SGD(1e-3) if optimizer is None else optimizer
+    model.compile(mpkeras.LossScaleOptimizer(inner, loss_scale=loss_scale), "mse", **options)
+    return model
+
+
+def fit(model, *callbacks, bad=(), large=(), steps=6, **options):
+    """Six batches of four rows: in `bad` ones the loss is not finite, in `large` ones only gradients are."""
+    # On torch Dropout draws from its generator.
+    keras.utils.set_random_seed(3)
+    x, y = faults.batch(rows=4 * steps)
+    for step in bad:
+        x[4 * step] = np.nan
+    for step in large:
+        y[4 * step] = 1e6
+    options = {"batch_size": 4, "verbose": 0, "shuffle": False, **options}
+    return model.fit(x, y, callbacks=[MixedPrecision("mixed_float16"), *callbacks], **options)
+
+
+def steps_of(box):
+    return [(capsule.epoch, capsule.step) for capsule in map(mpkeras.load_capsule, box.capsules)]
+
+
+@SKIPS
+@pytest.mark.slow
+def test_the_first_failures_are_kept_and_finite_losses_give_way(tmp_path):
+    box = BlackBox(tmp_path / "a" / "b", keep=2)
+    fit(compiled(), box, large=[0, 1, 2], bad=[4])
+    assert steps_of(box) == [(0, 0), (0, 4)]
+    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [
+        "net-epoch1-step0.mpk",
+        "net-epoch1-step4.mpk",
+    ]
+    # Full of losses that were not finite: nothing gives way any more.
+    box = BlackBox(tmp_path / "c", keep=2)
+    fit(compiled(), box, bad=[0, 1, 2], large=[3], epochs=2)
+    assert steps_of(box) == [(0, 0), (0, 1)] and len(list((tmp_path / "c").iterdir())) == 2
+
+
+@SKIPS
+def test_files_of_an_earlier_training_stay(tmp_path):
+    for _ in range(2):
+        box = BlackBox(tmp_path)
+        fit(compiled(), box, bad=[1], steps=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net-epoch1-step1-2.mpk", "net-epoch1-step1.mpk"]
+    assert [path.name for path in box.capsules] == ["net-epoch1-step1-2.mpk"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"steps_per_execution": 3}, id="several", marks=TENSORFLOW_AND_JAX),
+    ],
+)
+def test_a_clean_training_is_left_alone(tmp_path, options):
+    watched, alone = compiled(**options), compiled(**options)
+    box = BlackBox(tmp_path / "none")
+    history = fit(watched, box, epochs=2)
+    expected = fit(alone, epochs=2)
+    assert box.capsules == [] and list(tmp_path.iterdir()) == []
+    assert history.history == expected.history
+    assert snapshot(watched.variables) == snapshot(alone.variables)
+    assert watched.train_function is None or not hasattr(watched.train_function, "mpkeras_kept_batches")
+
+
+@SKIPS
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"steps_per_execution": 3}, id="several", marks=TENSORFLOW_AND_JAX),
+    ],
+)
+def test_training_with_a_failure_is_left_alone(tmp_path, options):
+    watched, alone = compiled(**options), compiled(**options)
+    fit(watched, BlackBox(tmp_path), epochs=2, bad=[1, 5])
+    fit(alone, epochs=2, bad=[1, 5])
+    assert snapshot(watched.variables) == snapshot(alone.variables)
+    assert snapshot(watched.optimizer.variables) == snapshot(alone.optimizer.variables)
+
+
+@SKIPS
+@pytest.mark.slow
+def test_steps_of_a_window_run_again_with_the_same_bits(tmp_path):
+    box = BlackBox(tmp_path)
+    model = compiled(optimizer=keras.optimizers.SGD(1e-3, gradient_accumulation_steps=3))
+    fit(model, box, bad=[1, 5])
+    first, last = map(mpkeras.load_capsule, box.capsules)
+    assert first.is_exact and first.run()["same_bits"]
+    # The sixth call ends the second window: the update of the other two has moved the weights.
+    assert not last.is_exact
+
+
+@SKIPS
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [1, -1], ids=["box first", "monitor first"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"steps_per_execution": 3}, id="several", marks=TENSORFLOW_AND_JAX),
+    ],
+)
+def test_beside_a_numerics_monitor(tmp_path, order, options):
+    box, monitor = BlackBox(tmp_path), NumericsMonitor()
+    fit(compiled(**options), *[box, monitor][::order], bad=[1, 4], epochs=2)
+    assert steps_of(box) == [(0, 1), (0, 4), (1, 1)]
+    assert len(monitor.findings) == 4 and {found.culprit.side for found in monitor.findings} == {"input"}
+
+
+@pytest.mark.filterwarnings("ignore:.* steps skipped in epoch")
+def test_alone_in_a_plain_fit(tmp_path):
+    model = faults.model_with(policy="float32")
+    model.compile("sgd", "mse")
+    x, y = faults.batch(rows=8)
+    # Of the labels: TensorFlow's relu makes 0 of NaN.
+    y[5] = np.inf
+    box = BlackBox(tmp_path)
+    with pytest.warns(UserWarning, match="Step 1 of epoch 1 was skipped, as its loss was not finite.*mpkeras replay"):
+        model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=[box])
+    assert steps_of(box) == [(0, 1)] and mpkeras.load_capsule(box.capsules[0]).run()["same_bits"]
+
+
+def test_what_cannot_be_written_is_told_once_and_training_goes_on(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    box = BlackBox(tmp_path / "file")
+    with pytest.warns(UserWarning) as warned:
+        history = fit(compiled(), box, bad=[0, 1], steps=3)
+    told = [str(w.message) for w in warned if "could not be written" in str(w.message)]
+    assert len(told) == 1 and "Step 0 of epoch 1" in told[0] and "file" in told[0]
+    assert box.capsules == [] and history.history["skipped_steps"] == [2]
+
+
+@SKIPS
+@pytest.mark.slow
+def test_a_step_without_a_failure_writes_and_reads_nothing(tmp_path, monkeypatch):
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(options["step"])
+        return 0
+
+    monkeypatch.setattr(black_box, "capsule_of_fit", counted)
+    fit(compiled(), BlackBox(tmp_path), bad=[3])
+    assert calls == [3]
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
+def test_bad_arguments(tmp_path, keep):
+    with pytest.raises(ValueError, match="`keep` to be a number of files of 1 or more"):
+        BlackBox(tmp_path, keep=keep)
+
+
+def test_without_rollback_there_is_no_state_to_keep(tmp_path):
+    model = compiled()
+    mpkeras.prepare(model, rollback=False)
+    x, y = faults.batch()
+    with pytest.raises(ValueError, match="undoes skipped steps.*rollback=False"):
+        model.fit(x, y, verbose=0, callbacks=[BlackBox(tmp_path)])
