@@ -39,6 +39,8 @@ _CALLED = re.compile(
 )
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+# Such as dot_bf16_bf16_f32; dot_bf16_bf16_f32_x3 multiplies three times, for float32's precision.
+_ALGORITHM = re.compile(r"\balgorithm\"?[=:]\"?(?:ALG_)?dot_(bf16|f16)_\1_f32\b(?!_)", flags=re.IGNORECASE)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -64,7 +66,7 @@ class Program:
 
     Attributes:
         matrix_flops: `{dtype of the operands: FLOP}` of matrix products and convolutions, a multiplication and an
-            addition counted as two, those in loops as often as the loop runs.
+            addition counted as two, those in loops as often as the loop runs. The dtype is the one that is multiplied.
         products: `{dtype of the operands: number of products}`, each once, wherever it stands.
         collectives: `[{"kind", "dtype", "bytes"}]`, summed by kind and dtype; bytes of the results on one device.
         conditionals: Number of branches.
@@ -128,7 +130,7 @@ class _Counted:
             operands = [array for operand in instruction.operands for array in types.get(operand, [])]
             flops = _flops(instruction, operands)
             if flops is not None:
-                dtype = _widest(dtype for dtype, _ in operands[:2])
+                dtype = _multiplied_in(instruction) or _widest(dtype for dtype, _ in operands[:2])
                 self.flops[dtype] += flops * times
                 self.products[dtype] += is_new
             if is_new:
@@ -224,6 +226,12 @@ def _bits_of(dtype: str) -> int:
 
 def _bytes(dtype, shape) -> int:
     return math.prod(shape) * _bits_of(dtype) // 8
+
+
+def _multiplied_in(instruction) -> str | None:
+    """Returns the dtype that an algorithm rounds the operands to, whatever they are stored in; `None` without one."""
+    found = _ALGORITHM.search(instruction.attributes)
+    return None if found is None else _name(found[1].lower())
 
 
 def _is_host_transfer(instruction) -> bool:

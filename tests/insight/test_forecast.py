@@ -63,6 +63,7 @@ def transformer():
     inputs = keras.Input((32,), dtype="int32")
     x = layers.Embedding(64, 64)(inputs)
     x = x + layers.MultiHeadAttention(2, 32, dropout=0.1)(layers.LayerNormalization()(x), x)
+    x = x + layers.MultiHeadAttention(2, 32)(layers.LayerNormalization()(x), x)
     x = x + layers.Dense(64)(layers.Dropout(0.1)(layers.Dense(128, "gelu")(layers.LayerNormalization()(x))))
     return keras.Model(inputs, layers.Dense(16)(x), name="transformer")
 

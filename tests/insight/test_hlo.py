@@ -53,6 +53,28 @@ def test_float8_operands_count_as_float8_whatever_they_sum_in():
     assert found.products == {"float8": 1} and found.matrix_flops == {"float8": 2 * 16 * 16 * 32}
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"),
+    [
+        ("algorithm=dot_bf16_bf16_f32", "bfloat16"),
+        ("algorithm=dot_f16_f16_f32", "float16"),
+        ("algorithm=dot_bf16_bf16_f32_x3", "float32"),
+        ("algorithm=dot_tf32_tf32_f32", "float32"),
+        ('backend_config={"precision_config":{"algorithm":"ALG_DOT_BF16_BF16_F32"}}', "bfloat16"),
+        ('backend_config={"precision_config":{"algorithm":"ALG_UNSET"}}', "float32"),
+    ],
+)
+def test_what_an_algorithm_rounds_its_operands_to_is_what_is_multiplied(algorithm, dtype):
+    found = read_program(
+        program(
+            "%a = f32[3,5]{1,0} parameter(0)",
+            "%b = f32[5,7]{1,0} parameter(1)",
+            "ROOT %c = f32[3,7]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, " + algorithm,
+        )
+    )
+    assert found.products == {dtype: 1}
+
+
 # One axis of 5 inputs, a kernel of 3 with padding 1: the first and the last output meet 2 inputs, the others 3.
 MET_IN_5 = 3 * 5 - 2
 # With stride 2 the outputs are at 0, 2 and 4.
