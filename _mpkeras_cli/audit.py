@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from _mpkeras_cli.options import add_model_options, count
+from _mpkeras_cli.options import add_model_options, add_open_size_option
 from _mpkeras_cli.quiet import import_mpkeras
 
 _DESCRIPTION = """\
@@ -29,13 +29,7 @@ def add_parser(subparsers):
     option = parser.add_argument
     option("--policy", metavar="NAME", help="audit the model as this policy makes it, such as mixed_bfloat16")
     option("--summary", action="store_true", help="print the sums and what is more than a note, and no table")
-    option(
-        "--open-size",
-        type=count,
-        default=64,
-        metavar="N",
-        help="taken for each size that the inputs leave open, such as the length of a sequence (default: 64)",
-    )
+    add_open_size_option(parser)
     parser.set_defaults(run=run, error=parser.error)
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from _mpkeras_cli.options import add_model_options, count, positive
+from _mpkeras_cli.options import add_model_options, add_open_size_option, count, positive
 from _mpkeras_cli.quiet import import_mpkeras
 
 _DESCRIPTION = """\
@@ -42,13 +42,7 @@ def add_parser(subparsers):
         help="may be repeated (default: float32, mixed_bfloat16 and mixed_float16)",
     )
     option("--budget", type=positive("seconds"), metavar="S", help="seconds for all; shows what was found until then")
-    option(
-        "--open-size",
-        type=count,
-        default=64,
-        metavar="N",
-        help="taken for each size that the inputs leave open, such as the length of a sequence (default: 64)",
-    )
+    add_open_size_option(parser)
     option("--plot", metavar="FILE", help="draw the figure into this file, such as forecast.png")
     parser.set_defaults(run=run, error=parser.error)
 

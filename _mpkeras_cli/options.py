@@ -21,6 +21,17 @@ def add_model_options(parser):
     option("--json", action="store_true", help="print the result as JSON")
 
 
+def add_open_size_option(parser):
+    """Adds `--open-size`. `count` checks it."""
+    parser.add_argument(
+        "--open-size",
+        type=count,
+        default=64,
+        metavar="N",
+        help="taken for each size that the inputs leave open, such as the length of a sequence (default: 64)",
+    )
+
+
 def count(text: str) -> int:
     """Returns a whole number of at least 1, as the `type` of an option."""
     try:
