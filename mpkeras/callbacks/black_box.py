@@ -74,6 +74,8 @@ class BlackBox(Guarded):
         self._warned: set[str] = set()
         self._epoch = 0
         self._numbers: _MovingNumbers | None = None
+        # The last step, until it is looked at.
+        self._unseen: tuple | None = None
 
     def set_model(self, model):
         super().set_model(model)
@@ -94,9 +96,14 @@ class BlackBox(Guarded):
                 f"{training_backend.replicas(self.model)} replicas. Find the batch on one of them, or use "
                 "`NumericsMonitor`."
             )
-        self.capsules, self._lost_its_loss, self._numbers = [], {}, None
+        self.capsules, self._lost_its_loss, self._numbers, self._unseen = [], {}, None, None
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._look()
+        super().on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs=None):
+        self._look()
         self._kept.detach(self.model)
         super().on_train_end(logs)
 
@@ -108,8 +115,13 @@ class BlackBox(Guarded):
         self._kept.attach(self._trained)
         self._kept.begin = batch
 
+    def on_test_begin(self, logs=None):
+        # Validation in `fit` takes over the state that is still to be looked at.
+        self._look()
+
     @contextlib.contextmanager
     def _around_step(self, step, batch, state):
+        self._look()
         if self._numbers is None or not self._numbers.are_all():
             self._numbers = _MovingNumbers(self._trained)
         numbers = self._numbers
@@ -117,10 +129,20 @@ class BlackBox(Guarded):
 
         def take(result):
             logs, *state = result if isinstance(result, tuple) else (result,)
-            if numbers.skipped(*state) > sum(before[id(o.skipped_steps)] for o in numbers.optimizers):
-                self._write(step, batch, logs, before, *state)
+            self._unseen = numbers, before, step, batch, logs, state
+            # On JAX steps run on while `fit` gets the next batch, and the state is there until that step begins.
+            if not state:
+                self._look()
 
         yield take
+
+    def _look(self):
+        """Looks at the last step, unless that was done."""
+        if self._unseen is not None:
+            numbers, before, step, batch, logs, state = self._unseen
+            self._unseen = None
+            if numbers.skipped(*state) > sum(before[id(o.skipped_steps)] for o in numbers.optimizers):
+                self._write(step, batch, logs, before, *state)
 
     def _write(self, step, batch, logs, before, state=None):
         with _keras.held_by_variables(self._trained, state):
@@ -195,7 +217,7 @@ class _MovingNumbers:
             groups = {1: model.non_trainable_variables, 2: model.optimizer.variables, 3: model.metrics_variables}
             self._places = {id(v): (i, j) for i, group in groups.items() for j, v in enumerate(group)}
         i, j = self._places[id(variable)]
-        return _number(state[i][j])
+        return np.array(state[i][j])
 
 
 def _number(tensor):

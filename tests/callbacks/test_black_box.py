@@ -102,6 +102,15 @@ def test_training_with_a_failure_is_left_alone(tmp_path, options):
 
 @SKIPS
 @pytest.mark.slow
+def test_the_last_step_of_an_epoch_is_kept_with_validation_behind_it(tmp_path):
+    box = BlackBox(tmp_path)
+    fit(compiled(), box, bad=[2], steps=3, epochs=2, validation_data=faults.batch(rows=8))
+    assert steps_of(box) == [(0, 2), (1, 2)]
+    assert all(mpkeras.load_capsule(path).run()["same_bits"] for path in box.capsules)
+
+
+@SKIPS
+@pytest.mark.slow
 def test_steps_of_a_window_run_again_with_the_same_bits(tmp_path):
     box = BlackBox(tmp_path)
     model = compiled(optimizer=keras.optimizers.SGD(1e-3, gradient_accumulation_steps=3))
