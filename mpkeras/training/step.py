@@ -159,6 +159,8 @@ class TrainStep:
         return self._parts.metrics
 
     def __call__(self, x, y=None, sample_weight=None) -> dict:
+        # Before the step: one that raises is not the one before it, whose batch need not stay in memory either.
+        self._last = None
         self._get_ready(x, y)
         result = self._compiled(x, y, sample_weight)
         self._last = (x, y, sample_weight), result, result.pop(BEFORE)
@@ -199,7 +201,7 @@ class TrainStep:
         if self._last is None or not bool(self._last[1]["skipped"]):
             raise ValueError(
                 "Expected a step that was skipped just now: only then is the state before it still there. Received: "
-                f"{'no step yet' if self._last is None else 'a step that was applied'}. Call it where "
+                f"{'no step that came to its end' if self._last is None else 'a step that was applied'}. Call it where "
                 '`bool(result["skipped"])`.'
             )
         batch, result, values = self._last
