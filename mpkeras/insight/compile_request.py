@@ -14,7 +14,7 @@ from mpkeras.devices.environment import memory_bytes
 from mpkeras.devices.targets import find_target
 from mpkeras.insight.advice import loss_and_targets
 from mpkeras.insight.report import shortened
-from mpkeras.policies.registry import get_policy
+from mpkeras.policies.registry import get_policy, registered_policies
 
 
 class CompileRequest:
@@ -32,10 +32,7 @@ class CompileRequest:
     def __init__(self, model, x, y, device, devices, policies, optimizer, loss):
         cpu_memory_bytes = memory_bytes()
         self.target = find_target(device, cpu_memory_bytes)
-        policies = [policies] if isinstance(policies, str) else list(policies)
-        self.policies = {policy.name: policy for policy in map(get_policy, policies)}
-        if not self.policies:
-            raise ValueError("Expected at least one policy. Received: none. Leave `policies` out for the usual three.")
+        self.policies = _policies(policies)
         mesh, layout_map = _mesh(devices)
         self.devices = devices if mesh is None else math.prod(mesh["shape"])
         self.rows_split = 1 if mesh is None else mesh["shape"][mesh["axis_names"].index(mesh["batch_dim_name"])]
@@ -78,6 +75,24 @@ class CompileRequest:
                 },
             }
         )
+
+
+def _policies(policies) -> dict:
+    """Returns `{how it is called: Policy}`: by its name, and by the dtype of its slots where that is its own."""
+    chosen = [get_policy(p) for p in ([policies] if isinstance(policies, (str, keras.DTypePolicy)) else policies)]
+    if not chosen:
+        raise ValueError("Expected at least one policy. Received: none. Leave `policies` out for the usual three.")
+    known = registered_policies()
+    own_slots = [p.name in known and p.slot_dtype != get_policy(p.name).slot_dtype for p in chosen]
+    names = [
+        f"{policy.name}, slots {policy.slot_dtype}" if is_own else policy.name
+        for policy, is_own in zip(chosen, own_slots, strict=True)
+    ]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"Expected policies that can be told apart by their names. Received: {names}. Give each a name of its own."
+        )
+    return dict(zip(names, chosen, strict=True))
 
 
 def _mesh(devices) -> tuple:

@@ -142,10 +142,16 @@ def test_layers_losses_and_optimizers_of_the_user():
         keras.optimizers.AdamW(1e-3, gradient_accumulation_steps=2),
         {"a": absolute_error, "b": "sparse_categorical_crossentropy"},
     )
-    found = mpkeras.forecast(model, (8, 24), device="cpu", policies=["mixed_float16"], verbose=0)
+    small = mpkeras.Policy("mixed_float16", slot_dtype="bfloat16")
+    mine = mpkeras.Policy("mine", compute_dtype="bfloat16", variable_dtype="float32")
+    found = mpkeras.forecast(model, (8, 24), device="cpu", policies=["mixed_float16", small, mine], verbose=0)
+    assert list(found.policies) == ["mixed_float16", "mixed_float16, slots bfloat16", "mine"]
     weights = 24 * 24 + 24 + 24 * 3 + 3
     # Weights, two slots of Adam, sums of gradients, and the inner optimizer's own sums, unused beside them.
     assert 0 <= clean(found.policies["mixed_float16"])["persistent_bytes"] - 20 * weights < 200
+    # Of them the two slots are small, and those sums that stand unused.
+    of_small = clean(found.policies["mixed_float16, slots bfloat16"])["persistent_bytes"]
+    assert 0 <= of_small - 14 * weights < 200
 
 
 @pytest.mark.slow
@@ -354,6 +360,7 @@ def test_the_report(tmp_path):
         ({"devices": 3}, ValueError, "3 devices can share evenly. Received: 64 rows. Pass 63"),
         ({"policies": []}, ValueError, "Expected at least one policy. Received: none"),
         ({"policies": ["mixed_float17"]}, ValueError, "Received: name='mixed_float17'"),
+        ({"policies": ["float32", "float32"]}, ValueError, r"told apart .* Received: \['float32', 'float32'\]"),
         ({"budget_s": 0}, ValueError, "Expected `budget_s` to be a positive number of seconds. Received: 0"),
     ],
 )
