@@ -348,10 +348,10 @@ class CompiledStep:
         result[parts.BEFORE] = self._moving_values(state)
         return [trainable, updated, new_optimizer, new_metrics], result
 
-    def _moving_values(self, state) -> list:
+    def _moving_values(self, state) -> dict:
         groups = zip(self._variables()[2:], state[2:], strict=True)
         by_id = {id(v): value for group in groups for v, value in zip(*group, strict=True)}
-        return [by_id[id(variable)] for variable in self._parts.moving]
+        return self._parts.packed([by_id[id(variable)] for variable in self._parts.moving])
 
     def _applied(self, grads, trainable, non_trainable, optimizer_values):
         """Returns the values of the trained weights and of the optimizer's variables after its update."""

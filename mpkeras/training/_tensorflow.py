@@ -488,7 +488,7 @@ class CompiledStep:
         """Returns the result of a step, and whether no step has counted since the metrics were reset."""
         parts = self._parts
         batch_has_rows = has_rows(x)
-        before = [tf.identity(_own_part(variable.value)) for variable in parts.moving]
+        before = parts.packed([_own_part(variable.value) for variable in parts.moving])
 
         def run():
             update = self._no_update if parts.checks and batch_has_rows is False else self._update

@@ -319,7 +319,7 @@ class CompiledStep:
     def _step(self, forward, x, y, sample_weight):
         parts = self._parts
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
-        before = {parts.BEFORE: [variable.value.clone() for variable in parts.moving]}
+        before = {parts.BEFORE: parts.packed([variable.value for variable in parts.moving])}
 
         def run():
             if has_rows(x) or not parts.checks:

@@ -205,7 +205,7 @@ class TrainStep:
                 '`bool(result["skipped"])`.'
             )
         batch, result, values = self._last
-        before = {id(variable): as_numpy(value) for variable, value in zip(self._parts.moving, values, strict=True)}
+        before = self._parts.unpacked(values)
         return capsule_of_step(path, self._parts, before, batch=batch, result=result, step=self._steps - 1)
 
     def compiler_ir(self, x, y=None, sample_weight=None, *, optimized: bool = True) -> str:
@@ -370,6 +370,18 @@ class StepParts:
         if self._moving is None or self._moving[0] is not self.optimizer:
             self._moving = self.optimizer, moving_variables([self.optimizer], self.metrics)
         return self._moving[1]
+
+    def packed(self, values) -> dict:
+        """Returns the values of `moving`, those of one dtype in one tensor: each output of a step costs time."""
+        groups: dict = {}
+        for variable, value in zip(self.moving, values, strict=True):
+            groups.setdefault(variable.dtype, []).append(value)
+        return {dtype: ops.stack(group) for dtype, group in groups.items()}
+
+    def unpacked(self, packed: dict) -> dict:
+        """Returns what `packed` was given, as NumPy arrays by the `id` of the variable."""
+        rows = {dtype: iter(as_numpy(values)) for dtype, values in packed.items()}
+        return {id(variable): next(rows[variable.dtype]) for variable in self.moving}
 
     def apply_rules(self):
         """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""
