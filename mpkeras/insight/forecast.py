@@ -304,7 +304,7 @@ class Forecast(Report):
 
     def plot(self):
         """Returns a `matplotlib.figure.Figure`: bytes of one device under each policy, beside what it has."""
-        figure = make_figure(figsize=(6.4, 1.8 + 0.5 * len(self.policies)))
+        figure = make_figure(figsize=(6.4, 2.0 + 0.5 * len(self.policies)))
         axes = figure.subplots()
         names = list(self.policies)
         begun = [0.0] * len(names)
@@ -321,11 +321,11 @@ class Forecast(Report):
             begun = [so_far + width for so_far, width in zip(begun, widths, strict=True)]
         limit = self._usable_bytes / 2**30
         if max(begun, default=0.0) > limit / 8:
-            axes.axvline(limit, color="black", linestyle="--", label="there is")
+            axes.axvline(limit, color="black", linestyle="--", label="memory of the device")
         axes.invert_yaxis()
         axes.set_xlabel("GiB on one device")
         axes.set_title(self.title, fontsize="medium")
-        figure.legend(loc="outside lower center", ncols=4, fontsize="small", frameon=False)
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
         return figure
 
 
