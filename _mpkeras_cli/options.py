@@ -9,7 +9,13 @@ def add_model_options(parser):
     """Adds `MODEL`, `--import` and `--json` to an `argparse` parser."""
     option = parser.add_argument
     option("model", metavar="MODEL", help="a .keras or .h5 file")
-    option(
+    add_import_option(parser)
+    option("--json", action="store_true", help="print the result as JSON")
+
+
+def add_import_option(parser):
+    """Adds `--import`."""
+    parser.add_argument(
         "--import",
         action="append",
         default=[],
@@ -18,7 +24,6 @@ def add_model_options(parser):
         help="import this module first, which defines classes and functions of the model; may be repeated. "
         "The current directory is searched, too",
     )
-    option("--json", action="store_true", help="print the result as JSON")
 
 
 def add_open_size_option(parser):

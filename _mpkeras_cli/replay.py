@@ -3,6 +3,7 @@
 import argparse
 import json
 
+from _mpkeras_cli.options import add_import_option
 from _mpkeras_cli.quiet import import_mpkeras
 
 _DESCRIPTION = """\
@@ -28,15 +29,7 @@ def add_parser(subparsers):
     )
     option = parser.add_argument
     option("file", metavar="FILE", help="a .mpk file")
-    option(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="MODULE",
-        help="import this module first, which defines classes and functions of the model; may be repeated. "
-        "The current directory is searched, too",
-    )
+    add_import_option(parser)
     option(
         "--compare", action="store_true", help="also run the step in float32, and show how far each layer is from it"
     )
