@@ -10,7 +10,8 @@ import keras
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, restore
 from mpkeras.conversion.changes import changes_of, make_changes, planned_changes
-from mpkeras.conversion.plan import Conversion, computes_in, layers_of, plan
+from mpkeras.conversion.float8.layers import multiplies_in_float8
+from mpkeras.conversion.plan import Conversion, computes_in, layers_of, plan, why_not_float8
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import has_own_call, is_quantized, layer_policy, set_layer_policy, unmatched
@@ -111,6 +112,23 @@ def converted_by(model):
     """Returns the `Policy` by which `apply_policy` last converted `model`; `None` if it did not."""
     conversion = _conversions.get(model)
     return None if conversion is None else conversion.asked_for
+
+
+def float8_products(model) -> dict:
+    """Returns `{id: reason}` of the layers of a converted model with a product: why it is not in float8, or `None`.
+
+    Empty for a model that was not converted to a policy with float8.
+    """
+    conversion = _conversions.get(model)
+    if conversion is None:
+        return {}
+    return why_not_float8(model, conversion, {id(layer): layer.compute_dtype for layer in layers_of(model)})
+
+
+def leave_float8(model, layer, reason: str):
+    """Lets `layer` of a converted model multiply in bfloat16 from now on, and no conversion change that."""
+    _conversions[model].left_float8[layer] = reason
+    make_changes(layer, planned_changes(model, {id(one): one.compute_dtype for one in layers_of(model)})[id(layer)])
 
 
 def scales_loss(optimizer) -> bool:
@@ -296,17 +314,18 @@ def recorded(model, on=None):
     """
     on = model if on is None else on
     before = [
-        (target, layer_policy(layer), changes_of(layer))
+        (target, layer_policy(layer), changes_of(layer), multiplies_in_float8(layer))
         for layer, target in zip(layers_of(model), layers_of(on), strict=True)
     ]
     stored = [(v, _keras.stored_dtype(v)) for v in on.variables]
 
     def put_back(refresh: bool = True):
-        for layer, policy, _ in before:
+        for layer, policy, *_ in before:
             if not is_quantized(layer) and layer_policy(layer) is not policy:
                 set_layer_policy(layer, policy)
-        names = planned_changes(on, {id(layer): layer.compute_dtype for layer in layers_of(on)})
-        for layer, _, changes in before:
+        in_float8 = {id(layer) for layer, *_, was_in_float8 in before if was_in_float8}
+        names = planned_changes(on, {id(layer): layer.compute_dtype for layer in layers_of(on)}, in_float8)
+        for layer, _, changes, _ in before:
             make_changes(layer, names[id(layer)])
             # A layer that was made in 16 bits, and never converted, has had none.
             for name, kind in changes_of(layer) - changes:

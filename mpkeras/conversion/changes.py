@@ -10,6 +10,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_attributes, restore
+from mpkeras.conversion.float8.layers import multiply_in_float8
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.rules import has_own_call, is_quantized
@@ -141,14 +142,18 @@ def _save_attention_memory(layer):
 
 
 class _Change(NamedTuple):
-    """One change: which layers of a model it is for, how it is made, and the attributes that it replaces."""
+    """One change: which layers of a model it is for, how it is made, and the attributes that it replaces.
 
-    fits: Callable
+    `fits` is `None` where only the policy knows the layers.
+    """
+
+    fits: Callable | None
     install: Callable
     kind: str
     attributes: tuple
 
 
+FLOAT8 = "products in float8"
 CHANGES = {
     "penalties in float32": _Change(
         _penalized, _add_penalties_in_float32, "layer", ("activity_regularizer", "add_loss")
@@ -158,17 +163,22 @@ CHANGES = {
     "attention memory": _Change(_attention, _save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
     "raw inputs": _Change(_casting_inputs, _pass_inputs_on, "inputs", ("autocast",)),
     "float32 outputs": _Change(_parts, _return_float32, "layer", ("call",)),
+    FLOAT8: _Change(None, multiply_in_float8, "layer", ("call",)),
 }
 
 
-def planned_changes(model, dtypes) -> dict:
+def planned_changes(model, dtypes, in_float8=frozenset()) -> dict:
     """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in.
 
     Args:
         dtypes: `{id: dtype}` of the layers.
+        in_float8: `id`s of the layers whose products are in float8.
     """
     layers = _keras.flatten_layers(model, include_self=True)
-    fitting = {name: {id(layer) for layer in change.fits(model, layers)} for name, change in CHANGES.items()}
+    fitting = {
+        name: {id(layer) for layer in change.fits(model, layers)} if change.fits is not None else in_float8
+        for name, change in CHANGES.items()
+    }
     found = {}
     for layer in layers:
         in_16_bits = dtypes[id(layer)] in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
@@ -178,13 +188,14 @@ def planned_changes(model, dtypes) -> dict:
 
 def make_changes(layer, names):
     """Gives `layer` the changes of these names, and takes back the others that it has."""
-    kinds = {CHANGES[name].kind for name in names}
+    kept = {(CHANGES[name].kind, attribute) for name in names for attribute in CHANGES[name].attributes}
     for name, change in CHANGES.items():
         if name in names:
             change.install(layer)
-        elif change.kind not in kinds:
+        else:
             for attribute in change.attributes:
-                restore(layer, attribute, kind=change.kind)
+                if (change.kind, attribute) not in kept:
+                    restore(layer, attribute, kind=change.kind)
 
 
 def changes_of(layer) -> set:

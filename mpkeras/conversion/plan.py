@@ -7,6 +7,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion.changes import planned_changes
+from mpkeras.conversion.float8.layers import reasons_against
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import bound_layers, has_own_call, is_quantized, kept_in_float32, layer_policy
 
@@ -44,6 +45,7 @@ class Conversion:
         later_sources: The compute dtypes from which layers that come into being later are converted.
         seen: Layer -> the path that it had when it was looked at last; it gets one when it is built.
         by_name: Layers without a path that a `path:` rule moved by their name -> the policy they have without it.
+        left_float8: Layer -> why its product is not in float8 any more.
         unstored: Rows that were carried out, whose weights are still stored as before.
         told: What the user was told of rules that match nothing.
     """
@@ -69,6 +71,7 @@ class Conversion:
         self.made_with = model.dtype_policy
         self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.by_name: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.left_float8: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.unstored: list[Row] = [] if earlier is None else earlier.unstored
         self.told: set[str] = set() if earlier is None else earlier.told
 
@@ -118,13 +121,32 @@ def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
     if not has_own_call(model) and after[id(model)].compute_dtype not in SIXTEEN_BIT_DTYPES:
         if any(policy_after.compute_dtype == "float16" for policy_after in after.values()):
             after[id(model)] = keras.DTypePolicy("mixed_float16")
-    changes = planned_changes(model, {key: after[key].compute_dtype for key in after})
+    dtypes = {key: after[key].compute_dtype for key in after}
+    not_float8 = {} if conversion is None else why_not_float8(model, conversion, dtypes)
+    in_float8 = {key for key, reason_against in not_float8.items() if reason_against is None}
+    changes = planned_changes(model, dtypes, in_float8)
     rows = []
     for layer in layers:
         key = id(layer)
         _, rule, reason = kept.get(key, (layer, None, _reason(layer, after[key], policy)))
         rows.append(Row(layer, before[key], after[key], followed[key], rule, reason, changes[key]))
     return rows
+
+
+def why_not_float8(model, conversion, dtypes) -> dict:
+    """Returns `{id: reason}` of the layers with a product: why it is not in float8, `None` where it is.
+
+    Empty under a policy without float8.
+
+    Args:
+        model: A `keras.Model`.
+        conversion: Its `Conversion`.
+        dtypes: `{id: dtype}`: what each layer computes in.
+    """
+    if conversion.policy.float8 is None:
+        return {}
+    found = reasons_against(model, conversion.policy, dtypes)
+    return found | {id(layer): why for layer, why in conversion.left_float8.items() if id(layer) in found}
 
 
 def _without_rule(layer, before, policy, conversion, is_bound: bool):

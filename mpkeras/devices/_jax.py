@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from jax.experimental import topologies
 
-from mpkeras.devices.native import Device, parse_capability
+from mpkeras.devices.native import FLOAT8_CAPABILITY, Device, parse_capability
 
 
 def accelerators() -> list[Device]:
@@ -46,6 +46,14 @@ def run_compiled(function, tensor):
         return
     sharding = jax.sharding.SingleDeviceSharding(_trial_device)
     jax.jit(function).lower(jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding)).compile()
+
+
+def has_float8_units() -> bool:
+    """Whether what is traced now may be for a GPU that multiplies float8 (e4m3fn, e5m2) itself."""
+    devices = jax.local_devices() if _trial_device is None else [_trial_device]
+    # Of AMD's GPUs it is the name of the architecture.
+    capabilities = [parse_capability(str(getattr(device, "compute_capability", ""))) for device in devices]
+    return all(capability is not None and capability >= FLOAT8_CAPABILITY for capability in capabilities)
 
 
 def trace_gru(compute_dtype: str):

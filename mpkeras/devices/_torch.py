@@ -2,7 +2,7 @@
 
 import torch
 
-from mpkeras.devices.native import Device
+from mpkeras.devices.native import FLOAT8_CAPABILITY, Device
 
 
 def accelerators() -> list[Device]:
@@ -18,6 +18,12 @@ def _describe(properties) -> Device:
     if torch.version.hip:
         return Device("gpu", properties.name, architecture=properties.gcnArchName)
     return Device("gpu", properties.name, compute_capability=(properties.major, properties.minor))
+
+
+def has_float8_units(device) -> bool:
+    """Whether a `torch.device` multiplies float8 (e4m3fn, e5m2) itself."""
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    return is_cuda and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def wait(model, result=None):

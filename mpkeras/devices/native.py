@@ -18,6 +18,10 @@ CPU_INSTRUCTIONS = {
 }
 
 
+# The first NVIDIA GPUs that multiply float8: Ada and Hopper.
+FLOAT8_CAPABILITY = (8, 9)
+
+
 @dataclasses.dataclass(frozen=True)
 class Device:
     """What is known of one device.

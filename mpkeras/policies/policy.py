@@ -19,6 +19,10 @@ from mpkeras.policies.dtypes import (
 # Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked
 # for. It is here because `Policy(name)` starts from the registered settings.
 REGISTERED: dict = {}
+# How the operands of products in float8 may be scaled.
+FLOAT8_SCALES = ("current", "delayed")
+# The inputs of the first layer are the data, and what the last one returns is the loss's: neither bears rounding well.
+DEFAULT_KEEP_16_BITS = ("first", "last")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +33,17 @@ class _Settings:
     keep_float32: tuple
     loss_scale: loss_scaling.LossScale | None
     slot_dtype: str = "auto"
+    float8: str | None = None
+    keep_16_bits: tuple = ()
     reason: str | None = dataclasses.field(default=None, compare=False)
 
     def comparable(self) -> "_Settings":
         """Returns the same settings with names in the place of classes, as a file has them."""
-        named = tuple(rules.written(rule) if isinstance(rule, type) else rule for rule in self.keep_float32)
-        return dataclasses.replace(self, keep_float32=named)
+        named = {
+            field: tuple(rules.written(rule) if isinstance(rule, type) else rule for rule in getattr(self, field))
+            for field in ("keep_float32", "keep_16_bits")
+        }
+        return dataclasses.replace(self, **named)
 
 
 @keras.saving.register_keras_serializable(package="mpkeras")
@@ -61,10 +70,18 @@ class Policy(keras.DTypePolicy):
         loss_scale: `"dynamic"`, a number (fixed), a `LossScale`, or `None` for no scaling. `"auto"`: the
             registered setting, and for a new name `"dynamic"` if `compute_dtype` is `"float16"` (its
             smallest normal number is 6.1e-5, many gradients are smaller), `None` otherwise.
+        float8: Whether the products of `Dense` and `EinsumDense` layers, those in attention among them, are computed
+            in float8: operands in e4m3, gradients in e5m2. `"current"`: each tensor is scaled by the largest of its
+            values. `"delayed"`: by the largest of the last steps, which Keras keeps in the layer. `None`: not, and for
+            a registered name its setting. Needs `compute_dtype="bfloat16"`.
+        keep_16_bits: Rules for the layers whose products are not in float8: as in `keep_float32`, and `"first"` and
+            `"last"`, the first and the last layer of the model that multiplies with weights. `None`: the registered
+            rules, and for a new name `("first", "last")`.
 
     Raises:
         ValueError: If the name is unknown and a dtype is missing, if a dtype is not in the list, if a name
-            that Keras knows is given other dtypes, or if a rule cannot be read.
+            that Keras knows is given other dtypes, if a rule cannot be read, or if float8 is asked for with another
+            compute dtype.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -90,6 +107,8 @@ class Policy(keras.DTypePolicy):
         slot_dtype="auto",
         keep_float32=None,
         loss_scale="auto",
+        float8=None,
+        keep_16_bits=None,
     ):
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
         base = _find_settings(name, has_dtypes=compute_dtype is not None and variable_dtype is not None)
@@ -107,6 +126,9 @@ class Policy(keras.DTypePolicy):
         if isinstance(loss_scale, str) and loss_scale == "auto":
             own = "dynamic" if compute_dtype == "float16" else None
             loss_scale = own if inherited is None else inherited.loss_scale
+        if base is not None and base.float8 is not None:
+            float8 = base.float8 if float8 is None else float8
+            keep_16_bits = base.keep_16_bits if keep_16_bits is None else keep_16_bits
         self._settings = _Settings(
             name=name,
             compute_dtype=compute_dtype,
@@ -114,6 +136,8 @@ class Policy(keras.DTypePolicy):
             keep_float32=rules.validate(keep_float32),
             loss_scale=loss_scaling.resolve(loss_scale),
             slot_dtype=slot_dtype,
+            float8=_check_float8(float8, compute_dtype),
+            keep_16_bits=_check_keep_16_bits(keep_16_bits, float8),
             reason=None if inherited is None else inherited.reason,
         )
 
@@ -156,6 +180,16 @@ class Policy(keras.DTypePolicy):
     def keep_float32(self) -> tuple:
         """The rules for the layers that stay in float32, as they were given."""
         return self._settings.keep_float32
+
+    @property
+    def float8(self) -> str | None:
+        """How products in float8 are scaled, `"current"` or `"delayed"`; `None` if none are in float8."""
+        return self._settings.float8
+
+    @property
+    def keep_16_bits(self) -> tuple:
+        """The rules for the layers whose products are not in float8; empty if none are."""
+        return self._settings.keep_16_bits
 
     @property
     def loss_scale(self) -> loss_scaling.LossScale | None:
@@ -222,6 +256,9 @@ class Policy(keras.DTypePolicy):
             "keep_float32": rules.serialized(self.keep_float32),
             "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
         }
+        if self.float8 is not None:
+            config["float8"] = self.float8
+            config["keep_16_bits"] = rules.serialized(self.keep_16_bits)
         if self.reason is not None:
             config["reason"] = self.reason
         return config
@@ -236,6 +273,8 @@ class Policy(keras.DTypePolicy):
             loss_scale=loss_scaling.resolve(config["loss_scale"]),
             # None in those that mpkeras 0.1 wrote.
             slot_dtype=check_slot_dtype(config.get("slot_dtype", "auto")),
+            float8=_check_float8(config.get("float8"), config["compute_dtype"]),
+            keep_16_bits=_check_keep_16_bits(config.get("keep_16_bits"), config.get("float8")),
             reason=config.get("reason"),
         )
         check_keras_name(settings.name, settings.compute_dtype, settings.variable_dtype)
@@ -266,6 +305,7 @@ class Policy(keras.DTypePolicy):
             f'<Policy "{self.name}": compute_dtype={self.compute_dtype}, '
             f"variable_dtype={self.variable_dtype}, "
             + ("" if self.slot_dtype == "auto" else f"slot_dtype={self.slot_dtype}, ")
+            + ("" if self.float8 is None else f"float8={self.float8}, ")
             + f"{len(self.keep_float32)} float32 rules, "
             f"loss_scale={self.loss_scale}>"
         )
@@ -341,16 +381,41 @@ def _find_settings(name, has_dtypes: bool) -> _Settings | None:
         raise ValueError(
             "Expected a `name` that is not empty. Received: name=''. Use 'mixed_float16', or one of yours."
         )
-    if name not in REGISTERED and has_dtypes and not name.startswith("mixed_float8"):
+    if name not in REGISTERED and has_dtypes:
         return None
     return registered(name)._settings
 
 
+def _check_float8(float8, compute_dtype: str) -> str | None:
+    if float8 is not None and float8 not in FLOAT8_SCALES:
+        raise ValueError(
+            f"Expected `float8` to be one of {FLOAT8_SCALES}, or None. Received: float8={float8!r}. Use 'current'."
+        )
+    if float8 is not None and compute_dtype != "bfloat16":
+        # float16 does not hold sums of products of values up to 448 and 57344.
+        raise ValueError(
+            "Expected `compute_dtype='bfloat16'` beside float8: what is not in float8 needs float32's range. Received: "
+            f"compute_dtype={compute_dtype!r}, float8={float8!r}. Use 'mixed_float8'."
+        )
+    return float8
+
+
+def _check_keep_16_bits(keep_16_bits, float8) -> tuple:
+    if float8 is None:
+        if keep_16_bits:
+            raise ValueError(
+                "Expected `keep_16_bits` for a policy with products in float8 only. Received: "
+                f"keep_16_bits={keep_16_bits!r}, float8=None. Pass `float8='current'`, or leave `keep_16_bits` out."
+            )
+        return ()
+    return rules.validate(DEFAULT_KEEP_16_BITS if keep_16_bits is None else keep_16_bits, "keep_16_bits")
+
+
 def _unknown_name(name: str) -> str:
-    if name.startswith(("mixed_float8", "float8")):
+    if name.startswith("float8"):
         return (
-            "Keras has no mixed precision policy for float8, as its scales belong to each layer. Received: "
-            f"name={name!r}. Build the model under 'mixed_bfloat16', then call `model.quantize('float8')`."
+            "Expected the name of a registered policy. No layer computes in float8 alone: products do. Received: "
+            f"name={name!r}. Use 'mixed_float8'."
         )
     near = difflib.get_close_matches(name, REGISTERED, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""

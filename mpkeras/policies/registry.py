@@ -260,6 +260,9 @@ def _register_built_in():
         REGISTERED[dtype] = Policy(dtype, compute_dtype=dtype, variable_dtype=dtype)
     for dtype in SIXTEEN_BIT_DTYPES:
         REGISTERED[f"mixed_{dtype}"] = Policy(f"mixed_{dtype}", compute_dtype=dtype, variable_dtype="float32")
+    REGISTERED["mixed_float8"] = Policy(
+        "mixed_float8", compute_dtype="bfloat16", variable_dtype="float32", float8="current"
+    )
     # Looking at devices takes time and initializes them: only when it is first asked for.
     REGISTERED["mixed_auto"] = _resolve_mixed_auto
 

@@ -33,11 +33,12 @@ class AppliedRule(NamedTuple):
         set_layer_policy(self.layer, self.old_policy)
 
 
-def validate(rules) -> tuple:
+def validate(rules, argument: str = "keep_float32") -> tuple:
     """Returns `rules` as a tuple.
 
     Args:
         rules: Each a layer class or its name (`"Softmax"`), `"activation:NAME"`, `"path:REGEX"` or a layer.
+        argument: What they are given as, for the message of an error.
 
     Raises:
         TypeError: If `rules` is one rule alone, or holds something else than rules.
@@ -45,8 +46,8 @@ def validate(rules) -> tuple:
     """
     if not isinstance(rules, (tuple, list, set, frozenset)):
         raise TypeError(
-            "Expected `keep_float32` to be a tuple of rules. Received: "
-            f"keep_float32={rules!r} (of type {type(rules).__name__}). Pass for example ('Softmax',)."
+            f"Expected `{argument}` to be a tuple of rules. Received: "
+            f"{argument}={rules!r} (of type {type(rules).__name__}). Pass for example ('Softmax',)."
         )
     # A set has no order of its own; a policy's rules need one to be compared.
     rules = tuple(sorted(rules, key=str)) if isinstance(rules, (set, frozenset)) else tuple(rules)

@@ -1,0 +1,54 @@
+"""The float8 product on JAX: three `dot_general` of float8 operands, which XLA hands to cuBLASLt as they are."""
+
+import jax
+import jax.numpy as jnp
+
+from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, rounded
+from mpkeras.devices._jax import has_float8_units
+
+# Float8 operands and sums in float32. Without an algorithm XLA prefers a fusion of its own, which may multiply the
+# operands as float16 (seen in the PTX of JAX 0.10.2 for an H100); with it it calls cuBLASLt.
+_ALGORITHM = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+
+
+@jax.custom_vjp
+def float8_product(inputs, kernel):
+    """Returns the product of two bfloat16 matrices, computed from float8 operands, in bfloat16."""
+    return _forward(inputs, kernel)[0]
+
+
+def _forward(inputs, kernel):
+    inputs, of_inputs = rounded(inputs, OPERAND_DTYPE)
+    kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
+    outputs = _multiply(inputs, kernel, (1, 0), of_inputs * of_kernel)
+    return outputs, (inputs, of_inputs, kernel, of_kernel)
+
+
+def _backward(kept, gradient):
+    inputs, of_inputs, kernel, of_kernel = kept
+    gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE)
+    of_inputs_too = _multiply(gradient, kernel, (1, 1), of_gradient * of_kernel)
+    return of_inputs_too, _multiply(inputs, gradient, (0, 0), of_inputs * of_gradient)
+
+
+float8_product.defvjp(_forward, _backward)
+
+
+def _multiply(left, right, summed, inverse):
+    """Returns the product of two float8 matrices over the axes `summed` of each, times `inverse`, in bfloat16."""
+    axes = (((summed[0],), (summed[1],)), ((), ()))
+
+    def in_bfloat16(left, right):
+        # float8 values are bfloat16 values: the same product, on any device.
+        left, right = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
+        return jax.lax.dot_general(left, right, axes, preferred_element_type=jnp.bfloat16)
+
+    def in_float8(left, right):
+        return jax.lax.dot_general(left, right, axes, precision=_ALGORITHM, preferred_element_type=jnp.bfloat16)
+
+    if has_float8_units():
+        # Beside a GPU a program may be compiled for the CPU.
+        product = jax.lax.platform_dependent(left, right, cuda=in_float8, default=in_bfloat16)
+    else:
+        product = in_bfloat16(left, right)
+    return product * inverse.astype(jnp.bfloat16)

@@ -1,0 +1,49 @@
+"""The float8 product on torch: `torch._scaled_mm` where the device has units for it, else bfloat16 products."""
+
+import torch
+
+from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, rounded
+from mpkeras.devices._torch import has_float8_units
+
+
+def float8_product(inputs, kernel):
+    """As in `_jax.py`."""
+    return _Product.apply(inputs, kernel)
+
+
+class _Product(torch.autograd.Function):
+    """The product of two bfloat16 matrices. What is kept for the backward pass is in float8."""
+
+    @staticmethod
+    def forward(ctx, inputs, kernel):
+        inputs, of_inputs = rounded(inputs, OPERAND_DTYPE)
+        kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
+        ctx.save_for_backward(inputs, of_inputs, kernel, of_kernel)
+        return _multiply(inputs, kernel, of_inputs, of_kernel)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, of_inputs, kernel, of_kernel = ctx.saved_tensors
+        gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE)
+        of_inputs_too = _multiply(gradient, kernel.t(), of_gradient, of_kernel) if ctx.needs_input_grad[0] else None
+        return of_inputs_too, _multiply(inputs.t(), gradient, of_inputs, of_gradient)
+
+
+def _multiply(left, right, of_left, of_right):
+    """Returns the product of two float8 matrices, times both scalars, in bfloat16."""
+    if has_float8_units(left.device):
+        return _scaled_mm(left, right, of_left, of_right)
+    product = torch.matmul(left.to(torch.bfloat16), right.to(torch.bfloat16))
+    return product * (of_left * of_right).to(torch.bfloat16)
+
+
+def _scaled_mm(left, right, of_left, of_right):
+    # cuBLASLt takes rows of the left and columns of the right, in multiples of 16; zeros add nothing to a sum.
+    rows, summed = left.shape[0], -left.shape[1] % 16
+    if summed:
+        left = torch.nn.functional.pad(left.view(torch.uint8), (0, summed)).view(left.dtype)
+        right = torch.nn.functional.pad(right.view(torch.uint8), (0, 0, 0, summed)).view(right.dtype)
+    right = right.t().contiguous().t()
+    return torch._scaled_mm(
+        left.contiguous(), right, scale_a=of_left, scale_b=of_right, out_dtype=torch.bfloat16
+    )[:rows]

@@ -1,0 +1,37 @@
+"""Values in float8: what they are multiplied by before they are rounded."""
+
+import importlib
+
+import keras
+from keras import ops
+
+OPERAND_DTYPE, GRADIENT_DTYPE = "float8_e4m3fn", "float8_e5m2"
+# The largest finite values of these dtypes.
+LARGEST = {OPERAND_DTYPE: 448.0, GRADIENT_DTYPE: 57344.0}
+# Beyond it 1 / scale would be subnormal, which devices may take for zero.
+_LARGEST_SCALE = 2.0**120
+_EXPONENT = 0x7F800000
+
+_devices = importlib.import_module(f"mpkeras.devices._{keras.backend.backend()}")
+
+
+def rounded(values, dtype: str, largest=None):
+    """Returns bfloat16 values rounded to float8, and by what to multiply them to have the values back.
+
+    Args:
+        values: bfloat16 tensor.
+        dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        largest: The largest magnitude of the values, over all devices; by default over those here.
+
+    Returns:
+        `(values * scale` in `dtype, 1 / scale)`, the latter a float32 scalar: a power of two, such that the largest
+        value is at most the largest finite one of `dtype` and more than half of it; NaN where a value is not finite,
+        so that nothing that overflowed is hidden by the rounding.
+    """
+    largest = ops.cast(ops.max(ops.abs(values)) if largest is None else largest, "float32")
+    # As if a tensor of zeros were very small.
+    ratio = LARGEST[dtype] / ops.maximum(largest, LARGEST[dtype] / _LARGEST_SCALE)
+    # Its exponent alone: a bfloat16, whose bits are the upper half of those of a float32.
+    scale = _devices.upper_halves(_devices.words(ratio) & _EXPONENT)
+    inverse = ops.where(ops.isfinite(largest), 1.0 / ops.cast(scale, "float32"), float("nan"))
+    return ops.cast(values * scale, dtype), inverse
