@@ -38,7 +38,7 @@ INTERNAL = {
     "LossScaleOptimizer.store_slots",
     "LossScaleOptimizer.unscale",
     "OutputDtype.cast_output",
-    "TrainStep.compiled_for",
+    "TrainStep.traced_for",
 }
 
 _ENTRY = re.compile(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):", flags=re.MULTILINE)

@@ -49,8 +49,9 @@ def run_compiled(function, tensor):
 
 
 def has_float8_units() -> bool:
-    """Whether what is traced now may be for a GPU that multiplies float8 (e4m3fn, e5m2) itself."""
-    devices = jax.local_devices() if _trial_device is None else [_trial_device]
+    """Whether what is traced now is for a GPU that multiplies float8 (e4m3fn, e5m2) itself."""
+    chosen = jax.config.jax_default_device if _trial_device is None else _trial_device
+    devices = jax.local_devices() if chosen is None or isinstance(chosen, str) else [chosen]
     # Of AMD's GPUs it is the name of the architecture.
     capabilities = [parse_capability(str(getattr(device, "compute_capability", ""))) for device in devices]
     return all(capability is not None and capability >= FLOAT8_CAPABILITY for capability in capabilities)

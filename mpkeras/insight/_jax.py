@@ -48,8 +48,13 @@ def scope(index: int):
 def trace(function, inputs) -> Program:
     """Returns what `function`, of a list of tensors of these `(shape, dtype)`, computes; nothing is run."""
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in inputs]
+    return program_of(jax.make_jaxpr(function)(structs).jaxpr)
+
+
+def program_of(jaxpr) -> Program:
+    """Returns what a traced function computes."""
     program = Program()
-    _walk(jax.make_jaxpr(function)(structs).jaxpr, program, owner=None, times=1)
+    _walk(jaxpr, program, owner=None, times=1)
     return program
 
 

@@ -120,6 +120,7 @@ class Steps:
         if wanted["mesh"] is not None:
             mesh = backend.MeshOfDevices(wanted["mesh"]["shape"], wanted["mesh"]["axis_names"], devices)
             self._distribution = _distribution(wanted, mesh)
+        self._policies = {name: _made(config) for name, config in wanted["policies"].items()}
         self._steps: dict = {}
 
     def compiled(self, policy: str, batch: int) -> dict:
@@ -133,11 +134,15 @@ class Steps:
                 y = self._targets(step.model(x))
             # Only here: what an optimizer begins with could not be put on a device that is not there.
             with contextlib.nullcontext() if self._distribution is None else self._distribution.scope():
-                program = step.compiled_for(self._device, x, y)
+                traced = step.traced_for(self._device, x, y)
+                program = traced.lower().compile()
         batch_bytes = (
             sum(bytes_of(tensor.shape, tensor.dtype) for tensor in keras.tree.flatten((x, y))) // self._rows_split()
         )
-        return _facts(program, batch_bytes)
+        facts = _facts(program, batch_bytes)
+        if self._policies[policy].float8 is not None:
+            facts["float8"] = _in_float8(traced, facts["matrix_flops"])
+        return facts
 
     def _step(self, policy, x):
         wanted = self._wanted
@@ -145,7 +150,7 @@ class Steps:
             model = _made(wanted["model"])
             if not is_built(model):
                 model(x)
-            apply_policy(model, _made(wanted["policies"][policy]))
+            apply_policy(model, self._policies[policy])
         loss = _losses(wanted["loss"])
         # An optimizer begins with a few numbers, which it has to get.
         optimizer = _made(wanted["optimizer"])
@@ -204,7 +209,18 @@ def _facts(program, batch_bytes) -> dict:
         # Read and written once at the least.
         "moved_bytes": arguments + memory.output_size_in_bytes,
         **dataclasses.asdict(found),
+        "float8": None,
     }
+
+
+def _in_float8(traced, compiled_flops) -> dict:
+    """Returns `{"products", "flops", "compiled_flops"}`: what was asked for in float8, and what the compiler made.
+
+    FLOPs, as it merges products that share an operand.
+    """
+    products = importlib.import_module("mpkeras.insight._jax").program_of(traced.jaxpr.jaxpr).products
+    asked_for = [product.flops for product in products if product.dtype.startswith("float8")]
+    return {"products": len(asked_for), "flops": sum(asked_for), "compiled_flops": compiled_flops.get("float8", 0)}
 
 
 def _losses(wanted):

@@ -264,6 +264,7 @@ class Forecast(Report):
             first, *others = sorted(fitting, key=lambda pair: -pair[1])
             also = "".join(f", {batch} in {name}" for name, batch in others)
             notes.append(f"Batch {first[1]} fits {self.target.title} in {first[0]}{also}.")
+        notes += [f"{name}: {_float8_text(found['float8'])}" for name, found in self.policies.items() if found["float8"]]
         for name, found in self.policies.items():
             if found["conditionals"] or found["host_transfers"]:
                 notes.append(
@@ -339,7 +340,20 @@ _OF_A_PROGRAM = (
     "collectives",
     "conditionals",
     "host_transfers",
+    "float8",
 )
+
+
+def _float8_text(found) -> str:
+    asked_for, flops, compiled = (found[name] for name in ("products", "flops", "compiled_flops"))
+    if not asked_for:
+        return (
+            "no product in float8, as this device has no units for it or the model no layer that fits; "
+            "operands are rounded to float8 and multiplied in bfloat16."
+        )
+    if compiled >= flops:
+        return f"{asked_for} of {asked_for} products that the layers ask for are in float8."
+    return f"{asked_for} products are asked for in float8; the program has {compiled / flops:.0%} of their FLOPs in it."
 
 
 def _gib(n) -> str:

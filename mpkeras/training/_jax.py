@@ -227,8 +227,8 @@ class CompiledStep:
         lowered = jax.jit(functools.partial(self._pure_step), donate_argnums=0).lower(state, *data)
         return lowered.compile().as_text() if optimized else lowered.as_text(dialect="hlo")
 
-    def compiled_for(self, device, x, y):
-        """Returns the step as `jax.stages.Compiled`, for devices that need not be there.
+    def traced_for(self, device, x, y):
+        """Returns the step as `jax.stages.Traced`, to be compiled for devices that need not be there.
 
         Only shapes and dtypes are looked at, so nothing needs to have a value.
 
@@ -250,7 +250,7 @@ class CompiledStep:
 
         state = [[of_variable(variable) for variable in variables] for variables in self._variables()]
         data = keras.tree.map_structure(of_data, (x, y))
-        return self._jitted(state).lower(state, *data, None).compile()
+        return self._jitted(state).trace(state, *data, None)
 
     def temporary_bytes(self, x, y, sample_weight):
         if not self._parts.jit_compile:

@@ -247,8 +247,8 @@ class TrainStep:
         self._get_ready(x, y)
         return self._compiled.temporary_bytes(x, y, sample_weight)
 
-    def compiled_for(self, device, x, y):
-        """Returns the step as JAX compiles it for a device that need not be there: see `CompiledStep` in `_jax.py`.
+    def traced_for(self, device, x, y):
+        """Returns the step as JAX traces it for a device that need not be there: see `CompiledStep` in `_jax.py`.
 
         Args:
             device: The device; `None` for those of the `keras.distribution` in force.
@@ -257,13 +257,13 @@ class TrainStep:
         Raises:
             ValueError: On a backend that is not JAX.
         """
-        if not hasattr(self._compiled, "compiled_for"):
+        if not hasattr(self._compiled, "traced_for"):
             raise ValueError(
                 f"Expected Keras on JAX, which compiles for other devices. Received: {keras.backend.backend()}. Call "
                 "`mpkeras.forecast`, which has a process of JAX for it."
             )
         self._get_ready(x, y)
-        return self._compiled.compiled_for(device, x, y)
+        return self._compiled.traced_for(device, x, y)
 
     def state_dict(self) -> dict:
         """Returns all that the step changes, as NumPy arrays by name: see `mpkeras.state_dict`.

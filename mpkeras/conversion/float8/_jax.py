@@ -11,9 +11,19 @@ from mpkeras.devices._jax import has_float8_units
 _ALGORITHM = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
+def float8_product(inputs, kernel, training):
+    """Returns the product of two bfloat16 matrices, computed from float8 operands, in bfloat16.
+
+    Args:
+        inputs, kernel: bfloat16, shapes `(rows, summed)` and `(summed, columns)`.
+        training: Whether all devices take part. On JAX they do in any case: the arrays are those of all.
+    """
+    del training
+    return _product(inputs, kernel)
+
+
 @jax.custom_vjp
-def float8_product(inputs, kernel):
-    """Returns the product of two bfloat16 matrices, computed from float8 operands, in bfloat16."""
+def _product(inputs, kernel):
     return _forward(inputs, kernel)[0]
 
 
@@ -31,24 +41,17 @@ def _backward(kept, gradient):
     return of_inputs_too, _multiply(inputs, gradient, (0, 0), of_inputs * of_gradient)
 
 
-float8_product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 def _multiply(left, right, summed, inverse):
     """Returns the product of two float8 matrices over the axes `summed` of each, times `inverse`, in bfloat16."""
     axes = (((summed[0],), (summed[1],)), ((), ()))
 
-    def in_bfloat16(left, right):
-        # float8 values are bfloat16 values: the same product, on any device.
-        left, right = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
-        return jax.lax.dot_general(left, right, axes, preferred_element_type=jnp.bfloat16)
-
-    def in_float8(left, right):
-        return jax.lax.dot_general(left, right, axes, precision=_ALGORITHM, preferred_element_type=jnp.bfloat16)
-
     if has_float8_units():
-        # Beside a GPU a program may be compiled for the CPU.
-        product = jax.lax.platform_dependent(left, right, cuda=in_float8, default=in_bfloat16)
+        product = jax.lax.dot_general(left, right, axes, precision=_ALGORITHM, preferred_element_type=jnp.bfloat16)
     else:
-        product = in_bfloat16(left, right)
+        # float8 values are bfloat16 values: the same products, on any device.
+        left, right = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
+        product = jax.lax.dot_general(left, right, axes, preferred_element_type=jnp.bfloat16)
     return product * inverse.astype(jnp.bfloat16)

@@ -5,18 +5,31 @@ import tensorflow as tf
 from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, rounded
 
 
-@tf.custom_gradient
-def float8_product(inputs, kernel):
-    """As in `_jax.py`."""
-    inputs, of_inputs = rounded(inputs, OPERAND_DTYPE)
-    kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
+def float8_product(inputs, kernel, training):
+    """As in `_jax.py`. In training replicas scale by the largest value of all of them."""
 
-    def backward(gradient):
-        gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE)
-        of_inputs_too = _multiply(gradient, kernel, of_gradient * of_kernel, transpose_b=True)
-        return of_inputs_too, _multiply(inputs, gradient, of_inputs * of_gradient, transpose_a=True)
+    @tf.custom_gradient
+    def product(inputs, kernel):
+        inputs, of_inputs = rounded(inputs, OPERAND_DTYPE, _over_replicas if training else None)
+        kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
 
-    return _multiply(inputs, kernel, of_inputs * of_kernel), backward
+        def backward(gradient):
+            gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE, _over_replicas)
+            of_inputs_too = _multiply(gradient, kernel, of_gradient * of_kernel, transpose_b=True)
+            return of_inputs_too, _multiply(inputs, gradient, of_inputs * of_gradient, transpose_a=True)
+
+        return _multiply(inputs, kernel, of_inputs * of_kernel), backward
+
+    return product(inputs, kernel)
+
+
+def _over_replicas(largest):
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return largest
+    # Replicas can form sums and means alone.
+    replicas = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync) * largest
+    return tf.reduce_max(context.all_reduce(tf.distribute.ReduceOp.SUM, replicas))
 
 
 def _multiply(left, right, inverse, **transposed):

@@ -6,17 +6,17 @@ from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, ro
 from mpkeras.devices._torch import has_float8_units
 
 
-def float8_product(inputs, kernel):
-    """As in `_jax.py`."""
-    return _Product.apply(inputs, kernel)
+def float8_product(inputs, kernel, training):
+    """As in `_jax.py`. In training ranks scale by the largest value of all of them."""
+    return _Product.apply(inputs, kernel, training)
 
 
 class _Product(torch.autograd.Function):
     """The product of two bfloat16 matrices. What is kept for the backward pass is in float8."""
 
     @staticmethod
-    def forward(ctx, inputs, kernel):
-        inputs, of_inputs = rounded(inputs, OPERAND_DTYPE)
+    def forward(ctx, inputs, kernel, training):
+        inputs, of_inputs = rounded(inputs, OPERAND_DTYPE, _over_ranks if training else None)
         kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
         ctx.save_for_backward(inputs, of_inputs, kernel, of_kernel)
         return _multiply(inputs, kernel, of_inputs, of_kernel)
@@ -24,9 +24,16 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         inputs, of_inputs, kernel, of_kernel = ctx.saved_tensors
-        gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE)
+        gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE, _over_ranks)
         of_inputs_too = _multiply(gradient, kernel.t(), of_gradient, of_kernel) if ctx.needs_input_grad[0] else None
-        return of_inputs_too, _multiply(inputs.t(), gradient, of_inputs, of_gradient)
+        return of_inputs_too, _multiply(inputs.t(), gradient, of_inputs, of_gradient), None
+
+
+def _over_ranks(largest):
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # A message of one number, also where there is one rank: none that only some would wait for.
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return largest
 
 
 def _multiply(left, right, of_left, of_right):

@@ -118,16 +118,15 @@ def _reason_against(layer, rule, dtype) -> str | None:
         return f"the rule {rule!r} keeps it in 16 bits"
     if has_own_call(layer):
         return f"{type(layer).__name__} has a `call` of its own"
-    return _misfit(layer)
+    return _misfit(layer, labels_of(layer))
 
 
-def _misfit(layer) -> str | None:
+def _misfit(layer, labels: Labels | None) -> str | None:
     """Returns what of a built layer does not fit; `None` if nothing does, or the layer is not built."""
-    if not layer.built:
-        return None
-    labels = labels_of(layer)
     if labels is None:
         return f"its equation {layer.equation!r} is not one product of two matrices"
+    if not layer.built:
+        return None
     sizes = dict(zip(labels.kernel, layer.kernel.shape, strict=True))
     rows, columns = (math.prod(sizes[label] for label in side) for side in (labels.summed, labels.columns))
     if rows % MULTIPLE or columns % MULTIPLE:
@@ -140,7 +139,6 @@ def labels_of(layer) -> Labels | None:
     return _split(getattr(layer, "equation", "...x,xy->...y"))
 
 
-@functools.cache
 def _split(equation: str) -> Labels | None:
     operands, outputs = equation.replace(" ", "").split("->")
     arrays = [tuple(re.findall(r"\.\.\.|.", text)) for text in (*operands.split(","), outputs)]
@@ -157,14 +155,14 @@ def multiply_in_float8(layer):
     """Lets a `Dense` or `EinsumDense` compute its product, and those of its derivative, in float8."""
     if is_replaced(layer, "call", "layer"):
         return
-    call = layer.call
+    call, labels = layer.call, labels_of(layer)
 
     @functools.wraps(call)
     def call_in_float8(inputs, training=None):
         # It may have moved to float32 since, or was not built when its call was replaced.
-        if layer.compute_dtype != "bfloat16" or _misfit(layer) is not None:
+        if layer.compute_dtype != "bfloat16" or _misfit(layer, labels) is not None:
             return call(inputs, training=training)
-        outputs = _einsum(labels_of(layer), ops.cast(inputs, layer.compute_dtype), layer.kernel)
+        outputs = _einsum(labels, ops.cast(inputs, layer.compute_dtype), layer.kernel, training)
         if layer.bias is not None:
             outputs = ops.add(outputs, layer.bias)
         return outputs if layer.activation is None else layer.activation(outputs)
@@ -179,7 +177,7 @@ def multiplies_in_float8(layer) -> bool:
     return layer.compute_dtype == "bfloat16" and any(hasattr(call, _MARK) for call in calls)
 
 
-def _einsum(labels: Labels, inputs, kernel):
+def _einsum(labels: Labels, inputs, kernel, training):
     """Returns the `einsum` of bfloat16 tensors, computed as a product of two float8 matrices."""
     several = tuple(f"{i}" for i in range(len(inputs.shape) - len(labels.inputs) + 1))
 
@@ -192,7 +190,7 @@ def _einsum(labels: Labels, inputs, kernel):
     length = math.prod(sizes[name] for name in summed)
     matrix = ops.reshape(_transposed(inputs, of_inputs, [*rows, *summed]), (-1, length))
     kernel = ops.reshape(_transposed(kernel, of_kernel, [*summed, *columns]), (length, -1))
-    outputs = _backend.float8_product(matrix, kernel)
+    outputs = _backend.float8_product(matrix, kernel, bool(training))
     outputs = ops.reshape(outputs, [sizes[name] for name in (*rows, *columns)])
     return _transposed(outputs, [*rows, *columns], of_outputs)
 

@@ -15,20 +15,23 @@ _EXPONENT = 0x7F800000
 _devices = importlib.import_module(f"mpkeras.devices._{keras.backend.backend()}")
 
 
-def rounded(values, dtype: str, largest=None):
+def rounded(values, dtype: str, over_devices=None):
     """Returns bfloat16 values rounded to float8, and by what to multiply them to have the values back.
 
     Args:
         values: bfloat16 tensor.
         dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
-        largest: The largest magnitude of the values, over all devices; by default over those here.
+        over_devices: Function from the largest magnitude here, a float32 scalar, to that on all devices. `None`: the
+            values are those of all.
 
     Returns:
         `(values * scale` in `dtype, 1 / scale)`, the latter a float32 scalar: a power of two, such that the largest
         value is at most the largest finite one of `dtype` and more than half of it; NaN where a value is not finite,
         so that nothing that overflowed is hidden by the rounding.
     """
-    largest = ops.cast(ops.max(ops.abs(values)) if largest is None else largest, "float32")
+    largest = ops.cast(ops.max(ops.abs(values)), "float32")
+    if over_devices is not None:
+        largest = over_devices(largest)
     # As if a tensor of zeros were very small.
     ratio = LARGEST[dtype] / ops.maximum(largest, LARGEST[dtype] / _LARGEST_SCALE)
     # Its exponent alone: a bfloat16, whose bits are the upper half of those of a float32.
