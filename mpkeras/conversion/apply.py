@@ -91,7 +91,6 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         _convert_when_built(model, convert)
     # Functions that Keras compiled before hold the old dtypes.
     model.train_function = model.test_function = model.predict_function = None
-    _conversions[model].asked_for = policy
     _warn_unscaled(model)
     return model
 
@@ -109,7 +108,7 @@ def _warn_unscaled(model):
 
 
 def converted_by(model):
-    """Returns the `Policy` by which `apply_policy` last converted `model`; `None` if it did not."""
+    """Returns the `Policy` that the layers of `model` were given last; `None` if they were given none."""
     conversion = _conversions.get(model)
     return None if conversion is None else conversion.asked_for
 

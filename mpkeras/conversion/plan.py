@@ -40,7 +40,7 @@ class Conversion:
 
     Attributes:
         policy: The `Policy` that the model is converted to.
-        asked_for: The `Policy` that `apply_policy` gave the model last; `None` if it did not.
+        asked_for: The `Policy` that the layers were given last, by whichever door; `None` if they were given none.
         made_with: The policy of the model itself, before.
         later_sources: The compute dtypes from which layers that come into being later are converted.
         seen: Layer -> the path that it had when it was looked at last; it gets one when it is built.
@@ -67,7 +67,8 @@ class Conversion:
         self.later_sources = lasting if has_16_bits and lasting is not None else self._sources
         self._lasting_sources: tuple[str, ...] | None = self.later_sources if converts and is_to_16_bits else lasting
         self.policy = policy
-        self.asked_for: keras.DTypePolicy | None = None if earlier is None else earlier.asked_for
+        last = None if earlier is None else earlier.asked_for
+        self.asked_for: keras.DTypePolicy | None = policy if converts else last
         self.made_with = model.dtype_policy
         self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.by_name: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
