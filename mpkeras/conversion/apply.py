@@ -10,7 +10,7 @@ import keras
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, restore
 from mpkeras.conversion.changes import changes_of, make_changes, planned_changes
-from mpkeras.conversion.float8.layers import multiplies_in_float8
+from mpkeras.conversion.float8.layers import multiplies_in_float8, named_layers
 from mpkeras.conversion.plan import Conversion, computes_in, layers_of, plan, why_not_float8
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.registry import get_policy
@@ -198,7 +198,8 @@ def _name_unmatched_rules(model, conversion):
     # A layer that is not built may be matched later, and others may come into being in it.
     if conversion.policy.compute_dtype not in SIXTEEN_BIT_DTYPES or not _keras.is_built(model):
         return
-    for message in unmatched(model, conversion.policy.keep_float32):
+    policy = conversion.policy
+    for message in unmatched(model, (*policy.keep_float32, *named_layers(policy.keep_16_bits))):
         if message not in conversion.told:
             conversion.told.add(message)
             warnings.warn(message, stacklevel=4)

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 import keras
 
 from mpkeras import _keras
+from mpkeras.conversion.apply import float8_products
 from mpkeras.conversion.plan import layers_of, plan
 from mpkeras.devices.native import probe
 from mpkeras.insight import findings as checks
@@ -122,6 +123,7 @@ class LayerRow:
         flops: `{dtype: FLOPs}` of its products in one forward pass; `None` where it is not known.
         casts: Casts between float dtypes within it; `None` where it is not known.
         output_bytes: `{dtype: bytes}` of what it returns; empty where it is not known, or a layer in it returns it.
+        float8: Of a layer with a product, in a model under a policy with float8: "yes", or why it is not in float8.
     """
 
     layer: keras.layers.Layer
@@ -134,6 +136,7 @@ class LayerRow:
     flops: dict | None
     casts: int | None
     output_bytes: dict
+    float8: str | None = None
 
     @property
     def class_name(self) -> str:
@@ -168,6 +171,7 @@ def layer_rows(model, forward) -> list:
     rows = []
     by_default = Policy("audit", compute_dtype="bfloat16", variable_dtype="float32", keep_float32=default_rules())
     planned = plan(model, by_default)
+    in_float8 = float8_products(model)
     for index, layer in enumerate(layers_of(model)):
         variables = _keras.own_variables(layer)
         row = LayerRow(
@@ -182,6 +186,8 @@ def layer_rows(model, forward) -> list:
             casts=None if program is None else casts_of[index],
             output_bytes=forward.output_bytes.get(index, {}),
         )
+        if id(layer) in in_float8:
+            row.float8 = in_float8[id(layer)] or "yes"
         for variable in variables:
             if _is_initialized(variable):
                 dtype = str(variable.dtype)
@@ -308,6 +314,7 @@ class AuditReport(Report):
                 line += f" Open sizes were taken as {self.open_size}; `open_size` gives another."
             lines.append(line)
             lines.append(f"Casts between float dtypes: {self._casts(self.casts or {})}.")
+        lines += self._float8()
         lines.append(f"Weights: {_by_dtype(sums_by_dtype(self.layers, 'weight_bytes'))}.")
         if "slots" in self.training_bytes:
             slots, gradients = (_by_dtype(self.training_bytes[name]) for name in ("slots", "gradients"))
@@ -315,6 +322,17 @@ class AuditReport(Report):
         if self.flops is not None:
             lines.append(f"Outputs of layers: {_by_dtype(sums_by_dtype(self.layers, 'output_bytes'))}.")
         return lines
+
+    def _float8(self) -> list:
+        asked = [row for row in self.layers if row.float8 is not None]
+        if not asked:
+            return []
+        others: dict = {}
+        for row in asked:
+            if row.float8 != "yes":
+                others.setdefault(row.float8, []).append(row.path)
+        lines = [f"Products in float8: those of {len(asked) - sum(map(len, others.values()))} of {len(asked)} layers."]
+        return lines + [f"    not {_shortened_list(paths)}: {reason}" for reason, paths in others.items()]
 
     def _casts(self, casts: dict) -> str:
         if not casts:
@@ -389,6 +407,10 @@ def _large(number: int) -> str:
         if number >= unit:
             return f"{number / unit:.1f} {name}"
     return f"{number:,}"
+
+
+def _shortened_list(names) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _by_dtype(sizes) -> str:

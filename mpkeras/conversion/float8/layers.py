@@ -21,6 +21,8 @@ from mpkeras.policies.rules import first_match, has_own_call, is_quantized
 
 # Units for products in float8 take sizes that are multiples of it.
 MULTIPLE = 16
+# Rules of `keep_16_bits` that go by the place of a layer.
+_ENDS = ("first", "last")
 # On a `call` of ours, to be known again.
 _MARK = "_mpkeras_float8"
 
@@ -61,7 +63,7 @@ def reasons_against(model, policy, dtypes) -> dict:
     """
     layers = in_order(model)
     multiplying = [layer for layer in layers if has_product(layer) or _has_weights_to_multiply(layer)]
-    ends = dict(zip(("first", "last"), (multiplying[:1], multiplying[-1:]), strict=True))
+    ends = dict(zip(_ENDS, (multiplying[:1], multiplying[-1:]), strict=True))
     kept: dict = {}
     for rule in policy.keep_16_bits:
         for layer in ends[rule] if rule in ends else _named(layers, rule):
@@ -71,6 +73,11 @@ def reasons_against(model, policy, dtypes) -> dict:
         if has_product(layer):
             found[id(layer)] = _reason_against(layer, kept.get(id(layer)), dtypes[id(layer)])
     return found
+
+
+def named_layers(rules) -> tuple:
+    """Returns the rules that name layers, without those that go by their place."""
+    return tuple(rule for rule in rules if rule not in _ENDS)
 
 
 def in_order(model) -> list:

@@ -15,7 +15,7 @@ _EXPONENT = 0x7F800000
 _devices = importlib.import_module(f"mpkeras.devices._{keras.backend.backend()}")
 
 
-def rounded(values, dtype: str, over_devices=None):
+def rounded(values, dtype: str, over_devices=None, cast=ops.cast):
     """Returns bfloat16 values rounded to float8, and by what to multiply them to have the values back.
 
     Args:
@@ -23,6 +23,7 @@ def rounded(values, dtype: str, over_devices=None):
         dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
         over_devices: Function from the largest magnitude here, a float32 scalar, to that on all devices. `None`: the
             values are those of all.
+        cast: Function of values in range and `dtype` that rounds them to the nearest.
 
     Returns:
         `(values * scale` in `dtype, 1 / scale)`, the latter a float32 scalar: a power of two, such that the largest
@@ -37,4 +38,4 @@ def rounded(values, dtype: str, over_devices=None):
     # Its exponent alone: a bfloat16, whose bits are the upper half of those of a float32.
     scale = _devices.upper_halves(_devices.words(ratio) & _EXPONENT)
     inverse = ops.where(ops.isfinite(largest), 1.0 / ops.cast(scale, "float32"), float("nan"))
-    return ops.cast(values * scale, dtype), inverse
+    return cast(values * scale, dtype), inverse

@@ -1,0 +1,494 @@
+"""`mixed_float8`: which layers multiply in float8, and what numbers they return. NumPy and float64 are the reference."""
+
+import warnings
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras._replaced import replaced_attributes
+from mpkeras.conversion.apply import float8_products
+from mpkeras.conversion.float8.layers import labels_of, multiplies_in_float8
+from mpkeras.conversion.float8.rounding import rounded
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+# Half a unit in the last place of e4m3 (3 bits) and of bfloat16 (7 bits), relative to the value.
+HALF_UNIT, HALF_UNIT_BFLOAT16 = 2.0**-4, 2.0**-8
+rng = np.random.default_rng(0)
+
+
+def numpy(tensor):
+    return np.asarray(keras.ops.convert_to_numpy(ops.cast(tensor, "float32")), "float64")
+
+
+def in_bfloat16(values):
+    return np.asarray(values, "float32").astype(ml_dtypes.bfloat16).astype("float64")
+
+
+def in_float8(values, dtype):
+    """The values that float8 has in the place of bfloat16 ones, by the rule on the page: a power of two, then rounded."""
+    values = in_bfloat16(values)
+    scale = 2.0 ** np.floor(np.log2(LARGEST[dtype] / np.abs(values).max()))
+    return (values * scale).astype("float32").astype(dtype).astype("float64") / scale
+
+
+def mlp(**options):
+    hidden = [layers.Dense(width, "relu") for width in (32, 48, 64)]
+    return keras.Sequential([keras.Input((16,)), *hidden, layers.Dense(16)], name="net", **options)
+
+
+def compiled(model, **options):
+    model.compile(keras.optimizers.Adam(0.01), "mse", **options)
+    return model
+
+
+def prepared(model, policy="mixed_float8"):
+    return mpkeras.prepare(compiled(model), policy)
+
+
+def reasons(model):
+    found = float8_products(model)
+    return {layer.name: found[id(layer)] for layer in model._flatten_layers() if id(layer) in found}
+
+
+def every_layer():
+    return mpkeras.Policy("mixed_float8", keep_16_bits=())
+
+
+# What is computed.
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("largest", [1.0, 447.0, 448.0, 449.0, 3e-20, 3e30])
+def test_values_are_rounded_after_a_power_of_two(dtype, largest):
+    values = np.r_[rng.normal(size=200) * largest / 5, largest]
+    values = np.clip(values, -largest, largest)
+    found, inverse = rounded(ops.convert_to_tensor(values, "bfloat16"), np.dtype(dtype).name)
+    assert np.frexp(float(inverse))[0] == 0.5
+    assert np.array_equal(numpy(ops.cast(found, "bfloat16")) * float(inverse), in_float8(values, dtype))
+    top = np.abs(numpy(ops.cast(found, "bfloat16"))).max()
+    assert LARGEST[dtype] / 2 < top <= LARGEST[dtype]
+
+
+def test_zeros_stay_zeros():
+    found, inverse = rounded(ops.zeros((4, 4), "bfloat16"), "float8_e4m3fn")
+    assert np.all(numpy(ops.cast(found, "bfloat16")) == 0) and np.isfinite(float(inverse))
+
+
+CASES = {
+    "dense": (lambda: layers.Dense(32, "tanh"), (6, 48), "ab,bc->ac"),
+    "dense of three axes": (lambda: layers.Dense(16, use_bias=False), (2, 5, 32), "abx,xy->aby"),
+    "heads": (lambda: layers.EinsumDense("abc,cde->abde", (None, 4, 8), bias_axes="de"), (2, 3, 32), "abc,cde->abde"),
+    "joined heads": (lambda: layers.EinsumDense("abcd,cde->abe", (None, 32)), (2, 3, 4, 8), "abcd,cde->abe"),
+    "transposed": (lambda: layers.EinsumDense("acb,dec->abde", (3, 4, 8)), (2, 16, 3), "acb,dec->abde"),
+    "several axes": (lambda: layers.EinsumDense("...x,xy->...y", (16,)), (2, 3, 2, 32), "abcx,xy->abcy"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_multiplies_rounded_operands_and_nothing_else(case):
+    make, shape, equation = CASES[case]
+    layer = make()
+    model = mpkeras.apply_policy(keras.Sequential([keras.Input(shape[1:]), layer]), every_layer())
+    assert multiplies_in_float8(layer)
+    bias = 0.0
+    if layer.bias is not None:
+        layer.bias.assign(rng.normal(size=layer.bias.shape))
+        bias = in_bfloat16(layer.bias.numpy())
+    x = rng.normal(size=shape).astype("float32") * 3
+    exact = np.einsum(equation, in_float8(x, E4M3), in_float8(layer.kernel.numpy(), E4M3))
+    expected = in_bfloat16(in_bfloat16(exact) + bias)
+    if layer.activation is keras.activations.tanh:
+        expected = in_bfloat16(np.tanh(expected))
+    # Sums of float32 in another order, rounded to bfloat16 up to three times.
+    assert np.allclose(numpy(model(x)), expected, rtol=3 * HALF_UNIT_BFLOAT16, atol=1e-2 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("outlier", [1.0, 300.0])
+def test_products_keep_the_bound_against_float64(outlier):
+    """Each operand is off by half a unit of e4m3, or by half its smallest number; so is the sum of the products."""
+    x, kernel = rng.normal(size=(64, 256)), rng.normal(size=(256, 32)) / 16
+    x[:, 7] *= outlier  # as a channel of a large language model
+    layer = layers.Dense(32, use_bias=False)
+    model = mpkeras.apply_policy(keras.Sequential([keras.Input((256,)), layer]), every_layer())
+    layer.kernel.assign(kernel)
+    x, kernel = in_bfloat16(x), in_bfloat16(kernel)
+    smallest = 2.0**-10  # half of the smallest subnormal number, with the largest value between 224 and 448
+
+    def error(values):
+        return np.maximum(HALF_UNIT * np.abs(values), smallest * np.abs(values).max() / 224)
+
+    bound = error(x) @ np.abs(kernel) + np.abs(x) @ error(kernel) + error(x) @ error(kernel)
+    exact = x @ kernel
+    difference = np.abs(numpy(model(x.astype("float32"))) - exact)
+    assert np.all(difference <= bound + 2 * HALF_UNIT_BFLOAT16 * (np.abs(exact) + bound))
+    # The bound is no empty one: a product of float16's precision would be far inside.
+    assert difference.max() > 1e-3 * bound.max()
+
+
+def gradients(model, x, upstream):
+    """Returns `(by x, by each weight)` of the sum of outputs times `upstream`."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        x = tf.constant(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(ops.cast(model(x, training=True), "float32") * upstream)
+        found = tape.gradient(loss, [x, *(v.value for v in model.trainable_variables)])
+    elif backend == "jax":
+        import jax
+
+        values = [v.value for v in model.trainable_variables]
+
+        def loss_of(x, values):
+            outputs, _ = model.stateless_call(values, [v.value for v in model.non_trainable_variables], x, training=True)
+            return (outputs.astype("float32") * upstream).sum()
+
+        by_x, by_weights = jax.grad(loss_of, argnums=(0, 1))(x, values)
+        found = [by_x, *by_weights]
+    else:
+        import torch
+
+        x = torch.tensor(x, requires_grad=True)
+        loss = (model(x, training=True).float() * torch.tensor(upstream)).sum()
+        values = [v.value for v in model.trainable_variables]
+        found = torch.autograd.grad(loss, [x, *values])
+    return [numpy(grad) for grad in found]
+
+
+@pytest.mark.every_case("jax", "torch")
+@pytest.mark.parametrize("rows", [32, 13])
+def test_gradients_are_products_of_rounded_operands_and_gradients(rows):
+    """Thirteen rows: what is summed over in the gradient by the kernel is no multiple of 16."""
+    layer = layers.Dense(32, use_bias=False)
+    model = mpkeras.apply_policy(keras.Sequential([keras.Input((48,)), layer]), every_layer())
+    x = rng.normal(size=(rows, 48)).astype("float32")
+    upstream = (rng.normal(size=(rows, 32)) * 1e-4).astype("float32")
+    by_x, by_kernel = gradients(model, x, upstream)
+    x8, kernel8, upstream8 = in_float8(x, E4M3), in_float8(layer.kernel.numpy(), E4M3), in_float8(upstream, E5M2)
+    for found, expected in ((by_x, upstream8 @ kernel8.T), (by_kernel, x8.T @ upstream8)):
+        assert np.allclose(found, expected, rtol=2 * HALF_UNIT_BFLOAT16, atol=2e-3 * np.abs(expected).max())
+    # e5m2 and not e4m3.
+    other = in_float8(upstream, E4M3) @ kernel8.T
+    assert np.abs(by_x - upstream8 @ kernel8.T).max() < 0.3 * np.abs(other - upstream8 @ kernel8.T).max()
+
+
+@pytest.mark.backends("torch")
+def test_torchs_own_product_of_float8_matrices_is_the_same(monkeypatch):
+    """torch has `_scaled_mm` for CPUs, too: the one that a GPU takes is tried on it."""
+    from mpkeras.conversion.float8 import _torch
+
+    layer = layers.Dense(32)
+    model = mpkeras.apply_policy(keras.Sequential([keras.Input((48,)), layer]), every_layer())
+    x = rng.normal(size=(13, 48)).astype("float32")
+    upstream = rng.normal(size=(13, 32)).astype("float32")
+    expected = [numpy(model(x)), *gradients(model, x, upstream)]
+    monkeypatch.setattr(_torch, "has_float8_units", lambda device: True)
+    found = [numpy(model(x)), *gradients(model, x, upstream)]
+    for a, b in zip(found, expected, strict=True):
+        assert np.allclose(a, b, rtol=2 * HALF_UNIT_BFLOAT16, atol=1e-2 * np.abs(b).max())
+
+
+@pytest.mark.every_case("jax", "torch")
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays_visible(bad):
+    model = mpkeras.apply_policy(mlp(), "mixed_float8")
+    x = np.ones((4, 16), "float32")
+    x[1, 2] = bad
+    assert np.isnan(numpy(model(x))).any()
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_skipped_step_leaves_no_trace(bad):
+    model = prepared(mlp())
+    x, y = rng.normal(size=(8, 16)).astype("float32"), np.ones((8, 16), "float32")
+    model.train_on_batch(x, y)
+    variables = [*model.variables, *model.optimizer.inner_optimizer.variables]
+    before = [variable.numpy() for variable in variables]
+    model.train_on_batch(np.where(np.eye(8, 16) > 0, bad, x).astype("float32"), y)
+    assert all(np.array_equal(variable.numpy(), old) for variable, old in zip(variables, before, strict=True))
+    model.train_on_batch(x, y)
+    assert not np.array_equal(variables[0].numpy(), before[0])
+
+
+# Which layers.
+
+
+def test_the_first_and_the_last_layer_stay_in_16_bits():
+    model = prepared(mlp())
+    found = list(reasons(model).values())
+    assert found == ["the rule 'first' keeps it in 16 bits", None, None, "the rule 'last' keeps it in 16 bits"]
+    assert [multiplies_in_float8(layer) for layer in model.layers] == [False, True, True, False]
+
+
+def test_first_and_last_go_by_the_order_of_computation():
+    """A convolution or an embedding may be the first; layers within layers count where these are."""
+    codes = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(10, 32)(codes)
+    x = layers.MultiHeadAttention(2, 16, name="attention")(x, x)
+    inner = keras.Sequential([keras.Input((32,)), layers.Dense(64, name="up"), layers.Dense(32, name="down")])
+    x = layers.TimeDistributed(inner)(x)
+    model = keras.Model(codes, layers.Dense(16, name="head")(x))
+    mpkeras.apply_policy(model, "mixed_float8")
+    found = reasons(model)
+    assert found.pop("head") == "the rule 'last' keeps it in 16 bits"
+    assert set(found) == {"query", "key", "value", "attention_output", "up", "down"} and not any(found.values())
+
+    image = keras.Input((8, 8, 16))
+    x = layers.Dense(16, name="hidden")(layers.Conv2D(16, 3, name="stem")(image))
+    model = mpkeras.apply_policy(keras.Model(image, layers.Conv2D(1, 1)(x)), "mixed_float8")
+    assert reasons(model) == {"hidden": None}
+
+
+class Scaled(layers.Dense):
+    def call(self, inputs, training=None):
+        return 2 * super().call(inputs, training=training)
+
+
+class Renamed(layers.Dense):
+    """A subclass that computes as its base does."""
+
+
+def test_each_layer_that_does_not_multiply_in_float8_has_a_reason():
+    inputs = keras.Input((16, 32))
+    x = layers.Dense(16, name="first")(inputs)
+    x = layers.Dense(24, name="narrow")(x)
+    x = layers.Dense(32, name="from narrow")(x)
+    x = layers.EinsumDense("abc,bcd->abd", (16, 32), name="by place")(x)
+    x = Scaled(32, name="own call")(x)
+    x = Renamed(32, name="renamed")(x)
+    x = layers.Dense(32, name="single", dtype="float32")(x)
+    x = layers.Dense(32, activation="softmax", name="probabilities")(x)
+    x = layers.Dense(48, name="excluded")(x)
+    model = keras.Model(inputs, layers.Dense(16, name="last")(x))
+    policy = mpkeras.Policy(
+        "mine",
+        compute_dtype="bfloat16",
+        variable_dtype="float32",
+        float8="current",
+        keep_float32=("Softmax", "activation:softmax", "path:single"),
+        keep_16_bits=("first", "last", "path:excluded"),
+    )
+    mpkeras.apply_policy(model, policy)
+    assert reasons(model) == {
+        "first": "the rule 'first' keeps it in 16 bits",
+        "narrow": "its kernel is a matrix of 16 x 24, not both multiples of 16",
+        "from narrow": "its kernel is a matrix of 24 x 32, not both multiples of 16",
+        "by place": "its equation 'abc,bcd->abd' is not one product of two matrices",
+        "own call": "Scaled has a `call` of its own",
+        "renamed": None,
+        "single": "it computes in float32",
+        "probabilities": "it computes in float32",
+        "excluded": "the rule 'path:excluded' keeps it in 16 bits",
+        "last": "the rule 'last' keeps it in 16 bits",
+    }
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("equation", "is_product"),
+    [
+        ("ab,bc->ac", True),
+        ("abc,cde->abde", True),
+        ("...x,xy->...y", True),
+        ("abc,bcd->abd", False),  # a batch of products
+        ("ab,cd->ad", False),  # summed over what the other has not
+        ("aab,bc->ac", False),  # a diagonal
+        ("ab,cb->abc", False),  # nothing is summed over
+    ],
+)
+def test_products_of_two_matrices(equation, is_product):
+    layer = layers.EinsumDense(equation, (16,))
+    assert (labels_of(layer) is not None) == is_product
+
+
+def test_quantized_layers_stay():
+    model = mlp()
+    model.layers[1].quantize("int8")
+    prepared(model)
+    assert reasons(model)[model.layers[1].name] == "it is quantized (int8)"
+    assert not multiplies_in_float8(model.layers[1])
+
+
+def test_lora_trains_its_matrices_in_float8():
+    model = mlp()
+    model.layers[1].enable_lora(4)
+    prepared(model)
+    assert multiplies_in_float8(model.layers[1])
+    x = rng.normal(size=(16, 16)).astype("float32")
+    before = [model.layers[1].lora_kernel_b.numpy(), model.layers[1]._kernel.numpy()]
+    model.fit(x, np.ones((16, 16), "float32"), epochs=2, verbose=0, shuffle=False)
+    assert not np.array_equal(before[0], model.layers[1].lora_kernel_b.numpy())
+    assert np.array_equal(before[1], model.layers[1]._kernel.numpy())
+
+
+def test_layers_that_are_built_later_follow():
+    class Later(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.parts = [layers.Dense(32, "relu"), layers.Dense(48, "relu"), layers.Dense(20), layers.Dense(16)]
+
+        def call(self, x):
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    model = prepared(Later())
+    x = rng.normal(size=(8, 16)).astype("float32")
+    model.fit(x, np.ones((8, 16), "float32"), epochs=2, verbose=0, shuffle=False)
+    assert [multiplies_in_float8(part) for part in model.parts] == [False, True, False, False]
+    assert reasons(model)[model.parts[2].name] == "its kernel is a matrix of 48 x 20, not both multiples of 16"
+
+
+# All doors, and the way back.
+
+
+def by_prepare():
+    return prepared(mlp())
+
+
+def by_callback():
+    model = compiled(mlp())
+    x = np.ones((4, 16), "float32")
+    model.fit(x, x, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float8")])
+    return model
+
+
+def by_train_step():
+    model = mpkeras.apply_policy(mlp(), "mixed_float8")
+    step = mpkeras.make_train_step(model, keras.optimizers.Adam(), keras.losses.MeanSquaredError())
+    x = np.ones((4, 16), "float32")
+    step(x, x)
+    return model
+
+
+def by_train_step_after_prepare():
+    model = by_prepare()
+    step = mpkeras.make_train_step(model, model.optimizer, keras.losses.MeanSquaredError())
+    x = np.ones((4, 16), "float32")
+    step(x, x)
+    return model
+
+
+def by_scope():
+    with mpkeras.policy_scope("mixed_float8"):
+        model = compiled(mlp())
+        mpkeras.prepare(model)
+    return model
+
+
+def by_autoprepare():
+    with mpkeras.autoprepare("mixed_float8"):
+        return compiled(mlp())
+
+
+def compiled_again():
+    model = by_prepare()
+    return compiled(model)
+
+
+@pytest.mark.every_case("jax", "torch")
+@pytest.mark.parametrize(
+    "door",
+    [by_prepare, by_callback, by_train_step, by_train_step_after_prepare, by_scope, by_autoprepare, compiled_again],
+)
+def test_every_door_leads_to_the_same_layers(door):
+    model = door()
+    assert [multiplies_in_float8(layer) for layer in model.layers] == [False, True, True, False]
+    assert {layer.compute_dtype for layer in model.layers} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_another_policy_takes_it_back(policy):
+    model = mpkeras.apply_policy(mlp(), "mixed_float8")
+    mpkeras.apply_policy(model, policy)
+    assert not any(multiplies_in_float8(layer) for layer in model.layers)
+    assert not any(replaced_attributes(layer) for layer in model.layers)
+    assert float8_products(model) == {}
+
+
+def test_rules_may_change():
+    model = mpkeras.apply_policy(mlp(), "mixed_float8")
+    mpkeras.apply_policy(model, every_layer())
+    assert all(multiplies_in_float8(layer) for layer in model.layers)
+    mpkeras.apply_policy(model, "mixed_float8")
+    assert [multiplies_in_float8(layer) for layer in model.layers] == [False, True, True, False]
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    model = mpkeras.apply_policy(mlp(), "mixed_float8")
+    with pytest.raises(ValueError, match="registered policy"):
+        mpkeras.apply_policy(model, "mixed_float9")
+    assert [multiplies_in_float8(layer) for layer in model.layers] == [False, True, True, False]
+
+
+def test_the_file_is_stock_keras(tmp_path):
+    model = prepared(mlp())
+    x = rng.normal(size=(8, 16)).astype("float32")
+    model.fit(x, x, epochs=1, verbose=0, shuffle=False)
+    model.save(tmp_path / "model.keras")
+    config = model.get_config()
+    assert "float8" not in str(config) and "mpkeras" not in str(config["layers"][1:4])
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert [layer.compute_dtype for layer in loaded.layers[:3]] == ["bfloat16"] * 3
+    assert not any(multiplies_in_float8(layer) for layer in loaded.layers)
+    for a, b in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_a_rule_that_matches_nothing_is_named_once():
+    policy = mpkeras.Policy("mixed_float8", keep_16_bits=("first", "path:nowhere"))
+    with pytest.warns(UserWarning, match="path:nowhere"):
+        model = mpkeras.apply_policy(mlp(), policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpkeras.apply_policy(model, policy)
+
+
+# It learns.
+
+
+@pytest.mark.parametrize("policy", ["mixed_float8", "small"])
+def test_it_learns_as_bfloat16_does(policy):
+    if policy == "small":
+        policy = mpkeras.Policy("small", compute_dtype="bfloat16", variable_dtype="bfloat16", float8="current")
+    x = rng.normal(size=(256, 16)).astype("float32")
+    y = np.tanh(x @ rng.normal(size=(16, 16)).astype("float32") / 4)
+    losses = {}
+    for name in ("float32", policy):
+        keras.utils.set_random_seed(3)
+        model = compiled(mlp())
+        if name != "float32":
+            mpkeras.prepare(model, name)
+        losses[name] = model.fit(x, y, batch_size=32, epochs=12, verbose=0, shuffle=False).history["loss"]
+    assert losses["float32"][-1] < 0.3 * losses["float32"][0]
+    assert losses[policy][-1] < 1.35 * losses["float32"][-1]
+
+
+def test_a_step_that_accumulates_skips_the_bad_batch_alone():
+    """Four batches of one update, of which one is not finite: the same as the other three, to rounding."""
+    x = rng.normal(size=(32, 16)).astype("float32")
+    y = np.ones((32, 16), "float32")
+    bad = x.copy()
+    bad[8:16] = np.inf
+
+    def weights_after(batches):
+        keras.utils.set_random_seed(5)
+        model = mpkeras.apply_policy(mlp(), "mixed_float8")
+        step = mpkeras.make_train_step(
+            model, keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError(), accumulate_steps=len(batches)
+        )
+        for batch in batches:
+            step(batch, y[: len(batch)])
+        return model.get_weights()
+
+    with_bad = weights_after([bad[start : start + 8] for start in range(0, 32, 8)])
+    without = weights_after([x[start : start + 8] for start in (0, 16, 24)])
+    for a, b in zip(with_bad, without, strict=True):
+        assert np.allclose(a, b, rtol=0, atol=1e-6)
