@@ -6,6 +6,8 @@ import warnings
 import keras
 
 from mpkeras.callbacks.numerics_monitor import NumericsMonitor
+from mpkeras.conversion.apply import leave_float8
+from mpkeras.conversion.float8.layers import multiplies_in_float8
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import set_layer_policy
@@ -20,6 +22,7 @@ class Float32Fallback(NumericsMonitor):
     once if its input, output or weights are beyond its dtype's range, as no loss scale cures that; if only its
     gradients overflow, when the loss scale has come down to its lowest. The train function is built anew; weights,
     optimizer, metrics and random generators stay as they are. What was moved is told by a warning, and is in `moved`.
+    A layer that multiplies in float8 multiplies in bfloat16 first (`moved_from_float8`), and moves if that does not help.
 
     Args:
         patience: Skipped steps with the same culprit before it moves.
@@ -28,6 +31,7 @@ class Float32Fallback(NumericsMonitor):
 
     Attributes:
         moved: List of the paths of the layers that were moved, in this order.
+        moved_from_float8: List of the paths of those whose products were moved from float8 to bfloat16.
 
     Raises:
         ValueError: If an argument is out of range, or, when training begins, the model's train step is not guarded.
@@ -55,6 +59,7 @@ class Float32Fallback(NumericsMonitor):
                     "Leave it out for the default."
                 )
         self.moved: list = []
+        self.moved_from_float8: list = []
         self._patience = patience
         self._max_layers = max_layers
         self._counts: dict = {}
@@ -63,6 +68,11 @@ class Float32Fallback(NumericsMonitor):
     def rules(self) -> tuple[str, ...]:
         """The float32 rules that keep the moved layers where they are now, for a policy."""
         return tuple(f"path:^{re.escape(path)}$" for path in self.moved)
+
+    @property
+    def rules_16_bits(self) -> tuple[str, ...]:
+        """The `keep_16_bits` rules that keep out of float8 what has left it, for a policy."""
+        return tuple(f"path:^{re.escape(path)}$" for path in self.moved_from_float8)
 
     def found(self, finding):
         culprit = finding.culprit
@@ -75,6 +85,13 @@ class Float32Fallback(NumericsMonitor):
             return
         self._counts[culprit.path] = self._counts.get(culprit.path, 0) + 1
         if self._counts[culprit.path] < self._patience:
+            return
+        if multiplies_in_float8(layer):
+            self._counts[culprit.path] = 0
+            leave_float8(self.model, layer, "it overflowed")
+            self.moved_from_float8.append(culprit.path)
+            self._trace_again()
+            self._tell(finding, "float8 to bfloat16")
             return
         if len(self.moved) >= self._max_layers:
             self._warn(
@@ -90,14 +107,20 @@ class Float32Fallback(NumericsMonitor):
         dtype = layer.compute_dtype
         set_layer_policy(layer, keras.DTypePolicy("float32"))
         self.moved.append(finding.culprit.path)
+        self._trace_again()
+        self._tell(finding, f"{dtype} to float32")
+
+    def _trace_again(self):
         # The functions that are there hold the layer as it was, and so does what they have executed since.
         self._stop_watching()
         self.model.test_function = self.model.predict_function = None
         guard.trace_again(self.model)
+
+    def _tell(self, finding, move: str):
         warnings.warn(
-            f"Layer '{finding.culprit.path}' has moved from {dtype} to float32, in step {finding.batch} of epoch "
+            f"Layer '{finding.culprit.path}' has moved from {move}, in step {finding.batch} of epoch "
             f"{finding.epoch + 1}: {finding.culprit.message}.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def _scale_is_lowest(self, finding) -> bool:

@@ -10,12 +10,16 @@ import numpy as np
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import recorded
+from mpkeras.conversion.float8.layers import multiplies_in_float8
+from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE
 from mpkeras.conversion.plan import compute_dtypes, layers_of
 from mpkeras.insight.culprit import find_culprit
 from mpkeras.insight.observation import observe
 from mpkeras.insight.ranges import (
     EXPONENTS,
+    WORTH,
     Range,
+    float8_underflow,
     largest,
     lost_share,
     overflow_limit,
@@ -166,7 +170,15 @@ def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
         true_grads=Range.of(true_grads),
         grad_underflow=_rounds_to_zero(true_grads, call.compute_dtype, loss_scale),
         grad_loss=_loss(true_grads, call.compute_dtype, loss_scale),
+        float8=_in_float8(call) if multiplies_in_float8(call.layer) else None,
     )
+
+
+def _in_float8(call) -> dict:
+    kernel = [keras.ops.convert_to_numpy(keras.ops.cast(call.layer.kernel, "float32"))]
+    sides = {"inputs": (call.inputs, OPERAND_DTYPE), "kernel": (kernel, OPERAND_DTYPE)}
+    sides["gradients"] = (call.output_grads, GRADIENT_DTYPE)
+    return {name: float8_underflow(arrays, dtype) for name, (arrays, dtype) in sides.items()}
 
 
 def _overflow(call, inputs, outputs) -> float:
@@ -216,6 +228,10 @@ class LayerNumerics:
         grad_underflow: Share of the gradients, of those that are not zero, that round to zero at the loss scale.
         grad_loss: Share of the gradient that this layer loses at the loss scale, by the norm: many tiny numbers beside
             a large one are next to nothing.
+        float8: Of a layer that multiplies in float8, what rounds to zero beside the largest value of its tensor:
+            `{"inputs", "kernel", "gradients": {"underflow": share of the values that are not zero, "lost": share by the
+            norm}}`, the gradients being those by its outputs. Nothing saturates: the scale is that of the present
+            values. `None` for other layers.
     """
 
     path: str
@@ -234,6 +250,7 @@ class LayerNumerics:
     grad_loss: float
     weight_grads: Range = _NOTHING
     true_weight_grads: Range = _NOTHING
+    float8: dict | None = None
 
     @property
     def is_too_large(self) -> bool:
@@ -291,12 +308,26 @@ class NumericsReport(Report):
         paths = dict.fromkeys(layer.path for layer in self.layers if layer.is_too_large)
         return tuple(f"path:^{re.escape(path)}$" for path in paths)
 
+    @property
+    def rules_16_bits(self) -> tuple[str, ...]:
+        """The `keep_16_bits` rules, one for each layer that loses more than a tenth of a tensor, by the norm, in float8."""
+        paths = dict.fromkeys(layer.path for layer in self.layers if _lost_in_float8(layer))
+        return tuple(f"path:^{re.escape(path)}$" for path in paths)
+
     def policy(self) -> Policy:
-        """Returns the mixed policy of the model with the rules that keep what is too large in float32."""
+        """Returns the mixed policy of the model with the rules for what is too large, or lost in float8."""
         dtype = "bfloat16" if "bfloat16" in self._compute_dtypes else "float16"
+        if any(layer.float8 for layer in self.layers):
+            dtype = "float8"
         base = get_policy(f"mixed_{dtype}")
         new = [rule for rule in self.rules if rule not in base.keep_float32]
-        return Policy(base.name, keep_float32=(*base.keep_float32, *new)) if new else base
+        in_16_bits = self.rules_16_bits
+        if in_16_bits:
+            base = Policy(base.name, keep_16_bits=(*base.keep_16_bits, *in_16_bits))
+        if new:
+            kept = base.keep_16_bits or None
+            base = Policy(base.name, keep_float32=(*base.keep_float32, *new), keep_16_bits=kept)
+        return base
 
     def table(self):
         header = ["Layer", "Class", "Computes in", "Largest output", "Overflow", "Underflow"]
@@ -325,6 +356,12 @@ class NumericsReport(Report):
             lines.append(
                 f"Layer '{layer.path}': its {what} reaches {reached:.3g}, over {layer.compute_dtype}'s "
                 f"{largest(layer.compute_dtype):g}: keep it in float32 with the rule 'path:^{re.escape(layer.path)}$'."
+            )
+        for layer in {layer.path: layer for layer in self.layers if _lost_in_float8(layer)}.values():
+            what, share = _lost_in_float8(layer)
+            lines.append(
+                f"Layer '{layer.path}': {_percent(share)} of its {what} round to zero in float8, by the norm: keep it in "
+                f"16 bits with the `keep_16_bits` rule 'path:^{re.escape(layer.path)}$'."
             )
         if lines:
             lines.append("`report.policy()` is the policy with these rules; or train in 'mixed_bfloat16'.")
@@ -427,6 +464,13 @@ def _largest_of(layer) -> tuple[str, float]:
         if ranges[what].max_abs >= limit:
             return what, ranges[what].max_abs
     return "output", max(layer.true_outputs.max_abs, layer.outputs.max_abs)
+
+
+def _lost_in_float8(layer) -> tuple[str, float] | None:
+    """Returns which of a layer's tensors loses most in float8, and how much; `None` where it does not matter."""
+    found = [(side["lost"], what) for what, side in (layer.float8 or {}).items()]
+    share, what = max(found, default=(0.0, ""))
+    return (what, share) if share > WORTH else None
 
 
 def _magnitude(found: Range) -> str:

@@ -132,6 +132,34 @@ def lost_share(grads, dtype: str, loss_scale: float) -> float:
     return min(float(np.sqrt(lost / total)), 1.0) if total else 0.0
 
 
+def float8_underflow(arrays, dtype: str) -> dict:
+    """Returns what rounds to zero where each tensor is scaled by its largest value, as products in float8 are.
+
+    Args:
+        arrays: Float arrays, each scaled by itself; what is not finite counts as zero, and `None`s are left out.
+        dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+
+    Returns:
+        `{"underflow": share of the values that are not zero, "lost": the same by the norm}`.
+    """
+    smallest = underflow_limit(dtype)
+    nonzero = zeroed = 0
+    total = lost = 0.0
+    for array in arrays:
+        values = np.zeros(0) if array is None else np.abs(np.asarray(array, "float64"))
+        values = values[np.isfinite(values) & (values > 0)]
+        if not values.size:
+            continue
+        scale = 2.0 ** np.floor(np.log2(largest(dtype) / values.max()))
+        small = values[values * scale <= smallest]
+        nonzero, zeroed = nonzero + values.size, zeroed + small.size
+        total, lost = total + float(np.sum(np.square(values))), lost + float(np.sum(np.square(small)))
+    return {
+        "underflow": zeroed / nonzero if nonzero else 0.0,
+        "lost": float(np.sqrt(lost / total)) if total else 0.0,
+    }
+
+
 def smallest_safe_exponent(grads, dtype: str) -> int | None:
     """Returns the smallest power of two that, as loss scale, loses no more than `SAFE` of a gradient; `None` of zeros.
 
