@@ -1,7 +1,7 @@
 """A hook of MkDocs: brings into the site what pages link to outside of docs/.
 
-Pages link to files as they lie in the repository, so that the links work there, too. Markdown and notebooks become pages, sources become
-pages that show them, and all other files are copied.
+Pages link to files as they lie in the repository, so that the links work there, too. Markdown and notebooks become
+pages, sources become pages that show them, and all other files are copied.
 """
 
 import posixpath
