@@ -14,7 +14,14 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 # Pages of the site that lie elsewhere; what they link to follows.
 STARTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-PLACES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+# A page named after its folder would become the index of a whole section.
+PLACES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/results/README.md": "benchmarks/results.md",
+    "benchmarks/gpu/README.md": "benchmarks/gpu.md",
+}
 LINK = re.compile(r"(?<=\]\()[^)#\s]+")
 # docs/migration.md marks what its tests do with a block; MkDocs reads no such mark.
 MARK = re.compile(r"^```python (before|not-run)$", flags=re.MULTILINE)
