@@ -1,6 +1,6 @@
 """An extension of Griffe: gives it docstrings in Keras' form as Markdown.
 
-Doctests become code, which Markdown would take for quotations. `Returns`, `References` and `Example` become paragraphs:
+Doctests become code, which Markdown would take for quotations. `Returns`, `Yields`, `References` and `Example` become paragraphs:
 Griffe would look for the type of a result that the text only describes, and put the others into boxes.
 """
 
@@ -10,7 +10,7 @@ import textwrap
 import griffe
 
 _DOCTEST = re.compile(r"(?:^ *>>> .*\n?)(?:^ *\S.*\n?)*", flags=re.MULTILINE)
-_SECTION = re.compile(r"^(Returns|References):\n((?:(?: {4}.*)?\n)*)", flags=re.MULTILINE)
+_SECTION = re.compile(r"^(Returns|Yields|References):\n((?:(?: {4}.*)?\n)*)", flags=re.MULTILINE)
 _EXAMPLE = re.compile(r"^Example:$", flags=re.MULTILINE)
 
 
