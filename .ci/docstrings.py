@@ -1,7 +1,7 @@
 """An extension of Griffe: gives it docstrings in Keras' form as Markdown.
 
-Doctests become code, which Markdown would take for quotations. `Returns`, `Yields`, `References` and `Example` become paragraphs:
-Griffe would look for the type of a result that the text only describes, and put the others into boxes.
+Doctests become code, which Markdown would take for quotations. `Returns`, `Yields`, `References` and `Example` become
+paragraphs: Griffe would look for the type of a result that the text only describes, and put the others into boxes.
 """
 
 import re
