@@ -75,6 +75,35 @@ def test_no_circle():
     assert not arrows
 
 
+def reached(arrows) -> dict:
+    """Returns all rooms below each room, by the arrows between them."""
+    found: dict = {}
+    for start in arrows:
+        todo, found[start] = [*arrows[start]], set()
+        while todo:
+            room = todo.pop()
+            found[start].add(room)
+            todo += arrows.get(room, set()) - found[start]
+    return found
+
+
+def test_the_picture_draws_the_rooms_and_their_imports():
+    picture = (ROOT / "docs" / "assets" / "house.svg").read_text(encoding="utf-8")
+    drawn: dict = {}
+    for source, target in re.findall(r'id="(\w+)-to-(\w+)"', picture):
+        drawn.setdefault(source, set()).add(target)
+    # Not drawn: where the version is written, and what imports Keras.
+    rooms = FLOOR.keys() - {"_version", "_start"}
+    assert set(re.findall(r'<g id="(\w+)"', picture)) == rooms
+    imports: dict = {}
+    for path in modules():
+        name = name_of(path)
+        if name != "mpkeras.__main__":
+            targets = {room(target) for target in modules_of_ours(path)} & rooms - {room(name)}
+            imports[room(name)] = imports.get(room(name), set()) | targets
+    assert {name: targets for name, targets in reached(imports).items() if targets} == reached(drawn)
+
+
 def test_private_names_of_keras_stand_in_one_module():
     for path in modules():
         text = path.read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 import configparser
 import importlib.metadata
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,36 @@ def test_keras_range_is_the_same_everywhere(config):
     assert f"Keras {oldest}" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     # The CI's oldest run must test that very version, or the promise is empty.
     assert re.search(rf"keras=={re.escape(oldest)}\b", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def description():
+    return runpy.run_path(str(ROOT / "setup.py"))["description"]
+
+
+@pytest.mark.parametrize(
+    ("readme", "expected"),
+    [
+        pytest.param("see [fit](docs/fit.md#logs) here", "see fit here", id="a link to a file"),
+        pytest.param("[fit](docs/fit.md), [own](docs/loops.md)", "fit, own", id="two links"),
+        pytest.param("[Keras](https://keras.io/api)", "[Keras](https://keras.io/api)", id="a page of the web"),
+        pytest.param("a\n\n![bars](benchmarks/bars.png)\n\nb", "a\n\nb", id="a picture"),
+    ],
+)
+def test_the_description_leads_nowhere_inside_the_repository(description, readme, expected):
+    assert description(readme) == expected
+
+
+def test_the_description_is_the_readme_without_dead_links(description):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = description(readme)
+    assert not re.findall(r"\]\((?!https?://)", text)
+    assert re.findall(r"```.*?```", text, flags=re.DOTALL) == re.findall(r"```.*?```", readme, flags=re.DOTALL)
+    words = re.sub(r"!\[[^]]*\]\([^)]*\)|\]\([^)]*\)|\[", "", readme).split()
+    assert re.sub(r"\[", "", text).split() == words
+
+
+def test_the_citation_names_this_package():
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.search(r"^cff-version: 1\.2\.0$", text, flags=re.MULTILINE)
+    assert "license: Apache-2.0" in text and "mpkeras" in text

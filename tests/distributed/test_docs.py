@@ -70,7 +70,3 @@ torch.distributed.destroy_process_group()
     first, second = run_on_two_ranks(script, r"rank \d: -?\d+\.\d{6} (?:True|False)")
     # Different rows, the same update.
     assert first.endswith("False") and second == first.replace("rank 0", "rank 1")
-
-
-def test_the_readme_shows_the_same_script():
-    assert FIT in (ROOT / "README.md").read_text()
