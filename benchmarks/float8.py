@@ -31,9 +31,10 @@ TINY = {"mlp": (64, 3, 32), "transformer": (64, 2, 32), "bert_base": None}
 def build(name: str, is_tiny: bool):
     """Returns a model and the shape and dtype of its inputs: an MLP, a transformer, or BERT-base."""
     import keras
+    from keras import layers
+
     from gpu import keras_models
     from gpu.cases import case_of
-    from keras import layers
 
     if name == "bert_base":
         case = case_of("bert_base", is_tiny)
@@ -116,6 +117,7 @@ def product_rows(results: list[dict]) -> list[dict[str, str]]:
 def quality_tasks(is_tiny: bool) -> dict:
     """Returns the tasks: the demo's two, made smaller, and ConvNeXt-Tiny, whose pointwise products are `Dense`."""
     import keras
+
     import small_state_tasks as tasks
 
     def conv_next():
@@ -143,9 +145,9 @@ PEAKS = {"digits": 3e-3, "text": 1e-2, "patches": 3e-4}
 def train(task, peak: float, kind: str, seed: int) -> float:
     """Returns the quality that a model of `task` reaches."""
     import keras
-    import small_state_tasks as tasks
 
     import mpkeras
+    import small_state_tasks as tasks
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)

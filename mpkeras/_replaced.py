@@ -7,8 +7,8 @@ from typing import Any
 # What is replaced, and why nothing less will do. CONTRIBUTING.md has the same list.
 KINDS = {
     "layer": "`call` of a layer: a user's own names the dtypes it mixes, a part of a model without a `call` returns "
-    "float32, a torch module runs under `torch.autocast`, and a Dense multiplies in float8; a policy alone does none of "
-    "these. "
+    "float32, a torch module runs under `torch.autocast`, and a `Dense` multiplies in float8; a policy alone does none "
+    "of these. "
     "`activity_regularizer` and `add_loss` of a 16-bit one: Keras hands them 16-bit outputs, whose squares overflow",
     "attention": "`_masked_softmax` of an attention layer on JAX: its backward pass keeps a tensor of the size of the "
     "scores fewer, a quarter of the temporaries on a TPU",

@@ -22,7 +22,8 @@ class Float32Fallback(NumericsMonitor):
     once if its input, output or weights are beyond its dtype's range, as no loss scale cures that; if only its
     gradients overflow, when the loss scale has come down to its lowest. The train function is built anew; weights,
     optimizer, metrics and random generators stay as they are. What was moved is told by a warning, and is in `moved`.
-    A layer that multiplies in float8 multiplies in bfloat16 first (`moved_from_float8`), and moves if that does not help.
+    A layer that multiplies in float8 multiplies in bfloat16 first (`moved_from_float8`), and moves only if that is
+    not enough.
 
     Args:
         patience: Skipped steps with the same culprit before it moves.

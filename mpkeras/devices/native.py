@@ -119,6 +119,23 @@ def cpu_instruction_sets(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
     return frozenset(match[1].split()) if match else frozenset()
 
 
+def float8_units(devices, backend: str) -> tuple[bool, str]:
+    """Returns whether products of `mixed_float8` are computed in float8 on all of `devices`, and why (not).
+
+    Args:
+        devices: `Device` objects, as for `choose`.
+        backend: `"tensorflow"`, `"jax"` or `"torch"`.
+    """
+    if backend == "tensorflow":
+        return False, "TensorFlow has no product in float8, and rounds operands that it multiplies in bfloat16"
+    accelerators = [device for device in devices if device.kind != "cpu"]
+    for device in accelerators or devices:
+        if device.compute_capability is None or device.compute_capability < FLOAT8_CAPABILITY:
+            name = device.name if device.kind != "cpu" and device.name else f"a {device.kind.upper()}"
+            return False, f"{name} has no units for float8 (e4m3 and e5m2), and operands are rounded on the way"
+    return True, f"{accelerators[0].name} multiplies float8"
+
+
 def parse_capability(text) -> tuple[int, int] | None:
     """Returns `(major, minor)` of a compute capability such as `"8.0"`, or `None` for anything else."""
     match = re.fullmatch(r"(\d+)\.(\d+)", str(text))

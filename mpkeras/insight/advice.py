@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from mpkeras import _keras
+from mpkeras.conversion.float8.layers import reasons_against
 from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.bench import ESTIMATE, Bench, trainable_copy
@@ -14,6 +15,7 @@ from mpkeras.insight.decision import MEMORY_WORTH, WORTH, Decision, decide, pair
 from mpkeras.insight.report import Report, bytes_text, make_figure, quartiles
 from mpkeras.insight.storage import storage_choices
 from mpkeras.insight.timing import ROUNDS, Cell, measure_grid
+from mpkeras.policies.registry import get_policy
 from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.settings import check_model
 
@@ -287,6 +289,7 @@ class AdviceReport(Report):
         self.title = f"{about} model '{model.name}' on {self.backend}" + ("" if self.cells else ", nothing measured")
         self._name, self._remarks = model.name, list(remarks)
         self._computes_in_16_bits = computes_in(model, tuple(_SIXTEEN_BITS.values()))
+        self.float8_can_pay, self._float8_reason = _float8(model, devices, self.backend)
         self._has_accelerator = any(device.kind != "cpu" for device in devices)
         self._parameters, self._product_share = _parameters(model), _product_share(model)
         self.storage = storage_choices(model, optimizer) if optimizer is not None and _keras.is_built(model) else []
@@ -340,7 +343,11 @@ class AdviceReport(Report):
         if self._baseline() is not None:
             lines.append(f"Speed is against float32 with jit_compile={self.present_jit}, as the model has it now.")
         lines.append(f"Memory is {self.memory_kind}." if self.memory_kind else "Nobody here tells how much memory.")
-        return lines + self._storage_lines() + self._remarks
+        return lines + self._storage_lines() + [self._about_float8()] + self._remarks
+
+    def _about_float8(self) -> str:
+        verb = "may pay, and was not measured" if self.float8_can_pay else "cannot pay here"
+        return f"`mixed_float8` {verb}: {self._float8_reason}."
 
     def _choice(self, found: Decision) -> str:
         setting = f"{self.policy} with jit_compile={self.jit_compile}"
@@ -466,7 +473,7 @@ class AdviceReport(Report):
             lines.append("Leave out `measure=False` to have steps on your own batch timed.")
         else:
             lines.append("Leave out `--no-measure` to have steps timed, with `--data FILE.npz` on your own batch.")
-        return lines + self._remarks
+        return [*lines, self._about_float8(), *self._remarks]
 
     def to_dict(self) -> dict:
         found = self.decision
@@ -483,6 +490,7 @@ class AdviceReport(Report):
             "native_reason": self._native_reason,
             "parameters": self._parameters,
             "memory_is": self.memory_kind,
+            "float8": {"can_pay": self.float8_can_pay, "reason": self._float8_reason},
             "storage": [way._asdict() for way in self.storage],
             "advice": self.notes(),
             "cells": [self._cell_dict(cell) for cell in self.cells],
@@ -545,6 +553,17 @@ def _times(speedup) -> str:
 
 def _parameters(model) -> int:
     return sum(math.prod(weight.shape) for weight in model.weights)
+
+
+def _float8(model, devices, backend) -> tuple[bool, str]:
+    """Returns whether `mixed_float8` can make a step faster here, and why (not)."""
+    has_units, reason = native.float8_units(devices, backend)
+    if not has_units:
+        return False, reason
+    dtypes = {id(layer): "bfloat16" for layer in layers_of(model)}
+    found = reasons_against(model, get_policy("mixed_float8"), dtypes).values()
+    fitting = sum(why is None for why in found)
+    return fitting > 0, f"{reason}, and {fitting} of {len(found)} layers with a product fit"
 
 
 def _product_share(model) -> float:

@@ -264,7 +264,9 @@ class Forecast(Report):
             first, *others = sorted(fitting, key=lambda pair: -pair[1])
             also = "".join(f", {batch} in {name}" for name, batch in others)
             notes.append(f"Batch {first[1]} fits {self.target.title} in {first[0]}{also}.")
-        notes += [f"{name}: {_float8_text(found['float8'])}" for name, found in self.policies.items() if found["float8"]]
+        notes += [
+            f"{name}: {_float8_text(found['float8'])}" for name, found in self.policies.items() if found["float8"]
+        ]
         for name, found in self.policies.items():
             if found["conditionals"] or found["host_transfers"]:
                 notes.append(

@@ -24,6 +24,7 @@ from mpkeras.insight.ranges import (
     lost_share,
     overflow_limit,
     overflow_share,
+    relative_error,
     underflow_limit,
     underflow_share,
 )
@@ -178,7 +179,8 @@ def _in_float8(call) -> dict:
     kernel = [keras.ops.convert_to_numpy(keras.ops.cast(call.layer.kernel, "float32"))]
     sides = {"inputs": (call.inputs, OPERAND_DTYPE), "kernel": (kernel, OPERAND_DTYPE)}
     sides["gradients"] = (call.output_grads, GRADIENT_DTYPE)
-    return {name: float8_underflow(arrays, dtype) for name, (arrays, dtype) in sides.items()}
+    found = {name: float8_underflow(arrays, dtype) for name, (arrays, dtype) in sides.items()}
+    return found | {"output_error": relative_error(call.outputs, call.references)}
 
 
 def _overflow(call, inputs, outputs) -> float:
@@ -228,10 +230,10 @@ class LayerNumerics:
         grad_underflow: Share of the gradients, of those that are not zero, that round to zero at the loss scale.
         grad_loss: Share of the gradient that this layer loses at the loss scale, by the norm: many tiny numbers beside
             a large one are next to nothing.
-        float8: Of a layer that multiplies in float8, what rounds to zero beside the largest value of its tensor:
-            `{"inputs", "kernel", "gradients": {"underflow": share of the values that are not zero, "lost": share by the
-            norm}}`, the gradients being those by its outputs. Nothing saturates: the scale is that of the present
-            values. `None` for other layers.
+        float8: Of a layer that multiplies in float8: `"inputs"`, `"kernel"` and `"gradients"` (by its outputs), the
+            share of their values that round to zero beside the largest of their tensor, and `"output_error"`, the norm
+            of what its outputs differ by from those in float32 on the same inputs, over the norm of these. Nothing
+            saturates: the scale is that of the present values. `None` for other layers.
     """
 
     path: str
@@ -310,12 +312,12 @@ class NumericsReport(Report):
 
     @property
     def rules_16_bits(self) -> tuple[str, ...]:
-        """The `keep_16_bits` rules, one for each layer that loses more than a tenth of a tensor, by the norm, in float8."""
-        paths = dict.fromkeys(layer.path for layer in self.layers if _lost_in_float8(layer))
+        """The `keep_16_bits` rules, one for each layer whose outputs are off by more than a tenth in float8."""
+        paths = dict.fromkeys(layer.path for layer in self.layers if _is_off_in_float8(layer))
         return tuple(f"path:^{re.escape(path)}$" for path in paths)
 
     def policy(self) -> Policy:
-        """Returns the mixed policy of the model with the rules for what is too large, or lost in float8."""
+        """Returns the mixed policy of the model with the rules for what is too large, or off in float8."""
         dtype = "bfloat16" if "bfloat16" in self._compute_dtypes else "float16"
         if any(layer.float8 for layer in self.layers):
             dtype = "float8"
@@ -357,11 +359,11 @@ class NumericsReport(Report):
                 f"Layer '{layer.path}': its {what} reaches {reached:.3g}, over {layer.compute_dtype}'s "
                 f"{largest(layer.compute_dtype):g}: keep it in float32 with the rule 'path:^{re.escape(layer.path)}$'."
             )
-        for layer in {layer.path: layer for layer in self.layers if _lost_in_float8(layer)}.values():
-            what, share = _lost_in_float8(layer)
+        for layer in {layer.path: layer for layer in self.layers if _is_off_in_float8(layer)}.values():
             lines.append(
-                f"Layer '{layer.path}': {_percent(share)} of its {what} round to zero in float8, by the norm: keep it in "
-                f"16 bits with the `keep_16_bits` rule 'path:^{re.escape(layer.path)}$'."
+                f"Layer '{layer.path}': its outputs are off by {_percent(layer.float8['output_error'])} in float8, and "
+                f"{_percent(layer.float8['inputs'])} of its inputs round to zero: keep it in 16 bits with the "
+                f"`keep_16_bits` rule 'path:^{re.escape(layer.path)}$'."
             )
         if lines:
             lines.append("`report.policy()` is the policy with these rules; or train in 'mixed_bfloat16'.")
@@ -466,11 +468,8 @@ def _largest_of(layer) -> tuple[str, float]:
     return "output", max(layer.true_outputs.max_abs, layer.outputs.max_abs)
 
 
-def _lost_in_float8(layer) -> tuple[str, float] | None:
-    """Returns which of a layer's tensors loses most in float8, and how much; `None` where it does not matter."""
-    found = [(side["lost"], what) for what, side in (layer.float8 or {}).items()]
-    share, what = max(found, default=(0.0, ""))
-    return (what, share) if share > WORTH else None
+def _is_off_in_float8(layer) -> bool:
+    return layer.float8 is not None and layer.float8["output_error"] > WORTH
 
 
 def _magnitude(found: Range) -> str:

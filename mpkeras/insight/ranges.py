@@ -132,32 +132,34 @@ def lost_share(grads, dtype: str, loss_scale: float) -> float:
     return min(float(np.sqrt(lost / total)), 1.0) if total else 0.0
 
 
-def float8_underflow(arrays, dtype: str) -> dict:
-    """Returns what rounds to zero where each tensor is scaled by its largest value, as products in float8 are.
+def float8_underflow(arrays, dtype: str) -> float:
+    """Returns the share of values, zeros left out, that round to zero beside the largest of their tensor.
 
     Args:
-        arrays: Float arrays, each scaled by itself; what is not finite counts as zero, and `None`s are left out.
+        arrays: Float arrays, each scaled by itself, as products in float8 scale them; what is not finite is left out,
+            and so are `None`s.
         dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
-
-    Returns:
-        `{"underflow": share of the values that are not zero, "lost": the same by the norm}`.
     """
-    smallest = underflow_limit(dtype)
     nonzero = zeroed = 0
-    total = lost = 0.0
     for array in arrays:
         values = np.zeros(0) if array is None else np.abs(np.asarray(array, "float64"))
         values = values[np.isfinite(values) & (values > 0)]
-        if not values.size:
-            continue
-        scale = 2.0 ** np.floor(np.log2(largest(dtype) / values.max()))
-        small = values[values * scale <= smallest]
-        nonzero, zeroed = nonzero + values.size, zeroed + small.size
-        total, lost = total + float(np.sum(np.square(values))), lost + float(np.sum(np.square(small)))
-    return {
-        "underflow": zeroed / nonzero if nonzero else 0.0,
-        "lost": float(np.sqrt(lost / total)) if total else 0.0,
-    }
+        if values.size:
+            scale = 2.0 ** np.floor(np.log2(largest(dtype) / values.max()))
+            nonzero += values.size
+            zeroed += int(np.sum(values * scale <= underflow_limit(dtype)))
+    return zeroed / nonzero if nonzero else 0.0
+
+
+def relative_error(values, references) -> float:
+    """Returns the norm of the difference over the norm of the references; where one is not finite, it is left out."""
+    difference = total = 0.0
+    for value, reference in _pairs(values, references):
+        value = np.asarray(value, "float64")
+        both = np.isfinite(value) & np.isfinite(reference)
+        difference += float(np.sum(np.square(value[both] - reference[both])))
+        total += float(np.sum(np.square(reference[both])))
+    return float(np.sqrt(difference / total)) if total else 0.0
 
 
 def smallest_safe_exponent(grads, dtype: str) -> int | None:

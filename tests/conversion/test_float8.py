@@ -1,5 +1,7 @@
-"""`mixed_float8`: which layers multiply in float8, and what numbers they return. NumPy and float64 are the reference."""
+"""`mixed_float8`: which layers multiply in float8, and what they return, compared with NumPy in float64."""
 
+import functools
+import re
 import warnings
 
 import keras
@@ -30,7 +32,7 @@ def in_bfloat16(values):
 
 
 def in_float8(values, dtype):
-    """The values that float8 has in the place of bfloat16 ones, by the rule on the page: a power of two, then rounded."""
+    """The values that float8 has in the place of bfloat16 ones: multiplied by a power of two, then rounded."""
     values = in_bfloat16(values)
     scale = 2.0 ** np.floor(np.log2(LARGEST[dtype] / np.abs(values).max()))
     return (values * scale).astype("float32").astype(dtype).astype("float64") / scale
@@ -147,7 +149,9 @@ def gradients(model, x, upstream):
         values = [v.value for v in model.trainable_variables]
 
         def loss_of(x, values):
-            outputs, _ = model.stateless_call(values, [v.value for v in model.non_trainable_variables], x, training=True)
+            outputs, _ = model.stateless_call(
+                values, [v.value for v in model.non_trainable_variables], x, training=True
+            )
             return (outputs.astype("float32") * upstream).sum()
 
         by_x, by_weights = jax.grad(loss_of, argnums=(0, 1))(x, values)
@@ -492,3 +496,113 @@ def test_a_step_that_accumulates_skips_the_bad_batch_alone():
     without = weights_after([x[start : start + 8] for start in (0, 16, 24)])
     for a, b in zip(with_bad, without, strict=True):
         assert np.allclose(a, b, rtol=0, atol=1e-6)
+
+
+# What is said of it.
+
+
+def test_audit_counts_the_layers_and_gives_the_reasons():
+    report = mpkeras.audit(prepared(mlp()))
+    assert [row.float8 for row in report.layers if row.class_name == "Dense"] == [
+        "the rule 'first' keeps it in 16 bits",
+        "yes",
+        "yes",
+        "the rule 'last' keeps it in 16 bits",
+    ]
+    text = str(report)
+    assert "Products in float8: those of 2 of 4 layers." in text
+    assert text.count("keeps it in 16 bits") == 2
+    assert "float8" not in str(mpkeras.audit(mpkeras.apply_policy(mlp(), "mixed_bfloat16")))
+
+
+def test_trace_numerics_says_what_rounds_to_zero():
+    """Of 32 inputs 16 are a millionth of the largest: half of the values, and next to nothing of the output."""
+    model = prepared(keras.Sequential([keras.Input((32,)), layers.Dense(32, name="only")], name="net"), every_layer())
+    x = np.tile(np.r_[np.full(16, 1.0), np.full(16, 1e-6)], (4, 1)).astype("float32")
+    report = mpkeras.trace_numerics(model, x, np.ones((4, 32), "float32"))
+    (found,) = [layer for layer in report.layers if layer.path == "net/only"]
+    assert found.float8["inputs"] == 0.5 and found.float8["kernel"] < 0.05
+    assert 0.001 < found.float8["output_error"] < HALF_UNIT
+    assert report.rules_16_bits == () and report.to_dict()["layers"][0]["float8"] == found.float8
+
+
+def test_a_layer_that_float8_is_too_coarse_for_gets_a_rule():
+    """What makes the inputs' largest value is multiplied by zero; all else has a bit or two left."""
+    parts = [layers.Dense(32, name="one"), layers.Dense(32, name="two")]
+    model = prepared(keras.Sequential([keras.Input((32,)), *parts], name="net"), every_layer())
+    kernel = rng.normal(size=(32, 32))
+    kernel[0] = 0.0
+    model.layers[0].kernel.assign(kernel)
+    x = rng.normal(size=(16, 32)).astype("float32")
+    x[:, 0] = 2e5
+    report = mpkeras.trace_numerics(model, x, np.ones((16, 32), "float32"))
+    rounded_kernel, rounded_x = in_float8(kernel, E4M3), in_float8(x, E4M3)
+    exact = in_bfloat16(x) @ in_bfloat16(kernel)
+    off = np.linalg.norm(rounded_x @ rounded_kernel - exact) / np.linalg.norm(exact)
+    found = {layer.path: layer for layer in report.layers}
+    assert off > 0.2 and found["net/one"].float8["output_error"] == pytest.approx(off, rel=0.1)
+    assert found["net/two"].float8["output_error"] < 0.1
+    assert report.rules_16_bits == ("path:^net/one$",)
+    assert "Layer 'net/one': its outputs are off by" in str(report)
+    model = mpkeras.prepare(model, report.policy())
+    assert reasons(model)["one"] == "the rule 'first' keeps it in 16 bits"
+    assert report.policy().keep_16_bits == ("first", "last", "path:^net/one$")
+
+
+@pytest.mark.backends("tensorflow")
+def test_the_share_that_rounds_to_zero_by_hand():
+    from mpkeras.insight.ranges import float8_underflow
+
+    # Scaled by 2**8, as 448 / 1.5 lies between 256 and 512; half of e4m3's smallest number is 2**-10.
+    values = np.r_[1.5, np.full(3, 2.0**-18), np.full(2, 2.0**-17), 0.0, np.inf]
+    assert float8_underflow([values, None, np.zeros(3)], "float8_e4m3fn") == pytest.approx(3 / 6)
+    # A scale of 2**15, and 2**-17.
+    values = np.r_[1.5, np.full(3, 2.0**-32), np.full(5, 2.0**-31)]
+    assert float8_underflow([values], "float8_e5m2") == pytest.approx(3 / 9)
+
+
+@pytest.mark.every_case("jax", "torch")
+def test_a_layer_that_overflows_leaves_float8_first_and_then_16_bits():
+    model = prepared(mlp())
+    name = model.layers[1].path
+    fallback = mpkeras.callbacks.Float32Fallback(patience=1)
+    x = rng.normal(size=(8, 16)).astype("float32")
+    bad = model.layers[1].kernel
+    good = bad.numpy()
+    bad.assign(np.full(bad.shape, 3e38))
+    fit = functools.partial(model.fit, x, x, batch_size=8, verbose=0, shuffle=False, callbacks=[fallback])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(epochs=1)
+        assert (fallback.moved_from_float8, fallback.moved) == ([name], [])
+        assert reasons(model)[model.layers[1].name] == "it overflowed"
+        assert model.layers[1].compute_dtype == "bfloat16" and not multiplies_in_float8(model.layers[1])
+        fit(epochs=1)
+        assert (fallback.moved_from_float8, fallback.moved) == ([name], [name])
+    moves = [re.search("from .* to [a-z0-9]*", str(warning.message)) for warning in told]
+    assert [move[0] for move in moves if move] == ["from float8 to bfloat16", "from bfloat16 to float32"]
+    bad.assign(good)
+    fit(epochs=2)
+    policy = mpkeras.Policy("mixed_float8", keep_16_bits=fallback.rules_16_bits)
+    assert name in policy.keep_16_bits[0]
+
+
+def test_advice_says_that_it_cannot_pay_here():
+    report = mpkeras.advise(compiled(mlp()), np.ones((4, 16), "float32"), np.ones((4, 16), "float32"), budget_s=5)
+    assert report.float8_can_pay is False and report.to_dict()["float8"]["can_pay"] is False
+    assert "`mixed_float8` cannot pay here: " in str(report)
+
+
+@pytest.mark.backends("tensorflow")
+def test_devices_with_units_for_float8():
+    from mpkeras.devices.native import Device, float8_units
+
+    h100 = Device("gpu", "H100", compute_capability=(9, 0))
+    a100 = Device("gpu", "A100", compute_capability=(8, 0))
+    cpu = Device("cpu")
+    assert float8_units([h100, cpu], "jax") == (True, "H100 multiplies float8")
+    assert float8_units([Device("gpu", "L4", compute_capability=(8, 9))], "torch")[0]
+    assert float8_units([h100, a100], "jax")[1].startswith("A100 has no units")
+    assert float8_units([cpu], "torch")[1].startswith("a CPU has no units")
+    assert "TensorFlow" in float8_units([h100], "tensorflow")[1]
+    assert not float8_units([Device("tpu", "TPU v5e")], "jax")[0]

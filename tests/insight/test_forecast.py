@@ -422,3 +422,41 @@ if SIZE:
     names: dict = {}
     exec(definitions(script), names)
     assert names["Layer"].size == 3 and names["f"]() == math.pi and "done" not in names
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("device", ["h100", "l4", "a100", "v5e"])
+def test_products_in_float8_are_float8_in_the_program_where_a_device_has_units(device):
+    """Three products of each of two layers: one forward, two backward. The first and the last layer stay in 16 bits."""
+    hidden = [layers.Dense(width, "relu") for width in (256, 128, 256)]
+    model = keras.Sequential([keras.Input((128,)), *hidden, layers.Dense(16)])
+    report = mpkeras.forecast(model, (512, 128), device=device, policies=["mixed_bfloat16", "mixed_float8"], verbose=0)
+    found = report.policies["mixed_float8"]
+    forward = 2 * 512 * (256 * 128 + 128 * 256)
+    if device in ("h100", "l4"):
+        assert found["float8"] == {"products": 6, "flops": 3 * forward, "compiled_flops": 3 * forward}
+        assert found["products"]["float8"] == 6
+        assert "6 of 6 products that the layers ask for are in float8" in str(report)
+    else:
+        assert found["float8"] == {"products": 0, "flops": 0, "compiled_flops": 0}
+        assert "float8" not in found["products"]
+        assert "no product in float8" in str(report)
+    assert found["conditionals"] == 0
+    assert report.policies["mixed_bfloat16"]["float8"] is None
+    total = sum(found["matrix_flops"].values())
+    assert total == sum(report.policies["mixed_bfloat16"]["matrix_flops"].values())
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_plain_keras_asks_for_float8_and_gets_none():
+    """P43: what `quantize("float8")` rounds is multiplied in bfloat16."""
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        hidden = [layers.Dense(256, "relu") for _ in range(3)]
+        model = keras.Sequential([keras.Input((256,)), *hidden, layers.Dense(16)])
+    model.quantize("float8")
+    report = mpkeras.forecast(model, (512, 256), device="h100", policies=["mixed_bfloat16"], verbose=0)
+    assert set(report.policies["mixed_bfloat16"]["products"]) == {"bfloat16"}

@@ -51,6 +51,6 @@ def _scaled_mm(left, right, of_left, of_right):
         left = torch.nn.functional.pad(left.view(torch.uint8), (0, summed)).view(left.dtype)
         right = torch.nn.functional.pad(right.view(torch.uint8), (0, 0, 0, summed)).view(right.dtype)
     right = right.t().contiguous().t()
-    return torch._scaled_mm(
-        left.contiguous(), right, scale_a=of_left, scale_b=of_right, out_dtype=torch.bfloat16
-    )[:rows]
+    return torch._scaled_mm(left.contiguous(), right, scale_a=of_left, scale_b=of_right, out_dtype=torch.bfloat16)[
+        :rows
+    ]
