@@ -457,6 +457,7 @@ def test_plain_keras_asks_for_float8_and_gets_none():
     with mpkeras.policy_scope("mixed_bfloat16"):
         hidden = [layers.Dense(256, "relu") for _ in range(3)]
         model = keras.Sequential([keras.Input((256,)), *hidden, layers.Dense(16)])
-    model.quantize("float8")
+    for layer in model.layers:
+        layer.quantize("float8")
     report = mpkeras.forecast(model, (512, 256), device="h100", policies=["mixed_bfloat16"], verbose=0)
     assert set(report.policies["mixed_bfloat16"]["products"]) == {"bfloat16"}
