@@ -121,9 +121,14 @@ def quality_tasks(is_tiny: bool) -> dict:
     import small_state_tasks as tasks
 
     def conv_next():
-        return keras.applications.ConvNeXtTiny(
+        model = keras.applications.ConvNeXtTiny(
             input_shape=(tasks.SIDE, tasks.SIDE, 3), weights=None, classes=8, include_preprocessing=False
         )
+        for layer in model.layers:
+            # They begin with 1e-6: in so few steps nothing would come of the blocks, in float8 or not.
+            if type(layer).__name__ == "LayerScale":
+                layer.gamma.assign(keras.ops.full(layer.gamma.shape, 0.2))
+        return model
 
     patches = dataclasses.replace(
         tasks.TASKS["patches"],

@@ -146,7 +146,7 @@ class Steps:
                 if "float8" in counted:
                     counted["bfloat16"] = counted.get("bfloat16", 0) + counted.pop("float8")
         if self._policies[policy].float8 is not None:
-            facts["float8"] = _in_float8(traced, facts["matrix_flops"])
+            facts["float8"] = _in_float8(traced, facts["float8_call_flops"])
         return facts
 
     def _step(self, policy, x):
@@ -225,7 +225,7 @@ def _in_float8(traced, compiled_flops) -> dict:
     """
     products = importlib.import_module("mpkeras.insight._jax").program_of(traced.jaxpr.jaxpr).products
     asked_for = [product.flops for product in products if product.dtype.startswith("float8")]
-    return {"products": len(asked_for), "flops": sum(asked_for), "compiled_flops": compiled_flops.get("float8", 0)}
+    return {"products": len(asked_for), "flops": sum(asked_for), "compiled_flops": compiled_flops}
 
 
 def _losses(wanted):

@@ -41,6 +41,7 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 # Such as dot_bf16_bf16_f32; dot_bf16_bf16_f32_x3 multiplies three times, for float32's precision.
 _ALGORITHM = re.compile(r"\balgorithm\"?[=:]\"?(?:ALG_)?dot_(bf16|f16)_\1_f32\b(?!_)", flags=re.IGNORECASE)
+_FLOAT8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -72,6 +73,8 @@ class Program:
         conditionals: Number of branches.
         host_transfers: Number of operations that wait for the host or hand it something.
         endless: Number of loops that do not say how often they run; what is in them is counted once.
+        float8_call_flops: FLOP of the products that cuBLASLt is called for with float8 operands: those that are sure to
+            be computed in float8. XLA's own fusions may widen such operands on the way to the units.
     """
 
     matrix_flops: dict
@@ -80,6 +83,7 @@ class Program:
     conditionals: int
     host_transfers: int
     endless: int
+    float8_call_flops: int
 
 
 def read_program(text: str) -> Program:
@@ -104,6 +108,7 @@ def read_program(text: str) -> Program:
         counted.conditionals,
         counted.host_transfers,
         counted.endless,
+        counted.float8_call_flops,
     )
 
 
@@ -119,6 +124,7 @@ class _Counted:
         self.conditionals = 0
         self.host_transfers = 0
         self.endless = 0
+        self.float8_call_flops = 0
 
     def count(self, name, times):
         """Adds a computation that runs `times` times, and those that it calls."""
@@ -133,6 +139,7 @@ class _Counted:
                 dtype = _multiplied_in(instruction) or _widest(dtype for dtype, _ in operands[:2])
                 self.flops[dtype] += flops * times
                 self.products[dtype] += is_new
+                self.float8_call_flops += flops * times * (_FLOAT8_CALL in instruction.attributes)
             if is_new:
                 self._note(instruction)
             self._count_called(instruction, times)

@@ -497,7 +497,7 @@ def test_float16_on_a_compiled_model_without_loss_scaling_is_said():
     ("make", "policy", "error", "message"),
     [
         pytest.param(lambda: keras.layers.Dense(2), "mixed_float16", TypeError, "keras.Model", id="layer"),
-        pytest.param(functional, "mixed_float8", ValueError, "mixed_float8", id="unknown policy"),
+        pytest.param(functional, "mixed_float7", ValueError, "mixed_float7", id="unknown policy"),
         pytest.param(functional, "float16", ValueError, "policy 'float16'.*mixed_float16", id="float16 variables"),
         pytest.param(
             lambda: keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float16")]),

@@ -51,6 +51,18 @@ def test_float8_operands_count_as_float8_whatever_they_sum_in():
         )
     )
     assert found.products == {"float8": 1} and found.matrix_flops == {"float8": 2 * 16 * 16 * 32}
+    assert found.float8_call_flops == 2 * 16 * 16 * 32
+
+
+def test_a_product_of_float8_operands_that_no_library_is_called_for_is_not_sure():
+    found = read_program(
+        program(
+            "%a = f8e4m3fn[16,32]{1,0} parameter(0)",
+            "%b = f8e4m3fn[32,16]{1,0} parameter(1)",
+            "ROOT %c = f32[16,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        )
+    )
+    assert found.products == {"float8": 1} and found.float8_call_flops == 0
 
 
 @pytest.mark.parametrize(

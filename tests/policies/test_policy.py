@@ -80,7 +80,7 @@ def test_another_compute_dtype_brings_its_own_rules_and_scale():
         pytest.param(
             {"name": "new", "compute_dtype": "float16"}, ValueError, "both `compute_dtype`", id="new, one dtype"
         ),
-        pytest.param({"name": "mixed_float8"}, ValueError, r"model\.quantize\('float8'\)", id="float8 (P37)"),
+        pytest.param({"name": "float8"}, ValueError, "Use 'mixed_float8'", id="float8 alone (P37)"),
         pytest.param(
             {"name": "new", "compute_dtype": "int8", "variable_dtype": "float32"},
             ValueError,

@@ -16,7 +16,16 @@ from mpkeras.policies.loss_scaling import FixedLossScale
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
 
-BUILT_IN = ("float32", "float64", "float16", "bfloat16", "mixed_float16", "mixed_bfloat16", "mixed_auto")
+BUILT_IN = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "mixed_float16",
+    "mixed_bfloat16",
+    "mixed_float8",
+    "mixed_auto",
+)
 
 
 def mine(**options):
@@ -67,7 +76,7 @@ def test_get_policy(identifier, expected):
     ("identifier", "error", "message"),
     [
         pytest.param("mixed_bfloat", ValueError, "Did you mean 'mixed_bfloat16'", id="misspelled"),
-        pytest.param("mixed_float8", ValueError, r"model\.quantize\('float8'\)", id="float8 (P37)"),
+        pytest.param("float8", ValueError, "Use 'mixed_float8'", id="float8 alone (P37)"),
         pytest.param(keras.DTypePolicy("int32"), ValueError, "Use 'float32'", id="integers"),
         pytest.param(keras.dtype_policies.DTypePolicyMap("float32"), TypeError, r"\.default_policy", id="a map"),
         pytest.param(
