@@ -183,6 +183,48 @@ def test_gradients_are_products_of_rounded_operands_and_gradients(rows):
     assert np.abs(by_x - upstream8 @ kernel8.T).max() < 0.3 * np.abs(other - upstream8 @ kernel8.T).max()
 
 
+def penalty(model, x):
+    """Returns the gradients by the weights of the squared gradient by the inputs."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        x = tf.constant(x)
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = tf.reduce_sum(ops.cast(model(x), "float32"))
+            squares = tf.reduce_sum(inner.gradient(loss, x) ** 2)
+        return outer.gradient(squares, [v.value for v in model.trainable_variables])
+    if backend == "jax":
+        import jax
+
+        def squares_of(values):
+            def loss_of(x):
+                return model.stateless_call(values, [], x)[0].astype("float32").sum()
+
+            return (jax.grad(loss_of)(x) ** 2).sum()
+
+        return jax.grad(squares_of)([v.value for v in model.trainable_variables])
+    import torch
+
+    x = torch.tensor(x, requires_grad=True)
+    (by_x,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+    return torch.autograd.grad((by_x**2).sum(), [v.value for v in model.trainable_variables if "kernel" in v.path])
+
+
+@pytest.mark.every_case("jax", "torch")
+def test_a_second_derivative_is_refused():
+    x = rng.normal(size=(4, 16)).astype("float32")
+    assert penalty(mpkeras.apply_policy(mlp(), "mixed_bfloat16"), x)[0] is not None
+    with pytest.raises(ValueError, match="keep_16_bits"):
+        penalty(mpkeras.apply_policy(mlp(), "mixed_float8"), x)
+    # Its gradient by the outputs is constant: what is refused is the dependence on the kernel.
+    alone = keras.Sequential([keras.Input((16,)), layers.Dense(16, use_bias=False)])
+    with pytest.raises(ValueError, match="keep_16_bits"):
+        penalty(mpkeras.apply_policy(alone, every_layer()), x)
+
+
 @pytest.mark.backends("torch")
 def test_torchs_own_product_of_float8_matrices_is_the_same(monkeypatch):
     """torch has `_scaled_mm` for CPUs, too: the one that a GPU takes is tried on it."""

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, rounded
+from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded
 from mpkeras.devices._jax import has_float8_units
 
 # Float8 operands and sums in float32. Without an algorithm XLA prefers a fusion of its own, which may multiply the
@@ -37,8 +37,8 @@ def _forward(inputs, kernel):
 def _backward(kept, gradient):
     inputs, of_inputs, kernel, of_kernel = kept
     gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE)
-    of_inputs_too = _multiply(gradient, kernel, (1, 1), of_gradient * of_kernel)
-    return of_inputs_too, _multiply(inputs, gradient, (0, 0), of_inputs * of_gradient)
+    by_inputs = _multiply(gradient, kernel, (1, 1), of_gradient * of_kernel)
+    return once(by_inputs), once(_multiply(inputs, gradient, (0, 0), of_inputs * of_gradient))
 
 
 _product.defvjp(_forward, _backward)

@@ -2,21 +2,24 @@
 
 import tensorflow as tf
 
-from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, rounded
+from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
 
 
 def float8_product(inputs, kernel, training):
     """As in `_jax.py`. In training replicas scale by the largest value of all of them."""
+    # TensorFlow follows neither float8 nor bits, and would take the gradient for a constant.
+    tied = tie(inputs, kernel)
 
     @tf.custom_gradient
     def product(inputs, kernel):
         inputs, of_inputs = rounded(inputs, OPERAND_DTYPE, _over_replicas if training else None)
         kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
 
-        def backward(gradient):
-            gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE, _over_replicas, cast=_to_e5m2)
-            of_inputs_too = _multiply(gradient, kernel, of_gradient * of_kernel, transpose_b=True)
-            return of_inputs_too, _multiply(inputs, gradient, of_inputs * of_gradient, transpose_a=True)
+        def backward(gradient_as_given):
+            gradient, of_gradient = rounded(gradient_as_given, GRADIENT_DTYPE, _over_replicas, cast=_to_e5m2)
+            by_inputs = _multiply(gradient, kernel, of_gradient * of_kernel, transpose_b=True)
+            by_kernel = _multiply(inputs, gradient, of_inputs * of_gradient, transpose_a=True)
+            return once(by_inputs, gradient_as_given, tied), once(by_kernel, gradient_as_given, tied)
 
         return _multiply(inputs, kernel, of_inputs * of_kernel), backward
 

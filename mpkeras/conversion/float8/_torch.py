@@ -2,31 +2,36 @@
 
 import torch
 
-from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, rounded
+from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
 from mpkeras.devices._torch import has_float8_units
 
 
 def float8_product(inputs, kernel, training):
     """As in `_jax.py`. In training ranks scale by the largest value of all of them."""
-    return _Product.apply(inputs, kernel, training)
+    # What is saved in float8 is no function of the arguments to torch.
+    tied = tie(inputs, kernel)
+    return _Product.apply(inputs, kernel, tied, training)
 
 
 class _Product(torch.autograd.Function):
     """The product of two bfloat16 matrices. What is kept for the backward pass is in float8."""
 
     @staticmethod
-    def forward(ctx, inputs, kernel, training):
+    def forward(ctx, inputs, kernel, tied, training):
         inputs, of_inputs = rounded(inputs, OPERAND_DTYPE, _over_ranks if training else None)
         kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
-        ctx.save_for_backward(inputs, of_inputs, kernel, of_kernel)
+        ctx.save_for_backward(inputs, of_inputs, kernel, of_kernel, tied)
         return _multiply(inputs, kernel, of_inputs, of_kernel)
 
     @staticmethod
     def backward(ctx, gradient):
-        inputs, of_inputs, kernel, of_kernel = ctx.saved_tensors
+        inputs, of_inputs, kernel, of_kernel, tied = ctx.saved_tensors
         gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE, _over_ranks)
-        of_inputs_too = _multiply(gradient, kernel.t(), of_gradient, of_kernel) if ctx.needs_input_grad[0] else None
-        return of_inputs_too, _multiply(inputs.t(), gradient, of_inputs, of_gradient), None
+        by_kernel = once(_multiply(inputs.t(), gradient, of_inputs, of_gradient), tied)
+        if not ctx.needs_input_grad[0]:
+            return None, by_kernel, None, None
+        by_inputs = once(_multiply(gradient, kernel.t(), of_gradient, of_kernel), tied)
+        return by_inputs, by_kernel, None, None
 
 
 def _over_ranks(largest):

@@ -197,7 +197,7 @@ def _einsum(labels: Labels, inputs, kernel, training):
     length = math.prod(sizes[name] for name in summed)
     matrix = ops.reshape(_transposed(inputs, of_inputs, [*rows, *summed]), (-1, length))
     kernel = ops.reshape(_transposed(kernel, of_kernel, [*summed, *columns]), (length, -1))
-    outputs = _backend.float8_product(matrix, kernel, bool(training))
+    outputs = _backend.float8_product(matrix, kernel, training not in (None, False))
     outputs = ops.reshape(outputs, [sizes[name] for name in (*rows, *columns)])
     return _transposed(outputs, [*rows, *columns], of_outputs)
 

@@ -15,6 +15,30 @@ _EXPONENT = 0x7F800000
 _devices = importlib.import_module(f"mpkeras.devices._{keras.backend.backend()}")
 
 
+@ops.custom_gradient
+def once(gradient, *tied):
+    """Returns `gradient`, which cannot be differentiated again: through float8 that would be nothing, silently.
+
+    Args:
+        gradient: Tensor.
+        tied: Tensors that it depends on, where the backend does not see that it does.
+    """
+
+    def refuse(*args, upstream=None):
+        raise ValueError(
+            "Expected a first derivative of products in float8. Received: a derivative of their gradient, as a gradient "
+            "penalty or a differential equation needs. Keep the layers in 16 bits, by `keep_16_bits` or under "
+            "'mixed_bfloat16'."
+        )
+
+    return gradient, refuse
+
+
+def tie(inputs, kernel):
+    """Returns a scalar that depends on both matrices, for `once`."""
+    return ops.sum(inputs[:1, :1]) + ops.sum(kernel[:1, :1])
+
+
 def rounded(values, dtype: str, over_devices=None, cast=ops.cast):
     """Returns bfloat16 values rounded to float8, and by what to multiply them to have the values back.
 
