@@ -86,8 +86,16 @@ def compute_dtypes(model) -> set:
 HERE = [name for name, (backends, _) in PROGRAMS.items() if BACKEND in backends]
 # A quick one first: with `--one-case` it stands for all.
 HERE.sort(key=lambda name: name != f"own_loop_{BACKEND}")
+
+
+def case(name, *marks):
+    # The packages that programs need use what is deprecated; mpkeras and Keras warn otherwise.
+    theirs = [pytest.mark.filterwarnings("ignore::DeprecationWarning")] if name in NEEDED else []
+    return pytest.param(name, marks=[*marks, *theirs])
+
+
 # Each program is looked at on one backend in every run of the tests, and on the others by `-m ""`.
-CASES = [pytest.param(name, marks=[] if BACKEND == PROGRAMS[name][0][0] else pytest.mark.matrix) for name in HERE]
+CASES = [case(name, *([] if BACKEND == PROGRAMS[name][0][0] else [pytest.mark.matrix])) for name in HERE]
 
 
 @pytest.mark.every_case
@@ -100,7 +108,7 @@ def test_a_program_learns_in_float16(name):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", [case(name) for name in HERE])
 def test_16_bits_learn_what_float32_learns(name):
     train = program(name).train
     scores = {policy: [train(policy, seed)[1] for seed in SEEDS] for policy in ("float32", *POLICIES)}
@@ -114,7 +122,7 @@ def test_16_bits_learn_what_float32_learns(name):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", [case(name) for name in HERE])
 def test_the_bounds_tell_what_has_learned(name, monkeypatch):
     """The same program whose optimizers stand still scores worse than its bound."""
     module = program(name)

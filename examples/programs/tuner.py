@@ -20,7 +20,9 @@ def train(policy="mixed_float16", seed=0):
         model = keras.Sequential([keras.Input((8,)), layers.Dense(32, "tanh"), layers.Dense(1)])
         rate = hp.Choice("learning_rate", [1e-1, 1e-2, 1e-4])
         model.compile(keras.optimizers.Adam(rate), "mse")
-        return mpkeras.prepare(model, policy)
+        mpkeras.prepare(model, policy)
+        model.optimizer.build(model.trainable_variables)  # or its state is not read from the file, with Keras' warning
+        return model
 
     with tempfile.TemporaryDirectory() as folder:
         tuner = keras_tuner.GridSearch(make_model, objective="val_loss", directory=folder, seed=seed)
