@@ -1,3 +1,5 @@
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -208,3 +210,16 @@ def test_convolutions_that_torch_trains_stay_in_16_bits():
     model = keras.Model(inputs, layers.Conv2D(1, 1)(x))  # one pixel at a time, one filter is no matter
     assert apply_rules(model, Policy("mixed_float16", keep_float32=())) == []
     assert {layer.compute_dtype for layer in model.layers} == {"float16"}
+
+
+@pytest.mark.backends("torch")
+def test_a_trial_leaves_names_and_random_numbers_as_they_are():
+    layer = layers.Conv2D(1, 3, name="convolution")
+    kernels._trial_of_convolution.cache_clear()
+    keras.backend.clear_session()
+    state = random.getstate()
+    assert kernels.missing_kernel_of(layer, "float16").startswith(
+        "its kernel of few filters or channels fails in float16"
+    )
+    assert random.getstate() == state
+    assert layers.Conv2D(1, 3).name == "conv2d"
