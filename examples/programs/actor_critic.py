@@ -43,7 +43,7 @@ def train(policy="mixed_float16", seed=0):
             scaled_loss = optimizer.scale_loss(actor_loss + tf.reduce_mean(advantage**2))
         optimizer.apply(tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables)
 
-    for _ in range(50):
+    for _ in range(80):
         states, actions, rewards = play(model, lambda p: np.random.choice(2, p=p / p.sum()))
         returns = np.cumsum(rewards[::-1])[::-1]
         learn(*(tf.constant(values) for values in (states, actions.astype("int32"), returns.astype("float32"))))
