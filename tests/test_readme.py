@@ -42,6 +42,8 @@ def test_code_block_runs(block, tmp_path, backend, monkeypatch, capsys):
         pytest.skip("this block is TensorFlow's own loop")
     if "mpkeras.forecast" in block and importlib.util.find_spec("jax") is None:
         pytest.skip("JAX compiles, which is not installed")
+    if "import keras_hub" in block and importlib.util.find_spec("keras_hub") is None:
+        pytest.skip("KerasHub is not installed")
     # The pages train unseeded models, of which one in sixty skips its first step; a test does the same in every run.
     keras.utils.set_random_seed(7)
     monkeypatch.chdir(tmp_path)

@@ -50,6 +50,12 @@ def peak_bytes_of(run) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
+def run_gradient(layer, x):
+    """Runs `layer` on `x` forward and backward, whether or not gradients are switched off around it."""
+    with torch.enable_grad():
+        layer(x.detach().requires_grad_()).sum().backward()
+
+
 # The dtype of 32 bits that integer arithmetic is done in here: torch's uint32 knows few operations.
 WORD = "int32"
 

@@ -111,15 +111,74 @@ def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str
     return tuple(rows)
 
 
+# Their kernels end in a dimension of one filter, or one channel, of which torch makes gradients in another layout.
+_TORCH_CONVOLUTIONS = {
+    keras.layers.Conv1D: 1,
+    keras.layers.Conv2D: 2,
+    keras.layers.Conv3D: 3,
+    keras.layers.Conv1DTranspose: 1,
+    keras.layers.Conv2DTranspose: 2,
+    keras.layers.Conv3DTranspose: 3,
+}
+
+
+def _convolution_trial(layer):
+    """Returns the trial for a convolution on torch whose kernel may have no 16-bit gradient; `None` for all others.
+
+    On a CPU torch 2.13 refuses the float16 gradient of kernels with one filter or one channel, in Keras' own layout.
+    """
+    rank = next((rank for base, rank in _TORCH_CONVOLUTIONS.items() if isinstance(layer, base)), None)
+    if rank is None:
+        return None
+    if layer.built:
+        *_, first, last = layer.kernel.shape
+    else:
+        first, last = 2, layer.filters  # channels are not known yet, and seldom one
+    if min(first, last) > 1 or max(layer.kernel_size) == 1:
+        return None
+    is_transposed = "Transpose" in type(layer).__name__
+    channels = (last if is_transposed else first * layer.groups) if layer.built else 2
+    groups = 1 if is_transposed else layer.groups
+    return _trial_of_convolution(
+        rank, is_transposed, channels, layer.filters, layer.kernel_size, groups, layer.data_format
+    )
+
+
+@functools.cache
+def _trial_of_convolution(*arguments):
+    # One object for one kind of convolution: `_error` keeps its answer by it.
+    return functools.partial(_try_gradient_of_convolution, *arguments)
+
+
+def _try_gradient_of_convolution(rank, is_transposed, channels, filters, kernel_size, groups, data_format, dtype):
+    from mpkeras.devices import _torch
+
+    # Neither a name nor a seed: making it leaves Keras' counters and the user's random numbers as they are.
+    options = {"name": "trial", "kernel_initializer": "zeros"} | ({} if is_transposed else {"groups": groups})
+    policy = keras.DTypePolicy(stock_name(dtype, "float32"))
+    layer_class = getattr(keras.layers, f"Conv{rank}D{'Transpose' if is_transposed else ''}")
+    layer = layer_class(filters, kernel_size, data_format=data_format, dtype=policy, **options)
+    sizes = [2 * size for size in kernel_size]
+    shape = (2, channels, *sizes) if data_format == "channels_first" else (2, *sizes, channels)
+    _torch.run_gradient(layer, ops.ones(shape, dtype))
+
+
 def missing_kernel_of(layer, compute_dtype: str) -> str | None:
     """Returns why `layer`, as it was made, raises in `compute_dtype` where others of its class do not; `None` if not.
 
     The step may be compiled by XLA, as Keras does by default on TensorFlow, whatever is known of it now: a layer that
     XLA refuses is named, too.
     """
-    if keras.backend.backend() != "tensorflow" or not isinstance(layer, keras.layers.UpSampling2D):
+    if compute_dtype not in SIXTEEN_BIT_DTYPES:
         return None
-    if compute_dtype not in SIXTEEN_BIT_DTYPES or layer.interpolation == "nearest":
+    backend = keras.backend.backend()
+    if backend == "torch":
+        trial = _convolution_trial(layer)
+        error = None if trial is None else _error(trial, compute_dtype, backend)
+        if error is None:
+            return None
+        return f"its kernel of few filters or channels fails in {compute_dtype} on torch and this device: {error}"
+    if backend != "tensorflow" or not isinstance(layer, keras.layers.UpSampling2D) or layer.interpolation == "nearest":
         return None
     errors = [_error(trial, compute_dtype, "tensorflow") for trial in _resize_trials(layer.interpolation)]
     found = [error for error in errors if error is not None]

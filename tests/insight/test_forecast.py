@@ -307,6 +307,7 @@ def facts(**changed):
         "collectives": [],
         "conditionals": 0,
         "host_transfers": 0,
+        "float8": None,
     }
     return found | changed
 

@@ -1,3 +1,5 @@
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -172,3 +174,52 @@ def test_a_trial_runs_where_a_step_is_traced():
     tf.function(lambda: found.append(missing_kernel_rules("float16", among={"MaxPooling3D"})), autograph=False)()
     kernels._error.cache_clear()
     assert found == [missing_kernel_rules("float16", among={"MaxPooling3D"})]
+
+
+# torch 2.13 on a CPU: the gradient of a float16 kernel that ends in one filter, or starts from one channel, is refused.
+REFUSED_BY_TORCH = {
+    "one filter": (layers.Conv2D, 1, 4),
+    "one channel": (layers.Conv2DTranspose, 4, 1),
+    "one channel, 1-D": (layers.Conv1DTranspose, 4, 1),
+}
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("case", REFUSED_BY_TORCH)
+def test_convolutions_whose_gradient_torch_refuses_train(case):
+    layer_class, filters, channels = REFUSED_BY_TORCH[case]
+    shape = (8, channels) if layer_class is layers.Conv1DTranspose else (8, 8, channels)
+    x = np.random.default_rng(7).normal(size=(4, *shape)).astype("float32")
+    losses = {}
+    for policy in ("float32", "mixed_float16", "mixed_bfloat16"):
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([keras.Input(shape), layer_class(filters, 3, padding="same", name="convolution")])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        mpkeras.prepare(model, policy)
+        losses[policy] = model.fit(x, np.ones((4, *shape[:-1], filters)), epochs=3, verbose=0).history["loss"]
+        if policy == "mixed_bfloat16":
+            assert model.get_layer("convolution").compute_dtype == "bfloat16"
+    np.testing.assert_allclose(losses["mixed_float16"], losses["float32"], rtol=2e-3)  # 11 significant bits
+
+
+@pytest.mark.backends("torch")
+def test_convolutions_that_torch_trains_stay_in_16_bits():
+    set_global_policy("mixed_float16")
+    inputs = keras.Input((8, 8, 3))
+    x = layers.Conv2DTranspose(4, 3)(layers.Conv2D(4, 3)(inputs))
+    model = keras.Model(inputs, layers.Conv2D(1, 1)(x))  # one pixel at a time, one filter is no matter
+    assert apply_rules(model, Policy("mixed_float16", keep_float32=())) == []
+    assert {layer.compute_dtype for layer in model.layers} == {"float16"}
+
+
+@pytest.mark.backends("torch")
+def test_a_trial_leaves_names_and_random_numbers_as_they_are():
+    layer = layers.Conv2D(1, 3, name="convolution")
+    kernels._trial_of_convolution.cache_clear()
+    keras.backend.clear_session()
+    state = random.getstate()
+    assert kernels.missing_kernel_of(layer, "float16").startswith(
+        "its kernel of few filters or channels fails in float16"
+    )
+    assert random.getstate() == state
+    assert layers.Conv2D(1, 3).name == "conv2d"

@@ -1,0 +1,60 @@
+"""benchmarks/hub.py: its options, what it calls a fault, and a few models of KerasHub where that is installed."""
+
+import pytest
+
+import hub as benchmark
+
+
+@pytest.mark.backends("tensorflow")
+def test_quick_means_two_models_and_fewer_steps():
+    options = benchmark.parse_arguments(["--quick"])
+    assert (options.model, options.steps) == (list(benchmark.QUICK), 8)
+    options = benchmark.parse_arguments(["--quick", "--model", "T5", "--steps", "2"])
+    assert (options.model, options.steps) == (["T5"], 2)
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("arguments", [["--steps", "1"], ["--model", "mlp"]], ids=str)
+def test_bad_options_exit_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.parse_arguments(arguments)
+    assert stopped.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_row_shows_each_check_in_one_word():
+    checks = dict.fromkeys(benchmark.CHECKS, "yes") | {"audit": "no: warning: head", "lora": "–"}
+    result = {
+        "model": "BERT",
+        "backend": "jax",
+        "policy": "float32",
+        "losses": [2.0, 0.5],
+        "skipped_steps": 1,
+        **checks,
+    }
+    (row,) = benchmark.table_rows([result])
+    assert (row["loss"], row["skipped"]) == ("2 to 0.5", "1")
+    assert [row[label] for label in benchmark.CHECKS] == ["yes", "yes", "no", "–", "yes"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# Keras' own: a task of KerasHub compiles itself, so its optimizer is not the one of the file.
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning")
+@pytest.mark.parametrize("name", ["ResNet", "BERT", "Llama", "Whisper"])
+def test_a_model_learns_in_float16(name):
+    pytest.importorskip("keras_hub")
+    float32 = benchmark.checked(name, "float32", 12, None)
+    found = benchmark.checked(name, "mixed_float16", 12, float32["losses"])
+    for label in ("finite", "learns", "lora", "saving"):
+        assert found[label] == "yes", (label, found[label])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_that_stands_still_does_not_learn(monkeypatch):
+    pytest.importorskip("keras_hub")
+    monkeypatch.setattr(benchmark, "RATE", 0.0)
+    found = benchmark.checked("ResNet", "mixed_bfloat16", 2, [2.0, 1.0])
+    assert found["finite"] == "yes" and found["learns"].startswith("no: from ")
