@@ -39,11 +39,11 @@ class _Settings:
 
     def comparable(self) -> "_Settings":
         """Returns the same settings with names in the place of classes, as a file has them."""
-        named = {
-            field: tuple(rules.written(rule) if isinstance(rule, type) else rule for rule in getattr(self, field))
-            for field in ("keep_float32", "keep_16_bits")
-        }
-        return dataclasses.replace(self, **named)
+        keep_float32, keep_16_bits = (
+            tuple(rules.written(rule) if isinstance(rule, type) else rule for rule in kept)
+            for kept in (self.keep_float32, self.keep_16_bits)
+        )
+        return dataclasses.replace(self, keep_float32=keep_float32, keep_16_bits=keep_16_bits)
 
 
 @keras.saving.register_keras_serializable(package="mpkeras")

@@ -248,6 +248,9 @@ def test_what_is_not_finite_stays_visible(bad):
     x = np.ones((4, 16), "float32")
     x[1, 2] = bad
     assert np.isnan(numpy(model(x))).any()
+    # Of the tensor itself each value, as the product of the others would look as if nothing had happened.
+    values = ops.convert_to_tensor(np.r_[1.0, 2.0, bad], "bfloat16")
+    assert np.isnan(float(rounded(values, "float8_e4m3fn")[1]))
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])

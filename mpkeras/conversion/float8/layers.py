@@ -147,9 +147,8 @@ def labels_of(layer) -> Labels | None:
 
 
 def _split(equation: str) -> Labels | None:
-    operands, outputs = equation.replace(" ", "").split("->")
-    arrays = [tuple(re.findall(r"\.\.\.|.", text)) for text in (*operands.split(","), outputs)]
-    inputs, kernel, outputs = arrays
+    texts = re.split(",|->", equation.replace(" ", ""))
+    arrays = inputs, kernel, outputs = [tuple(re.findall(r"\.\.\.|.", text)) for text in texts]
     in_two = all(sum(label in array for array in arrays) == 2 for label in {*inputs, *kernel, *outputs})
     if not in_two or any(len(set(array)) < len(array) for array in arrays) or "..." in kernel:
         return None
@@ -167,7 +166,7 @@ def multiply_in_float8(layer):
     @functools.wraps(call)
     def call_in_float8(inputs, training=None):
         # It may have moved to float32 since, or was not built when its call was replaced.
-        if layer.compute_dtype != "bfloat16" or _misfit(layer, labels) is not None:
+        if labels is None or layer.compute_dtype != "bfloat16" or _misfit(layer, labels) is not None:
             return call(inputs, training=training)
         outputs = _einsum(labels, ops.cast(inputs, layer.compute_dtype), layer.kernel, training)
         if layer.bias is not None:
