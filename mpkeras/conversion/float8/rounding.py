@@ -26,8 +26,8 @@ def once(gradient, *tied):
 
     def refuse(*args, upstream=None):
         raise ValueError(
-            "Expected a first derivative of products in float8. Received: a derivative of their gradient, as a penalty on "
-            "gradients or a differential equation needs. Keep the layers in 16 bits, by `keep_16_bits` or under "
+            "Expected a first derivative of products in float8. Received: a derivative of their gradient, as a penalty "
+            "on gradients or a differential equation needs. Keep the layers in 16 bits, by `keep_16_bits` or under "
             "'mixed_bfloat16'."
         )
 
