@@ -10,6 +10,8 @@ import keras
 import numpy as np
 
 from mpkeras import _keras, _replaced
+from mpkeras.conversion.apply import layer_converter
+from mpkeras.conversion.float8.layers import has_product
 from mpkeras.devices.environment import environment
 from mpkeras.insight.comparison import Comparison, compare_with
 from mpkeras.insight.numerics import NumericsReport, trace_numerics, traced
@@ -17,6 +19,7 @@ from mpkeras.insight.observation import call_of, replaced_calls
 from mpkeras.insight.operations.origins import Operation, Origins, is_finite, is_float
 from mpkeras.insight.report import shortened
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
+from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import policy_scope
 from mpkeras.policies.rules import set_layer_policy
 from mpkeras.policies.scalars import number
@@ -333,8 +336,15 @@ class Capsule:
         """Lets layers compute in what they did: a configuration does not hold the policy of every kind of model."""
         for layer, row, then in zip(computing_layers(model), layer_dtypes(model), self._layers, strict=False):
             name = stock_name(then[2], then[3])
-            if row[1:] != then[1:] and row[1] == then[1] and row[3] == then[3] and name is not None:
+            if row[1:4] != then[1:4] and row[1] == then[1] and row[3] == then[3] and name is not None:
                 set_layer_policy(layer, keras.DTypePolicy(name))
+        in_float8 = [then[4:] == ["float8"] for then in self._layers]
+        if any(in_float8):
+            pairs = list(zip(computing_layers(model), in_float8, strict=False))
+            others = tuple(layer for layer, is_in_float8 in pairs if has_product(layer) and not is_in_float8)
+            stored = next(then[3] for then in self._layers if then[4:] == ["float8"])
+            policy = Policy("mixed_float8", variable_dtype=stored, keep_float32=(), keep_16_bits=others)
+            layer_converter(model, policy)()
 
     def _check_layers(self, model):
         """Raises `ValueError` unless the layers of `model` compute in what they did then."""

@@ -7,6 +7,7 @@ from keras import layers
 
 import mpkeras
 from mpkeras.callbacks import BlackBox, MixedPrecision
+from mpkeras.conversion.float8.layers import multiplies_in_float8
 from tests.insight import faults
 
 CUSTOM = {
@@ -313,3 +314,36 @@ def test_a_capsule_is_of_a_step_that_was_skipped_just_now(tmp_path):
     with pytest.raises(ValueError, match="rollback=False"):
         unguarded.capsule(tmp_path / "a.mpk")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:All 1 steps of epoch 1 were skipped")
+@pytest.mark.parametrize("kind", ["step", "fit"])
+def test_products_in_float8_are_in_float8_again(tmp_path, kind):
+    """The loss is finite, and the scaled gradient is not: the loss says which numbers were multiplied."""
+    parts = [layers.Dense(width, "relu", name=f"part{width}") for width in (32, 48, 64, 80)]
+    model = keras.Sequential([keras.Input((16,)), *parts, layers.Dense(16, name="last")], name="net")
+    policy = mpkeras.Policy("mixed_float8", keep_16_bits=("first", "last", "path:part64"))
+    scale = mpkeras.FixedLossScale(2.0**125)
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
+    y = np.full((8, 16), 100.0, "float32")
+    if kind == "step":
+        model = mpkeras.apply_policy(model, policy)
+        path, _, _ = skipped_step(tmp_path, model, (x, y), loss_scale=scale)
+    else:
+        model.compile("adam", "mse")
+        mpkeras.prepare(model, policy, loss_scale=scale)
+        box = BlackBox(tmp_path)
+        model.fit(x, y, batch_size=8, epochs=1, verbose=0, callbacks=[box])
+        (path,) = box.capsules
+    capsule = mpkeras.load_capsule(path)
+    run = capsule.run()
+    assert run["same_bits"] and run["skipped"], run["different"]
+    assert np.isfinite(run["loss"])
+    assert [multiplies_in_float8(layer) for layer in capsule.model.layers] == [False, True, False, True, False]
+    assert capsule.model is not model
+    # A model that multiplies in bfloat16 is another one.
+    other = mpkeras.apply_policy(keras.models.clone_model(model), "mixed_bfloat16")
+    other.compile("adam", "mse")
+    with pytest.raises(ValueError, match="same layers in the same dtypes"):
+        mpkeras.load_capsule(path, model=other).run()
