@@ -72,6 +72,9 @@ def on_torch(rank, port):
         model.optimizer.scale_loss(loss).backward()
         variables = model.trainable_variables
         model.optimizer.apply([v.value.grad for v in variables], variables)
+    # A rank that ends while another one still talks to it aborts.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
     return model
 
 
