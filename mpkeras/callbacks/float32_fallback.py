@@ -1,6 +1,5 @@
 """`Float32Fallback`: layers that keep overflowing move to float32, and training goes on."""
 
-import re
 import warnings
 
 import keras
@@ -10,7 +9,7 @@ from mpkeras.conversion.apply import leave_float8
 from mpkeras.conversion.float8.layers import multiplies_in_float8
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.rules import set_layer_policy
+from mpkeras.policies.rules import path_rule, set_layer_policy
 from mpkeras.policies.scalars import number
 from mpkeras.training import guard
 
@@ -68,12 +67,12 @@ class Float32Fallback(NumericsMonitor):
     @property
     def rules(self) -> tuple[str, ...]:
         """The float32 rules that keep the moved layers where they are now, for a policy."""
-        return tuple(f"path:^{re.escape(path)}$" for path in self.moved)
+        return tuple(map(path_rule, self.moved))
 
     @property
     def rules_16_bits(self) -> tuple[str, ...]:
         """The `keep_16_bits` rules that keep out of float8 what has left it, for a policy."""
-        return tuple(f"path:^{re.escape(path)}$" for path in self.moved_from_float8)
+        return tuple(map(path_rule, self.moved_from_float8))
 
     def found(self, finding):
         culprit = finding.culprit

@@ -121,13 +121,17 @@ def float8_products(model) -> dict:
     conversion = _conversions.get(model)
     if conversion is None:
         return {}
-    return why_not_float8(model, conversion, {id(layer): layer.compute_dtype for layer in layers_of(model)})
+    return why_not_float8(model, conversion, _dtypes_of(model))
+
+
+def _dtypes_of(model) -> dict:
+    return {id(layer): layer.compute_dtype for layer in layers_of(model)}
 
 
 def leave_float8(model, layer, reason: str):
     """Lets `layer` of a converted model multiply in bfloat16 from now on, and no conversion change that."""
     _conversions[model].left_float8[layer] = reason
-    make_changes(layer, planned_changes(model, {id(one): one.compute_dtype for one in layers_of(model)})[id(layer)])
+    make_changes(layer, planned_changes(model, _dtypes_of(model))[id(layer)])
 
 
 def scales_loss(optimizer) -> bool:
@@ -324,7 +328,7 @@ def recorded(model, on=None):
             if not is_quantized(layer) and layer_policy(layer) is not policy:
                 set_layer_policy(layer, policy)
         in_float8 = {id(layer) for layer, *_, was_in_float8 in before if was_in_float8}
-        names = planned_changes(on, {id(layer): layer.compute_dtype for layer in layers_of(on)}, in_float8)
+        names = planned_changes(on, _dtypes_of(on), in_float8)
         for layer, _, changes, _ in before:
             make_changes(layer, names[id(layer)])
             # A layer that was made in 16 bits, and never converted, has had none.

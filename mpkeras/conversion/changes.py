@@ -153,7 +153,6 @@ class _Change(NamedTuple):
     attributes: tuple
 
 
-FLOAT8 = "products in float8"
 CHANGES = {
     "penalties in float32": _Change(
         _penalized, _add_penalties_in_float32, "layer", ("activity_regularizer", "add_loss")
@@ -163,7 +162,7 @@ CHANGES = {
     "attention memory": _Change(_attention, _save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
     "raw inputs": _Change(_casting_inputs, _pass_inputs_on, "inputs", ("autocast",)),
     "float32 outputs": _Change(_parts, _return_float32, "layer", ("call",)),
-    FLOAT8: _Change(None, multiply_in_float8, "layer", ("call",)),
+    "products in float8": _Change(None, multiply_in_float8, "layer", ("call",)),
 }
 
 

@@ -1,6 +1,7 @@
 """torch's devices: their kinds, waiting for them, their memory."""
 
 import torch
+import torch.distributed
 
 from mpkeras.devices.native import FLOAT8_CAPABILITY, Device
 
@@ -24,6 +25,15 @@ def has_float8_units(device) -> bool:
     """Whether a `torch.device` multiplies float8 (e4m3fn, e5m2) itself."""
     is_cuda = device.type == "cuda" and torch.version.hip is None
     return is_cuda and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several: two attribute reads where it is not."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
 
 
 def wait(model, result=None):

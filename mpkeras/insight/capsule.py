@@ -338,12 +338,11 @@ class Capsule:
             name = stock_name(then[2], then[3])
             if row[1:4] != then[1:4] and row[1] == then[1] and row[3] == then[3] and name is not None:
                 set_layer_policy(layer, keras.DTypePolicy(name))
-        in_float8 = [then[4:] == ["float8"] for then in self._layers]
-        if any(in_float8):
-            pairs = list(zip(computing_layers(model), in_float8, strict=False))
-            others = tuple(layer for layer, is_in_float8 in pairs if has_product(layer) and not is_in_float8)
-            stored = next(then[3] for then in self._layers if then[4:] == ["float8"])
-            policy = Policy("mixed_float8", variable_dtype=stored, keep_float32=(), keep_16_bits=others)
+        stored = [then[3] for then in self._layers if "float8" in then[4:]]
+        if stored:
+            pairs = zip(computing_layers(model), self._layers, strict=False)
+            others = tuple(layer for layer, then in pairs if has_product(layer) and "float8" not in then[4:])
+            policy = Policy("mixed_float8", variable_dtype=stored[0], keep_float32=(), keep_16_bits=others)
             layer_converter(model, policy)()
 
     def _check_layers(self, model):

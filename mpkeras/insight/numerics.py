@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import re
 
 import keras
 import numpy as np
@@ -33,7 +32,7 @@ from mpkeras.insight.scale_window import scale_window
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
-from mpkeras.policies.rules import bound_layers, set_layer_policy
+from mpkeras.policies.rules import bound_layers, path_rule, set_layer_policy
 from mpkeras.policies.scalars import number
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.settings import check_model
@@ -307,14 +306,12 @@ class NumericsReport(Report):
     @property
     def rules(self) -> tuple[str, ...]:
         """The float32 rules, one for each layer whose numbers are beyond its dtype's range."""
-        paths = dict.fromkeys(layer.path for layer in self.layers if layer.is_too_large)
-        return tuple(f"path:^{re.escape(path)}$" for path in paths)
+        return tuple(dict.fromkeys(path_rule(layer.path) for layer in self.layers if layer.is_too_large))
 
     @property
     def rules_16_bits(self) -> tuple[str, ...]:
         """The `keep_16_bits` rules, one for each layer whose outputs are off by more than a tenth in float8."""
-        paths = dict.fromkeys(layer.path for layer in self.layers if _is_off_in_float8(layer))
-        return tuple(f"path:^{re.escape(path)}$" for path in paths)
+        return tuple(dict.fromkeys(path_rule(layer.path) for layer in self.layers if _is_off_in_float8(layer)))
 
     def policy(self) -> Policy:
         """Returns the mixed policy of the model with the rules for what is too large, or off in float8."""
@@ -323,13 +320,11 @@ class NumericsReport(Report):
             dtype = "float8"
         base = get_policy(f"mixed_{dtype}")
         new = [rule for rule in self.rules if rule not in base.keep_float32]
-        in_16_bits = self.rules_16_bits
-        if in_16_bits:
-            base = Policy(base.name, keep_16_bits=(*base.keep_16_bits, *in_16_bits))
-        if new:
-            kept = base.keep_16_bits or None
-            base = Policy(base.name, keep_float32=(*base.keep_float32, *new), keep_16_bits=kept)
-        return base
+        if not new and not self.rules_16_bits:
+            return base
+        # Without float8 there are none.
+        in_16_bits = (*base.keep_16_bits, *self.rules_16_bits) or None
+        return Policy(base.name, keep_float32=(*base.keep_float32, *new), keep_16_bits=in_16_bits)
 
     def table(self):
         header = ["Layer", "Class", "Computes in", "Largest output", "Overflow", "Underflow"]
@@ -357,13 +352,13 @@ class NumericsReport(Report):
             what, reached = _largest_of(layer)
             lines.append(
                 f"Layer '{layer.path}': its {what} reaches {reached:.3g}, over {layer.compute_dtype}'s "
-                f"{largest(layer.compute_dtype):g}: keep it in float32 with the rule 'path:^{re.escape(layer.path)}$'."
+                f"{largest(layer.compute_dtype):g}: keep it in float32 with the rule '{path_rule(layer.path)}'."
             )
         for layer in {layer.path: layer for layer in self.layers if _is_off_in_float8(layer)}.values():
             lines.append(
                 f"Layer '{layer.path}': its outputs are off by {_percent(layer.float8['output_error'])} in float8, and "
                 f"{_percent(layer.float8['inputs'])} of its inputs round to zero: keep it in 16 bits with the "
-                f"`keep_16_bits` rule 'path:^{re.escape(layer.path)}$'."
+                f"`keep_16_bits` rule '{path_rule(layer.path)}'."
             )
         if lines:
             lines.append("`report.policy()` is the policy with these rules; or train in 'mixed_bfloat16'.")

@@ -56,6 +56,11 @@ def validate(rules, argument: str = "keep_float32") -> tuple:
     return rules
 
 
+def path_rule(path: str) -> str:
+    """Returns the rule that names the layer of this path alone."""
+    return f"path:^{re.escape(path)}$"
+
+
 def written(rule) -> str:
     """Returns `rule` as a string that stands for the same layers.
 
@@ -65,7 +70,7 @@ def written(rule) -> str:
     if isinstance(rule, type):
         return keras.saving.get_registered_name(rule)
     if isinstance(rule, keras.layers.Layer):
-        return f"path:^{re.escape(rule.path)}$" if rule.path else f"layer {rule.name!r}"
+        return path_rule(rule.path) if rule.path else f"layer {rule.name!r}"
     return rule
 
 

@@ -8,6 +8,7 @@ import torch.distributed
 
 from mpkeras import _keras
 from mpkeras._replaced import replaced
+from mpkeras.devices._torch import is_distributed
 from mpkeras.scaling import small_state
 from mpkeras.scaling.facts import updating
 
@@ -78,7 +79,7 @@ def apply(optimizer, grads, variables, facts, in_place: bool = True):
     device = optimizer.skipped_steps.value.device
     grads_are_finite = grads_are_finite.to(device)
     loss_is_finite = None if loss_is_finite is None else loss_is_finite.to(device)
-    if _is_distributed():
+    if is_distributed():
         grads_are_finite, loss_is_finite = _on_all_ranks(grads_are_finite, loss_is_finite)
     decision, own_values = optimizer.decide(facts, grads_are_finite, loss_is_finite)
     # torch runs op by op: a host decision and no update is cheaper than selecting every variable.
@@ -190,15 +191,6 @@ def _grads_are_finite(grads):
             part = values.sum(dtype=torch.float32)
             total = part if total is None else total + part
     return torch.isfinite(total) if total is not None else torch.tensor(True)
-
-
-def _is_distributed() -> bool:
-    """Whether this process is one of several: two attribute reads where it is not."""
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
 
 
 def _on_all_ranks(grads_are_finite, loss_is_finite):

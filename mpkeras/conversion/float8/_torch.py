@@ -3,7 +3,7 @@
 import torch
 
 from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
-from mpkeras.devices._torch import has_float8_units
+from mpkeras.devices._torch import has_float8_units, is_distributed
 
 
 def float8_product(inputs, kernel, training):
@@ -35,8 +35,7 @@ class _Product(torch.autograd.Function):
 
 
 def _over_ranks(largest):
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # A message of one number, also where there is one rank: none that only some would wait for.
+    if is_distributed():
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
     return largest
 

@@ -125,16 +125,15 @@ def _reason_against(layer, rule, dtype) -> str | None:
         return f"the rule {rule!r} keeps it in 16 bits"
     if has_own_call(layer):
         return f"{type(layer).__name__} has a `call` of its own"
-    return _misfit(layer, labels_of(layer))
-
-
-def _misfit(layer, labels: Labels | None) -> str | None:
-    """Returns what of a built layer does not fit; `None` if nothing does, or the layer is not built."""
+    labels = labels_of(layer)
     if labels is None:
         return f"its equation {layer.equation!r} is not one product of two matrices"
-    if not layer.built:
-        return None
-    sizes = dict(zip(labels.kernel, layer.kernel.shape, strict=True))
+    return _misfit(labels, layer.kernel.shape) if layer.built else None
+
+
+def _misfit(labels: Labels, shape) -> str | None:
+    """Returns what of a kernel of this shape does not fit; `None` if nothing does."""
+    sizes = dict(zip(labels.kernel, shape, strict=True))
     rows, columns = (math.prod(sizes[label] for label in side) for side in (labels.summed, labels.columns))
     if rows % MULTIPLE or columns % MULTIPLE:
         return f"its kernel is a matrix of {rows} x {columns}, not both multiples of {MULTIPLE}"
@@ -159,16 +158,21 @@ def _split(equation: str) -> Labels | None:
 
 def multiply_in_float8(layer):
     """Lets a `Dense` or `EinsumDense` compute its product, and those of its derivative, in float8."""
-    if is_replaced(layer, "call", "layer"):
+    labels = labels_of(layer)
+    if labels is None or is_replaced(layer, "call", "layer"):
         return
-    call, labels = layer.call, labels_of(layer)
+    call = layer.call
 
     @functools.wraps(call)
     def call_in_float8(inputs, training=None):
-        # It may have moved to float32 since, or was not built when its call was replaced.
-        if labels is None or layer.compute_dtype != "bfloat16" or _misfit(layer, labels) is not None:
+        # It may have moved to float32 since.
+        if layer.compute_dtype != "bfloat16":
             return call(inputs, training=training)
-        outputs = _einsum(labels, ops.cast(inputs, layer.compute_dtype), layer.kernel, training)
+        # Read once: with LoRA it is a product. The layer may not have been built when its call was replaced.
+        kernel = layer.kernel
+        if _misfit(labels, kernel.shape) is not None:
+            return call(inputs, training=training)
+        outputs = _einsum(labels, ops.cast(inputs, layer.compute_dtype), kernel, training)
         if layer.bias is not None:
             outputs = ops.add(outputs, layer.bias)
         return outputs if layer.activation is None else layer.activation(outputs)
