@@ -45,7 +45,7 @@ class Conversion:
         later_sources: The compute dtypes from which layers that come into being later are converted.
         seen: Layer -> the path that it had when it was looked at last; it gets one when it is built.
         by_name: Layers without a path that a `path:` rule moved by their name -> the policy they have without it.
-        left_float8: Layer -> why its product is not in float8 any more.
+        left_float8: Layer -> why its product is not in float8 any more; under one policy with float8 after another.
         unstored: Rows that were carried out, whose weights are still stored as before.
         told: What the user was told of rules that match nothing.
     """
@@ -72,7 +72,10 @@ class Conversion:
         self.made_with = model.dtype_policy
         self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.by_name: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # A callback converts anew for each training. Who went to a policy without float8 in between begins anew.
         self.left_float8: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        if earlier is not None and earlier.policy.float8 is not None and policy.float8 is not None:
+            self.left_float8 = earlier.left_float8
         self.unstored: list[Row] = [] if earlier is None else earlier.unstored
         self.told: set[str] = set() if earlier is None else earlier.told
 

@@ -12,7 +12,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras._replaced import replaced_attributes
-from mpkeras.conversion.apply import float8_products
+from mpkeras.conversion.apply import float8_products, leave_float8
 from mpkeras.conversion.float8.layers import labels_of, multiplies_in_float8
 from mpkeras.conversion.float8.rounding import rounded
 
@@ -630,6 +630,29 @@ def test_a_layer_that_overflows_leaves_float8_first_and_then_16_bits():
     fit(epochs=2)
     policy = mpkeras.Policy("mixed_float8", keep_16_bits=fallback.rules_16_bits)
     assert name in policy.keep_16_bits[0]
+
+
+@pytest.mark.parametrize("door", ["callback", "prepare"])
+def test_a_layer_that_left_float8_stays_out_of_it_in_the_next_training(door):
+    model = compiled(mlp())
+    mpkeras.prepare(model, "mixed_float8")
+    leave_float8(model, model.layers[1], "it overflowed")
+    assert not multiplies_in_float8(model.layers[1])
+
+    def again(policy):
+        if door == "prepare":
+            return mpkeras.prepare(model, policy)
+        data = np.ones((8, 16), "float32"), np.ones((8, 16), "float32")
+        callbacks = [mpkeras.callbacks.MixedPrecision(policy)]
+        return model.fit(*data, batch_size=4, epochs=1, verbose=0, callbacks=callbacks)
+
+    again("mixed_float8")
+    assert not multiplies_in_float8(model.layers[1]) and multiplies_in_float8(model.layers[2])
+    assert reasons(model)[model.layers[1].name] == "it overflowed"
+    # Who goes back to another policy begins anew.
+    again("mixed_bfloat16")
+    again("mixed_float8")
+    assert multiplies_in_float8(model.layers[1])
 
 
 def test_advice_says_that_it_cannot_pay_here():
