@@ -2,14 +2,12 @@
 
 import warnings
 
-import keras
-
 from mpkeras.callbacks.numerics_monitor import NumericsMonitor
-from mpkeras.conversion.apply import leave_float8
+from mpkeras.conversion.apply import leave_float8, move_to_float32
 from mpkeras.conversion.float8.layers import multiplies_in_float8
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.rules import path_rule, set_layer_policy
+from mpkeras.policies.rules import path_rule
 from mpkeras.policies.scalars import number
 from mpkeras.training import guard
 
@@ -105,7 +103,7 @@ class Float32Fallback(NumericsMonitor):
 
     def _move(self, layer, finding):
         dtype = layer.compute_dtype
-        set_layer_policy(layer, keras.DTypePolicy("float32"))
+        move_to_float32(layer)
         self.moved.append(finding.culprit.path)
         self._trace_again()
         self._tell(finding, f"{dtype} to float32")

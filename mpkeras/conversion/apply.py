@@ -10,11 +10,26 @@ import keras
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, restore
 from mpkeras.conversion.changes import changes_of, make_changes, planned_changes
-from mpkeras.conversion.float8.layers import multiplies_in_float8, named_layers
-from mpkeras.conversion.plan import Conversion, computes_in, layers_of, plan, why_not_float8
+from mpkeras.conversion.float8.layers import STATE, float8_change, float8_state, named_layers
+from mpkeras.conversion.plan import (
+    Conversion,
+    computes_in,
+    layers_of,
+    plan,
+    planned_float8,
+    why_not_float8,
+    with_float8_state,
+)
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.registry import get_policy
-from mpkeras.policies.rules import has_own_call, is_quantized, layer_policy, set_layer_policy, unmatched
+from mpkeras.policies.rules import (
+    has_float8_state,
+    has_own_call,
+    is_quantized,
+    layer_policy,
+    set_layer_policy,
+    unmatched,
+)
 from mpkeras.scaling.small_state import follow_weights
 
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
@@ -73,7 +88,9 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     policy = get_policy(policy)
     _check_variable_dtypes(model, policy, float32_variables)
     put_back, earlier = recorded(model), _conversions.get(model)
-    convert = layer_converter(model, policy)
+    optimizer = getattr(model, "optimizer", None)
+    optimizers = [] if optimizer is None else [optimizer]
+    convert = layer_converter(model, policy, optimizers=optimizers)
     try:
         convert()
         _refresh(model)
@@ -83,8 +100,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         if earlier is not None:
             _conversions[model] = earlier
         raise
-    optimizer = getattr(model, "optimizer", None)
-    store_weights(model, [] if optimizer is None else [optimizer])
+    store_weights(model, optimizers)
     _widen_variables(model)
     _end_in_float32(model)
     if not model.built:
@@ -130,8 +146,14 @@ def _dtypes_of(model) -> dict:
 
 def leave_float8(model, layer, reason: str):
     """Lets `layer` of a converted model multiply in bfloat16 from now on, and no conversion change that."""
-    _conversions[model].left_float8[layer] = reason
-    make_changes(layer, planned_changes(model, _dtypes_of(model))[id(layer)])
+    conversion, dtypes = _conversions[model], _dtypes_of(model)
+    conversion.left_float8[layer] = reason
+    make_changes(layer, planned_changes(model, dtypes, planned_float8(model, conversion, dtypes))[id(layer)])
+
+
+def move_to_float32(layer):
+    """Lets `layer` compute in float32 from now on, with the variables that it has."""
+    set_layer_policy(layer, with_float8_state(keras.DTypePolicy("float32"), has_float8_state(layer)))
 
 
 def scales_loss(optimizer) -> bool:
@@ -140,7 +162,7 @@ def scales_loss(optimizer) -> bool:
     return is_scaling and not getattr(optimizer, "scale_is_one", False)
 
 
-def layer_converter(model, policy, converts: bool = True):
+def layer_converter(model, policy, converts: bool = True, optimizers=()):
     """Returns a function that gives the layers of `model` their dtypes; called again, the new ones among them.
 
     Layers of a layer often come into being when it is built, in the middle of the first step. Where the function
@@ -150,6 +172,8 @@ def layer_converter(model, policy, converts: bool = True):
         model: A `keras.Model`.
         policy: A `Policy`.
         converts: Whether layers change to the policy's dtype, or only its float32 rules are applied.
+        optimizers: Those that train the model. If one is built, a conversion that adds weights or takes some away
+            raises `ValueError`.
     """
     conversion = Conversion(model, policy, converts, _conversions.get(model))
 
@@ -157,6 +181,8 @@ def layer_converter(model, policy, converts: bool = True):
         if conversion.is_up_to_date(layers_of(model)):
             return False
         rows = plan(model, policy, conversion)
+        with_new_weights = [row.layer for row in rows if row.layer.built and _is_with_state(row.before, row.after)]
+        _check_not_built(optimizers, with_new_weights)
         put_back = recorded(model)
         try:
             for row in rows:
@@ -164,6 +190,8 @@ def layer_converter(model, policy, converts: bool = True):
         except Exception:
             put_back(refresh=False)
             raise
+        if with_new_weights:
+            _keras.track_parameters_again(model)
         _save_as_made(model, conversion.made_with)
         if not conversion.seen:
             restore(model, "build", kind="converted")  # An earlier conversion is not to go on.
@@ -176,10 +204,36 @@ def layer_converter(model, policy, converts: bool = True):
     return convert
 
 
+def _is_with_state(before, after) -> bool:
+    """Whether a layer has the state of Keras' float8 under one of two policies alone."""
+    return (before.quantization_mode is None) != (after.quantization_mode is None)
+
+
+def _check_not_built(optimizers, layers):
+    built = [type(optimizer).__name__ for optimizer in optimizers if optimizer.built]
+    if built and layers:
+        raise ValueError(
+            "Expected an optimizer that is not built yet, where layers are given float8 state or lose it: 'delayed' "
+            f"keeps it in variables of the layer, which the optimizer is built on. Received: a built {built[0]} and "
+            f"{len(layers)} such layers, '{layers[0].path}' first. Call `model.compile` with a new optimizer first, "
+            "and build the model before you prepare it."
+        )
+
+
 def _carry_out(row):
     if row.after is not row.before:
-        set_layer_policy(row.layer, row.after)
+        _give_policy(row.layer, row.after)
     make_changes(row.layer, row.changes)
+
+
+def _give_policy(layer, policy, state=()):
+    """Sets the policy of `layer`, and gives it the float8 state that goes with it: `state`, or what Keras makes."""
+    has_state = float8_state(layer) is not None
+    if policy.quantization_mode is not None and state and not has_state:
+        _keras.give_variables(layer, state)
+    set_layer_policy(layer, policy)
+    if policy.quantization_mode is None and has_state:
+        _keras.take_variables(layer, STATE)
 
 
 def _convert_when_built(model, convert):
@@ -288,7 +342,7 @@ def weight_dtypes(rows) -> list:
     found: dict = {}
     for row in rows:
         dtype = row.after.variable_dtype
-        weights = _keras.own_weights(row.layer)
+        weights = [v for v in _keras.own_weights(row.layer) if not _keras.overwrites_with_gradient(v)]
         variables = weights if dtype == SMALL_DTYPE else _keras.own_variables(row.layer)
         if row.after.compute_dtype in SIXTEEN_BIT_DTYPES and dtype == "float32":
             frozen = {id(v) for v in weights if not (v.trainable and row.layer.trainable)}
@@ -318,18 +372,27 @@ def recorded(model, on=None):
     """
     on = model if on is None else on
     before = [
-        (target, layer_policy(layer), changes_of(layer), multiplies_in_float8(layer))
+        (
+            target,
+            layer_policy(layer),
+            is_quantized(layer),
+            float8_state(target),
+            changes_of(layer),
+            float8_change(layer),
+        )
         for layer, target in zip(layers_of(model), layers_of(on), strict=True)
     ]
     stored = [(v, _keras.stored_dtype(v)) for v in on.variables]
 
     def put_back(refresh: bool = True):
-        for layer, policy, *_ in before:
-            if not is_quantized(layer) and layer_policy(layer) is not policy:
-                set_layer_policy(layer, policy)
-        in_float8 = {id(layer) for layer, *_, was_in_float8 in before if was_in_float8}
+        with_new_weights = False
+        for layer, policy, was_quantized, state, *_ in before:
+            if not was_quantized and layer_policy(layer) is not policy:
+                with_new_weights |= _is_with_state(layer_policy(layer), policy)
+                _give_policy(layer, policy, state)
+        in_float8 = {id(layer): change for layer, *_, change in before if change is not None}
         names = planned_changes(on, _dtypes_of(on), in_float8)
-        for layer, _, changes, _ in before:
+        for layer, *_, changes, _ in before:
             make_changes(layer, names[id(layer)])
             # A layer that was made in 16 bits, and never converted, has had none.
             for name, kind in changes_of(layer) - changes:
@@ -337,7 +400,7 @@ def recorded(model, on=None):
         retyped = [(variable, dtype) for variable, dtype in stored if _keras.stored_dtype(variable) != dtype]
         for variable, dtype in retyped:
             _keras.retype(variable, dtype)
-        if retyped:
+        if retyped or with_new_weights:
             _keras.track_parameters_again(on)
         _save_as_made(on, on.dtype_policy)
         if refresh:

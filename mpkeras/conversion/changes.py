@@ -10,7 +10,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_attributes, restore
-from mpkeras.conversion.float8.layers import multiply_in_float8
+from mpkeras.conversion.float8.layers import CURRENT, GIVEN, KEPT, OWN, multiply_in_float8
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.rules import has_own_call, is_quantized
@@ -162,26 +162,31 @@ CHANGES = {
     "attention memory": _Change(_attention, _save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
     "raw inputs": _Change(_casting_inputs, _pass_inputs_on, "inputs", ("autocast",)),
     "float32 outputs": _Change(_parts, _return_float32, "layer", ("call",)),
-    "products in float8": _Change(None, multiply_in_float8, "layer", ("call",)),
+    CURRENT: _Change(None, multiply_in_float8, "layer", ("call",)),
+} | {
+    name: _Change(None, functools.partial(multiply_in_float8, change=name), "layer", ("quantized_call",))
+    for name in (GIVEN, OWN, KEPT)
 }
 
 
-def planned_changes(model, dtypes, in_float8=frozenset()) -> dict:
+def planned_changes(model, dtypes, in_float8) -> dict:
     """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in.
 
     Args:
         dtypes: `{id: dtype}` of the layers.
-        in_float8: `id`s of the layers whose products are in float8.
+        in_float8: `{id: name}` of the layers with a change that has to do with float8; which, the policy knows.
     """
     layers = _keras.flatten_layers(model, include_self=True)
     fitting = {
-        name: {id(layer) for layer in change.fits(model, layers)} if change.fits is not None else in_float8
+        name: {id(layer) for layer in change.fits(model, layers)}
         for name, change in CHANGES.items()
+        if change.fits is not None
     }
     found = {}
     for layer in layers:
         in_16_bits = dtypes[id(layer)] in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
-        found[id(layer)] = tuple(name for name in CHANGES if in_16_bits and id(layer) in fitting[name])
+        names = [name for name, fits in fitting.items() if in_16_bits and id(layer) in fits]
+        found[id(layer)] = (*names, *([in_float8[id(layer)]] if id(layer) in in_float8 else []))
     return found
 
 

@@ -7,8 +7,8 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion.changes import planned_changes
-from mpkeras.conversion.float8.layers import reasons_against
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.conversion.float8.layers import GIVEN, KEPT, changes_in_float8, reasons_against
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
 from mpkeras.policies.rules import bound_layers, has_own_call, is_quantized, kept_in_float32, layer_policy
 
 _CONVERTIBLE = ("float32", "float16", "bfloat16")
@@ -126,15 +126,33 @@ def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
         if any(policy_after.compute_dtype == "float16" for policy_after in after.values()):
             after[id(model)] = keras.DTypePolicy("mixed_float16")
     dtypes = {key: after[key].compute_dtype for key in after}
-    not_float8 = {} if conversion is None else why_not_float8(model, conversion, dtypes)
-    in_float8 = {key for key, reason_against in not_float8.items() if reason_against is None}
+    in_float8 = planned_float8(model, conversion, dtypes)
     changes = planned_changes(model, dtypes, in_float8)
+    for layer in () if conversion is None else layers:
+        key = id(layer)
+        if not is_quantized(layer):
+            after[key] = with_float8_state(after[key], in_float8.get(key) in (GIVEN, KEPT))
+            after[key] = before[key] if _is_same(after[key], before[key]) else after[key]
     rows = []
     for layer in layers:
         key = id(layer)
         _, rule, reason = kept.get(key, (layer, None, _reason(layer, after[key], policy)))
         rows.append(Row(layer, before[key], after[key], followed[key], rule, reason, changes[key]))
     return rows
+
+
+def planned_float8(model, conversion, dtypes) -> dict:
+    """Returns `{id: name}`: which of the changes that have to do with float8 each layer gets; most get none.
+
+    Args:
+        model: A `keras.Model`.
+        conversion: Its `Conversion`, or `None`.
+        dtypes: `{id: dtype}`: what each layer computes in.
+    """
+    if conversion is None or conversion.policy.float8 is None:
+        return {}
+    reasons = why_not_float8(model, conversion, dtypes)
+    return changes_in_float8(layers_of(model), conversion.policy.float8, reasons)
 
 
 def why_not_float8(model, conversion, dtypes) -> dict:
@@ -162,6 +180,14 @@ def _without_rule(layer, before, policy, conversion, is_bound: bool):
         return by_name
     is_other = (before.compute_dtype, before.variable_dtype) != (policy.compute_dtype, policy.variable_dtype)
     return policy.stock() or policy if conversion.converts(layer) and not is_bound and is_other else before
+
+
+def with_float8_state(policy, has_state: bool):
+    """Returns a policy of the same dtypes under which a layer has the state of Keras' float8, or has none."""
+    if has_state == (policy.quantization_mode is not None):
+        return policy
+    name = stock_name(policy.compute_dtype, policy.variable_dtype)
+    return keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", name) if has_state else keras.DTypePolicy(name)
 
 
 def _is_same(policy, other) -> bool:

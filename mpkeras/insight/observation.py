@@ -221,4 +221,4 @@ def call_of(layer):
 
 
 def _name_of_call(layer) -> str:
-    return "quantized_call" if is_quantized(layer) else "call"
+    return "call" if layer.quantization_mode is None else "quantized_call"

@@ -20,7 +20,7 @@ from mpkeras.policies.dtypes import (
 # for. It is here because `Policy(name)` starts from the registered settings.
 REGISTERED: dict = {}
 # How the operands of products in float8 may be scaled.
-FLOAT8_SCALES = ("current",)
+FLOAT8_SCALES = ("current", "delayed")
 # The inputs of the first layer are the data, and what the last one returns is the loss's: neither bears rounding well.
 DEFAULT_KEEP_16_BITS = ("first", "last")
 
@@ -72,7 +72,9 @@ class Policy(keras.DTypePolicy):
             smallest normal number is 6.1e-5, many gradients are smaller), `None` otherwise.
         float8: Whether the products of `Dense` and `EinsumDense` layers, those in attention among them, are computed
             in float8: operands in e4m3, gradients in e5m2. `"current"`: each tensor is scaled by the largest of its
-            values. `None`: not, and for a registered name its setting. Needs `compute_dtype="bfloat16"`.
+            values. `"delayed"`: by the largest of past steps, which the layer keeps as Keras' own
+            `quantize("float8")` does. `None`: not, and for a registered name its setting. Needs
+            `compute_dtype="bfloat16"`.
         keep_16_bits: Rules for the layers whose products are not in float8: as in `keep_float32`, and `"first"` and
             `"last"`, the first and the last layer of the model that multiplies with weights. `None`: the registered
             rules, and for a new name `("first", "last")`.
@@ -182,7 +184,7 @@ class Policy(keras.DTypePolicy):
 
     @property
     def float8(self) -> str | None:
-        """How products in float8 are scaled: `"current"`; `None` if none are in float8."""
+        """How products in float8 are scaled: `"current"` or `"delayed"`; `None` if none are in float8."""
         return self._settings.float8
 
     @property

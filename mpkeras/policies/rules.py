@@ -7,10 +7,13 @@ from typing import NamedTuple
 import keras
 
 from mpkeras import _keras
+from mpkeras._replaced import replaced_attributes
 from mpkeras.policies import kernels
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
+# On a `quantized_call` of ours, where the layer has its float8 state from us.
+FLOAT8_STATE_MARK = "_mpkeras_gave_state"
 # Their softmax runs between two matrix products: in float32 it would drag the second one into float32 too.
 _KEEP_OWN_PRECISION = (
     keras.layers.MultiHeadAttention,
@@ -275,8 +278,19 @@ def has_own_call(layer) -> bool:
 
 
 def is_quantized(layer) -> bool:
-    """Whether `layer` computes with int8, int4, float8, GPTQ or AWQ kernels, which another policy reads as numbers."""
-    return layer.quantization_mode is not None
+    """Whether `layer` computes with int8, int4, float8, GPTQ or AWQ kernels, which another policy reads as numbers.
+
+    Not one that a conversion gave Keras' float8 state: its kernel is what it was, and it may be converted again.
+    """
+    return layer.quantization_mode is not None and not has_float8_state(layer)
+
+
+def has_float8_state(layer) -> bool:
+    """Whether a conversion gave `layer` the state of Keras' `quantize("float8")`."""
+    return any(
+        entry.name == "quantized_call" and entry.kind == "layer" and getattr(entry.given, FLOAT8_STATE_MARK, False)
+        for entry in replaced_attributes(layer)
+    )
 
 
 def running_quantized(model, dtype: str) -> list:

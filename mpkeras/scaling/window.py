@@ -151,8 +151,8 @@ class GradientWindow:
     def added(self, total, grad, variable):
         """Returns the sum `total` with an unscaled gradient added; a dense float32 tensor."""
         if _keras.overwrites_with_gradient(variable):
-            # Its gradient is its new value (float8 scales): the last one counts.
-            return ops.cast(grad, total.dtype)
+            # Its gradient is its new value (float8 scales, largest values): as Keras' own accumulation has it.
+            return ops.maximum(total, ops.cast(grad, total.dtype))
         return total + ops.cast(grad, total.dtype)
 
     def first(self, total, grad):

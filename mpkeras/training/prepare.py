@@ -109,7 +109,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     converts = policy is not None or not computes_in(model, SIXTEEN_BIT_DTYPES)
     check_variables(model, chosen, converts)
 
-    convert_layers = layer_converter(model, chosen, converts=converts)
+    convert_layers = layer_converter(model, chosen, converts=converts, optimizers=inventory.all_optimizers(model))
 
     def convert():
         if convert_layers():

@@ -49,7 +49,7 @@ def test_keras_is_given_its_own_policy():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"name": "mixed_float8", "float8": "delayed"}, ValueError, "float8='delayed'"),
+        ({"name": "mixed_float8", "float8": "past"}, ValueError, "float8='past'"),
         ({"name": "mixed_float8", "compute_dtype": "float16"}, ValueError, "compute_dtype='float16'"),
         ({"name": "mixed_float16", "float8": "current"}, ValueError, "Use 'mixed_float8'"),
         ({"name": "mixed_bfloat16", "keep_16_bits": ("first",)}, ValueError, "float8=None"),

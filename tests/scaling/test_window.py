@@ -178,12 +178,13 @@ def test_sums_are_float32_for_16_bit_variables(mode):
     assert numpy(keras.ops.cast(v.value, "float32")).tolist() == [-(1 + 2**-7)]
 
 
-def test_a_variable_that_takes_its_gradient_as_value_takes_the_last_accepted_one():
-    """float8 scales: not summed, not averaged, not unscaled."""
+@pytest.mark.parametrize("values", [(7.0, 9.0), (9.0, 7.0)])
+def test_a_variable_that_takes_its_gradient_as_value_takes_the_largest_accepted_one(values):
+    """float8 scales and largest values: not summed, not averaged, not unscaled; as Keras' own accumulation."""
     weight, scale = variable([1.0]), variable([0.0])
     scale.overwrite_with_gradient = True
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), loss_scale=4.0)
-    for gradient, new in ((4.0, 7.0), (8.0, 9.0)):
+    for gradient, new in zip((4.0, 8.0), values, strict=True):
         optimizer.apply([keras.ops.convert_to_tensor([gradient]), keras.ops.convert_to_tensor([new])], [weight, scale])
     np.testing.assert_array_equal(numpy(scale), [9.0])
     np.testing.assert_array_equal(numpy(weight), [1.0 - 1.5])

@@ -11,34 +11,37 @@ from mpkeras.devices._jax import has_float8_units
 _ALGORITHM = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
-def float8_product(inputs, kernel, training):
+def float8_product(inputs, kernel, training, state=()):
     """Returns the product of two bfloat16 matrices, computed from float8 operands, in bfloat16.
 
     Args:
         inputs, kernel: bfloat16, shapes `(rows, summed)` and `(summed, columns)`.
         training: Whether all devices take part. On JAX they do in any case: the arrays are those of all.
+        state: The `history` of `rounded` for the inputs, the kernel and the gradient, joined; what these become is
+            their gradient. `()`: each is scaled by itself.
     """
     del training
-    return _product(inputs, kernel)
+    return _product(inputs, kernel, tuple(state))
 
 
 @jax.custom_vjp
-def _product(inputs, kernel):
-    return _forward(inputs, kernel)[0]
+def _product(inputs, kernel, state):
+    return _forward(inputs, kernel, state)[0]
 
 
-def _forward(inputs, kernel):
-    inputs, of_inputs = rounded(inputs, OPERAND_DTYPE)
-    kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
+def _forward(inputs, kernel, state):
+    inputs, of_inputs, by_inputs = rounded(inputs, OPERAND_DTYPE, state[:2])
+    kernel, of_kernel, by_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
     outputs = _multiply(inputs, kernel, (1, 0), of_inputs * of_kernel)
-    return outputs, (inputs, of_inputs, kernel, of_kernel)
+    return outputs, (inputs, of_inputs, kernel, of_kernel, (*by_inputs, *by_kernel), state[4:])
 
 
 def _backward(kept, gradient):
-    inputs, of_inputs, kernel, of_kernel = kept
-    gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE)
+    inputs, of_inputs, kernel, of_kernel, state, history = kept
+    gradient, of_gradient, by_gradient = rounded(gradient, GRADIENT_DTYPE, history)
     by_inputs = _multiply(gradient, kernel, (1, 1), of_gradient * of_kernel)
-    return once(by_inputs), once(_multiply(inputs, gradient, (0, 0), of_inputs * of_gradient))
+    by_kernel = _multiply(inputs, gradient, (0, 0), of_inputs * of_gradient)
+    return once(by_inputs), once(by_kernel), (*state, *by_gradient)
 
 
 _product.defvjp(_forward, _backward)

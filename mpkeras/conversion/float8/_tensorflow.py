@@ -5,25 +5,30 @@ import tensorflow as tf
 from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
 
 
-def float8_product(inputs, kernel, training):
+def float8_product(inputs, kernel, training, state=()):
     """As in `_jax.py`. In training replicas scale by the largest value of all of them."""
     # TensorFlow follows neither float8 nor bits, and would take the gradient for a constant.
     tied = tie(inputs, kernel)
 
     @tf.custom_gradient
-    def product(inputs, kernel):
-        inputs, of_inputs = rounded(inputs, OPERAND_DTYPE, _over_replicas if training else None)
-        kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
+    def product(inputs, kernel, *state):
+        inputs, of_inputs, next_of_inputs = rounded(
+            inputs, OPERAND_DTYPE, state[:2], _over_replicas if training else None
+        )
+        kernel, of_kernel, next_of_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
 
         def backward(gradient_as_given):
-            gradient, of_gradient = rounded(gradient_as_given, GRADIENT_DTYPE, _over_replicas, cast=_to_e5m2)
+            gradient, of_gradient, next_of_gradient = rounded(
+                gradient_as_given, GRADIENT_DTYPE, state[4:], _over_replicas, cast=_to_e5m2
+            )
             by_inputs = _multiply(gradient, kernel, of_gradient * of_kernel, transpose_b=True)
             by_kernel = _multiply(inputs, gradient, of_inputs * of_gradient, transpose_a=True)
-            return once(by_inputs, gradient_as_given, tied), once(by_kernel, gradient_as_given, tied)
+            by_matrices = once(by_inputs, gradient_as_given, tied), once(by_kernel, gradient_as_given, tied)
+            return (*by_matrices, *next_of_inputs, *next_of_kernel, *next_of_gradient)
 
         return _multiply(inputs, kernel, of_inputs * of_kernel), backward
 
-    return product(inputs, kernel)
+    return product(inputs, kernel, *state)
 
 
 def _to_e5m2(values, dtype):

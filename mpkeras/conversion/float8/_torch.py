@@ -6,32 +6,33 @@ from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, on
 from mpkeras.devices._torch import has_float8_units, is_distributed
 
 
-def float8_product(inputs, kernel, training):
+def float8_product(inputs, kernel, training, state=()):
     """As in `_jax.py`. In training ranks scale by the largest value of all of them."""
     # What is saved in float8 is no function of the arguments to torch.
     tied = tie(inputs, kernel)
-    return _Product.apply(inputs, kernel, tied, training)
+    return _Product.apply(inputs, kernel, tied, training, *state)
 
 
 class _Product(torch.autograd.Function):
     """The product of two bfloat16 matrices. What is kept for the backward pass is in float8."""
 
     @staticmethod
-    def forward(ctx, inputs, kernel, tied, training):
-        inputs, of_inputs = rounded(inputs, OPERAND_DTYPE, _over_ranks if training else None)
-        kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
-        ctx.save_for_backward(inputs, of_inputs, kernel, of_kernel, tied)
+    def forward(ctx, inputs, kernel, tied, training, *state):
+        inputs, of_inputs, by_inputs = rounded(inputs, OPERAND_DTYPE, state[:2], _over_ranks if training else None)
+        kernel, of_kernel, by_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
+        ctx.save_for_backward(inputs, of_inputs, kernel, of_kernel, tied, *by_inputs, *by_kernel, *state[4:])
         return _multiply(inputs, kernel, of_inputs, of_kernel)
 
     @staticmethod
     def backward(ctx, gradient):
-        inputs, of_inputs, kernel, of_kernel, tied = ctx.saved_tensors
-        gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE, _over_ranks)
+        inputs, of_inputs, kernel, of_kernel, tied, *state = ctx.saved_tensors
+        gradient, of_gradient, by_gradient = rounded(gradient, GRADIENT_DTYPE, tuple(state[4:]), _over_ranks)
+        state[4:] = by_gradient
         by_kernel = once(_multiply(inputs.t(), gradient, of_inputs, of_gradient), tied)
         if not ctx.needs_input_grad[0]:
-            return None, by_kernel, None, None
+            return None, by_kernel, None, None, *state
         by_inputs = once(_multiply(gradient, kernel.t(), of_gradient, of_kernel), tied)
-        return by_inputs, by_kernel, None, None
+        return by_inputs, by_kernel, None, None, *state
 
 
 def _over_ranks(largest):

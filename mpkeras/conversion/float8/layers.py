@@ -6,6 +6,7 @@ products are summed in float32 and returned in bfloat16. A power of two changes 
 rounding to float8 is the only one, so every backend and device gets the same operands.
 """
 
+import collections
 import functools
 import importlib
 import math
@@ -16,15 +17,29 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras._replaced import is_replaced, replace, replaced_attributes
-from mpkeras.policies.rules import first_match, has_own_call, is_quantized
+from mpkeras._replaced import replace, replaced_attributes, restore
+from mpkeras.conversion.float8.rounding import passing_on
+from mpkeras.policies.rules import FLOAT8_STATE_MARK, first_match, has_float8_state, has_own_call, is_quantized
 
 # Units for products in float8 take sizes that are multiples of it.
 MULTIPLE = 16
 # Rules of `keep_16_bits` that go by the place of a layer.
 _ENDS = ("first", "last")
-# On a `call` of ours, to be known again.
+# On a `call` of ours, to be known again: the name of the change.
 _MARK = "_mpkeras_float8"
+# What Keras' `quantize("float8")` gives a `Dense` or `EinsumDense`: for each operand by what it is divided, and the
+# largest magnitudes of past steps.
+STATE = tuple(f"{name}_{of}" for name in ("inputs", "kernel", "outputs_grad") for of in ("scale", "amax_history"))
+_WITH_STATE = (keras.layers.Dense, keras.layers.EinsumDense)
+# Names of the changes to a layer, keys of `conversion.changes.CHANGES`. "Given" state is ours to take back; a layer
+# that its user quantized, or that was loaded so, "has" it. Where a layer of the first kind does not multiply in
+# float8, its state is "kept": the optimizer may be built on it.
+CURRENT, GIVEN, OWN, KEPT = (
+    "products in float8",
+    "products in float8 by given state",
+    "products in float8 by own state",
+    "float8 state kept",
+)
 
 # The part of the active backend: only that may be imported.
 _backend = importlib.import_module(f"mpkeras.conversion.float8._{keras.backend.backend()}")
@@ -68,10 +83,45 @@ def reasons_against(model, policy, dtypes) -> dict:
     for rule in policy.keep_16_bits:
         for layer in ends[rule] if rule in ends else _named(layers, rule):
             kept.setdefault(id(layer), rule)
+    repeated = _run_several_times(model) if policy.float8 == "delayed" else {}
     found = {}
     for layer in layers:
         if has_product(layer):
-            found[id(layer)] = _reason_against(layer, kept.get(id(layer)), dtypes[id(layer)])
+            reason = _reason_against(layer, kept.get(id(layer)), dtypes[id(layer)], policy.float8)
+            found[id(layer)] = repeated.get(id(layer)) if reason is None else reason
+    return found
+
+
+def changes_in_float8(layers, float8: str, reasons) -> dict:
+    """Returns `{id: name}` of the change that each layer with a product is given; none for the others.
+
+    Args:
+        layers: Those of a model.
+        float8: The setting of its policy.
+        reasons: `{id: reason}` as `reasons_against` returns them.
+    """
+    found = {}
+    for layer in layers:
+        if reasons.get(id(layer), "") is None:
+            found[id(layer)] = CURRENT if float8 == "current" else OWN if is_quantized(layer) else GIVEN
+        elif float8 == "delayed" and has_float8_state(layer):
+            found[id(layer)] = KEPT
+    return found
+
+
+def _run_several_times(model) -> dict:
+    """Returns `{id: reason}` of layers whose gradients are sums over several calls: their next state would be a sum."""
+    found: dict = {}
+    for layer in _keras.flatten_layers(model, include_self=True):
+        graph = _keras.graph_of(layer)
+        calls: dict = collections.Counter() if graph is None else _keras.calls_in(graph)
+        loops = isinstance(layer, (keras.layers.RNN, keras.layers.TimeDistributed, keras.layers.Bidirectional))
+        for inner, times in calls.items():
+            if times > 1:
+                reason = f"it is run {times} times in a step, and its state is for one"
+                found |= {id(each): reason for each in _keras.flatten_layers(inner, include_self=True)}
+        for inner in _keras.flatten_layers(layer) if loops else ():
+            found[id(inner)] = f"{type(layer).__name__} runs it several times in a step, and its state is for one"
     return found
 
 
@@ -116,9 +166,12 @@ def _named(layers, rule) -> list:
     return found
 
 
-def _reason_against(layer, rule, dtype) -> str | None:
-    if is_quantized(layer):
+def _reason_against(layer, rule, dtype, float8) -> str | None:
+    # What Keras quantized to float8 itself goes on with its state.
+    if is_quantized(layer) and (float8, layer.quantization_mode) != ("delayed", "float8"):
         return f"it is quantized ({layer.quantization_mode})"
+    if float8 == "delayed" and type(layer) not in _WITH_STATE:
+        return f"Keras gives no float8 state to a {type(layer).__name__}"
     if dtype != "bfloat16":
         return f"it computes in {dtype}"
     if rule is not None:
@@ -156,38 +209,66 @@ def _split(equation: str) -> Labels | None:
     return Labels(inputs, kernel, outputs, rows, summed, columns) if summed and columns else None
 
 
-def multiply_in_float8(layer):
-    """Lets a `Dense` or `EinsumDense` compute its product, and those of its derivative, in float8."""
+def multiply_in_float8(layer, change: str = CURRENT):
+    """Lets a `Dense` or `EinsumDense` compute its product, and those of its derivative, in float8.
+
+    Args:
+        layer: The layer. With a state it has it already, or gets it when it is built.
+        change: `CURRENT`, `GIVEN`, `OWN` or `KEPT`.
+    """
     labels = labels_of(layer)
-    if labels is None or is_replaced(layer, "call", "layer"):
+    # Keras runs this one of a layer with state.
+    attribute = "call" if change == CURRENT else "quantized_call"
+    if labels is None or change == _change_of(layer, attribute):
         return
+    restore(layer, attribute, kind="layer")
     call = layer.call
 
     @functools.wraps(call)
     def call_in_float8(inputs, training=None):
-        # It may have moved to float32 since.
-        if layer.compute_dtype != "bfloat16":
-            return call(inputs, training=training)
+        state = [] if change == CURRENT else [_read(getattr(layer, name)) for name in STATE]
         # Read once: with LoRA it is a product. The layer may not have been built when its call was replaced.
         kernel = layer.kernel
-        if _misfit(labels, kernel.shape) is not None:
-            return call(inputs, training=training)
-        outputs = _einsum(labels, ops.cast(inputs, layer.compute_dtype), kernel, training)
+        # It may have moved to float32 since.
+        if change == KEPT or layer.compute_dtype != "bfloat16" or _misfit(labels, kernel.shape) is not None:
+            return passing_on(call(inputs, training=training), state)
+        outputs = _einsum(labels, ops.cast(inputs, layer.compute_dtype), kernel, training, state)
         if layer.bias is not None:
             outputs = ops.add(outputs, layer.bias)
         return outputs if layer.activation is None else layer.activation(outputs)
 
-    vars(call_in_float8)[_MARK] = True
-    replace(layer, "call", call_in_float8, kind="layer")
+    vars(call_in_float8)[_MARK] = change
+    vars(call_in_float8)[FLOAT8_STATE_MARK] = change in (GIVEN, KEPT)
+    replace(layer, attribute, call_in_float8, kind="layer")
+
+
+def _read(variable):
+    # `ops.convert_to_tensor` hands a variable on as it is on TensorFlow.
+    return ops.reshape(variable, variable.shape)
+
+
+def float8_state(layer) -> dict | None:
+    """Returns `{name: variable}`, what Keras' float8 keeps in `layer`; `None` if it keeps nothing."""
+    found = {name: vars(layer)[name] for name in STATE if name in vars(layer)}
+    return found if type(layer) in _WITH_STATE and len(found) == len(STATE) else None
+
+
+def _change_of(layer, attribute: str) -> str | None:
+    names = [getattr(entry.given, _MARK, None) for entry in replaced_attributes(layer) if entry.name == attribute]
+    return next((name for name in names if name is not None), None)
+
+
+def float8_change(layer) -> str | None:
+    """Returns which of the changes is in force on `layer`: `CURRENT`, `GIVEN`, `OWN`, `KEPT`, or none."""
+    return _change_of(layer, "call") or _change_of(layer, "quantized_call")
 
 
 def multiplies_in_float8(layer) -> bool:
-    """Whether `multiply_in_float8` is in force, and the layer computes in what it was made for."""
-    calls = [entry.given for entry in replaced_attributes(layer) if entry.name == "call"]
-    return layer.compute_dtype == "bfloat16" and any(hasattr(call, _MARK) for call in calls)
+    """Whether a product of `layer` is in float8, by `multiply_in_float8`, and it computes in what that was made for."""
+    return layer.compute_dtype == "bfloat16" and float8_change(layer) in (CURRENT, GIVEN, OWN)
 
 
-def _einsum(labels: Labels, inputs, kernel, training):
+def _einsum(labels: Labels, inputs, kernel, training, state):
     """Returns the `einsum` of bfloat16 tensors, computed as a product of two float8 matrices."""
     several = tuple(f"{i}" for i in range(len(inputs.shape) - len(labels.inputs) + 1))
 
@@ -200,7 +281,7 @@ def _einsum(labels: Labels, inputs, kernel, training):
     length = math.prod(sizes[name] for name in summed)
     matrix = ops.reshape(_transposed(inputs, of_inputs, [*rows, *summed]), (-1, length))
     kernel = ops.reshape(_transposed(kernel, of_kernel, [*summed, *columns]), (length, -1))
-    outputs = _backend.float8_product(matrix, kernel, training not in (None, False))
+    outputs = _backend.float8_product(matrix, kernel, training not in (None, False), state)
     outputs = ops.reshape(outputs, [sizes[name] for name in (*rows, *columns)])
     return _transposed(outputs, [*rows, *columns], of_outputs)
 

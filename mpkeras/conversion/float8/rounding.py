@@ -39,27 +39,57 @@ def tie(inputs, kernel):
     return ops.sum(inputs[:1, :1]) + ops.sum(kernel[:1, :1])
 
 
-def rounded(values, dtype: str, over_devices=None, cast=ops.cast):
+def rounded(values, dtype: str, history=(), over_devices=None, cast=ops.cast):
     """Returns bfloat16 values rounded to float8, and by what to multiply them to have the values back.
 
     Args:
         values: bfloat16 tensor.
         dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        history: `()`: the values are scaled by the largest of them. `(scale, amax_history)` as Keras keeps them,
+            float32 tensors of the shapes `()` and `(length,)`: by the largest of past steps; larger values saturate.
         over_devices: Function from the largest magnitude here, a float32 scalar, to that on all devices. `None`: the
             values are those of all.
         cast: Function of values in range and `dtype` that rounds them to the nearest.
 
     Returns:
-        `(values * scale` in `dtype, 1 / scale)`, the latter a float32 scalar: a power of two, such that the largest
-        value is at most the largest finite one of `dtype` and more than half of it; NaN where a value is not finite,
-        so that nothing that overflowed is hidden by the rounding.
+        `(values * scale` in `dtype, 1 / scale, next history)`. The second is a float32 scalar: a power of two, such
+        that the largest value is at most the largest finite one of `dtype` and more than half of it; NaN where a value
+        is not finite, so that nothing that overflowed is hidden by the rounding. The third is `history` after this
+        step, as `keras.layers.Dense` under `"float8"` computes it.
     """
-    largest = ops.cast(ops.max(ops.abs(values)), "float32")
+    present = ops.cast(ops.max(ops.abs(values)), "float32")
     if over_devices is not None:
-        largest = over_devices(largest)
-    # As if a tensor of zeros were very small.
-    ratio = LARGEST[dtype] / ops.maximum(largest, LARGEST[dtype] / _LARGEST_SCALE)
-    # Its exponent alone: a bfloat16, whose bits are the upper half of those of a float32.
-    scale = _devices.upper_halves(_devices.words(ratio) & _EXPONENT)
-    inverse = ops.where(ops.isfinite(largest), 1.0 / ops.cast(scale, "float32"), float("nan"))
-    return cast(values * scale, dtype), inverse
+        present = over_devices(present)
+    if history:
+        scale, past = history
+        # Keras divides by its scale.
+        scale = keras.quantizers.compute_float8_scale(ops.max(past), scale, LARGEST[dtype])
+        factor = _power_of_two(ops.minimum(1.0 / scale, _LARGEST_SCALE))
+        scaled = ops.clip(values * factor, -LARGEST[dtype], LARGEST[dtype])
+        history = (scale, keras.quantizers.compute_float8_amax_history(present, past))
+    else:
+        # As if a tensor of zeros were very small.
+        factor = _power_of_two(LARGEST[dtype] / ops.maximum(present, LARGEST[dtype] / _LARGEST_SCALE))
+        scaled = values * factor
+    inverse = ops.where(ops.isfinite(present), 1.0 / ops.cast(factor, "float32"), float("nan"))
+    return cast(scaled, dtype), inverse, history
+
+
+def _power_of_two(ratio):
+    """Returns the largest power of two up to `ratio`: its exponent alone, a bfloat16, whose bits are the upper half."""
+    return _devices.upper_halves(_devices.words(ratio) & _EXPONENT)
+
+
+def passing_on(outputs, state):
+    """Returns `outputs`; `state`, which takes its gradients as its new values, stays as it is."""
+    if not state:
+        return outputs
+
+    @ops.custom_gradient
+    def pass_on(outputs, *state):
+        def backward(*args, upstream=None):
+            return ((args[0] if upstream is None else upstream), *state)
+
+        return outputs, backward
+
+    return pass_on(outputs, *state)
