@@ -370,6 +370,12 @@ def take_variables(layer, names) -> dict:
     return found
 
 
+def put_first(layer, variables):
+    """Lets trainable variables of `layer` be its first ones: the order is that of files and of optimizers' slots."""
+    chosen = {id(variable) for variable in variables}
+    layer._trainable_variables[:] = sorted(layer._trainable_variables, key=lambda v: id(v) not in chosen)
+
+
 def give_variables(layer, variables: dict):
     """Gives a built layer back what `take_variables` took: the same variables. A built layer is locked."""
     layer._tracker.unlock()

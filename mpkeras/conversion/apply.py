@@ -234,6 +234,9 @@ def _give_policy(layer, policy, state=()):
     set_layer_policy(layer, policy)
     if policy.quantization_mode is None and has_state:
         _keras.take_variables(layer, STATE)
+    elif not has_state:
+        # As in a layer that is built under this policy, or loaded from its configuration.
+        _keras.put_first(layer, (float8_state(layer) or {}).values())
 
 
 def _convert_when_built(model, convert):

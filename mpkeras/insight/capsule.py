@@ -342,7 +342,10 @@ class Capsule:
         if stored:
             pairs = zip(computing_layers(model), self._layers, strict=False)
             others = tuple(layer for layer, then in pairs if has_product(layer) and "float8" not in then[4:])
-            policy = Policy("mixed_float8", variable_dtype=stored[0], keep_float32=(), keep_16_bits=others)
+            float8 = "delayed" if any("delayed" in then[4:] for then in self._layers) else "current"
+            policy = Policy(
+                "mixed_float8", variable_dtype=stored[0], keep_float32=(), float8=float8, keep_16_bits=others
+            )
             layer_converter(model, policy)()
 
     def _check_layers(self, model):

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import recorded
-from mpkeras.conversion.float8.layers import multiplies_in_float8
+from mpkeras.conversion.float8.layers import float8_factors, multiplies_in_float8
 from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE
 from mpkeras.conversion.plan import compute_dtypes, layers_of
 from mpkeras.insight.culprit import find_culprit
@@ -18,7 +18,7 @@ from mpkeras.insight.ranges import (
     EXPONENTS,
     WORTH,
     Range,
-    float8_underflow,
+    float8_losses,
     largest,
     lost_share,
     overflow_limit,
@@ -176,10 +176,20 @@ def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
 
 def _in_float8(call) -> dict:
     kernel = [keras.ops.convert_to_numpy(keras.ops.cast(call.layer.kernel, "float32"))]
-    sides = {"inputs": (call.inputs, OPERAND_DTYPE), "kernel": (kernel, OPERAND_DTYPE)}
-    sides["gradients"] = (call.output_grads, GRADIENT_DTYPE)
-    found = {name: float8_underflow(arrays, dtype) for name, (arrays, dtype) in sides.items()}
-    return found | {"output_error": relative_error(call.outputs, call.references)}
+    factors = float8_factors(call.layer)
+    sides = {
+        "inputs": (call.inputs, OPERAND_DTYPE),
+        "kernel": (kernel, OPERAND_DTYPE),
+        "gradients": (call.output_grads, GRADIENT_DTYPE),
+    }
+    losses = {
+        name: float8_losses(*side, factor)
+        for (name, side), factor in zip(sides.items(), factors or (None,) * len(sides), strict=True)
+    }
+    found: dict = {name: zeroed for name, (zeroed, _) in losses.items()}
+    found["output_error"] = relative_error(call.outputs, call.references)
+    found["saturated"] = None if factors is None else {name: share for name, (_, share) in losses.items()}
+    return found
 
 
 def _overflow(call, inputs, outputs) -> float:
@@ -231,8 +241,10 @@ class LayerNumerics:
             a large one are next to nothing.
         float8: Of a layer that multiplies in float8: `"inputs"`, `"kernel"` and `"gradients"` (by its outputs), the
             share of their values that round to zero beside the largest of their tensor, and `"output_error"`, the norm
-            of what its outputs differ by from those in float32 on the same inputs, over the norm of these. Nothing
-            saturates: the scale is that of the present values. `None` for other layers.
+            of what its outputs differ by from those in float32 on the same inputs, over the norm of these;
+            `"saturated"`, where the scales are those of past steps, the shares of the three that are larger than any
+            value of these, and `None` where nothing saturates, as the scale is that of the present values. `None` for
+            other layers.
     """
 
     path: str
@@ -319,12 +331,15 @@ class NumericsReport(Report):
         if any(layer.float8 for layer in self.layers):
             dtype = "float8"
         base = get_policy(f"mixed_{dtype}")
+        if any(layer.float8 and layer.float8["saturated"] for layer in self.layers):
+            base = Policy(base.name, float8="delayed")
         new = [rule for rule in self.rules if rule not in base.keep_float32]
         if not new and not self.rules_16_bits:
             return base
         # Without float8 there are none.
         in_16_bits = (*base.keep_16_bits, *self.rules_16_bits) or None
-        return Policy(base.name, keep_float32=(*base.keep_float32, *new), keep_16_bits=in_16_bits)
+        rules = (*base.keep_float32, *new)
+        return Policy(base.name, keep_float32=rules, float8=base.float8, keep_16_bits=in_16_bits)
 
     def table(self):
         header = ["Layer", "Class", "Computes in", "Largest output", "Overflow", "Underflow"]
@@ -357,8 +372,8 @@ class NumericsReport(Report):
         for layer in {layer.path: layer for layer in self.layers if _is_off_in_float8(layer)}.values():
             lines.append(
                 f"Layer '{layer.path}': its outputs are off by {_percent(layer.float8['output_error'])} in float8, and "
-                f"{_percent(layer.float8['inputs'])} of its inputs round to zero: keep it in 16 bits with the "
-                f"`keep_16_bits` rule '{path_rule(layer.path)}'."
+                f"{_percent(layer.float8['inputs'])} of its inputs round to zero{_saturated(layer)}: keep it in 16 "
+                f"bits with the `keep_16_bits` rule '{path_rule(layer.path)}'."
             )
         if lines:
             lines.append("`report.policy()` is the policy with these rules; or train in 'mixed_bfloat16'.")
@@ -461,6 +476,11 @@ def _largest_of(layer) -> tuple[str, float]:
         if ranges[what].max_abs >= limit:
             return what, ranges[what].max_abs
     return "output", max(layer.true_outputs.max_abs, layer.outputs.max_abs)
+
+
+def _saturated(layer) -> str:
+    shares = layer.float8["saturated"]
+    return f", {_percent(shares['inputs'])} are larger than those of past steps" if shares else ""
 
 
 def _is_off_in_float8(layer) -> bool:

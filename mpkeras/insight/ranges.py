@@ -132,23 +132,25 @@ def lost_share(grads, dtype: str, loss_scale: float) -> float:
     return min(float(np.sqrt(lost / total)), 1.0) if total else 0.0
 
 
-def float8_underflow(arrays, dtype: str) -> float:
-    """Returns the share of values, zeros left out, that round to zero beside the largest of their tensor.
+def float8_losses(arrays, dtype: str, factor: float | None = None) -> tuple[float, float]:
+    """Returns the shares of values, zeros left out, that round to zero in float8, and that saturate.
 
     Args:
-        arrays: Float arrays, each scaled by itself, as products in float8 scale them; what is not finite is left out,
-            and so are `None`s.
+        arrays: Float arrays; what is not finite is left out, and so are `None`s.
         dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        factor: What the values are multiplied by before they are rounded. `None`: each array is scaled by its largest
+            value, as products in float8 scale by the present step; nothing saturates.
     """
-    nonzero = zeroed = 0
+    nonzero = zeroed = saturated = 0
     for array in arrays:
         values = np.zeros(0) if array is None else np.abs(np.asarray(array, "float64"))
         values = values[np.isfinite(values) & (values > 0)]
         if values.size:
-            scale = 2.0 ** np.floor(np.log2(largest(dtype) / values.max()))
+            scaled = values * (2.0 ** np.floor(np.log2(largest(dtype) / values.max())) if factor is None else factor)
             nonzero += values.size
-            zeroed += int(np.sum(values * scale <= underflow_limit(dtype)))
-    return zeroed / nonzero if nonzero else 0.0
+            zeroed += int(np.sum(scaled <= underflow_limit(dtype)))
+            saturated += int(np.sum(scaled > largest(dtype)))
+    return (zeroed / nonzero, saturated / nonzero) if nonzero else (0.0, 0.0)
 
 
 def relative_error(values, references) -> float:

@@ -11,7 +11,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import converted_by
-from mpkeras.conversion.float8.layers import multiplies_in_float8
+from mpkeras.conversion.float8.layers import CURRENT, float8_change, multiplies_in_float8
 from mpkeras.conversion.plan import layers_of
 from mpkeras.devices.environment import environment
 from mpkeras.training import capsule_file, metric_states
@@ -120,11 +120,11 @@ def _write(path, model, extra, optimizers, metrics, before, content, arrays) -> 
 def layer_dtypes(model) -> list:
     """Returns `[path, class, compute dtype, variable dtype]` of each layer that computes, as JSON can hold it.
 
-    Behind them stands "float8" of those that multiply in it.
+    Behind them stands "float8" of those that multiply in it, and "delayed" of those that scale by past steps.
     """
     return [
         [layer.path or layer.name, type(layer).__name__, layer.compute_dtype, layer.variable_dtype]
-        + ["float8"] * multiplies_in_float8(layer)
+        + (["float8"] + ["delayed"] * (float8_change(layer) != CURRENT)) * multiplies_in_float8(layer)
         for layer in computing_layers(model)
     ]
 

@@ -18,7 +18,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._replaced import replace, replaced_attributes, restore
-from mpkeras.conversion.float8.rounding import passing_on
+from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, factor_by_history, passing_on
 from mpkeras.policies.rules import FLOAT8_STATE_MARK, first_match, has_float8_state, has_own_call, is_quantized
 
 # Units for products in float8 take sizes that are multiples of it.
@@ -32,8 +32,8 @@ _MARK = "_mpkeras_float8"
 STATE = tuple(f"{name}_{of}" for name in ("inputs", "kernel", "outputs_grad") for of in ("scale", "amax_history"))
 _WITH_STATE = (keras.layers.Dense, keras.layers.EinsumDense)
 # Names of the changes to a layer, keys of `conversion.changes.CHANGES`. "Given" state is ours to take back; a layer
-# that its user quantized, or that was loaded so, "has" it. Where a layer of the first kind does not multiply in
-# float8, its state is "kept": the optimizer may be built on it.
+# that its user quantized, or that was loaded so, has its "own". Where a layer with state does not multiply in float8,
+# it is "kept": the optimizer may be built on it.
 CURRENT, GIVEN, OWN, KEPT = (
     "products in float8",
     "products in float8 by given state",
@@ -104,7 +104,7 @@ def changes_in_float8(layers, float8: str, reasons) -> dict:
     for layer in layers:
         if reasons.get(id(layer), "") is None:
             found[id(layer)] = CURRENT if float8 == "current" else OWN if is_quantized(layer) else GIVEN
-        elif float8 == "delayed" and has_float8_state(layer):
+        elif float8 == "delayed" and layer.quantization_mode == "float8" and type(layer) in _WITH_STATE:
             found[id(layer)] = KEPT
     return found
 
@@ -221,6 +221,7 @@ def multiply_in_float8(layer, change: str = CURRENT):
     attribute = "call" if change == CURRENT else "quantized_call"
     if labels is None or change == _change_of(layer, attribute):
         return
+    gave_state = change == GIVEN or (change == KEPT and has_float8_state(layer))
     restore(layer, attribute, kind="layer")
     call = layer.call
 
@@ -238,7 +239,7 @@ def multiply_in_float8(layer, change: str = CURRENT):
         return outputs if layer.activation is None else layer.activation(outputs)
 
     vars(call_in_float8)[_MARK] = change
-    vars(call_in_float8)[FLOAT8_STATE_MARK] = change in (GIVEN, KEPT)
+    vars(call_in_float8)[FLOAT8_STATE_MARK] = gave_state
     replace(layer, attribute, call_in_float8, kind="layer")
 
 
@@ -251,6 +252,18 @@ def float8_state(layer) -> dict | None:
     """Returns `{name: variable}`, what Keras' float8 keeps in `layer`; `None` if it keeps nothing."""
     found = {name: vars(layer)[name] for name in STATE if name in vars(layer)}
     return found if type(layer) in _WITH_STATE and len(found) == len(STATE) else None
+
+
+def float8_factors(layer) -> list | None:
+    """Returns what the inputs, the kernel and the gradient are multiplied by in the next step, as floats.
+
+    `None` where each is scaled by itself.
+    """
+    state = [_read(variable) for variable in (float8_state(layer) or {}).values()]
+    if not state or float8_change(layer) not in (GIVEN, OWN):
+        return None
+    dtypes = (OPERAND_DTYPE, OPERAND_DTYPE, GRADIENT_DTYPE)
+    return [float(factor_by_history(state[2 * i : 2 * i + 2], dtype)[0]) for i, dtype in enumerate(dtypes)]
 
 
 def _change_of(layer, attribute: str) -> str | None:

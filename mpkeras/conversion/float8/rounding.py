@@ -61,18 +61,23 @@ def rounded(values, dtype: str, history=(), over_devices=None, cast=ops.cast):
     if over_devices is not None:
         present = over_devices(present)
     if history:
-        scale, past = history
-        # Keras divides by its scale.
-        scale = keras.quantizers.compute_float8_scale(ops.max(past), scale, LARGEST[dtype])
-        factor = _power_of_two(ops.minimum(1.0 / scale, _LARGEST_SCALE))
+        factor, scale = factor_by_history(history, dtype)
         scaled = ops.clip(values * factor, -LARGEST[dtype], LARGEST[dtype])
-        history = (scale, keras.quantizers.compute_float8_amax_history(present, past))
+        history = (scale, keras.quantizers.compute_float8_amax_history(present, history[1]))
     else:
         # As if a tensor of zeros were very small.
         factor = _power_of_two(LARGEST[dtype] / ops.maximum(present, LARGEST[dtype] / _LARGEST_SCALE))
         scaled = values * factor
     inverse = ops.where(ops.isfinite(present), 1.0 / ops.cast(factor, "float32"), float("nan"))
     return cast(scaled, dtype), inverse, history
+
+
+def factor_by_history(history, dtype: str):
+    """Returns what values are multiplied by after this history, a bfloat16 scalar, and the scale that Keras keeps."""
+    scale, past = history
+    # Keras divides by its scale.
+    scale = keras.quantizers.compute_float8_scale(ops.max(past), scale, LARGEST[dtype])
+    return _power_of_two(ops.minimum(1.0 / scale, _LARGEST_SCALE)), scale
 
 
 def _power_of_two(ratio):
