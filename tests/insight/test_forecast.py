@@ -428,12 +428,16 @@ if SIZE:
 @needs_compilers
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("device", ["h100", "l4", "a100", "v5e"])
-def test_products_in_float8_are_float8_in_the_program_where_a_device_has_units(device):
+@pytest.mark.parametrize(
+    ("device", "scales"),
+    [("h100", "current"), ("l4", "current"), ("a100", "current"), ("v5e", "current"), ("h100", "delayed")],
+)
+def test_products_in_float8_are_float8_in_the_program_where_a_device_has_units(device, scales):
     """Three products of each of two layers: one forward, two backward. The first and the last layer stay in 16 bits."""
     hidden = [layers.Dense(width, "relu") for width in (256, 128, 256)]
     model = keras.Sequential([keras.Input((128,)), *hidden, layers.Dense(16)])
-    report = mpkeras.forecast(model, (512, 128), device=device, policies=["mixed_bfloat16", "mixed_float8"], verbose=0)
+    policies = ["mixed_bfloat16", mpkeras.Policy("mixed_float8", float8=scales)]
+    report = mpkeras.forecast(model, (512, 128), device=device, policies=policies, verbose=0)
     found = report.policies["mixed_float8"]
     forward = 2 * 512 * (256 * 128 + 128 * 256)
     if device in ("h100", "l4"):
