@@ -20,7 +20,8 @@ class NumberCopies:
     def __init__(self, model, variables, skip_counts):
         groups = {1: model.non_trainable_variables, 2: model.optimizer.variables, 3: model.metrics_variables}
         places = {id(v): (i, j) for i, group in groups.items() for j, v in enumerate(group)}
-        self._places = [places[id(variable)] for variable in variables]
+        # `fit` hands on no state of optimizers beside `model.optimizer`: a step that runs op by op assigns it.
+        self._places = [(variable, places.get(id(variable))) for variable in variables]
         counts = {id(variable) for variable in skip_counts}
         self._is_count = [id(variable) in counts for variable in variables]
         # Those of the last step, after it: as a rule the next one is given the same arrays.
@@ -49,7 +50,7 @@ class NumberCopies:
         return copies.read()
 
     def _values(self, state) -> list:
-        return [state[i][j] for i, j in self._places]
+        return [variable.value if place is None else state[place[0]][place[1]] for variable, place in self._places]
 
 
 @dataclasses.dataclass

@@ -259,6 +259,19 @@ def test_copies_are_those_of_before_the_step_bit_for_bit():
         assert value.shape == () and value.dtype == variable.dtype and value.tobytes() == expected.tobytes()
 
 
+@pytest.mark.backends("jax")
+def test_an_optimizer_beside_that_of_the_model_is_copied_from_its_variables():
+    model = compiled()
+    model.optimizer.build(model.trainable_variables)
+    # `fit` hands on the state of `model.optimizer` alone; a GAN's other one is updated in a step without `jit`.
+    other = keras.Variable(2, dtype="int32", trainable=False)
+    copies = importlib.import_module("mpkeras.callbacks._jax").NumberCopies(model, [other], [other])
+    state = [[], [], [variable.value for variable in model.optimizer.variables], []]
+    before = copies.before_step(state)
+    other.assign(3)
+    assert copies.skipped(before, copies.after_step(before, state)) and copies.read(before) == [2]
+
+
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_bad_arguments(tmp_path, keep):
     with pytest.raises(ValueError, match="`keep` to be a number of files of 1 or more"):
