@@ -7,15 +7,19 @@ as a ratio within a round, and the bytes and seconds of one capsule. Whoever tra
 do so on the machine where the file was written: other processors add in another order.
 
     python benchmarks/black_box.py --backend torch --faults 300
+    python benchmarks/black_box.py --faults 300 --rounds 0 --log faults.jsonl --minutes 20  # until all are in it
 """
 
 import argparse
 import collections
+import itertools
+import json
 import os
 import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import harness
 from models import MODES
@@ -155,33 +159,69 @@ def fail(seed: int, own: dict, path: str, is_compiled: bool) -> str | None:
     return name
 
 
-def measure_faults(number: int, first: int = 0) -> list[dict]:
-    """Returns the shares over so many faults, by kind and in all, and what was wrong with the others."""
+def try_fault(seed: int, own: dict, folder: str) -> dict:
+    """Returns whether fault number `seed` gave the same bits again and the right operation; `None` if not skipped."""
     import keras
 
     import mpkeras
 
+    path = os.path.join(folder, "capsule.mpk")
+    name = fail(seed, own, path, keras.backend.backend() != "torch" and seed % COMPILED_EVERY == 0)
+    tried = {"backend": keras.backend.backend(), "seed": seed, "fault": name}
+    if name is not None:
+        capsule = mpkeras.load_capsule(path, custom_objects=own)
+        run, found = capsule.run(), capsule.first_operation()
+        side, operation, line = FAULTS[name]
+        is_right = found is not None and found.side == side and found.name in NAMES[operation]
+        is_right = is_right and (line is None or line in (found.line or ""))
+        tried |= {"same_bits": run["same_bits"], "right": is_right, "found": repr(found)}
+    keras.utils.clear_session()
+    return tried
+
+
+def measure_faults(number: int, first: int = 0, log: str | None = None, minutes: float | None = None) -> list[dict]:
+    """Returns the shares over so many faults, by kind and in all, and what was wrong with the others.
+
+    Args:
+        number: How many.
+        first: The seed of the first one.
+        log: A file with a line for each fault that was tried, which need not exist. Those in it are not tried again.
+        minutes: Where given, no fault is begun after so many.
+    """
+    import keras
+
+    lines = Path(log).read_text().splitlines() if log is not None and os.path.exists(log) else []
+    seeds = range(first, first + number)
+    all_tried = [tried for tried in map(json.loads, lines) if tried["backend"] == keras.backend.backend()]
+    all_tried = [tried for tried in all_tried if tried["seed"] in seeds]
+    known = {tried["seed"] for tried in all_tried}
     own = fault_layers()
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in seeds:
+            if seed in known:
+                continue
+            if end is not None and time.monotonic() > end:
+                break
+            all_tried.append(try_fault(seed, own, folder))
+            if log is not None:
+                with open(log, "a") as file:
+                    file.write(json.dumps(all_tried[-1]) + "\n")
+    return shares_of(all_tried)
+
+
+def shares_of(all_tried: list[dict]) -> list[dict]:
+    """Returns an entry for each kind of fault and one for all that were skipped, from what `try_fault` returned."""
     counts = collections.defaultdict(collections.Counter)
     misses = []
-    is_plain_jit = keras.backend.backend() != "torch"
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(first, first + number):
-            path = os.path.join(folder, "capsule.mpk")
-            name = fail(seed, own, path, is_plain_jit and seed % COMPILED_EVERY == 0)
-            if name is None:
-                counts["not skipped"]["faults"] += 1
-                continue
-            capsule = mpkeras.load_capsule(path, custom_objects=own)
-            run, found = capsule.run(), capsule.first_operation()
-            side, operation, line = FAULTS[name]
-            is_right = found is not None and found.side == side and found.name in NAMES[operation]
-            is_right = is_right and (line is None or line in (found.line or ""))
-            for key in (name, "all"):
-                counts[key].update(faults=1, same_bits=run["same_bits"], right=is_right)
-            if not (run["same_bits"] and is_right):
-                misses.append({"seed": seed, "fault": name, "same_bits": run["same_bits"], "found": repr(found)})
-            keras.utils.clear_session()
+    for tried in all_tried:
+        if tried["fault"] is None:
+            counts["not skipped"]["faults"] += 1
+            continue
+        for key in (tried["fault"], "all"):
+            counts[key].update(faults=1, same_bits=tried["same_bits"], right=tried["right"])
+        if not (tried["same_bits"] and tried["right"]):
+            misses.append({key: tried[key] for key in ("seed", "fault", "same_bits", "found")})
     results = []
     for name, counted in counts.items():
         result = {"part": name, "faults": counted["faults"], "variant": "replay"}
@@ -194,31 +234,22 @@ def measure_faults(number: int, first: int = 0) -> list[dict]:
     return results
 
 
-def measure_cost(backend: str, model: str, rounds: int, steps: int) -> list[dict]:
+def measure_cost(backend: str, model: str, batch_sizes: list[int], rounds: int, steps: int) -> list[dict]:
     """Returns what the callback costs a step of `fit` in which nothing is skipped."""
     from monitor_overhead import DISPLAYS, EPOCHS, make_fit
 
     folder = tempfile.mkdtemp()
     made_by = {"BlackBox": lambda mpkeras: mpkeras.callbacks.BlackBox(folder)}
     results = []
-    for mode, jit_compile in MODES[backend]:
-        for display, verbose in DISPLAYS:
-            made = {
-                v: make_fit(model, v, jit_compile, steps, verbose, made_by) for v in ("bare", "bare again", "BlackBox")
-            }
-            fits = {variant: fit for variant, (fit, _) in made.items()}
-            times_ms = harness.time_interleaved(fits, rounds, wait=harness.wait_for_device, warm_up=1)
-            times_ms = {variant: [ms / (EPOCHS * steps) for ms in values] for variant, values in times_ms.items()}
-            for variant, summary in harness.compare(times_ms, baseline="bare").items():
-                result = {
-                    "part": "cost",
-                    "mode": mode,
-                    "model": model,
-                    "display": display,
-                    "variant": variant,
-                    **summary,
-                }
-                results.append({**result, "goal_ratio": GOAL} if variant == "BlackBox" else result)
+    for (mode, jit_compile), (display, verbose), batch_size in itertools.product(MODES[backend], DISPLAYS, batch_sizes):
+        variants = ("bare", "bare again", "BlackBox")
+        fits = {v: make_fit(model, v, jit_compile, steps, verbose, made_by, batch_size)[0] for v in variants}
+        times_ms = harness.time_interleaved(fits, rounds, wait=harness.wait_for_device, warm_up=1)
+        times_ms = {variant: [ms / (EPOCHS * steps) for ms in values] for variant, values in times_ms.items()}
+        for variant, summary in harness.compare(times_ms, baseline="bare").items():
+            result = {"part": "cost", "mode": mode, "model": model, "batch_size": batch_size, "display": display}
+            result |= {"variant": variant, **summary}
+            results.append({**result, "goal_ratio": GOAL} if variant == "BlackBox" else result)
     return results
 
 
@@ -254,10 +285,12 @@ def measure_file(parameters: int) -> dict:
 
 def measure(backend: str, options: argparse.Namespace) -> dict:
     """Returns `{"environment", "results"}` of this process, whose Keras backend must be `backend`."""
-    results = measure_faults(options.faults)
-    results.append(measure_file(options.params))
+    results = []
+    if options.faults:
+        results += measure_faults(options.faults, log=options.log, minutes=options.minutes)
+        results.append(measure_file(options.params))
     if options.rounds:
-        results += measure_cost(backend, options.model, options.rounds, options.steps)
+        results += measure_cost(backend, options.model, options.batch, options.rounds, options.steps)
     return {"environment": harness.environment(), "results": [{"backend": backend, **result} for result in results]}
 
 
@@ -279,8 +312,9 @@ def table_rows(results: list[dict]) -> list[dict[str, str]]:
             row["measured"] = f"{result['params']:,} parameters: {result['bytes']:,} bytes; {times}"
         elif result["part"] == "cost":
             row["what"] = f"cost, {result['mode']}, {result['display']}, {result['variant']}"
-            ratio = result["ratio"]
-            row["measured"] = f"{ratio['median']:.3f} ({ratio['q1']:.3f} - {ratio['q3']:.3f}) of {result['model']}"
+            ratio, step = result["ratio"], f"{result['time_ms']['median']:.1f} ms"
+            row["measured"] = f"{ratio['median']:.3f} ({ratio['q1']:.3f} - {ratio['q3']:.3f}), {step}"
+            row["measured"] += f", {result['model']}, batch {result['batch_size']}"
             row["goal"] = f"{result['goal_ratio']:.2f}" if "goal_ratio" in result else ""
         else:
             row["measured"] = f"{result['faults']} faults"
@@ -303,7 +337,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Returns the options, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("--faults", type=int, metavar="N", help="faults to draw (default: 300; with --quick: 18)")
+    option("--faults", type=int, metavar="N", help="faults to draw; 0 leaves them out (default: 300; with --quick: 18)")
+    option("--log", metavar="FILE", help="add a line for each fault that was tried, and go on behind those in it")
+    option("--minutes", type=float, metavar="M", help="begin no fault after so many, on each backend (default: no end)")
     option(
         "--rounds", type=int, metavar="N", help="timed calls of `fit` of each variant; 0 leaves them out (default: 12)"
     )
@@ -312,6 +348,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--params", type=int, metavar="N", help="of the model of one capsule (default: 10,000,000; --quick: 100,000)"
     )
     option("--model", choices=("cnn", "transformer", "mlp"), default="cnn", help="of the timed `fit` (default: cnn)")
+    option(
+        "--batch", type=int, action="append", metavar="N", help="of it; may be given more than once (default: 32, 256)"
+    )
     option("--quick", action="store_true", help="fewer faults and rounds, a smaller file")
     harness.add_options(parser)
     options = parser.parse_args(arguments)
@@ -319,21 +358,32 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, values in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, values[options.quick])
-        if getattr(options, name) < (0 if name == "rounds" else 1):
-            parser.error(f"--{name} must be {0 if name == 'rounds' else 1} or more")
+        least = 0 if name in ("faults", "rounds") else 1
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be {least} or more")
+    options.batch = options.batch or ([32] if options.quick else [32, 256])
+    if min(options.batch) < 1 or (options.minutes or 1) <= 0:
+        parser.error("--batch must be 1 or more, --minutes above 0")
     return options
 
 
 def main() -> int:
     options = parse_arguments()
     names = ("faults", "rounds", "steps", "params", "model")
+    more = [text for size in options.batch for text in ("--batch", str(size))]
+    more += [
+        text
+        for name in ("log", "minutes")
+        if getattr(options, name)
+        for text in (f"--{name}", str(getattr(options, name)))
+    ]
     return harness.run_benchmark(
         __file__,
         __doc__.splitlines()[0],
         options,
         measure=lambda backend: measure(backend, options),
-        arguments=[text for name in names for text in (f"--{name}", str(getattr(options, name)))],
-        settings={name: getattr(options, name) for name in names},
+        arguments=[text for name in names for text in (f"--{name}", str(getattr(options, name)))] + more,
+        settings={name: getattr(options, name) for name in (*names, "batch")},
         table_rows=table_rows,
         write_plot=write_plot,
     )

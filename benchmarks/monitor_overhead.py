@@ -34,10 +34,11 @@ EPOCHS, STEPS = 3, 50
 DISPLAYS = (("progress bar", 1), ("nothing", 0))
 
 
-def make_fit(name: str, variant: str, jit_compile: bool, steps: int, verbose: int, made_by=CALLBACKS):
+def make_fit(name: str, variant: str, jit_compile: bool, steps: int, verbose: int, made_by=CALLBACKS, batch_size=None):
     """Returns `(fit, batch_size)`: a function that trains a fresh model for `EPOCHS` epochs of so many batches.
 
-    `made_by` has a function for each callback, as `CALLBACKS`; of a variant that is not in it there is none.
+    `made_by` has a function for each callback, as `CALLBACKS`; of a variant that is not in it there is none. A
+    `batch_size` of `None` is the model's own.
     """
     import keras
     import numpy as np
@@ -45,7 +46,8 @@ def make_fit(name: str, variant: str, jit_compile: bool, steps: int, verbose: in
     import mpkeras
 
     keras.utils.set_random_seed(0)
-    build, batch_size = MODELS[name]
+    build, own_batch_size = MODELS[name]
+    batch_size = batch_size or own_batch_size
     model = build(keras)
     # Small: the loss stays finite for as long as the rounds last.
     optimizer = keras.optimizers.Adam(1e-4)

@@ -1,10 +1,12 @@
 """`BlackBox`: a file for each skipped step, from which it can be run again elsewhere."""
 
 import contextlib
+import importlib
 import re
 import warnings
 from pathlib import Path
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -27,9 +29,9 @@ class BlackBox(Guarded):
     docs/black_box.md before you send one. The file is there whole or not at all. Where it cannot be written, a warning
     says why and training goes on.
 
-    Nothing is copied of a step but a handful of single numbers, before it: all else is still there after a skipped
-    step. Each step is looked at before the next one begins, so the device is waited for; steps of one execution
-    (`steps_per_execution`) run one by one.
+    Nothing is copied of a step but a handful of single numbers, before it and on the device: all else is still there
+    after a skipped step. Each step is looked at before the next one begins: one number is read, so the device is waited
+    for; steps of one execution (`steps_per_execution`) run one by one.
 
     A model whose train step is not guarded, by `MixedPrecision` or `mpkeras.prepare`, is guarded for this `fit` as
     `MixedPrecision()` does.
@@ -121,15 +123,17 @@ class BlackBox(Guarded):
 
     @contextlib.contextmanager
     def _around_step(self, step, batch, state):
-        self._look()
+        # Whatever takes time on the host comes before `_look`, which waits for the device: behind it the device idles.
         if self._numbers is None or not self._numbers.are_all():
             self._numbers = _MovingNumbers(self._trained)
         numbers = self._numbers
-        before = numbers.read(*state)
+        self._look()
+        before = numbers.copies.before_step(*state)
 
         def take(result):
             logs, *state = result if isinstance(result, tuple) else (result,)
-            self._unseen = numbers, before, step, batch, logs, state
+            after = numbers.copies.after_step(before, *state)
+            self._unseen = numbers, before, after, step, batch, logs, state
             # On JAX steps run on while `fit` gets the next batch, and the state is there until that step begins.
             if not state:
                 self._look()
@@ -139,10 +143,10 @@ class BlackBox(Guarded):
     def _look(self):
         """Looks at the last step, unless that was done."""
         if self._unseen is not None:
-            numbers, before, step, batch, logs, state = self._unseen
+            numbers, before, after, step, batch, logs, state = self._unseen
             self._unseen = None
-            if numbers.skipped(*state) > sum(before[id(o.skipped_steps)] for o in numbers.optimizers):
-                self._write(step, batch, logs, before, *state)
+            if numbers.copies.skipped(before, after):
+                self._write(step, batch, logs, numbers.read(before), *state)
 
     def _write(self, step, batch, logs, before, state=None):
         with _keras.held_by_variables(self._trained, state):
@@ -188,36 +192,26 @@ class BlackBox(Guarded):
 
 
 class _MovingNumbers:
-    """Reads the numbers that a skipped step changes, from variables or, on JAX, from the state that `fit` hands on."""
+    """The numbers that a skipped step changes: copied on the device before each step, read of a skipped one alone."""
 
     def __init__(self, model):
         self._model = model
-        self.optimizers = guard.scaling_optimizers(model)
-        self._variables = moving_variables(self.optimizers, model.metrics)
-        self._are_built = all(optimizer.built for optimizer in self.optimizers)
+        self._optimizers = guard.scaling_optimizers(model)
+        self._variables = moving_variables(self._optimizers, model.metrics)
+        self._are_built = all(optimizer.built for optimizer in self._optimizers)
         self._metrics = len(model.metrics)
-        self._places: dict = {}
+        backend = importlib.import_module(f"mpkeras.callbacks._{keras.backend.backend()}")
+        skip_counts = [optimizer.skipped_steps for optimizer in self._optimizers]
+        self.copies = backend.NumberCopies(model, self._variables, skip_counts)
 
     def are_all(self) -> bool:
         """Whether optimizers and metrics are those that there are now: some come into being in the first step."""
         return self._are_built and self._metrics == len(self._model.metrics)
 
-    def read(self, state=None) -> dict:
-        """Returns the numbers by `id` of the variable."""
-        return {id(variable): self._value(variable, state) for variable in self._variables}
-
-    def skipped(self, state=None) -> int:
-        return sum(self._value(optimizer.skipped_steps, state) for optimizer in self.optimizers)
-
-    def _value(self, variable, state):
-        if state is None:
-            return _number(variable.value)
-        if not self._places:
-            model = self._model
-            groups = {1: model.non_trainable_variables, 2: model.optimizer.variables, 3: model.metrics_variables}
-            self._places = {id(v): (i, j) for i, group in groups.items() for j, v in enumerate(group)}
-        i, j = self._places[id(variable)]
-        return np.array(state[i][j])
+    def read(self, copies) -> dict:
+        """Returns the numbers as arrays, by `id` of the variable."""
+        ids = [id(variable) for variable in self._variables]
+        return dict(zip(ids, self.copies.read(copies), strict=True))
 
 
 def _number(tensor):

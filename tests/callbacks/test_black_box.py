@@ -1,5 +1,7 @@
 """`BlackBox`: which skipped steps of `fit` it keeps, and what it leaves alone."""
 
+import importlib
+
 import keras
 import numpy as np
 import pytest
@@ -173,6 +175,101 @@ def test_a_step_without_a_failure_writes_and_reads_nothing(tmp_path, monkeypatch
     monkeypatch.setattr(black_box, "capsule_of_fit", counted)
     fit(compiled(), BlackBox(tmp_path), bad=[3])
     assert calls == [3]
+
+
+def counted_reads(monkeypatch):
+    """Returns a list that grows by one whenever the host reads a tensor."""
+    reads = []
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counting(tensor, *args, **options):
+            if keras.ops.is_tensor(tensor):
+                reads.append(name)
+            return function(tensor, *args, **options)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(np, "array")
+    count(np, "asarray")
+    if keras.backend.backend() == "tensorflow":
+        count(type(keras.ops.zeros(())), "numpy")
+    elif keras.backend.backend() == "torch":
+        for name in ("numpy", "item", "__int__", "__bool__"):
+            count(type(keras.ops.zeros(())), name)
+    return reads
+
+
+def test_of_a_step_without_a_failure_one_number_is_read(tmp_path, monkeypatch):
+    reads = counted_reads(monkeypatch)
+    steps, epochs = 6, 2
+    fit(compiled(), steps=steps, epochs=epochs)
+    alone = len(reads)
+    fit(compiled(), BlackBox(tmp_path), steps=steps, epochs=epochs)
+    # On JAX the counts before the first step of an epoch, too: Keras has put all state back into the variables.
+    of_epochs = epochs if keras.backend.backend() == "jax" else 0
+    assert len(reads) - 2 * alone <= steps * epochs + of_epochs
+
+
+@SKIPS
+def test_what_a_callback_sets_between_steps_is_seen(tmp_path):
+    class Resetting(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 3:
+                self.model.optimizer.skipped_steps.assign(0)
+
+    box = BlackBox(tmp_path)
+    fit(compiled(), box, Resetting(), bad=[1, 3])
+    # After the fourth step the count is 1, as it was after the third.
+    assert steps_of(box) == [(0, 1), (0, 3)]
+    capsule = mpkeras.load_capsule(box.capsules[1])
+    (count,) = [value for name, value in capsule.state.items() if name.endswith("skipped_steps")]
+    assert count == 0 and capsule.run()["same_bits"]
+
+
+def test_copies_are_those_of_before_the_step_bit_for_bit():
+    backend = importlib.import_module(f"mpkeras.callbacks._{keras.backend.backend()}")
+    model = compiled()
+    model.optimizer.build(model.trainable_variables)
+    numbers = [variable for variable in model.optimizer.variables if len(variable.shape) == 0]
+    values = {"float32": np.uint32(0x7FC01234).view("float32"), "int32": np.int32(2**31 - 5)}
+    numbers = [variable for variable in numbers if variable.dtype in values]
+    for variable in numbers:
+        variable.assign(values[variable.dtype])
+    skipped = model.optimizer.skipped_steps
+    skipped.assign(3)
+    copies = backend.NumberCopies(model, numbers, [skipped])
+
+    def state():
+        if keras.backend.backend() != "jax":
+            return []
+        optimizer, metrics = model.optimizer, model.metrics_variables
+        groups = (model.trainable_variables, model.non_trainable_variables, optimizer.variables, metrics)
+        return [[[variable.value for variable in group] for group in groups]]
+
+    before = copies.before_step(*state())
+    for variable in numbers:
+        variable.assign(0)
+    for count, is_skipped in ((3, False), (4, True)):
+        skipped.assign(count)
+        assert copies.skipped(before, copies.after_step(before, *state())) is is_skipped
+    for variable, value in zip(numbers, copies.read(before), strict=True):
+        expected = np.int32(3) if variable is skipped else values[variable.dtype]
+        assert value.shape == () and value.dtype == variable.dtype and value.tobytes() == expected.tobytes()
+
+
+@pytest.mark.backends("jax")
+def test_an_optimizer_beside_that_of_the_model_is_copied_from_its_variables():
+    model = compiled()
+    model.optimizer.build(model.trainable_variables)
+    # `fit` hands on the state of `model.optimizer` alone; a GAN's other one is updated in a step without `jit`.
+    other = keras.Variable(2, dtype="int32", trainable=False)
+    copies = importlib.import_module("mpkeras.callbacks._jax").NumberCopies(model, [other], [other])
+    state = [[], [], [variable.value for variable in model.optimizer.variables], []]
+    before = copies.before_step(state)
+    other.assign(3)
+    assert copies.skipped(before, copies.after_step(before, state)) and copies.read(before) == [2]
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
