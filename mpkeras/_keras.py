@@ -131,11 +131,15 @@ def retype(variable, dtype: str):
         variable._dtype = dtype
         return
     value = keras.ops.cast(unscoped_value(variable), dtype)
-    # Under one of TensorFlow's strategies the new native variable has to be one of that strategy.
-    strategy = getattr(stored_value(variable), "distribute_strategy", None)
-    with contextlib.nullcontext() if strategy is None else strategy.scope():
+    with strategy_scope(variable):
         variable._dtype = dtype
         variable._initialize(value)
+
+
+def strategy_scope(variable):
+    """Context manager: new variables are of the same strategy of TensorFlow as `variable`; elsewhere nothing."""
+    strategy = getattr(stored_value(variable), "distribute_strategy", None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
 def weight_averages(optimizer) -> list:

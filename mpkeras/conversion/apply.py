@@ -1,5 +1,6 @@
 """`apply_policy`: gives an existing model the dtypes of a policy."""
 
+import contextlib
 import functools
 import re
 import warnings
@@ -23,7 +24,6 @@ from mpkeras.conversion.plan import (
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import (
-    has_float8_state,
     has_own_call,
     is_quantized,
     layer_policy,
@@ -153,7 +153,8 @@ def leave_float8(model, layer, reason: str):
 
 def move_to_float32(layer):
     """Lets `layer` compute in float32 from now on, with the variables that it has."""
-    set_layer_policy(layer, with_float8_state(keras.DTypePolicy("float32"), has_float8_state(layer)))
+    policy, has_state = keras.DTypePolicy("float32"), float8_state(layer) is not None
+    set_layer_policy(layer, with_float8_state(policy, has_state, is_given=not is_quantized(layer)))
 
 
 def scales_loss(optimizer) -> bool:
@@ -231,7 +232,9 @@ def _give_policy(layer, policy, state=()):
     has_state = float8_state(layer) is not None
     if policy.quantization_mode is not None and state and not has_state:
         _keras.give_variables(layer, state)
-    set_layer_policy(layer, policy)
+    makes_state = policy.quantization_mode is not None and layer.built
+    with _keras.strategy_scope(layer.variables[0]) if makes_state else contextlib.nullcontext():
+        set_layer_policy(layer, policy)
     if policy.quantization_mode is None and has_state:
         _keras.take_variables(layer, STATE)
     elif not has_state:
@@ -375,22 +378,15 @@ def recorded(model, on=None):
     """
     on = model if on is None else on
     before = [
-        (
-            target,
-            layer_policy(layer),
-            is_quantized(layer),
-            float8_state(target),
-            changes_of(layer),
-            float8_change(layer),
-        )
+        (target, layer_policy(layer), float8_state(target), changes_of(layer), float8_change(layer))
         for layer, target in zip(layers_of(model), layers_of(on), strict=True)
     ]
     stored = [(v, _keras.stored_dtype(v)) for v in on.variables]
 
     def put_back(refresh: bool = True):
         with_new_weights = False
-        for layer, policy, was_quantized, state, *_ in before:
-            if not was_quantized and layer_policy(layer) is not policy:
+        for layer, policy, state, *_ in before:
+            if not is_quantized(layer) and layer_policy(layer) is not policy:
                 with_new_weights |= _is_with_state(layer_policy(layer), policy)
                 _give_policy(layer, policy, state)
         in_float8 = {id(layer): change for layer, *_, change in before if change is not None}

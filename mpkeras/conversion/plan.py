@@ -9,7 +9,14 @@ from mpkeras import _keras
 from mpkeras.conversion.changes import planned_changes
 from mpkeras.conversion.float8.layers import GIVEN, KEPT, changes_in_float8, reasons_against
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
-from mpkeras.policies.rules import bound_layers, has_own_call, is_quantized, kept_in_float32, layer_policy
+from mpkeras.policies.rules import (
+    FLOAT8_STATE_MARK,
+    bound_layers,
+    has_own_call,
+    is_quantized,
+    kept_in_float32,
+    layer_policy,
+)
 
 _CONVERTIBLE = ("float32", "float16", "bfloat16")
 
@@ -182,12 +189,22 @@ def _without_rule(layer, before, policy, conversion, is_bound: bool):
     return policy.stock() or policy if conversion.converts(layer) and not is_bound and is_other else before
 
 
-def with_float8_state(policy, has_state: bool):
-    """Returns a policy of the same dtypes under which a layer has the state of Keras' float8, or has none."""
+def with_float8_state(policy, has_state: bool, is_given: bool = True):
+    """Returns a policy of the same dtypes under which a layer has the state of Keras' float8, or has none.
+
+    Args:
+        policy: The policy of a layer.
+        has_state: Whether the layer has the state.
+        is_given: Whether it has it from a conversion, which can take it back.
+    """
     if has_state == (policy.quantization_mode is not None):
         return policy
     name = stock_name(policy.compute_dtype, policy.variable_dtype)
-    return keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", name) if has_state else keras.DTypePolicy(name)
+    if not has_state:
+        return keras.DTypePolicy(name)
+    policy = keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", name)
+    vars(policy)[FLOAT8_STATE_MARK] = is_given
+    return policy
 
 
 def _is_same(policy, other) -> bool:

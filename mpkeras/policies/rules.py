@@ -7,12 +7,11 @@ from typing import NamedTuple
 import keras
 
 from mpkeras import _keras
-from mpkeras._replaced import replaced_attributes
 from mpkeras.policies import kernels
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
-# On a `quantized_call` of ours, where the layer has its float8 state from us.
+# On the policy of a layer that has its float8 state from a conversion. No file holds it.
 FLOAT8_STATE_MARK = "_mpkeras_gave_state"
 # Their softmax runs between two matrix products: in float32 it would drag the second one into float32 too.
 _KEEP_OWN_PRECISION = (
@@ -287,10 +286,7 @@ def is_quantized(layer) -> bool:
 
 def has_float8_state(layer) -> bool:
     """Whether a conversion gave `layer` the state of Keras' `quantize("float8")`."""
-    return any(
-        entry.name == "quantized_call" and entry.kind == "layer" and getattr(entry.given, FLOAT8_STATE_MARK, False)
-        for entry in replaced_attributes(layer)
-    )
+    return getattr(layer_policy(layer), FLOAT8_STATE_MARK, False)
 
 
 def running_quantized(model, dtype: str) -> list:

@@ -362,6 +362,32 @@ def test_an_error_gives_the_state_back():
     assert float(numpy(history)[1023]) == 0.0
 
 
+@pytest.mark.backends("tensorflow")
+def test_the_state_belongs_to_the_strategy_of_the_model():
+    import tensorflow as tf
+
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = compiled(mlp())
+    mpkeras.prepare(model, delayed())
+    x = rng.normal(size=(8, 16)).astype("float32")
+    model.fit(x, x, verbose=0)
+    assert state_of(model.layers[1])["inputs_amax_history"][0] > 0
+    native = model.layers[1].kernel_scale.value
+    assert native.distribute_strategy is model.layers[1].kernel.value.distribute_strategy
+
+
+def test_advice_leaves_the_state_as_it_was():
+    model = prepared(mlp())
+    x = rng.normal(size=(8, 16)).astype("float32")
+    model.fit(x, x, verbose=0)
+    before, ids = values_of(model), [id(v) for v in model.variables]
+    mpkeras.advise(model, x, x, budget_s=3)
+    assert [id(v) for v in model.variables] == ids
+    assert_equal(values_of(model), before)
+    assert [multiplies_in_float8(layer) for layer in model.layers] == [False, True, True, False]
+    model.fit(x, x, verbose=0)
+
+
 # Files.
 
 

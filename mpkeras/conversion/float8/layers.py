@@ -19,7 +19,7 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras._replaced import replace, replaced_attributes, restore
 from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, factor_by_history, passing_on
-from mpkeras.policies.rules import FLOAT8_STATE_MARK, first_match, has_float8_state, has_own_call, is_quantized
+from mpkeras.policies.rules import first_match, has_own_call, is_quantized
 
 # Units for products in float8 take sizes that are multiples of it.
 MULTIPLE = 16
@@ -221,7 +221,6 @@ def multiply_in_float8(layer, change: str = CURRENT):
     attribute = "call" if change == CURRENT else "quantized_call"
     if labels is None or change == _change_of(layer, attribute):
         return
-    gave_state = change == GIVEN or (change == KEPT and has_float8_state(layer))
     restore(layer, attribute, kind="layer")
     call = layer.call
 
@@ -239,7 +238,6 @@ def multiply_in_float8(layer, change: str = CURRENT):
         return outputs if layer.activation is None else layer.activation(outputs)
 
     vars(call_in_float8)[_MARK] = change
-    vars(call_in_float8)[FLOAT8_STATE_MARK] = gave_state
     replace(layer, attribute, call_in_float8, kind="layer")
 
 
