@@ -570,6 +570,10 @@ def test_a_variable_without_a_value_gets_another_dtype_and_no_value():
         variable = keras.Variable("ones", shape=(2, 3))
         private.retype(variable, "bfloat16")
     assert variable.dtype == "bfloat16" and private.stored_value(variable) is None
+    # Keras makes its value at the end of the next scope: in a later test's `tf.function`, which refuses.
+    with keras.StatelessScope():
+        pass
+    assert private.stored_dtype(variable) == "bfloat16"
 
 
 @pytest.mark.backends("jax")
