@@ -1,6 +1,6 @@
 """The few private names of Keras that mpkeras needs, each with the reason.
 
-Read in Keras 3.15.1. `tests/test_keras.py` fails when one of them changes.
+Read in Keras 3.15.1 and in a nightly of 3.16. `tests/test_keras.py` fails when one of them changes.
 """
 
 import collections
@@ -100,13 +100,13 @@ def replace_compiled_optimizer(model, optimizer):
 
 def autocast_dtype() -> str | None:
     """Returns the dtype that float variables are read in now; `None` if they are read as they are stored."""
-    scope = keras.src.backend.get_autocast_scope()
+    scope = keras.src.backend.common.variables.get_autocast_scope()
     return None if scope is None else scope.dtype
 
 
 def autocast_scope(dtype: str | None):
     """Context manager: float variables are read in `dtype`. Keras opens it around `Layer.call` only."""
-    return keras.src.backend.AutocastScope(dtype)
+    return keras.src.backend.common.variables.AutocastScope(dtype)
 
 
 # The attribute in which a `keras.Variable` keeps its dtype; `Variable.dtype` is public, but tells that of the scope.
@@ -157,10 +157,23 @@ def weight_of_slot(slot, weights):
 
 
 def know_variables_again(optimizer):
-    """Lets a built optimizer find its variables after `retype`: on TensorFlow by their native variables' names."""
-    optimizer._trainable_variables_indices = {
-        optimizer._var_key(variable): index for index, variable in enumerate(optimizer._trainable_variables)
-    }
+    """Lets a built optimizer find its variables after `retype`, and which of them decay.
+
+    On TensorFlow it knows them by the names of their native variables, which are others then.
+    """
+    before = {index: key for key, index in optimizer._trainable_variables_indices.items()}
+    present = {index: optimizer._var_key(variable) for index, variable in enumerate(optimizer._trainable_variables)}
+    optimizer._trainable_variables_indices = {key: index for index, key in present.items()}
+    renamed = {before.get(index, key): key for index, key in present.items()}
+    # Which variables were excluded by name or as objects, and what Keras made of it: up to 3.15 at the first decay, as
+    # 3.16 does when it is built. Into the dictionary: an attribute would be tracked.
+    attributes = vars(optimizer)
+    if "_exclude_from_weight_decay" in attributes:
+        excluded = attributes["_exclude_from_weight_decay"]
+        attributes["_exclude_from_weight_decay"] = {renamed.get(key, key) for key in excluded}
+    for name in ("_exclude_from_weight_decay_cache", "_weight_decay_by_var_key"):
+        if name in attributes:
+            attributes[name] = {renamed.get(key, key): value for key, value in attributes[name].items()}
 
 
 def portable_method(optimizer, name: str):
@@ -193,9 +206,9 @@ def track_parameters_again(model):
 
 def copy_mask(source, target):
     """Gives `target` the mask of `source`, if it has one: a cast makes a new tensor without it."""
-    mask = keras.src.backend.get_keras_mask(source)
+    mask = keras.src.backend.common.masking.get_keras_mask(source)
     if mask is not None:
-        keras.src.backend.set_keras_mask(target, mask)
+        keras.src.backend.common.masking.set_keras_mask(target, mask)
 
 
 def has_logits(tensor) -> bool:
@@ -324,7 +337,7 @@ WEIGHT_DECAY_METHOD = "_apply_weight_decay"
 
 
 def decays(optimizer, variable) -> bool:
-    """Whether `optimizer` decays `variable`, after its `exclude_from_weight_decay`."""
+    """Whether a built `optimizer` decays `variable`, after its `exclude_from_weight_decay`."""
     return optimizer._use_weight_decay(variable)
 
 
@@ -482,7 +495,7 @@ def is_float32_cast(tensor) -> bool:
 
 def has_mask(tensor) -> bool:
     """Whether a tensor, symbolic or not, carries a mask. `_keras_mask` has no public reader."""
-    return keras.src.backend.get_keras_mask(tensor) is not None
+    return keras.src.backend.common.masking.get_keras_mask(tensor) is not None
 
 
 def replace_outputs(model, outputs, names):

@@ -92,6 +92,8 @@ def test_weight_decay_goes_through_one_method_and_can_be_excluded():
     v, w = keras.Variable([1.0], name="v"), keras.Variable([1.0], name="w")
     optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_names=["w"])
+    # Before it is built, Keras 3.16 has no answer.
+    optimizer.build([v, w])
     assert private.decays(optimizer, v) and not private.decays(optimizer, w)
     assert callable(getattr(optimizer, private.WEIGHT_DECAY_METHOD))
 
@@ -543,6 +545,26 @@ def test_an_optimizer_finds_its_variables_after_they_are_stored_anew():
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(keras.ops.cast(v.value, "float32")), [0.5, -1.0])
 
 
+@pytest.mark.parametrize("excluded", [{"var_names": ["w"]}, {"var_list": True}], ids=["by name", "as an object"])
+@pytest.mark.parametrize("is_used", [False, True], ids=["built only", "after an update"])
+def test_an_optimizer_knows_what_decays_after_variables_are_stored_anew(excluded, is_used):
+    v, w = keras.Variable([1.0], name="v"), keras.Variable([1.0], name="w")
+    optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(**({"var_list": [w]} if "var_list" in excluded else excluded))
+    optimizer.build([v, w])
+    if is_used:
+        optimizer.apply([keras.ops.zeros(1), keras.ops.zeros(1)])
+        v.assign([1.0])
+    for variable in (v, w):
+        private.retype(variable, "bfloat16")
+    private.know_variables_again(optimizer)
+    assert private.decays(optimizer, v) and not private.decays(optimizer, w)
+    optimizer.apply([keras.ops.zeros(1, "bfloat16"), keras.ops.zeros(1, "bfloat16")])
+    # 1 - 0.5 * 0.5 of the one that decays.
+    stored = [keras.ops.convert_to_numpy(keras.ops.cast(variable.value, "float32")).tolist() for variable in (v, w)]
+    assert stored == [[0.75], [1.0]]
+
+
 @pytest.mark.parametrize("name", [private.UPDATE_METHOD, private.WEIGHT_DECAY_METHOD, private.OVERWRITE_METHOD])
 def test_methods_of_optimizers_have_a_form_of_no_backend(name):
     for make in (keras.optimizers.Adam, keras.optimizers.Nadam):
@@ -579,6 +601,10 @@ def test_a_variable_without_a_value_gets_another_dtype_and_no_value():
         variable = keras.Variable("ones", shape=(2, 3))
         private.retype(variable, "bfloat16")
     assert variable.dtype == "bfloat16" and private.stored_value(variable) is None
+    # Keras makes its value at the end of the next scope: in a later test's `tf.function`, which refuses.
+    with keras.StatelessScope():
+        pass
+    assert private.stored_dtype(variable) == "bfloat16"
 
 
 @pytest.mark.backends("jax")

@@ -131,3 +131,7 @@ def test_the_citation_names_this_package():
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert re.search(r"^cff-version: 1\.2\.0$", text, flags=re.MULTILINE)
     assert "license: Apache-2.0" in text and "mpkeras" in text
+    (version,) = re.findall(r"^version: (.+)$", text, flags=re.MULTILINE)
+    (date,) = re.findall(r"^date-released: (.+)$", text, flags=re.MULTILINE)
+    assert version == _version.__version__
+    assert f"## [{version}] - {date}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

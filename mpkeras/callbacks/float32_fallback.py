@@ -48,7 +48,15 @@ class Float32Fallback(NumericsMonitor):
     >>> policy = mpkeras.Policy("mixed_float16", keep_float32=rules)  # for the next training
     """
 
-    def __init__(self, *, patience: int = 2, max_layers: int = 8, every=None, gradients=False, max_findings: int = 100):
+    def __init__(
+        self,
+        *,
+        patience: int = 2,
+        max_layers: int = 8,
+        every: int | None = None,
+        gradients: bool = False,
+        max_findings: int = 100,
+    ) -> None:
         super().__init__(every=every, gradients=gradients, max_findings=max_findings)
         for name, value in (("patience", patience), ("max_layers", max_layers)):
             if not isinstance(value, int) or value < 1:

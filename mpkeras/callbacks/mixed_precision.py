@@ -1,6 +1,10 @@
 """`MixedPrecision`: the one line for `model.fit`."""
 
+import keras
+
 from mpkeras.policies import loss_scaling
+from mpkeras.policies.loss_scaling import LossScale
+from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.scalars import number
 from mpkeras.training import guard, inventory
@@ -38,7 +42,15 @@ class MixedPrecision(SkipWatch):
     [32768.0, 0.0]
     """
 
-    def __init__(self, policy=None, *, loss_scale=None, jit_compile=None, rollback=True, on_min_scale="warn"):
+    def __init__(
+        self,
+        policy: str | Policy | keras.DTypePolicy | None = None,
+        *,
+        loss_scale: str | float | LossScale | None = None,
+        jit_compile: bool | None = None,
+        rollback: bool = True,
+        on_min_scale: str = "warn",
+    ) -> None:
         super().__init__()
         if on_min_scale not in _ON_MIN_SCALE:
             raise ValueError(

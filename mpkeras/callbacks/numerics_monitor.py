@@ -71,7 +71,7 @@ class NumericsMonitor(Guarded):
     layer 'net/head' is given up to 1e+05, more than float16 holds
     """
 
-    def __init__(self, *, every=None, gradients: bool = False, max_findings: int = 20):
+    def __init__(self, *, every: int | None = None, gradients: bool = False, max_findings: int = 20) -> None:
         super().__init__()
         for name, value in (("every", every), ("max_findings", max_findings)):
             if (value is not None or name != "every") and (not isinstance(value, int) or value < 1):
@@ -161,7 +161,7 @@ class NumericsMonitor(Guarded):
             where = report.culprit.path or report.culprit.side
             self._warn(where, execution.step, f"{report.culprit.message}. {remedies}")
 
-    def found(self, finding: Finding):
+    def found(self, finding: Finding) -> None:
         """Called with each finding; for subclasses.
 
         Args:

@@ -55,7 +55,7 @@ class ResourceMonitor(keras.callbacks.Callback):
     # not read.
     async_safe = True
 
-    def __init__(self, batch_size: int | None = None):
+    def __init__(self, batch_size: int | None = None) -> None:
         super().__init__()
         is_count = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
         if batch_size is not None and not is_count:

@@ -27,6 +27,9 @@ def environment() -> dict:
 
 def version(distribution: str) -> str | None:
     """Returns the version of what pip installed; `None` where there is no such package."""
+    if distribution == "keras":
+        # Its nightly is another distribution, `keras-nightly`, of the same package.
+        return keras.__version__
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -12,7 +12,7 @@ from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.bench import ESTIMATE, Bench, trainable_copy
 from mpkeras.insight.decision import MEMORY_WORTH, WORTH, Decision, decide, paired_ratios, rounds_won
-from mpkeras.insight.report import Report, bytes_text, make_figure, quartiles
+from mpkeras.insight.report import Figure, Report, bytes_text, make_figure, quartiles
 from mpkeras.insight.storage import storage_choices
 from mpkeras.insight.timing import ROUNDS, Cell, measure_grid
 from mpkeras.policies.registry import get_policy
@@ -36,7 +36,16 @@ _PRODUCT_LAYERS = (
 _SMALL = 1_000_000
 
 
-def advise(model, x, y=None, *, measure: bool = True, jit_compile=None, budget_s: float = 60.0, verbose: int = 1):
+def advise(
+    model,
+    x,
+    y=None,
+    *,
+    measure: bool = True,
+    jit_compile: bool | tuple[bool, ...] | None = None,
+    budget_s: float = 60.0,
+    verbose: int = 1,
+) -> "AdviceReport":
     """Says which policy and which `jit_compile` to train a model with, and how sure that is.
 
     Training steps in float32, bfloat16 and float16, compiled and not, are timed in interleaved rounds on your own
@@ -305,7 +314,7 @@ class AdviceReport(Report):
             self.jit_compile = present_jit and (self._has_accelerator or not self.bother)
             self.sureness = "not measured"
 
-    def table(self):
+    def table(self) -> tuple[list, list]:
         header = ["Policy", "jit_compile", "Step (ms)", "Quartiles", "Speed", "Memory", "Rounds", ""]
         baseline = self._baseline()
         return header, [self._row(cell, baseline) for cell in self.cells]
@@ -518,7 +527,7 @@ class AdviceReport(Report):
             "failure": cell.failure,
         }
 
-    def plot(self):
+    def plot(self) -> Figure:
         """Returns a figure: a bar for each measured setting, as long as its step, with the quartiles."""
         measured = [cell for cell in self.cells if cell.is_measured][::-1]
         figure = make_figure(figsize=(7, 1.4 + 0.45 * max(len(measured), 1)))

@@ -12,7 +12,7 @@ from mpkeras.devices.native import probe
 from mpkeras.insight import findings as checks
 from mpkeras.insight.findings import SEVERITIES, in_order
 from mpkeras.insight.flops import OPEN_SIZE, forward_pass, size, sums_by_dtype
-from mpkeras.insight.report import Report, bytes_text, make_figure, percent
+from mpkeras.insight.report import Figure, Report, bytes_text, make_figure, percent
 from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 from mpkeras.policies.policy import Policy
@@ -264,7 +264,7 @@ class AuditReport(Report):
                 casts[cast.source, cast.target] = (number + 1, elements + cast.elements)
             self.casts = casts
 
-    def table(self):
+    def table(self) -> tuple[list, list]:
         header = ["Layer", "Class", "Computes in", "Variables", "Parameters", "FLOPs", "In 16 bits"]
         return header, [self._cells(row) for row in rows_to_show(self.layers)]
 
@@ -371,7 +371,7 @@ class AuditReport(Report):
             ],
         }
 
-    def plot(self):
+    def plot(self) -> Figure:
         """Returns a figure: a bar for each layer with FLOPs (without a trace: parameters), coloured by dtype."""
         from matplotlib.patches import Patch
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import os
 import re
 
 import keras
@@ -35,7 +36,9 @@ from mpkeras.training.step import TrainStep, make_train_step
 _DECISIVE = ("mpkeras", "keras", "tensorflow", "jax", "torch", "numpy", "backend", "device", "cpu")
 
 
-def load_capsule(path, model=None, *, custom_objects=None, safe_mode: bool = True) -> "Capsule":
+def load_capsule(
+    path: str | os.PathLike, model=None, *, custom_objects: dict | None = None, safe_mode: bool = True
+) -> "Capsule":
     """Returns the skipped step in a file that `callbacks.BlackBox` or `step.capsule` wrote.
 
     Nothing in the file is executed while it is read. The model is made from its configuration when it is first asked

@@ -7,7 +7,7 @@ import numpy as np
 from mpkeras import _keras
 from mpkeras.insight.numerics import in_float32
 from mpkeras.insight.observation import observe
-from mpkeras.insight.report import Report, make_figure, percent
+from mpkeras.insight.report import Figure, Report, make_figure, percent
 from mpkeras.training.backend import training_backend
 
 
@@ -57,7 +57,7 @@ class Comparison(Report):
         forward = next((row for row in rows if row.outputs > bound), None)
         self.first = forward or next((row for row in reversed(rows) if row.gradients > bound), None)
 
-    def table(self):
+    def table(self) -> tuple[list, list]:
         header = ["Layer", "Computes in", "Outputs", "Gradients"]
         return header, [[row.path, row.compute_dtype, _share(row.outputs), _share(row.gradients)] for row in self.rows]
 
@@ -75,7 +75,7 @@ class Comparison(Report):
         first = rows.pop() if self.first else None
         return {"bound": self.bound, "first": first, "rows": rows}
 
-    def plot(self):
+    def plot(self) -> Figure:
         """Returns a figure: a bar for each layer, of what is not finite to the right edge."""
         figure = make_figure(figsize=(6.4, 1.2 + 0.24 * len(self.rows)))
         axes = figure.subplots()

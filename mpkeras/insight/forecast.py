@@ -9,7 +9,7 @@ import keras
 from mpkeras.devices.targets import Target
 from mpkeras.insight.compile_request import CompileRequest
 from mpkeras.insight.compiler import Compiler
-from mpkeras.insight.report import Report, make_figure
+from mpkeras.insight.report import Figure, Report, make_figure
 from mpkeras.training.settings import check_model
 
 # The largest batch is found to within one part in so many.
@@ -29,7 +29,7 @@ def forecast(
     largest_batch: bool = False,
     budget_s: float | None = None,
     verbose: int = 1,
-):
+) -> "Forecast":
     """Says what memory and arithmetic the training step of a model takes on an accelerator that need not be there.
 
     The step that `make_train_step` makes, with loss scaling, check and rollback, is compiled under each policy by the
@@ -305,7 +305,7 @@ class Forecast(Report):
             "missing": self.missing,
         }
 
-    def plot(self):
+    def plot(self) -> Figure:
         """Returns a `matplotlib.figure.Figure`: bytes of one device under each policy, beside what it has."""
         figure = make_figure(figsize=(6.4, 2.0 + 0.5 * len(self.policies)))
         axes = figure.subplots()

@@ -9,7 +9,7 @@ from keras import ops
 
 from mpkeras.devices.environment import version
 from mpkeras.devices.native import CPU_INSTRUCTIONS, Device, choose, native_dtypes, probe
-from mpkeras.insight.report import Report, make_figure
+from mpkeras.insight.report import Figure, Report, make_figure
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Rows and columns of the matrices of the probe: the smallest at which the product takes longer than calling for it.
@@ -85,7 +85,7 @@ class HardwareReport(Report):
         self.speeds = dict(speeds or {})
         self.policy, self.reason = choose(self.devices, backend)
 
-    def table(self):
+    def table(self) -> tuple[list, list]:
         rows = [
             [device.kind, device.name or "-", _capability(device), ", ".join(self.native_dtypes(device))]
             for device in self.devices
@@ -145,7 +145,7 @@ class HardwareReport(Report):
             "reason": self.reason,
         }
 
-    def plot(self):
+    def plot(self) -> Figure:
         """Returns a figure: a row for each device, a column for each dtype, filled where it is native."""
         figure = make_figure(figsize=(6, 1.2 + 0.5 * len(self.devices)))
         axes = figure.subplots()

@@ -27,7 +27,7 @@ from mpkeras.insight.ranges import (
     underflow_limit,
     underflow_share,
 )
-from mpkeras.insight.report import Report, make_figure, percent
+from mpkeras.insight.report import Figure, Report, make_figure, percent
 from mpkeras.insight.scale_window import scale_window
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import Policy
@@ -40,7 +40,7 @@ from mpkeras.training.settings import check_model
 _NOTHING = Range.of([])
 
 
-def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale=None) -> "NumericsReport":
+def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale: float | None = None) -> "NumericsReport":
     """Runs one batch forward and backward and returns what range every layer's values are in.
 
     Each layer that computes in 16 bits is also run in float32 on the same inputs: a value that is inf or NaN only in
@@ -341,7 +341,7 @@ class NumericsReport(Report):
         rules = (*base.keep_float32, *new)
         return Policy(base.name, keep_float32=rules, float8=base.float8, keep_16_bits=in_16_bits)
 
-    def table(self):
+    def table(self) -> tuple[list, list]:
         header = ["Layer", "Class", "Computes in", "Largest output", "Overflow", "Underflow"]
         if self.loss_scale is not None:
             header += ["Largest gradient", "Gradient lost"]
@@ -424,7 +424,7 @@ class NumericsReport(Report):
             "layers": [layer.to_dict() for layer in self.layers],
         }
 
-    def plot(self):
+    def plot(self) -> Figure:
         """Returns a figure: a row for each layer, a column for each power of two, the darker the more values."""
         panels = [("outputs", "Outputs")]
         if self.loss_scale is not None:

@@ -2,6 +2,13 @@
 
 import abc
 import statistics
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+# What `plot` returns. As text: matplotlib is imported where something is drawn, and need not be installed.
+Figure: TypeAlias = "matplotlib.figure.Figure"
 
 
 class Report(abc.ABC):
@@ -38,7 +45,7 @@ class Report(abc.ABC):
         """Returns all of it as what JSON can hold."""
 
     @abc.abstractmethod
-    def plot(self):
+    def plot(self) -> Figure:
         """Returns a `matplotlib.figure.Figure`."""
 
     def __str__(self) -> str:
@@ -98,7 +105,7 @@ def quartiles(values) -> tuple:
     return tuple(statistics.quantiles(values, n=4, method="inclusive"))
 
 
-def make_figure(**options):
+def make_figure(**options) -> Figure:
     """Returns a `matplotlib.figure.Figure`, not pyplot's: no window opens, and no setting of the user's changes."""
     try:
         from matplotlib.figure import Figure

@@ -1,6 +1,7 @@
 """Softmax and other activations in float32."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import keras
 from keras import ops
@@ -43,7 +44,7 @@ class Softmax(OutputDtype, keras.layers.Softmax):
     array([[0.5, 0.5]], dtype=float32)
     """
 
-    def __init__(self, axis=-1, *, output_dtype=None, **kwargs):
+    def __init__(self, axis: int | Sequence[int] = -1, *, output_dtype: str | None = None, **kwargs) -> None:
         super().__init__(axis=axis, output_dtype=output_dtype, **kwargs)
 
     def call(self, inputs, mask=None, training=None):
@@ -80,7 +81,7 @@ class Activation(OutputDtype, keras.layers.Activation):
     'float32'
     """
 
-    def __init__(self, activation, *, output_dtype=None, **kwargs):
+    def __init__(self, activation: str | Callable, *, output_dtype: str | None = None, **kwargs) -> None:
         super().__init__(activation, output_dtype=output_dtype, **kwargs)
 
     def call(self, inputs, training=None):

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import keras
 import numpy as np
@@ -11,8 +13,11 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
-def float32_island(function):
+
+def float32_island(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Decorator: 16-bit tensors go into the function as float32, and variables are read in float32 inside.
 
     For a function, or for a method of a layer. Tensors are found in nested structures as well. Other dtypes

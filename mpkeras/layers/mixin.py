@@ -37,7 +37,7 @@ class Float32Mixin(LayerMixin):
     'float32'
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, **kwargs) -> None:
         _check_dtype(self, kwargs.get("dtype"))
         if kwargs.get("autocast", True) is not True:
             raise ValueError(
@@ -81,7 +81,7 @@ class OutputDtype(Float32Mixin):
         ValueError: If `output_dtype` is none of these.
     """
 
-    def __init__(self, *args, output_dtype=None, **kwargs):
+    def __init__(self, *args, output_dtype: str | None = None, **kwargs) -> None:
         output_dtype = _resolve(output_dtype)
         super().__init__(*args, **kwargs)
         self.output_dtype = output_dtype

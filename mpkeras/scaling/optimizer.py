@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import warnings
+from typing import Any
 
 import keras
 from keras import ops
@@ -151,17 +152,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def __init__(
         self,
         inner_optimizer,
-        initial_scale=None,
-        dynamic_growth_steps=None,
-        name=None,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        name: str | None = None,
         *,
-        loss_scale="dynamic",
-        dynamic=None,
-        on_overflow=None,
-        slot_dtype=None,
-        all_reduce_dtype=None,
+        loss_scale: str | float | LossScale | None = "dynamic",
+        dynamic: bool | None = None,
+        on_overflow: str | None = None,
+        slot_dtype: str | None = None,
+        all_reduce_dtype: str | None = None,
         **kwargs,
-    ):
+    ) -> None:
         _refuse_inner_arguments(kwargs)
         slot_dtype = "auto" if slot_dtype is None else slot_dtype
         check_slot_dtype(slot_dtype)
@@ -199,7 +200,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # ---------------------------------------------------------------------------------------------- state
 
-    def build(self, variables):
+    def build(self, variables) -> None:
         """Creates the state for `variables`, and the inner optimizer's unless it has been built before.
 
         Args:
@@ -410,7 +411,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # ------------------------------------------------------------------------------------------ the step
 
-    def scale_loss(self, loss):
+    def scale_loss(self, loss) -> Any:
         """Returns the loss times the loss scale, computed in float32 or wider.
 
         Args:
@@ -438,7 +439,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.facts.note_scaled_loss(_backend.traces())
         return _backend.scale_loss(self, loss, self.facts)
 
-    def get_scaled_loss(self, loss):
+    def get_scaled_loss(self, loss) -> Any:
         """Returns the scaled loss. The tf.keras name; a callable loss gives a callable.
 
         Args:
@@ -454,7 +455,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return lambda: self.scale_loss(loss())
         return self.scale_loss(loss)
 
-    def get_unscaled_gradients(self, grads):
+    def get_unscaled_gradients(self, grads) -> list:
         """Returns the gradients divided by the loss scale; `None` stays `None`, sparse stays sparse.
 
         Until the next `scale_loss` or `get_scaled_loss`, `apply` and `apply_gradients` then take their
@@ -489,7 +490,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             for g, v in zip(scaled_grads, variables, strict=True)
         ]
 
-    def apply(self, grads, trainable_variables=None):
+    def apply(self, grads, trainable_variables=None) -> None:
         """Unscales the gradients and updates the variables, or skips the step if it is not finite.
 
         Args:
@@ -511,7 +512,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._note_statistics(grads, facts)
             _backend.apply(self, grads, variables, facts)
 
-    def apply_gradients(self, grads_and_vars):
+    def apply_gradients(self, grads_and_vars) -> Any:
         """`apply` for pairs. Returns the number of applied steps, an integer scalar.
 
         Args:
@@ -528,7 +529,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.apply(grads, trainable_variables)
         return self.iterations
 
-    def stateless_apply(self, optimizer_variables, grads, trainable_variables):
+    def stateless_apply(self, optimizer_variables, grads, trainable_variables) -> tuple:
         """`apply` without side effects, for JAX and torch.
 
         The gradients must be those of a loss scaled with the scale in `optimizer_variables`.
@@ -798,10 +799,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         else:
             super().__setattr__(name, value)
 
-    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+    def exclude_from_weight_decay(self, var_list: list | None = None, var_names: list[str] | None = None) -> None:
         self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
-    def set_weights(self, weights):
+    def set_weights(self, weights) -> None:
         """Sets the values of `variables`, the inner optimizer's included.
 
         Args:
@@ -871,7 +872,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # A class of the user's that extends ours is written as what it is.
         return vars(type(self)).get("_written_class", type(self))
 
-    def get_config(self):
+    def get_config(self) -> dict:
         inner_config = keras.saving.serialize_keras_object(self.inner_optimizer)
         if self.window is not None:
             # Of this optimizer's `accumulate`, too: stock Keras reads it there.
@@ -933,7 +934,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         optimizer._was_guarded = was_guarded
         return optimizer
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store) -> None:
         """Saves what stock Keras' `LossScaleOptimizer` would, by number; the other variables lie beside it, by name.
 
         Args:
@@ -954,7 +955,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if isinstance(store, dict):
             self._saved_beside.save_own_variables(store)
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store) -> None:
         """Loads what this class saved, what stock Keras' LossScaleOptimizer saved, or a plain optimizer.
 
         Args:

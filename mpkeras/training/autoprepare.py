@@ -4,6 +4,7 @@ import functools
 
 import keras
 
+from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.training import guard, inventory
 from mpkeras.training.prepare import prepare_model
@@ -17,7 +18,7 @@ _covered: list = []
 _compiling: set = set()
 
 
-def autoprepare(policy=None):
+def autoprepare(policy: str | Policy | keras.DTypePolicy | None = None) -> "AutoPrepare":
     """Lets every `compile` of a Keras model be followed by `mpkeras.prepare`, until it is undone.
 
     So a program that was written for stock Keras trains guarded and with loss scaling: with `mpkeras.set_global_policy`
@@ -75,7 +76,7 @@ class AutoPrepare:
         if not _covered:
             _cover_classes()
 
-    def undo(self):
+    def undo(self) -> None:
         """Ends it, and takes back what it changed unless another is in force; a second time it does nothing.
 
         Example:
@@ -90,12 +91,12 @@ class AutoPrepare:
         if not _active:
             _uncover_classes()
 
-    def __enter__(self):
+    def __enter__(self) -> "AutoPrepare":
         if self not in _active:
             self._begin()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         self.undo()
 
     def __repr__(self):

@@ -1,20 +1,35 @@
 """`prepare`: makes a compiled model train under a policy, with nothing failing silently."""
 
 import functools
+from typing import TypeVar
+
+import keras
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import layer_converter, store_weights
 from mpkeras.conversion.plan import computes_in
 from mpkeras.policies import loss_scaling
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.loss_scaling import LossScale
+from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import guard, inventory
 from mpkeras.training.backend import training_backend
 from mpkeras.training.settings import check_model, check_variables, chosen_policy, needs_rounding, rule_for, wrapped
 
+# The class of the user's model: a type checker knows it after `prepare`, too.
+_Model = TypeVar("_Model")
 
-def prepare(model, policy=None, *, loss_scale=None, jit_compile=None, rollback: bool = True):
+
+def prepare(
+    model: _Model,
+    policy: str | Policy | keras.DTypePolicy | None = None,
+    *,
+    loss_scale: str | float | LossScale | None = None,
+    jit_compile: bool | None = None,
+    rollback: bool = True,
+) -> _Model:
     """Makes a compiled model train in mixed precision, and returns it.
 
     - Layers compute in the policy's dtype, except those its `keep_float32` rules name. A model whose layers

@@ -57,7 +57,7 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
     return {**arrays, **_random_arrays()}
 
 
-def load_state_dict(model, state, optimizers=None, extra=()):
+def load_state_dict(model, state, optimizers=None, extra=()) -> None:
     """Gives every variable the value it has in `state`, bit for bit; all of them or, on an error, none.
 
     The global dtype policy plays no part. To go on in the middle of an epoch of `fit`, load in a callback's first

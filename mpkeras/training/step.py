@@ -29,7 +29,7 @@ def make_train_step(
     accumulate_steps: int = 1,
     on_overflow: str = "drop_micro",
     metrics=(),
-):
+) -> "TrainStep":
     """Returns a function that trains `model` on one batch: compiled, scaled, checked.
 
     `step(x, y=None, sample_weight=None)` runs the forward pass in training mode, adds the model's own losses
@@ -276,7 +276,7 @@ class TrainStep:
         """
         return state_dict(*self._state_parts())
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state) -> None:
         """Gives every variable its value in `state`, or on an error none: see `state_dict`.
 
         Args:

@@ -1,5 +1,6 @@
 """`ResourceMonitor`: what it puts into the logs of `fit`, and who sees it."""
 
+import contextlib
 import csv
 import math
 
@@ -14,6 +15,9 @@ from mpkeras.callbacks.resource_monitor import process_peak_bytes
 X = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
 Y = np.zeros((20, 2), "float32")
 NAMES = {"step_time_ms", "state_bytes", "peak_bytes"}
+# Up to Keras 3.15 `fit` traces the step on TensorFlow for batches of any length; from 3.16 on for the batch at hand.
+IS_OLD = tuple(int(part) for part in keras.__version__.split(".")[:2]) < (3, 16)
+BATCH_IS_SEEN = keras.backend.backend() != "tensorflow" or not IS_OLD
 
 
 def compiled(**options):
@@ -112,14 +116,14 @@ def test_bad_batch_size(batch_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("monitor_first", [True, False])
-def test_history_and_csv_beside_the_loss_scale(monitor_first, backend, tmp_path, capsys):
+def test_history_and_csv_beside_the_loss_scale(monitor_first, tmp_path, capsys):
     path = tmp_path / "log.csv"
     callbacks = [MixedPrecision("mixed_float16"), ResourceMonitor()]
     callbacks = (callbacks[::-1] if monitor_first else callbacks) + [keras.callbacks.CSVLogger(path)]
     model = compiled()
     history = model.fit(X, Y, batch_size=8, epochs=2, callbacks=callbacks, validation_data=(X, Y), verbose=2).history
     expected = {"loss", "mae", "val_loss", "val_mae", "loss_scale", "skipped_steps"} | NAMES
-    if backend != "tensorflow":
+    if BATCH_IS_SEEN:
         # Three batches of 8, 8 and 4: the guarded step has seen the larger.
         expected |= {"examples_per_s"}
         times, rates = history["step_time_ms"], history["examples_per_s"]
@@ -155,7 +159,8 @@ def test_a_generator_of_unknown_length():
         for _ in range(3):
             yield X[:5], Y[:5]
 
-    with pytest.warns(UserWarning, match="ran out of data"):
+    # Keras 3.16 has nothing to say of it.
+    with pytest.warns(UserWarning, match="ran out of data") if IS_OLD else contextlib.nullcontext():
         history = compiled().fit(batches(), shuffle=False, callbacks=[ResourceMonitor()], verbose=0).history
     assert set(history) == {"loss", "mae"} | NAMES
 
@@ -184,11 +189,11 @@ def test_peak_of_the_process_is_in_bytes():
     assert 5e7 < process_peak_bytes() < 1e13
 
 
-def test_the_guard_sees_the_larger_batch(backend):
+def test_the_guard_sees_the_larger_batch():
     from mpkeras.training.guard import seen_batch_size
 
     model = compiled()
     assert seen_batch_size(model) is None
     mpkeras.prepare(model, "mixed_bfloat16")
     model.fit(X, Y, batch_size=8, verbose=0)
-    assert seen_batch_size(model) == (None if backend == "tensorflow" else 8)
+    assert seen_batch_size(model) == (8 if BATCH_IS_SEEN else None)

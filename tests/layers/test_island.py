@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from mpkeras import _keras
 from mpkeras.layers import Activation, float32_island
 from mpkeras.policies import policy_scope, set_global_policy
 
@@ -74,7 +75,7 @@ def test_variables_of_a_method_are_read_in_float32(policy, expected, dtype_of):
     assert dtype_of(outputs) == expected
     assert layer({"x": [keras.Input((3,))]}).dtype == expected
     # Outside, everything is as before.
-    assert keras.src.backend.get_autocast_scope() is None
+    assert _keras.autocast_dtype() is None
 
 
 @pytest.mark.backends("tensorflow", "torch")
