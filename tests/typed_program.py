@@ -52,7 +52,7 @@ def prepared(x: Floats, y: Floats) -> float:
     model = make_model()
     optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=256.0, slot_dtype="float32")
     model.compile(optimizer, "mse")
-    model = mpkeras.prepare(model, mpkeras.get_policy("mixed_float16"), jit_compile=False)
+    model = mpkeras.prepare(model, mpkeras.Policy("mixed_float16", keep_float32=["Softmax"]), jit_compile=False)
     model.train_on_batch(x, y)
     return float(optimizer.loss_scale)
 
@@ -99,6 +99,8 @@ if TYPE_CHECKING:
     optimizer = mpkeras.LossScaleOptimizer("sgd", dynamic_growth_steps=3)
     mpkeras.LossScaleOptimizer("sgd", dynamic="no")  # type: ignore[arg-type]
     mpkeras.LossScaleOptimizer("sgd", initial_scale="256")  # type: ignore[arg-type]
+    mpkeras.Policy("mixed_float16", slot_dtype=16)  # type: ignore[arg-type]
+    mpkeras.Policy(16)  # type: ignore[arg-type]
     mpkeras.prepare(model, loss_scal=1.0)  # type: ignore[call-arg]
     mpkeras.prepare(model, rollback="no")  # type: ignore[arg-type]
     mpkeras.prepare(3).compile()  # type: ignore[attr-defined]

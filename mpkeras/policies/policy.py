@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+from collections.abc import Iterable
+from typing import Any
 
 import keras
 
@@ -101,16 +103,16 @@ class Policy(keras.DTypePolicy):
 
     def __init__(
         self,
-        name,
+        name: str,
         *,
-        compute_dtype=None,
-        variable_dtype=None,
-        slot_dtype="auto",
-        keep_float32=None,
-        loss_scale="auto",
-        float8=None,
-        keep_16_bits=None,
-    ):
+        compute_dtype: str | None = None,
+        variable_dtype: str | None = None,
+        slot_dtype: str = "auto",
+        keep_float32: Iterable | None = None,
+        loss_scale: str | float | loss_scaling.LossScale | None = "auto",
+        float8: str | None = None,
+        keep_16_bits: Iterable | None = None,
+    ) -> None:
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
         base = _find_settings(name, has_dtypes=compute_dtype is not None and variable_dtype is not None)
         if base is not None:
@@ -202,7 +204,7 @@ class Policy(keras.DTypePolicy):
         """Why `mixed_auto` chose these dtypes; `None` for other policies."""
         return self._settings.reason
 
-    def keeps_float32(self, layer):
+    def keeps_float32(self, layer) -> Any:
         """Returns the first rule that keeps a layer in float32, or `None`.
 
         Args:

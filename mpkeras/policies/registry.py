@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import warnings
+from collections.abc import Iterator
 
 import keras
 
@@ -176,7 +177,7 @@ def global_policy() -> Policy:
 
 
 @contextlib.contextmanager
-def policy_scope(identifier):
+def policy_scope(identifier) -> Iterator[Policy]:
     """Context manager: the policy is global inside, and what was global before is so again afterwards.
 
     Args:
