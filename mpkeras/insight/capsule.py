@@ -432,8 +432,10 @@ class Capsule:
         if self._train_step is None:
             logs = _fitted(self._model, self._tensors())
             named = {f"logs/{name}": value for name, value in logs.items()} if isinstance(logs, dict) else {}
-            optimizer = self._optimizers()[0]
-            named |= {"loss_scale": optimizer.loss_scale, "skipped": optimizer.last_step_skipped}
+            optimizers = self._optimizers()
+            # Of one that nothing uses (`super().compile()` gives every GAN a third) no step is skipped.
+            skipped = any(bool(as_numpy(optimizer.last_step_skipped)) for optimizer in optimizers)
+            named |= {"loss_scale": optimizers[0].loss_scale, "skipped": skipped}
         else:
             result = self._train_step(*self.batch)
             plain = ("loss", "loss_scale", "skipped")

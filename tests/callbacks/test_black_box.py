@@ -272,6 +272,51 @@ def test_an_optimizer_beside_that_of_the_model_is_copied_from_its_variables():
     assert copies.skipped(before, copies.after_step(before, state)) and copies.read(before) == [2]
 
 
+class _WithItsOwnOptimizer(keras.Model):
+    """As a GAN: `super().compile()` gives it a third optimizer that nothing uses, and that is the first to be found."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.part = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.part(x)
+
+    def compile(self, own_optimizer):
+        super().compile(jit_compile=False)
+        self.own_optimizer = own_optimizer
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.cast(self(x, training=True), "float32") - y) ** 2)
+            scaled = self.own_optimizer.scale_loss(loss)
+        self.own_optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+        return {"error": loss}
+
+
+@pytest.mark.backends("tensorflow")
+def test_any_optimizer_may_have_skipped_the_step(tmp_path):
+    def made():
+        model = _WithItsOwnOptimizer()
+        model.compile(keras.optimizers.SGD(0.1))
+        model(np.ones((1, 2), "float32"))
+        return model
+
+    model, box = made(), BlackBox(tmp_path)
+    x = np.where(np.arange(16).reshape(8, 2) == 9, np.inf, 1.0).astype("float32")
+    callbacks = [mpkeras.callbacks.MixedPrecision("mixed_float16"), box]
+    with pytest.warns(UserWarning):
+        model.fit(x, np.ones((8, 1), "float32"), batch_size=4, shuffle=False, verbose=0, callbacks=callbacks)
+    assert len(box.capsules) == 1
+    again = mpkeras.prepare(made(), "mixed_float16")
+    again.own_optimizer.build(again.trainable_variables)
+    found = mpkeras.load_capsule(box.capsules[0], again).run()
+    assert found["skipped"] and found["same_bits"], found["different"]
+
+
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_bad_arguments(tmp_path, keep):
     with pytest.raises(ValueError, match="`keep` to be a number of files of 1 or more"):
