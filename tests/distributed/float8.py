@@ -72,6 +72,8 @@ def on_torch(scales, rank, port):
         model.optimizer.scale_loss(loss).backward()
         variables = model.trainable_variables
         model.optimizer.apply([v.value.grad for v in variables], variables)
+    # What holds the group is gone before it: freed after it, it now and then waited for ever.
+    del module, errors, loss
     # A rank that ends while another one still talks to it aborts.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
