@@ -23,13 +23,7 @@ from mpkeras.conversion.plan import (
 )
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.registry import get_policy
-from mpkeras.policies.rules import (
-    has_own_call,
-    is_quantized,
-    layer_policy,
-    set_layer_policy,
-    unmatched,
-)
+from mpkeras.policies.rules import has_own_call, is_quantized, layer_policy, set_layer_policy, unmatched
 from mpkeras.scaling.small_state import follow_weights
 
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.

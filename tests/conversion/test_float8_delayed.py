@@ -10,11 +10,11 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.conversion.apply import float8_products, leave_float8
+from mpkeras.conversion.apply import leave_float8
 from mpkeras.conversion.float8.layers import STATE, float8_change, float8_state, multiplies_in_float8
 from mpkeras.policies.rules import is_quantized
+from tests.conversion.test_float8 import E4M3, E5M2, Later, reasons
 
-E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 LARGEST = {E4M3: np.float32(448.0), E5M2: np.float32(57344.0)}
 rng = np.random.default_rng(1)
 
@@ -208,11 +208,6 @@ def test_lora_trains_its_matrices():
 # Which layers.
 
 
-def reasons(model):
-    found = float8_products(model)
-    return {layer.name: found[id(layer)] for layer in model._flatten_layers() if id(layer) in found}
-
-
 class MyDense(layers.Dense):
     pass
 
@@ -252,17 +247,6 @@ class Cell(layers.Layer):
 
 def test_a_kernel_that_does_not_fit_keeps_its_state_as_it_was():
     """The layer is not built when it gets the policy; its kernel turns out to be 48 x 20."""
-
-    class Later(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.parts = [layers.Dense(width) for width in (32, 48, 20, 16)]
-
-        def call(self, x):
-            for part in self.parts:
-                x = part(x)
-            return x
-
     model = prepared(Later())
     x = rng.normal(size=(8, 16)).astype("float32")
     model.fit(x, np.ones((8, 16), "float32"), epochs=2, verbose=0)
