@@ -626,6 +626,30 @@ def layout_map_of(distribution):
     return distribution._layout_map
 
 
+def paths_of(model) -> dict:
+    """Returns `{"layers": [[name, path]], "variables": [[name, path]]}` of a model."""
+    return {
+        "layers": [[layer.name, layer.path] for layer in flatten_layers(model, include_self=True)],
+        "variables": [[variable.name, variable.path] for variable in model.variables],
+    }
+
+
+def give_paths(model, paths: dict):
+    """Gives the layers and variables of a model that was made again from its config the paths that they had.
+
+    Keras 3.15 builds a layer when it is read, so its path is without the model that it is in. Where names or numbers
+    differ, as in a model that had not been built, the paths stay.
+
+    Args:
+        model: The model.
+        paths: As `paths_of` returns them.
+    """
+    for key, owners in (("layers", flatten_layers(model, include_self=True)), ("variables", model.variables)):
+        if [owner.name for owner in owners] == [name for name, _ in paths[key]]:
+            for owner, (_, path) in zip(owners, paths[key], strict=True):
+                owner._path = path
+
+
 def portable_config(optimizer) -> dict:
     """Returns the config of an optimizer, with Keras' class for all backends in place of one for this backend alone."""
     config = keras.saving.serialize_keras_object(optimizer)

@@ -587,6 +587,19 @@ def test_the_config_of_an_optimizer_names_the_class_of_every_backend():
     assert private.portable_config(Mine())["module"] == __name__
 
 
+def test_a_model_that_was_made_again_gets_its_paths(nested):
+    paths = private.paths_of(nested)
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(nested))
+    assert private.paths_of(again) != paths
+    private.give_paths(again, paths)
+    assert private.paths_of(again) == paths
+    assert [v.path for v in again.variables] == [v.path for v in nested.variables]
+    other = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="other")
+    before = private.paths_of(other)
+    private.give_paths(other, paths)
+    assert private.paths_of(other) == before
+
+
 @pytest.mark.backends("jax")
 def test_the_layouts_that_a_distribution_was_made_with():
     mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), ["cpu:0", "cpu:1", "cpu:2", "cpu:3"])

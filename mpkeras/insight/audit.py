@@ -12,7 +12,7 @@ from mpkeras.devices.native import probe
 from mpkeras.insight import findings as checks
 from mpkeras.insight.findings import SEVERITIES, in_order
 from mpkeras.insight.flops import OPEN_SIZE, forward_pass, size, sums_by_dtype
-from mpkeras.insight.report import Figure, Report, bytes_text, make_figure, percent
+from mpkeras.insight.report import Figure, Report, bytes_text, float8_text, make_figure, percent
 from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 from mpkeras.policies.policy import Policy
@@ -324,15 +324,10 @@ class AuditReport(Report):
         return lines
 
     def _float8(self) -> list:
-        asked = [row for row in self.layers if row.float8 is not None]
-        if not asked:
-            return []
-        others: dict = {}
-        for row in asked:
-            if row.float8 != "yes":
-                others.setdefault(row.float8, []).append(row.path)
-        lines = [f"Products in float8: those of {len(asked) - sum(map(len, others.values()))} of {len(asked)} layers."]
-        return lines + [f"    not {_shortened_list(paths)}: {reason}" for reason, paths in others.items()]
+        asked = [
+            (row.path, None if row.float8 == "yes" else row.float8) for row in self.layers if row.float8 is not None
+        ]
+        return float8_text(asked) if asked else []
 
     def _casts(self, casts: dict) -> str:
         if not casts:
@@ -407,10 +402,6 @@ def _large(number: int) -> str:
         if number >= unit:
             return f"{number / unit:.1f} {name}"
     return f"{number:,}"
-
-
-def _shortened_list(names) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _by_dtype(sizes) -> str:

@@ -60,6 +60,7 @@ class CompileRequest:
                 "modules": modules,
                 "main": _main_source() if "__main__" in modules else None,
                 "model": config,
+                "paths": _keras.paths_of(model),
                 "optimizer": _keras.portable_config(optimizer),
                 "loss": serialized_losses(loss),
                 "sparse": _takes_classes(loss),

@@ -18,8 +18,9 @@ import types
 
 import keras
 
-from mpkeras._keras import is_built
-from mpkeras.conversion.apply import apply_policy
+from mpkeras._keras import give_paths, is_built
+from mpkeras.conversion.apply import apply_policy, float8_products
+from mpkeras.conversion.plan import layers_of
 from mpkeras.devices.targets import find_target
 from mpkeras.insight.hlo import read_program
 from mpkeras.policies.dtypes import bytes_of
@@ -146,7 +147,7 @@ class Steps:
                 if "float8" in counted:
                     counted["bfloat16"] = counted.get("bfloat16", 0) + counted.pop("float8")
         if self._policies[policy].float8 is not None:
-            facts["float8"] = _in_float8(traced, facts["float8_call_flops"])
+            facts["float8"] = _in_float8(step.model, traced, facts["float8_call_flops"])
         return facts
 
     def _step(self, policy, x):
@@ -155,6 +156,8 @@ class Steps:
             model = _made(wanted["model"])
             if not is_built(model):
                 model(x)
+            # Rules and layouts name layers and weights by their paths.
+            give_paths(model, wanted["paths"])
             apply_policy(model, self._policies[policy])
         loss = _losses(wanted["loss"])
         # An optimizer begins with a few numbers, which it has to get.
@@ -218,14 +221,22 @@ def _facts(program, batch_bytes) -> dict:
     }
 
 
-def _in_float8(traced, compiled_flops) -> dict:
-    """Returns `{"products", "flops", "compiled_flops"}`: what was asked for in float8, and what the compiler made.
+def _in_float8(model, traced, compiled_flops) -> dict:
+    """Returns what was asked for in float8, and what the compiler made: the key `"float8"` of `Forecast.to_dict`.
 
     FLOPs, as it merges products that share an operand.
     """
     products = importlib.import_module("mpkeras.insight._jax").program_of(traced.jaxpr.jaxpr).products
     asked_for = [product.flops for product in products if product.dtype.startswith("float8")]
-    return {"products": len(asked_for), "flops": sum(asked_for), "compiled_flops": compiled_flops}
+    reasons = float8_products(model)
+    return {
+        "products": len(asked_for),
+        "flops": sum(asked_for),
+        "compiled_flops": compiled_flops,
+        "layers": [
+            {"path": layer.path, "reason": reasons[id(layer)]} for layer in layers_of(model) if id(layer) in reasons
+        ],
+    }
 
 
 def _losses(wanted):

@@ -9,7 +9,7 @@ import keras
 from mpkeras.devices.targets import Target
 from mpkeras.insight.compile_request import CompileRequest
 from mpkeras.insight.compiler import Compiler
-from mpkeras.insight.report import Figure, Report, make_figure
+from mpkeras.insight.report import Figure, Report, float8_text, make_figure
 from mpkeras.training.settings import check_model
 
 # The largest batch is found to within one part in so many.
@@ -264,10 +264,10 @@ class Forecast(Report):
             first, *others = sorted(fitting, key=lambda pair: -pair[1])
             also = "".join(f", {batch} in {name}" for name, batch in others)
             notes.append(f"Batch {first[1]} fits {self.target.title} in {first[0]}{also}.")
-        notes += [
-            f"{name}: {_float8_text(found['float8'])}" for name, found in self.policies.items() if found["float8"]
-        ]
         for name, found in self.policies.items():
+            if found["float8"]:
+                made, *reasons = self._float8_lines(found["float8"])
+                notes += [f"{name}: {made}", *reasons]
             if found["conditionals"] or found["host_transfers"]:
                 notes.append(
                     f"{name}: {found['conditionals']} conditionals and {found['host_transfers']} host transfers in the "
@@ -291,6 +291,23 @@ class Forecast(Report):
                 "The time is a lower bound, from the maker's peak rates: a real step takes longer, often several times."
             )
         return notes
+
+    def _float8_lines(self, found) -> list:
+        asked_for, flops, compiled = (found[name] for name in ("products", "flops", "compiled_flops"))
+        if "float8" not in self.target.matrix_rates:
+            return [
+                "no product in float8, as this device has no units for it; operands are rounded to float8 and "
+                "multiplied in bfloat16."
+            ]
+        lines = float8_text([(layer["path"], layer["reason"]) for layer in found["layers"]])
+        if not asked_for:
+            return lines
+        if compiled >= flops:
+            made = f"{asked_for} of {asked_for} products that the layers ask for are in float8."
+        else:
+            share = f"{compiled / flops:.0%} of their FLOPs"
+            made = f"{asked_for} products are asked for in float8; the program has {share} in it."
+        return [made, *lines]
 
     def to_dict(self) -> dict:
         """Returns all of it as what JSON can hold."""
@@ -344,18 +361,6 @@ _OF_A_PROGRAM = (
     "host_transfers",
     "float8",
 )
-
-
-def _float8_text(found) -> str:
-    asked_for, flops, compiled = (found[name] for name in ("products", "flops", "compiled_flops"))
-    if not asked_for:
-        return (
-            "no product in float8, as this device has no units for it or the model no layer that fits; "
-            "operands are rounded to float8 and multiplied in bfloat16."
-        )
-    if compiled >= flops:
-        return f"{asked_for} of {asked_for} products that the layers ask for are in float8."
-    return f"{asked_for} products are asked for in float8; the program has {compiled / flops:.0%} of their FLOPs in it."
 
 
 def _gib(n) -> str:

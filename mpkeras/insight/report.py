@@ -98,6 +98,26 @@ def shortened(message: str, length: int = 300) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
+def shortened_list(names) -> str:
+    """Returns the first three of `names`, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def float8_text(reasons: list) -> list:
+    """Returns lines that say which layers multiply in float8, and why the others do not.
+
+    Args:
+        reasons: `(path, reason)` for each layer with a product that might be in float8; `None` where it is.
+    """
+    others: dict = {}
+    for path, reason in reasons:
+        if reason is not None:
+            others.setdefault(reason, []).append(path)
+    n = sum(reason is None for _, reason in reasons)
+    lines = [f"Products in float8: those of {n} of {len(reasons)} layers."]
+    return lines + [f"    not {shortened_list(paths)}: {reason}" for reason, paths in others.items()]
+
+
 def quartiles(values) -> tuple:
     """Returns `(q1, median, q3)`."""
     if len(values) == 1:

@@ -159,7 +159,8 @@ def test_layers_losses_and_optimizers_of_the_user():
 def test_weights_that_devices_share():
     mesh = keras.distribution.DeviceMesh((2, 4), ("rows", "model"), [f"tpu:{i}" for i in range(8)])
     layouts = keras.distribution.LayoutMap(mesh)
-    layouts[".*kernel"] = (None, "model")
+    # By the path of the model at hand: one that is made again from its config has others.
+    layouts["^mlp/.*kernel$"] = (None, "model")
     devices = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="rows")
     report = mpkeras.forecast(
         mlp(), (64, 96), device="cpu", devices=devices, policies=["float32"], optimizer="sgd", verbose=0
@@ -440,18 +441,45 @@ def test_products_in_float8_are_float8_in_the_program_where_a_device_has_units(d
     report = mpkeras.forecast(model, (512, 128), device=device, policies=policies, verbose=0)
     found = report.policies["mixed_float8"]
     forward = 2 * 512 * (256 * 128 + 128 * 256)
+    counts = {name: n for name, n in found["float8"].items() if name != "layers"}
     if device in ("h100", "l4"):
-        assert found["float8"] == {"products": 6, "flops": 3 * forward, "compiled_flops": 3 * forward}
+        assert counts == {"products": 6, "flops": 3 * forward, "compiled_flops": 3 * forward}
         assert found["products"]["float8"] == 6
         assert "6 of 6 products that the layers ask for are in float8" in str(report)
     else:
-        assert found["float8"] == {"products": 0, "flops": 0, "compiled_flops": 0}
+        assert counts == {"products": 0, "flops": 0, "compiled_flops": 0}
         assert "float8" not in found["products"]
-        assert "no product in float8" in str(report)
+        assert "no product in float8, as this device has no units for it" in str(report)
+    kept = "the rule {!r} keeps it in 16 bits".format
+    assert found["float8"]["layers"] == [
+        {"path": layer.path, "reason": reason}
+        for layer, reason in zip(model.layers, [kept("first"), None, None, kept("last")], strict=True)
+    ]
     assert found["conditionals"] == 0
     assert report.policies["mixed_bfloat16"]["float8"] is None
     total = sum(found["matrix_flops"].values())
     assert total == sum(report.policies["mixed_bfloat16"]["matrix_flops"].values())
+
+
+@needs_compilers
+@pytest.mark.backends("tensorflow")
+def test_each_layer_that_is_not_in_float8_has_its_reason():
+    model = keras.Sequential(
+        [keras.Input((32,)), layers.Dense(24, name="narrow"), layers.Dense(48, name="single"), layers.Dense(16)],
+        name="net",
+    )
+    # By the path of the model at hand: one that is made again from its config has others.
+    policy = mpkeras.Policy("mixed_float8", keep_float32=("path:^net/single$",), keep_16_bits=())
+    report = mpkeras.forecast(model, (64, 32), device="h100", policies=[policy], verbose=0)
+    lines = str(report).splitlines()
+    assert "Products in float8: those of 1 of 3 layers." in lines
+    assert "    not net/narrow: its kernel is a matrix of 32 x 24, not both multiples of 16" in lines
+    assert "    not net/single: it computes in float32" in lines
+    assert json.loads(json.dumps(report.to_dict()))["policies"]["mixed_float8"]["float8"]["layers"] == [
+        {"path": "net/narrow", "reason": "its kernel is a matrix of 32 x 24, not both multiples of 16"},
+        {"path": "net/single", "reason": "it computes in float32"},
+        {"path": model.layers[2].path, "reason": None},
+    ]
 
 
 @needs_compilers
