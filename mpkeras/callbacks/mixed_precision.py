@@ -22,6 +22,9 @@ class MixedPrecision(SkipWatch):
     next step) and `skipped_steps` (all so far), which Keras shows in the progress bar and hands to History,
     CSVLogger and TensorBoard.
 
+    As the train step is put back, each `fit` traces and compiles it anew. Where `fit` is called many times, call
+    `mpkeras.prepare(model)` once instead.
+
     Args:
         policy, loss_scale, jit_compile, rollback: As in `mpkeras.prepare`.
         on_min_scale: What happens when gradients still overflow at the lowest scale, so that training no
