@@ -273,6 +273,11 @@ class Forecast(Report):
                     f"{name}: {found['conditionals']} conditionals and {found['host_transfers']} host transfers in the "
                     "program; each may empty the device's queue."
                 )
+            if found["loops_of_unknown_length"]:
+                notes.append(
+                    f"{name}: loops that do not say how often they run: {found['loops_of_unknown_length']}. The "
+                    "products in them are counted once, so FLOPs and the time are too low."
+                )
             if found["collectives"]:
                 summed = ", ".join(
                     f"{part['kind']} {part['dtype']} {_mib(part['bytes'])}" for part in found["collectives"]
@@ -359,6 +364,7 @@ _OF_A_PROGRAM = (
     "collectives",
     "conditionals",
     "host_transfers",
+    "loops_of_unknown_length",
     "float8",
 )
 

@@ -72,7 +72,7 @@ class Program:
         collectives: `[{"kind", "dtype", "bytes"}]`, summed by kind and dtype; bytes of the results on one device.
         conditionals: Number of branches.
         host_transfers: Number of operations that wait for the host or hand it something.
-        endless: Number of loops that do not say how often they run; what is in them is counted once.
+        loops_of_unknown_length: Number of loops with products that do not say how often they run; those count once.
         float8_call_flops: FLOP of the products that cuBLASLt is called for with float8 operands: those that are sure to
             be computed in float8. XLA's own fusions may widen such operands on the way to the units.
     """
@@ -82,7 +82,7 @@ class Program:
     collectives: list
     conditionals: int
     host_transfers: int
-    endless: int
+    loops_of_unknown_length: int
     float8_call_flops: int
 
 
@@ -107,7 +107,7 @@ def read_program(text: str) -> Program:
         collectives,
         counted.conditionals,
         counted.host_transfers,
-        counted.endless,
+        counted.loops_of_unknown_length,
         counted.float8_call_flops,
     )
 
@@ -123,7 +123,7 @@ class _Counted:
         self.collectives: collections.Counter = collections.Counter()
         self.conditionals = 0
         self.host_transfers = 0
-        self.endless = 0
+        self.loops_of_unknown_length = 0
         self.float8_call_flops = 0
 
     def count(self, name, times):
@@ -160,12 +160,14 @@ class _Counted:
     def _count_called(self, instruction, times):
         trips = _TRIPS.search(instruction.attributes)
         if instruction.operation == "while":
-            self.endless += trips is None
             times *= int(trips[1]) if trips else 1
+        before = self.flops.total()
         for _, names in _CALLED.findall(instruction.attributes):
             for name in re.findall(r"[\w.\-]+", names):
                 if name in self._computations:
                     self.count(name, times)
+        if instruction.operation == "while" and trips is None:
+            self.loops_of_unknown_length += self.flops.total() > before
 
 
 def parse(text: str) -> tuple[dict, str]:

@@ -81,7 +81,7 @@ MODELS = {
 
 
 def clean(found):
-    assert found["conditionals"] == 0 and found["host_transfers"] == 0
+    assert found["conditionals"] == found["host_transfers"] == found["loops_of_unknown_length"] == 0
     return found
 
 
@@ -130,6 +130,32 @@ def test_the_forecast_for_this_cpu_is_what_its_compiled_step_takes(name):
     held = [*model.variables, *step.optimizer.variables]
     # A step is not given the flags that it only writes.
     assert 0 <= sum(np.asarray(v.value).nbytes for v in held) - found["persistent_bytes"] <= 8
+
+
+class UntilSmall(layers.Layer):
+    """Adds how often its inputs can be halved, by a product, before they are small: XLA cannot know how often."""
+
+    def call(self, inputs):
+        half = 0.5 * keras.ops.eye(inputs.shape[-1], dtype=inputs.dtype)
+
+        def is_large(n, values):
+            return keras.ops.max(keras.ops.abs(values)) > 0.1
+
+        start = (keras.ops.zeros((), inputs.dtype), keras.ops.stop_gradient(inputs))
+        n, _ = keras.ops.while_loop(is_large, lambda n, values: (n + 1, keras.ops.matmul(values, half)), start)
+        return inputs + n
+
+
+@needs_jax
+@pytest.mark.backends("tensorflow", "torch")
+def test_loops_that_do_not_say_how_often_they_run_are_named():
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(16), UntilSmall()])
+    report = mpkeras.forecast(model, (8, 16), device="cpu", policies=["float32"], optimizer="sgd", verbose=0)
+    assert report.to_dict()["policies"]["float32"]["loops_of_unknown_length"] == 1
+    assert "float32: loops that do not say how often they run: 1." in str(report)
+    report = mpkeras.forecast(mlp(), (8, 96), device="cpu", policies=["float32"], verbose=0)
+    assert report.to_dict()["policies"]["float32"]["loops_of_unknown_length"] == 0
+    assert "loops" not in str(report)
 
 
 @needs_jax
@@ -308,6 +334,7 @@ def facts(**changed):
         "collectives": [],
         "conditionals": 0,
         "host_transfers": 0,
+        "loops_of_unknown_length": 0,
         "float8": None,
     }
     return found | changed

@@ -23,7 +23,7 @@ def test_a_product():
     )
     assert found.matrix_flops == {"bfloat16": 2 * 3 * 5 * 7}
     assert found.products == {"bfloat16": 1}
-    assert (found.collectives, found.conditionals, found.host_transfers, found.endless) == ([], 0, 0, 0)
+    assert (found.collectives, found.conditionals, found.host_transfers, found.loops_of_unknown_length) == ([], 0, 0, 0)
 
 
 def test_a_product_of_a_library_and_what_comes_with_it():
@@ -169,14 +169,20 @@ BODY = """\
 
 
 @pytest.mark.parametrize(
-    ("known", "times", "endless"), [(', backend_config={"known_trip_count":{"n":"7"}}', 7, 0), ("", 1, 1)]
+    ("known", "times", "loops_of_unknown_length"),
+    [(', backend_config={"known_trip_count":{"n":"7"}}', 7, 0), ("", 1, 1)],
 )
-def test_what_is_in_a_loop_counts_as_often_as_it_runs(known, times, endless):
+def test_what_is_in_a_loop_counts_as_often_as_it_runs(known, times, loops_of_unknown_length):
     loop = f"%w = (s32[], f16[4,4]{{1,0}}) while(%t), condition=%cond, body=%body{known}"
     found = read_program(program("%t = (s32[], f16[4,4]{1,0}) tuple()", loop, others=BODY))
     assert found.matrix_flops == {"float16": times * 2 * 4**3}
     assert found.products == {"float16": 1}
-    assert found.endless == endless
+    assert found.loops_of_unknown_length == loops_of_unknown_length
+    # An update that waits for its turn is a loop too, with nothing in it that is counted.
+    found = read_program(
+        program("%t = (s32[], f16[4,4]{1,0}) tuple()", loop, others=BODY.replace("dot(%q, %q)", "add(%q, %q)"))
+    )
+    assert found.loops_of_unknown_length == 0
 
 
 def test_what_devices_tell_each_other():
