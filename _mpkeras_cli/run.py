@@ -33,13 +33,16 @@ def run(args) -> int:
     if not os.path.isfile(args.script):
         args.error(f"expected a Python file, received {args.script!r}: there is no such file")
     if args.policy is not None:
-        import_mpkeras(args.error)
-        from mpkeras import get_policy
+        missing: list = []
+        import_mpkeras(missing.append)
+        # Without the backend: the program may choose another one, and is told of the policy where it imports Keras.
+        if not missing:
+            from mpkeras import get_policy
 
-        try:
-            get_policy(args.policy)
-        except ValueError as error:
-            args.error(f"argument --policy: {error}")
+            try:
+                get_policy(args.policy)
+            except ValueError as error:
+                args.error(f"argument --policy: {error}")
     command = [sys.executable, run_program.__file__, args.policy or "", args.script, *args.arguments]
     sys.stdout.flush()
     sys.stderr.flush()

@@ -12,10 +12,15 @@ import sys
 
 
 class _ActsAfterImport(importlib.abc.MetaPathFinder):
-    """Calls `act` once Keras is imported; where mpkeras imports it, once mpkeras is."""
+    """Calls `act` once Keras is imported; where mpkeras imports it, once mpkeras is.
+
+    Attributes:
+        failures: What imports of Keras and mpkeras raised for want of a module, as the program got it.
+    """
 
     def __init__(self, act):
         self._act = act
+        self.failures = []
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname not in ("keras", "mpkeras"):
@@ -30,7 +35,11 @@ class _ActsAfterImport(importlib.abc.MetaPathFinder):
             execute = spec.loader.exec_module
 
             def exec_module(module):
-                execute(module)
+                try:
+                    execute(module)
+                except ModuleNotFoundError as error:
+                    self.failures.append(error)
+                    raise
                 if fullname == "mpkeras" or "mpkeras" not in sys.modules:
                     self._finish()
 
@@ -62,10 +71,31 @@ def main(policy: str, script: str, arguments: list):
     def act():
         import mpkeras
 
-        mpkeras.autoprepare(policy or None)
+        try:
+            mpkeras.autoprepare(policy or None)
+        except ValueError as error:
+            end_with(f"argument --policy: {error}")
 
-    sys.meta_path.insert(0, _ActsAfterImport(act))
-    runpy.run_path(script, run_name="__main__")
+    finder = _ActsAfterImport(act)
+    sys.meta_path.insert(0, finder)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except ModuleNotFoundError as error:
+        # What the program imports by itself is missing for reasons of its own: it shows its traceback.
+        if error not in finder.failures:
+            raise
+        from _mpkeras_cli.quiet import import_mpkeras
+
+        # It knows what to say of a missing backend, and raises or comes back for any other module.
+        import_mpkeras(end_with)
+        raise
+
+
+def end_with(message):
+    """Ends the process as other commands end on bad input: one line on standard error, status 2."""
+    one_line = " ".join(str(message).split())
+    print(f"mpkeras run: error: {one_line}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

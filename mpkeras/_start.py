@@ -1,10 +1,9 @@
 """Imports Keras, before any other module of mpkeras does: with a clear error where its backend is not installed.
 
 Under `python -m mpkeras` Python imports the package before it runs `__main__`: here is the only place where the lines
-that TensorFlow writes while it starts can be held back.
+that TensorFlow writes while it starts can be held back, and where a missing backend can end in one line.
 """
 
-import contextlib
 import importlib
 import os
 import sys
@@ -30,12 +29,31 @@ def _import_keras():
         ) from error
 
 
+def _run_without_mpkeras():
+    """Runs the command as the installed `mpkeras` does, before it imports mpkeras; never returns.
+
+    What needs no backend works: `--help`, and `run` of a program that chooses its own. Other commands import mpkeras
+    once more, and say in one line what is missing.
+    """
+    from _mpkeras_cli import main
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpkeras"]:
+        del sys.modules[name]
+    # No longer "-m": the next import is an ordinary one, which raises.
+    sys.argv[0] = "mpkeras"
+    sys.exit(main())
+
+
 if _runs_as_command():
     from _mpkeras_cli.quiet import without_notes
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    _notes: contextlib.AbstractContextManager = without_notes()
+    try:
+        with without_notes():
+            _import_keras()
+    except ModuleNotFoundError as _error:
+        if _error.name not in ("tensorflow", "jax", "torch"):
+            raise
+        _run_without_mpkeras()
 else:
-    _notes = contextlib.nullcontext()
-with _notes:
     _import_keras()

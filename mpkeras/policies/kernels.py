@@ -1,6 +1,7 @@
 """Which layers the active backend and device cannot compute in 16 bits, found out by trying the operation."""
 
 import functools
+import warnings
 
 import keras
 from keras import ops
@@ -41,6 +42,16 @@ def _try_attention_without_keys(layer_class, dtype):
             raise FloatingPointError("rows whose keys are all masked become NaN")
 
 
+def _try_mask_of_t5(dtype):
+    # KerasHub 0.32 adds (1 - mask) * -1e9 to the scores. Where the backend makes a float16 of that number it is minus
+    # infinity, and NaN for every word that is not masked. torch multiplies in float32.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX and NumPy tell of the overflow that is looked for.
+        bias = (1.0 - ops.ones((1,), dtype)) * -1e9
+    if not bool(ops.all(ops.isfinite(bias))):
+        raise FloatingPointError("its mask adds (1 - 1) * -1e9, which is NaN")
+
+
 def _run(function, tensor):
     """Runs `function` as a training step would. JAX on CPU lacks float16 attention only where it compiles."""
     if keras.backend.backend() == "jax":
@@ -62,6 +73,10 @@ _TRIALS = {
     "Attention": functools.partial(_try_attention_without_keys, keras.layers.Attention),
     "AdditiveAttention": functools.partial(_try_attention_without_keys, keras.layers.AdditiveAttention),
     "GRU": _try_gru,
+    # Of KerasHub, whose other models in `docs/keras_hub.md` need no entry.
+    "LlamaAttention": _try_attention,
+    "MMDiTBlock": _try_attention,
+    "T5MultiHeadAttention": _try_mask_of_t5,
 }
 
 
@@ -91,8 +106,8 @@ def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str
 
     Nothing is assumed from names or versions: the operation is run once on a few zeros, and the answer is
     kept for the life of the process. With Keras 3.15 TensorFlow on CPU has no float16 3-D pooling, JAX on
-    CPU no float16 attention, JAX no `GRU` in 16 bits, torch on CPU no 16-bit 3-D average pooling, and on torch Keras'
-    own `Attention` makes NaN of fully masked rows in float16.
+    CPU no float16 attention, JAX no `GRU` in 16 bits, torch on CPU no 16-bit 3-D average pooling, on torch Keras'
+    own `Attention` makes NaN of fully masked rows in float16, and KerasHub's T5 of all others on TensorFlow and JAX.
 
     Args:
         compute_dtype: `"float16"` or `"bfloat16"`; other dtypes have every kernel.

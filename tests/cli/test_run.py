@@ -83,6 +83,77 @@ def test_run_shows_the_error_of_a_program(tmp_path):
     assert f'File "{script}", line 3' in done.stderr
 
 
+def run_without(backend, folder, program, *options):
+    """Runs `program` on a machine on which Keras is to run on `backend`, and that is not installed."""
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules['{backend}'] = None\n")
+    script = folder / "program.py"
+    script.write_text(program)
+    environment = {"KERAS_BACKEND": backend, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    return script, run_command(*options, str(script), **environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "program", "options"),
+    [
+        pytest.param("jax", "import keras", [], id="the program imports Keras"),
+        pytest.param("torch", "import mpkeras", [], id="the program imports mpkeras"),
+        pytest.param("tensorflow", "from keras import layers", ["--policy", "mixed_float16"], id="with a policy"),
+    ],
+)
+def test_without_a_backend_run_says_what_to_install(tmp_path, backend, program, options):
+    """As every other command does: one line and status 2."""
+    _, done = run_without(backend, tmp_path, program, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"mpkeras run: error: Expected a backend of Keras that is installed. Received: '{backend}', which is not. "
+    )
+    assert f'`pip install "mpkeras[{backend}]"`' in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        pytest.param("import none_such", "ModuleNotFoundError: No module named 'none_such'", id="another package"),
+        pytest.param("import jax", "ModuleNotFoundError: import of jax halted", id="the backend, without Keras"),
+        pytest.param("from os import none_such", "ImportError: cannot import name 'none_such'", id="a missing name"),
+    ],
+)
+def test_what_a_program_itself_cannot_import_shows_its_traceback(tmp_path, line, expected):
+    script, done = run_without("jax", tmp_path, f"import sys\n{line}\n")
+    assert done.returncode == 1
+    assert f'File "{script}", line 2' in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(expected)
+    assert "mpkeras run: error" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_program_may_catch_that_its_backend_is_missing(tmp_path):
+    program = "try:\n    import keras\nexcept ImportError as error:\n    print('without', error.name)\n"
+    _, done = run_without("jax", tmp_path, program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "without jax\n", "")
+
+
+@pytest.mark.slow
+def test_a_program_may_choose_a_backend_that_is_installed(tmp_path):
+    """Where `mpkeras run --policy` starts on one that is not."""
+    program = "import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras\nprint(keras.backend.backend())\n"
+    _, done = run_without("jax", tmp_path, program, "--policy", "mixed_float16")
+    assert (done.returncode, done.stdout) == (0, "torch\n"), done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_an_unknown_policy_is_named_where_the_program_chooses_the_backend(tmp_path):
+    program = "import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras\n"
+    _, done = run_without("jax", tmp_path, program, "--policy", "mixed_flot16")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("mpkeras run: error: argument --policy: ")
+    assert "Did you mean 'mixed_float16'?" in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

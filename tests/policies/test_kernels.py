@@ -61,8 +61,16 @@ KNOWN_GAPS = {
         "AveragePooling3D",
         "AdaptiveMaxPooling3D",
         "AdaptiveAveragePooling3D",
+        "T5MultiHeadAttention",
     },
-    ("jax", "float16"): {"MultiHeadAttention", "GroupedQueryAttention", "GRU"},
+    ("jax", "float16"): {
+        "MultiHeadAttention",
+        "GroupedQueryAttention",
+        "GRU",
+        "LlamaAttention",
+        "MMDiTBlock",
+        "T5MultiHeadAttention",
+    },
     ("jax", "bfloat16"): {"GRU"},
     ("torch", "float16"): {"AveragePooling3D", "Attention", "AdditiveAttention"},
     ("torch", "bfloat16"): {"AveragePooling3D"},
@@ -115,6 +123,36 @@ def test_attention_whose_keys_are_all_masked_stays_finite(layer):
     apply_rules(layer, Policy("mixed_float16"))
     outputs = layer([x, x], mask=[None, np.zeros((1, 2), "bool")])
     assert np.isfinite(keras.ops.convert_to_numpy(keras.ops.cast(outputs, "float32"))).all()
+
+
+class T5MultiHeadAttention(layers.Layer):
+    """The mask of the layer of KerasHub 0.32 that has this name."""
+
+    def call(self, mask):
+        scores = keras.ops.zeros_like(mask, dtype=self.compute_dtype)
+        return keras.ops.softmax(scores + (1.0 - keras.ops.cast(mask, scores.dtype)) * -1e9)
+
+
+class LlamaAttention(layers.Layer):
+    """The product of the layer of KerasHub 0.32 that has this name."""
+
+    def call(self, x):
+        return keras.ops.dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "inputs", "expected"),
+    [
+        # The mask of no key: 1 - 1 times minus infinity is NaN.
+        pytest.param(T5MultiHeadAttention, np.array([[1, 1, 0]], "int32"), [[0.5, 0.5, 0.0]], id="mask of T5"),
+        pytest.param(LlamaAttention, np.ones((1, 2, 1, 2), "float32"), np.ones((1, 2, 1, 2)), id="attention of Llama"),
+    ],
+)
+def test_attention_of_keras_hub_computes_in_float16_or_stays_in_float32(layer_class, inputs, expected):
+    model = keras.Sequential([keras.Input(inputs.shape[1:], dtype=inputs.dtype.name), layer_class()])
+    mpkeras.apply_policy(model, "mixed_float16")
+    # Predicted, not called: JAX on a CPU lacks the attention only where it compiles.
+    np.testing.assert_allclose(model.predict(inputs, verbose=0), expected, rtol=1e-3)
 
 
 # Read in Keras 3.15 and TensorFlow 2.21: one is refused by XLA, the other has no gradient by 16-bit images at all.
