@@ -2,14 +2,18 @@
 
 `mpkeras.forecast` of the models of `gpu_training.py`, at their sizes, with Adam: temporaries, peak, the largest batch
 that fits, and products by dtype, as the compilers of the devices say them. Needs `pip install "mpkeras[forecast]"` and
-no device. The goal: temporaries at most 0.55 of float32's in 16 bits. Each compilation takes a minute or two;
-what is there in `--json` is kept, so that a run goes on where one was stopped.
+no device. The goal: temporaries at most 0.55 of float32's in 16 bits. `--peer` compiles the step of stock Keras, or of
+jmp or flax with optax (`pip install optax jmp flax`), for the same model beside it. Each compilation takes a minute or
+two; what is there in `--json` is kept, so that a run goes on where one was stopped.
 
     python benchmarks/accelerators.py --device h100 --json benchmarks/results/accelerators.json
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import harness
@@ -18,6 +22,8 @@ from gpu.cases import CASES, case_of
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 GOAL = 0.55
+# The policies under which a peer has a step of its own: without loss scaling that of jmp and of flax is optax'.
+PEERS = {"keras": ("float32", "mixed_bfloat16", "mixed_float16"), "jmp": ("mixed_float16",), "flax": ("mixed_float16",)}
 
 
 def forecast_model(name: str, device: str, policy: str, *, is_tiny: bool, largest_batch: bool) -> dict:
@@ -40,22 +46,43 @@ def forecast_model(name: str, device: str, policy: str, *, is_tiny: bool, larges
         largest_batch=largest_batch,
         verbose=0,
     )
-    return {"model": name, "device": device, "policy": policy, "batch": case.batch_size, **report.policies[policy]}
+    found = report.policies[policy]
+    return {"model": name, "device": device, "policy": policy, "step": "mpkeras", "batch": case.batch_size, **found}
+
+
+def compile_peer(name: str, device: str, policy: str, peer: str, *, is_tiny: bool) -> dict:
+    """Returns what the compiler says of the step of a peer for one model."""
+    from mpkeras.devices.environment import memory_bytes
+    from mpkeras.devices.targets import find_target
+
+    target = find_target(device, memory_bytes())
+    wanted = {"model": name, "device": device, "policy": policy, "step": peer}
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu.peer_programs"],
+        input=json.dumps(wanted | {"is_tiny": is_tiny}),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, **target.environment(1), "KERAS_BACKEND": "jax", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    fits = found["peak_bytes"] <= target.memory_bytes - target.reserved_bytes
+    return wanted | found | {"fits": fits, "largest_batch": None}
 
 
 def with_ratios(results: list[dict]) -> list[dict]:
-    """Returns `results` with the temporaries of each as a share of float32's, and its goal where it has one."""
+    """Returns `results` with the temporaries of each as a share of mpkeras' in float32, and a goal for ours in 16 bits."""
     reference = {
         (result["model"], result["device"]): result["temporary_bytes"]
         for result in results
-        if result["policy"] == "float32"
+        if result["policy"] == "float32" and result["step"] == "mpkeras"
     }
     found = []
     for result in results:
         of_float32 = reference.get((result["model"], result["device"]))
         share = None if not of_float32 or not result["temporary_bytes"] else result["temporary_bytes"] / of_float32
         added = {"temporary_share": share}
-        if share is not None and result["policy"] != "float32":
+        if share is not None and result["policy"] != "float32" and result["step"] == "mpkeras":
             added["goal_temporary_share"] = GOAL
         found.append(result | added)
     return found
@@ -72,6 +99,7 @@ def rows_of(results: list[dict]) -> list[dict[str, str]]:
             "model": result["model"],
             "device": result["device"],
             "policy": result["policy"],
+            "step": result["step"],
             "batch": str(result["batch"]),
             "state GiB": gib(result["persistent_bytes"]),
             "temporary GiB": gib(result["temporary_bytes"]),
@@ -92,6 +120,7 @@ def main(argv=None) -> int:
     option("--model", action="append", choices=tuple(CASES), help="may be repeated (default: all)")
     option("--device", action="append", metavar="NAME", help="may be repeated (default: h100, a100 and v5p)")
     option("--policy", action="append", metavar="NAME", help="may be repeated (default: all four)")
+    option("--peer", action="append", choices=tuple(PEERS), help="a step beside ours; may be repeated (default: none)")
     option("--largest-batch", action="store_true", help="look for the largest batch, too: several compilations each")
     option("--quick", action="store_true", help="tiny models, compiled for this machine's CPU")
     option("--json", type=Path, help="write the results here, and keep those that are there")
@@ -100,18 +129,24 @@ def main(argv=None) -> int:
     results = []
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())["results"]
-    done = {(result["model"], result["device"], result["policy"]) for result in results}
+    done = {(result["model"], result["device"], result["policy"], result["step"]) for result in results}
+    is_tiny = options.quick
     for device in devices:
         for model in options.model or CASES:
-            for policy in options.policy or POLICIES:
-                if (model, device, policy) in done:
-                    continue
-                results.append(
-                    forecast_model(model, device, policy, is_tiny=options.quick, largest_batch=options.largest_batch)
-                )
-                if options.json:
-                    content = {"environment": harness.environment(), "results": with_ratios(results)}
-                    harness.write_json(options.json, content)
+            for step in ("mpkeras", *(options.peer or ())):
+                for policy in options.policy or (POLICIES if step == "mpkeras" else PEERS[step]):
+                    if (model, device, policy, step) in done:
+                        continue
+                    if step == "mpkeras":
+                        result = forecast_model(
+                            model, device, policy, is_tiny=is_tiny, largest_batch=options.largest_batch
+                        )
+                    else:
+                        result = compile_peer(model, device, policy, step, is_tiny=is_tiny)
+                    results.append(result)
+                    if options.json:
+                        content = {"environment": harness.environment(), "results": with_ratios(results)}
+                        harness.write_json(options.json, content)
     harness.print_table(rows_of(results), "Training steps, as the compilers of accelerators make them")
     return 0
 

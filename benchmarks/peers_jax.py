@@ -24,16 +24,23 @@ def make_scale(peer: str):
     return DynamicScale(scale=jnp.asarray(LOSS_SCALE, jnp.float32), fin_steps=jnp.zeros((), jnp.int32))
 
 
-def value_and_grads(loss_scale, loss_fn, params):
-    """Returns `(loss_scale, finite, loss, grads)` of either library, the loss and the gradients unscaled."""
+def value_and_grads(loss_scale, loss_fn, params, has_aux: bool = False):
+    """Returns `(loss_scale, finite, loss, grads)` of either library, the loss and the gradients unscaled.
+
+    With `has_aux`, as `jax.value_and_grad` has it, `loss_fn` returns a pair and `loss` is one.
+    """
     if not hasattr(loss_scale, "adjust"):
-        return loss_scale.value_and_grad(loss_fn)(params)
+        return loss_scale.value_and_grad(loss_fn, has_aux=has_aux)(params)
     import jmp
 
-    loss, grads = jax.value_and_grad(lambda params: loss_scale.scale(loss_fn(params)))(params)
+    def scaled_loss(params):
+        loss, aux = loss_fn(params) if has_aux else (loss_fn(params), None)
+        return loss_scale.scale(loss), aux
+
+    (loss, aux), grads = jax.value_and_grad(scaled_loss, has_aux=True)(params)
     grads = loss_scale.unscale(grads)
-    finite = jmp.all_finite(grads)
-    return loss_scale.adjust(finite), finite, loss_scale.unscale(loss), grads
+    finite, loss = jmp.all_finite(grads), loss_scale.unscale(loss)
+    return loss_scale.adjust(finite), finite, (loss, aux) if has_aux else loss, grads
 
 
 def guarded_update(optimizer, finite, grads, params, opt_state):

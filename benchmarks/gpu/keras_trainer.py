@@ -106,10 +106,10 @@ class StockStep:
         self._variables = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
         self.state = [[variable.value for variable in variables] for variables in self._variables]
         # Donated in the order in which they come out: every buffer is used again.
-        self._function = jax.jit(self._pure_step, donate_argnums=0)
+        self.function = jax.jit(self._pure_step, donate_argnums=0)
 
     def __call__(self, x, y) -> dict:
-        self.state, loss = self._function(self.state, x, y)
+        self.state, loss = self.function(self.state, x, y)
         return {"loss": loss}
 
     def write_back(self):
@@ -119,11 +119,11 @@ class StockStep:
                 variable.assign(value)
 
     def compiler_ir(self, x, y, optimized: bool = True) -> str:
-        lowered = self._function.lower(self.state, x, y)
+        lowered = self.function.lower(self.state, x, y)
         return lowered.compile().as_text() if optimized else lowered.as_text(dialect="hlo")
 
     def temporary_bytes(self, x, y) -> int | None:
-        analysis = self._function.lower(self.state, x, y).compile().memory_analysis()
+        analysis = self.function.lower(self.state, x, y).compile().memory_analysis()
         return None if analysis is None else int(analysis.temp_size_in_bytes)
 
     def _pure_step(self, state, x, y):

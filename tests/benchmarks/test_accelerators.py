@@ -1,0 +1,45 @@
+"""benchmarks/accelerators.py: its options, its shares, and the steps of peers, compiled for this CPU."""
+
+import pytest
+
+import accelerators as benchmark
+
+
+@pytest.mark.backends("tensorflow")
+def test_bad_options_exit_with_status_2(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.main(["--peer", "apex"])
+    assert stopped.value.code == 2 and "--peer" in capsys.readouterr().err
+
+
+@pytest.mark.backends("tensorflow")
+def test_shares_are_of_mpkeras_in_float32_and_goals_are_ours():
+    def result(policy, step, temporary_bytes):
+        place = {"model": "resnet50", "device": "h100"}
+        return {**place, "policy": policy, "step": step, "temporary_bytes": temporary_bytes}
+
+    results = [
+        result("float32", "keras", 500),
+        result("float32", "mpkeras", 400),
+        result("mixed_float16", "mpkeras", 200),
+        result("mixed_float16", "jmp", 300),
+    ]
+    found = benchmark.with_ratios(results)
+    assert [row["temporary_share"] for row in found] == [1.25, 1.0, 0.5, 0.75]
+    assert ["goal_temporary_share" in row for row in found] == [False, False, True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("peer", ["keras", "jmp", "flax"])
+def test_the_step_of_a_peer_is_compiled_for_the_same_model(peer):
+    for needed in {"keras": (), "jmp": ("jmp", "optax"), "flax": ("flax", "optax")}[peer]:
+        pytest.importorskip(needed)
+    found = benchmark.compile_peer("resnet50", "cpu", "mixed_float16", peer, is_tiny=True)
+    ours = benchmark.forecast_model("resnet50", "cpu", "mixed_float16", is_tiny=True, largest_batch=False)
+    assert sum(found["products"].values()) == sum(ours["products"].values())
+    # Weights and Adam's two moments in float32, statistics, and a handful of numbers.
+    assert abs(found["persistent_bytes"] - ours["persistent_bytes"]) < 100
+    assert found["fits"] and found["temporary_bytes"] > 0
+    # Keras decides about an update with `cond`, where mpkeras, jmp and flax select.
+    assert (found["conditionals"] > 0) == (peer == "keras")
