@@ -71,7 +71,7 @@ def compile_peer(name: str, device: str, policy: str, peer: str, *, is_tiny: boo
 
 
 def with_ratios(results: list[dict]) -> list[dict]:
-    """Returns `results` with the temporaries of each as a share of mpkeras' in float32, and a goal for ours in 16 bits."""
+    """Returns `results` with the temporaries of each as a share of mpkeras' in float32, and a goal for ours."""
     reference = {
         (result["model"], result["device"]): result["temporary_bytes"]
         for result in results
