@@ -10,6 +10,7 @@ two; what is there in `--json` is kept, so that a run goes on where one was stop
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -46,28 +47,28 @@ def forecast_model(name: str, device: str, policy: str, *, is_tiny: bool, larges
         largest_batch=largest_batch,
         verbose=0,
     )
-    found = report.policies[policy]
-    return {"model": name, "device": device, "policy": policy, "step": "mpkeras", "batch": case.batch_size, **found}
+    return {"step": "mpkeras", "batch": case.batch_size, **report.policies[policy]}
 
 
 def compile_peer(name: str, device: str, policy: str, peer: str, *, is_tiny: bool) -> dict:
     """Returns what the compiler says of the step of a peer for one model."""
     from mpkeras.devices.environment import memory_bytes
     from mpkeras.devices.targets import find_target
+    from mpkeras.insight.forecast import Forecast
 
-    target = find_target(device, memory_bytes())
-    wanted = {"model": name, "device": device, "policy": policy, "step": peer}
+    target, batch = find_target(device, memory_bytes()), case_of(name, is_tiny).batch_size
+    wanted = {"model": name, "device": device, "policy": policy, "step": peer, "is_tiny": is_tiny}
     done = subprocess.run(
         [sys.executable, "-m", "gpu.peer_programs"],
-        input=json.dumps(wanted | {"is_tiny": is_tiny}),
+        input=json.dumps(wanted),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
         env={**os.environ, **target.environment(1), "KERAS_BACKEND": "jax", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    found = json.loads(done.stdout.splitlines()[-1])
-    fits = found["peak_bytes"] <= target.memory_bytes - target.reserved_bytes
-    return wanted | found | {"fits": fits, "largest_batch": None}
+    report = Forecast(name, target, 1, batch)
+    report.add(policy, json.loads(done.stdout.splitlines()[-1]))
+    return {"step": peer, "batch": batch, **report.policies[policy]}
 
 
 def with_ratios(results: list[dict]) -> list[dict]:
@@ -130,23 +131,19 @@ def main(argv=None) -> int:
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())["results"]
     done = {(result["model"], result["device"], result["policy"], result["step"]) for result in results}
-    is_tiny = options.quick
-    for device in devices:
-        for model in options.model or CASES:
-            for step in ("mpkeras", *(options.peer or ())):
-                for policy in options.policy or (POLICIES if step == "mpkeras" else PEERS[step]):
-                    if (model, device, policy, step) in done:
-                        continue
-                    if step == "mpkeras":
-                        result = forecast_model(
-                            model, device, policy, is_tiny=is_tiny, largest_batch=options.largest_batch
-                        )
-                    else:
-                        result = compile_peer(model, device, policy, step, is_tiny=is_tiny)
-                    results.append(result)
-                    if options.json:
-                        content = {"environment": harness.environment(), "results": with_ratios(results)}
-                        harness.write_json(options.json, content)
+    for device, model, step in itertools.product(devices, options.model or CASES, ("mpkeras", *(options.peer or ()))):
+        for policy in options.policy or (POLICIES if step == "mpkeras" else PEERS[step]):
+            if (model, device, policy, step) in done:
+                continue
+            if step == "mpkeras":
+                largest_batch = options.largest_batch
+                found = forecast_model(model, device, policy, is_tiny=options.quick, largest_batch=largest_batch)
+            else:
+                found = compile_peer(model, device, policy, step, is_tiny=options.quick)
+            results.append({"model": model, "device": device, "policy": policy, **found})
+            if options.json:
+                content = {"environment": harness.environment(), "results": with_ratios(results)}
+                harness.write_json(options.json, content)
     harness.print_table(rows_of(results), "Training steps, as the compilers of accelerators make them")
     return 0
 

@@ -18,11 +18,12 @@ from gpu.keras_trainer import StockStep
 from mpkeras.devices._jax import compile_devices
 from mpkeras.devices.environment import memory_bytes
 from mpkeras.devices.targets import find_target
-from mpkeras.insight.hlo import read_program
+from mpkeras.insight.compiling import facts_of
+from mpkeras.policies.dtypes import bytes_of
 
 
 def compile_step(model: str, device: str, policy: str, step: str, is_tiny: bool) -> dict:
-    """Returns bytes, products and conditionals of one step, by the names of `Forecast.to_dict`.
+    """Returns what the compiler says of one step, as `mpkeras.insight.compiling` says it of ours.
 
     Args:
         model: One of `gpu.cases.CASES`.
@@ -46,19 +47,7 @@ def compile_step(model: str, device: str, policy: str, step: str, is_tiny: bool)
     y = keras.KerasTensor((case.batch_size, *network.outputs[0].shape[1:-1]), "int32")
     batch = [on_device(tensor) for tensor in (x, y)]
     program = function.lower(jax.tree.map(on_device, state), *batch).compile()
-    memory, found = program.memory_analysis(), read_program(program.as_text())
-    batch_bytes = sum(tensor.size * tensor.dtype.itemsize for tensor in batch)
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return {
-        "batch": case.batch_size,
-        "persistent_bytes": memory.argument_size_in_bytes - batch_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "peak_bytes": sum(
-            (memory.argument_size_in_bytes, outputs, memory.temp_size_in_bytes, memory.generated_code_size_in_bytes)
-        ),
-        "products": found.products,
-        "conditionals": found.conditionals,
-    }
+    return facts_of(program, sum(bytes_of(tensor.shape, tensor.dtype) for tensor in (x, y)))
 
 
 def _loss(y, y_pred):

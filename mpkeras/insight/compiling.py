@@ -140,7 +140,7 @@ class Steps:
         batch_bytes = (
             sum(bytes_of(tensor.shape, tensor.dtype) for tensor in keras.tree.flatten((x, y))) // self._rows_split()
         )
-        facts = _facts(program, batch_bytes)
+        facts = facts_of(program, batch_bytes)
         if "float8" not in self._target.matrix_rates:
             # The compiler leaves out casts before a product: a device without units for it widens what it reads.
             for counted in (facts["matrix_flops"], facts["products"]):
@@ -203,7 +203,7 @@ def _of_rows(structure, batch):
     return [_of_rows(part, batch) for part in structure]
 
 
-def _facts(program, batch_bytes) -> dict:
+def facts_of(program, batch_bytes) -> dict:
     """Returns what the compiler says of a program, by the keys of `Forecast.to_dict`."""
     memory = program.memory_analysis()
     arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes

@@ -98,7 +98,7 @@ def shortened(message: str, length: int = 300) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
-def shortened_list(names) -> str:
+def _shortened_list(names) -> str:
     """Returns the first three of `names`, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -115,7 +115,7 @@ def float8_text(reasons: list) -> list:
             others.setdefault(reason, []).append(path)
     n = sum(reason is None for _, reason in reasons)
     lines = [f"Products in float8: those of {n} of {len(reasons)} layers."]
-    return lines + [f"    not {shortened_list(paths)}: {reason}" for reason, paths in others.items()]
+    return lines + [f"    not {_shortened_list(paths)}: {reason}" for reason, paths in others.items()]
 
 
 def quartiles(values) -> tuple:
