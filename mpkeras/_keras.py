@@ -348,13 +348,49 @@ GRADIENT_SUM_METHOD = "_all_reduce_sum_gradients"
 # Both of Keras' attention layers compute `self._softmax(scores, mask)` in this method, where they use no fused kernel:
 # with dropout, and where scores are returned. Read in Keras 3.10 and 3.15.1.
 ATTENTION_SOFTMAX = "_masked_softmax"
+# And all that comes between the products that make queries, keys and values, and the one of the outputs, in this one.
+ATTENTION_METHOD = "_compute_attention"
 
 
 def has_stock_softmax(layer) -> bool:
     """Whether `layer` computes its probabilities as Keras' attention layers do."""
-    method = getattr(type(layer), ATTENTION_SOFTMAX, None)
+    return _is_method_of_attention(layer, ATTENTION_SOFTMAX)
+
+
+def has_stock_attention(layer) -> bool:
+    """Whether `layer` computes its attention as Keras' attention layers do."""
+    return _is_method_of_attention(layer, ATTENTION_METHOD)
+
+
+def _is_method_of_attention(layer, name: str) -> bool:
+    method = getattr(type(layer), name, None)
     stock = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
-    return method is not None and method in [getattr(base, ATTENTION_SOFTMAX, None) for base in stock]
+    return method is not None and method in [getattr(base, name) for base in stock]
+
+
+def is_fused_attention(layer, query, returns_scores: bool) -> bool:
+    """Whether an attention layer leaves `query` to `keras.ops.dot_product_attention`."""
+    # One layer is told in the call to return its scores, the other keeps it for the time of the call.
+    returns_scores = returns_scores or getattr(layer, "_return_attention_scores", False)
+    return not (layer.dropout > 0.0 or returns_scores or len(query.shape) != 4)
+
+
+def takes_flash_attention(layer, query, key, value, platform: str, *, is_masked: bool) -> bool:
+    """Whether Keras on JAX looks for a kernel of its own for a fused attention, or refuses it for the lack of one.
+
+    Read in Keras 3.15.1. On a TPU the kernel needs the values of a mask, which a traced step does not have.
+    """
+    if layer._flash_attention is not None:
+        return layer._flash_attention
+    if platform == "tpu":
+        return not is_masked
+    return keras.src.backend.jax.nn._can_use_flash_attention(query, key, value, None)
+
+
+def attention_scale(layer) -> float:
+    """Returns what an attention layer multiplies its scores by."""
+    is_grouped = isinstance(layer, keras.layers.GroupQueryAttention)
+    return layer._inverse_sqrt_head_dim if is_grouped else layer._inverse_sqrt_key_dim
 
 
 def softmax_axis(layer):

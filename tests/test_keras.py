@@ -1,5 +1,8 @@
 """Notices when a private name of Keras that mpkeras uses changes."""
 
+import functools
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -484,6 +487,76 @@ def test_attention_takes_its_softmax_in_one_method(layer):
     vars(attention)[private.ATTENTION_SOFTMAX] = lambda scores, attention_mask=None: seen.append(scores.shape) or scores
     attention(x, x, return_attention_scores=True)
     assert len(seen) == 1 and tuple(seen[0])[-2:] == (3, 3)
+
+
+@pytest.mark.parametrize("layer", [keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention])
+def test_attention_is_computed_in_one_method(layer):
+    make = (
+        functools.partial(layer, 2, 4)
+        if layer is keras.layers.MultiHeadAttention
+        else functools.partial(layer, 4, 2, 1)
+    )
+    attention, x = make(), np.ones((1, 3, 8), "float32")
+    attention(x, x)
+    assert private.has_stock_attention(attention) and not private.has_stock_attention(keras.layers.Attention())
+    stock, seen = getattr(attention, private.ATTENTION_METHOD), []
+
+    def compute(*args, **kwargs):
+        seen.append(inspect.signature(stock).bind(*args, **kwargs).arguments)
+        return stock(*args, **kwargs)
+
+    vars(attention)[private.ATTENTION_METHOD] = compute
+    attention(x, x, attention_mask=np.ones((1, 3, 3), bool))
+    attention(x, x, use_causal_mask=True)
+    masked, causal = seen
+    for name in ("query", "key", "value"):
+        assert masked[name].shape[:2] == (1, 3) and len(masked[name].shape) == 4
+    assert tuple(masked["attention_mask"].shape) == (1, 3, 3)
+    # Older versions make a mask of it.
+    assert causal.get("use_causal_mask") or tuple(causal["attention_mask"].shape) == (1, 3, 3)
+    depth = masked["query"].shape[-1]
+    assert private.attention_scale(attention) == pytest.approx(1 / np.sqrt(depth))
+
+
+@pytest.mark.parametrize("layer", [keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention])
+def test_when_attention_is_left_to_the_backend(layer, monkeypatch):
+    make = (
+        functools.partial(layer, 2, 4)
+        if layer is keras.layers.MultiHeadAttention
+        else functools.partial(layer, 4, 2, 1)
+    )
+    x = np.ones((1, 3, 8), "float32")
+    calls = []
+    stock = keras.ops.dot_product_attention
+    # In the module where the layers find it: the test looks on, and changes nothing.
+    found_in = keras.src.layers.attention.multi_head_attention.ops
+    monkeypatch.setattr(found_in, "dot_product_attention", lambda *a, **k: calls.append(k) or stock(*a, **k))
+    for options, call in (({}, {}), ({"dropout": 0.5}, {}), ({}, {"return_attention_scores": True})):
+        attention, said = make(**options), []
+        method = getattr(attention, private.ATTENTION_METHOD)
+
+        def compute(*args, attention=attention, method=method, said=said, **kwargs):
+            given = inspect.signature(method).bind(*args, **kwargs).arguments
+            returns_scores = given.get("return_attention_scores", False)
+            said.append(private.is_fused_attention(attention, given["query"], returns_scores))
+            return method(*args, **kwargs)
+
+        calls.clear()
+        vars(attention)[private.ATTENTION_METHOD] = compute
+        attention(x, x, **call)
+        assert said == [bool(calls)], (options, call)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="of JAX alone")
+def test_keras_looks_for_a_kernel_for_attention():
+    q = keras.ops.zeros((1, 2, 2, 8), "bfloat16")
+    make = functools.partial(keras.layers.MultiHeadAttention, 2, 4)
+    for asked, expected in ((True, True), (False, False)):
+        assert private.takes_flash_attention(make(flash_attention=asked), q, q, q, "gpu", is_masked=False) is expected
+    # There is none on a CPU; on a TPU there is, but not where a mask is traced.
+    assert not private.takes_flash_attention(make(), q, q, q, "cpu", is_masked=False)
+    assert private.takes_flash_attention(make(), q, q, q, "tpu", is_masked=False)
+    assert not private.takes_flash_attention(make(), q, q, q, "tpu", is_masked=True)
 
 
 def test_metrics_given_to_compile_are_parts_of_one(nested):

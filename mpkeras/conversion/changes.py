@@ -66,7 +66,8 @@ def _parts(model, layers) -> list:
 
 def _attention(model, layers) -> list:
     is_on_jax = keras.backend.backend() == "jax"
-    return [layer for layer in layers if _keras.has_stock_softmax(layer)] if is_on_jax else []
+    has_attention = (layer for layer in layers if _keras.has_stock_softmax(layer) or _keras.has_stock_attention(layer))
+    return list(has_attention) if is_on_jax else []
 
 
 def _add_penalties_in_float32(layer):
@@ -159,7 +160,9 @@ CHANGES = {
     ),
     "mixed dtypes named": _Change(_with_own_call, name_mixed_dtypes, "layer", ("call",)),
     "torch.autocast": _Change(_torch_modules, _let_torch_module_follow, "layer", ("call",)),
-    "attention memory": _Change(_attention, _save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
+    "attention memory": _Change(
+        _attention, _save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX, _keras.ATTENTION_METHOD)
+    ),
     "raw inputs": _Change(_casting_inputs, _pass_inputs_on, "inputs", ("autocast",)),
     "float32 outputs": _Change(_parts, _return_float32, "layer", ("call",)),
     CURRENT: _Change(None, multiply_in_float8, "layer", ("call",)),

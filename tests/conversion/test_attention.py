@@ -1,4 +1,6 @@
-"""The softmax of attention layers on JAX: Keras' forward pass, a backward pass in float32 from 16-bit probabilities."""
+"""Attention layers on JAX: Keras' forward pass, a backward pass in float32 from 16-bit probabilities."""
+
+import functools
 
 import keras
 import numpy as np
@@ -16,6 +18,9 @@ MASK = rng.random((3, 5, 5)) < 0.7
 MASK[2, 1] = False
 
 LAYERS = {
+    # Without dropout Keras leaves all of it to `keras.ops.dot_product_attention`.
+    "fused MultiHeadAttention": lambda: layers.MultiHeadAttention(2, 4),
+    "fused GroupQueryAttention": lambda: layers.GroupQueryAttention(4, 4, 2),
     "MultiHeadAttention": lambda: layers.MultiHeadAttention(2, 4, dropout=1e-9),
     "GroupQueryAttention": lambda: layers.GroupQueryAttention(4, 2, 1, dropout=1e-9),
     "over two axes": lambda: layers.MultiHeadAttention(2, 4, dropout=1e-9, attention_axes=(1, 2)),
@@ -31,71 +36,119 @@ def model_of(make, policy, shape=(5, 8)):
     return model
 
 
+def stock_of(make):
+    """The layer as Keras has it under its own policy, without what mpkeras changes."""
+    model = model_of(make, None)
+    for layer in attention_layer(model)._flatten_layers():
+        layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+    return model
+
+
 def is_applied(layer):
-    return is_replaced(layer, "_masked_softmax", "attention")
+    found = [is_replaced(layer, name, "attention") for name in ("_masked_softmax", "_compute_attention")]
+    assert len(set(found)) == 1
+    return found[0]
 
 
 def attention_layer(model):
     return model.layers[1]
 
 
-def gradient(model, x, mask=None):
+def gradient(model, x, **options):
     import jax
 
     layer = attention_layer(model)
     dtype = layer.compute_dtype
 
     def total(x):
-        y = layer(x, x, attention_mask=mask)
+        y = layer(x, x, **options)
         return (y.astype("float32") ** 2).sum()
 
     return np.asarray(jax.grad(total)(jax.numpy.asarray(x, dtype)), "float64")
 
 
-@pytest.mark.parametrize("name", ["MultiHeadAttention", "GroupQueryAttention"])
-@pytest.mark.parametrize("mask", [None, MASK], ids=["all", "masked"])
-def test_forward_is_stock_and_the_gradient_as_near_to_float32(name, mask):
+CALLS = {
+    "all": {},
+    "masked": {"attention_mask": MASK},
+    "one mask for all": {"attention_mask": MASK[2]},
+    "causal": {"use_causal_mask": True},
+    "masked and causal": {"attention_mask": MASK, "use_causal_mask": True},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "over two axes"])
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+@pytest.mark.every_case
+def test_forward_is_stock_and_the_gradient_as_near_to_float32(name, options):
     ours = model_of(LAYERS[name], "mixed_bfloat16")
-    stock = model_of(LAYERS[name], None)
+    stock = stock_of(LAYERS[name])
     reference = model_of(LAYERS[name], None)
     assert is_applied(attention_layer(ours))
-    for layer in attention_layer(stock)._flatten_layers():
-        layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
     stock.set_weights(ours.get_weights())
     reference.set_weights(ours.get_weights())
-    y = [np.asarray(attention_layer(m)(X, X, attention_mask=mask), "float32") for m in (ours, stock)]
+    y = [np.asarray(attention_layer(m)(X, X, **options), "float32") for m in (ours, stock)]
     np.testing.assert_array_equal(*y)
 
-    exact = gradient(reference, X, mask)
-    size = np.abs(exact).max()
-    our_error, stock_error = (np.abs(gradient(m, X, mask) - exact).max() / size for m in (ours, stock))
-    assert our_error < max(1.25 * stock_error, 2 * 2.0**-8)
-    assert our_error < 0.03
+    exact = gradient(reference, X, **options)
+    our_error, stock_error = (np.linalg.norm(gradient(m, X, **options) - exact) for m in (ours, stock))
+    assert our_error < 1.25 * stock_error
+    assert our_error < 0.02 * np.linalg.norm(exact)
 
 
-def test_over_several_axes():
-    ours = model_of(LAYERS["over two axes"], "mixed_bfloat16", shape=(3, 2, 8))
-    reference = model_of(LAYERS["over two axes"], None, shape=(3, 2, 8))
-    reference.set_weights(ours.get_weights())
-    x = rng.normal(size=(2, 3, 2, 8)).astype("float32")
-    exact = gradient(reference, x)
-    np.testing.assert_allclose(gradient(ours, x), exact, atol=0.03 * np.abs(exact).max())
-
-
-def test_the_derivative_is_that_of_softmax():
+@pytest.mark.parametrize("name", ["fused MultiHeadAttention", "fused GroupQueryAttention"])
+def test_of_the_size_of_the_scores_nothing_is_kept_in_float32(name):
     import jax
 
-    from mpkeras.conversion._jax import softmax_from_probabilities
+    x = np.zeros((1, 512, 8), "float32")
+    scores = (4 if "Group" in name else 2) * 512 * 512
 
-    def softmax(scores, mask):
-        return jax.nn.softmax(scores, axis=-1)
+    def temporaries(make, count):
+        layers = [attention_layer(make(LAYERS[name])) for _ in range(count)]
 
-    scores = jax.numpy.asarray([[0.0, np.log(3.0)]], "bfloat16")
-    # p = [1/4, 3/4]: dp1/ds1 = p1 (1 - p1) = 3/16, dp1/ds2 = -3/16; twice: p1 (1 - p1) (1 - 2 p1) = 3/32.
-    first = jax.grad(lambda s: softmax_from_probabilities(softmax, -1, s, None)[0, 0].astype("float32"))
-    np.testing.assert_allclose(np.asarray(first(scores), "float32"), [[3 / 16, -3 / 16]], rtol=0.02)
-    second = jax.jacfwd(lambda s: first(s)[0, 0])(scores)
-    np.testing.assert_allclose(np.asarray(second, "float32"), [[3 / 32, -3 / 32]], rtol=0.05)
+        def total(x):
+            for layer in layers:
+                x = x + layer(x, x)
+            return x.astype("float32").sum()
+
+        x16 = jax.numpy.asarray(x, layers[0].compute_dtype)
+        return jax.jit(jax.grad(total)).lower(x16).compile().memory_analysis().temp_size_in_bytes
+
+    def kept_by_each(make):
+        # What a layer works with comes and goes; what it keeps for the backward pass is there for each of them.
+        return (temporaries(make, 12) - temporaries(make, 4)) / 8 / scores
+
+    ours = kept_by_each(functools.partial(model_of, policy="mixed_bfloat16", shape=x.shape[1:]))
+    # A CPU widens all 16-bit numbers, and keeps some of them so; what an H100 keeps is in `test_forecast.py`.
+    assert ours + 1.9 < kept_by_each(stock_of)
+
+
+@pytest.mark.parametrize("flash_attention", [True, False])
+def test_whoever_asks_for_a_kernel_gets_keras_own(flash_attention):
+    """There is none on a CPU: Keras says so where it was asked for (from 3.11 on), and ours must not hide it."""
+    make = functools.partial(layers.MultiHeadAttention, 2, 4, flash_attention=flash_attention)
+    layer = attention_layer(stock_of(make))
+    x = keras.ops.cast(X, "bfloat16")
+    try:
+        expected = np.asarray(layer(x, x), "float32")
+    except Exception as error:
+        expected = error
+    model = model_of(make, None)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert is_applied(attention_layer(model))
+    if isinstance(expected, Exception):
+        with pytest.raises(type(expected)):
+            attention_layer(model)(x, x)
+    else:
+        np.testing.assert_array_equal(np.asarray(attention_layer(model)(x, x), "float32"), expected)
+
+
+def test_scores_are_returned_as_stock_returns_them():
+    make = LAYERS["fused MultiHeadAttention"]
+    ours, stock = model_of(make, "mixed_bfloat16"), stock_of(make)
+    stock.set_weights(ours.get_weights())
+    results = [attention_layer(m)(X, X, return_attention_scores=True) for m in (ours, stock)]
+    for mine, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, "float32"), np.asarray(theirs, "float32"))
 
 
 def test_float32_and_the_way_back_are_stock():
@@ -103,20 +156,23 @@ def test_float32_and_the_way_back_are_stock():
     model = model_of(LAYERS["MultiHeadAttention"], "mixed_bfloat16")
     mpkeras.apply_policy(model, "float32")
     layer = attention_layer(model)
-    assert not is_applied(layer) and "_masked_softmax" not in vars(layer)
+    assert not is_applied(layer) and not {"_masked_softmax", "_compute_attention"} & set(vars(layer))
 
 
-def test_an_attention_layer_with_a_softmax_of_its_own_is_left_alone():
-    class Own(layers.MultiHeadAttention):
-        def _masked_softmax(self, attention_scores, attention_mask=None):
-            return super()._masked_softmax(attention_scores, attention_mask)
+@pytest.mark.parametrize("name", ["_masked_softmax", "_compute_attention"])
+def test_what_an_attention_layer_computes_itself_is_left_alone(name):
+    def own(self, *args, **kwargs):
+        return getattr(layers.MultiHeadAttention, name)(self, *args, **kwargs)
 
-    model = model_of(lambda: Own(2, 4, dropout=0.1), "mixed_bfloat16")
-    assert not is_applied(attention_layer(model))
+    own_class = type("Own", (layers.MultiHeadAttention,), {name: own})
+    layer = attention_layer(model_of(lambda: own_class(2, 4, dropout=0.1), "mixed_bfloat16"))
+    replaced = {n for n in ("_masked_softmax", "_compute_attention") if is_replaced(layer, n, "attention")}
+    assert replaced == {"_masked_softmax", "_compute_attention"} - {name}
 
 
-def test_trains_and_returns_from_a_file(tmp_path):
-    model = model_of(LAYERS["MultiHeadAttention"], "mixed_bfloat16")
+@pytest.mark.parametrize("name", ["MultiHeadAttention", "fused MultiHeadAttention"])
+def test_trains_and_returns_from_a_file(tmp_path, name):
+    model = model_of(LAYERS[name], "mixed_bfloat16")
     model.compile("adam", "mse")
     model.fit(X, X, epochs=2, verbose=0)
     model.save(tmp_path / "model.keras")

@@ -220,6 +220,21 @@ def test_programs_for_an_h100(name):
 @needs_compilers
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_on_an_h100_takes_half_of_the_memory(causal):
+    """JAX' own keeps the probabilities in float32, and a third of the temporaries with them: 0.7 of float32's."""
+    inputs = x = keras.Input((512, 32))
+    for _ in range(6):
+        x = x + layers.MultiHeadAttention(2, 16)(x, x, use_causal_mask=causal)
+    policies = ["float32", "mixed_float16", "mixed_bfloat16"]
+    report = mpkeras.forecast(keras.Model(inputs, x), (4, 512, 32), device="h100", policies=policies, verbose=0)
+    of_float32, *in_16_bits = (clean(report.policies[policy])["temporary_bytes"] for policy in policies)
+    assert max(in_16_bits) < 0.5 * of_float32, (in_16_bits, of_float32)
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
 def test_a_program_for_eight_h100s(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
     found = clean(
