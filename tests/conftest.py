@@ -50,8 +50,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    # What stands now stays to the end. Half a million objects that no collection need look at again: those of TensorFlow's
-    # tracing, and those that Keras asks for while it quantizes a layer, were a quarter of a run.
+    # What stands now stays to the end: half a million objects that no collection need look at again. Collections, those
+    # among them that Keras asks for while it quantizes a layer, were a quarter of a run.
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
