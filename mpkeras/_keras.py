@@ -375,6 +375,11 @@ def is_fused_attention(layer, query, returns_scores: bool) -> bool:
     return not (layer.dropout > 0.0 or returns_scores or len(query.shape) != 4)
 
 
+def asks_for_flash_attention(layer) -> bool:
+    """Whether an attention layer was told to use a flash kernel."""
+    return bool(layer._flash_attention)
+
+
 def takes_flash_attention(layer, query, key, value, platform: str, *, is_masked: bool) -> bool:
     """Whether Keras on JAX looks for a kernel of its own for a fused attention, or refuses it for the lack of one.
 

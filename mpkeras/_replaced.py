@@ -10,7 +10,7 @@ KINDS = {
     "float32, a torch module runs under `torch.autocast`, and a `Dense` multiplies in float8; a policy alone does none "
     "of these. "
     "`activity_regularizer` and `add_loss` of a 16-bit one: Keras hands them 16-bit outputs, whose squares overflow",
-    "attention": "`_masked_softmax` and `_compute_attention` of an attention layer on JAX: for its backward pass it "
+    "attention": "`_masked_softmax` and `_compute_attention` of an attention layer: for its backward pass it "
     "keeps the probabilities in 16 bits, and in float32 no tensor of their size: half of its temporaries on a GPU",
     "inputs": "`autocast` of a model: raw inputs beyond float16 belong to the float32 layer that normalizes them",
     "converted": "`get_config` of a model: its file holds the policy its author chose, and no cast that plain Keras "

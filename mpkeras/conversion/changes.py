@@ -10,6 +10,8 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_attributes, restore
+from mpkeras.conversion.attention import BACKENDS as BACKENDS_OF_ATTENTION
+from mpkeras.conversion.attention import save_attention_memory
 from mpkeras.conversion.float8.layers import CURRENT, GIVEN, KEPT, OWN, multiply_in_float8
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
@@ -65,9 +67,8 @@ def _parts(model, layers) -> list:
 
 
 def _attention(model, layers) -> list:
-    is_on_jax = keras.backend.backend() == "jax"
-    has_attention = (layer for layer in layers if _keras.has_stock_softmax(layer) or _keras.has_stock_attention(layer))
-    return list(has_attention) if is_on_jax else []
+    found = (layer for layer in layers if _keras.has_stock_softmax(layer) or _keras.has_stock_attention(layer))
+    return list(found) if keras.backend.backend() in BACKENDS_OF_ATTENTION else []
 
 
 def _add_penalties_in_float32(layer):
@@ -138,10 +139,6 @@ def _let_torch_module_follow(layer):
     importlib.import_module("mpkeras.conversion._torch").let_module_follow(layer)
 
 
-def _save_attention_memory(layer):
-    importlib.import_module("mpkeras.conversion._jax").save_attention_memory(layer)
-
-
 class _Change(NamedTuple):
     """One change: which layers of a model it is for, how it is made, and the attributes that it replaces.
 
@@ -161,7 +158,7 @@ CHANGES = {
     "mixed dtypes named": _Change(_with_own_call, name_mixed_dtypes, "layer", ("call",)),
     "torch.autocast": _Change(_torch_modules, _let_torch_module_follow, "layer", ("call",)),
     "attention memory": _Change(
-        _attention, _save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX, _keras.ATTENTION_METHOD)
+        _attention, save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX, _keras.ATTENTION_METHOD)
     ),
     "raw inputs": _Change(_casting_inputs, _pass_inputs_on, "inputs", ("autocast",)),
     "float32 outputs": _Change(_parts, _return_float32, "layer", ("call",)),

@@ -1,16 +1,22 @@
-"""Attention layers on JAX: Keras' forward pass, a backward pass in float32 from 16-bit probabilities."""
+"""Attention layers: Keras' forward pass, a backward pass in float32 from probabilities that are kept in 16 bits."""
 
 import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras import layers, ops
 
 import mpkeras
 from mpkeras._replaced import is_replaced
 
-pytestmark = pytest.mark.backends("jax")
+pytestmark = pytest.mark.backends("jax", "tensorflow")
 rng = np.random.default_rng(0)
 X = rng.normal(size=(3, 5, 8)).astype("float32")
 # The third example's second query may look at nothing.
@@ -44,10 +50,18 @@ def stock_of(make):
     return model
 
 
+# TensorFlow keeps no float32 probabilities where Keras takes the softmax itself.
+REPLACED = {"jax": {"_masked_softmax", "_compute_attention"}, "tensorflow": {"_compute_attention"}}
+
+
+def replaced(layer):
+    return {name for name in ("_masked_softmax", "_compute_attention") if is_replaced(layer, name, "attention")}
+
+
 def is_applied(layer):
-    found = [is_replaced(layer, name, "attention") for name in ("_masked_softmax", "_compute_attention")]
-    assert len(set(found)) == 1
-    return found[0]
+    found = replaced(layer)
+    assert found in (set(), REPLACED[keras.backend.backend()])
+    return bool(found)
 
 
 def attention_layer(model):
@@ -55,16 +69,32 @@ def attention_layer(model):
 
 
 def gradient(model, x, **options):
-    import jax
-
     layer = attention_layer(model)
-    dtype = layer.compute_dtype
+    x = ops.cast(x, layer.compute_dtype)
 
     def total(x):
-        y = layer(x, x, **options)
-        return (y.astype("float32") ** 2).sum()
+        y = ops.cast(layer(x, x, **options), "float32")
+        return ops.sum(y * y)
 
-    return np.asarray(jax.grad(total)(jax.numpy.asarray(x, dtype)), "float64")
+    return ops.convert_to_numpy(ops.cast(differentiated(total, x), "float32")).astype("float64")
+
+
+def differentiated(function, x):
+    """Returns the gradient of a scalar `function` at `x`, as a tensor."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.grad(function)(x)
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = function(x)
+    return tape.gradient(y, x)
+
+
+def as_float32(tensor):
+    return ops.convert_to_numpy(ops.cast(tensor, "float32"))
 
 
 CALLS = {
@@ -86,7 +116,7 @@ def test_forward_is_stock_and_the_gradient_as_near_to_float32(name, options):
     assert is_applied(attention_layer(ours))
     stock.set_weights(ours.get_weights())
     reference.set_weights(ours.get_weights())
-    y = [np.asarray(attention_layer(m)(X, X, **options), "float32") for m in (ours, stock)]
+    y = [as_float32(attention_layer(m)(X, X, **options)) for m in (ours, stock)]
     np.testing.assert_array_equal(*y)
 
     exact = gradient(reference, X, **options)
@@ -95,6 +125,16 @@ def test_forward_is_stock_and_the_gradient_as_near_to_float32(name, options):
     assert our_error < 0.02 * np.linalg.norm(exact)
 
 
+def test_over_several_axes():
+    ours = model_of(LAYERS["over two axes"], "mixed_bfloat16", shape=(3, 2, 8))
+    reference = model_of(LAYERS["over two axes"], None, shape=(3, 2, 8))
+    reference.set_weights(ours.get_weights())
+    x = rng.normal(size=(2, 3, 2, 8)).astype("float32")
+    exact = gradient(reference, x)
+    np.testing.assert_allclose(gradient(ours, x), exact, atol=0.03 * np.abs(exact).max())
+
+
+@pytest.mark.backends("jax")
 @pytest.mark.parametrize("name", ["fused MultiHeadAttention", "fused GroupQueryAttention"])
 def test_of_the_size_of_the_scores_nothing_is_kept_in_float32(name):
     import jax
@@ -122,14 +162,31 @@ def test_of_the_size_of_the_scores_nothing_is_kept_in_float32(name):
     assert ours + 1.9 < kept_by_each(stock_of)
 
 
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_a_graph_keeps_a_third_of_the_bytes():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.conversion.attention_memory"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "KERAS_BACKEND": "tensorflow"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours, stock = json.loads(done.stdout.splitlines()[-1])
+    # 2 and 6 bytes for each score, and what a graph computes long before it is needed.
+    assert ours < 0.4 * stock, (ours, stock)
+
+
 @pytest.mark.parametrize("flash_attention", [True, False])
 def test_whoever_asks_for_a_kernel_gets_keras_own(flash_attention):
     """There is none on a CPU: Keras says so where it was asked for (from 3.11 on), and ours must not hide it."""
     make = functools.partial(layers.MultiHeadAttention, 2, 4, flash_attention=flash_attention)
     layer = attention_layer(stock_of(make))
-    x = keras.ops.cast(X, "bfloat16")
+    x = ops.cast(X, "bfloat16")
     try:
-        expected = np.asarray(layer(x, x), "float32")
+        expected = as_float32(layer(x, x))
     except Exception as error:
         expected = error
     model = model_of(make, None)
@@ -139,7 +196,7 @@ def test_whoever_asks_for_a_kernel_gets_keras_own(flash_attention):
         with pytest.raises(type(expected)):
             attention_layer(model)(x, x)
     else:
-        np.testing.assert_array_equal(np.asarray(attention_layer(model)(x, x), "float32"), expected)
+        np.testing.assert_array_equal(as_float32(attention_layer(model)(x, x)), expected)
 
 
 def test_scores_are_returned_as_stock_returns_them():
@@ -148,7 +205,26 @@ def test_scores_are_returned_as_stock_returns_them():
     stock.set_weights(ours.get_weights())
     results = [attention_layer(m)(X, X, return_attention_scores=True) for m in (ours, stock)]
     for mine, theirs in zip(*results, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine, "float32"), np.asarray(theirs, "float32"))
+        np.testing.assert_array_equal(as_float32(mine), as_float32(theirs))
+
+
+def test_the_derivative_is_that_of_softmax():
+    """With two keys, and values of one and zero, the result is a probability; its derivatives are known."""
+    attend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}").dot_product_attention
+    query = ops.cast(np.ones((1, 2, 1, 2)), "bfloat16")
+    value = ops.cast([[[[1.0, 0.0]], [[0.0, 0.0]]]], "bfloat16")
+
+    def first_probability(scores):
+        key = ops.reshape(ops.stack([scores, ops.zeros_like(scores)], axis=-1), (1, 2, 1, 2))
+        return ops.cast(attend(query, key, value, 1.0)[0, 0, 0, 0], "float32")
+
+    def slope(scores):
+        return ops.cast(differentiated(first_probability, scores)[0], "float32")
+
+    scores = ops.cast([0.0, np.log(3.0)], "bfloat16")
+    # p = [1/4, 3/4]: dp1/ds1 = p1 (1 - p1) = 3/16, dp1/ds2 = -3/16; twice: p1 (1 - p1) (1 - 2 p1) = 3/32.
+    np.testing.assert_allclose(as_float32(differentiated(first_probability, scores)), [3 / 16, -3 / 16], rtol=0.02)
+    np.testing.assert_allclose(as_float32(differentiated(slope, scores)), [3 / 32, -3 / 32], rtol=0.05)
 
 
 def test_float32_and_the_way_back_are_stock():
@@ -166,15 +242,16 @@ def test_what_an_attention_layer_computes_itself_is_left_alone(name):
 
     own_class = type("Own", (layers.MultiHeadAttention,), {name: own})
     layer = attention_layer(model_of(lambda: own_class(2, 4, dropout=0.1), "mixed_bfloat16"))
-    replaced = {n for n in ("_masked_softmax", "_compute_attention") if is_replaced(layer, n, "attention")}
-    assert replaced == {"_masked_softmax", "_compute_attention"} - {name}
+    assert replaced(layer) == REPLACED[keras.backend.backend()] - {name}
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "fused MultiHeadAttention"])
-def test_trains_and_returns_from_a_file(tmp_path, name):
+@pytest.mark.every_case
+def test_trains_and_returns_from_a_file(tmp_path, name, jit_compile):
     model = model_of(LAYERS[name], "mixed_bfloat16")
-    model.compile("adam", "mse")
+    model.compile("adam", "mse", jit_compile=jit_compile)
     model.fit(X, X, epochs=2, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras", compile=False)
-    np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+    np.testing.assert_array_equal(as_float32(loaded(X)), as_float32(model(X)))
