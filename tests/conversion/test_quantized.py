@@ -1,5 +1,7 @@
 """Quantized layers keep their policy, and predict what plain Keras makes of them, whatever is converted when."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -19,6 +21,13 @@ Y = rng.integers(0, 70, 8)
 TOKENS = rng.integers(0, 32, (4, 6))
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a `quantize` method implemented:UserWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    # Keras collects garbage for each variable that `quantize` removes: seconds each, late in a run of the whole suite.
+    gc.collect()
+    gc.freeze()
 
 
 def classifier(policy="float32"):
