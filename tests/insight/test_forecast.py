@@ -226,10 +226,10 @@ def test_attention_on_an_h100_takes_half_of_the_memory(causal):
     inputs = x = keras.Input((512, 32))
     for _ in range(6):
         x = x + layers.MultiHeadAttention(2, 16)(x, x, use_causal_mask=causal)
-    policies = ["float32", "mixed_float16", "mixed_bfloat16"]
+    policies = ["float32", "mixed_float16"]
     report = mpkeras.forecast(keras.Model(inputs, x), (4, 512, 32), device="h100", policies=policies, verbose=0)
-    of_float32, *in_16_bits = (clean(report.policies[policy])["temporary_bytes"] for policy in policies)
-    assert max(in_16_bits) < 0.5 * of_float32, (in_16_bits, of_float32)
+    of_float32, in_16_bits = (clean(report.policies[policy])["temporary_bytes"] for policy in policies)
+    assert in_16_bits < 0.5 * of_float32, (in_16_bits, of_float32)
 
 
 @needs_compilers
