@@ -1,5 +1,7 @@
 """Attention on JAX whose backward pass has its probabilities in 16 bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -31,8 +33,12 @@ def dot_product_attention(query, key, value, scale: float, mask=None, is_causal:
     Returns:
         A tensor of the shape and dtype of `query`.
     """
-    precision = _PRECISION[keras.backend.standardize_dtype(query.dtype)]
-    scores = jnp.einsum("BTNH,BSNH->BNTS", query, key, precision=precision, preferred_element_type="float32")
+    product = functools.partial(jnp.einsum, "BTNH,BSNH->BNTS", query, key, preferred_element_type="float32")
+    try:
+        scores = product(precision=_PRECISION[keras.backend.standardize_dtype(query.dtype)])
+    except jax.errors.JaxRuntimeError:
+        # As in JAX' own: for one query and one key, at once in eager code, a CPU has no such product.
+        scores = product()
     scores *= jnp.float32(scale)
     if is_causal:
         causal = jnp.tril(jnp.ones(scores.shape[2:], bool))

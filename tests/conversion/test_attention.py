@@ -200,6 +200,16 @@ def test_whoever_asks_for_a_kernel_gets_keras_own(flash_attention):
         np.testing.assert_array_equal(as_float32(attention_layer(model)(x, x)), expected)
 
 
+def test_one_query_and_one_key_of_one_head_in_eager_code():
+    """The first step of a generation: JAX on a CPU has no such product with the sums that are asked for."""
+    make = functools.partial(layers.MultiHeadAttention, 1, 4)
+    ours, stock = model_of(make, "mixed_bfloat16"), stock_of(make)
+    stock.set_weights(ours.get_weights())
+    x = ops.cast(X[:1, :1], "bfloat16")
+    results = [attention_layer(m)(x, x, use_causal_mask=True) for m in (ours, stock)]
+    np.testing.assert_array_equal(as_float32(results[0]), as_float32(results[1]))
+
+
 def test_scores_are_returned_as_stock_returns_them():
     make = LAYERS["fused MultiHeadAttention"]
     ours, stock = model_of(make, "mixed_bfloat16"), stock_of(make)
