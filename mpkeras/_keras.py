@@ -389,7 +389,10 @@ def takes_flash_attention(layer, query, key, value, platform: str, *, is_masked:
         return layer._flash_attention
     if platform == "tpu":
         return not is_masked
-    return keras.src.backend.jax.nn._can_use_flash_attention(query, key, value, None)
+    of_jax = keras.src.backend.jax
+    # In Keras 3.16 it is `ops.nn`.
+    nn = of_jax.nn if hasattr(of_jax, "nn") else of_jax.ops.nn
+    return nn._can_use_flash_attention(query, key, value, None)
 
 
 def attention_scale(layer) -> float:
