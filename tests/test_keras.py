@@ -476,9 +476,15 @@ def test_a_stored_value_is_read_as_it_is_in_any_scope():
         assert keras.backend.standardize_dtype(private.unscoped_value(v).dtype) == "float32"
 
 
-@pytest.mark.parametrize("layer", [keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention])
-def test_attention_takes_its_softmax_in_one_method(layer):
-    attention = layer(2, 4) if layer is keras.layers.MultiHeadAttention else layer(4, 2, 1)
+ATTENTION = {
+    "MultiHeadAttention": functools.partial(keras.layers.MultiHeadAttention, 2, 4),
+    "GroupQueryAttention": functools.partial(keras.layers.GroupQueryAttention, 4, 2, 1),
+}
+
+
+@pytest.mark.parametrize("make", ATTENTION.values(), ids=ATTENTION)
+def test_attention_takes_its_softmax_in_one_method(make):
+    attention = make()
     x = np.ones((1, 3, 8), "float32")
     attention(x, x)
     assert private.has_stock_softmax(attention) and not private.has_stock_softmax(keras.layers.Attention())
@@ -489,13 +495,8 @@ def test_attention_takes_its_softmax_in_one_method(layer):
     assert len(seen) == 1 and tuple(seen[0])[-2:] == (3, 3)
 
 
-@pytest.mark.parametrize("layer", [keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention])
-def test_attention_is_computed_in_one_method(layer):
-    make = (
-        functools.partial(layer, 2, 4)
-        if layer is keras.layers.MultiHeadAttention
-        else functools.partial(layer, 4, 2, 1)
-    )
+@pytest.mark.parametrize("make", ATTENTION.values(), ids=ATTENTION)
+def test_attention_is_computed_in_one_method(make):
     attention, x = make(), np.ones((1, 3, 8), "float32")
     attention(x, x)
     assert private.has_stock_attention(attention) and not private.has_stock_attention(keras.layers.Attention())
@@ -518,13 +519,8 @@ def test_attention_is_computed_in_one_method(layer):
     assert private.attention_scale(attention) == pytest.approx(1 / np.sqrt(depth))
 
 
-@pytest.mark.parametrize("layer", [keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention])
-def test_when_attention_is_left_to_the_backend(layer, monkeypatch):
-    make = (
-        functools.partial(layer, 2, 4)
-        if layer is keras.layers.MultiHeadAttention
-        else functools.partial(layer, 4, 2, 1)
-    )
+@pytest.mark.parametrize("make", ATTENTION.values(), ids=ATTENTION)
+def test_when_attention_is_left_to_the_backend(make, monkeypatch):
     x = np.ones((1, 3, 8), "float32")
     calls = []
     # Below `keras.ops`, which layers need not go through: the test looks on, and changes nothing.
@@ -552,7 +548,7 @@ def test_when_attention_is_left_to_the_backend(layer, monkeypatch):
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="of JAX alone")
 def test_keras_looks_for_a_kernel_for_attention():
     q = keras.ops.zeros((1, 2, 2, 8), "bfloat16")
-    make = functools.partial(keras.layers.MultiHeadAttention, 2, 4)
+    make = ATTENTION["MultiHeadAttention"]
     for asked, expected in ((True, True), (False, False)):
         assert private.takes_flash_attention(make(flash_attention=asked), q, q, q, "gpu", is_masked=False) is expected
     # There is none on a CPU; on a TPU there is, but not where a mask is traced.

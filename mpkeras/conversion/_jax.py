@@ -8,8 +8,6 @@ import keras
 
 from mpkeras import _keras
 
-# JAX makes a float32 tensor of 16-bit probabilities for the derivative of their softmax, too.
-DERIVES_MASKED_SOFTMAX = True
 # Products of 16-bit numbers with sums in float32, in the backward pass, too: what JAX' own attention asks for.
 _PRECISION = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32}
 

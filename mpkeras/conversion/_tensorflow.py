@@ -6,9 +6,6 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from mpkeras import _keras
 from mpkeras.devices._tensorflow import in_xla
 
-# Of 16-bit scores TensorFlow keeps 16-bit probabilities by itself.
-DERIVES_MASKED_SOFTMAX = False
-
 
 def takes_kernel(layer, query, key, value, *, is_masked: bool) -> bool:
     """Whether a layer asks for flash attention, which Keras refuses on TensorFlow."""

@@ -11,33 +11,13 @@ from mpkeras import _keras
 from mpkeras._replaced import replace
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
 
-# torch's fused attention keeps no probabilities at all.
-BACKENDS = ("tensorflow", "jax")
 
+def save_softmax_memory(layer):
+    """Changes the softmax of an attention layer on JAX, which Keras takes with dropout, and where scores are returned.
 
-def save_attention_memory(layer):
-    """Lets an attention layer keep one 16-bit tensor of the size of the scores for its backward pass.
-
-    Keras' own attention keeps the probabilities in float32, under a 16-bit policy, too. Here the forward pass is the
-    same, bit for bit, and the derivative of softmax, `y * (t - sum(y * t))`, is computed in float32 from the 16-bit
-    probabilities `y`. Where Keras takes a kernel that keeps none (on JAX cuDNN's flash attention, splash attention on
-    TPUs), it still does.
-
-    Four layers (12 heads of 64, sequence 512, batch 8) on JAX, forward and backward, temporaries as a share of
-    float32's, and of the same without this: H100 0.35 (0.67) in float16 and 0.41 (0.71) in bfloat16, T4 0.40 (0.79) in
-    float16, TPU v5p 0.63 (1.02) in bfloat16. Ten (8 heads of 8, sequence 512, batch 2, causal) in a graph of
-    TensorFlow on a CPU, what the process grows by: 0.31 (1.28) in bfloat16.
+    JAX makes a float32 tensor of 16-bit probabilities for the derivative of their softmax, too.
     """
-    backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
-    if _keras.has_stock_softmax(layer) and backend.DERIVES_MASKED_SOFTMAX:
-        _replace_softmax(layer, backend)
-    if _keras.has_stock_attention(layer):
-        _replace_attention(layer, backend)
-
-
-def _replace_softmax(layer, backend):
-    """Changes the softmax of `layer`, which Keras takes with dropout, and where scores are returned."""
-    stock = getattr(layer, _keras.ATTENTION_SOFTMAX)
+    stock, backend = getattr(layer, _keras.ATTENTION_SOFTMAX), _backend()
 
     def masked_softmax(scores, attention_mask=None):
         if not _is_16_bit(scores):
@@ -48,9 +28,20 @@ def _replace_softmax(layer, backend):
     replace(layer, _keras.ATTENTION_SOFTMAX, masked_softmax, kind="attention")
 
 
-def _replace_attention(layer, backend):
-    """Changes how `layer` computes what Keras leaves to `keras.ops.dot_product_attention`."""
-    stock = getattr(layer, _keras.ATTENTION_METHOD)
+def save_attention_memory(layer):
+    """Changes how an attention layer computes what Keras leaves to `keras.ops.dot_product_attention`.
+
+    It keeps one 16-bit tensor of the size of the scores for its backward pass. Keras' own attention keeps the
+    probabilities in float32, under a 16-bit policy, too. Here the forward pass is the same, bit for bit, and the
+    derivative of softmax, `y * (t - sum(y * t))`, is computed in float32 from the 16-bit probabilities `y`. Where Keras
+    takes a kernel that keeps none (on JAX cuDNN's flash attention, splash attention on TPUs), it still does.
+
+    Four layers (12 heads of 64, sequence 512, batch 8) on JAX, forward and backward, temporaries as a share of
+    float32's, and of the same without this: H100 0.35 (0.67) in float16 and 0.41 (0.71) in bfloat16, T4 0.40 (0.79) in
+    float16, TPU v5p 0.63 (1.02) in bfloat16. Ten (8 heads of 8, sequence 512, batch 2, causal) in a graph of
+    TensorFlow on a CPU, what the process grows by: 0.31 (1.28) in bfloat16.
+    """
+    stock, backend = getattr(layer, _keras.ATTENTION_METHOD), _backend()
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -72,6 +63,11 @@ def _replace_attention(layer, backend):
         return backend.dot_product_attention(*tensors, _keras.attention_scale(layer), mask, is_causal), None
 
     replace(layer, _keras.ATTENTION_METHOD, compute_attention, kind="attention")
+
+
+def _backend():
+    # Imported here: only the active backend may be.
+    return importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
 
 
 def _is_16_bit(tensor) -> bool:

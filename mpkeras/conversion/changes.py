@@ -10,8 +10,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_attributes, restore
-from mpkeras.conversion.attention import BACKENDS as BACKENDS_OF_ATTENTION
-from mpkeras.conversion.attention import save_attention_memory
+from mpkeras.conversion.attention import save_attention_memory, save_softmax_memory
 from mpkeras.conversion.float8.layers import CURRENT, GIVEN, KEPT, OWN, multiply_in_float8
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
@@ -66,9 +65,16 @@ def _parts(model, layers) -> list:
     return [part for part in parts if isinstance(part, keras.Model) and not has_own_call(part)]
 
 
+def _softmax_of_attention(model, layers) -> list:
+    # Of 16-bit scores TensorFlow and torch keep 16-bit probabilities by themselves.
+    is_on_jax = keras.backend.backend() == "jax"
+    return [layer for layer in layers if _keras.has_stock_softmax(layer)] if is_on_jax else []
+
+
 def _attention(model, layers) -> list:
-    found = (layer for layer in layers if _keras.has_stock_softmax(layer) or _keras.has_stock_attention(layer))
-    return list(found) if keras.backend.backend() in BACKENDS_OF_ATTENTION else []
+    # torch's fused attention keeps no probabilities at all.
+    keeps_them = keras.backend.backend() in ("tensorflow", "jax")
+    return [layer for layer in layers if _keras.has_stock_attention(layer)] if keeps_them else []
 
 
 def _add_penalties_in_float32(layer):
@@ -157,9 +163,8 @@ CHANGES = {
     ),
     "mixed dtypes named": _Change(_with_own_call, name_mixed_dtypes, "layer", ("call",)),
     "torch.autocast": _Change(_torch_modules, _let_torch_module_follow, "layer", ("call",)),
-    "attention memory": _Change(
-        _attention, save_attention_memory, "attention", (_keras.ATTENTION_SOFTMAX, _keras.ATTENTION_METHOD)
-    ),
+    "softmax memory": _Change(_softmax_of_attention, save_softmax_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
+    "attention memory": _Change(_attention, save_attention_memory, "attention", (_keras.ATTENTION_METHOD,)),
     "raw inputs": _Change(_casting_inputs, _pass_inputs_on, "inputs", ("autocast",)),
     "float32 outputs": _Change(_parts, _return_float32, "layer", ("call",)),
     CURRENT: _Change(None, multiply_in_float8, "layer", ("call",)),
