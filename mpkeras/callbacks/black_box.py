@@ -29,9 +29,9 @@ class BlackBox(Guarded):
     docs/black_box.md before you send one. The file is there whole or not at all. Where it cannot be written, a warning
     says why and training goes on.
 
-    Nothing is copied of a step but a handful of single numbers, before it and on the device: all else is still there
-    after a skipped step. Each step is looked at before the next one begins: one number is read, so the device is waited
-    for; steps of one execution (`steps_per_execution`) run one by one.
+    Nothing is copied of a step but a handful of single numbers: all else is still there after a skipped step. Each step
+    is looked at before the next one begins, so the device is waited for; steps of one execution
+    (`steps_per_execution`) run one by one.
 
     A model whose train step is not guarded, by `MixedPrecision` or `mpkeras.prepare`, is guarded for this `fit` as
     `MixedPrecision()` does.
@@ -192,7 +192,7 @@ class BlackBox(Guarded):
 
 
 class _MovingNumbers:
-    """The numbers that a skipped step changes: copied on the device before each step, read of a skipped one alone."""
+    """The numbers that a skipped step changes: copied before each step, and written of a skipped one alone."""
 
     def __init__(self, model):
         self._model = model
