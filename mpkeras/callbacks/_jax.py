@@ -1,7 +1,5 @@
 """Copies of single numbers in the state that `fit` hands on, on JAX."""
 
-import functools
-
 import numpy as np
 
 
@@ -31,7 +29,7 @@ class NumberCopies:
             # The first step of an epoch, or a callback has set a variable.
             self._last = _Numbers(values)
         # The step overwrites what has not been copied by then.
-        self._last.copied  # noqa: B018
+        self._last.copies()
         return self._last
 
     def after_step(self, before, state):
@@ -43,11 +41,11 @@ class NumberCopies:
 
     def skipped(self, before, after) -> bool:
         """Whether the step was skipped; waits for it."""
-        return any(after.copied[i] > before.copied[i] for i in self._counts)
+        return any(after.copies()[i] > before.copies()[i] for i in self._counts)
 
     def read(self, copies) -> list:
         """Returns the numbers as NumPy arrays of shape `()`, in the order of the variables."""
-        return copies.copied
+        return copies.copies()
 
     def _values(self, state) -> list:
         return [variable.value if place is None else state[place[0]][place[1]] for variable, place in self._places]
@@ -56,6 +54,7 @@ class NumberCopies:
 class _Numbers:
     def __init__(self, values):
         self._values = values
+        self._copies: list | None = None
 
     def are_of(self, values) -> bool:
         return all(value is own for value, own in zip(values, self._values, strict=True))
@@ -66,10 +65,12 @@ class _Numbers:
             if not _is_on_cpu(value):
                 value.copy_to_host_async()
 
-    @functools.cached_property
-    def copied(self) -> list:
-        # One by one: that takes a CPU a tenth of the time of `jax.device_get`, and no program has to run on the device.
-        return [np.array(value) for value in self._values]
+    def copies(self) -> list:
+        """Returns the numbers as NumPy arrays; the first call waits for them."""
+        if self._copies is None:
+            # One by one: a CPU takes a tenth of the time of `jax.device_get`, and no program has to run on the device.
+            self._copies = [np.array(value) for value in self._values]
+        return self._copies
 
 
 def _is_on_cpu(value) -> bool:
