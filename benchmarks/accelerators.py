@@ -4,7 +4,7 @@
 that fits, and products by dtype, as the compilers of the devices say them. Needs `pip install "mpkeras[forecast]"` and
 no device. The goal: temporaries at most 0.55 of float32's in 16 bits. `--peer` compiles the step of stock Keras, or of
 jmp or flax with optax (`pip install optax jmp flax`), for the same model beside it. Each compilation takes a minute or
-two; what is there in `--json` is kept, so that a run goes on where one was stopped.
+two; what is there in `--json` is kept, so that a run goes on where one was stopped, or adds the largest batches.
 
     python benchmarks/accelerators.py --device h100 --json benchmarks/results/accelerators.json
 """
@@ -127,24 +127,24 @@ def main(argv=None) -> int:
     option("--json", type=Path, help="write the results here, and keep those that are there")
     options = parser.parse_args(argv)
     devices = ["cpu"] if options.quick else options.device or ["h100", "a100", "v5p"]
-    results = []
+    results = {}
     if options.json and options.json.exists():
-        results = json.loads(options.json.read_text())["results"]
-    done = {(result["model"], result["device"], result["policy"], result["step"]) for result in results}
+        for result in json.loads(options.json.read_text())["results"]:
+            results[result["model"], result["device"], result["policy"], result["step"]] = result
     for device, model, step in itertools.product(devices, options.model or CASES, ("mpkeras", *(options.peer or ()))):
         for policy in options.policy or (POLICIES if step == "mpkeras" else PEERS[step]):
-            if (model, device, policy, step) in done:
+            key, largest_batch = (model, device, policy, step), options.largest_batch and step == "mpkeras"
+            if key in results and not (largest_batch and results[key]["largest_batch"] is None):
                 continue
             if step == "mpkeras":
-                largest_batch = options.largest_batch
                 found = forecast_model(model, device, policy, is_tiny=options.quick, largest_batch=largest_batch)
             else:
                 found = compile_peer(model, device, policy, step, is_tiny=options.quick)
-            results.append({"model": model, "device": device, "policy": policy, **found})
+            results[key] = {"model": model, "device": device, "policy": policy, **found}
             if options.json:
-                content = {"environment": harness.environment(), "results": with_ratios(results)}
+                content = {"environment": harness.environment(), "results": with_ratios(list(results.values()))}
                 harness.write_json(options.json, content)
-    harness.print_table(rows_of(results), "Training steps, as the compilers of accelerators make them")
+    harness.print_table(rows_of(list(results.values())), "Training steps, as the compilers of accelerators make them")
     return 0
 
 

@@ -1,5 +1,7 @@
 """benchmarks/accelerators.py: its options, its shares, and the steps of peers, compiled for this CPU."""
 
+import json
+
 import pytest
 
 import accelerators as benchmark
@@ -27,6 +29,26 @@ def test_shares_are_of_mpkeras_in_float32_and_goals_are_ours():
     found = benchmark.with_ratios(results)
     assert [row["temporary_share"] for row in found] == [1.25, 1.0, 0.5, 0.75]
     assert ["goal_temporary_share" in row for row in found] == [False, False, True, False]
+
+
+@pytest.mark.backends("tensorflow")
+def test_what_is_there_is_kept_and_the_largest_batch_is_added(tmp_path, monkeypatch, capsys):
+    def forecast_model(name, device, policy, *, is_tiny, largest_batch):
+        asked.append((policy, largest_batch))
+        sizes = {"persistent_bytes": 2**30, "temporary_bytes": 2**31, "peak_bytes": 2**31, "fits": True}
+        found = {"largest_batch": 96 if largest_batch else None, "products": {}, "conditionals": 0}
+        return {"step": "mpkeras", "batch": 32, **sizes, **found}
+
+    asked = []
+    monkeypatch.setattr(benchmark, "forecast_model", forecast_model)
+    options = ["--device", "l4", "--model", "bert_base", "--json", str(tmp_path / "found.json")]
+    benchmark.main([*options, "--policy", "float32"])
+    for _ in range(2):
+        benchmark.main([*options, "--policy", "float32", "--policy", "bfloat16", "--largest-batch"])
+    assert asked == [("float32", False), ("float32", True), ("bfloat16", True)]
+    results = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert [(row["policy"], row["largest_batch"]) for row in results] == [("float32", 96), ("bfloat16", 96)]
+    assert capsys.readouterr().out.count(" 96 ") == 2 * 2
 
 
 @pytest.mark.slow
