@@ -59,7 +59,7 @@ class Float32Fallback(NumericsMonitor):
     ) -> None:
         super().__init__(every=every, gradients=gradients, max_findings=max_findings)
         for name, value in (("patience", patience), ("max_layers", max_layers)):
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
                     f"Expected `{name}` to be a whole number of 1 or more. Received: {name}={value!r}. "
                     "Leave it out for the default."

@@ -74,9 +74,11 @@ class NumericsMonitor(Guarded):
     def __init__(self, *, every: int | None = None, gradients: bool = False, max_findings: int = 20) -> None:
         super().__init__()
         for name, value in (("every", every), ("max_findings", max_findings)):
-            if (value is not None or name != "every") and (not isinstance(value, int) or value < 1):
+            if value is None and name == "every":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
-                    f"Expected `{name}` to be a number of steps of 1 or more. Received: {name}={value!r}. "
+                    f"Expected `{name}` to be a whole number of 1 or more. Received: {name}={value!r}. "
                     "Leave it out for the default."
                 )
         self.findings: list = []

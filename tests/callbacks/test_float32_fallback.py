@@ -121,7 +121,7 @@ def test_a_clean_model_stays():
     assert {layer.compute_dtype for layer in model.layers} == {"float16"}
 
 
-@pytest.mark.parametrize("arguments", [{"patience": 0}, {"max_layers": 0}, {"max_layers": 2.5}])
+@pytest.mark.parametrize("arguments", [{"patience": 0}, {"patience": True}, {"max_layers": 0}, {"max_layers": 2.5}])
 def test_bad_arguments(arguments):
     with pytest.raises(ValueError, match="whole number of 1 or more"):
         Float32Fallback(**arguments)

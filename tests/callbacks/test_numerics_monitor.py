@@ -167,9 +167,11 @@ def test_p27_lost_gradients_show_and_a_scale_recovers_them():
     assert zeros(2.0**20) < 0.05
 
 
-@pytest.mark.parametrize("arguments", [{"every": 0}, {"every": 1.5}, {"max_findings": 0}, {"max_findings": None}])
+@pytest.mark.parametrize(
+    "arguments", [{"every": 0}, {"every": 1.5}, {"every": True}, {"max_findings": 0}, {"max_findings": None}]
+)
 def test_bad_arguments(arguments):
-    with pytest.raises(ValueError, match="number of steps of 1 or more"):
+    with pytest.raises(ValueError, match="whole number of 1 or more"):
         NumericsMonitor(**arguments)
 
 
