@@ -9,6 +9,7 @@ from mpkeras.policies.registry import get_policy
 from mpkeras.policies.scalars import number
 from mpkeras.training import guard, inventory
 from mpkeras.training.prepare import prepare_to_train
+from mpkeras.training.settings import check_switches
 from mpkeras.training.skip_watch import SkipWatch
 
 _ON_MIN_SCALE = ("warn", "raise", "stop")
@@ -63,6 +64,7 @@ class MixedPrecision(SkipWatch):
         # Checked here, where the mistake is made, and not when `fit` starts.
         self._policy = None if policy is None else get_policy(policy)
         self._loss_scale = loss_scaling.resolve(loss_scale)
+        check_switches(jit_compile, rollback)
         self._jit_compile = jit_compile
         self._rollback = rollback
         self._on_min_scale = on_min_scale

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import keras
@@ -39,6 +40,10 @@ class CompileRequest:
         loss, y = _loss(model, loss, y)
         inputs = _keras.input_structure(_keras.graph_of(model)) if _keras.graph_of(model) is not None else None
         x = _tensors(x, inputs, "x")
+        if not keras.tree.flatten(x):
+            raise ValueError(
+                f"Expected at least one array or shape in `x`. Received: {x!r}. Pass a batch, or its shape."
+            )
         self.batch = keras.tree.flatten(x)[0].shape[0]
         y = None if y is None else _tensors(y, None, "y", "int32" if any(_takes_classes(loss)) else "float32")
         rows = {tensor.shape[0] for tensor in keras.tree.flatten((x, y)) if tensor is not None}
@@ -80,7 +85,14 @@ class CompileRequest:
 
 def _policies(policies) -> dict:
     """Returns `{how it is called: Policy}`: by its name, and by the dtype of its slots where that is its own."""
-    chosen = [get_policy(p) for p in ([policies] if isinstance(policies, (str, keras.DTypePolicy)) else policies)]
+    if isinstance(policies, (str, keras.DTypePolicy)):
+        policies = [policies]
+    if not isinstance(policies, Iterable):
+        raise TypeError(
+            f"Expected `policies` to be a list of policies or their names. Received: {policies!r} of type "
+            f"{type(policies).__name__}. Leave it out for the usual three."
+        )
+    chosen = [get_policy(policy) for policy in policies]
     if not chosen:
         raise ValueError("Expected at least one policy. Received: none. Leave `policies` out for the usual three.")
     known = registered_policies()

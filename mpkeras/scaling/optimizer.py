@@ -1061,6 +1061,11 @@ def _expect_nothing(inner_optimizer):
 
 def checked_optimizer(optimizer, argument: str):
     """Returns the optimizer that `optimizer` is or names; `argument` is what the caller calls it."""
+    if isinstance(optimizer, dict) and "class_name" not in optimizer:
+        raise ValueError(
+            f"Expected the configuration of a Keras optimizer. Received: {argument}={optimizer!r}, which has no "
+            "'class_name'. Pass what `keras.optimizers.serialize` returns."
+        )
     if isinstance(optimizer, (str, dict)):
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):

@@ -124,14 +124,14 @@ def _weighted(loss):
 
 
 def _checked_metrics(metrics):
+    if metrics is None:
+        return []
     if isinstance(metrics, dict):
         structure = {name: _checked_list(several) for name, several in metrics.items()}
+    elif isinstance(metrics, (list, tuple)) and metrics and all(isinstance(m, (list, tuple)) for m in metrics):
+        structure = {i: _checked_list(several) for i, several in enumerate(metrics)}
     else:
-        metrics = list(metrics)
-        if metrics and all(isinstance(several, (list, tuple)) for several in metrics):
-            structure = {i: _checked_list(several) for i, several in enumerate(metrics)}
-        else:
-            return _checked_names(_checked_list(metrics))
+        return _checked_names(_checked_list(metrics))
     _checked_names([metric for several in structure.values() for metric in several])
     return structure
 

@@ -16,7 +16,15 @@ from mpkeras.policies.registry import get_policy
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import guard, inventory
 from mpkeras.training.backend import training_backend
-from mpkeras.training.settings import check_model, check_variables, chosen_policy, needs_rounding, rule_for, wrapped
+from mpkeras.training.settings import (
+    check_model,
+    check_switches,
+    check_variables,
+    chosen_policy,
+    needs_rounding,
+    rule_for,
+    wrapped,
+)
 
 # The class of the user's model: a type checker knows it after `prepare`, too.
 _Model = TypeVar("_Model")
@@ -115,11 +123,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     _check_compiled(model)
     chosen = chosen_policy(model, policy)
     explicit_rule = loss_scaling.resolve(loss_scale)
-    if jit_compile not in (None, True, False):
-        raise TypeError(
-            f"Expected `jit_compile` to be True, False or None. Received: jit_compile={jit_compile!r}. "
-            "Leave it out to train as `compile` decided."
-        )
+    check_switches(jit_compile, rollback)
     training_backend.check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)
     converts = policy is not None or not computes_in(model, SIXTEEN_BIT_DTYPES)
     check_variables(model, chosen, converts)

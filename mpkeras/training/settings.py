@@ -36,6 +36,15 @@ def check_model(model):
         )
 
 
+def check_switches(jit_compile, rollback):
+    """Raises `TypeError` unless `rollback` is `True` or `False`, and `jit_compile` one of these or `None`."""
+    if not isinstance(rollback, bool) or not (jit_compile is None or isinstance(jit_compile, bool)):
+        raise TypeError(
+            "Expected `jit_compile` and `rollback` to be True or False. Received: "
+            f"jit_compile={jit_compile!r}, rollback={rollback!r}. Leave them out for the defaults."
+        )
+
+
 def check_variables(model, policy, converts: bool = False):
     """Raises `ValueError` for trainable float16 variables, those that layers would make as they are built included.
 

@@ -10,6 +10,7 @@ from mpkeras.policies.dtypes import bytes_of
 from mpkeras.training import inventory
 from mpkeras.training.backend import training_backend
 from mpkeras.training.inventory import unlisted_states
+from mpkeras.training.settings import check_model
 
 _RANDOM = "random/"
 # Keras numbers names by what the process has made before: "dense_3", "sequential_1_dense_3_kernel_momentum".
@@ -41,6 +42,7 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
 
     Raises:
         ValueError: If `model` is not built, or an optimizer that is not `model.optimizer` is not.
+        TypeError: If `model` is no `keras.Model`.
 
     Example:
 
@@ -71,6 +73,7 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
 
     Raises:
         ValueError: If names, shapes or dtypes in `state` are not those of the variables.
+        TypeError: If `model` is no `keras.Model`.
 
     Example:
 
@@ -131,6 +134,7 @@ def _bytes_by_dtype(variables, stored: dict) -> dict:
 
 def named_variables(model, optimizers=None, extra=()) -> dict:
     """Returns the variables of `state_dict` by key, in an order that depends on the model alone."""
+    check_model(model)
     if not model.built:
         raise ValueError(
             f"Expected a built model. Received: model '{model.name}', some of whose variables do not exist yet. "

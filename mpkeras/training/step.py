@@ -15,7 +15,15 @@ from mpkeras.scaling.window import check_window
 from mpkeras.training.backend import training_backend
 from mpkeras.training.capture import BEFORE, as_numpy, capsule_of_step, moving_variables
 from mpkeras.training.objective import Objective
-from mpkeras.training.settings import check_model, check_variables, chosen_policy, needs_rounding, rule_for, wrapped
+from mpkeras.training.settings import (
+    check_model,
+    check_switches,
+    check_variables,
+    chosen_policy,
+    needs_rounding,
+    rule_for,
+    wrapped,
+)
 from mpkeras.training.state import load_state_dict, state_dict
 
 
@@ -70,7 +78,8 @@ def make_train_step(
             float32. The loss scale does not move in between.
         on_overflow: What a call that is not finite takes from the update: itself (`"drop_micro"`) or all of
             it (`"drop_window"`).
-        metrics: A list of `keras.metrics.Metric`; for several outputs a list or dictionary of such lists.
+        metrics: A list of `keras.metrics.Metric`, one alone, or `None`; for several outputs a list or dictionary of
+            such lists.
 
     Returns:
         A `TrainStep`.
@@ -122,11 +131,7 @@ class TrainStep:
         check_model(model)
         with training_backend.variable_scope(model):
             optimizer = checked_optimizer(optimizer, "optimizer")
-        if not isinstance(rollback, bool) or jit_compile not in (None, True, False):
-            raise TypeError(
-                "Expected `jit_compile` and `rollback` to be True or False. Received: "
-                f"jit_compile={jit_compile!r}, rollback={rollback!r}. Leave them out for the defaults."
-            )
+        check_switches(jit_compile, rollback)
         check_window(accumulate_steps, on_overflow)
         check_variables(model, chosen_policy(model, None))
         objective = Objective(loss_fn, metrics)

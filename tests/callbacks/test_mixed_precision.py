@@ -232,6 +232,9 @@ def test_at_the_lowest_scale_it_stops_cleanly():
         ({"policy": "mixed_flot16"}, ValueError, "mixed_float16"),
         ({"on_min_scale": "panic"}, ValueError, "on_min_scale='panic'"),
         ({"loss_scale": "often"}, ValueError, "'dynamic'"),
+        ({"jit_compile": 0}, TypeError, "jit_compile=0"),
+        ({"rollback": None}, TypeError, "rollback=None"),
+        ({"rollback": "False"}, TypeError, "rollback='False'"),
     ],
 )
 def test_bad_arguments_are_named_at_once(arguments, error, message):

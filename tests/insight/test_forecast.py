@@ -397,6 +397,9 @@ def test_the_report(tmp_path):
     [
         ({"device": "h10"}, ValueError, "Did you mean 'h100'[?]"),
         ({"x": (32, None)}, ValueError, r"Expected sizes that are all known .* Received: \(32, None\)"),
+        ({"x": []}, ValueError, "at least one array or shape in `x`. Received: \\[\\]"),
+        ({"x": {}}, ValueError, "at least one array or shape in `x`. Received: {}"),
+        ({"policies": 3}, TypeError, "Expected `policies` to be a list of policies or their names. Received: 3"),
         ({"x": "rows"}, TypeError, "Expected `x` to be arrays or shapes. Received: 'rows' of type str"),
         ({"y": (16, 16)}, ValueError, r"Expected `x` and `y` of the same number of rows. Received: \[16, 64\]"),
         ({"devices": 0}, ValueError, "Expected at least one device. Received: devices=0"),

@@ -230,6 +230,9 @@ def test_jit_compile_is_switched_as_asked(jit_compile):
         pytest.param(None, {"policy": "mixed_flot16"}, ValueError, "mixed_float16", id="misspelt policy"),
         pytest.param(None, {"loss_scale": "auto-matic"}, ValueError, "'dynamic'", id="unknown loss scale"),
         pytest.param(None, {"jit_compile": "yes"}, TypeError, "jit_compile='yes'", id="jit_compile"),
+        pytest.param(None, {"jit_compile": 0}, TypeError, "jit_compile=0", id="jit_compile that is no bool"),
+        pytest.param(None, {"rollback": None}, TypeError, "rollback=None", id="rollback"),
+        pytest.param(None, {"rollback": "False"}, TypeError, "rollback='False'", id="rollback as text"),
         pytest.param(None, {"policy": "float16"}, ValueError, "'mixed_float16'", id="pure float16"),
     ],
 )

@@ -130,6 +130,8 @@ def test_metrics_that_are_not_built_are_named():
 
 def test_a_model_that_is_not_built_is_refused():
     model = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(TypeError, match="Expected a `keras.Model`. Received: None"):
+        state_dict(None)
     with pytest.raises(ValueError, match="Expected a built model.*Call it on a batch"):
         state_dict(model)
 

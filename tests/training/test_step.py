@@ -491,6 +491,9 @@ def test_layers_that_xla_cannot_compile():
         pytest.param((linear, "sgd", "mse"), {"accumulate_steps": 0}, ValueError, "accumulate_steps=0", id="steps"),
         pytest.param((linear, "sgd", "mse"), {"on_overflow": "x"}, ValueError, "on_overflow='x'", id="on_overflow"),
         pytest.param((linear, "sgd", "mse"), {"metrics": ["mae"]}, TypeError, "keras.metrics.Metric", id="metrics"),
+        pytest.param((linear, "sgd", "mse"), {"metrics": "mae"}, TypeError, "Received: 'mae'", id="name of a metric"),
+        pytest.param((linear, "sgd", "mse"), {"metrics": 3}, TypeError, "Received: 3", id="metrics that are none"),
+        pytest.param((linear, {}, "mse"), {}, ValueError, "optimizer={}.*class_name", id="optimizer without a class"),
         pytest.param(
             (linear, "sgd", "mse"), {"metrics": [keras.metrics.Mean(name="loss")]}, ValueError, "Rename", id="name"
         ),
@@ -500,6 +503,17 @@ def test_bad_arguments_are_named(arguments, options, error, message):
     arguments = [argument() if argument is linear else argument for argument in arguments]
     with pytest.raises(error, match=message):
         make_train_step(*arguments, **options)
+
+
+def test_one_metric_alone_and_none():
+    x, y = np.array([[1.0, 2.0], [3.0, 4.0]], "float32"), np.array([[5.0], [1.0]], "float32")
+    model = linear()
+    expected = np.abs(y - x @ model.get_weights()[0] - (model.get_weights()[1] if model.layers[-1].use_bias else 0.0))
+    metric = keras.metrics.MeanAbsoluteError(name="mae")
+    result = make_train_step(model, "sgd", "mse", metrics=metric, jit_compile=False)(x, y)
+    assert number(result["mae"]) == pytest.approx(expected.mean(), rel=1e-5)
+    plain = make_train_step(linear(), "sgd", "mse", metrics=None, jit_compile=False)(x, y)
+    assert set(result) - set(plain) == {"mae"}
 
 
 def test_float16_variables_are_refused():
