@@ -16,6 +16,8 @@ from mpkeras.devices.targets import find_target
 from mpkeras.insight.advice import loss_and_targets
 from mpkeras.insight.report import shortened
 from mpkeras.policies.registry import get_policy, registered_policies
+from mpkeras.scaling.optimizer import checked_optimizer
+from mpkeras.training.objective import Objective
 
 
 class CompileRequest:
@@ -38,6 +40,7 @@ class CompileRequest:
         self.devices = devices if mesh is None else math.prod(mesh["shape"])
         self.rows_split = 1 if mesh is None else mesh["shape"][mesh["axis_names"].index(mesh["batch_dim_name"])]
         loss, y = _loss(model, loss, y)
+        Objective(loss, metrics=None)
         inputs = _keras.input_structure(_keras.graph_of(model)) if _keras.graph_of(model) is not None else None
         x = _tensors(x, inputs, "x")
         if not keras.tree.flatten(x):
@@ -157,7 +160,7 @@ def serialized_losses(loss) -> dict:
 def _optimizer(model, optimizer):
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None) or "adam"
-    optimizer = keras.optimizers.get(optimizer)
+    optimizer = checked_optimizer(optimizer, "optimizer")
     # Each policy scales the loss in its own way.
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer

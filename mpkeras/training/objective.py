@@ -97,6 +97,10 @@ class _Values(keras.losses.Loss):
 def _checked_losses(loss_fn):
     if loss_fn is None:
         return None
+    if isinstance(loss_fn, (list, tuple, dict)) and not loss_fn:
+        raise ValueError(
+            f"Expected at least one loss. Received: loss_fn={loss_fn!r}. Where the model adds its own, pass `None`."
+        )
     if isinstance(loss_fn, (list, tuple)):
         return dict(enumerate(_checked_losses(loss) for loss in loss_fn))
     if isinstance(loss_fn, dict):

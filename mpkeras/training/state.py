@@ -1,6 +1,7 @@
 """`state_dict` and `load_state_dict`: all that training changes, as NumPy arrays."""
 
 import re
+from collections.abc import Iterable, Mapping
 
 import keras
 import ml_dtypes
@@ -42,7 +43,7 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
 
     Raises:
         ValueError: If `model` is not built, or an optimizer that is not `model.optimizer` is not.
-        TypeError: If `model` is no `keras.Model`.
+        TypeError: If an argument is of a wrong type.
 
     Example:
 
@@ -73,7 +74,7 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
 
     Raises:
         ValueError: If names, shapes or dtypes in `state` are not those of the variables.
-        TypeError: If `model` is no `keras.Model`.
+        TypeError: If an argument is of a wrong type.
 
     Example:
 
@@ -83,6 +84,11 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
     True
     """
     variables = named_variables(model, optimizers, extra)
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "Expected `state` to be a dictionary of arrays, or what `numpy.load` returns. Received: "
+            f"{state!r} (of type {type(state).__name__}). Pass what `state_dict` returned."
+        )
     expected = {key: (tuple(variable.shape), variable.dtype) for key, variable in variables.items()}
     random_arrays = _random_arrays()
     expected.update({key: (array.shape, array.dtype.name) for key, array in random_arrays.items()})
@@ -135,6 +141,9 @@ def _bytes_by_dtype(variables, stored: dict) -> dict:
 def named_variables(model, optimizers=None, extra=()) -> dict:
     """Returns the variables of `state_dict` by key, in an order that depends on the model alone."""
     check_model(model)
+    extra = _listed("extra", extra, keras.Variable)
+    if optimizers is not None:
+        optimizers = _listed("optimizers", optimizers, keras.optimizers.Optimizer)
     if not model.built:
         raise ValueError(
             f"Expected a built model. Received: model '{model.name}', some of whose variables do not exist yet. "
@@ -160,6 +169,17 @@ def named_variables(model, optimizers=None, extra=()) -> dict:
         for group, variables in groups.items()
         for i, variable in enumerate(variables)
     }
+
+
+def _listed(name: str, parts, kind) -> list:
+    """Returns `parts` as a list of objects of `kind`, a class; raises `TypeError` where they are none."""
+    listed = list(parts) if isinstance(parts, Iterable) else [None]
+    if all(isinstance(part, kind) for part in listed):
+        return listed
+    remedy = f"Pass them in a list, one alone, too: `{name}=[...]`." if isinstance(parts, kind) else "Leave it out."
+    raise TypeError(
+        f"Expected `{name}` to be a list of objects of type {kind.__name__}. Received: {name}={parts!r}. {remedy}"
+    )
 
 
 def _build(optimizer, model):

@@ -136,6 +136,28 @@ def test_a_model_that_is_not_built_is_refused():
         state_dict(model)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizers": "adam"}, "optimizers='adam'"),
+        ({"optimizers": keras.optimizers.SGD()}, "list, one alone, too: `optimizers="),
+        ({"extra": None}, "extra=None"),
+        ({"extra": ["count"]}, r"extra=\['count'\]"),
+    ],
+)
+def test_optimizers_and_variables_of_a_wrong_type(arguments, message):
+    model = trained()
+    with pytest.raises(TypeError, match=message):
+        state_dict(model, **arguments)
+    with pytest.raises(TypeError, match=message):
+        load_state_dict(model, state_dict(model), **arguments)
+
+
+def test_a_state_that_is_no_dictionary():
+    with pytest.raises(TypeError, match="Expected `state` to be a dictionary of arrays.*Received: None"):
+        load_state_dict(trained(), None)
+
+
 def test_further_optimizers_and_variables():
     model = trained()
     model.other_optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
