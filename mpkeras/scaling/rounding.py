@@ -9,9 +9,8 @@ from mpkeras.devices import backend_module
 
 _devices = backend_module()
 _WORD = _devices.WORD
-# bfloat16 keeps the upper 16 bits of a float32 number. The largest finite one, from which one step up is infinity, and
-# the bit that every NaN of arithmetic has.
-_LARGEST, _QUIET = float.fromhex("0x1.fep127"), 0x00400000
+# bfloat16 keeps the upper 16 bits of a float32 number. The largest finite one: one step up is infinity.
+_LARGEST = float.fromhex("0x1.fep127")
 
 
 def stochastic_round(values, *, seed: int, step, variable: int, draw: int = 0):
@@ -45,12 +44,12 @@ def stochastic_round(values, *, seed: int, step, variable: int, draw: int = 0):
         Gupta et al., 2015, https://arxiv.org/abs/1502.02551; for bfloat16 weights Zamirai et al., 2021,
         https://arxiv.org/abs/2010.06192. The hash is `lowbias32` of https://nullprogram.com/blog/2018/07/31.
     """
-    bits = _devices.words(values)
     noise = _upper_bits(random_words(values.shape, seed, step, variable, draw))
-    # Of a NaN the bits that tell it from infinity may all be among those cut off.
-    kept = ops.where(ops.isnan(values), bits | _word(_QUIET), bits)
+    # Of a NaN the bits that tell it from infinity may all be among those cut off, but not of one that is a sum; and no
+    # number as large as these changes when 1 is added.
+    kept = _devices.words(values + 1.0)
     # Compared as numbers and chosen once: what is tested here is most of what rounding costs beside the hash.
-    return _devices.upper_halves(ops.where(ops.less(ops.abs(values), _LARGEST), bits + noise, kept))
+    return _devices.upper_halves(ops.where(ops.less(ops.abs(values), _LARGEST), _devices.words(values) + noise, kept))
 
 
 def random_words(shape, seed: int, step, variable: int, draw: int = 0):

@@ -64,6 +64,33 @@ def test_finite_stays_finite_and_the_rest_passes():
     assert np.all((found & 0x7FFF) > 0x7F80)
 
 
+@pytest.mark.backends("tensorflow", "jax")
+def test_xla_rounds_what_it_computes_in_the_same_program_alike():
+    """Among it what overflows there, and products next to the largest numbers: no rewriting of XLA may move them."""
+    factors = np.repeat(float32_of(0x7F7FFFFF, 0xFF7F8000, 0x7F800000, 0x7F800001, 0x3F804000), 500)
+    others = np.tile(np.float32([1.0, -1.0, 2.0, 0.5, 1 - 2**-24]), 500)
+    step = keras.ops.convert_to_tensor(np.int32(11))
+
+    def product_rounded(factors, others, step):
+        return stochastic_round(factors * others, seed=3, step=step, variable=5, draw=1)
+
+    if keras.backend.backend() == "jax":
+        import jax
+
+        compiled = jax.jit(product_rounded)
+    else:
+        import tensorflow as tf
+
+        compiled = tf.function(product_rounded, jit_compile=True)
+    found = compiled(*map(keras.ops.convert_to_tensor, (factors, others)), step)
+    found = keras.ops.convert_to_numpy(found).view(np.uint16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        products = factors * others
+    np.testing.assert_array_equal((found & 0x7FFF) > 0x7F80, np.isnan(products))
+    is_number = ~np.isnan(products)
+    np.testing.assert_array_equal(found[is_number], rounded(products)[is_number])
+
+
 def test_the_hash_is_lowbias32_of_the_position():
     """The same bits on every backend: against the published function, with Python's integers."""
 
