@@ -76,13 +76,14 @@ def _sums_of_groups(values):
 
     XLA makes a sum of more than 32 values out of several, and casts before them: it would write all values out in
     float32 (TensorFlow 2.21 on a CPU). Sums of fewer are one loop with the cast in it. Of plain sums of sums it would
-    make one sum again; not of sums of magnitudes.
+    make one sum again; not of sums of magnitudes. Each group is spread over all values: neighbours are then summed up
+    in one vector operation.
     """
-    last = values.shape[-1] if values.shape.rank else None
-    group = max((size for size in range(1, 33) if last and last % size == 0), default=1)
+    count = values.shape.num_elements() or 1
+    group = max(size for size in range(1, 33) if count % size == 0)
     if group == 1:
         return values
-    return tf.abs(tf.reduce_sum(tf.cast(tf.reshape(values, (-1, group)), tf.float32), axis=-1))
+    return tf.abs(tf.reduce_sum(tf.cast(tf.reshape(values, (group, -1)), tf.float32), axis=0))
 
 
 def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, facts):

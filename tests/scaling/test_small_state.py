@@ -1,6 +1,7 @@
 """Optimizers on bfloat16 weights and slots, against the same optimizers in float32."""
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -254,6 +255,26 @@ def test_sparse_gradients(mode):
     assert (small[[0, 2, 4]] == 1).all()
     np.testing.assert_allclose(reference[rows], 0.99, rtol=1e-5)
     assert abs(small[rows].mean() - 0.99) < 1e-3 and len(np.unique(small[rows])) > 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_value_of_16_bit_gradients_escapes_the_check(mode):
+    """Also where the check goes over them in groups: those that divide a shape, and those that do not."""
+    shapes = [(), (31,), (37,), (34, 6), (3, 3, 5, 7)]
+    variables = [keras.Variable(np.ones(shape), dtype="bfloat16") for shape in shapes]
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=4.0)
+    apply = applier(optimizer, variables, mode)
+    rng = np.random.default_rng(3)
+    before = snapshot(variables)
+    for i, shape in enumerate(shapes):
+        count = int(np.prod(shape))
+        for position in sorted({0, count - 1, *rng.integers(count, size=4).tolist()}):
+            values = [np.full(shape, 1.0, ml_dtypes.bfloat16) for shape in shapes]
+            values[i].reshape(-1)[position] = [np.inf, -np.inf, np.nan][position % 3]
+            apply(values)
+            assert snapshot(variables) == before, (shape, position)
+    apply([np.full(shape, -1.0, ml_dtypes.bfloat16) for shape in shapes])
+    assert all((float32(variable) == 1.125).all() for variable in variables)
 
 
 def test_configuration_and_errors():
