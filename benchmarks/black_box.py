@@ -223,7 +223,7 @@ def shares_of(all_tried: list[dict]) -> list[dict]:
         if not (tried["same_bits"] and tried["right"]):
             misses.append({key: tried[key] for key in ("seed", "fault", "same_bits", "found")})
     results = []
-    for name, counted in counts.items():
+    for name, counted in sorted(counts.items(), key=lambda item: item[0] == "all"):
         result = {"part": name, "faults": counted["faults"], "variant": "replay"}
         if name != "not skipped":
             shares = {key: counted[key] / counted["faults"] for key in ("same_bits", "right")}

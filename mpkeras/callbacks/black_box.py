@@ -11,6 +11,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
+from mpkeras._arguments import checked_count
 from mpkeras.callbacks.guarded import Guarded
 from mpkeras.callbacks.kept_batches import KeptBatches
 from mpkeras.training import guard
@@ -63,13 +64,9 @@ class BlackBox(Guarded):
 
     def __init__(self, folder, keep: int = 3):
         super().__init__()
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(
-                f"Expected `keep` to be a number of files of 1 or more. Received: keep={keep!r}. Leave it out for 3."
-            )
         self.capsules: list[Path] = []
         self._folder = Path(folder)
-        self._keep = keep
+        self._keep = checked_count("keep", keep, "Leave it out for 3 files.")
         self._kept = KeptBatches(self._around_step)
         # Whether the loss of a capsule's step was not finite.
         self._lost_its_loss: dict[Path, bool] = {}

@@ -2,6 +2,7 @@
 
 import warnings
 
+from mpkeras._arguments import checked_count
 from mpkeras.callbacks.numerics_monitor import NumericsMonitor
 from mpkeras.conversion.apply import leave_float8, move_to_float32
 from mpkeras.conversion.float8.layers import multiplies_in_float8
@@ -33,6 +34,7 @@ class Float32Fallback(NumericsMonitor):
 
     Raises:
         ValueError: If an argument is out of range, or, when training begins, the model's train step is not guarded.
+        TypeError: If `gradients` is neither `True` nor `False`.
 
     Example:
 
@@ -58,16 +60,10 @@ class Float32Fallback(NumericsMonitor):
         max_findings: int = 100,
     ) -> None:
         super().__init__(every=every, gradients=gradients, max_findings=max_findings)
-        for name, value in (("patience", patience), ("max_layers", max_layers)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"Expected `{name}` to be a whole number of 1 or more. Received: {name}={value!r}. "
-                    "Leave it out for the default."
-                )
         self.moved: list = []
         self.moved_from_float8: list = []
-        self._patience = patience
-        self._max_layers = max_layers
+        self._patience = checked_count("patience", patience)
+        self._max_layers = checked_count("max_layers", max_layers)
         self._counts: dict = {}
 
     @property

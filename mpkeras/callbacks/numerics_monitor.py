@@ -5,6 +5,7 @@ import warnings
 
 import keras
 
+from mpkeras._arguments import check_switch, checked_count
 from mpkeras.callbacks.guarded import Guarded
 from mpkeras.callbacks.kept_batches import KeptBatches
 from mpkeras.insight.culprit import Culprit
@@ -59,6 +60,7 @@ class NumericsMonitor(Guarded):
 
     Raises:
         ValueError: If an argument is out of range, or, when training begins, another callback has taken the guard away.
+        TypeError: If `gradients` is neither `True` nor `False`.
 
     Example:
 
@@ -73,19 +75,12 @@ class NumericsMonitor(Guarded):
 
     def __init__(self, *, every: int | None = None, gradients: bool = False, max_findings: int = 20) -> None:
         super().__init__()
-        for name, value in (("every", every), ("max_findings", max_findings)):
-            if value is None and name == "every":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"Expected `{name}` to be a whole number of 1 or more. Received: {name}={value!r}. "
-                    "Leave it out for the default."
-                )
+        check_switch("gradients", gradients)
         self.findings: list = []
         self.last_report = None
-        self._every = every
+        self._every = None if every is None else checked_count("every", every)
         self._gradients = gradients
-        self._max_findings = max_findings
+        self._max_findings = checked_count("max_findings", max_findings)
         self._kept = KeptBatches()
         self._warned: set = set()
         self._skipped: int | None = None

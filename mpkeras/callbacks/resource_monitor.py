@@ -7,6 +7,7 @@ import time
 import keras
 
 from mpkeras import devices
+from mpkeras._arguments import checked_count
 from mpkeras.training import guard
 from mpkeras.training.state import bytes_of_training
 
@@ -57,12 +58,8 @@ class ResourceMonitor(keras.callbacks.Callback):
 
     def __init__(self, batch_size: int | None = None) -> None:
         super().__init__()
-        is_count = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
-        if batch_size is not None and not is_count:
-            raise ValueError(
-                "Expected `batch_size` to be a whole number of at least 1. Received: "
-                f"batch_size={batch_size!r}. Pass what `fit` or the dataset has, or leave it out."
-            )
+        if batch_size is not None:
+            batch_size = checked_count("batch_size", batch_size, "Pass what `fit` or the dataset has, or leave it out.")
         self.batch_size = batch_size
         self._backend = devices.backend_module()
         # Batches may end in threads of Keras' own.

@@ -9,6 +9,7 @@ import weakref
 import keras
 
 from mpkeras import _keras
+from mpkeras._arguments import check_switch
 from mpkeras._replaced import is_replaced, replace, restore
 from mpkeras.conversion.changes import changes_of, make_changes, planned_changes
 from mpkeras.conversion.float8.layers import STATE, float8_change, float8_state, named_layers
@@ -286,11 +287,7 @@ def _save_as_made(model, made_with):
 
 
 def _check_variable_dtypes(model, policy, float32_variables):
-    if float32_variables not in (True, False):
-        raise TypeError(
-            f"Expected `float32_variables` to be True or False. Received: float32_variables={float32_variables!r}. "
-            "Pass True to make float16 variables float32."
-        )
+    check_switch("float32_variables", float32_variables, "Pass True to make float16 variables float32.")
     half = [v.path for v in model.variables if v.dtype == "float16"]
     if policy.variable_dtype == "float16" or (half and not float32_variables):
         what = f"float16 variables {half[:3]}" if half else f"policy '{policy.name}'"

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from mpkeras import _keras
+from mpkeras._arguments import check_seconds, check_switch
 from mpkeras.conversion.float8.layers import reasons_against
 from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.devices import native
@@ -93,7 +94,8 @@ def advise(
     Your own `train_step` is not what is run, nor are metrics and `loss_weights`: they are the same in all settings.
     """
     check_model(model)
-    _check_options(measure, budget_s)
+    check_switch("measure", measure, "Leave it out to measure.")
+    check_seconds("budget_s", budget_s, "Leave it out for a minute.")
     present_jit = _present_jit(model)
     settings = _settings(jit_compile, present_jit)
     if not measure:
@@ -155,18 +157,6 @@ def grid_of(settings, native_policy: str) -> list:
     first = [policy for policy in POLICIES if policy in ("float32", native_policy)]
     second = [policy for policy in POLICIES if policy not in first]
     return [Cell(policy, jit) for policies in (first, second) for jit in settings for policy in policies]
-
-
-def _check_options(measure, budget_s):
-    if not isinstance(measure, bool):
-        raise TypeError(
-            f"Expected `measure` to be True or False. Received: measure={measure!r}. Leave it out to measure."
-        )
-    if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not 0 < budget_s < float("inf"):
-        raise ValueError(
-            f"Expected `budget_s` to be a positive number of seconds. Received: budget_s={budget_s!r}. "
-            "Leave it out for a minute."
-        )
 
 
 def _present_jit(model) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 import keras
 
 from mpkeras import _keras
+from mpkeras._arguments import checked_count
 from mpkeras.conversion.apply import float8_products
 from mpkeras.conversion.plan import layers_of, plan
 from mpkeras.devices.native import probe
@@ -93,12 +94,8 @@ def audit_with_optimizer(
 
 def _check_arguments(model, inputs, batch_size, open_size):
     check_model(model)
-    for name, number, default in (("batch_size", batch_size, 8), ("open_size", open_size, OPEN_SIZE)):
-        if type(number) is not int or number < 1:
-            raise ValueError(
-                f"Expected `{name}` to be a whole number of at least 1. Received: {name}={number!r}. "
-                f"Leave it out for {default}."
-            )
+    checked_count("batch_size", batch_size, "Leave it out for 8.")
+    checked_count("open_size", open_size, f"Leave it out for {OPEN_SIZE}.")
     for value in keras.tree.flatten(inputs):
         if inputs is not None and not (hasattr(value, "shape") and hasattr(value, "dtype")):
             raise ValueError(

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from mpkeras import _keras, _replaced
+from mpkeras._arguments import check_switch
 from mpkeras.conversion.apply import layer_converter
 from mpkeras.conversion.float8.layers import has_product
 from mpkeras.devices.environment import environment
@@ -57,7 +58,7 @@ def load_capsule(
     Raises:
         ValueError: If there is no such file, or it is no capsule, damaged, of a newer mpkeras, or of another model than
             the given one.
-        TypeError: If `model` is no `keras.Model`.
+        TypeError: If `model` is no `keras.Model`, or `safe_mode` neither `True` nor `False`.
 
     Example:
 
@@ -73,6 +74,7 @@ def load_capsule(
     >>> capsule.first_operation().side
     'batch'
     """
+    check_switch("safe_mode", safe_mode)
     content, arrays = capsule_file.read(path)
     capsule = Capsule(path, content, arrays, custom_objects, safe_mode)
     if model is not None:

@@ -6,6 +6,7 @@ import time
 
 import keras
 
+from mpkeras._arguments import check_seconds, check_switch
 from mpkeras.devices.targets import Target
 from mpkeras.insight.compile_request import CompileRequest
 from mpkeras.insight.compiler import Compiler
@@ -72,9 +73,10 @@ def forecast(
     What this machine's CPU would give model 'sequential...
     """
     check_model(model)
+    check_switch("largest_batch", largest_batch)
     request = CompileRequest(model, x, y, device, devices, policies, optimizer, loss)
-    if budget_s is not None and not (isinstance(budget_s, (int, float)) and 0 < budget_s < math.inf):
-        raise ValueError(f"Expected `budget_s` to be a positive number of seconds. Received: {budget_s!r}.")
+    if budget_s is not None:
+        check_seconds("budget_s", budget_s, "Leave it out for as long as it takes.")
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     report = Forecast(model.name, request.target, request.devices, request.batch)
     progress = _Progress(len(request.policies), verbose)

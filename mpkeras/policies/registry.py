@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import keras
 
+from mpkeras._arguments import check_switch
 from mpkeras.devices import native
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.policy import REGISTERED, LayerPolicy, Policy, registered
@@ -46,6 +47,7 @@ def register_policy(policy: Policy, *, overwrite: bool = False) -> Policy:
             f"policy={policy!r} (of type {type(policy).__name__}). "
             "Make one with `mpkeras.Policy(name, compute_dtype=..., variable_dtype=...)`."
         )
+    check_switch("overwrite", overwrite)
     if policy.name in REGISTERED and not overwrite:
         raise ValueError(
             f"Expected a name that is not registered yet. Received: policy={policy!r}. "

@@ -15,7 +15,7 @@ from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, Loss
 from mpkeras.scaling.facts import FactsOfReplicas, StepFacts, check_loss_was_scaled, ended_update
 from mpkeras.scaling.gradient_statistics import gradient_statistics
 from mpkeras.scaling.small_state import Rounding, parts_of, slot_dtypes
-from mpkeras.scaling.window import Decision, GradientWindow, check_window, single_step
+from mpkeras.scaling.window import Decision, GradientWindow, checked_steps, single_step
 
 if keras.backend.backend() == "tensorflow":
     from mpkeras.scaling import _tensorflow as _backend
@@ -720,7 +720,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         >>> variable.numpy().item()
         3.0
         """
-        check_window(steps, on_overflow)
+        steps = checked_steps(steps, on_overflow)
         now = (1, on_overflow) if self.window is None else (self.window.steps, self.window.on_overflow)
         if now == (steps, on_overflow):
             return

@@ -6,23 +6,21 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
+from mpkeras._arguments import checked_count
 from mpkeras.policies import scalars
 
 ON_OVERFLOW = ("drop_micro", "drop_window")
 
 
-def check_window(accumulate_steps, on_overflow):
-    """Raises `ValueError` unless `accumulate_steps` and `on_overflow` describe a window."""
-    if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
-        raise ValueError(
-            "Expected a whole number of at least 1 steps to accumulate gradients over. Received: "
-            f"accumulate_steps={accumulate_steps!r}. Use 1 to update at every step."
-        )
+def checked_steps(accumulate_steps, on_overflow) -> int:
+    """Returns `accumulate_steps`. Raises `ValueError` unless they describe a window together with `on_overflow`."""
+    steps = checked_count("accumulate_steps", accumulate_steps, "Use 1 to update at every step.")
     if on_overflow not in ON_OVERFLOW:
         raise ValueError(
             f"Expected `on_overflow` to be one of {ON_OVERFLOW}. Received: on_overflow={on_overflow!r}. Use "
             "'drop_micro' to leave out the one batch, 'drop_window' to leave out the whole update."
         )
+    return steps
 
 
 def sum_dtype(dtype) -> str:
@@ -73,8 +71,7 @@ class GradientWindow:
     """
 
     def __init__(self, optimizer, steps: int, on_overflow: str = "drop_micro"):
-        check_window(steps, on_overflow)
-        self.steps = steps
+        self.steps = checked_steps(steps, on_overflow)
         self.on_overflow = on_overflow
 
         # Not in `build`: a train step is traced with these counters before it builds the optimizer.

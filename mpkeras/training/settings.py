@@ -2,6 +2,7 @@
 
 import keras
 
+from mpkeras._arguments import check_switch
 from mpkeras.conversion.apply import converted_by
 from mpkeras.conversion.plan import compute_dtypes, layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
@@ -38,11 +39,9 @@ def check_model(model):
 
 def check_switches(jit_compile, rollback):
     """Raises `TypeError` unless `rollback` is `True` or `False`, and `jit_compile` one of these or `None`."""
-    if not isinstance(rollback, bool) or not (jit_compile is None or isinstance(jit_compile, bool)):
-        raise TypeError(
-            "Expected `jit_compile` and `rollback` to be True or False. Received: "
-            f"jit_compile={jit_compile!r}, rollback={rollback!r}. Leave them out for the defaults."
-        )
+    check_switch("rollback", rollback)
+    if jit_compile is not None:
+        check_switch("jit_compile", jit_compile)
 
 
 def check_variables(model, policy, converts: bool = False):

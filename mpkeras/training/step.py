@@ -7,11 +7,12 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
+from mpkeras._arguments import check_switch
 from mpkeras.conversion.apply import layer_converter, recorded, store_weights
 from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.policies.loss_scaling import FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
-from mpkeras.scaling.window import check_window
+from mpkeras.scaling.window import checked_steps
 from mpkeras.training.backend import training_backend
 from mpkeras.training.capture import BEFORE, as_numpy, capsule_of_step, moving_variables
 from mpkeras.training.objective import Objective
@@ -132,7 +133,7 @@ class TrainStep:
         with training_backend.variable_scope(model):
             optimizer = checked_optimizer(optimizer, "optimizer")
         check_switches(jit_compile, rollback)
-        check_window(accumulate_steps, on_overflow)
+        accumulate_steps = checked_steps(accumulate_steps, on_overflow)
         check_variables(model, chosen_policy(model, None))
         objective = Objective(loss_fn, metrics)
         jit_compile = _resolved_jit_compile(model, jit_compile)
@@ -222,6 +223,7 @@ class TrainStep:
 
         Raises:
             ValueError: On torch.
+            TypeError: If `optimized` is neither `True` nor `False`.
 
         Example (TensorFlow and JAX):
 
@@ -230,6 +232,7 @@ class TrainStep:
         >>> "HloModule" in step.compiler_ir(np.ones((4, 2)), np.ones((4, 1)))
         True
         """
+        check_switch("optimized", optimized)
         self._get_ready(x, y)
         return self._compiled.compiler_ir(x, y, sample_weight, optimized)
 

@@ -329,7 +329,7 @@ def test_any_optimizer_may_have_skipped_the_step(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_bad_arguments(tmp_path, keep):
-    with pytest.raises(ValueError, match="`keep` to be a number of files of 1 or more"):
+    with pytest.raises(ValueError, match="`keep` to be a whole number of at least 1"):
         BlackBox(tmp_path, keep=keep)
 
 

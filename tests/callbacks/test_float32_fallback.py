@@ -123,5 +123,5 @@ def test_a_clean_model_stays():
 
 @pytest.mark.parametrize("arguments", [{"patience": 0}, {"patience": True}, {"max_layers": 0}, {"max_layers": 2.5}])
 def test_bad_arguments(arguments):
-    with pytest.raises(ValueError, match="whole number of 1 or more"):
+    with pytest.raises(ValueError, match="whole number of at least 1"):
         Float32Fallback(**arguments)

@@ -171,7 +171,7 @@ def test_p27_lost_gradients_show_and_a_scale_recovers_them():
     "arguments", [{"every": 0}, {"every": 1.5}, {"every": True}, {"max_findings": 0}, {"max_findings": None}]
 )
 def test_bad_arguments(arguments):
-    with pytest.raises(ValueError, match="whole number of 1 or more"):
+    with pytest.raises(ValueError, match="whole number of at least 1"):
         NumericsMonitor(**arguments)
 
 

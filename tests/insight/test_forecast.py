@@ -413,7 +413,7 @@ def test_the_report(tmp_path):
         ({"policies": []}, ValueError, "Expected at least one policy. Received: none"),
         ({"policies": ["mixed_float17"]}, ValueError, "Received: name='mixed_float17'"),
         ({"policies": ["float32", "float32"]}, ValueError, r"told apart .* Received: \['float32', 'float32'\]"),
-        ({"budget_s": 0}, ValueError, "Expected `budget_s` to be a positive number of seconds. Received: 0"),
+        ({"budget_s": 0}, ValueError, "Expected `budget_s` to be a positive number of seconds. Received: budget_s=0"),
     ],
 )
 def test_bad_input_is_said_before_anything_is_compiled(arguments, error, message):

@@ -1,0 +1,77 @@
+"""Counts, switches and budgets of time: what is none is refused wherever it is passed, and nothing has changed."""
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras._arguments import check_seconds, check_switch, checked_count
+from mpkeras.callbacks import BlackBox, Float32Fallback, NumericsMonitor, ResourceMonitor
+
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.0, True, "4", None, np.float64(3), [3]])
+def test_what_is_no_count(value):
+    with pytest.raises(ValueError, match=r"`keep` to be a whole number of at least 1\. Received: keep=.*\. Try 3\.$"):
+        checked_count("keep", value, "Try 3.")
+
+
+def test_whole_numbers_of_numpy_are_counts():
+    assert [checked_count("keep", value) for value in (1, np.int64(7), np.uint8(9))] == [1, 7, 9]
+    assert type(checked_count("keep", np.int64(7))) is int
+
+
+@pytest.mark.parametrize("value", [0, 1, "no", None, np.array([True])])
+def test_what_is_no_switch(value):
+    with pytest.raises(TypeError, match="`force` to be True or False. Received: force=.*Leave it out"):
+        check_switch("force", value)
+
+
+@pytest.mark.parametrize("value", [0, -1.5, True, "60", np.inf, np.nan, None])
+def test_what_is_no_time(value):
+    with pytest.raises(ValueError, match="`budget_s` to be a positive number of seconds. Received: budget_s="):
+        check_seconds("budget_s", value)
+
+
+def _model():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+CALLS = {
+    "patience": (lambda: Float32Fallback(patience=2.0), ValueError),
+    "max_layers": (lambda: Float32Fallback(max_layers=True), ValueError),
+    "every": (lambda: NumericsMonitor(every=0), ValueError),
+    "max_findings": (lambda: NumericsMonitor(max_findings=None), ValueError),
+    "gradients": (lambda: NumericsMonitor(gradients="no"), TypeError),
+    "keep": (lambda: BlackBox("never-made", keep=True), ValueError),
+    "batch_size": (lambda: ResourceMonitor(batch_size=0.5), ValueError),
+    "open_size": (lambda: mpkeras.audit(_model(), open_size=True), ValueError),
+    "measure": (lambda: mpkeras.advise(_model(), np.ones((4, 2)), np.ones((4, 1)), measure="no"), TypeError),
+    "budget_s": (lambda: mpkeras.forecast(_model(), (4, 2), device="cpu", budget_s=True), ValueError),
+    "largest_batch": (lambda: mpkeras.forecast(_model(), (4, 2), device="cpu", largest_batch="no"), TypeError),
+    # As `None` it would let a file run code, where Keras reads it as its own default, which does not.
+    "safe_mode": (lambda: mpkeras.load_capsule("never-read.mpk", safe_mode=None), TypeError),
+    "overwrite": (lambda: mpkeras.register_policy(mpkeras.Policy("mixed_float16"), overwrite="no"), TypeError),
+    "float32_variables": (lambda: mpkeras.apply_policy(_model(), float32_variables=1), TypeError),
+    "rollback": (lambda: mpkeras.make_train_step(_model(), "sgd", "mse", rollback=0), TypeError),
+    "jit_compile": (lambda: mpkeras.make_train_step(_model(), "sgd", "mse", jit_compile="auto"), TypeError),
+    "accumulate_steps": (
+        lambda: mpkeras.make_train_step(_model(), "sgd", "mse", accumulate_steps=2.0),
+        ValueError,
+    ),
+    "optimized": (
+        lambda: mpkeras.make_train_step(_model(), "sgd", "mse").compiler_ir(
+            np.ones((4, 2)), np.ones((4, 1)), optimized="no"
+        ),
+        TypeError,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_call_names_its_argument(name):
+    call, error = CALLS[name]
+    with pytest.raises(error, match=f"Expected `{name}` to be .* Received: {name}="):
+        call()
