@@ -32,6 +32,7 @@ RETURNED = (
 INTERNAL = {
     "AdviceReport.add_remark",
     "Forecast.add",
+    "Forecast.add_largest_batch",
     "Forecast.room",
     "LossScaleOptimizer.decide",
     "LossScaleOptimizer.rounding",

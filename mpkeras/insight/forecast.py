@@ -15,6 +15,8 @@ from mpkeras.training.settings import check_model
 
 # The largest batch is found to within one part in so many.
 _RESOLUTION = 64
+# From so many times the FLOPs of an example on, activations are computed again; below, products were merged otherwise.
+_RECOMPUTES = 1.05
 
 
 def forecast(
@@ -85,12 +87,14 @@ def forecast(
             for name in request.policies:
                 report.add(name, compiler.compile(name, request.batch))
                 if largest_batch:
+                    tried: dict = {}
 
-                    def room(batch, name=name):
-                        return report.room(compiler.compile(name, batch))
+                    def room(batch, name=name, tried=tried):
+                        tried[batch] = compiler.compile(name, batch)
+                        return report.room(tried[batch])
 
                     found = largest_that_fits(room, request.batch, request.rows_split)
-                    report.policies[name]["largest_batch"] = found
+                    report.add_largest_batch(name, found, tried)
                 progress.add()
     except TimeoutError:
         report.missing = [name for name in request.policies if name not in report.policies]
@@ -211,8 +215,24 @@ class Forecast(Report):
             **{name: found[name] for name in _OF_A_PROGRAM},
             "fits": fits,
             "largest_batch": None,
+            "largest_batch_flops_factor": None,
             "step_time_lower_bound_ms": self._bound_ms(found),
         }
+
+    def add_largest_batch(self, policy: str, batch: int, tried: dict):
+        """Adds the largest batch that fits under one policy, and what it costs to make it fit.
+
+        Args:
+            policy: Its name.
+            batch: The largest batch.
+            tried: `{batch: what the compiler said}` of all that were tried.
+        """
+        of_a_row = {
+            n: sum(found["matrix_flops"].values()) / n for n, found in tried.items() if "too_large" not in found
+        }
+        fewest = min(of_a_row.values(), default=0.0)
+        factor = of_a_row[batch] / fewest if batch and fewest else None
+        self.policies[policy] |= {"largest_batch": batch, "largest_batch_flops_factor": factor}
 
     def _bound_ms(self, found) -> float | None:
         """Returns the time that one step takes at the least: its products at full rate, or each byte moved once."""
@@ -267,6 +287,12 @@ class Forecast(Report):
             also = "".join(f", {batch} in {name}" for name, batch in others)
             notes.append(f"Batch {first[1]} fits {self.target.title} in {first[0]}{also}.")
         for name, found in self.policies.items():
+            factor = found["largest_batch_flops_factor"]
+            if factor is not None and factor > _RECOMPUTES:
+                notes.append(
+                    f"{name}: to fit {found['largest_batch']}, XLA computes activations again: {factor:.2f} times the "
+                    "FLOPs of an example in a smaller batch."
+                )
             if found["float8"]:
                 made, *reasons = self._float8_lines(found["float8"])
                 notes += [f"{name}: {made}", *reasons]

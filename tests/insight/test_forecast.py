@@ -377,6 +377,23 @@ def test_what_fits():
 
 
 @pytest.mark.backends("tensorflow")
+def test_what_it_costs_to_make_the_largest_batch_fit():
+    made = report(float32=facts(), bfloat16=facts(), none=facts(), refused={"too_large": 9 * 10**10})
+    tried = {n: facts(matrix_flops={"float32": 10 * n, "bfloat16": 2 * n}) for n in (32, 96)}
+    made.add_largest_batch("bfloat16", 96, tried)
+    # A quarter of the products of an example is computed twice there. A TPU says nothing of what does not fit.
+    tried = {32: tried[32], 160: {"too_large": 1}, 80: facts(matrix_flops={"float32": 15 * 80})}
+    made.add_largest_batch("float32", 80, tried)
+    made.add_largest_batch("none", 16, {16: facts(matrix_flops={})})
+    made.add_largest_batch("refused", 0, {32: {"too_large": 1}})
+    factors = {name: found["largest_batch_flops_factor"] for name, found in made.to_dict()["policies"].items()}
+    assert factors == {"float32": 1.25, "bfloat16": 1.0, "none": None, "refused": None}
+    text = " ".join(str(made).split())
+    assert "float32: to fit 80, XLA computes activations again: 1.25 times the FLOPs" in text
+    assert text.count("computes activations again") == 1
+
+
+@pytest.mark.backends("tensorflow")
 def test_the_report(tmp_path):
     made = report(float32=facts(temporary_bytes=2**32, products={"float32": 7}), mixed_float16=facts())
     made.policies["float32"]["largest_batch"], made.policies["mixed_float16"]["largest_batch"] = 118, 212
