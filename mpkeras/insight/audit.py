@@ -96,8 +96,15 @@ def _check_arguments(model, inputs, batch_size, open_size):
     check_model(model)
     checked_count("batch_size", batch_size, "Leave it out for 8.")
     checked_count("open_size", open_size, f"Leave it out for {OPEN_SIZE}.")
+    if inputs is None:
+        return
+    if not keras.tree.flatten(inputs):
+        raise ValueError(
+            f"Expected at least one array in `inputs`. Received: {inputs!r}. Leave it out where the model says what it "
+            "takes."
+        )
     for value in keras.tree.flatten(inputs):
-        if inputs is not None and not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
             raise ValueError(
                 f"Expected `inputs` to be arrays or `keras.KerasTensor`s. Received: {value!r} (of type "
                 f"{type(value).__name__}). Pass for example `keras.KerasTensor((None, 28, 28, 1))`."

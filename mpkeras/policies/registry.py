@@ -92,7 +92,7 @@ def get_policy(identifier=None) -> Policy:
         return _plain(identifier)
     if isinstance(identifier, str):
         return registered(identifier)
-    if isinstance(identifier, dict):
+    if isinstance(identifier, dict) and "class_name" in identifier:
         return get_policy(keras.dtype_policies.get(identifier))
     if isinstance(identifier, keras.dtype_policies.DTypePolicyMap):
         raise TypeError(

@@ -598,6 +598,7 @@ def test_a_layer_that_raises_is_named():
         pytest.param({"batch_size": 2.5}, ValueError, "batch_size=2.5", id="half a batch"),
         pytest.param({"open_size": True}, ValueError, "open_size=True. Leave it out for 64", id="no size"),
         pytest.param({"inputs": [3, 4]}, ValueError, "Expected `inputs` to be arrays", id="numbers"),
+        pytest.param({"inputs": {}}, ValueError, "at least one array in `inputs`. Received: {}", id="nothing"),
     ],
 )
 def test_bad_arguments(arguments, error, expected):

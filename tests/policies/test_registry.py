@@ -86,6 +86,7 @@ def test_get_policy(identifier, expected):
             id="a quantized policy",
         ),
         pytest.param(16, TypeError, "Use for example 'mixed_float16'", id="a number"),
+        pytest.param({"name": "mine"}, TypeError, "a config or None. Received: {'name': 'mine'}", id="half a config"),
     ],
 )
 def test_what_is_no_policy_is_refused_and_changes_nothing(identifier, error, message):
