@@ -25,6 +25,8 @@ POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 GOAL = 0.55
 # The policies under which a peer has a step of its own: without loss scaling that of jmp and of flax is optax'.
 PEERS = {"keras": ("float32", "mixed_bfloat16", "mixed_float16"), "jmp": ("mixed_float16",), "flax": ("mixed_float16",)}
+# What a table shows of a program; none of it is known of one that a compiler refuses.
+FIGURES = ("persistent_bytes", "temporary_bytes", "peak_bytes", "largest_batch", "products", "conditionals")
 
 
 def forecast_model(name: str, device: str, policy: str, *, is_tiny: bool, largest_batch: bool) -> dict:
@@ -51,7 +53,7 @@ def forecast_model(name: str, device: str, policy: str, *, is_tiny: bool, larges
 
 
 def compile_peer(name: str, device: str, policy: str, peer: str, *, is_tiny: bool) -> dict:
-    """Returns what the compiler says of the step of a peer for one model."""
+    """Returns what the compiler says of the step of a peer for one model, or `"refused"`: why there is none."""
     from mpkeras.devices.environment import memory_bytes
     from mpkeras.devices.targets import find_target
     from mpkeras.insight.forecast import Forecast
@@ -66,8 +68,11 @@ def compile_peer(name: str, device: str, policy: str, peer: str, *, is_tiny: boo
         check=True,
         env={**os.environ, **target.environment(1), "KERAS_BACKEND": "jax", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    found = json.loads(done.stdout.splitlines()[-1])
+    if "refused" in found:
+        return {"step": peer, "batch": batch, **dict.fromkeys(FIGURES), "fits": False, **found}
     report = Forecast(name, target, 1, batch)
-    report.add(policy, json.loads(done.stdout.splitlines()[-1]))
+    report.add(policy, found)
     return {"step": peer, "batch": batch, **report.policies[policy]}
 
 
@@ -106,7 +111,7 @@ def rows_of(results: list[dict]) -> list[dict[str, str]]:
             "temporary GiB": gib(result["temporary_bytes"]),
             "of float32's": "" if result["temporary_share"] is None else f"{result['temporary_share']:.2f}",
             "peak GiB": gib(result["peak_bytes"]),
-            "fits": "yes" if result["fits"] else "no",
+            "fits": "no program" if "refused" in result else "yes" if result["fits"] else "no",
             "largest batch": "" if result["largest_batch"] is None else str(result["largest_batch"]),
             "products": ", ".join(f"{n} {dtype}" for dtype, n in (result["products"] or {}).items()),
             "conditionals": "" if result["conditionals"] is None else str(result["conditionals"]),

@@ -25,6 +25,8 @@ from mpkeras.policies.dtypes import bytes_of
 def compile_step(model: str, device: str, policy: str, step: str, is_tiny: bool) -> dict:
     """Returns what the compiler says of one step, as `mpkeras.insight.compiling` says it of ours.
 
+    A TPU multiplies no float16 where stock Keras asks for sums in float32: then it is `{"refused": the reason}`.
+
     Args:
         model: One of `gpu.cases.CASES`.
         device: As `mpkeras.forecast` takes it.
@@ -46,7 +48,10 @@ def compile_step(model: str, device: str, policy: str, step: str, is_tiny: bool)
     x = keras.KerasTensor((case.batch_size, *network.inputs[0].shape[1:]), network.inputs[0].dtype)
     y = keras.KerasTensor((case.batch_size, *network.outputs[0].shape[1:-1]), "int32")
     batch = [on_device(tensor) for tensor in (x, y)]
-    program = function.lower(jax.tree.map(on_device, state), *batch).compile()
+    try:
+        program = function.lower(jax.tree.map(on_device, state), *batch).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return {"refused": str(error).splitlines()[0]}
     return facts_of(program, sum(bytes_of(tensor.shape, tensor.dtype) for tensor in (x, y)))
 
 

@@ -1,5 +1,6 @@
 """benchmarks/accelerators.py: its options, its shares, and the steps of peers, compiled for this CPU."""
 
+import argparse
 import json
 
 import pytest
@@ -49,6 +50,17 @@ def test_what_is_there_is_kept_and_the_largest_batch_is_added(tmp_path, monkeypa
     results = json.loads((tmp_path / "found.json").read_text())["results"]
     assert [(row["policy"], row["largest_batch"]) for row in results] == [("float32", 96), ("bfloat16", 96)]
     assert capsys.readouterr().out.count(" 96 ") == 2 * 2
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_step_that_the_compiler_refuses_is_a_row_that_says_so(monkeypatch):
+    said = json.dumps({"refused": "UNIMPLEMENTED: Dot algorithm"})
+    monkeypatch.setattr(benchmark.subprocess, "run", lambda *args, **options: argparse.Namespace(stdout=said + "\n"))
+    found = benchmark.compile_peer("bert_base", "v5p", "mixed_float16", "jmp", is_tiny=True)
+    result = {"model": "bert_base", "device": "v5p", "policy": "mixed_float16", **found}
+    assert benchmark.with_ratios([result])[0]["refused"] == "UNIMPLEMENTED: Dot algorithm"
+    (row,) = benchmark.rows_of([result])
+    assert (row["fits"], row["temporary GiB"], row["products"], row["of float32's"]) == ("no program", "", "", "")
 
 
 @pytest.mark.slow
