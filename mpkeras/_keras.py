@@ -156,22 +156,37 @@ def weight_of_slot(slot, weights):
     return max(named, key=lambda weight: len(weight.path), default=None)
 
 
-def know_variables_again(optimizer):
-    """Lets a built optimizer find its variables after `retype`, and which of them decay.
+def variable_keys(optimizer, variables) -> list:
+    """Returns by what an optimizer knows variables: on TensorFlow the names of native ones, others after `retype`."""
+    return [optimizer._var_key(variable) for variable in variables]
 
-    On TensorFlow it knows them by the names of their native variables, which are others then.
+
+def known_variables(optimizer) -> dict:
+    """Returns the variables that a built optimizer was built on, by what it knows them."""
+    variables = optimizer._trainable_variables
+    return {key: variables[index] for key, index in optimizer._trainable_variables_indices.items()}
+
+
+def know_variables_again(optimizer, renamed: dict):
+    """Lets an optimizer find variables after `retype`, and know which of them decay.
+
+    Args:
+        optimizer: A Keras optimizer, built or not.
+        renamed: The `variable_keys` of the variables before -> those now.
     """
-    before = {index: key for key, index in optimizer._trainable_variables_indices.items()}
-    present = {index: optimizer._var_key(variable) for index, variable in enumerate(optimizer._trainable_variables)}
-    optimizer._trainable_variables_indices = {key: index for index, key in present.items()}
-    renamed = {before.get(index, key): key for index, key in present.items()}
+    attributes = vars(optimizer)
     # Which variables were excluded by name or as objects, and what Keras made of it: up to 3.15 at the first decay, as
     # 3.16 does when it is built. Into the dictionary: an attribute would be tracked.
-    attributes = vars(optimizer)
     if "_exclude_from_weight_decay" in attributes:
         excluded = attributes["_exclude_from_weight_decay"]
         attributes["_exclude_from_weight_decay"] = {renamed.get(key, key) for key in excluded}
-    for name in ("_exclude_from_weight_decay_cache", "_weight_decay_by_var_key"):
+    # The last is that of a `MultiOptimizer`.
+    for name in (
+        "_trainable_variables_indices",
+        "_exclude_from_weight_decay_cache",
+        "_weight_decay_by_var_key",
+        "_var_to_optimizer_idx",
+    ):
         if name in attributes:
             attributes[name] = {renamed.get(key, key): value for key, value in attributes[name].items()}
 

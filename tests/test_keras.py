@@ -610,8 +610,10 @@ def test_an_optimizer_finds_its_variables_after_they_are_stored_anew():
     v = keras.Variable([1.0, -0.5])
     optimizer = keras.optimizers.SGD(0.5)
     optimizer.build([v])
+    known = private.known_variables(optimizer)
+    assert list(known.values()) == [v] and list(known) == private.variable_keys(optimizer, [v])
     private.retype(v, "bfloat16")
-    private.know_variables_again(optimizer)
+    private.know_variables_again(optimizer, dict(zip(known, private.variable_keys(optimizer, [v]), strict=True)))
     optimizer.apply([keras.ops.cast([1.0, 1.0], "bfloat16")], [v])
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(keras.ops.cast(v.value, "float32")), [0.5, -1.0])
 
@@ -626,9 +628,10 @@ def test_an_optimizer_knows_what_decays_after_variables_are_stored_anew(excluded
     if is_used:
         optimizer.apply([keras.ops.zeros(1), keras.ops.zeros(1)])
         v.assign([1.0])
+    before = private.variable_keys(optimizer, [v, w])
     for variable in (v, w):
         private.retype(variable, "bfloat16")
-    private.know_variables_again(optimizer)
+    private.know_variables_again(optimizer, dict(zip(before, private.variable_keys(optimizer, [v, w]), strict=True)))
     assert private.decays(optimizer, v) and not private.decays(optimizer, w)
     optimizer.apply([keras.ops.zeros(1, "bfloat16"), keras.ops.zeros(1, "bfloat16")])
     # 1 - 0.5 * 0.5 of the one that decays.

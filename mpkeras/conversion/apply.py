@@ -25,7 +25,7 @@ from mpkeras.conversion.plan import (
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import has_own_call, is_quantized, layer_policy, set_layer_policy, unmatched
-from mpkeras.scaling.small_state import follow_weights
+from mpkeras.scaling.small_state import following
 
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
 CAST_NAME = "mpkeras_float32_output"
@@ -122,6 +122,11 @@ def converted_by(model):
     """Returns the `Policy` that the layers of `model` were given last; `None` if they were given none."""
     conversion = _conversions.get(model)
     return None if conversion is None else conversion.asked_for
+
+
+def conversion_of(model):
+    """Returns the last conversion of `model`, another object after each; `None` where there was none."""
+    return _conversions.get(model)
 
 
 def float8_products(model) -> dict:
@@ -326,12 +331,12 @@ def store_weights(model, optimizers):
     conversion = _conversions[model]
     rows, conversion.unstored = conversion.unstored, []
     changed = weight_dtypes(rows)
-    for variable, dtype in changed:
-        _keras.retype(variable, dtype)
-    if changed:
+    if not changed:
+        return
+    with following(optimizers, [variable for variable, _ in changed]):
+        for variable, dtype in changed:
+            _keras.retype(variable, dtype)
         _keras.track_parameters_again(model)
-        for optimizer in optimizers:
-            follow_weights(optimizer)
 
 
 def weight_dtypes(rows) -> list:

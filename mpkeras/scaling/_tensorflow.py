@@ -100,6 +100,7 @@ def apply(optimizer, grads, variables, facts):
             "Expected `apply` to be called in a replica context. Received: a call in a cross-replica context. "
             "Call it in the function that `strategy.run` runs."
         )
+    _know_again(optimizer, variables)
     # `None` where there is nothing to unscale.
     scale = None if facts.grads_are_unscaled or optimizer.scale_is_one else optimizer.loss_scale
     if _sums_in_16_bits(optimizer):
@@ -124,6 +125,14 @@ def apply(optimizer, grads, variables, facts):
     # Not among the arguments, which would be gathered from all replicas: the facts that count here are those of each.
     across_replicas = functools.partial(_apply_across_replicas, facts)
     context.merge_call(across_replicas, args=(optimizer, grads, variables, checks, scale))
+
+
+def _know_again(optimizer, variables):
+    """Lets an optimizer of an own loop find variables that `apply_policy` has stored in another dtype since."""
+    known = _keras.known_variables(optimizer.inner_optimizer)
+    if not all(key in known for key in _keras.variable_keys(optimizer.inner_optimizer, variables)):
+        with build_scope():
+            small_state.follow_weights(optimizer)
 
 
 def _decides_alone(strategy) -> bool:
@@ -239,10 +248,11 @@ def _apply_inner(optimizer, grads, variables, is_applied=None):
 
 
 def _update_selecting(optimizer, grads, variables, is_due, scale):
-    if optimizer.rounding().small:
+    inner, is_small = optimizer.inner_optimizer, bool(optimizer.rounding().small)
+    if is_small and _is_of_keras(inner):
         _update_inner(optimizer, grads, variables, scale, is_due)
-    elif _assigns_through_keras(optimizer.inner_optimizer):
-        with selecting_assignments(optimizer.inner_optimizer, is_due):
+    elif not is_small and _assigns_through_keras(inner):
+        with selecting_assignments(inner, is_due):
             _update_inner(optimizer, grads, variables, scale)
     else:
         _update_then_select(optimizer, grads, variables, is_due, scale)
@@ -308,13 +318,17 @@ def _assigns_through_keras(inner_optimizer) -> bool:
     write to TensorFlow variables directly, and so may an optimizer of the user's own. One that has its own form
     of a method that is covered here, on its class (Muon decays two kinds of variables) or on itself, keeps it.
     """
-    return all(
-        type(optimizer).__module__.partition(".")[0] == "keras"
-        and not any(_has_its_own(optimizer, name) for name in _COVERED_METHODS)
+    return _is_of_keras(inner_optimizer) and all(
+        not any(_has_its_own(optimizer, name) for name in _COVERED_METHODS)
         and not optimizer.gradient_accumulation_steps
         and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
         for optimizer in small_state.parts_of(inner_optimizer)
     )
+
+
+def _is_of_keras(inner_optimizer) -> bool:
+    """Whether no class of the user's may write to native variables, which no scope sees."""
+    return all(type(o).__module__.partition(".")[0] == "keras" for o in small_state.parts_of(inner_optimizer))
 
 
 _COVERED_METHODS = ("assign", "assign_add", "assign_sub", _keras.WEIGHT_DECAY_METHOD)

@@ -195,6 +195,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # The variables that the rule moves; `build` makes them.
         self._state: dict = {}
         self._slot_dtype = slot_dtype
+        # As for the rule.
+        self._slots_chosen_by_prepare = False
         self.all_reduce_dtype = all_reduce_dtype
         self._take_over_accumulation(on_overflow)
 
@@ -243,13 +245,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def slot_dtype(self) -> str:
-        """The dtype of what the inner optimizer keeps beside each weight: `"auto"` is that of the weight."""
+        """The dtype of what the inner optimizer keeps beside each weight: `"auto"` is that of the weight.
+
+        Setting it converts a built optimizer with its state. On TensorFlow a `tf.function` of your own, and the train
+        function of a compiled model that is not prepared, hold the state as it was: make them anew.
+        """
         return self._slot_dtype
 
     @slot_dtype.setter
     def slot_dtype(self, value):
         check_slot_dtype(value)
-        self._slot_dtype = value
+        self._slot_dtype, self._slots_chosen_by_prepare = value, False
         if self.built:
             self.store_slots()
 
@@ -271,14 +277,23 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def store_slots(self):
         """Stores each slot in the dtype that is asked for, its value kept; averages and single numbers in float32."""
-        retyped = False
         for part in parts_of(self.inner_optimizer):
             for variable, dtype in slot_dtypes(part, self._slot_dtype):
                 if dtype in ("float32", SMALL_DTYPE) and dtype != _keras.stored_dtype(variable):
                     _keras.retype(variable, dtype)
-                    retyped = True
-            if retyped and part.built:
-                _keras.know_variables_again(part)
+
+    def finalize_variable_values(self, var_list) -> None:
+        """Gives the weights their averages, where the inner optimizer keeps them (`use_ema`). `fit` ends with it.
+
+        Args:
+            var_list: List of the `keras.Variable`s that the optimizer was built on, in that order.
+        """
+        with contextlib.ExitStack() as stack:
+            # TensorFlow's own form assigns native variables, of float32 to those of bfloat16, and TensorFlow refuses.
+            for part in parts_of(self.inner_optimizer) if self.rounding().small else []:
+                overwrite = _keras.portable_method(part, _keras.OVERWRITE_METHOD)
+                stack.enter_context(_replaced.replaced(part, _keras.OVERWRITE_METHOD, overwrite, kind="update"))
+            self.inner_optimizer.finalize_variable_values(var_list)
 
     def rounding(self) -> Rounding:
         """Returns how the assignments of one update are rounded; its `small` is empty where none is."""
@@ -1155,15 +1170,14 @@ def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynami
     return FixedLossScale(1.0) if rule is None else rule
 
 
-def rewrapped(optimizer, rule: LossScale, slot_dtype: str = "auto") -> LossScaleOptimizer:
+def rewrapped(optimizer, rule: LossScale, slot_dtype: str) -> LossScaleOptimizer:
     """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
 
     Args:
         optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
         rule: The rule of the result. Counters are carried over, and the current scale unless it was fixed.
-        slot_dtype: That of the result; with `"auto"` it is as before.
+        slot_dtype: That of the result.
     """
-    slot_dtype = getattr(optimizer, "slot_dtype", "auto") if slot_dtype == "auto" else slot_dtype
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         result = LossScaleOptimizer(optimizer, loss_scale=rule, slot_dtype=slot_dtype)
         if optimizer.built:

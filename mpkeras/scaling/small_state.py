@@ -150,15 +150,35 @@ class UpdateScope(keras.StatelessScope):
         self.write(variable, value)
 
 
-def follow_weights(optimizer):
-    """Brings the state of a built optimizer in line with weights that are stored in another dtype by now.
+@contextlib.contextmanager
+def following(optimizers, variables):
+    """Context manager: `variables` are stored in another dtype within it, and then the state of `optimizers` follows.
+
+    Built or not: which weights do not decay is known before.
 
     Args:
-        optimizer: Any Keras optimizer, wrapped or not.
+        optimizers: Any Keras optimizers, wrapped or not.
+        variables: The `keras.Variable`s.
     """
-    if not optimizer.built:
-        return
+    parts = [part for optimizer in optimizers for part in parts_of(getattr(optimizer, "inner_optimizer", optimizer))]
+    before = [_keras.variable_keys(part, variables) for part in parts]
+    yield
+    for part, keys in zip(parts, before, strict=True):
+        _keras.know_variables_again(part, dict(zip(keys, _keras.variable_keys(part, variables), strict=True)))
+    for optimizer in optimizers:
+        if optimizer.built and hasattr(optimizer, "store_slots"):
+            optimizer.store_slots()
+
+
+def follow_weights(optimizer):
+    """Brings a built optimizer in line with weights that were stored in another dtype while nobody knew of it.
+
+    Args:
+        optimizer: Any built Keras optimizer, wrapped or not.
+    """
     for part in parts_of(getattr(optimizer, "inner_optimizer", optimizer)):
-        _keras.know_variables_again(part)
+        known = _keras.known_variables(part)
+        now = _keras.variable_keys(part, known.values())
+        _keras.know_variables_again(part, dict(zip(known, now, strict=True)))
     if hasattr(optimizer, "store_slots"):
         optimizer.store_slots()

@@ -282,8 +282,9 @@ class CompiledStep:
         """Returns the program of the step for the weights that are trained now."""
         if not self._parts.jit_compile:
             return self._pure_step
-        key = self._parts.trained
+        key = self._parts.version, self._parts.trained
         if key not in self._functions:
+            self._functions = {key: kept for key, kept in self._functions.items() if key[0] == self._parts.version}
             # With the variables, or another one might come to have the `id` of one that is gone.
             self._functions[key] = self._jitted(state), self._parts.model.trainable_variables
         return self._functions[key][0]

@@ -462,8 +462,9 @@ class CompiledStep:
 
     def _compiled(self, step):
         """Returns the program of `step` for the weights that are trained now."""
-        key = step.__name__, self._parts.trained
+        key = step.__name__, self._parts.version, self._parts.trained
         if key not in self._functions:
+            self._functions = {key: kept for key, kept in self._functions.items() if key[1] == self._parts.version}
             # As in Keras' `fit`: the second length of a batch is traced as any length.
             # And no more than there is Python turned into a graph: converting our own code took most of a first step.
             function = tf.function(step, jit_compile=self._parts.jit_compile, reduce_retracing=True, autograph=False)

@@ -207,6 +207,8 @@ class _Prepared:
         self.watch = SkipWatch()
         # How many calls of `fit` are under way, one in the callbacks of another among them.
         self.fits = 0
+        # In what dtype the optimizer's state was when the train function was made.
+        self.slot_dtype: str | None = None
 
 
 def _prepared(model) -> _Prepared | None:
@@ -319,6 +321,11 @@ def _watching(watch, fit, args, kwargs):
 def _make_train_function(model, make_train_function):
     @functools.wraps(make_train_function)
     def make_and_hide_logs(*args, **kwargs):
+        prepared = _prepared(model)
+        slot_dtype = getattr(getattr(model, "optimizer", None), "slot_dtype", None)
+        if prepared is not None and prepared.slot_dtype != slot_dtype:
+            # A train function made before holds the optimizer's state as it was stored then.
+            model.train_function, prepared.slot_dtype = None, slot_dtype
         result = make_train_function(*args, **kwargs)
         function = model.train_function
         if function is not None and not hasattr(function, "mpkeras_hides_logs"):

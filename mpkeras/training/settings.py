@@ -115,14 +115,18 @@ def wrapped(optimizer, rule, slot_dtype: str = "auto"):
     """Returns `optimizer` in a `LossScaleOptimizer` with `rule`; itself where it is one, or `rule` is `None`.
 
     Args:
-        slot_dtype: That of the policy; with `"auto"` the optimizer's own stays.
+        slot_dtype: That of the policy; with `"auto"` what its user gave the optimizer stays.
     """
-    is_ours = isinstance(optimizer, LossScaleOptimizer)
     if rule is None:
         return optimizer
+    is_ours = isinstance(optimizer, LossScaleOptimizer)
     is_same_rule = is_ours and optimizer.loss_scale_rule == rule
-    if is_same_rule and slot_dtype in ("auto", optimizer.slot_dtype):
+    if is_ours and slot_dtype == "auto" and not optimizer._slots_chosen_by_prepare:
+        slot_dtype = optimizer.slot_dtype
+    is_same_slot_dtype = is_ours and optimizer.slot_dtype == slot_dtype
+    if is_same_rule and is_same_slot_dtype:
         return optimizer
     wrapper = rewrapped(optimizer, rule, slot_dtype)
     wrapper._chosen_by_prepare = optimizer._chosen_by_prepare if is_same_rule else True
+    wrapper._slots_chosen_by_prepare = optimizer._slots_chosen_by_prepare if is_same_slot_dtype else True
     return wrapper

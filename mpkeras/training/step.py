@@ -8,10 +8,11 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
-from mpkeras.conversion.apply import layer_converter, recorded, store_weights
+from mpkeras.conversion.apply import conversion_of, layer_converter, recorded, store_weights
 from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.policies.loss_scaling import FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
+from mpkeras.scaling.small_state import follow_weights
 from mpkeras.scaling.window import checked_steps
 from mpkeras.training.backend import training_backend
 from mpkeras.training.capture import BEFORE, as_numpy, capsule_of_step, moving_variables
@@ -302,7 +303,7 @@ class TrainStep:
         return self.model, [self.optimizer], [v for metric in self.metrics for v in metric.variables]
 
     def _get_ready(self, x, y):
-        if not self._is_built:
+        if not self._is_built or self._parts.is_outdated():
             self._build(x, y)
         self._parts.look_for_frozen_weights()
 
@@ -324,6 +325,7 @@ class TrainStep:
         # Building may have brought new layers.
         with _layers_kept_on_error(self.model):
             self._build_optimizer()
+            self._parts.follow_model()
             self._parts.look_for_frozen_weights()
         self._is_built = True
 
@@ -358,9 +360,12 @@ class StepParts:
         # As in `fit`: a model whose `call` takes no `training` is not told.
         takes_training = "training" in inspect.signature(model.call).parameters
         self.call_options = {"training": True} if takes_training else {}
-        # What the next step trains, in the order of the model, and the `id`s of it, by which programs are found.
+        # What the next step trains, in the order of the model, and the `id`s of it.
         self._trained_variables: list = []
         self.trained: tuple = ()
+        # What programs are made for, beside the weights that they train; `version` counts its changes.
+        self._made_for: tuple = ()
+        self.version = 0
         # Before the layers are touched: what is wrong with the optimizer is said here.
         self.wrap_optimizer()
 
@@ -396,6 +401,19 @@ class StepParts:
         if layer_converter(self.model, chosen_policy(self.model, None), converts=False)():
             store_weights(self.model, [self.optimizer])
         self.wrap_optimizer()
+
+    def _present(self) -> tuple:
+        return conversion_of(self.model), getattr(self.optimizer, "slot_dtype", None)
+
+    def is_outdated(self) -> bool:
+        """Whether the model was converted, or the optimizer's state stored in another dtype, after it was built."""
+        return any(now is not then for now, then in zip(self._present(), self._made_for, strict=True))
+
+    def follow_model(self):
+        """Lets the built optimizer know the weights as they are stored now; programs made before are not used again."""
+        follow_weights(self.optimizer)
+        self._made_for = self._present()
+        self.version += 1
 
     def look_for_frozen_weights(self):
         """Takes down which weights the next step trains; `layer.trainable` may have changed since the last one.

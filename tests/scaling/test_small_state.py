@@ -175,6 +175,19 @@ def test_averages_sums_and_single_numbers_stay_float32(mode):
     assert abs(moved) > 1e-3 and abs(float32(average).mean() - 1 - moved) < 0.1 * abs(moved)
 
 
+@pytest.mark.parametrize("frequency", [None, 3])
+def test_at_the_end_small_weights_become_their_float32_averages(frequency):
+    def make():
+        return keras.optimizers.SGD(1e-2, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=frequency)
+
+    (weight,), optimizer = trained(make, "bfloat16", None, steps=4)
+    (average,) = weight_averages(optimizer.inner_optimizer)
+    optimizer.finalize_variable_values([weight])
+    expected = float32(average).astype(ml_dtypes.bfloat16).astype("float32")
+    np.testing.assert_array_equal(float32(weight), expected)
+    assert len(np.unique(expected)) > 1 and stored_dtype(weight) == "bfloat16"
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_clipping_decay_and_constraints_are_computed_in_float32(mode):
     def run(dtype):
@@ -218,6 +231,23 @@ def test_a_built_optimizer_is_converted_with_its_state():
     assert int(optimizer.inner_optimizer.iterations) == 4
     optimizer.slot_dtype = "float32"
     assert all(stored_dtype(v) == "float32" for v in slots_of(optimizer))
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("dtypes", [("float32", None), ("float32", "bfloat16")], ids=["large", "small slots"])
+def test_an_optimizer_that_assigns_native_variables_leaves_no_trace_under_xla(dtypes):
+    class Native(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            super().update_step(gradient, variable, learning_rate)
+            native = variable.value if isinstance(variable, keras.Variable) else variable
+            native.assign_sub(0.25 * keras.ops.cast(gradient, native.dtype))
+
+    def run(faults):
+        variables, optimizer = trained(lambda: Native(1e-3, momentum=0.5), *dtypes, mode="xla", steps=3, faults=faults)
+        assert int(optimizer.skipped_steps) == len(faults)
+        return snapshot(variables + optimizer.inner_optimizer.variables)
+
+    assert run((0, 2)) == run(())
 
 
 @pytest.mark.backends("tensorflow", "jax")

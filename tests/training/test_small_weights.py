@@ -198,3 +198,105 @@ def test_files_are_half_as_large(tmp_path):
         model.save(path)
         sizes.append(path.stat().st_size)
     assert 0.45 < sizes[1] / sizes[0] < 0.6
+
+
+@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize(("first", "then"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_step_goes_on_with_a_model_that_is_converted_after_it_was_made(first, then, jit_compile):
+    """The losses it tells are those of the model, and optimizer state and weights have the new dtype."""
+    model = mpkeras.apply_policy(classifier(), first)
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    step = mpkeras.make_train_step(model, keras.optimizers.Adam(0.02), loss, jit_compile=jit_compile)
+    for _ in range(2):
+        step(X, Y)
+    mpkeras.apply_policy(model, then)
+    before = snapshot(model.trainable_variables)
+    losses = [float(step(X, Y)["loss"]) for _ in range(20)]
+    assert all(a != b for a, b in zip(before, snapshot(model.trainable_variables), strict=True))
+    assert dtypes(model.get_layer("first").variables) == {then}
+    assert dtypes(v for v in slots(step.optimizer) if "first" in v.name) == {then}
+    assert int(step.optimizer.iterations) == 22
+    _, _, reference = trained("make_train_step", "float32", batches=1)
+    assert losses[-1] < 0.5 * reference
+    keras_loss = float(keras.ops.convert_to_numpy(loss(Y, model(X, training=True))))
+    assert abs(keras_loss - losses[-1]) < 0.1
+
+
+def test_a_step_of_a_model_that_is_converted_to_float16_scales_its_loss():
+    model = classifier()
+    step = mpkeras.make_train_step(model, "sgd", keras.losses.SparseCategoricalCrossentropy())
+    assert float(step(X, Y)["loss_scale"]) == 1.0
+    mpkeras.apply_policy(model, mpkeras.Policy("mixed_float16", loss_scale=256.0))
+    assert float(step(X, Y)["loss_scale"]) == 256.0
+    assert int(step.optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("door", ["prepare", "make_train_step"])
+def test_slots_that_are_made_small_between_steps_are_the_ones_that_move(door):
+    model = classifier()
+    if door == "prepare":
+        model.compile("adam", "sparse_categorical_crossentropy")
+        mpkeras.prepare(model, "float32")
+        step = model.train_on_batch
+    else:
+        step = mpkeras.make_train_step(model, "adam", keras.losses.SparseCategoricalCrossentropy())
+    step(X, Y)
+    optimizer = model.optimizer if door == "prepare" else step.optimizer
+    optimizer.slot_dtype = "bfloat16"
+    before = snapshot(slots(optimizer))
+    step(X, Y)
+    assert dtypes(slots(optimizer)) == {"bfloat16"}
+    assert all(a != b for a, b in zip(before, snapshot(slots(optimizer)), strict=True))
+
+
+def test_an_optimizer_of_an_own_loop_finds_weights_that_are_stored_anew():
+    model = classifier()
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.5, momentum=0.5), loss_scale=1.0)
+    optimizer.build(model.trainable_variables)
+    mpkeras.apply_policy(model, "bfloat16")
+    before = [keras.ops.convert_to_numpy(v.value).astype("float32") for v in model.trainable_variables]
+    optimizer.apply([keras.ops.ones(v.shape) for v in model.trainable_variables], model.trainable_variables)
+    for old, variable in zip(before, model.trainable_variables, strict=True):
+        new = keras.ops.convert_to_numpy(variable.value).astype("float32")
+        np.testing.assert_allclose(new, old - 0.5, atol=2.0**-6)  # a step of bfloat16 at 2
+
+
+@pytest.mark.parametrize("door", ["prepare", "make_train_step"])
+@pytest.mark.parametrize("excluded", ["by name", "as an object"])
+def test_what_does_not_decay_is_excluded_before_the_weights_are_stored_anew(excluded, door):
+    model = classifier()
+    dense = model.get_layer("first")
+    dense.bias.assign(keras.ops.full((24,), 8.0))
+    optimizer = keras.optimizers.AdamW(1e-3, weight_decay=40.0)
+    named = {"var_names": ["bias"]} if excluded == "by name" else {"var_list": [dense.bias]}
+    optimizer.exclude_from_weight_decay(**named)
+    if door == "prepare":
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        mpkeras.prepare(model, "bfloat16")
+        step = model.train_on_batch
+    else:
+        model.optimizer = optimizer  # It is the model's: `apply_policy` knows it.
+        mpkeras.apply_policy(model, "bfloat16")
+        step = mpkeras.make_train_step(model, optimizer, keras.losses.SparseCategoricalCrossentropy())
+    kernel = keras.ops.convert_to_numpy(keras.ops.abs(dense.kernel)).astype("float32").mean()
+    for _ in range(10):
+        step(X, Y)
+    # 0.96 of it after each of ten steps: 0.66.
+    assert keras.ops.convert_to_numpy(keras.ops.abs(dense.kernel)).astype("float32").mean() < 0.8 * kernel
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(dense.bias.value).astype("float32"), 8.0, atol=0.1)
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_slots_that_an_earlier_policy_asked_for_follow_the_next_one(policy, expected):
+    other = "bfloat16" if expected == "float32" else "float32"
+    for is_own in (False, True):
+        model = classifier()
+        optimizer = mpkeras.LossScaleOptimizer("adam", slot_dtype=other) if is_own else "adam"
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        mpkeras.prepare(model, mpkeras.Policy("mixed_bfloat16", slot_dtype="auto" if is_own else other))
+        model.train_on_batch(X, Y)
+        mpkeras.prepare(model, policy)
+        model.train_on_batch(X, Y)
+        of_dense = [v for v in slots(model.optimizer) if "first" in v.name]
+        # What the user gave the optimizer stays.
+        assert dtypes(of_dense) == {other if is_own else expected}
