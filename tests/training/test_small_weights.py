@@ -300,3 +300,20 @@ def test_slots_that_an_earlier_policy_asked_for_follow_the_next_one(policy, expe
         of_dense = [v for v in slots(model.optimizer) if "first" in v.name]
         # What the user gave the optimizer stays.
         assert dtypes(of_dense) == {other if is_own else expected}
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in this Keras")
+def test_several_optimizers_in_one_find_the_weights_that_are_stored_anew():
+    def run(policy):
+        model = classifier()
+        head = keras.optimizers.SGD(0.1, momentum=0.5)
+        others = keras.optimizers.Adam(0.02)
+        optimizer = keras.optimizers.MultiOptimizer(lambda v: head if "head" in v.path else others)
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        model.train_on_batch(X, Y)
+        mpkeras.prepare(model, policy)
+        losses = [float(model.train_on_batch(X, Y)) for _ in range(15)]
+        return losses[-1], dtypes(model.get_layer("first").variables)
+
+    (reference, _), (loss, found) = run("float32"), run("bfloat16")
+    assert found == {"bfloat16"} and reference < 0.3 and abs(loss - reference) < 0.1
