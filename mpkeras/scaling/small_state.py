@@ -171,11 +171,13 @@ def following(optimizers, variables):
 
 
 def follow_weights(optimizer):
-    """Brings a built optimizer in line with weights that were stored in another dtype while nobody knew of it.
+    """Brings an optimizer in line with the weights it was built on, stored in another dtype while nobody told it.
 
     Args:
-        optimizer: Any built Keras optimizer, wrapped or not.
+        optimizer: Any Keras optimizer, wrapped or not, built or not.
     """
+    if not optimizer.built:
+        return
     for part in parts_of(getattr(optimizer, "inner_optimizer", optimizer)):
         known = _keras.known_variables(part)
         now = _keras.variable_keys(part, known.values())
