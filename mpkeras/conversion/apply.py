@@ -82,19 +82,12 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         )
     policy = get_policy(policy)
     _check_variable_dtypes(model, policy, float32_variables)
-    put_back, earlier = recorded(model), _conversions.get(model)
     optimizer = getattr(model, "optimizer", None)
     optimizers = [] if optimizer is None else [optimizer]
     convert = layer_converter(model, policy, optimizers=optimizers)
-    try:
+    with converting(model, refreshes=True):
         convert()
         _refresh(model)
-    except Exception:
-        put_back()
-        _conversions.pop(model, None)
-        if earlier is not None:
-            _conversions[model] = earlier
-        raise
     store_weights(model, optimizers)
     _widen_variables(model)
     _end_in_float32(model)
@@ -104,6 +97,25 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     model.train_function = model.test_function = model.predict_function = None
     _warn_unscaled(model)
     return model
+
+
+@contextlib.contextmanager
+def converting(model, refreshes: bool = False):
+    """Context manager around a conversion: where it raises, the layers of `model` are as before.
+
+    Args:
+        model: A `keras.Model`.
+        refreshes: Whether the conversion brings symbolic dtypes up to date.
+    """
+    put_back, earlier = recorded(model), _conversions.get(model)
+    try:
+        yield
+    except Exception:
+        put_back(refresh=refreshes)
+        _conversions.pop(model, None)
+        if earlier is not None:
+            _conversions[model] = earlier
+        raise
 
 
 def _warn_unscaled(model):
@@ -197,7 +209,9 @@ def layer_converter(model, policy, converts: bool = True, optimizers=()):
         if not conversion.seen:
             restore(model, "build", kind="converted")  # An earlier conversion is not to go on.
         conversion.note(rows)
-        conversion.unstored += [row for row in rows if row.after.variable_dtype != row.before.variable_dtype]
+        # A list of its own: if this conversion is taken back, the earlier one goes on with its rows alone.
+        unstored = [row for row in rows if row.after.variable_dtype != row.before.variable_dtype]
+        conversion.unstored = [*conversion.unstored, *unstored]
         _conversions[model] = conversion
         _name_unmatched_rules(model, conversion)
         return True
@@ -353,6 +367,13 @@ def weight_dtypes(rows) -> list:
         found |= {id(v): (v, dtype) for v in variables if dtype in ("float32", SMALL_DTYPE)}
     stored = [(v, dtype, _keras.stored_dtype(v)) for v, dtype in found.values()]
     return [(v, dtype) for v, dtype, old in stored if old != dtype and old in ("float32", *SIXTEEN_BIT_DTYPES)]
+
+
+def unstored_dtypes(model) -> dict:
+    """Returns `{id(variable): dtype}` of the weights that `store_weights` is to store anew."""
+    conversion = _conversions.get(model)
+    rows = [] if conversion is None else conversion.unstored
+    return {id(variable): dtype for variable, dtype in weight_dtypes(rows)}
 
 
 def planned_weight_dtypes(model, policy) -> dict:

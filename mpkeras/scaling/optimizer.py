@@ -214,7 +214,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built:
             return
         self._warn_of_float16(variables)
-        _check_parts(self.inner_optimizer)
+        check_parts(self.inner_optimizer)
         # Within a traced step, too, once and not in it: what `build` assigns (ScheduleFreeAdamW starts from the
         # weights) must not become part of every step.
         with _backend.build_scope():
@@ -1102,7 +1102,7 @@ def _checked_inner_optimizer(inner_optimizer):
     return inner_optimizer
 
 
-def _check_parts(inner_optimizer):
+def check_parts(inner_optimizer):
     """Raises `ValueError` where an optimizer within a `MultiOptimizer` accumulates: steps are counted for all."""
     for part in parts_of(inner_optimizer)[1:]:
         if part.gradient_accumulation_steps:

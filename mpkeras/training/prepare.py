@@ -6,14 +6,14 @@ from typing import TypeVar
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import layer_converter, store_weights
+from mpkeras.conversion.apply import converting, layer_converter, store_weights
 from mpkeras.conversion.plan import computes_in
 from mpkeras.policies import loss_scaling
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.loss_scaling import LossScale
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
-from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.scaling.optimizer import LossScaleOptimizer, check_parts
 from mpkeras.training import guard, inventory
 from mpkeras.training.backend import training_backend
 from mpkeras.training.settings import (
@@ -70,8 +70,9 @@ def prepare(
         `model`.
 
     Raises:
-        ValueError: If the model is not compiled, the policy is not known, trainable variables are float16, or
-            XLA does not work with the model's distribution strategy. The model is then as before.
+        ValueError: If the model is not compiled, the policy is not known, trainable variables are float16, an
+            optimizer cannot be wrapped, or XLA does not work with the model's distribution strategy. The model is then
+            as before.
         TypeError: If an argument is of a wrong type.
 
     Example:
@@ -130,14 +131,23 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
 
     convert_layers = layer_converter(model, chosen, converts=converts, optimizers=inventory.all_optimizers(model))
 
-    def convert():
-        if convert_layers():
-            store_weights(model, inventory.all_optimizers(model))
-            training_backend.track_random_states(model)
+    def store():
+        store_weights(model, inventory.all_optimizers(model))
+        training_backend.track_random_states(model)
 
-    convert()
+    def convert_new_layers():
+        with converting(model):
+            has_new = convert_layers()
+        if has_new:
+            store()
+
+    with converting(model):
+        convert_layers()
+        rules = _decided_rules(model, chosen, explicit_rule, rollback)
+    # Last, as it cannot be taken back: weights are rounded, and a wrapper stores the state of what it wraps anew.
+    store()
     with training_backend.variable_scope(model):
-        _wrap_optimizers(model, chosen, explicit_rule, rollback)
+        _wrap_optimizers(model, rules, chosen.slot_dtype)
     if jit_compile is not None:
         model.jit_compile = jit_compile
     checks = rollback or any(isinstance(o, LossScaleOptimizer) for o in inventory.all_optimizers(model))
@@ -149,7 +159,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         # What the parts' `train_on_batch` returns goes into the step of `model`: without logs of ours, unless the part
         # is prepared and can tell it from `fit`.
         add_logs = part is model or guard.is_prepared(part)
-        guard.install(part, rollback=rollback, convert_new_layers=convert, add_logs=add_logs)
+        guard.install(part, rollback=rollback, convert_new_layers=convert_new_layers, add_logs=add_logs)
 
     for part in (model, *inventory.compiled_parts(model)):
         guard_again(part)
@@ -165,13 +175,22 @@ def _check_compiled(model):
         )
 
 
-def _wrap_optimizers(model, policy, explicit_rule, rollback: bool):
+def _decided_rules(model, policy, explicit_rule, rollback: bool) -> list:
+    """Returns `(optimizer, rule)` of the optimizers of a model, as `rule_for`; raises where one cannot be wrapped."""
     computes_float16 = computes_in(model, ("float16",))
     must_wrap = rollback or needs_rounding(model, policy)
+    optimizers = inventory.all_optimizers(model)
+    rules = [rule_for(optimizer, policy, explicit_rule, computes_float16, must_wrap) for optimizer in optimizers]
+    for optimizer, rule in zip(optimizers, rules, strict=True):
+        if rule is not None:
+            check_parts(getattr(optimizer, "inner_optimizer", optimizer))
+    return list(zip(optimizers, rules, strict=True))
+
+
+def _wrap_optimizers(model, rules, slot_dtype):
     replaced = {}
-    for optimizer in inventory.all_optimizers(model):
-        rule = rule_for(optimizer, policy, explicit_rule, computes_float16, must_wrap)
-        wrapper = wrapped(optimizer, rule, policy.slot_dtype)
+    for optimizer, rule in rules:
+        wrapper = wrapped(optimizer, rule, slot_dtype)
         if wrapper is not optimizer:
             replaced[id(optimizer)] = wrapper
     for part in (model, *inventory.compiled_parts(model)):

@@ -3,7 +3,7 @@
 import keras
 
 from mpkeras._arguments import check_switch
-from mpkeras.conversion.apply import converted_by
+from mpkeras.conversion.apply import converted_by, unstored_dtypes
 from mpkeras.conversion.plan import compute_dtypes, layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
@@ -71,7 +71,8 @@ def needs_rounding(model, policy) -> bool:
 
 def _weights_of(model, dtype: str, built_only: bool = False) -> list:
     """Returns the names of the trainable weights of a dtype, those that layers would make when built included."""
-    found = [v.path for v in model.trainable_variables if v.dtype == dtype]
+    unstored = unstored_dtypes(model)
+    found = [v.path for v in model.trainable_variables if unstored.get(id(v), v.dtype) == dtype]
     if not built_only:
         unbuilt = [layer for layer in layers_of(model) if not layer.built and layer.trainable]
         found += [f"of layer {layer.name}" for layer in unbuilt if layer.variable_dtype == dtype]
@@ -100,15 +101,28 @@ def rule_for(optimizer, policy, explicit_rule, computes_float16: bool, must_wrap
     if is_ours and not optimizer._chosen_by_prepare:
         return optimizer.loss_scale_rule
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not is_ours:
-        return DynamicLossScale(optimizer.initial_scale, dynamic_growth_steps=optimizer.dynamic_growth_steps)
+        return _rule_of(optimizer, DynamicLossScale, "initial_scale", "dynamic_growth_steps")
     # Of one that was wrapped here before, too: the setting stays on the inner optimizer.
     if optimizer.loss_scale_factor is not None:
-        return FixedLossScale(optimizer.loss_scale_factor)
+        return _rule_of(optimizer, lambda loss_scale_factor: FixedLossScale(loss_scale_factor), "loss_scale_factor")
     if computes_float16:
         is_scaling = is_ours and optimizer.loss_scale_rule != FixedLossScale(1.0)
         return optimizer.loss_scale_rule if is_scaling else DynamicLossScale()
     # Nothing to scale, but float32 and bfloat16 steps are checked and skipped as well.
     return FixedLossScale(1.0) if must_wrap or is_ours else None
+
+
+def _rule_of(optimizer, make, *names):
+    """Returns the rule that `make` makes of the settings of these names, which the user gave an optimizer of Keras'."""
+    settings = {name: getattr(optimizer, name) for name in names}
+    try:
+        return make(**settings)
+    except (TypeError, ValueError) as error:
+        received = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise type(error)(
+            "Expected an optimizer whose own settings make a loss scale. Received: "
+            f"{type(optimizer).__name__} '{optimizer.name}' with {received}. Make it with others. ({error})"
+        ) from error
 
 
 def wrapped(optimizer, rule, slot_dtype: str = "auto"):

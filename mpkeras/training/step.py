@@ -1,6 +1,5 @@
 """`make_train_step`: the train step of a custom loop, with the same handling of state as `fit`."""
 
-import contextlib
 import inspect
 
 import keras
@@ -8,7 +7,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
-from mpkeras.conversion.apply import conversion_of, layer_converter, recorded, store_weights
+from mpkeras.conversion.apply import conversion_of, converting, layer_converter, store_weights
 from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.policies.loss_scaling import FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
@@ -143,7 +142,7 @@ class TrainStep:
         self._steps = 0
         # The last batch with what its step returned, and the numbers that it changed.
         self._last: tuple | None = None
-        with _layers_kept_on_error(model):
+        with converting(model):
             self._parts.apply_rules()
             self._compiled = training_backend.CompiledStep(self._parts)
             if training_backend.is_distributed(model) and not self._lacks_variables():
@@ -323,7 +322,7 @@ class TrainStep:
                     metric.update_state(training_backend.local_tensors(y), y_pred)
                     metric.reset_state()
         # Building may have brought new layers.
-        with _layers_kept_on_error(self.model):
+        with converting(self.model):
             self._build_optimizer()
             self._parts.follow_model()
             self._parts.look_for_frozen_weights()
@@ -495,17 +494,6 @@ class StepParts:
 
     def last_step_skipped(self):
         return self.optimizer.last_step_skipped if self.checks else ops.convert_to_tensor(False)
-
-
-@contextlib.contextmanager
-def _layers_kept_on_error(model):
-    """Context manager: where it raises, the layers of `model` have the policies that they had before."""
-    put_back = recorded(model)
-    try:
-        yield
-    except Exception:
-        put_back(refresh=False)
-        raise
 
 
 def _resolved_jit_compile(model, jit_compile) -> bool:

@@ -250,6 +250,74 @@ def test_bad_input_changes_nothing(make, arguments, error, message):
     assert keras.config.dtype_policy().name == "float32"
 
 
+def accumulating_part():
+    part = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3, name="part")
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(part))
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("door", ["prepare", "callback"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(
+            lambda: keras.optimizers.SGD(loss_scale_factor=-8.0, name="mine"),
+            "Received: SGD 'mine' with loss_scale_factor=-8.0.*2\\*\\*-126",
+            id="loss_scale_factor",
+        ),
+        pytest.param(
+            lambda: keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(), initial_scale=0.0, dynamic_growth_steps=3, name="mine"
+            ),
+            "Received: LossScaleOptimizer 'mine' with initial_scale=0.0, dynamic_growth_steps=3",
+            id="stock optimizer",
+        ),
+        pytest.param(
+            accumulating_part,
+            "'part' with gradient_accumulation_steps=3",
+            id="part that accumulates",
+            marks=pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in this Keras"),
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_be_wrapped_leaves_the_model_as_before(door, make, message):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, name="dense")])
+    model.compile(make(), "mse")
+    model.other_optimizer = keras.optimizers.Adam()
+    for optimizer in (model.optimizer, model.other_optimizer):
+        optimizer.build(model.trainable_variables)
+    optimizers, weights, attributes = (
+        (model.optimizer, model.other_optimizer),
+        snapshot(model.variables),
+        set(vars(model)),
+    )
+    with pytest.raises(ValueError, match=message):
+        if door == "prepare":
+            prepare(model, "bfloat16")
+        else:
+            model.fit(X, Y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("bfloat16")])
+    assert compute_dtypes(model) == {"dense": "float32"} and {v.dtype for v in model.variables} == {"float32"}
+    assert snapshot(model.variables) == weights
+    assert (model.optimizer, model.other_optimizer) == optimizers
+    assert door == "callback" or set(vars(model)) == attributes
+    # Nor is anything left to be done: with another optimizer the weights stay in float32.
+    model.compile("sgd", "mse")
+    model.other_optimizer = None
+    prepare(model, "mixed_bfloat16")
+    assert compute_dtypes(model) == {"dense": "bfloat16"} and snapshot(model.variables) == weights
+
+
+@pytest.mark.backends("tensorflow")
+def test_after_an_error_an_earlier_conversion_goes_on_as_it_was():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, name="dense")])
+    model.compile(keras.optimizers.SGD(loss_scale_factor=-8.0), "mse")
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    with pytest.raises(ValueError, match="loss_scale_factor=-8.0"):
+        prepare(model, "bfloat16")
+    prepare(model, loss_scale=4.0)
+    assert compute_dtypes(model) == {"dense": "bfloat16"} and {v.dtype for v in model.variables} == {"float32"}
+
+
 @pytest.mark.parametrize("policy", [None, "mixed_float16", "float16"])
 def test_float16_variables_are_refused(policy):
     """P26, P40: by both doors, and the model is as before."""
