@@ -93,8 +93,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     _end_in_float32(model)
     if not model.built:
         _convert_when_built(model, convert)
-    # Functions that Keras compiled before hold the old dtypes.
-    model.train_function = model.test_function = model.predict_function = None
+    _forget_functions(model, "train_function", "test_function", "predict_function")
     _warn_unscaled(model)
     return model
 
@@ -103,11 +102,14 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
 def converting(model, refreshes: bool = False):
     """Context manager around a conversion: where it raises, the layers of `model` are as before.
 
+    Where they change, Keras makes what `evaluate` and `predict` run anew. Not the train function: in the middle of a
+    first step, where layers are converted, too, it must stay.
+
     Args:
         model: A `keras.Model`.
         refreshes: Whether the conversion brings symbolic dtypes up to date.
     """
-    put_back, earlier = recorded(model), _conversions.get(model)
+    put_back, earlier, before = recorded(model), _conversions.get(model), _computed(model)
     try:
         yield
     except Exception:
@@ -116,6 +118,23 @@ def converting(model, refreshes: bool = False):
         if earlier is not None:
             _conversions[model] = earlier
         raise
+    if _computed(model) != before:
+        _forget_functions(model, "test_function", "predict_function")
+
+
+def _computed(model) -> list:
+    return [
+        (layer, layer.compute_dtype, layer.variable_dtype, changes_of(layer), float8_change(layer))
+        for layer in layers_of(model)
+    ]
+
+
+def _forget_functions(model, *names):
+    # Those that Keras compiled before hold the old dtypes; so do those of the models inside.
+    for part in layers_of(model):
+        if isinstance(part, keras.Model):
+            for name in names:
+                setattr(part, name, None)
 
 
 def _warn_unscaled(model):

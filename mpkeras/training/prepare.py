@@ -155,6 +155,8 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     def guard_again(part):
         if not checks:
             guard.uninstall(part)
+            # Without a guard, too, a train function that was built earlier holds the old dtypes.
+            part.train_function = None
             return
         # What the parts' `train_on_batch` returns goes into the step of `model`: without logs of ours, unless the part
         # is prepared and can tell it from `fit`.

@@ -318,6 +318,67 @@ def test_after_an_error_an_earlier_conversion_goes_on_as_it_was():
     assert compute_dtypes(model) == {"dense": "bfloat16"} and {v.dtype for v in model.variables} == {"float32"}
 
 
+class NearOne(keras.layers.Layer):
+    """Returns its inputs times `NEAR_ONE`, by a layer that it makes when it is built."""
+
+    def build(self, shape):
+        self.dense = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(NEAR_ONE), use_bias=False)
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+
+# bfloat16 has 8 significant bits: there 1 + 2**-9 is 1.
+NEAR_ONE = 1 + 2**-9
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("door", ["prepare", "prepare without a guard", "callback", "first step", "apply_policy"])
+def test_what_ran_before_runs_in_the_new_dtypes(door):
+    # Made when the model is built, in the first step the inner layer follows the policy as the last one.
+    inner = keras.Sequential([NearOne()] if door == "first step" else [keras.Input((1,)), NearOne()])
+    model = keras.Sequential([inner])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    x, y = np.ones((4, 1), "float32"), np.zeros((4, 1), "float32")
+    if door == "first step":
+        prepare(model, "mixed_bfloat16")
+    results = {
+        "predict": lambda: float(model.predict(x, verbose=0)[0, 0]),
+        "predict of a part": lambda: float(inner.predict(x, verbose=0)[0, 0]),
+        "evaluate": lambda: model.evaluate(x, y, verbose=0),
+    }
+    exact = [NEAR_ONE, NEAR_ONE, NEAR_ONE**2]
+    assert [result() for result in results.values()] == pytest.approx(exact, rel=1e-6)
+    if door == "callback":
+        model.fit(x, y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_bfloat16")])
+    elif door == "apply_policy":
+        mpkeras.apply_policy(model, "mixed_bfloat16")
+    elif door == "first step":
+        model.fit(x, y, batch_size=2, verbose=0, validation_data=(x, y))
+    else:
+        assert model.train_on_batch(x, y) == pytest.approx(NEAR_ONE**2, rel=1e-6)
+        prepare(model, "mixed_bfloat16", rollback=door == "prepare")
+        assert model.train_on_batch(x, y) == 1.0
+    assert [result() for result in results.values()] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.backends("tensorflow")
+def test_functions_that_hold_the_right_dtypes_stay():
+    model = classifier()
+    model.compile("sgd", "mse")
+    prepare(model, "mixed_bfloat16")
+    model.predict(X, verbose=0)
+    model.evaluate(X, Y, verbose=0)
+    functions = model.predict_function, model.test_function
+    prepare(model, "mixed_bfloat16", loss_scale=4.0)
+    model.fit(X, Y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_bfloat16")])
+    assert (model.predict_function, model.test_function) == functions
+    prepare(model, "mixed_float16")
+    assert (model.predict_function, model.test_function) == (None, None)
+
+
 @pytest.mark.parametrize("policy", [None, "mixed_float16", "float16"])
 def test_float16_variables_are_refused(policy):
     """P26, P40: by both doors, and the model is as before."""
