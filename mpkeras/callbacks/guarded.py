@@ -20,7 +20,9 @@ class Guarded(keras.callbacks.Callback):
     def set_model(self, model):
         super().set_model(model)
         self._precision = None
-        if not guard.is_guarded(model):
+        present = guard.guard_of(model)
+        # One of its own is left over from a `fit` that raised.
+        if present is None or present is self._own_guard:
             # Under the global policy a float32 model would be converted, which nobody asked for.
             self._precision = MixedPrecision(None if computes_in(model, SIXTEEN_BIT_DTYPES) else "float32")
             self._precision.set_model(model)
@@ -42,6 +44,14 @@ class Guarded(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         if self._precision is not None:
             self._precision.on_train_end(logs)
+
+    def on_test_end(self, logs=None):
+        if self._precision is not None:
+            self._precision.on_test_end(logs)
+
+    def on_predict_end(self, logs=None):
+        if self._precision is not None:
+            self._precision.on_predict_end(logs)
 
     def on_epoch_begin(self, epoch, logs=None):
         if self._precision is not None:

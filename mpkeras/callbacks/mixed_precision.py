@@ -18,10 +18,11 @@ _ON_MIN_SCALE = ("warn", "raise", "stop")
 class MixedPrecision(SkipWatch):
     """Trains the model in mixed precision; a step that is not finite is skipped and leaves no trace.
 
-    On the way in it does what `mpkeras.prepare` does. On the way out the train step is put back, while the optimizer
-    and the layers' policies stay: they are the model's now. The logs gain `loss_scale` (the scale for the
-    next step) and `skipped_steps` (all so far), which Keras shows in the progress bar and hands to History,
-    CSVLogger and TensorBoard.
+    On the way in it does what `mpkeras.prepare` does, in `evaluate` and `predict`, too. On the way out the train step
+    is put back, while the optimizer and the layers' policies stay: they are the model's now. Keras tells no callback
+    of a `fit` that an exception ends: the step stays guarded then until the next `fit` with the callback, or
+    `callback.on_train_end()`. The logs gain `loss_scale` (the scale for the next step) and `skipped_steps` (all so
+    far), which Keras shows in the progress bar and hands to History, CSVLogger and TensorBoard.
 
     As the train step is put back, each `fit` traces and compiles it anew. Where `fit` is called many times, call
     `mpkeras.prepare(model)` once instead.
@@ -69,6 +70,7 @@ class MixedPrecision(SkipWatch):
         self._rollback = rollback
         self._on_min_scale = on_min_scale
         self._warns_at_min_scale = on_min_scale == "warn"
+        self._is_in_training = False
         # What `fit` would otherwise wait for on every batch is only looked at where it is asked for.
         if on_min_scale != "warn":
             self.on_train_batch_end = self._check_scale_after_batch
@@ -77,6 +79,7 @@ class MixedPrecision(SkipWatch):
         # Here and not in `on_train_begin`: callbacks that restore a checkpoint when training begins must
         # find the optimizer whose state they restore.
         super().set_model(model)
+        self._is_in_training = False
         prepare_to_train(
             model,
             self._policy,
@@ -85,7 +88,23 @@ class MixedPrecision(SkipWatch):
             rollback=self._rollback,
         )
 
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self._is_in_training = True
+
+    def on_test_end(self, logs=None):
+        # Keras gives the model to the callbacks of `evaluate` and `predict`, too. In `fit` this is a validation.
+        if not self._is_in_training:
+            self._put_back()
+
+    def on_predict_end(self, logs=None):
+        self.on_test_end(logs)
+
     def on_train_end(self, logs=None):
+        self._put_back()
+
+    def _put_back(self):
+        self._is_in_training = False
         for model in (self.model, *inventory.compiled_parts(self.model)):
             guard.uninstall(model)
         # What `mpkeras.prepare` guards stays guarded.
@@ -103,6 +122,8 @@ class MixedPrecision(SkipWatch):
             if self._nonfinite_losses[i] > lost or not self._is_stuck(optimizer):
                 continue
             if self._on_min_scale == "raise":
+                # `fit` ends here, and Keras calls no `on_train_end`.
+                self._put_back()
                 raise FloatingPointError(self._stuck_message(optimizer))
             if not self.model.stop_training:
                 self._warn_once("min scale", self._stuck_message(optimizer) + " Training stops here.")

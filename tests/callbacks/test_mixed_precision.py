@@ -156,6 +156,22 @@ def test_steps_per_execution():
     assert histories[0].history == histories[1].history
 
 
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["plain", "prepared"])
+def test_evaluate_and_predict_leave_no_guard(is_prepared):
+    model = compiled()
+    if is_prepared:
+        mpkeras.prepare(model, "mixed_bfloat16", loss_scale=4.0)
+    callback = MixedPrecision("mixed_bfloat16", loss_scale=4.0)
+    model.evaluate(X, Y, callbacks=[callback], verbose=0)
+    assert ("train_step" in vars(model)) is is_prepared
+    model.predict(X, callbacks=[callback], verbose=0)
+    assert ("train_step" in vars(model)) is is_prepared
+    # One callback goes from one to the other, and what is a validation in `fit` ends nothing.
+    assert fit(model, callback, validation_data=(X, Y), epochs=2).history["loss_scale"] == [4.0, 4.0]
+    model.evaluate(X, Y, callbacks=[callback], verbose=0)
+    assert ("train_step" in vars(model)) is is_prepared
+
+
 def test_after_a_fit_that_raised_it_starts_afresh():
     class Boom(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -169,6 +185,11 @@ def test_after_a_fit_that_raised_it_starts_afresh():
     optimizer = model.optimizer
     fit(model, MixedPrecision("mixed_float16"))
     assert model.optimizer is optimizer
+    assert "train_step" not in vars(model)
+    callback = MixedPrecision("mixed_float16")
+    with pytest.raises(RuntimeError, match="boom"):
+        fit(model, callback, Boom())
+    callback.on_train_end()
     assert "train_step" not in vars(model)
 
 
@@ -210,6 +231,7 @@ def test_at_the_lowest_scale_it_raises():
         )
     # 4 -> 2 -> 1, then one more at the floor
     assert int(model.optimizer.skipped_steps) <= 3
+    assert "train_step" not in vars(model)
 
 
 def test_at_the_lowest_scale_it_stops_cleanly():

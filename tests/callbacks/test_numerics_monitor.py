@@ -233,6 +233,24 @@ def test_where_nobody_checks_the_steps_it_does(order):
     assert history["skipped_steps"] == [0]
 
 
+def test_a_guard_of_its_own_goes_after_evaluate_and_predict_and_with_the_next_fit():
+    class Boom(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise RuntimeError("boom")
+
+    model, monitor = six_layers(), NumericsMonitor()
+    model.evaluate(X, Y, verbose=0, callbacks=[monitor])
+    assert not guard.is_guarded(model)
+    model.predict(X, verbose=0, callbacks=[monitor])
+    assert not guard.is_guarded(model)
+    with pytest.raises(RuntimeError, match="boom"):
+        model.fit(X, Y, verbose=0, callbacks=[monitor, Boom()])
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()
+    model.fit(X, Y, verbose=0, callbacks=[monitor])
+    assert not guard.is_guarded(model)
+
+
 def test_a_guard_that_was_taken_away_is_an_error():
     class Takes(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
