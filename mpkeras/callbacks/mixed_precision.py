@@ -19,10 +19,10 @@ class MixedPrecision(SkipWatch):
     """Trains the model in mixed precision; a step that is not finite is skipped and leaves no trace.
 
     On the way in it does what `mpkeras.prepare` does, in `evaluate` and `predict`, too. On the way out the train step
-    is put back, while the optimizer and the layers' policies stay: they are the model's now. Keras tells no callback
-    of a `fit` that an exception ends: the step stays guarded then until the next `fit` with the callback, or
-    `callback.on_train_end()`. The logs gain `loss_scale` (the scale for the next step) and `skipped_steps` (all so
-    far), which Keras shows in the progress bar and hands to History, CSVLogger and TensorBoard.
+    and `jit_compile` are put back, while the optimizer and the layers' policies stay: they are the model's now. Keras
+    tells no callback of a `fit` that an exception ends: the step stays guarded then until the next `fit` with the
+    callback, or `callback.on_train_end()`. The logs gain `loss_scale` (the scale for the next step) and `skipped_steps`
+    (all so far), which Keras shows in the progress bar and hands to History, CSVLogger and TensorBoard.
 
     As the train step is put back, each `fit` traces and compiles it anew. Where `fit` is called many times, call
     `mpkeras.prepare(model)` once instead.
@@ -71,15 +71,21 @@ class MixedPrecision(SkipWatch):
         self._on_min_scale = on_min_scale
         self._warns_at_min_scale = on_min_scale == "warn"
         self._is_in_training = False
+        # `jit_compile` of the model before, and as it was given.
+        self._switched: tuple | None = None
         # What `fit` would otherwise wait for on every batch is only looked at where it is asked for.
         if on_min_scale != "warn":
             self.on_train_batch_end = self._check_scale_after_batch
 
     def set_model(self, model):
+        if self._switched is not None:
+            # After a `fit` that raised.
+            self._put_back()
         # Here and not in `on_train_begin`: callbacks that restore a checkpoint when training begins must
         # find the optimizer whose state they restore.
         super().set_model(model)
         self._is_in_training = False
+        before = None if self._jit_compile is None else model.jit_compile
         prepare_to_train(
             model,
             self._policy,
@@ -87,6 +93,8 @@ class MixedPrecision(SkipWatch):
             jit_compile=self._jit_compile,
             rollback=self._rollback,
         )
+        if self._jit_compile is not None:
+            self._switched = before, model.jit_compile
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
@@ -109,6 +117,11 @@ class MixedPrecision(SkipWatch):
             guard.uninstall(model)
         # What `mpkeras.prepare` guards stays guarded.
         guard.guard_again(self.model)
+        if self._switched is not None:
+            before, given = self._switched
+            self._switched = None
+            if self.model.jit_compile is given:
+                self.model.jit_compile = before
 
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)

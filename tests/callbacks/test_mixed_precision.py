@@ -1,3 +1,4 @@
+import contextlib
 import csv
 
 import keras
@@ -121,6 +122,30 @@ def test_after_fit_a_step_is_the_models_own_again():
     model.train_on_batch(X[:2], np.full((2, 1), np.inf, "float32"))
     assert int(model.optimizer.skipped_steps) == 1
     assert (keras.ops.convert_to_numpy(model.layers[1].moving_mean) != before).any()
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("ends", ["in the end", "by an exception", "switched by its user"])
+def test_jit_compile_is_put_back(ends):
+    class Seen(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.jit_compile = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.jit_compile.append(self.model.jit_compile)
+            if ends == "by an exception":
+                raise RuntimeError("boom")
+            if ends == "switched by its user":
+                self.model.jit_compile = True
+
+    model, seen = compiled(jit_compile=ends != "switched by its user"), Seen()
+    callback = MixedPrecision("mixed_bfloat16", jit_compile=False)
+    with pytest.raises(RuntimeError, match="boom") if ends == "by an exception" else contextlib.nullcontext():
+        fit(model, callback, seen)
+    assert seen.jit_compile[0] is False
+    if ends == "by an exception":
+        fit(model, callback)
+    assert model.jit_compile is True
 
 
 def test_a_train_step_of_the_instance_is_put_back():
