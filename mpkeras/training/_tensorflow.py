@@ -25,6 +25,8 @@ from mpkeras.training.inventory import (
 )
 from mpkeras.training.written_weights import watched_weights
 
+# On a layer with random generators, for good: a checkpoint is written after training and read before it, whatever the
+# model computes in by then. So it is none of the replaced attributes, which are taken back.
 _RANDOM_STATES = "_mpkeras_random_states"
 
 

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 
+import mpkeras
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
 from tests.step_modes import snapshot
@@ -141,3 +142,21 @@ def test_a_stock_file_loaded_under_another_global_policy_loses_its_optimizer_sta
     with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
         model = keras.saving.load_model(stock[1] / "stock.keras")
     assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_checkpoint_holds_random_states_in_float32_again_too(tmp_path):
+    import tensorflow as tf
+
+    def model_in_float32_again(seed):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5, seed=seed), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        callbacks = [mpkeras.callbacks.MixedPrecision("mixed_bfloat16")]
+        model.fit(np.ones((4, 6)), np.ones((4, 1)), batch_size=2, verbose=0, callbacks=callbacks)
+        return mpkeras.apply_policy(model, "float32")
+
+    model, other = map(model_in_float32_again, (3, 5))
+    path = tf.train.Checkpoint(model=model).write(str(tmp_path / "tf"))
+    tf.train.Checkpoint(model=other).read(path).assert_consumed()
+    states = [snapshot([m.layers[0].seed_generator.state]) for m in (model, other)]
+    assert states[0] == states[1]
