@@ -34,9 +34,10 @@ def run_with_gradients(run, variables):
             taps.append(tensor)
             return tensor
 
-        native = [variable.value for variable in variables]
+        native = [tf.convert_to_tensor(variable.value) for variable in variables]
         tape.watch(native)
-        with keras.StatelessScope(collect_losses=True):
+        # Keras reads regularized weights from the scope alone.
+        with keras.StatelessScope(state_mapping=list(zip(variables, native, strict=True)), collect_losses=True):
             loss, results = run(tap_input, tap_output)
     if loss is None:
         return results, [None] * len(taps), [None] * len(variables)

@@ -28,7 +28,9 @@ def run_with_gradients(run, variables):
         return tap_output(tensor.view_as(tensor))
 
     native = [variable.value for variable in variables]
-    with torch.enable_grad(), keras.StatelessScope(collect_losses=True):
+    mapping = list(zip(variables, native, strict=True))
+    # Keras reads regularized weights from the scope alone.
+    with torch.enable_grad(), keras.StatelessScope(state_mapping=mapping, collect_losses=True):
         loss, results = run(tap_input, tap_output)
     # Weights that were frozen as torch parameters take no gradient.
     reached = [tensor for tensor in taps + native if tensor.requires_grad]

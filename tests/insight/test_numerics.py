@@ -137,6 +137,22 @@ def test_numbers_are_those_of_numpy():
     assert report.loss == pytest.approx((4 + 64) / 4)
 
 
+def test_a_regularized_weight_is_in_the_loss_and_in_the_gradient():
+    dense = layers.Dense(2, use_bias=False, kernel_regularizer=keras.regularizers.L2(0.25))
+    model = keras.Sequential([keras.Input((2,)), dense])
+    dense.set_weights([np.array([[2.0, 0.0], [0.0, -0.5]])])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_float16", loss_scale=8.0)
+    x = np.array([[1.0, 0.0], [0.0, 2.0]], "float32")
+    report = mpkeras.trace_numerics(model, x, np.zeros((2, 2), "float32"))
+    # Outputs [[2, 0], [0, -1]]; a quarter of 2^2 + 0.5^2 is added.
+    assert report.loss == 5 / 4 + 4.25 / 4
+    # d mse / d kernel = x' 2 y / 4 = [[1, 0], [0, -1]]; of the regularizer, half the kernel: [[1, 0], [0, -0.25]].
+    (traced,) = report.layers
+    assert (traced.true_weight_grads.max, traced.true_weight_grads.min) == (2, -1.25)
+    assert (traced.weight_grads.max, traced.weight_grads.min) == (16, -10)
+
+
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 def test_the_window_is_where_training_neither_overflows_nor_loses_gradients():
