@@ -8,7 +8,6 @@ from mpkeras import _keras
 from mpkeras.insight.numerics import in_float32
 from mpkeras.insight.observation import observe
 from mpkeras.insight.report import Figure, Report, make_figure, percent
-from mpkeras.training.backend import training_backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +104,10 @@ def compare_with(
             "Expected `dtype` to be 'float32' and `bound` to be a positive share, such as 0.01. Received: "
             f"dtype={dtype!r}, bound={bound!r}. Leave them out for the defaults."
         )
-    random_states = training_backend.global_random_states()
     observed = observe(model, x, y, sample_weight, loss_scale=loss_scale, loss_of=loss_of)
-    training_backend.set_global_random_states(random_states)
     # What draws numbers would draw others in float32.
     with in_float32(model, but=_keras.own_seed_generators):
         reference = observe(model, x, y, sample_weight, loss_of=loss_of)
-    training_backend.set_global_random_states(random_states)
     rows = [
         Deviation(
             paths.get(call.layer.path or call.layer.name),

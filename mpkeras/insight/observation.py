@@ -16,6 +16,7 @@ from mpkeras._replaced import replaced
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.rules import is_quantized
+from mpkeras.training.backend import training_backend
 
 # They call the layer in them step by step, in loops of the backend: what that returns is no output of its own, and
 # nothing can be carried out of there.
@@ -103,7 +104,12 @@ def observe(
         found["loss"] = ops.cast(loss, "float32")
         return found["loss"] * loss_scale, found
 
-    found, tap_grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
+    # Put back after each pass, so that the next one draws the same numbers.
+    random_states = training_backend.global_random_states()
+    try:
+        found, tap_grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
+    finally:
+        training_backend.set_global_random_states(random_states)
     _fill(calls, found, tap_grads)
     loss = None if y is None else float(ops.convert_to_numpy(found["loss"]))
     grads = [

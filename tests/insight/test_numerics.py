@@ -153,6 +153,17 @@ def test_a_regularized_weight_is_in_the_loss_and_in_the_gradient():
     assert (traced.weight_grads.max, traced.weight_grads.min) == (16, -10)
 
 
+def test_each_pass_draws_what_the_next_step_draws():
+    model = keras.Sequential([keras.Input((8,)), layers.Dropout(0.25), layers.Dense(8)])
+    model.compile("sgd", "mse")
+    before = mpkeras.state_dict(model)
+    dropout = mpkeras.trace_numerics(model, X, Y).layers[0]
+    # In float32 both passes are the same.
+    assert dropout.outputs.to_dict() == dropout.true_outputs.to_dict()
+    after = mpkeras.state_dict(model)
+    assert [key for key in before if before[key].tobytes() != after[key].tobytes()] == []
+
+
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 def test_the_window_is_where_training_neither_overflows_nor_loses_gradients():
