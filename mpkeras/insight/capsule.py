@@ -466,6 +466,9 @@ class Capsule:
             step, metrics, data = self._train_step._compiled.op_by_op, self._train_step.metrics, self._tensors()
             metric_variables = [variable for metric in metrics for variable in metric.variables]
         else:
+            # As the guard does: beside the losses of skipped steps, which `metric_states` keeps with a negative count,
+            # an infinite loss may be a mean of 0.
+            model.reset_metrics()
             step, data, metric_variables = model.train_step.__wrapped__, self._tensors(), model.metrics_variables
         return step, _state_for(model, self._optimizers()[0], metric_variables), data
 

@@ -227,6 +227,22 @@ def test_the_inf_of_a_mask_is_no_fault(tmp_path):
     assert found.name in faults.NAMES["log"] and found.where.endswith("fault")
 
 
+@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:All 2 steps of epoch 1 were skipped")
+def test_a_loss_that_overflows_after_other_skipped_steps_is_named(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1, kernel_initializer="zeros")])
+    model.compile("adam", "mse")
+    mpkeras.prepare(model, "mixed_float16", loss_scale=mpkeras.DynamicLossScale(2.0**15))
+    box = BlackBox(tmp_path, keep=2)
+    # The first loss is 1e6, and its gradient of 2 * 1e3 / 4 overflows at the loss scale; 1e30 squared is inf itself.
+    y = np.array([[1e3]] * 4 + [[1e30]] * 4, "float32")
+    model.fit(np.ones((8, 3), "float32"), y, batch_size=4, shuffle=False, verbose=0, callbacks=[box])
+    first, second = map(mpkeras.load_capsule, box.capsules)
+    assert first.first_operation().side == "backward" and "loss scale of 32768" in first.remedy()
+    found = second.first_operation()
+    assert (found.side, found.message) == ("forward", "makes inf of float32 numbers up to 1e+30")
+    assert "No 16 bits are at fault" in second.remedy(found)
+
+
 @pytest.mark.slow
 def test_remedies_name_what_helps(tmp_path):
     def remedy(model, data, **options):
