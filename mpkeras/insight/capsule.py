@@ -25,6 +25,7 @@ from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import policy_scope
 from mpkeras.policies.rules import set_layer_policy
 from mpkeras.policies.scalars import number
+from mpkeras.scaling.small_state import follow_weights
 from mpkeras.training import capsule_file, guard
 from mpkeras.training.backend import training_backend
 from mpkeras.training.capture import as_numpy, computing_layers, decoded, layer_dtypes
@@ -341,8 +342,16 @@ class Capsule:
         """Lets layers compute in what they did: a configuration does not hold the policy of every kind of model."""
         for layer, row, then in zip(computing_layers(model), layer_dtypes(model), self._layers, strict=False):
             name = stock_name(then[2], then[3])
-            if row[1:4] != then[1:4] and row[1] == then[1] and row[3] == then[3] and name is not None:
+            if row[1:4] != then[1:4] and row[1] == then[1] and name is not None:
                 set_layer_policy(layer, keras.DTypePolicy(name))
+        arrays = [array for name, array in self.state.items() if name.startswith("model/")]
+        for variable, array in zip(model.variables, arrays, strict=False):
+            if is_float(array) and variable.dtype != array.dtype.name:
+                # Made before its layer had the policy.
+                _keras.retype(variable, array.dtype.name)
+        _keras.track_parameters_again(model)
+        for optimizer in guard.all_optimizers(model):
+            follow_weights(optimizer)
         stored = [then[3] for then in self._layers if "float8" in then[4:]]
         if stored:
             pairs = zip(computing_layers(model), self._layers, strict=False)

@@ -1,5 +1,7 @@
 """P45: a skipped step in a file: all of its state, the same bits when it runs again, and the operation at fault."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -225,6 +227,33 @@ def test_the_inf_of_a_mask_is_no_fault(tmp_path):
     path, _, _ = skipped_step(tmp_path, model, faults.batch(), jit_compile=False)
     found = mpkeras.load_capsule(path, custom_objects=CUSTOM).first_operation()
     assert found.name in faults.NAMES["log"] and found.where.endswith("fault")
+
+
+@keras.saving.register_keras_serializable("tests_of_capsules")
+class Subclassed(keras.Model):
+    """Its configuration holds no policy of its layers."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.hidden, self.drop = layers.Dense(8, name="hidden"), layers.Dropout(0.25, name="drop")
+        self.head = layers.Dense(3, name="head")
+
+    def call(self, inputs, training=False):
+        return self.head(self.drop(self.hidden(inputs), training=training))
+
+
+@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:.* steps skipped in epoch")
+@pytest.mark.parametrize("make", [functools.partial(faults.model_with, policy="float32"), Subclassed])
+def test_weights_in_bfloat16_are_in_bfloat16_again(tmp_path, make):
+    model = make()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    x, y = faults.batch(rows=8)
+    x[6] = np.inf
+    box = BlackBox(tmp_path)
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[MixedPrecision("bfloat16"), box])
+    capsule = mpkeras.load_capsule(box.capsules[0])
+    assert capsule.model.get_layer("head").kernel.dtype == "bfloat16"
+    assert capsule.run()["same_bits"]
 
 
 @pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:All 2 steps of epoch 1 were skipped")
