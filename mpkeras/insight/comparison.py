@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 
 from mpkeras import _keras
+from mpkeras.conversion.plan import layers_of
 from mpkeras.insight.numerics import in_float32
-from mpkeras.insight.observation import observe
+from mpkeras.insight.observation import STEPPING, observe
 from mpkeras.insight.report import Figure, Report, make_figure, percent
 
 
@@ -105,8 +106,7 @@ def compare_with(
             f"dtype={dtype!r}, bound={bound!r}. Leave them out for the defaults."
         )
     observed = observe(model, x, y, sample_weight, loss_scale=loss_scale, loss_of=loss_of)
-    # What draws numbers would draw others in float32.
-    with in_float32(model, but=_keras.own_seed_generators):
+    with in_float32(model, but=_drawing(model)):
         reference = observe(model, x, y, sample_weight, loss_of=loss_of)
     rows = [
         Deviation(
@@ -118,6 +118,17 @@ def compare_with(
         for call, twin in zip(observed.calls, reference.calls, strict=True)
     ]
     return Comparison(rows, bound)
+
+
+def _drawing(model) -> set:
+    """Returns the ids of the layers that draw numbers, which would be others in float32, and of those in one loop."""
+    found: set = set()
+    for layer in layers_of(model):
+        # A loop carries a state from the layers in it back to them: all compute in one dtype.
+        together = _keras.flatten_layers(layer, include_self=True) if isinstance(layer, STEPPING) else [layer]
+        if any(map(_keras.own_seed_generators, together)):
+            found.update(map(id, together))
+    return found
 
 
 def _deviation(arrays, references, scale: float = 1.0) -> float:

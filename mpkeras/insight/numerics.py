@@ -138,13 +138,13 @@ def _scale_of(model) -> float:
 
 
 @contextlib.contextmanager
-def in_float32(model, but=lambda layer: False):
-    """Context manager: all layers of `model` compute in float32, those `but(layer)` as they did."""
+def in_float32(model, but=()):
+    """Context manager: all layers of `model` compute in float32, those whose `id` is in `but` as they did."""
     put_back = recorded(model)
     try:
         bound = bound_layers(model, "float32")
         for layer in layers_of(model):
-            if id(layer) not in bound and not but(layer):
+            if id(layer) not in bound and id(layer) not in but:
                 set_layer_policy(layer, keras.DTypePolicy("float32"))
         yield
     finally:

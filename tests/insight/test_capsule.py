@@ -303,6 +303,20 @@ def test_the_trace_and_the_comparison_are_of_this_step(tmp_path):
     assert capsule.run()["same_bits"]
 
 
+@pytest.mark.slow
+def test_what_draws_numbers_in_a_loop_is_compared_as_it_was(tmp_path):
+    with mpkeras.policy_scope("mixed_float16"):
+        stack = [layers.SimpleRNN(3, dropout=0.25, return_sequences=True)]
+        stack += [layers.TimeDistributed(layers.Dropout(0.25), name="drop"), layers.Rescaling(1e6)]
+        model = keras.Sequential([keras.Input((5, 2)), *stack, layers.Dense(1, name="head")])
+    data = np.ones((4, 5, 2), "float32"), np.zeros((4, 5, 1), "float32")
+    path, _, _ = skipped_step(tmp_path, model, data, jit_compile=False)
+    comparison = mpkeras.load_capsule(path).compare(bound=0.05)
+    # The same numbers are drawn, and float16 overflows behind them.
+    assert [row.outputs for row in comparison.rows[:2]] == [0.0, 0.0]
+    assert comparison.first.path.endswith("head") and comparison.first.outputs == np.inf
+
+
 def test_a_bound_that_no_layer_is_beyond(tmp_path):
     x, y = faults.batch()
     path, _, _ = skipped_step(tmp_path, faults.model_with(), (x, y * np.nan), jit_compile=False)
