@@ -16,7 +16,7 @@ from mpkeras.conversion.apply import layer_converter
 from mpkeras.conversion.float8.layers import has_product
 from mpkeras.devices.environment import environment
 from mpkeras.insight.comparison import Comparison, compare_with
-from mpkeras.insight.numerics import NumericsReport, trace_numerics, traced
+from mpkeras.insight.numerics import NumericsReport, traced
 from mpkeras.insight.observation import call_of, replaced_calls
 from mpkeras.insight.operations.origins import Operation, Origins, is_finite, is_float
 from mpkeras.insight.report import shortened
@@ -194,10 +194,9 @@ class Capsule:
         Raises:
             ValueError: As `model` does.
         """
-        model, (x, y, sample_weight) = self.model, self._data()
-        if self._train_step is None:
-            return trace_numerics(model, x, y, sample_weight, loss_scale=self.loss_scale)
-        return traced(model, x, y, sample_weight, self.loss_scale, self._loss_of)
+        model = self.model
+        options = {"loss_scale": self.loss_scale, "loss_of": self._loss_of, "paths": self._paths}
+        return traced(model, *self._data(), **options)
 
     def compare(self, dtype: str = "float32", *, bound: float = 0.01) -> Comparison:
         """Runs the step in float32, too, and returns where 16 bits leave it.
@@ -267,7 +266,7 @@ class Capsule:
             return f"No 16 bits are at fault: look at what {what}, and add an epsilon or clip it there."
         report = self.trace() if report is None else report
         if report.rules and operation.side == "forward":
-            return self._with_its_paths(report.remedies()[0])
+            return report.remedies()[0]
         if operation.side == "forward":
             path = re.escape(operation.where or "")
             return f"Keep the layer in float32 with the rule 'path:^{path}$', or train in 'mixed_bfloat16'."
@@ -275,12 +274,6 @@ class Capsule:
             f"Gradients overflow at a loss scale of {self.loss_scale:g}. A dynamic one comes down by itself; if it "
             "does not stop, train in 'mixed_bfloat16' or keep the layer in float32."
         )
-
-    def _with_its_paths(self, text: str) -> str:
-        """Returns `text` with the paths that the layers had then: one made anew may have another."""
-        for now, then in self._paths.items():
-            text = text.replace(f"'{now}'", f"'{then}'").replace(f"^{re.escape(now)}$", f"^{re.escape(then)}$")
-        return text
 
     @property
     def loss_scale(self) -> float:

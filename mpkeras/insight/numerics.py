@@ -12,7 +12,7 @@ from mpkeras.conversion.apply import recorded
 from mpkeras.conversion.float8.layers import float8_factors, multiplies_in_float8
 from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE
 from mpkeras.conversion.plan import compute_dtypes, layers_of
-from mpkeras.insight.culprit import find_culprit
+from mpkeras.insight.culprit import Culprit, find_culprit
 from mpkeras.insight.observation import observe
 from mpkeras.insight.ranges import (
     EXPONENTS,
@@ -85,8 +85,12 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale: float | 
     return traced(model, x, y, sample_weight, loss_scale)
 
 
-def traced(model, x, y, sample_weight, loss_scale: float, loss_of=None) -> "NumericsReport":
-    """`trace_numerics` of a built model; `loss_of` is that of `observe`."""
+def traced(model, x, y, sample_weight, loss_scale: float, loss_of=None, paths=None) -> "NumericsReport":
+    """`trace_numerics` of a built model.
+
+    `loss_of` is that of `observe`; `paths` has, by the path that a layer has now, the one that it is shown with.
+    """
+    paths = paths or {}
     run = functools.partial(observe, model, x, y, sample_weight, loss_of=loss_of)
     observed = run(loss_scale=loss_scale, references=True)
     with in_float32(model):
@@ -102,14 +106,22 @@ def traced(model, x, y, sample_weight, loss_scale: float, loss_of=None) -> "Nume
     if y is not None:
         window = scale_window(model, observed, reference, loss_scale, lambda s: run(loss_scale=s), run_rounded)
     return NumericsReport(
-        layers,
-        find_culprit(observed, reference, loss_scale),
+        [dataclasses.replace(layer, path=paths.get(layer.path, layer.path)) for layer in layers],
+        _with_path(find_culprit(observed, reference, loss_scale), paths),
         loss=observed.loss,
         loss_scale=loss_scale if y is not None else None,
         window=None if window is None else (window.smallest, window.highest),
-        lost=window.lost if window is not None else {},
+        lost={paths.get(path, path): share for path, share in window.lost.items()} if window is not None else {},
         compute_dtypes=compute_dtypes(model),
     )
+
+
+def _with_path(culprit, paths):
+    if culprit is None or culprit.path not in paths:
+        return culprit
+    path = paths[culprit.path]
+    # The path of a weight begins with that of its layer.
+    return Culprit(culprit.side, path, culprit.message.replace(f"'{culprit.path}", f"'{path}"))
 
 
 def _check(model, y, loss_scale):

@@ -303,6 +303,22 @@ def test_the_trace_and_the_comparison_are_of_this_step(tmp_path):
     assert capsule.run()["same_bits"]
 
 
+def test_the_trace_names_the_layers_of_the_model_that_was_trained(tmp_path):
+    with mpkeras.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.Dense(3)], name="net")
+    x, y = faults.batch()
+    x[2, 1] = 1e6
+    path, _, _ = skipped_step(tmp_path, model, (x, y), jit_compile=False)
+    capsule = mpkeras.load_capsule(path)
+    report = capsule.trace()
+    paths = [layer.path for layer in model.layers]
+    assert [layer.path for layer in report.layers] == paths != [layer.path for layer in capsule.model.layers]
+    assert report.culprit.path == paths[0] and f"'{paths[0]}'" in report.culprit.message
+    assert report.rules[0] == f"path:^{paths[0]}$" and report.rules[0] in capsule.remedy(report=report)
+    mpkeras.apply_policy(model, report.policy())
+    assert model.layers[0].compute_dtype == "float32"
+
+
 @pytest.mark.slow
 def test_what_draws_numbers_in_a_loop_is_compared_as_it_was(tmp_path):
     with mpkeras.policy_scope("mixed_float16"):
