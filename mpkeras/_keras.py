@@ -709,6 +709,15 @@ def give_paths(model, paths: dict):
                 owner._path = path
 
 
+def lay_out(variables, distribution):
+    """Gives variables that have no values the layouts that `distribution` has for them.
+
+    Keras does so when a variable gets its value, and lays out an optimizer's slot as the weight it is kept beside.
+    """
+    for variable in variables:
+        variable._layout = distribution.get_variable_layout(variable)
+
+
 def portable_config(optimizer) -> dict:
     """Returns the config of an optimizer, with Keras' class for all backends in place of one for this backend alone."""
     config = keras.saving.serialize_keras_object(optimizer)

@@ -681,6 +681,12 @@ def test_the_layouts_that_a_distribution_was_made_with():
     layouts["dense.*kernel"] = (None, "model")
     made = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
     assert private.layout_map_of(made)["dense/kernel"].axes == (None, "model")
+    layer, optimizer = keras.layers.Dense(2, name="dense"), keras.optimizers.SGD(momentum=0.5)
+    with keras.StatelessScope(initialize_variables=False):
+        layer.build((None, 4))
+        private.lay_out(layer.variables, made)
+        optimizer.build(layer.variables)
+    assert [slot._layout.axes for slot in optimizer.momentums] == [(None, "model"), (None,)]
 
 
 def test_a_variable_without_a_value_gets_another_dtype_and_no_value():

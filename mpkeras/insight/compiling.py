@@ -18,7 +18,7 @@ import types
 
 import keras
 
-from mpkeras._keras import give_paths, is_built
+from mpkeras._keras import give_paths, is_built, lay_out
 from mpkeras.conversion.apply import apply_policy, float8_products
 from mpkeras.conversion.plan import layers_of
 from mpkeras.devices.targets import find_target
@@ -159,6 +159,9 @@ class Steps:
             # Rules and layouts name layers and weights by their paths.
             give_paths(model, wanted["paths"])
             apply_policy(model, self._policies[policy])
+            if self._distribution is not None:
+                # Before there are slots, which lie as their weights do.
+                lay_out(model.variables, self._distribution)
         loss = _losses(wanted["loss"])
         # An optimizer begins with a few numbers, which it has to get.
         optimizer = _made(wanted["optimizer"])

@@ -198,6 +198,13 @@ def test_weights_that_devices_share():
     # A device has half of the rows and a quarter of each product.
     assert sum(found["matrix_flops"].values()) == 2 * 32 * (2 * 96 * 128 + 3 * 128 * 16) // 4
     assert found["collectives"]
+    # A slot of Adam and the sum of gradients lie as their weight does, and so do the inner optimizer's own sums.
+    adam = keras.optimizers.Adam(gradient_accumulation_steps=2)
+    report = mpkeras.forecast(
+        mlp(), (64, 96), device="cpu", devices=devices, policies=["float32"], optimizer=adam, verbose=0
+    )
+    found = clean(report.policies["float32"])
+    assert 0 <= found["persistent_bytes"] - 5 * 4 * (kernels // 4 + biases) < 200
 
 
 @needs_compilers
