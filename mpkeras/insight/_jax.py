@@ -58,6 +58,17 @@ def program_of(jaxpr) -> Program:
     return program
 
 
+def batch_bytes_of(program) -> int:
+    """Returns the bytes on one device of what a compiled program takes after its first argument, the state."""
+
+    def bytes_of(argument, sharding):
+        # An argument that nothing reads is left out of the program, and has no sharding.
+        return 0 if sharding is None else size(sharding.shard_shape(argument.shape)) * argument.dtype.itemsize
+
+    counted = jax.tree.map(bytes_of, program.in_avals[0][1:], program.input_shardings[0][1:])
+    return sum(jax.tree.leaves(counted))
+
+
 def _walk(jaxpr, program, owner, times):
     for equation in _used(jaxpr):
         name = equation.primitive.name

@@ -23,7 +23,6 @@ from mpkeras.conversion.apply import apply_policy, float8_products
 from mpkeras.conversion.plan import layers_of
 from mpkeras.devices.targets import find_target
 from mpkeras.insight.hlo import read_program
-from mpkeras.policies.dtypes import bytes_of
 from mpkeras.training.step import make_train_step
 
 _BYTES = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?)")
@@ -137,10 +136,7 @@ class Steps:
             with contextlib.nullcontext() if self._distribution is None else self._distribution.scope():
                 traced = step.traced_for(self._device, x, y)
                 program = traced.lower().compile()
-        batch_bytes = (
-            sum(bytes_of(tensor.shape, tensor.dtype) for tensor in keras.tree.flatten((x, y))) // self._rows_split()
-        )
-        facts = facts_of(program, batch_bytes)
+        facts = facts_of(program)
         if "float8" not in self._target.matrix_rates:
             # The compiler leaves out casts before a product: a device without units for it widens what it reads.
             for counted in (facts["matrix_flops"], facts["products"]):
@@ -180,11 +176,6 @@ class Steps:
         ]
         return keras.tree.pack_sequence_as(outputs, targets)
 
-    def _rows_split(self) -> int:
-        """Returns over how many devices the rows of a batch are split."""
-        mesh = self._wanted["mesh"]
-        return 1 if mesh is None else mesh["shape"][mesh["axis_names"].index(mesh["batch_dim_name"])]
-
 
 def _without_values():
     """Context manager: variables are made without values, and get none when it ends."""
@@ -206,14 +197,14 @@ def _of_rows(structure, batch):
     return [_of_rows(part, batch) for part in structure]
 
 
-def facts_of(program, batch_bytes) -> dict:
-    """Returns what the compiler says of a program, by the keys of `Forecast.to_dict`."""
+def facts_of(program) -> dict:
+    """Returns what the compiler says of a program of a state and a batch, by the keys of `Forecast.to_dict`."""
     memory = program.memory_analysis()
     arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     found = read_program(program.as_text())
     return {
-        "persistent_bytes": arguments - batch_bytes,
+        "persistent_bytes": arguments - importlib.import_module("mpkeras.insight._jax").batch_bytes_of(program),
         "temporary_bytes": temporary,
         # What is donated is not there twice.
         "peak_bytes": arguments + outputs + temporary + memory.generated_code_size_in_bytes,

@@ -132,6 +132,21 @@ def test_the_forecast_for_this_cpu_is_what_its_compiled_step_takes(name):
     assert 0 <= sum(np.asarray(v.value).nbytes for v in held) - found["persistent_bytes"] <= 8
 
 
+@needs_jax
+@pytest.mark.backends("tensorflow", "torch")
+def test_targets_and_inputs_that_the_program_leaves_out_are_no_state():
+    inputs = {"x": keras.Input((8,), name="x"), "unused": keras.Input((512,), name="unused")}
+    features = layers.Dense(256, name="features")(inputs["x"])
+    outputs = {"features": features, "o": layers.Dense(1, name="o")(features)}
+    model = keras.Model(inputs, outputs, name="two")
+    model.compile("sgd", {"o": "mse"})
+    for batch, devices in ((2, 1), (64, 2)):
+        shapes = {"x": (batch, 8), "unused": (batch, 512)}
+        found = mpkeras.forecast(model, shapes, device="cpu", devices=devices, policies=["float32"], verbose=0)
+        weights = 8 * 256 + 256 + 256 + 1
+        assert 0 <= found.policies["float32"]["persistent_bytes"] - 4 * weights < 100
+
+
 class UntilSmall(layers.Layer):
     """Adds how often its inputs can be halved, by a product, before they are small: XLA cannot know how often."""
 
