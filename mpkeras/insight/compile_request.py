@@ -140,12 +140,14 @@ def _loss(model, loss, y):
 
 
 def _takes_classes(loss) -> list:
-    """Returns, for each loss, whether its targets are class numbers: as Keras names such losses."""
-    names = [
-        part if isinstance(part, str) else getattr(part, "name", part.__class__.__name__)
-        for part in keras.tree.flatten(loss)
-    ]
-    return ["sparse" in str(name) for name in names]
+    """Returns, for each loss, whether its targets are class numbers: by the names of its class and its function."""
+
+    def names(part):
+        # Not the attribute `name`, which is the user's to choose.
+        function = getattr(getattr(part, "fn", part), "__name__", "")
+        return [part] if isinstance(part, str) else [function, *(base.__name__ for base in type(part).__mro__)]
+
+    return [any("sparse" in name.lower() for name in names(part)) for part in keras.tree.flatten(loss)]
 
 
 def serialized_losses(loss) -> dict:

@@ -14,6 +14,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.devices.targets import TARGETS, find_target
+from mpkeras.insight.compile_request import CompileRequest
 from mpkeras.insight.compiling import definitions
 from mpkeras.insight.forecast import Forecast, largest_that_fits
 
@@ -458,6 +459,29 @@ def test_the_report(tmp_path):
 def test_bad_input_is_said_before_anything_is_compiled(arguments, error, message):
     with pytest.raises(error, match=message):
         mpkeras.forecast(mlp(), **({"x": (64, 96), "device": "cpu", "verbose": 0} | arguments))
+
+
+class OwnSparse(keras.losses.SparseCategoricalCrossentropy):
+    """A loss of the user's."""
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("loss", "takes_classes"),
+    [
+        ("sparse_categorical_crossentropy", [True]),
+        ("SparseCategoricalCrossentropy", [True]),
+        (keras.losses.sparse_categorical_crossentropy, [True]),
+        (keras.losses.SparseCategoricalCrossentropy(name="ce"), [True]),
+        (OwnSparse(name="mine"), [True]),
+        (keras.losses.MeanSquaredError(name="of_sparse_rows"), [False]),
+        (absolute_error, [False]),
+        ({"a": absolute_error, "b": keras.losses.SparseCategoricalCrossentropy(name="ce")}, [False, True]),
+    ],
+)
+def test_which_losses_take_class_numbers(loss, takes_classes):
+    request = CompileRequest(mlp(), (64, 96), None, "cpu", 1, ["float32"], "sgd", loss)
+    assert json.loads(request.text)["sparse"] == takes_classes
 
 
 @pytest.mark.backends("tensorflow")
