@@ -114,10 +114,18 @@ class Compiler:
     def _failed(self, answer) -> Exception:
         message = answer["message"]
         where = "one" if answer["layer"] is None else f"layer '{answer['layer']}'"
+        if not answer["is_made"]:
+            remedy = (
+                "Put the classes and functions of the model, with all that they use, into a module and import it; of a "
+                "script only imports, definitions and constants run there. Classes need `get_config` and `from_config`."
+            )
+        elif answer["layer"] is None:
+            remedy = "Pass `x` and `y` as the model and its loss take them, and write both with `keras.ops`."
+        else:
+            remedy = "Write layers with `keras.ops`, and pass `x` as the model takes it."
         return ValueError(
             "Expected a model that JAX can trace and compile, through which programs for accelerators are made. "
-            f"Received: {where} that raised {shortened(answer['error'] + ': ' + message, 500)}. Write layers with "
-            "`keras.ops`."
+            f"Received: {where} that raised {shortened(answer['error'] + ': ' + message, 500)}. {remedy}"
         )
 
     def _ended(self) -> Exception:

@@ -5,6 +5,7 @@ compiler says of that step. No variable gets a value, so a model needs no more m
 """
 
 import ast
+import codeop
 import contextlib
 import copy
 import dataclasses
@@ -54,13 +55,22 @@ def main():
 
 
 def failure(error: Exception) -> dict:
-    """Returns an error as an answer: what it says and of which layer, or the memory that is too much."""
+    """Returns an error as an answer: what it says, where it came from, or the memory that is too much."""
     text = str(error)
     traceback.print_exception(error)
     if "RESOURCE_EXHAUSTED" in text:
         used = _BYTES.search(text)
         return {"too_large": round(float(used[1]) * _UNITS[used[2]]) if used else 0}
-    return {"error": type(error).__name__, "message": text, "layer": _layer_of(error)}
+    layer = _layer_of(error)
+    running = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    # A layer runs when its model is made, too, and a name may be missing as late as in its call.
+    is_made = layer is not None or running.isdisjoint((define.__code__, _made.__code__))
+    is_made = is_made and not isinstance(error, NameError)
+    cause = error
+    while not is_made and isinstance(cause.__context__, type(error)):
+        # Keras puts the configs of all that holds it before it.
+        cause = cause.__context__
+    return {"error": type(error).__name__, "message": str(cause), "layer": layer, "is_made": is_made}
 
 
 def _layer_of(error: Exception) -> str | None:
@@ -69,26 +79,45 @@ def _layer_of(error: Exception) -> str | None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         running = frame.f_locals.get("self")
         if isinstance(running, keras.layers.Layer) and not isinstance(running, keras.Model):
-            name = running.name
+            # It has none before `Layer.__init__` has run.
+            name = getattr(running, "name", name)
     return name
 
 
-def definitions(source: str) -> str:
-    """Returns the imports, functions, classes and constants of a script: what runs without doing its work."""
-    kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    tree = ast.parse(source)
-    tree.body = [node for node in tree.body if isinstance(node, kept) or _is_constant(node)]
-    return ast.unparse(tree)
+def define(source: str, names: dict):
+    """Runs the imports, definitions and constants of a script, without doing its work.
+
+    Args:
+        source: The text of the script.
+        names: Where they go, by their names.
+    """
+    compiled = codeop.Compile()  # Knows what was imported from `__future__`, and takes trees as `compile` does.
+    for node in ast.parse(source).body:
+        if _is_definition(node):
+            # It may need what is left out, and the model may not need it: then nothing is missing.
+            with contextlib.suppress(NameError):
+                exec(compiled(ast.Module([node], []), "__main__", "exec"), names)  # type: ignore[arg-type]
 
 
-def _is_constant(node) -> bool:
-    if not isinstance(node, ast.Assign) or not all(isinstance(target, ast.Name) for target in node.targets):
+def _is_definition(node) -> bool:
+    """Whether a statement imports, defines or names something, and calls nothing for it."""
+    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [name for target in targets for name in getattr(target, "elts", [target])]
+        return all(isinstance(name, ast.Name) for name in names) and not _calls(node)
+    if isinstance(node, ast.Try) or (isinstance(node, ast.If) and not _calls(node.test)):
+        blocks = [node, *getattr(node, "handlers", [])]
+        fields = ("body", "orelse", "finalbody")
+        return all(_is_definition(part) for block in blocks for field in fields for part in getattr(block, field, []))
+    kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
+    return isinstance(node, kept)
+
+
+def _calls(node) -> bool:
+    """Whether a statement calls something when it runs."""
+    if isinstance(node, ast.Lambda):
         return False
-    try:
-        ast.literal_eval(node.value)
-    except ValueError:
-        return False
-    return True
+    return isinstance(node, (ast.Call, ast.Await)) or any(_calls(part) for part in ast.iter_child_nodes(node))
 
 
 class Steps:
@@ -103,7 +132,7 @@ class Steps:
         if wanted["main"] is not None:
             main_module = types.ModuleType("__main__")
             sys.modules["__main__"] = main_module
-            exec(compile(definitions(wanted["main"]), "__main__", "exec"), vars(main_module))
+            define(wanted["main"], vars(main_module))
         # A config names classes and functions of the user's without the modules that they are in.
         for name in wanted["modules"]:
             objects = vars(importlib.import_module(name))

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from keras import layers, ops
 import mpkeras
 from mpkeras.devices.targets import TARGETS, find_target
 from mpkeras.insight.compile_request import CompileRequest
-from mpkeras.insight.compiling import definitions
+from mpkeras.insight.compiling import define
 from mpkeras.insight.forecast import Forecast, largest_that_fits
 
 FOLDER = Path(__file__).parent
@@ -497,7 +498,7 @@ def test_a_compiler_that_is_not_installed(monkeypatch):
 def test_a_layer_that_jax_cannot_trace_is_named():
     inputs = keras.Input((8,))
     model = keras.Model(inputs, OfTensorFlow(name="of_tensorflow")(inputs))
-    with pytest.raises(ValueError, match="Received: layer 'of_tensorflow' that raised .*Write layers with `keras.ops`"):
+    with pytest.raises(ValueError, match="layer 'of_tensorflow' that raised .*Write layers with `keras.ops`, and"):
         mpkeras.forecast(model, (4, 8), device="cpu", policies=["float32"], verbose=0)
 
 
@@ -522,21 +523,87 @@ def test_time_that_is_up_returns_what_was_found():
 @pytest.mark.backends("tensorflow")
 def test_of_a_script_the_definitions_run_and_nothing_else():
     script = """
+from __future__ import annotations
 import math
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from somewhere import Tensor
+try:
+    import not_installed
+except ImportError:
+    not_installed = None
 SIZE = 3
+UNITS: int = 5
+UNITS *= 2
+A, (B) = SIZE - 1, 4
+api = math
+double = lambda x: train(x)
 layouts[".*"] = 1
 train(SIZE)
 done = train(SIZE)
+twice = 2 * done
 class Layer:
     size = SIZE
-def f():
-    return math.pi
+class Unused:
+    size = done
+def f(x: Tensor = UNITS):
+    return api.pi
+def g(x=done):
+    return x
 if SIZE:
     train(0)
+if train(1):
+    SIZE = 4
+try:
+    SIZE = train(0)
+except NameError:
+    SIZE = 5
 """
     names: dict = {}
-    exec(definitions(script), names)
-    assert names["Layer"].size == 3 and names["f"]() == math.pi and "done" not in names
+    define(script, names)
+    assert names["Layer"].size == names["SIZE"] == 3 and names["f"]() == math.pi
+    assert (names["UNITS"], names["A"], names["B"], names["not_installed"]) == (10, 2, 4, None)
+    assert callable(names["double"]) and not {"done", "twice", "Unused", "g", "Tensor"} & set(names)
+
+
+SCRIPT = """
+import keras, mpkeras
+layers = keras.layers
+UNITS: int = 5
+LATER = int("3")
+
+class Scaled(layers.Layer):
+    def call(self, x):
+        return x * UNITS
+
+class ScaledLater(layers.Layer):
+    def call(self, x):
+        return x * LATER
+
+class MadeLater(layers.Layer):
+    later = LATER
+
+for kind, size in ((Scaled, 8), (ScaledLater, 8), (MadeLater, 8), (Scaled, 9)):
+    model = keras.Sequential([keras.Input((8,)), kind(name="mine"), layers.Dense(2)])
+    try:
+        print(mpkeras.forecast(model, (4, size), device="cpu", policies=["float32"], verbose=0).batch)
+    except ValueError as error:
+        print(error)
+"""
+
+
+@needs_jax
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_models_of_a_script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200)
+    works, no_name, no_class, other_size = done.stdout.splitlines()
+    assert works == "4"
+    assert re.search("layer 'mine' that raised NameError: .*'LATER' is not defined.*into a module", no_name)
+    assert re.search("one that raised TypeError: Could not locate class 'MadeLater'.*into a module", no_class)
+    assert re.search(r"one that raised ValueError: .*found shape=\(4, 9\).* Pass `x` and `y` as", other_size)
 
 
 @needs_compilers
