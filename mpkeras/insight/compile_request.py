@@ -16,6 +16,7 @@ from mpkeras.devices.targets import find_target
 from mpkeras.insight.advice import loss_and_targets
 from mpkeras.insight.report import shortened
 from mpkeras.policies.registry import get_policy, registered_policies
+from mpkeras.policies.rules import has_float8_state
 from mpkeras.scaling.optimizer import checked_optimizer
 from mpkeras.training.objective import Objective
 
@@ -69,6 +70,7 @@ class CompileRequest:
                 "main": _main_source() if "__main__" in modules else None,
                 "model": config,
                 "paths": _keras.paths_of(model),
+                "float8_given": [layer.path for layer in layers_of(model) if layer.path and has_float8_state(layer)],
                 "optimizer": _keras.portable_config(optimizer),
                 "loss": serialized_losses(loss),
                 "sparse": _takes_classes(loss),

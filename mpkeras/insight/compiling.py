@@ -24,6 +24,7 @@ from mpkeras.conversion.apply import apply_policy, float8_products
 from mpkeras.conversion.plan import layers_of
 from mpkeras.devices.targets import find_target
 from mpkeras.insight.hlo import read_program
+from mpkeras.policies.rules import FLOAT8_STATE_MARK, layer_policy
 from mpkeras.training.step import make_train_step
 
 _BYTES = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?)")
@@ -183,6 +184,10 @@ class Steps:
                 model(x)
             # Rules and layouts name layers and weights by their paths.
             give_paths(model, wanted["paths"])
+            for layer in layers_of(model):
+                if layer.path in wanted["float8_given"]:
+                    # A conversion takes back what one gave, and nothing else.
+                    vars(layer_policy(layer))[FLOAT8_STATE_MARK] = True
             apply_policy(model, self._policies[policy])
             if self._distribution is not None:
                 # Before there are slots, which lie as their weights do.

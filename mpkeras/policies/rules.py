@@ -11,7 +11,7 @@ from mpkeras.policies import kernels
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
-# On the policy of a layer that has its float8 state from a conversion. No file holds it.
+# On the policy of a layer that has its float8 state from a conversion. No file and no config holds it.
 FLOAT8_STATE_MARK = "_mpkeras_gave_state"
 # Their softmax runs between two matrix products: in float32 it would drag the second one into float32 too.
 _KEEP_OWN_PRECISION = (

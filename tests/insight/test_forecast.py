@@ -662,6 +662,28 @@ def test_each_layer_that_is_not_in_float8_has_its_reason():
     ]
 
 
+@needs_jax
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")
+def test_float8_state_that_a_conversion_gave_is_taken_back():
+    def net():
+        hidden = [layers.Dense(width, "relu") for width in (32, 64, 32)]
+        return keras.Sequential([keras.Input((16,)), *hidden, layers.Dense(16)], name="net")
+
+    def bytes_of(model):
+        policies = ["float32", mpkeras.Policy("mixed_float8", float8="delayed")]
+        found = mpkeras.forecast(model, (64, 16), device="cpu", policies=policies, optimizer="sgd", verbose=0).policies
+        return {name: (of["persistent_bytes"], of["temporary_bytes"]) for name, of in found.items()}
+
+    found = bytes_of(mpkeras.apply_policy(net(), mpkeras.Policy("mixed_float8", float8="delayed")))
+    assert found == bytes_of(net())
+    assert found["mixed_float8"][0] > found["float32"][0]
+    # What the user quantized stays so.
+    quantized = net()
+    quantized.layers[1].quantize("float8")
+    assert bytes_of(quantized)["float32"][0] > found["float32"][0]
+
+
 @needs_compilers
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
