@@ -14,6 +14,7 @@ from mpkeras.insight.flops import sums_by_dtype
 from mpkeras.insight.report import bytes_text, percent
 from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
+from mpkeras.policies.rules import bound_layers
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 SEVERITIES = ("error", "warning", "note")
@@ -349,6 +350,11 @@ def _remedy_of_island(row, model) -> str:
     dtype = min(compute_dtypes(model) & set(SIXTEEN_BIT_DTYPES))
     if row.class_name in ("TFSMLayer", "JaxLayer", "FlaxLayer"):
         return "Its dtypes are fixed in what it wraps: make that anew in 16 bits."
+    if id(row.layer) in bound_layers(model, dtype):
+        return (
+            "It is quantized, or runs a layer that is, and no conversion gives it another policy: quantize the model "
+            f'after `apply_policy(model, "mixed_{dtype}")`.'
+        )
     return (
         f'Unless it needs float32, give it `dtype="mixed_{dtype}"`; `apply_policy(model, "float32")` and then '
         f'`apply_policy(model, "mixed_{dtype}")` converts it with the others.'

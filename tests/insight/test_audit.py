@@ -307,6 +307,22 @@ class TestIslands:
         # 8 * 16 + 16 * 24 + 24 * 8 = 704 products, 384 of them here; 408 weights and 192 outputs.
         assert "55 % of all FLOPs, 1.6 KiB of weights and 768 bytes of outputs" in finding.what
 
+    @pytest.mark.backends("tensorflow")
+    @pytest.mark.parametrize("mode", ["int8", "float8"])
+    def test_quantized_ones_get_a_remedy_that_helps(self, mode):
+        def quantized(policy):
+            model = keras.Sequential([keras.Input((16,)), layers.Dense(32, name="first"), layers.Dense(8)])
+            mpkeras.apply_policy(model, policy)
+            for layer in model.layers:
+                layer.quantize(mode)
+            return mpkeras.apply_policy(model, "mixed_bfloat16")
+
+        # 16 * 32 of 16 * 32 + 32 * 8 products.
+        (finding,) = found(mpkeras.audit(quantized("float32")), "warning", "67 % of all FLOPs")
+        assert "It is quantized" in finding.remedy
+        assert 'quantize the model after `apply_policy(model, "mixed_bfloat16")`' in finding.remedy
+        assert not found(mpkeras.audit(quantized("mixed_bfloat16")), "warning", "no default rule")
+
     def test_cheap_ones_share_a_note_and_rules_have_their_reason(self):
         inputs = keras.Input((8,))
         x = layers.Activation("relu", name="first", dtype="float32")(layers.Dense(64)(inputs))
