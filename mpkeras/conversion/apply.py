@@ -296,7 +296,8 @@ def _name_unmatched_rules(model, conversion):
     if conversion.policy.compute_dtype not in SIXTEEN_BIT_DTYPES or not _keras.is_built(model):
         return
     policy = conversion.policy
-    for message in unmatched(model, (*policy.keep_float32, *named_layers(policy.keep_16_bits))):
+    given = {"keep_float32": policy.keep_float32, "keep_16_bits": named_layers(policy.keep_16_bits)}
+    for message in [message for argument, rules in given.items() for message in unmatched(model, rules, argument)]:
         if message not in conversion.told:
             conversion.told.add(message)
             warnings.warn(message, stacklevel=4)

@@ -128,16 +128,17 @@ def first_match(rules, layer):
     return None
 
 
-def unmatched(model, rules) -> list[str]:
+def unmatched(model, rules, argument: str) -> list[str]:
     """Returns a sentence for each of `rules` that is no default rule and matches no layer of `model`.
 
     Args:
         model: A `keras.Model` that is built, with the paths that its layers will keep.
         rules: As in `Policy.keep_float32`.
+        argument: What they were given as, for the sentence.
     """
     layers = _reachable(model)
     return [
-        f"Expected each rule of `keep_float32` to match a layer. Received: rule {written(rule)!r}, which matches none "
+        f"Expected each rule of `{argument}` to match a layer. Received: rule {written(rule)!r}, which matches none "
         f"of model '{model.name}'. {_suggestion(rule, layers)}Correct the rule, or leave it out."
         for rule in dict.fromkeys(rules)
         if rule not in default_rules() and not any(first_match([rule], layer) for layer in layers)

@@ -415,7 +415,7 @@ def test_path_rules_are_matched_when_there_is_a_path(door, rule, expected):
     model.compile("sgd", "mse")
     with pytest.MonkeyPatch.context() as patch:
         # That a rule matches nothing is told in another test.
-        patch.setattr("mpkeras.conversion.apply.unmatched", lambda model, rules: [])
+        patch.setattr("mpkeras.conversion.apply.unmatched", lambda model, rules, argument: [])
         if door == "apply_policy":
             apply_policy(model, policy)(VECTORS)
         elif door == "prepare":
@@ -440,6 +440,13 @@ def test_a_rule_that_matches_nothing_is_told_once():
     with pytest.warns(UserWarning, match="haed"):
         apply_policy(keras.Sequential([keras.Input((8, 8, 3)), keras.layers.MaxPooling2D()]), policy)
     apply_policy(sequential(), mpkeras.Policy("float32", keep_float32=("path:haed",)))
+    # By the argument that it was given as.
+    policy = mpkeras.Policy("mixed_float8", keep_float32=("path:haed",), keep_16_bits=("first", "path:boddy"))
+    with pytest.warns(UserWarning) as told:
+        apply_policy(keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="head")]), policy)
+    of_float32, of_16_bits = [str(warning.message) for warning in told]
+    assert "rule of `keep_float32` to match" in of_float32 and "'path:haed'" in of_float32
+    assert "rule of `keep_16_bits` to match" in of_16_bits and "'path:boddy'" in of_16_bits
 
 
 def test_nothing_is_told_of_a_model_before_it_is_built():

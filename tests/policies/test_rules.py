@@ -191,7 +191,7 @@ def test_a_policy_with_a_layer_that_is_not_built_cannot_be_saved():
     ],
 )
 def test_a_rule_that_matches_nothing_is_named_with_what_is_near(rule, message):
-    (found,) = unmatched(three_layers(), (*default_rules(), "Softmax", rule, "path:body"))
+    (found,) = unmatched(three_layers(), (*default_rules(), "Softmax", rule, "path:body"), "keep_float32")
     assert re.search(message.replace("?", "[?]").replace("'net'.", "'net'[.]"), found), found
     assert found.endswith("Correct the rule, or leave it out.")
 
@@ -204,7 +204,7 @@ def three_layers():
 def test_rules_that_match_are_not_named():
     model = three_layers()
     rules = ("Dense", "path:body", "activation:relu", layers.Softmax, model.layers[0], "Softmax", "Softmax")
-    assert unmatched(model, rules) == []
+    assert unmatched(model, rules, "keep_float32") == []
 
 
 def test_rules_for_what_is_inside_attention_layers_reach_nothing():
@@ -212,8 +212,8 @@ def test_rules_for_what_is_inside_attention_layers_reach_nothing():
     attention = layers.MultiHeadAttention(2, 2, name="attention")
     inputs = keras.Input((3, 4))
     model = keras.Model(inputs, attention(inputs, inputs))
-    assert len(unmatched(model, ("path:attention/query",))) == 1
-    assert unmatched(model, ("path:attention",)) == []
+    assert len(unmatched(model, ("path:attention/query",), "keep_float32")) == 1
+    assert unmatched(model, ("path:attention",), "keep_float32") == []
 
 
 def test_walks_functional_sequential_and_subclassed_models():
