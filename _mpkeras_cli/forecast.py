@@ -1,7 +1,9 @@
 """The subcommand `forecast`."""
 
 import argparse
+import io
 import json
+import os
 import sys
 
 from _mpkeras_cli.options import add_model_options, add_open_size_option, count, positive
@@ -51,10 +53,14 @@ def run(args) -> int:
     """Compiles, prints and returns 0; bad input ends the program through `args.error`, with one line and status 2."""
     import_mpkeras(args.error)
     from mpkeras.export.saved_model import forecast_saved
+    from mpkeras.insight.report import make_figure
 
     # A bar in a pipe would be a line for each of its steps.
     verbose = int(not args.json and sys.stdout.isatty())
     try:
+        if args.plot:
+            # Before what takes minutes.
+            _check_plot(args.plot, make_figure(), args.error)
         report = forecast_saved(
             args.model,
             batch_size=args.batch,
@@ -73,3 +79,15 @@ def run(args) -> int:
         args.error(reason)
     print(json.dumps(report.to_dict(), indent=2) if args.json else report)
     return 0
+
+
+def _check_plot(path, figure, error):
+    is_new = not os.path.exists(path)
+    try:
+        # Without an ending, matplotlib takes its own.
+        figure.savefig(io.BytesIO(), format=os.path.splitext(path)[1][1:] or None)
+        open(path, "ab").close()
+    except (ValueError, OSError) as reason:
+        error(f"argument --plot: cannot draw into {path!r} ({reason}); name another file")
+    if is_new:
+        os.remove(path)

@@ -44,10 +44,15 @@ def test_a_file_as_it_was_saved(capsys, tmp_path, saved):
         (["--device", "h10"], "Received: 'h10'. Did you mean 'h100'?"),
         (["--batch", "0"], "argument --batch: expected a whole number of at least 1, received '0'"),
         (["--policy", "float17"], "Received: name='float17'"),
+        (["--plot", "plot.xyz"], "argument --plot: cannot draw into 'plot.xyz' (Format 'xyz' is not supported"),
+        (["--plot", "missing/plot.png"], "argument --plot: cannot draw into 'missing/plot.png' ([Errno 2] No such"),
         (["--devices", "7"], "Expected a batch that 7 devices can share evenly. Received: 32 rows. Pass 28."),
     ],
 )
-def test_bad_input_is_one_line(capsys, saved, arguments, message):
+def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, saved, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    # All of it is said before anything is compiled, and leaves no file.
+    monkeypatch.setattr("mpkeras.insight.forecast.Compiler", None)
     try:
         status = main(["forecast", saved, *arguments])
     except SystemExit as ended:
@@ -56,3 +61,4 @@ def test_bad_input_is_one_line(capsys, saved, arguments, message):
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert captured.out == "" and line.startswith("mpkeras forecast: error: ") and message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["small.keras"]
