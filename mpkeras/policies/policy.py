@@ -23,6 +23,8 @@ from mpkeras.policies.dtypes import (
 REGISTERED: dict = {}
 # How the operands of products in float8 may be scaled.
 FLOAT8_SCALES = ("current", "delayed")
+# What the config of a policy cannot do without: mpkeras 0.1 wrote the rest otherwise, or not at all.
+_NEEDED = ("name", "compute_dtype", "variable_dtype", "keep_float32", "loss_scale")
 # The inputs of the first layer are the data, and what the last one returns is the loss's: neither bears rounding well.
 DEFAULT_KEEP_16_BITS = ("first", "last")
 
@@ -239,13 +241,15 @@ class Policy(keras.DTypePolicy):
             reason: Why the policy was chosen; see `reason`.
 
         Raises:
-            ValueError: If Keras knows the name and it stands for other dtypes.
+            ValueError: If Keras knows the name and it stands for other dtypes, or the name is empty.
+            TypeError: If the name is no string.
 
         Example:
 
         >>> mpkeras.Policy("mixed_bfloat16").renamed("mine").name
         'mine'
         """
+        _check_name(name)
         check_keras_name(name, self.compute_dtype, self.variable_dtype)
         return Policy._from_settings(dataclasses.replace(self._settings, name=name, reason=reason))
 
@@ -268,6 +272,12 @@ class Policy(keras.DTypePolicy):
 
     @classmethod
     def from_config(cls, config: dict):
+        missing = [key for key in _NEEDED if key not in config]
+        if missing:
+            raise ValueError(
+                f"Expected the config of a policy, as `get_config` returns it. Received: {config!r}, without "
+                f"{', '.join(missing)}. Make a policy with `mpkeras.Policy(name)`."
+            )
         settings = _Settings(
             name=config["name"],
             compute_dtype=check_dtype("compute_dtype", config["compute_dtype"]),
@@ -373,8 +383,7 @@ def registered(name: str) -> Policy:
     return policy
 
 
-def _find_settings(name, has_dtypes: bool) -> _Settings | None:
-    """Returns the settings registered as `name`, or `None` if it is new and `has_dtypes`."""
+def _check_name(name):
     if not isinstance(name, str):
         raise TypeError(
             "Expected `name` to be a string. Received: "
@@ -384,6 +393,11 @@ def _find_settings(name, has_dtypes: bool) -> _Settings | None:
         raise ValueError(
             "Expected a `name` that is not empty. Received: name=''. Use 'mixed_float16', or one of yours."
         )
+
+
+def _find_settings(name, has_dtypes: bool) -> _Settings | None:
+    """Returns the settings registered as `name`, or `None` if it is new and `has_dtypes`."""
+    _check_name(name)
     if name not in REGISTERED and has_dtypes:
         return None
     return registered(name)._settings

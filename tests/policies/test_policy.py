@@ -105,6 +105,17 @@ def test_bad_arguments_are_answered_with_the_remedy(arguments, error, message):
         Policy(**arguments)
 
 
+def test_another_name_and_a_config_are_checked_as_well():
+    policy = every_option_set()
+    with pytest.raises(ValueError, match="Expected a `name` that is not empty"):
+        policy.renamed("")
+    with pytest.raises(TypeError, match="Expected `name` to be a string. Received: name=16"):
+        policy.renamed(16)
+    half = {"name": "x", "compute_dtype": "float16", "loss_scale": None}
+    with pytest.raises(ValueError, match="Received: {'name': 'x'.*}, without variable_dtype, keep_float32. Make"):
+        Policy.from_config(half)
+
+
 @pytest.mark.parametrize(
     ("other", "is_equal"),
     [
