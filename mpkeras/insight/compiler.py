@@ -120,7 +120,7 @@ class Compiler:
                 "script only imports, definitions and constants run there. Classes need `get_config` and `from_config`."
             )
         elif answer["layer"] is None:
-            remedy = "Pass `x` and `y` as the model and its loss take them, and write both with `keras.ops`."
+            remedy = "Pass `x` and `y` as the model and its loss take them, and write model and loss with `keras.ops`."
         else:
             remedy = "Write layers with `keras.ops`, and pass `x` as the model takes it."
         return ValueError(
