@@ -201,6 +201,8 @@ class Capsule:
     def compare(self, dtype: str = "float32", *, bound: float = 0.01) -> Comparison:
         """Runs the step in float32, too, and returns where 16 bits leave it.
 
+        Layers that draw numbers compute as they did, with the recurrent layers around them: others would be drawn.
+
         Args:
             dtype: `"float32"`, which is all there is to compare with.
             bound: How far, as a share of the largest number that the layer returns in float32.
@@ -337,14 +339,6 @@ class Capsule:
             name = stock_name(then[2], then[3])
             if row[1:4] != then[1:4] and row[1] == then[1] and name is not None:
                 set_layer_policy(layer, keras.DTypePolicy(name))
-        arrays = [array for name, array in self.state.items() if name.startswith("model/")]
-        for variable, array in zip(model.variables, arrays, strict=False):
-            if is_float(array) and variable.dtype != array.dtype.name:
-                # Made before its layer had the policy.
-                _keras.retype(variable, array.dtype.name)
-        _keras.track_parameters_again(model)
-        for optimizer in guard.all_optimizers(model):
-            follow_weights(optimizer)
         stored = [then[3] for then in self._layers if "float8" in then[4:]]
         if stored:
             pairs = zip(computing_layers(model), self._layers, strict=False)
@@ -354,6 +348,16 @@ class Capsule:
                 "mixed_float8", variable_dtype=stored[0], keep_float32=(), float8=float8, keep_16_bits=others
             )
             layer_converter(model, policy)()
+        # Weights that were made before their layer had its policy, and the slots of an optimizer made with the model.
+        by_place = {_place(name): array for name, array in self.state.items()}
+        arrays = [(variable, by_place.get(f"model/{i}")) for i, variable in enumerate(model.variables)]
+        changed = [(v, a.dtype.name) for v, a in arrays if a is not None and is_float(a) and v.dtype != a.dtype.name]
+        for variable, dtype in changed:
+            _keras.retype(variable, dtype)
+        if changed:
+            _keras.track_parameters_again(model)
+            for optimizer in guard.all_optimizers(model):
+                follow_weights(optimizer)
 
     def _check_layers(self, model):
         """Raises `ValueError` unless the layers of `model` compute in what they did then."""
