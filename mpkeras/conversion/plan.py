@@ -1,6 +1,7 @@
 """What a policy makes of a model: one row a layer, decided for the whole model at once. Nothing is changed here."""
 
 import weakref
+from collections.abc import Collection
 from typing import NamedTuple
 
 import keras
@@ -49,7 +50,7 @@ class Conversion:
         policy: The `Policy` that the model is converted to.
         asked_for: The `Policy` that the layers were given last, by whichever door; `None` if they were given none.
         made_with: The policy of the model itself, before.
-        later_sources: The compute dtypes from which layers that come into being later are converted.
+        later_sources: The compute dtypes from which layers that the conversion before did not see are converted.
         seen: Layer -> the path that it had when it was looked at last; it gets one when it is built.
         by_name: Layers without a path that a `path:` rule moved by their name -> the policy they have without it.
         left_float8: Layer -> why its product is not in float8 any more; under one policy with float8 after another.
@@ -72,6 +73,7 @@ class Conversion:
         # default.
         lasting: tuple[str, ...] | None = None if earlier is None else earlier._lasting_sources
         self.later_sources = lasting if has_16_bits and lasting is not None else self._sources
+        self._known: Collection = () if earlier is None else earlier.seen
         self._lasting_sources: tuple[str, ...] | None = self.later_sources if converts and is_to_16_bits else lasting
         self.policy = policy
         last = None if earlier is None else earlier.asked_for
@@ -88,7 +90,8 @@ class Conversion:
 
     def converts(self, layer) -> bool:
         """Whether `layer` is new, and computes in a dtype that changes to that of the policy."""
-        return layer not in self.seen and layer.compute_dtype in (self.later_sources if self.seen else self._sources)
+        sources = self._sources if layer in self._known else self.later_sources
+        return layer not in self.seen and layer.compute_dtype in sources
 
     def is_up_to_date(self, layers) -> bool:
         return all(layer in self.seen and self.seen[layer] == layer.path for layer in layers)

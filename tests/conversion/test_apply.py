@@ -368,6 +368,36 @@ def test_converted_twice_a_model_converts_layers_that_are_made_later(made_under,
     assert (kept.compute_dtype, model.layers[0].inner.compute_dtype) == (expected, expected)
 
 
+@pytest.mark.parametrize("door", ["apply_policy", "prepare", "compile", "callback"])
+def test_layers_that_are_added_to_a_converted_model_follow(door):
+    by_hand, old_head = keras.layers.Dense(4), keras.layers.Dense(3)
+    model = keras.Sequential([keras.Input((4,)), by_hand, keras.layers.Dense(5), old_head])
+    model.compile("sgd", "mse")
+    apply_policy(model, "mixed_bfloat16") if door == "apply_policy" else mpkeras.prepare(model, "mixed_bfloat16")
+    by_hand.dtype_policy = "float32"
+    model.pop()
+    model.add(keras.layers.Dense(2))
+    model.add(keras.layers.Softmax())
+    model.compile("sgd", "mse")  # which prepares a prepared model again
+    if door == "apply_policy":
+        apply_policy(model, "mixed_bfloat16")
+    elif door == "prepare":
+        mpkeras.prepare(model)
+    callbacks = [mpkeras.callbacks.MixedPrecision("mixed_bfloat16")] if door == "callback" else []
+    model.fit(VECTORS, np.ones((5, 2), "float32"), verbose=0, callbacks=callbacks)
+    # What was there before, and the rules, stay.
+    assert [layer.compute_dtype for layer in model.layers] == ["float32", "bfloat16", "bfloat16", "float32"]
+
+
+def test_a_float32_layer_that_is_added_to_a_model_made_in_16_bits_stays():
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5)])
+    apply_policy(model, "mixed_float16")
+    model.add(keras.layers.Dense(2, dtype="float32"))
+    apply_policy(model, "mixed_bfloat16")
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]
+
+
 def test_rules_of_an_earlier_conversion_are_forgotten_when_the_model_is_built():
     """Else the build would tell of a rule that matches nothing, and warnings are errors here."""
     model = Late()
