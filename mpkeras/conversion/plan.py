@@ -52,7 +52,7 @@ class Conversion:
         made_with: The policy of the model itself, before.
         later_sources: The compute dtypes from which layers that the conversion before did not see are converted.
         seen: Layer -> the path that it had when it was looked at last; it gets one when it is built.
-        by_name: Layers without a path that a `path:` rule moved by their name -> the policy they have without it.
+        kept: Layer that a rule keeps in float32 -> the policy that it has so, and the one that it has without the rule.
         left_float8: Layer -> why its product is not in float8 any more; under one policy with float8 after another.
         unstored: Rows that were carried out, whose weights are still stored as before.
         told: What the user was told of rules that match nothing.
@@ -80,7 +80,10 @@ class Conversion:
         self.asked_for: keras.DTypePolicy | None = policy if converts else last
         self.made_with = model.dtype_policy
         self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self.by_name: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # The rules of the policy before go with it. Where layers keep their dtypes, what rules have done stays.
+        kept: dict = {} if earlier is None else {**earlier._kept_before, **earlier.kept}
+        self.kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary(kept if converts else {})
+        self._kept_before: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary({} if converts else kept)
         # A callback converts anew for each training. Who went to a policy without float8 in between begins anew.
         self.left_float8: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         if earlier is not None and earlier.policy.float8 is not None and policy.float8 is not None:
@@ -88,10 +91,16 @@ class Conversion:
         self.unstored: list[Row] = [] if earlier is None else earlier.unstored
         self.told: set[str] = set() if earlier is None else earlier.told
 
-    def converts(self, layer) -> bool:
-        """Whether `layer` is new, and computes in a dtype that changes to that of the policy."""
+    def without_rule(self, layer, policy):
+        """Returns what `layer`, which has `policy`, has without the rule that keeps it in float32, if one does."""
+        as_kept, without_rule = self.kept.get(layer, (None, None))
+        # A policy that the layer was given since, by its user or as it overflowed, stays.
+        return without_rule if policy is as_kept else policy
+
+    def converts(self, layer, compute_dtype: str) -> bool:
+        """Whether `layer` is new, and changes to the dtype of the policy where it computes in `compute_dtype`."""
         sources = self._sources if layer in self._known else self.later_sources
-        return layer not in self.seen and layer.compute_dtype in sources
+        return layer not in self.seen and compute_dtype in sources
 
     def is_up_to_date(self, layers) -> bool:
         return all(layer in self.seen and self.seen[layer] == layer.path for layer in layers)
@@ -99,12 +108,10 @@ class Conversion:
     def note(self, rows):
         """Takes down what was carried out."""
         self.seen.update((row.layer, row.layer.path) for row in rows)
-        by_name = {
-            row.layer: self.by_name.get(row.layer, row.without_rule)
-            for row in rows
-            if not row.layer.path and str(row.rule).startswith("path:")
-        }
-        self.by_name = weakref.WeakKeyDictionary(by_name)
+        for row in rows:
+            self.kept.pop(row.layer, None)
+            if row.rule is not None and row.after.compute_dtype != row.without_rule.compute_dtype:
+                self.kept[row.layer] = row.after, row.without_rule
 
 
 def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
@@ -182,14 +189,11 @@ def why_not_float8(model, conversion, dtypes) -> dict:
 
 
 def _without_rule(layer, before, policy, conversion, is_bound: bool):
-    if conversion is None:
+    if conversion is None or is_bound:
         return before
-    by_name = conversion.by_name.get(layer)
-    if by_name is not None and layer.path and before.compute_dtype == "float32" and not is_quantized(layer):
-        # A rule matched its name; now that it has a path, rules are compared with that.
-        return by_name
+    before = conversion.without_rule(layer, before)
     is_other = (before.compute_dtype, before.variable_dtype) != (policy.compute_dtype, policy.variable_dtype)
-    return policy.stock() or policy if conversion.converts(layer) and not is_bound and is_other else before
+    return policy.stock() or policy if is_other and conversion.converts(layer, before.compute_dtype) else before
 
 
 def with_float8_state(policy, has_state: bool, is_given: bool = True):

@@ -398,6 +398,46 @@ def test_a_float32_layer_that_is_added_to_a_model_made_in_16_bits_stays():
     assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]
 
 
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("door", ["apply_policy", "prepare", "callback"])
+def test_rules_go_with_the_policy_that_has_them(door):
+    model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(3, name=name) for name in "abcd")])
+    model.compile("sgd", "mse")
+
+    def give(name, *rules):
+        policy = mpkeras.Policy(name, keep_float32=rules)
+        if door == "callback":
+            callback = mpkeras.callbacks.MixedPrecision(policy, loss_scale=1.0)
+            model.fit(VECTORS, np.zeros((5, 3), "float32"), verbose=0, callbacks=[callback])
+        else:
+            (apply_policy if door == "apply_policy" else mpkeras.prepare)(model, policy)
+        return [layer.compute_dtype for layer in model.layers]
+
+    rules = ("path:/a$", "path:/b$")
+    assert give("mixed_bfloat16", *rules) == ["float32", "float32", "bfloat16", "bfloat16"]
+    model.layers[0].dtype_policy = "float32"  # by the user's hand: it stays, also where the rule still holds
+    mpkeras.make_train_step(model, keras.optimizers.SGD(0.1), "mse")  # gives no layer another dtype
+    assert give("mixed_bfloat16", *rules) == ["float32", "float32", "bfloat16", "bfloat16"]
+    assert give("mixed_bfloat16", "path:/c$") == ["float32", "bfloat16", "float32", "bfloat16"]
+    assert give("bfloat16", "path:/d$") == ["float32", "bfloat16", "bfloat16", "float32"]
+    assert [layer.variable_dtype for layer in model.layers] == ["float32", "bfloat16", "bfloat16", "float32"]
+    assert give("float32") == ["float32"] * 4
+
+
+@pytest.mark.backends("tensorflow")
+def test_what_a_rule_did_stays_where_the_next_door_gives_no_policy():
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2, name="last")])
+    model.compile("sgd", "mse")
+    with mpkeras.policy_scope(mpkeras.Policy("mixed_bfloat16", keep_float32=("path:/last$",))):
+        mpkeras.prepare(model)
+    for _ in range(2):
+        mpkeras.prepare(model)
+        assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]
+    mpkeras.prepare(model, "mixed_bfloat16")
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16"]
+
+
 def test_rules_of_an_earlier_conversion_are_forgotten_when_the_model_is_built():
     """Else the build would tell of a rule that matches nothing, and warnings are errors here."""
     model = Late()
