@@ -39,6 +39,7 @@ INTERNAL = {
     "LossScaleOptimizer.store_slots",
     "LossScaleOptimizer.unscale",
     "OutputDtype.cast_output",
+    "TrainStep.run_as_made",
     "TrainStep.traced_for",
 }
 

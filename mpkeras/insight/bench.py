@@ -62,7 +62,7 @@ class Bench:
             self._loss_fn,
             jit_compile=cell.jit_compile,
         )
-        result = self._run(step, 1)
+        result = step(*self._batch)
         self._optimizers[scales] = step.optimizer
         steps = 1
         while bool(number(result["skipped"])):
@@ -103,7 +103,7 @@ class Bench:
 
     def _run(self, step, steps: int) -> dict:
         for _ in range(steps):
-            result = step(*self._batch)
+            result = step.run_as_made(*self._batch)
         devices.backend_module().wait(self._model, result)
         return result
 

@@ -287,6 +287,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
             var_list: List of the `keras.Variable`s that the optimizer was built on, in that order.
+
+        Example:
+
+        >>> inner_optimizer = keras.optimizers.SGD(2.0, use_ema=True, ema_momentum=0.75)
+        >>> optimizer = mpkeras.LossScaleOptimizer(inner_optimizer, loss_scale=1.0)
+        >>> variable = keras.Variable([8.0], dtype="bfloat16")
+        >>> for _ in range(2):
+        ...     optimizer.apply([keras.ops.array([1.0])], [variable])
+        >>> optimizer.finalize_variable_values([variable])
+        >>> float(variable[0])  # 6 after the first step, 4 after the second: 0.75 * 6 + 0.25 * 4
+        5.5
         """
         with contextlib.ExitStack() as stack:
             # TensorFlow's own form assigns native variables, of float32 to those of bfloat16, and TensorFlow refuses.
@@ -1170,7 +1181,7 @@ def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynami
     return FixedLossScale(1.0) if rule is None else rule
 
 
-def rewrapped(optimizer, rule: LossScale, slot_dtype: str) -> LossScaleOptimizer:
+def rewrapped(optimizer, rule: LossScale, slot_dtype: str = "auto") -> LossScaleOptimizer:
     """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
 
     Args:

@@ -168,6 +168,16 @@ class TrainStep:
         # Before the step: one that raises is not the one before it, whose batch need not stay in memory either.
         self._last = None
         self._get_ready(x, y)
+        return self.run_as_made(x, y, sample_weight)
+
+    def run_as_made(self, x, y=None, sample_weight=None) -> dict:
+        """Runs the step as it was made for the last call, whatever has become of the model since.
+
+        For whoever makes steps of one model under several policies, and times them in turn.
+
+        Args:
+            x, y, sample_weight: A batch, as the step takes it.
+        """
         result = self._compiled(x, y, sample_weight)
         self._last = (x, y, sample_weight), result, result.pop(BEFORE)
         self._steps += 1
