@@ -155,9 +155,10 @@ def converted_by(model):
     return None if conversion is None else conversion.asked_for
 
 
-def conversion_of(model):
-    """Returns the last conversion of `model`, another object after each; `None` where there was none."""
-    return _conversions.get(model)
+def times_stored(model) -> int:
+    """Returns how often weights of `model` were stored in another dtype."""
+    conversion = _conversions.get(model)
+    return 0 if conversion is None else conversion.times_stored
 
 
 def float8_products(model) -> dict:
@@ -367,6 +368,7 @@ def store_weights(model, optimizers):
     changed = weight_dtypes(rows)
     if not changed:
         return
+    conversion.times_stored += 1
     with following(optimizers, [variable for variable, _ in changed]):
         for variable, dtype in changed:
             _keras.retype(variable, dtype)

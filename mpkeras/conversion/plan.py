@@ -55,6 +55,7 @@ class Conversion:
         kept: Layer that a rule keeps in float32 -> the policy that it has so, and the one that it has without the rule.
         left_float8: Layer -> why its product is not in float8 any more; under one policy with float8 after another.
         unstored: Rows that were carried out, whose weights are still stored as before.
+        times_stored: How often weights of the model were stored in another dtype.
         told: What the user was told of rules that match nothing.
     """
 
@@ -89,6 +90,7 @@ class Conversion:
         if earlier is not None and earlier.policy.float8 is not None and policy.float8 is not None:
             self.left_float8 = earlier.left_float8
         self.unstored: list[Row] = [] if earlier is None else earlier.unstored
+        self.times_stored: int = 0 if earlier is None else earlier.times_stored
         self.told: set[str] = set() if earlier is None else earlier.told
 
     def without_rule(self, layer, policy):

@@ -7,7 +7,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
-from mpkeras.conversion.apply import conversion_of, converting, layer_converter, store_weights
+from mpkeras.conversion.apply import converted_by, converting, layer_converter, store_weights, times_stored
 from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.policies.loss_scaling import FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
@@ -412,11 +412,11 @@ class StepParts:
         self.wrap_optimizer()
 
     def _present(self) -> tuple:
-        return conversion_of(self.model), getattr(self.optimizer, "slot_dtype", None)
+        return converted_by(self.model), times_stored(self.model), getattr(self.optimizer, "slot_dtype", None)
 
     def is_outdated(self) -> bool:
         """Whether the model was converted, or the optimizer's state stored in another dtype, after it was built."""
-        return any(now is not then for now, then in zip(self._present(), self._made_for, strict=True))
+        return self._present() != self._made_for
 
     def follow_model(self):
         """Lets the built optimizer know the weights as they are stored now; programs made before are not used again."""

@@ -317,3 +317,31 @@ def test_several_optimizers_in_one_find_the_weights_that_are_stored_anew():
 
     (reference, _), (loss, found) = run("float32"), run("bfloat16")
     assert found == {"bfloat16"} and reference < 0.3 and abs(loss - reference) < 0.1
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_steps_of_one_model_in_turn_are_each_traced_once():
+    traces = []
+
+    def traced(name):
+        def loss(y, y_pred):
+            traces.append(name)
+            return keras.losses.sparse_categorical_crossentropy(y, y_pred)
+
+        return loss
+
+    model = mpkeras.apply_policy(classifier(), "mixed_bfloat16")
+    steps = [mpkeras.make_train_step(model, "sgd", traced(name), jit_compile=True) for name in ("first", "second")]
+    for step in steps * 2:
+        step(X, Y)
+    before = len(traces)
+    for step in steps * 3:
+        step(X, Y)
+    assert len(traces) == before
+    # There and back, the weights are others on TensorFlow, of the same dtype.
+    for policy in ("bfloat16", "mixed_bfloat16"):
+        mpkeras.apply_policy(model, policy)
+    kernel = snapshot([model.get_layer("first").kernel])
+    for step in steps:
+        step(X, Y)
+    assert {"first", "second"} <= set(traces[before:]) and snapshot([model.get_layer("first").kernel]) != kernel
