@@ -177,6 +177,9 @@ class TrainStep:
 
         Args:
             x, y, sample_weight: A batch, as the step takes it.
+
+        Returns:
+            What the step returns.
         """
         result = self._compiled(x, y, sample_weight)
         self._last = (x, y, sample_weight), result, result.pop(BEFORE)
