@@ -296,7 +296,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         >>> for _ in range(2):
         ...     optimizer.apply([keras.ops.array([1.0])], [variable])
         >>> optimizer.finalize_variable_values([variable])
-        >>> float(variable[0])  # 6 after the first step, 4 after the second: 0.75 * 6 + 0.25 * 4
+        >>> float(keras.ops.convert_to_numpy(variable)[0])  # 6 after one step, 4 after two: 0.75 * 6 + 0.25 * 4
         5.5
         """
         with contextlib.ExitStack() as stack:
