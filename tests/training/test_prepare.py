@@ -360,6 +360,7 @@ def test_what_ran_before_runs_in_the_new_dtypes(door):
     else:
         assert model.train_on_batch(x, y) == pytest.approx(NEAR_ONE**2, rel=1e-6)
         prepare(model, "mixed_bfloat16", rollback=door == "prepare")
+        model.reset_metrics()  # Keras 3.10 returns the mean since then.
         assert model.train_on_batch(x, y) == 1.0
     assert [result() for result in results.values()] == [1.0, 1.0, 1.0]
 
