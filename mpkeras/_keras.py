@@ -167,13 +167,14 @@ def known_variables(optimizer) -> dict:
     return {key: variables[index] for key, index in optimizer._trainable_variables_indices.items()}
 
 
-def know_variables_again(optimizer, renamed: dict):
+def know_variables_again(optimizer, known: dict):
     """Lets an optimizer find variables after `retype`, and know which of them decay.
 
     Args:
         optimizer: A Keras optimizer, built or not.
-        renamed: The `variable_keys` of the variables before -> those now.
+        known: The variables, by what the optimizer knew them before: `known_variables`, or their `variable_keys`.
     """
+    renamed = dict(zip(known, variable_keys(optimizer, known.values()), strict=True))
     attributes = vars(optimizer)
     # Which variables were excluded by name or as objects, and what Keras made of it: up to 3.15 at the first decay, as
     # 3.16 does when it is built. Into the dictionary: an attribute would be tracked.

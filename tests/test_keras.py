@@ -613,7 +613,7 @@ def test_an_optimizer_finds_its_variables_after_they_are_stored_anew():
     known = private.known_variables(optimizer)
     assert list(known.values()) == [v] and list(known) == private.variable_keys(optimizer, [v])
     private.retype(v, "bfloat16")
-    private.know_variables_again(optimizer, dict(zip(known, private.variable_keys(optimizer, [v]), strict=True)))
+    private.know_variables_again(optimizer, known)
     optimizer.apply([keras.ops.cast([1.0, 1.0], "bfloat16")], [v])
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(keras.ops.cast(v.value, "float32")), [0.5, -1.0])
 
@@ -628,10 +628,10 @@ def test_an_optimizer_knows_what_decays_after_variables_are_stored_anew(excluded
     if is_used:
         optimizer.apply([keras.ops.zeros(1), keras.ops.zeros(1)])
         v.assign([1.0])
-    before = private.variable_keys(optimizer, [v, w])
+    known = dict(zip(private.variable_keys(optimizer, [v, w]), [v, w], strict=True))
     for variable in (v, w):
         private.retype(variable, "bfloat16")
-    private.know_variables_again(optimizer, dict(zip(before, private.variable_keys(optimizer, [v, w]), strict=True)))
+    private.know_variables_again(optimizer, known)
     assert private.decays(optimizer, v) and not private.decays(optimizer, w)
     optimizer.apply([keras.ops.zeros(1, "bfloat16"), keras.ops.zeros(1, "bfloat16")])
     # 1 - 0.5 * 0.5 of the one that decays.

@@ -161,10 +161,10 @@ def following(optimizers, variables):
         variables: The `keras.Variable`s.
     """
     parts = [part for optimizer in optimizers for part in parts_of(getattr(optimizer, "inner_optimizer", optimizer))]
-    before = [_keras.variable_keys(part, variables) for part in parts]
+    known = [dict(zip(_keras.variable_keys(part, variables), variables, strict=True)) for part in parts]
     yield
-    for part, keys in zip(parts, before, strict=True):
-        _keras.know_variables_again(part, dict(zip(keys, _keras.variable_keys(part, variables), strict=True)))
+    for part, variables_of_part in zip(parts, known, strict=True):
+        _keras.know_variables_again(part, variables_of_part)
     for optimizer in optimizers:
         if optimizer.built and hasattr(optimizer, "store_slots"):
             optimizer.store_slots()
@@ -179,8 +179,6 @@ def follow_weights(optimizer):
     if not optimizer.built:
         return
     for part in parts_of(getattr(optimizer, "inner_optimizer", optimizer)):
-        known = _keras.known_variables(part)
-        now = _keras.variable_keys(part, known.values())
-        _keras.know_variables_again(part, dict(zip(known, now, strict=True)))
+        _keras.know_variables_again(part, _keras.known_variables(part))
     if hasattr(optimizer, "store_slots"):
         optimizer.store_slots()
