@@ -9,11 +9,15 @@ import keras
 from keras import ops
 
 from mpkeras import _keras, _replaced
-from mpkeras.policies import loss_scaling, scalars
 from mpkeras.policies.dtypes import SMALL_DTYPE, check_slot_dtype
-from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
-from mpkeras.scaling.facts import FactsOfReplicas, StepFacts, check_loss_was_scaled, ended_update
-from mpkeras.scaling.gradient_statistics import gradient_statistics
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale, number, resolve, scalars
+from mpkeras.scaling.facts import (
+    FactsOfReplicas,
+    StepFacts,
+    check_loss_was_scaled,
+    ended_update,
+    gradient_statistics,
+)
 from mpkeras.scaling.small_state import Rounding, parts_of, slot_dtypes
 from mpkeras.scaling.window import Decision, GradientWindow, checked_steps, single_step
 
@@ -1171,7 +1175,7 @@ def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynami
             f"loss_scale={loss_scale!r}, initial_scale={initial_scale}, "
             f"dynamic_growth_steps={dynamic_growth_steps}. Put the settings into `loss_scale`."
         )
-    rule = loss_scaling.resolve(loss_scale)
+    rule = resolve(loss_scale)
     if rule is not None and dynamic is True and not rule.dynamic:
         raise ValueError(
             f"Expected a moving scale with `dynamic=True`. Received: loss_scale={loss_scale!r}. "
@@ -1232,7 +1236,4 @@ def _has_found_its_scale(optimizer) -> bool:
     if isinstance(optimizer, LossScaleOptimizer) and not optimizer.dynamic:
         return False
     values = (optimizer.step_counter, optimizer.inner_optimizer.iterations)
-    return (
-        any(scalars.number(value) for value in values)
-        or scalars.number(optimizer.dynamic_scale) != optimizer.initial_scale
-    )
+    return any(number(value) for value in values) or number(optimizer.dynamic_scale) != optimizer.initial_scale

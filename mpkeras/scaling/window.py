@@ -7,7 +7,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._arguments import checked_count
-from mpkeras.policies import scalars
+from mpkeras.policies.loss_scaling import scalars
 
 ON_OVERFLOW = ("drop_micro", "drop_window")
 
