@@ -8,7 +8,6 @@ from typing import Any
 import keras
 
 from mpkeras.policies import loss_scaling, rules
-from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import (
     SIXTEEN_BIT_DTYPES,
     check_dtype,
@@ -443,4 +442,4 @@ def _unknown_name(name: str) -> str:
 
 
 def _default_rules(compute_dtype: str) -> tuple[str, ...]:
-    return default_rules() if compute_dtype in SIXTEEN_BIT_DTYPES else ()
+    return rules.default_rules() if compute_dtype in SIXTEEN_BIT_DTYPES else ()
