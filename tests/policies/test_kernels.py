@@ -265,8 +265,8 @@ def test_a_trial_leaves_names_and_random_numbers_as_they_are():
     layer = layers.Conv2D(1, 3, name="convolution")
     keras.backend.clear_session()
     state = random.getstate()
-    assert kernels.missing_kernel_of(layer, "float16").startswith(
-        "its kernel of few filters or channels fails in float16"
-    )
+    reason = kernels.missing_kernel_of(layer, "float16")
+    # A CPU that multiplies in float16 itself has the kernel.
+    assert reason is None or reason.startswith("its kernel of few filters or channels fails in float16")
     assert random.getstate() == state
     assert layers.Conv2D(1, 3).name == "conv2d"
