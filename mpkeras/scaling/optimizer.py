@@ -534,8 +534,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         if not grads:
             return
-        traces = _backend.traces()
-        with ended_update(self, traces) as facts:
+        with ended_update(self, _backend.traces()) as facts:
             variables = self._checked_variables(grads, trainable_variables)
             check_loss_was_scaled(self, facts)
             self._warn_of_lost_guard(facts.is_guarded)
@@ -591,14 +590,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         2.5
         """
         grads = list(grads)
-        traces = _backend.traces()
-        with ended_update(self, traces) as facts:
+        with ended_update(self, _backend.traces()) as facts:
             self._check_values(optimizer_variables, grads, trainable_variables)
             check_loss_was_scaled(self, facts)
             self._warn_of_lost_guard(facts.is_guarded)
-            with keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True))):
+            variables, own = self.trainable_variables, self.variables
+            mapping = [*zip(variables, trainable_variables, strict=True), *zip(own, optimizer_variables, strict=True)]
+            with keras.StatelessScope(state_mapping=mapping):
                 self._note_statistics(grads, facts)
-            return _backend.stateless_apply(self, list(optimizer_variables), grads, list(trainable_variables), facts)
+            new_value = _backend.new_values(self, mapping, grads, variables, facts)
+            return [new_value(variable) for variable in variables], [new_value(variable) for variable in own]
 
     def _check_values(self, optimizer_variables, grads, trainable_variables):
         if not self.built:
