@@ -289,7 +289,7 @@ def resolve(identifier) -> LossScale | None:
         return rule
     if isinstance(rule, str) and rule == "dynamic":
         return DynamicLossScale()
-    if isinstance(rule, numbers.Real) and not isinstance(rule, bool):
+    if not isinstance(rule, bool) and isinstance(rule, numbers.Real):
         return FixedLossScale(float(rule))
     received = (
         f"Expected a `loss_scale` of 'dynamic', a number, a `LossScale` or None. Received: loss_scale={identifier!r}"

@@ -222,16 +222,13 @@ def _unscaled(optimizer, grads, variables, scale):
     return grads if scale is None else optimizer.unscale(grads, variables, scale)
 
 
-def _update_inner(optimizer, grads, variables, scale, is_applied=None):
-    _apply_inner(optimizer, _unscaled(optimizer, grads, variables, scale), variables, is_applied)
-
-
-def _apply_inner(optimizer, grads, variables, is_applied=None):
+def _update_inner(optimizer, grads, variables, scale=None, is_applied=None):
     """Lets the inner optimizer update, in float32 where variables are small.
 
     Where a bool scalar `is_applied` is given, what it assigns to small variables, and beside them, takes effect only
     where that is true.
     """
+    grads = _unscaled(optimizer, grads, variables, scale)
     rounding = optimizer.rounding()
     with updating(optimizer), _keras.one_update(optimizer.inner_optimizer), contextlib.ExitStack() as stack:
         if rounding.small:
@@ -255,7 +252,7 @@ def _update_selecting(optimizer, grads, variables, is_due, scale):
 
 def _update_with_means(optimizer, grads, variables, decision):
     totals = [total.value for total in optimizer.window.sums_of(variables)]
-    _apply_inner(optimizer, optimizer.window.means(totals, grads, variables, decision), variables)
+    _update_inner(optimizer, optimizer.window.means(totals, grads, variables, decision), variables)
 
 
 def _add_to_sums(window, grads, variables, update=lambda total, function, args: function(total, *args)):

@@ -34,8 +34,8 @@ else:
     )
 
 
-# Arguments of every Keras optimizer that mean nothing on the wrapper: with their neutral values, which
-# configurations written by early Keras 3 contain.
+# Arguments of every Keras optimizer that mean nothing on the wrapper, with the neutral values that configurations of
+# early Keras 3 contain.
 _INNER_ARGUMENTS = {
     "weight_decay": None,
     "clipnorm": None,
@@ -49,7 +49,7 @@ _INNER_ARGUMENTS = {
 }
 # Stock Keras' scale grows after so many steps: never. It compares a counter that is int32 on JAX and torch.
 _NEVER = 2**31 - 1
-# Where in the configuration stands what only mpkeras knows: beside what plain Keras reads of the inner optimizer.
+# Where the configuration holds what only mpkeras knows: beside what plain Keras reads of the inner optimizer.
 _EXTRA = "mpkeras"
 
 
@@ -66,13 +66,11 @@ def _of_inner(name: str) -> property:
 
 
 def _saved_as_stock(optimizer_class):
-    """Registers the wrapper with Keras, and lets files name it so that plain Keras finds its own wrapper.
-
-    Keras writes the module and the name of `obj.__class__`, and the name that it is registered under. When it reads,
-    the registered name comes first; where nobody has registered it, the class in the module is taken, if the module is
-    one of Keras' own. It has to be the module that defines the class, as for Keras' own Functional models: under the
-    public name `keras.optimizers.LossScaleOptimizer` Keras 3.15.1 refuses a config with another registered name.
-    """
+    """Registers the wrapper with Keras, and lets files name it so that plain Keras finds its own wrapper."""
+    # Keras writes the module and the name of `obj.__class__`, and the name that it is registered under. When it reads,
+    # the registered name comes first; where nobody has registered it, the class in the module is taken, if the module
+    # is one of Keras' own. It has to be the module that defines the class, as for Keras' own Functional models: under
+    # the public name `keras.optimizers.LossScaleOptimizer` Keras 3.15.1 refuses a config with another registered name.
     stock = keras.optimizers.LossScaleOptimizer
     written = type(stock.__name__, (optimizer_class,), {"__module__": stock.__module__})
     register = keras.saving.register_keras_serializable("mpkeras", stock.__name__)
@@ -117,11 +115,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     Attributes:
         dynamic_scale: float32 variable of shape `()`, the loss scale (once built).
         step_counter: integer variable of shape `()`, finite steps since the scale last changed (once built).
-        skipped_steps: integer variable of shape `()`, steps left out so far.
-        consecutive_skips: integer variable of shape `()`, steps left out since the last applied one.
-        nonfinite_losses: integer variable of shape `()`, steps left out because the unscaled loss itself was
-            not finite (where that is known).
-        last_step_skipped: bool scalar tensor of shape `()`.
 
     Any other public attribute is read from and written to `inner_optimizer`.
 
@@ -168,8 +161,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         **kwargs,
     ) -> None:
         _refuse_inner_arguments(kwargs)
-        slot_dtype = "auto" if slot_dtype is None else slot_dtype
-        check_slot_dtype(slot_dtype)
+        slot_dtype = check_slot_dtype("auto" if slot_dtype is None else slot_dtype)
         _backend.check_all_reduce_dtype(all_reduce_dtype)
         inner_optimizer = _checked_inner_optimizer(inner_optimizer)
         rule = _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
@@ -264,7 +256,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.store_slots()
 
     def _build_inner(self, variables):
-        """Builds the inner optimizer with its slots in `slot_dtype`: in float32 first, they would need the memory."""
+        """Builds the inner optimizer, its slots in `slot_dtype` at once: converted, they would first need float32's."""
         with contextlib.ExitStack() as stack:
             for part in parts_of(self.inner_optimizer) if self._slot_dtype != "auto" else []:
                 make = self._slot_maker(part.add_variable)
@@ -280,7 +272,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return add_slot
 
     def store_slots(self):
-        """Stores each slot in the dtype that is asked for, its value kept; averages and single numbers in float32."""
+        """Stores each slot in `slot_dtype`, its value kept; averages and single numbers in float32."""
         for part in parts_of(self.inner_optimizer):
             for variable, dtype in slot_dtypes(part, self._slot_dtype):
                 if dtype in ("float32", SMALL_DTYPE) and dtype != _keras.stored_dtype(variable):
@@ -317,22 +309,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return Rounding([v for v in variables if isinstance(v, keras.Variable)], _keras.step_count(inner))
 
     def _make_scale_state(self):
-        initial_state = {"step_counter": 0, **self._rule.initial_state()}
+        # These two come first, in stock Keras' order.
+        initial_state = {"step_counter": 0, "dynamic_scale": 1.0} | self._rule.initial_state()
         # Keras' "int": int64 on TensorFlow, int32 on JAX and torch, as its own counter.
-        self.step_counter = self._add_scalar("step_counter", initial_state.pop("step_counter"), "int")
-        self.dynamic_scale = self._add_scalar("dynamic_scale", initial_state.pop("dynamic_scale"))
-        others = {key: self._add_scalar(key, value) for key, value in initial_state.items()}
-        self._state = {"step_counter": self.step_counter, "dynamic_scale": self.dynamic_scale, **others}
+        self._state = {
+            key: self._add_scalar(key, value, "int" if key == "step_counter" else "int32")
+            for key, value in initial_state.items()
+        }
+        self.step_counter, self.dynamic_scale = self._state["step_counter"], self._state["dynamic_scale"]
 
     def _add_scalar(self, name: str, value, int_dtype: str = "int32"):
         dtype = {bool: "bool", int: int_dtype, float: "float32"}[type(value)]
-        return self.add_variable(
-            shape=(),
-            initializer=keras.initializers.Constant(value),
-            dtype=dtype,
-            aggregation="none",
-            name=name,
-        )
+        constant = keras.initializers.Constant(value)
+        return self.add_variable(shape=(), initializer=constant, dtype=dtype, aggregation="none", name=name)
 
     @property
     def variables(self) -> list:
@@ -425,7 +414,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def nonfinite_losses(self):
-        """Steps left out as the unscaled loss itself was not finite: integer variable of shape `()`."""
+        """Steps left out as the unscaled loss itself was not finite, where that is known: integer variable."""
         return self._nonfinite_losses
 
     @property
@@ -505,12 +494,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.unscale(grads, [None] * len(grads))
 
     def unscale(self, scaled_grads, variables, loss_scale=None) -> list:
-        """Returns the gradients times the reciprocal of the scale: exact for powers of two.
+        """Returns the gradients times the reciprocal of the scale, by default the present one; `None` stays `None`.
 
-        Args:
-            scaled_grads: List of tensors of any float dtype, or `None`.
-            variables: The variables, one for each gradient, or `None`.
-            loss_scale: float32 scalar, shape `()`; by default the present scale.
+        `variables` has one for each gradient, or `None`.
         """
         if self.scale_is_one:
             return list(scaled_grads)
@@ -656,10 +642,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def decide(self, facts, grads_are_finite, loss_is_finite=None) -> tuple[Decision, list]:
         """Returns what a call of `apply` does, and `(variable, value)` for each of this optimizer's own.
 
-        Args:
-            facts: The `StepFacts` of the step.
-            grads_are_finite: bool scalar, shape `()`, for all replicas.
-            loss_is_finite: bool scalar, shape `()`, or `None` where it is not known.
+        The flags are bool scalars of shape `()`, for all replicas; `loss_is_finite` is `None` where it is not known.
         """
         # A batch without rows is skipped as one whose loss is not finite is, whatever it computes: the scale stays.
         forward_is_good, lost_its_loss = loss_is_finite, None
@@ -686,19 +669,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def step_outcome(self) -> tuple:
         """Whether a call of `apply` was skipped, and whether one was not, since the guarded step was opened.
 
-        Two bool variables of shape `()`, `False` between steps: whoever guards a step reads and clears them at its end.
-        Variables, and no part of `StepFacts`: an update may happen in a function, a branch or a loop that is compiled
-        by itself, from which nothing else reaches the step around.
+        Two bool variables of shape `()`: whoever guards a step clears them at its end. No part of `StepFacts`, as an
+        update may happen in a function, a branch or a loop that is compiled by itself: only variables reach the step
+        around.
         """
         return self._skipped_in_step, self._accepted_in_step
 
     def _counted(self, facts, is_accepted, lost_its_loss) -> list:
         """Returns `(variable, value)` for each counter after a step.
 
-        Args:
-            facts: The `StepFacts` of the step.
-            is_accepted: bool scalar, shape `()`.
-            lost_its_loss: bool scalar, shape `()`, whether the loss was computed and is not finite; `None` if unknown.
+        `lost_its_loss`: whether the loss was computed and is not finite, a bool scalar; `None` if unknown.
         """
         is_skipped = scalars.logical_not(is_accepted)
         skipped, row, lost = self._skipped_steps, self._consecutive_skips, self._nonfinite_losses
@@ -715,10 +695,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     # ---------------------------------------------------------------------------------------- accumulation
 
     def _take_over_accumulation(self, on_overflow):
-        """Sums the gradients here instead of in the inner optimizer, which would count skipped calls out.
-
-        The setting of the inner optimizer stays: it is the user's, and the next wrapper reads it, too.
-        """
+        """Sums the gradients here instead of in the inner optimizer, which would count skipped calls."""
+        # The setting of the inner optimizer stays: it is the user's, and the next wrapper reads it, too.
         steps = self.inner_optimizer.gradient_accumulation_steps
         if steps is not None:
             self.window = GradientWindow(self, steps, on_overflow or "drop_micro")
@@ -773,7 +751,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._take_sums(window)
 
     def _take_sums(self, window: GradientWindow):
-        """Goes on with the half-full sums of an inner optimizer that has accumulated without us."""
+        """Takes over the half-full sums of an inner optimizer that has accumulated by itself."""
         sums, calls = _keras.accumulated_gradients(self.inner_optimizer), self._inner_calls
         if not sums:
             return
@@ -867,11 +845,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     # ---------------------------------------------------------------------------------- guarded train steps
 
     def _note_guard(self, is_guarded: bool | None = None):
-        """Takes down whether the model's `train_step` is guarded now, for the copies that files make of the model.
+        """Notes whether the model's `train_step` is guarded now, for the copies that files make of the model.
 
-        Called without: somebody looks after the steps of this optimizer, whatever becomes of the model's `train_step`.
+        `None`: another step guards this optimizer, whatever becomes of the model's `train_step`.
         """
-        self._is_guarded = self._is_guarded if is_guarded is None else is_guarded
+        if is_guarded is not None:
+            self._is_guarded = is_guarded
         # Whoever guards the step, or takes the guard away, has decided.
         self._was_guarded = False
 
@@ -915,10 +894,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return config
 
     def _stock_rule(self) -> dict:
-        """Returns the settings with which stock Keras' wrapper comes closest to the rule.
-
-        It always doubles and halves, without bounds; a scale that is to stay where it is never grows.
-        """
+        """Returns the settings with which stock Keras' wrapper, which doubles and halves, comes closest to the rule."""
         rule = self.loss_scale_rule
         growth_steps = getattr(rule, "dynamic_growth_steps", 2000) if rule.dynamic else _NEVER
         return {"initial_scale": rule.initial_scale, "dynamic_growth_steps": min(growth_steps, _NEVER)}
@@ -1029,12 +1005,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             _expect_nothing(self.inner_optimizer)
 
     def _numbered_variables(self, store):
-        """Returns the variables whose values the numbered arrays of `store` are, in their order, or `None`.
-
-        First come those of stock Keras' wrapper, which is what we write, too; all of ours, as mpkeras 0.1.0 wrote them,
-        with a window or without; or none, in the file of a plain optimizer. Then those of an inner optimizer that has
-        sums of its own, or has none.
-        """
+        """Returns the variables whose values the numbered arrays of `store` are, in their order, or `None`."""
+        # First come those of stock Keras' wrapper, which is what we write, too; all of ours, as mpkeras 0.1.0 wrote
+        # them, with a window or without; or none, in the file of a plain optimizer. Then those of an inner optimizer
+        # that has sums of its own, or has none.
         inner = self.inner_optimizer.variables
         sums = {id(variable) for variable in _keras.accumulated_gradients(self.inner_optimizer)}
         of_step = {id(variable) for variable in self.step_outcome}
@@ -1051,7 +1025,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _stock_own_variables(self) -> list:
         """Returns the variables that stock Keras' wrapper has beside those of the inner optimizer, in its order."""
-        # Its own iteration and learning_rate, which mean nothing.
+        # The first two are its own iteration and learning_rate, which mean nothing.
         return self.variables[:2] + ([self.step_counter, self.dynamic_scale] if self.built else [])
 
     def _variables_beside(self) -> dict:
@@ -1076,12 +1050,10 @@ def _check_some_gradient(grads):
 
 
 def _expect_nothing(inner_optimizer):
-    """Lets the next call of its `load_own_variables` find nothing in the file, where Keras would warn.
+    """Lets the next call of its `load_own_variables` find nothing in the file, where Keras would warn."""
 
-    The file is of a plain optimizer, whose arrays the wrapper has given it. Keras goes on to ask the inner optimizer,
-    too, for which there is no place in such a file.
-    """
-
+    # The file is of a plain optimizer, whose arrays the wrapper has given to the inner one. Keras goes on to ask that
+    # one, too, for which there is no place in such a file.
     def load_own_variables(store):
         _replaced.restore(inner_optimizer, "load_own_variables", kind="loading")
         if len(store.keys()):
@@ -1140,7 +1112,7 @@ def _refuse_inner_arguments(kwargs: dict):
 
 
 def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic) -> LossScale:
-    """Returns the rule that the constructor's arguments, of three generations of Keras, ask for."""
+    """Returns the rule that the constructor's arguments ask for, which are those of three generations of Keras."""
     if isinstance(loss_scale, keras.optimizers.Optimizer):
         raise TypeError(
             "Expected a `loss_scale` of 'dynamic', a number, a `LossScale` or None: each optimizer has a scale of its "
@@ -1229,12 +1201,10 @@ def _copy(source, target):
 
 
 def _has_found_its_scale(optimizer) -> bool:
-    """Whether the scale of a built optimizer is one that training has moved, and so worth more than a default.
-
-    A fixed scale was not found by training: 1.0 of a bfloat16 model would stay with float16 for thousands of
-    steps. Nor was that of an optimizer that took no step: Keras' `fit` builds it before any callback is asked.
-    """
+    """Whether the scale of a built optimizer is one that training has moved, and so worth more than a default."""
     if isinstance(optimizer, LossScaleOptimizer) and not optimizer.dynamic:
+        # 1.0 of a bfloat16 model would stay with float16 for thousands of steps.
         return False
+    # Keras' `fit` builds an optimizer before any callback is asked: without a step, nothing has been found.
     values = (optimizer.step_counter, optimizer.inner_optimizer.iterations)
     return any(number(value) for value in values) or number(optimizer.dynamic_scale) != optimizer.initial_scale
