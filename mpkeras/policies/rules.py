@@ -214,10 +214,8 @@ def matches(rule, layer) -> bool:
     compares `layer.activation` with the Keras activation of that name. `path:` searches the expression anywhere in
     `layer.path`, or in `layer.name` until the layer is built; `^` and `$` tie it to the ends.
     """
-    if isinstance(rule, type):
-        return isinstance(layer, rule)
-    if isinstance(rule, keras.layers.Layer):
-        return layer is rule
+    if not isinstance(rule, str):
+        return isinstance(layer, rule) if isinstance(rule, type) else layer is rule
     kind, _, argument = rule.partition(":")
     if kind == "activation":
         return _has_activation(layer, argument)
@@ -233,14 +231,12 @@ def matches(rule, layer) -> bool:
 
 def first_match(rules, layer):
     """Returns the first of `rules` that names `layer`, or `None`."""
-    for rule in rules:
-        if matches(rule, layer):
-            return rule
+    found = next((rule for rule in rules if matches(rule, layer)), None)
     # `TimeDistributed` runs `layer.call`, which passes by the policy of the layer it wraps: the wrapper's
     # policy decides what that layer computes in.
-    if isinstance(layer, keras.layers.TimeDistributed):
+    if found is None and isinstance(layer, keras.layers.TimeDistributed):
         return first_match(rules, layer.layer)
-    return None
+    return found
 
 
 def unmatched(model, rules, argument: str) -> list[str]:

@@ -8,7 +8,6 @@ import keras
 import tensorflow as tf
 
 from mpkeras import _keras
-from mpkeras._replaced import replaced
 from mpkeras.devices._tensorflow import in_xla
 from mpkeras.scaling import small_state
 from mpkeras.scaling.facts import updating
@@ -383,18 +382,11 @@ def selecting_assignments(inner_optimizer, is_applied):
 
         return apply_weight_decay
 
-    methods = {
-        "assign": lambda optimizer: assign,
-        "assign_add": lambda optimizer: lambda variable, value: assign_change(variable, value, 1),
-        "assign_sub": lambda optimizer: lambda variable, value: assign_change(variable, value, -1),
-        _keras.WEIGHT_DECAY_METHOD: weight_decay,
-    }
-    assert set(methods) == set(_COVERED_METHODS)
-    with contextlib.ExitStack() as stack:
-        for optimizer in small_state.parts_of(inner_optimizer):
-            for name, method_of in methods.items():
-                stack.enter_context(replaced(optimizer, name, method_of(optimizer), kind="update"))
-        stack.enter_context(_SelectingScope(assign))
+    def methods_of(optimizer):
+        changes = functools.partial(assign_change, sign=1), functools.partial(assign_change, sign=-1)
+        return dict(zip(_COVERED_METHODS, (assign, *changes, weight_decay(optimizer)), strict=True))
+
+    with small_state.replaced_methods(inner_optimizer, methods_of), _SelectingScope(assign):
         yield
 
 
@@ -402,12 +394,11 @@ def selecting_assignments(inner_optimizer, is_applied):
 def _in_float32(optimizer, rounding):
     """Within this context the inner optimizer updates small variables through the `_WritingScope` of its thread."""
     # Around all replicas, as in `_no_second_sum`: the methods find in the scope what differs.
-    with contextlib.ExitStack() as stack:
-        if rounding.small:
-            for part in small_state.parts_of(optimizer.inner_optimizer):
-                for name, method in _methods_in_float32(part).items():
-                    stack.enter_context(replaced(part, name, method, kind="update"))
-            stack.enter_context(rounding.variables_as_float32())
+    if not rounding.small:
+        yield
+        return
+    methods = small_state.replaced_methods(optimizer.inner_optimizer, _methods_in_float32)
+    with methods, rounding.variables_as_float32():
         yield
 
 
@@ -554,11 +545,8 @@ def _summed(optimizer, scaled_grads, variables, takes_unscaled: bool) -> list:
     return [next(sums) if takes else grad for grad, takes in zip(scaled_grads, is_summed, strict=True)]
 
 
-@contextlib.contextmanager
 def _no_second_sum(optimizer):
-    """Within this context the inner optimizer takes its gradients as summed over replicas already."""
+    """Returns a context in which the inner optimizer takes its gradients as summed over replicas already."""
     # Around all replicas: each runs in a thread of its own, and the last one out must not find the method uncovered.
-    with contextlib.ExitStack() as stack:
-        for part in small_state.parts_of(optimizer.inner_optimizer) if _sums_in_16_bits(optimizer) else []:
-            stack.enter_context(replaced(part, _keras.GRADIENT_SUM_METHOD, list, kind="update"))
-        yield
+    methods = {_keras.GRADIENT_SUM_METHOD: list} if _sums_in_16_bits(optimizer) else {}
+    return small_state.replaced_methods(optimizer.inner_optimizer, lambda part: methods)

@@ -7,7 +7,6 @@ import torch
 import torch.distributed
 
 from mpkeras import _keras
-from mpkeras._replaced import replaced
 from mpkeras.devices._torch import is_distributed
 from mpkeras.scaling import small_state
 from mpkeras.scaling.facts import updating
@@ -115,9 +114,7 @@ def _update(optimizer, grads, variables):
     inner_optimizer, rounding = optimizer.inner_optimizer, optimizer.rounding()
     with updating(optimizer), _keras.one_update(inner_optimizer), contextlib.ExitStack() as stack:
         if rounding.small:
-            for part in small_state.parts_of(inner_optimizer):
-                for name, method in _methods_in_float32(part).items():
-                    stack.enter_context(replaced(part, name, method, kind="update"))
+            stack.enter_context(small_state.replaced_methods(inner_optimizer, _methods_in_float32))
             stack.enter_context(_WritingScope(rounding))
             stack.enter_context(rounding.variables_as_float32())
         inner_optimizer.apply(grads, variables)

@@ -1,6 +1,5 @@
 """`LossScaleOptimizer`: holds the loss scale's state and lets only finite steps reach the optimizer inside."""
 
-import contextlib
 import functools
 import warnings
 from typing import Any
@@ -18,7 +17,7 @@ from mpkeras.scaling.facts import (
     ended_update,
     gradient_statistics,
 )
-from mpkeras.scaling.small_state import Rounding, parts_of, slot_dtypes
+from mpkeras.scaling.small_state import Rounding, parts_of, replaced_methods, slot_dtypes
 from mpkeras.scaling.window import Decision, GradientWindow, checked_steps, single_step
 
 if keras.backend.backend() == "tensorflow":
@@ -256,20 +255,20 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.store_slots()
 
     def _build_inner(self, variables):
-        """Builds the inner optimizer, its slots in `slot_dtype` at once: converted, they would first need float32's."""
-        with contextlib.ExitStack() as stack:
-            for part in parts_of(self.inner_optimizer) if self._slot_dtype != "auto" else []:
-                make = self._slot_maker(part.add_variable)
-                stack.enter_context(_replaced.replaced(part, "add_variable", make, kind="update"))
+        """Builds the inner optimizer with its slots in `slot_dtype` from the start: in float32 they need more."""
+
+        def slot_maker(part):
+            add_variable = part.add_variable
+
+            @functools.wraps(add_variable)
+            def add_slot(shape, initializer="zeros", dtype=None, *args, **kwargs):
+                is_slot = shape and "float" in keras.backend.standardize_dtype(dtype)
+                return add_variable(shape, initializer, self._slot_dtype if is_slot else dtype, *args, **kwargs)
+
+            return {} if self._slot_dtype == "auto" else {"add_variable": add_slot}
+
+        with replaced_methods(self.inner_optimizer, slot_maker):
             self.inner_optimizer.build(variables)
-
-    def _slot_maker(self, add_variable):
-        @functools.wraps(add_variable)
-        def add_slot(shape, initializer="zeros", dtype=None, *args, **kwargs):
-            is_float = "float" in keras.backend.standardize_dtype(dtype)
-            return add_variable(shape, initializer, self._slot_dtype if is_float and shape else dtype, *args, **kwargs)
-
-        return add_slot
 
     def store_slots(self):
         """Stores each slot in `slot_dtype`, its value kept; averages and single numbers in float32."""
@@ -295,11 +294,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         >>> float(keras.ops.convert_to_numpy(variable)[0])  # 6 after one step, 4 after two: 0.75 * 6 + 0.25 * 4
         5.5
         """
-        with contextlib.ExitStack() as stack:
+        is_small = bool(self.rounding().small)
+
+        def portable(part):
             # TensorFlow's own form assigns native variables, of float32 to those of bfloat16, and TensorFlow refuses.
-            for part in parts_of(self.inner_optimizer) if self.rounding().small else []:
-                overwrite = _keras.portable_method(part, _keras.OVERWRITE_METHOD)
-                stack.enter_context(_replaced.replaced(part, _keras.OVERWRITE_METHOD, overwrite, kind="update"))
+            name = _keras.OVERWRITE_METHOD
+            return {name: _keras.portable_method(part, name)} if is_small else {}
+
+        with replaced_methods(self.inner_optimizer, portable):
             self.inner_optimizer.finalize_variable_values(var_list)
 
     def rounding(self) -> Rounding:

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras._replaced import replaced_on_all
+from mpkeras._replaced import replaced, replaced_on_all
 from mpkeras.devices import backend_module
 from mpkeras.policies.dtypes import SMALL_DTYPE
 
@@ -36,6 +36,16 @@ def widened(values):
 def parts_of(inner_optimizer) -> list:
     """Returns an optimizer, and those that a `MultiOptimizer` is made of."""
     return [inner_optimizer, *getattr(inner_optimizer, "optimizers", [])]
+
+
+@contextlib.contextmanager
+def replaced_methods(inner_optimizer, methods_of):
+    """Within this context an optimizer, and each of its parts, has the methods `methods_of(part)`, by name."""
+    with contextlib.ExitStack() as stack:
+        for part in parts_of(inner_optimizer):
+            for name, method in methods_of(part).items():
+                stack.enter_context(replaced(part, name, method, kind="update"))
+        yield
 
 
 def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
@@ -115,11 +125,6 @@ class UpdateScope(keras.StatelessScope):
     donated buffer.
 
     New values stay in the scope: `read` returns them. Subclasses `write` them elsewhere.
-
-    Args:
-        rounding: A `Rounding`.
-        is_applied: bool scalar, shape `()`, or `None`.
-        state_mapping: Pairs of a variable and its value, as for `keras.StatelessScope`.
     """
 
     def __init__(self, rounding: Rounding, is_applied=None, state_mapping=()):
@@ -186,24 +191,20 @@ def _store_slots(optimizer):
 
 
 def stochastic_round(values, *, seed: int, step, variable: int, draw: int = 0):
-    """Returns `values` in bfloat16, each rounded up or down with the probability of its distance.
+    """Returns `values` in bfloat16, each rounded up or down with the probability of its distance: the mean is exact.
 
-    A value between two neighbouring bfloat16 numbers becomes the upper one as often as it lies towards it, so its mean
-    is the value itself. Values that bfloat16 holds stay as they are, infinities and NaN among them. Those beyond its
-    largest finite number (3.39e38) become that number: what was finite stays finite.
+    Values that bfloat16 holds stay as they are, infinities and NaN among them. Those beyond its largest finite number
+    (3.39e38) become that number: what was finite stays finite.
 
     The random bits are a hash of where a value stands: no state is kept, and the same step rounds the same way in
     another process, on another backend, on each replica and on however many shards.
 
     Args:
         values: float32 tensor of a known shape.
-        seed: Integer, the same for all steps of an optimizer.
+        seed: The same for all steps of an optimizer.
         step: Integer scalar, shape `()`: the number of the update.
         variable: Number of the variable that the values are for.
         draw: How many roundings there were for this variable in this step before.
-
-    Returns:
-        A bfloat16 tensor of the shape of `values`.
 
     References:
         Gupta et al., 2015, https://arxiv.org/abs/1502.02551; for bfloat16 weights Zamirai et al., 2021,
