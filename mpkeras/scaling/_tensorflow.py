@@ -261,12 +261,15 @@ def _add_to_sums(window, grads, variables, update=lambda total, function, args: 
     """
     entries = list(zip(window.sums_of(variables), grads, variables, strict=True))
 
+    def begin_one(total, grad):
+        total.assign(window.first(total, grad))
+
     def add_one(total, grad, variable):
         total.assign(window.added(total, grad, variable))
 
     def begin():
         for total, grad, _ in entries:
-            update(total.value, lambda total, grad: total.assign(window.first(total, grad)), args=(grad,))
+            update(total.value, begin_one, args=(grad,))
         return tf.constant(True)
 
     def add():

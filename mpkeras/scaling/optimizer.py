@@ -496,9 +496,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.unscale(grads, [None] * len(grads))
 
     def unscale(self, scaled_grads, variables, loss_scale=None) -> list:
-        """Returns the gradients times the reciprocal of the scale, by default the present one; `None` stays `None`.
+        """Returns the gradients times the reciprocal of the scale: exact for powers of two.
 
-        `variables` has one for each gradient, or `None`.
+        Args:
+            scaled_grads: List of tensors of any float dtype, or `None`.
+            variables: The variables, one for each gradient, or `None`.
+            loss_scale: float32 scalar, shape `()`; by default the present scale.
         """
         if self.scale_is_one:
             return list(scaled_grads)
@@ -644,7 +647,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def decide(self, facts, grads_are_finite, loss_is_finite=None) -> tuple[Decision, list]:
         """Returns what a call of `apply` does, and `(variable, value)` for each of this optimizer's own.
 
-        The flags are bool scalars of shape `()`, for all replicas; `loss_is_finite` is `None` where it is not known.
+        Args:
+            facts: The `StepFacts` of the step.
+            grads_are_finite: bool scalar, shape `()`, for all replicas.
+            loss_is_finite: bool scalar, shape `()`, or `None` where it is not known.
         """
         # A batch without rows is skipped as one whose loss is not finite is, whatever it computes: the scale stays.
         forward_is_good, lost_its_loss = loss_is_finite, None
