@@ -10,7 +10,8 @@ from keras import ops, tree
 
 import mpkeras
 from mpkeras import _keras
-from mpkeras.policies.rules import apply_rules
+from mpkeras.conversion.plan import plan
+from mpkeras.policies.rules import set_layer_policy
 from zoo_cases import Case
 
 # 6e4, rounded to a number that bfloat16 has as well.
@@ -65,6 +66,14 @@ def to_both_16_bit_dtypes(values) -> np.ndarray:
     return np.ldexp(np.round(mantissas * 256) / 256, exponents).astype("float32")
 
 
+def _apply_rules(layer, policy: str) -> list:
+    """Moves what `policy` keeps in float32 there. Returns the rows of the plan."""
+    rows = [row for row in plan(layer, mpkeras.Policy(policy)) if row.after is not row.before]
+    for row in rows:
+        set_layer_policy(row.layer, row.after)
+    return rows
+
+
 @contextlib.contextmanager
 def _global_dtype(policy: str):
     """Makes `policy` global; `float64` with everything a backend needs for it."""
@@ -109,7 +118,7 @@ class Runner:
             self.layer = case.make(keras.layers)
             typical = make_inputs(case)["typical"]
             # Before the first call, for its operation may lack a kernel; and after it, for layers that it makes.
-            self.applied = apply_rules(self.layer, mpkeras.Policy(policy)) if rules else []
+            self.applied = _apply_rules(self.layer, policy) if rules else []
             if case.family == "data" and case.draws:
                 pass  # Without weights, and slow to trace.
             elif keras.backend.backend() == "jax" or case.family == "normalization":
@@ -120,7 +129,7 @@ class Runner:
                 self._call([self._tensor(values) for values in typical])
             for variable, value in zip(self.layer.variables, weights or [], strict=bool(weights)):
                 variable.assign(value.astype(variable.dtype))
-            self.applied += apply_rules(self.layer, mpkeras.Policy(policy)) if rules else []
+            self.applied += _apply_rules(self.layer, policy) if rules else []
             self.state = list(self.layer.non_trainable_variables)
             self._run = self._compiled()
 

@@ -298,7 +298,7 @@ FAULTS = {
         {
             "test_guarantees.py": ["test_every_cell_names_a_test_or_says_why_there_is_none"],
             "training/test_step.py": ["test_metrics_that_make_their_variables_late"],
-            "policies/test_default_rules.py": ["test_each_rule_names_something_of_keras_and_has_a_reason"],
+            "policies/test_rules.py": ["test_each_rule_names_something_of_keras_and_has_a_reason"],
         },
     ),
     "31": (

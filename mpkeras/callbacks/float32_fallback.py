@@ -8,8 +8,8 @@ from mpkeras.conversion.apply import leave_float8, move_to_float32
 from mpkeras.conversion.float8.layers import multiplies_in_float8
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.loss_scaling import number
 from mpkeras.policies.rules import path_rule
-from mpkeras.policies.scalars import number
 from mpkeras.training import guard
 
 

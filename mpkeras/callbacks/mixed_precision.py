@@ -3,10 +3,9 @@
 import keras
 
 from mpkeras.policies import loss_scaling
-from mpkeras.policies.loss_scaling import LossScale
+from mpkeras.policies.loss_scaling import LossScale, number
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
-from mpkeras.policies.scalars import number
 from mpkeras.training import guard, inventory
 from mpkeras.training.prepare import prepare_to_train
 from mpkeras.training.settings import check_switches

@@ -10,7 +10,7 @@ from mpkeras.callbacks.guarded import Guarded
 from mpkeras.callbacks.kept_batches import KeptBatches
 from mpkeras.insight.culprit import Culprit
 from mpkeras.insight.numerics import trace_numerics
-from mpkeras.policies.scalars import number
+from mpkeras.policies.loss_scaling import number
 from mpkeras.training import guard
 
 

@@ -14,9 +14,9 @@ from mpkeras.insight import findings as checks
 from mpkeras.insight.findings import SEVERITIES, in_order
 from mpkeras.insight.flops import OPEN_SIZE, forward_pass, size, sums_by_dtype
 from mpkeras.insight.report import Figure, Report, bytes_text, float8_text, make_figure, percent
-from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 from mpkeras.policies.policy import Policy
+from mpkeras.policies.rules import default_rules
 from mpkeras.training.settings import check_model
 from mpkeras.training.state import bytes_of_training
 

@@ -21,10 +21,10 @@ from mpkeras.insight.observation import call_of, replaced_calls
 from mpkeras.insight.operations.origins import Operation, Origins, is_finite, is_float
 from mpkeras.insight.report import shortened
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
+from mpkeras.policies.loss_scaling import number
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import policy_scope
 from mpkeras.policies.rules import set_layer_policy
-from mpkeras.policies.scalars import number
 from mpkeras.scaling.small_state import follow_weights
 from mpkeras.training import capsule_file, guard
 from mpkeras.training.backend import training_backend

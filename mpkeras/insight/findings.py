@@ -12,9 +12,8 @@ from mpkeras.conversion.plan import compute_dtypes, computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.flops import sums_by_dtype
 from mpkeras.insight.report import bytes_text, percent
-from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
-from mpkeras.policies.rules import bound_layers
+from mpkeras.policies.rules import DEFAULT_RULES, bound_layers, default_rules
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 SEVERITIES = ("error", "warning", "note")

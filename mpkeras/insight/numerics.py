@@ -30,10 +30,10 @@ from mpkeras.insight.ranges import (
 from mpkeras.insight.report import Figure, Report, make_figure, percent
 from mpkeras.insight.scale_window import scale_window
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.loss_scaling import number
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import bound_layers, path_rule, set_layer_policy
-from mpkeras.policies.scalars import number
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.settings import check_model
 

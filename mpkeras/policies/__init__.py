@@ -1,6 +1,5 @@
 """Precision policies: which dtypes, which layers stay in float32, how the loss is scaled."""
 
-from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules, describe_rules
 from mpkeras.policies.kernels import missing_kernel_rules
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import (
@@ -13,19 +12,17 @@ from mpkeras.policies.registry import (
     set_global_policy,
 )
 from mpkeras.policies.rules import (
-    AppliedRule,
-    apply_rules,
+    DEFAULT_RULES,
+    default_rules,
+    describe_rules,
     layer_policy,
     layers_to_keep,
     set_layer_policy,
-    undo_rules,
 )
 
 __all__ = [
     "DEFAULT_RULES",
-    "AppliedRule",
     "Policy",
-    "apply_rules",
     "default_rules",
     "describe_rules",
     "get_policy",
@@ -39,5 +36,4 @@ __all__ = [
     "registered_policies",
     "set_global_policy",
     "set_layer_policy",
-    "undo_rules",
 ]

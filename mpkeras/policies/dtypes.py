@@ -8,7 +8,7 @@ from keras import ops
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
-# In which what an optimizer updates may be stored to save memory. The range of float16 is too small for it.
+# What an optimizer updates may be stored in it to save memory. The range of float16 is too small.
 SMALL_DTYPE = "bfloat16"
 SLOT_DTYPES = ("auto", "float32", SMALL_DTYPE)
 
@@ -23,7 +23,7 @@ def stock_name(compute_dtype: str, variable_dtype: str) -> str | None:
 
 
 def float_dtype(dtype) -> str | None:
-    """Returns the name of a float dtype, given in any form that Keras takes; `None` for anything else."""
+    """Returns the name of a float dtype in any form that Keras takes; `None` for anything else."""
     try:
         name = keras.backend.standardize_dtype(dtype)
     except (ValueError, TypeError):
@@ -42,7 +42,7 @@ def check_dtype(argument: str, dtype) -> str:
 
 
 def check_slot_dtype(slot_dtype) -> str:
-    """Raises `ValueError` unless the state of an optimizer can be stored in `slot_dtype`; returns it."""
+    """Returns `slot_dtype`. Raises `ValueError` unless the state of an optimizer can be stored in it."""
     if slot_dtype not in SLOT_DTYPES:
         raise ValueError(
             f"Expected `slot_dtype` to be one of {SLOT_DTYPES}. Received: slot_dtype={slot_dtype!r}. Use 'bfloat16' "
@@ -59,8 +59,7 @@ def check_keras_name(name: str, compute_dtype: str, variable_dtype: str):
         raise ValueError(
             f"Expected {name!r} to stand for the dtypes it has in Keras, compute_dtype={dtypes[0]!r} and "
             f"variable_dtype={dtypes[1]!r}. Received: compute_dtype={compute_dtype!r}, "
-            f"variable_dtype={variable_dtype!r}. "
-            "Give the policy a name of its own."
+            f"variable_dtype={variable_dtype!r}. Give the policy a name of its own."
         )
 
 

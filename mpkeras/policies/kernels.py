@@ -6,7 +6,15 @@ import warnings
 import keras
 from keras import ops
 
+from mpkeras.devices import backend_module
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
+
+_BACKEND = keras.backend.backend()
+_devices = backend_module()
+
+
+def _policy(dtype: str) -> keras.DTypePolicy:
+    return keras.DTypePolicy(stock_name(dtype, "float32"))
 
 
 def _try_pool_3d(pool: str, dtype):
@@ -16,7 +24,7 @@ def _try_pool_3d(pool: str, dtype):
 def _try_adaptive_pool_3d(pool: str, dtype):
     # On TensorFlow it is made of the plain one (tried in its place: on inputs this small it ends the process).
     # Elsewhere it is an operation of its own, which exists in 16 bits.
-    if keras.backend.backend() == "tensorflow":
+    if _BACKEND == "tensorflow":
         _try_pool_3d(pool, dtype)
 
 
@@ -24,20 +32,25 @@ def _try_attention(dtype):
     _run(lambda x: ops.dot_product_attention(x, x, x), ops.zeros((1, 2, 1, 2), dtype))
 
 
+def _run(function, tensor):
+    # As a training step would: JAX on CPU lacks float16 attention only where it compiles.
+    if _BACKEND == "jax":
+        _devices.run_compiled(function, tensor)
+    else:
+        function(tensor)
+
+
 def _try_gru(dtype):
     # Keras' own GRU loop for JAX mixes float32 into a 16-bit state while it is traced (Keras 3.15).
-    if keras.backend.backend() == "jax":
-        from mpkeras.devices import _jax
-
-        _jax.trace_gru(dtype)
+    if _BACKEND == "jax":
+        _devices.trace_gru(dtype)
 
 
 def _try_attention_without_keys(layer_class, dtype):
     # Keras asks `scores.dtype == "float16"`, which no dtype of torch equals, and subtracts 1e9 in float16 (Keras 3.15).
-    if keras.backend.backend() == "torch":
-        layer = layer_class(dtype=keras.DTypePolicy(stock_name(dtype, "float32")))
+    if _BACKEND == "torch":
         x = ops.ones((1, 2, 2), dtype)
-        outputs = layer([x, x], mask=[None, ops.zeros((1, 2), "bool")])
+        outputs = layer_class(dtype=_policy(dtype))([x, x], mask=[None, ops.zeros((1, 2), "bool")])
         if not bool(ops.all(ops.isfinite(outputs))):
             raise FloatingPointError("rows whose keys are all masked become NaN")
 
@@ -52,14 +65,22 @@ def _try_mask_of_t5(dtype):
         raise FloatingPointError("its mask adds (1 - 1) * -1e9, which is NaN")
 
 
-def _run(function, tensor):
-    """Runs `function` as a training step would. JAX on CPU lacks float16 attention only where it compiles."""
-    if keras.backend.backend() == "jax":
-        from mpkeras.devices import _jax
+def _try_gradient_of_resize(interpolation: str, jit_compile: bool, dtype):
+    # TensorFlow resizes to float32, and so is the gradient: XLA meets it where a `relu` expects 16 bits.
+    # `ScaleAndTranslate` ("lanczos3" and "lanczos5") has no gradient by 16-bit images at all (Keras 3.15).
+    layer = keras.layers.UpSampling2D(2, data_format="channels_last", interpolation=interpolation, dtype=_policy(dtype))
+    _devices.run_gradient(lambda x: layer(ops.relu(x)), ops.ones((1, 2, 2, 1), dtype), jit_compile)
 
-        _jax.run_compiled(function, tensor)
-    else:
-        function(tensor)
+
+def _try_gradient_of_convolution(layer_class, channels, filters, kernel_size, groups, data_format, dtype):
+    # Neither a name nor a seed: making it leaves Keras' counters and the user's random numbers as they are.
+    options = {"name": "trial", "kernel_initializer": "zeros", "dtype": _policy(dtype)}
+    if groups > 1:
+        options["groups"] = groups
+    layer = layer_class(filters, kernel_size, data_format=data_format, **options)
+    sizes = [2 * size for size in kernel_size]
+    shape = (2, channels, *sizes) if data_format == "channels_first" else (2, *sizes, channels)
+    _devices.run_gradient(layer, ops.ones(shape, dtype))
 
 
 # Layer class, the operation it rests on. Other layers were tried once on every backend and need no entry.
@@ -78,27 +99,14 @@ _TRIALS = {
     "MMDiTBlock": _try_attention,
     "T5MultiHeadAttention": _try_mask_of_t5,
 }
-
-
-@functools.cache
-def _resize_trials(interpolation: str) -> tuple:
-    return (
-        functools.partial(_try_gradient_of_resize, interpolation, False),
-        functools.partial(_try_gradient_of_resize, interpolation, True),
-    )
-
-
-def _try_gradient_of_resize(interpolation: str, jit_compile: bool, dtype):
-    """On TensorFlow resizing returns float32, and its gradient, too: XLA meets it where a `relu` expects 16 bits.
-
-    `ScaleAndTranslate`, which "lanczos3" and "lanczos5" rest on, has no gradient by 16-bit images at all (Keras 3.15).
-    """
-    from mpkeras.devices import _tensorflow
-
-    policy = keras.DTypePolicy(stock_name(dtype, "float32"))
-    layer = keras.layers.UpSampling2D(2, data_format="channels_last", interpolation=interpolation, dtype=policy)
-    x = ops.ones((1, 2, 2, 1), dtype)
-    _tensorflow.run_gradient(lambda x: layer(ops.relu(x)), x, jit_compile)
+_CONVOLUTIONS = (
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+    keras.layers.Conv1DTranspose,
+    keras.layers.Conv2DTranspose,
+    keras.layers.Conv3DTranspose,
+)
 
 
 def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str], ...]:
@@ -115,35 +123,37 @@ def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str
     """
     if compute_dtype not in SIXTEEN_BIT_DTYPES:
         return ()
-    backend = keras.backend.backend()
-    rows = []
-    for name, trial in _TRIALS.items():
-        if among is not None and name not in among:
-            continue
-        error = _error(trial, compute_dtype, backend)
-        if error is not None:
-            rows.append((name, f"fails in {compute_dtype} on {backend} and this device: {error}"))
-    return tuple(rows)
+    failures = {
+        name: _failure(trial, compute_dtype) for name, trial in _TRIALS.items() if among is None or name in among
+    }
+    return tuple((name, failure) for name, failure in failures.items() if failure is not None)
 
 
-# Their kernels end in a dimension of one filter, or one channel, of which torch makes gradients in another layout.
-_TORCH_CONVOLUTIONS = {
-    keras.layers.Conv1D: 1,
-    keras.layers.Conv2D: 2,
-    keras.layers.Conv3D: 3,
-    keras.layers.Conv1DTranspose: 1,
-    keras.layers.Conv2DTranspose: 2,
-    keras.layers.Conv3DTranspose: 3,
-}
+def missing_kernel_of(layer, compute_dtype: str) -> str | None:
+    """Returns why `layer`, as it was made, raises in `compute_dtype` where others of its class do not; `None` if not.
 
-
-def _convolution_trial(layer):
-    """Returns the trial for a convolution on torch whose kernel may have no 16-bit gradient; `None` for all others.
-
-    On a CPU torch 2.13 refuses the float16 gradient of kernels with one filter or one channel, in Keras' own layout.
+    A layer that XLA refuses is named, too: Keras compiles with XLA by default, and the step may be compiled later.
     """
-    rank = next((rank for base, rank in _TORCH_CONVOLUTIONS.items() if isinstance(layer, base)), None)
-    if rank is None:
+    if compute_dtype not in SIXTEEN_BIT_DTYPES:
+        return None
+    if _BACKEND == "torch" and (convolution := _narrow_convolution(layer)):
+        failure = _failure(_try_gradient_of_convolution, compute_dtype, *convolution)
+        return None if failure is None else f"its kernel of few filters or channels {failure}"
+    if _BACKEND == "tensorflow" and isinstance(layer, keras.layers.UpSampling2D) and layer.interpolation != "nearest":
+        for jit_compile in (False, True):
+            failure = _failure(_try_gradient_of_resize, compute_dtype, layer.interpolation, jit_compile)
+            if failure is not None:
+                return f"interpolation={layer.interpolation!r} {failure}"
+    return None
+
+
+def _narrow_convolution(layer) -> tuple | None:
+    """Returns the arguments of a trial for a convolution with one filter or channel; `None` for any other layer.
+
+    On a CPU torch 2.13 refuses the float16 gradient of such kernels, whose last dimension it lays out otherwise.
+    """
+    layer_class = next((base for base in _CONVOLUTIONS if isinstance(layer, base)), None)
+    if layer_class is None:
         return None
     if layer.built:
         *_, first, last = layer.kernel.shape
@@ -151,80 +161,35 @@ def _convolution_trial(layer):
         first, last = 2, layer.filters  # channels are not known yet, and seldom one
     if min(first, last) > 1 or max(layer.kernel_size) == 1:
         return None
-    is_transposed = "Transpose" in type(layer).__name__
-    channels = (last if is_transposed else first * layer.groups) if layer.built else 2
+    is_transposed = "Transpose" in layer_class.__name__
     groups = 1 if is_transposed else layer.groups
-    return _trial_of_convolution(
-        rank, is_transposed, channels, layer.filters, layer.kernel_size, groups, layer.data_format
-    )
+    channels = 2
+    if layer.built:
+        channels = last if is_transposed else first * groups
+    return layer_class, channels, layer.filters, layer.kernel_size, groups, layer.data_format
 
 
 @functools.cache
-def _trial_of_convolution(*arguments):
-    # One object for one kind of convolution: `_error` keeps its answer by it.
-    return functools.partial(_try_gradient_of_convolution, *arguments)
-
-
-def _try_gradient_of_convolution(rank, is_transposed, channels, filters, kernel_size, groups, data_format, dtype):
-    from mpkeras.devices import _torch
-
-    # Neither a name nor a seed: making it leaves Keras' counters and the user's random numbers as they are.
-    options = {"name": "trial", "kernel_initializer": "zeros"} | ({} if is_transposed else {"groups": groups})
-    policy = keras.DTypePolicy(stock_name(dtype, "float32"))
-    layer_class = getattr(keras.layers, f"Conv{rank}D{'Transpose' if is_transposed else ''}")
-    layer = layer_class(filters, kernel_size, data_format=data_format, dtype=policy, **options)
-    sizes = [2 * size for size in kernel_size]
-    shape = (2, channels, *sizes) if data_format == "channels_first" else (2, *sizes, channels)
-    _torch.run_gradient(layer, ops.ones(shape, dtype))
-
-
-def missing_kernel_of(layer, compute_dtype: str) -> str | None:
-    """Returns why `layer`, as it was made, raises in `compute_dtype` where others of its class do not; `None` if not.
-
-    The step may be compiled by XLA, as Keras does by default on TensorFlow, whatever is known of it now: a layer that
-    XLA refuses is named, too.
-    """
-    if compute_dtype not in SIXTEEN_BIT_DTYPES:
-        return None
-    backend = keras.backend.backend()
-    if backend == "torch":
-        trial = _convolution_trial(layer)
-        error = None if trial is None else _error(trial, compute_dtype, backend)
-        if error is None:
-            return None
-        return f"its kernel of few filters or channels fails in {compute_dtype} on torch and this device: {error}"
-    if backend != "tensorflow" or not isinstance(layer, keras.layers.UpSampling2D) or layer.interpolation == "nearest":
-        return None
-    errors = [_error(trial, compute_dtype, "tensorflow") for trial in _resize_trials(layer.interpolation)]
-    found = [error for error in errors if error is not None]
-    if not found:
-        return None
-    return f"interpolation={layer.interpolation!r} fails in {compute_dtype} on tensorflow and this device: {found[0]}"
-
-
-@functools.cache
-def _error(trial, compute_dtype: str, backend: str) -> str | None:
-    """Returns the first line of what `trial` raised; `None` if it works, or fails in float32 as well."""
-    run = functools.partial(_eagerly, backend)
+def _failure(trial, compute_dtype: str, *arguments) -> str | None:
+    """Returns what `trial(*arguments, compute_dtype)` raised; `None` if it works, or fails in float32 as well."""
+    run = functools.partial(_eagerly, trial, *arguments)
     try:
-        run(trial, compute_dtype)
+        run(compute_dtype)
     except Exception as error:  # Each backend has exceptions of its own for a missing kernel.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         message = (lines[0] if lines else type(error).__name__)[:200]
     else:
         return None
     try:
-        run(trial, "float32")
+        run("float32")
     except Exception:
         return None  # Float32 is no remedy: the operation itself is at fault.
-    return message
+    return f"fails in {compute_dtype} on {_BACKEND} and this device: {message}"
 
 
-def _eagerly(backend: str, trial, dtype: str):
-    """Runs `trial(dtype)`. Layers that come into being late are met while a step is traced, where nothing runs."""
-    if backend == "tensorflow":
-        from mpkeras.devices import _tensorflow
-
-        _tensorflow.run_eagerly(trial, dtype)
+def _eagerly(trial, *arguments):
+    # Layers that come into being late are met while a step is traced, where nothing runs.
+    if _BACKEND == "tensorflow":
+        _devices.run_eagerly(trial, *arguments)
     else:
-        trial(dtype)
+        trial(*arguments)

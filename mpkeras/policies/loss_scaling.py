@@ -1,4 +1,4 @@
-"""The loss-scaling rules: pure functions from one step's state to the next, on `keras.ops`."""
+"""The loss-scaling rules: pure functions from one step's state to the next, on scalars."""
 
 import dataclasses
 import math
@@ -7,7 +7,12 @@ import numbers
 import keras
 from keras import ops
 
-from mpkeras.policies import scalars
+if keras.backend.backend() == "torch":
+    # torch runs op by op. A step has some forty operations on scalars, and what `keras.ops` converts and checks before
+    # each takes five times as long as the operation.
+    from mpkeras.policies import _torch as scalars
+else:
+    from keras import ops as scalars  # type: ignore[no-redef]
 
 # Between these bounds a scale and its reciprocal are both normal float32 numbers, so that
 # multiplying by the reciprocal unscales exactly whenever the scale is a power of two.
@@ -206,9 +211,8 @@ class DynamicLossScale(LossScale):
     hysteresis: int = 1
 
     def __post_init__(self):
-        initial_scale = _check_scale("initial_scale", self.initial_scale)
-        min_scale = _check_scale("min_scale", self.min_scale)
-        max_scale = _check_scale("max_scale", self.max_scale)
+        scales = ("initial_scale", "min_scale", "max_scale")
+        initial_scale, min_scale, max_scale = (_check_scale(name, getattr(self, name)) for name in scales)
         if isinstance(self.min_scale, _DefaultBound):
             min_scale = min(min_scale, initial_scale)
         if isinstance(self.max_scale, _DefaultBound):
@@ -247,7 +251,10 @@ class DynamicLossScale(LossScale):
         return {"step_counter": 0, "dynamic_scale": self.initial_scale, "hysteresis_counter": 0}
 
     def current_scale(self, state: dict):
-        return bounded_scale(state["dynamic_scale"], self.min_scale, self.max_scale)
+        scale = ops.cast(state["dynamic_scale"], "float32")
+        # A checkpoint of stock Keras may hold 0, inf or 2**40, which must not be used even once. NaN becomes the floor.
+        bounded = scalars.minimum(scale, self.max_scale)
+        return scalars.where(scalars.greater_equal(scale, self.min_scale), bounded, self.min_scale)
 
     def next_state(self, state: dict, is_finite) -> dict:
         scale = self.current_scale(state)
@@ -270,46 +277,26 @@ class DynamicLossScale(LossScale):
         return dataclasses.asdict(self)
 
 
-def bounded_scale(scale, min_scale: float, max_scale: float):
-    """Returns `scale` within the bounds, as float32 of shape `()`; NaN becomes `min_scale`.
-
-    A checkpoint written by stock Keras may hold 0, inf or 2**40: such a scale must not be used even once.
-    """
-    scale = ops.cast(scale, "float32")
-    return scalars.where(scalars.greater_equal(scale, min_scale), scalars.minimum(scale, max_scale), min_scale)
+def number(scalar):
+    """Returns the value of a scalar tensor or variable, also of one that has a copy on every replica."""
+    return ops.convert_to_numpy(ops.convert_to_tensor(scalar)).item()
 
 
 def resolve(identifier) -> LossScale | None:
-    """Returns the `LossScale` that `identifier` stands for, or `None` for no scaling.
-
-    Args:
-        identifier: `None`, `"dynamic"` (the defaults of `DynamicLossScale`), a number (fixed), a
-            `LossScale`, or the serialized form of one.
-
-    Raises:
-        ValueError: If it is another string.
-        TypeError: If it is none of these types.
-    """
-    if identifier is None or isinstance(identifier, LossScale):
-        return identifier
-    if isinstance(identifier, str):
-        if identifier == "dynamic":
-            return DynamicLossScale()
-        raise ValueError(
-            "Expected a `loss_scale` of 'dynamic', a number, a `LossScale` or None. Received: "
-            f"loss_scale={identifier!r}. Use 'dynamic', or a number for a fixed scale."
-        )
-    if isinstance(identifier, dict):
-        rule = keras.saving.deserialize_keras_object(identifier)
-        if isinstance(rule, LossScale):
-            return rule
-    elif not isinstance(identifier, bool) and isinstance(identifier, numbers.Real):
-        return FixedLossScale(float(identifier))
-    raise TypeError(
-        "Expected a `loss_scale` of 'dynamic', a number, a `LossScale` or None. Received: "
-        f"loss_scale={identifier!r} (of type {type(identifier).__name__}). "
-        "Pass for example `mpkeras.DynamicLossScale()`."
+    """Returns the `LossScale` that `identifier`, serialized or not, stands for; `None` for no scaling."""
+    rule = keras.saving.deserialize_keras_object(identifier) if isinstance(identifier, dict) else identifier
+    if rule is None or isinstance(rule, LossScale):
+        return rule
+    if isinstance(rule, str) and rule == "dynamic":
+        return DynamicLossScale()
+    if not isinstance(rule, bool) and isinstance(rule, numbers.Real):
+        return FixedLossScale(float(rule))
+    received = (
+        f"Expected a `loss_scale` of 'dynamic', a number, a `LossScale` or None. Received: loss_scale={identifier!r}"
     )
+    if isinstance(identifier, str):
+        raise ValueError(f"{received}. Use 'dynamic', or a number for a fixed scale.")
+    raise TypeError(f"{received} (of type {type(identifier).__name__}). Pass for example `mpkeras.DynamicLossScale()`.")
 
 
 def _check_number(name: str, value) -> float:

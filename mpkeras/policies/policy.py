@@ -8,7 +8,6 @@ from typing import Any
 import keras
 
 from mpkeras.policies import loss_scaling, rules
-from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.dtypes import (
     SIXTEEN_BIT_DTYPES,
     check_dtype,
@@ -18,8 +17,8 @@ from mpkeras.policies.dtypes import (
     stock_name,
 )
 
-# Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked
-# for. It is here because `Policy(name)` starts from the registered settings.
+# Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked for. It is
+# here because `Policy(name)` starts from the registered settings.
 REGISTERED: dict = {}
 # How the operands of products in float8 may be scaled.
 FLOAT8_SCALES = ("current", "delayed")
@@ -42,7 +41,7 @@ class _Settings:
     reason: str | None = dataclasses.field(default=None, compare=False)
 
     def comparable(self) -> "_Settings":
-        """Returns the same settings with names in the place of classes, as a file has them."""
+        """Returns the same settings with the names of classes, as a file has them."""
         keep_float32, keep_16_bits = (
             tuple(rules.written(rule) if isinstance(rule, type) else rule for rule in kept)
             for kept in (self.keep_float32, self.keep_16_bits)
@@ -103,6 +102,8 @@ class Policy(keras.DTypePolicy):
         Keras' policies: https://keras.io/api/mixed_precision/policy.
     """
 
+    _settings: _Settings
+
     def __init__(
         self,
         name: str,
@@ -116,33 +117,35 @@ class Policy(keras.DTypePolicy):
         keep_16_bits: Iterable | None = None,
     ) -> None:
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
-        base = _find_settings(name, has_dtypes=compute_dtype is not None and variable_dtype is not None)
+        _check_name(name)
+        is_new = name not in REGISTERED and compute_dtype is not None and variable_dtype is not None
+        base = None if is_new else registered(name)._settings
         if base is not None:
             compute_dtype, variable_dtype = compute_dtype or base.compute_dtype, variable_dtype or base.variable_dtype
         compute_dtype = check_dtype("compute_dtype", compute_dtype)
         variable_dtype = check_dtype("variable_dtype", variable_dtype)
-        check_keras_name(name, compute_dtype, variable_dtype)
-        if check_slot_dtype(slot_dtype) == "auto" and base is not None and base.variable_dtype == variable_dtype:
+        if slot_dtype == "auto" and base is not None and base.variable_dtype == variable_dtype:
             slot_dtype = base.slot_dtype
         # Rules and scale of a registered policy were chosen for its compute dtype.
         inherited = base if base is not None and base.compute_dtype == compute_dtype else None
         if keep_float32 is None:
-            keep_float32 = _default_rules(compute_dtype) if inherited is None else inherited.keep_float32
+            own = rules.default_rules() if compute_dtype in SIXTEEN_BIT_DTYPES else ()
+            keep_float32 = own if inherited is None else inherited.keep_float32
         if isinstance(loss_scale, str) and loss_scale == "auto":
-            own = "dynamic" if compute_dtype == "float16" else None
-            loss_scale = own if inherited is None else inherited.loss_scale
+            own_scale = "dynamic" if compute_dtype == "float16" else None
+            loss_scale = own_scale if inherited is None else inherited.loss_scale
         if base is not None and base.float8 is not None:
             float8 = base.float8 if float8 is None else float8
             keep_16_bits = base.keep_16_bits if keep_16_bits is None else keep_16_bits
-        self._settings = _Settings(
-            name=name,
-            compute_dtype=compute_dtype,
-            variable_dtype=variable_dtype,
-            keep_float32=rules.validate(keep_float32),
-            loss_scale=loss_scaling.resolve(loss_scale),
+        self._settings = _checked_settings(
+            name,
+            compute_dtype,
+            variable_dtype,
+            keep_float32,
+            loss_scale,
             slot_dtype=slot_dtype,
-            float8=_check_float8(float8, compute_dtype),
-            keep_16_bits=_check_keep_16_bits(keep_16_bits, float8),
+            float8=float8,
+            keep_16_bits=keep_16_bits,
             reason=None if inherited is None else inherited.reason,
         )
 
@@ -278,19 +281,10 @@ class Policy(keras.DTypePolicy):
                 f"Expected the config of a policy, as `get_config` returns it. Received: {config!r}, without "
                 f"{', '.join(missing)}. Make a policy with `mpkeras.Policy(name)`."
             )
-        settings = _Settings(
-            name=config["name"],
-            compute_dtype=check_dtype("compute_dtype", config["compute_dtype"]),
-            variable_dtype=check_dtype("variable_dtype", config["variable_dtype"]),
-            keep_float32=rules.validate(config["keep_float32"]),
-            loss_scale=loss_scaling.resolve(config["loss_scale"]),
-            # None in those that mpkeras 0.1 wrote.
-            slot_dtype=check_slot_dtype(config.get("slot_dtype", "auto")),
-            float8=_check_float8(config.get("float8"), config["compute_dtype"]),
-            keep_16_bits=_check_keep_16_bits(config.get("keep_16_bits"), config.get("float8")),
-            reason=config.get("reason"),
-        )
-        check_keras_name(settings.name, settings.compute_dtype, settings.variable_dtype)
+        # Those that mpkeras 0.1 wrote have only what is needed.
+        given = {field.name: config[field.name] for field in dataclasses.fields(_Settings) if field.name in config}
+        dtypes = {name: check_dtype(name, given[name]) for name in ("compute_dtype", "variable_dtype")}
+        settings = _checked_settings(**{**given, **dtypes})
         # Keras gives a reloaded layer the *name* of its policy, unless that is a `DTypePolicyMap`. A name of
         # our own means nothing to Keras, and the layer could not be reloaded.
         if cls is Policy and keras_dtypes(settings.name) is None:
@@ -315,12 +309,10 @@ class Policy(keras.DTypePolicy):
 
     def __repr__(self):
         return (
-            f'<Policy "{self.name}": compute_dtype={self.compute_dtype}, '
-            f"variable_dtype={self.variable_dtype}, "
+            f'<Policy "{self.name}": compute_dtype={self.compute_dtype}, variable_dtype={self.variable_dtype}, '
             + ("" if self.slot_dtype == "auto" else f"slot_dtype={self.slot_dtype}, ")
             + ("" if self.float8 is None else f"float8={self.float8}, ")
-            + f"{len(self.keep_float32)} float32 rules, "
-            f"loss_scale={self.loss_scale}>"
+            + f"{len(self.keep_float32)} float32 rules, loss_scale={self.loss_scale}>"
         )
 
 
@@ -370,11 +362,7 @@ class LayerPolicy(Policy, keras.dtype_policies.DTypePolicyMap):
 
 
 def registered(name: str) -> Policy:
-    """Returns the policy registered as `name`.
-
-    Raises:
-        ValueError: If there is none. The message suggests the nearest known name.
-    """
+    """Returns the policy registered as `name`. Raises `ValueError` if there is none."""
     if name not in REGISTERED:
         raise ValueError(_unknown_name(name))
     policy = REGISTERED[name]
@@ -395,12 +383,29 @@ def _check_name(name):
         )
 
 
-def _find_settings(name, has_dtypes: bool) -> _Settings | None:
-    """Returns the settings registered as `name`, or `None` if it is new and `has_dtypes`."""
-    _check_name(name)
-    if name not in REGISTERED and has_dtypes:
-        return None
-    return registered(name)._settings
+def _checked_settings(
+    name,
+    compute_dtype,
+    variable_dtype,
+    keep_float32,
+    loss_scale,
+    slot_dtype="auto",
+    float8=None,
+    keep_16_bits=None,
+    reason=None,
+) -> _Settings:
+    check_keras_name(name, compute_dtype, variable_dtype)
+    return _Settings(
+        name=name,
+        compute_dtype=compute_dtype,
+        variable_dtype=variable_dtype,
+        keep_float32=rules.validate(keep_float32),
+        loss_scale=loss_scaling.resolve(loss_scale),
+        slot_dtype=check_slot_dtype(slot_dtype),
+        float8=_check_float8(float8, compute_dtype),
+        keep_16_bits=_check_keep_16_bits(keep_16_bits, float8),
+        reason=reason,
+    )
 
 
 def _check_float8(float8, compute_dtype: str) -> str | None:
@@ -440,7 +445,3 @@ def _unknown_name(name: str) -> str:
         "Expected the name of a registered policy, or both `compute_dtype` and `variable_dtype` for a new "
         f"one. Received: name={name!r}. {hint}Registered: {', '.join(sorted(REGISTERED))}."
     )
-
-
-def _default_rules(compute_dtype: str) -> tuple[str, ...]:
-    return default_rules() if compute_dtype in SIXTEEN_BIT_DTYPES else ()

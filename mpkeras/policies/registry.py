@@ -210,11 +210,7 @@ def policy_scope(identifier) -> Iterator[Policy]:
 
 
 def install_from_environment() -> Policy | None:
-    """Makes the policy named by the environment variable `MPKERAS_POLICY` global, if it is set and not empty.
-
-    Raises:
-        ValueError: If it names no registered policy.
-    """
+    """Makes the policy that the environment variable `MPKERAS_POLICY` names global, if it is set and not empty."""
     name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     if not name:
         return None
@@ -229,24 +225,22 @@ def install_from_environment() -> Policy | None:
 
 def _from_keras(policy: keras.DTypePolicy) -> Policy:
     """Returns the `Policy` with the dtypes of a Keras policy: the registered one, if it has the name."""
+    dtypes = policy.compute_dtype, policy.variable_dtype
     # A policy of the user's own may have no name.
     name = getattr(policy, "name", None) or ""
-    known = name in REGISTERED
-    if known and (registered(name).compute_dtype, registered(name).variable_dtype) == (
-        policy.compute_dtype,
-        policy.variable_dtype,
-    ):
-        return registered(name)
-    for dtype in (policy.compute_dtype, policy.variable_dtype):
+    known = registered(name) if name in REGISTERED else None
+    if known is not None and (known.compute_dtype, known.variable_dtype) == dtypes:
+        return known
+    for dtype in dtypes:
         if dtype not in FLOAT_DTYPES:
             raise ValueError(
                 f"Expected a policy with the dtypes {', '.join(FLOAT_DTYPES)}. Received: {policy!r} with "
-                f"compute_dtype={policy.compute_dtype!r}, variable_dtype={policy.variable_dtype!r}. "
+                f"compute_dtype={dtypes[0]!r}, variable_dtype={dtypes[1]!r}. "
                 "Use 'float32' or a mixed precision policy."
             )
     # A subclass of one's own, or a quantized policy.
-    own_name = name if name and not known else f"{policy.compute_dtype}_{policy.variable_dtype}"
-    return Policy(own_name, compute_dtype=policy.compute_dtype, variable_dtype=policy.variable_dtype)
+    own_name = name if name and known is None else "_".join(dtypes)
+    return Policy(own_name, compute_dtype=dtypes[0], variable_dtype=dtypes[1])
 
 
 def _plain(policy: Policy) -> Policy:

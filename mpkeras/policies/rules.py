@@ -1,14 +1,12 @@
-"""Rules for the layers that stay in float32: reading, matching and applying them."""
+"""Rules for the layers that stay in float32: the default ones with their reasons, and what rules match in a model."""
 
 import difflib
 import re
-from typing import NamedTuple
 
 import keras
 
 from mpkeras import _keras
 from mpkeras.policies import kernels
-from mpkeras.policies.default_rules import DEFAULT_RULES, default_rules
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
 # On the policy of a layer that has its float8 state from a conversion. No file and no config holds it.
@@ -21,31 +19,153 @@ _KEEP_OWN_PRECISION = (
     keras.layers.AdditiveAttention,
 )
 
+# Measured with Keras 3.15 on TensorFlow, JAX and torch (CPU): each layer under `mixed_float16` and
+# `mixed_bfloat16` against itself in float32, on inputs of 0, ±300, ±1e5, standard normal numbers and pixels in
+# [0, 255]. Where the backends differ, the worst is given.
+#
+# `python benchmarks/layer_zoo.py` measures every layer of Keras, with these rules and without, and a test fails when a
+# rule is no longer needed or a layer needs one. Numbers here for sizes that the zoo does not have (kernels, windows and
+# random draws of their own) were measured once, with Keras 3.15.
+_AVERAGE = (
+    "the sum over the window overflows float16 (32x32 windows of 305: inf on TensorFlow and JAX), and JAX "
+    "adds up in bfloat16 (8x8 windows: 2.7% off, 32x32: 51%)"
+)
+_ADAPTIVE_AVERAGE = "JAX adds up in bfloat16: 1.4% off, and 314 instead of 305 over 64x64"
 
-class AppliedRule(NamedTuple):
-    """One layer that a rule moved to float32."""
 
-    layer: keras.layers.Layer
-    rule: str
-    reason: str
-    old_policy: keras.DTypePolicy
+def _moves(float16: float, bfloat16: float) -> str:
+    return (
+        f"pixels in [0, 255] move by up to {bfloat16} in bfloat16 and {float16} in float16; "
+        "inputs of 1e5 leave float16 as inf or NaN"
+    )
 
-    def undo(self):
-        """Gives the layer the policy back that it had before."""
-        set_layer_policy(self.layer, self.old_policy)
+
+def _draws(difference: int) -> str:
+    return (
+        "draws other random numbers in 16 bits than in float32: with one seed, pixels in [0, 255] differ by "
+        f"up to {difference}; inputs of 1e5 leave float16 as inf or NaN"
+    )
+
+
+# Rows of `(rule, reason)`. The first rule that matches a layer counts.
+DEFAULT_RULES = (
+    # Probability heads. Keras looks for their logits, and the loss's cast of 16-bit numbers hides those.
+    (
+        "Softmax",
+        "through the crossentropy, logits [15, 0] with label 1 get the gradient NaN in float16, and logits "
+        "[20, 0] get [0, 0] instead of [1, -1] in 16 bits (TensorFlow)",
+    ),
+    ("activation:softmax", "as a `Softmax` layer"),
+    (
+        "activation:log_softmax",
+        "for logits of ±30, log-probabilities are off by up to 0.25 in bfloat16 and 0.03 in float16",
+    ),
+    (
+        "activation:sigmoid",
+        "through the binary crossentropy, logit 10 with label 0 gets the gradient 0 instead of 1 in 16 bits",
+    ),
+    # Other activations.
+    ("activation:squareplus", "float16: the square of 300 overflows, and 300 becomes inf"),
+    ("activation:sparse_plus", "float16: the gradient for an input of 6e4 is NaN (JAX, torch)"),
+    ("activation:sparsemax", "bfloat16: rows of 300 become inf or NaN"),
+    # Normalization. `LayerNormalization` is not here: under any policy it casts nothing on the way in, sums in
+    # float32 and rounds to the dtype of its input. Under the policy `float32` it gives the same numbers bit for
+    # bit, on every backend, and writes them in twice the memory.
+    (
+        "BatchNormalization",
+        "inputs of 1e5: NaN in float16; float32 inputs of 300 ± 1: off by 31% in bfloat16, 4% in float16",
+    ),
+    (
+        "GroupNormalization",
+        "inputs of 1e5: NaN in float16 with Keras 3.10; 300 ± 1: off by 40 epsilons (3.15 gives the same numbers under "
+        "any policy)",
+    ),
+    ("RMSNormalization", "inputs of 1e5: NaN in float16; float32 inputs of 300 ± 1: off by 6e-3 in bfloat16"),
+    ("UnitNormalization", "float16: zeros become NaN, and rows of 300 become 0 as their squares overflow"),
+    (
+        "SpectralNormalization",
+        "float16: NaN for kernels with a standard deviation of 1e-3 and of 300 (TensorFlow, JAX); "
+        "16 bits on torch: the kernel is not normalized at all",
+    ),
+    ("Dot", "with `normalize=True`, float16: zeros become NaN, and rows of 300 give 0 instead of 1"),
+    # Averages.
+    ("Average", "the sum comes before the division: three inputs of 6e4 become inf in float16"),
+    ("AveragePooling1D", _AVERAGE),
+    ("AveragePooling2D", _AVERAGE),
+    ("AveragePooling3D", _AVERAGE),
+    ("AdaptiveAveragePooling1D", _ADAPTIVE_AVERAGE),
+    ("AdaptiveAveragePooling2D", _ADAPTIVE_AVERAGE),
+    ("AdaptiveAveragePooling3D", _ADAPTIVE_AVERAGE),
+    ("GlobalAveragePooling1D", "with a mask, the sum overflows float16 (4096 steps of 305: inf)"),
+    # Regularizers.
+    ("ActivityRegularization", "float16: the penalty of 512 activations of 300 is inf instead of 14400"),
+    # Preprocessing: the data as it comes, not yet in a range that suits 16 bits.
+    ("Normalization", "a mean of 7e4 or a variance of 1e6 is inf in float16: NaN for every input"),
+    ("Rescaling", _moves(float16=0.2, bfloat16=3.6)),
+    ("Resizing", _moves(float16=0.2, bfloat16=1.6)),
+    ("ContrastLimitedAdaptiveHistogramEqualization", _moves(float16=3.0, bfloat16=4.9)),
+    ("MaxNumBoundingBoxes", _moves(float16=0.1, bfloat16=0.5)),
+    ("CenterCrop", _moves(float16=0.1, bfloat16=0.5)),
+    ("AutoContrast", _moves(float16=0.2, bfloat16=2.0)),
+    ("Equalization", _moves(float16=4.1, bfloat16=7.9)),
+    ("Solarization", _moves(float16=0.1, bfloat16=0.7)),
+    ("MixUp", _moves(float16=0.2, bfloat16=1.5)),
+    ("RandomBrightness", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomColorDegeneration", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomColorJitter", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomCrop", _moves(float16=0.1, bfloat16=0.5)),
+    ("RandomFlip", _moves(float16=0.1, bfloat16=0.5)),
+    ("RandomGrayscale", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomHue", _moves(float16=0.1, bfloat16=1.5)),
+    ("RandomInvert", _moves(float16=0.1, bfloat16=0.7)),
+    ("RandomPosterization", _moves(float16=0.0, bfloat16=35.7)),
+    ("RandomRotation", _moves(float16=0.1, bfloat16=1.0)),
+    ("RandomSaturation", _moves(float16=0.1, bfloat16=1.5)),
+    ("RandomSharpness", _moves(float16=0.3, bfloat16=1.6)),
+    ("RandomTranslation", _moves(float16=0.1, bfloat16=0.9)),
+    ("RandomZoom", _moves(float16=0.1, bfloat16=0.9)),
+    ("CutMix", "bfloat16 raises on TensorFlow, float16 and bfloat16 on torch; on JAX another box is drawn"),
+    ("AugMix", _draws(92)),
+    ("RandAugment", _draws(176)),
+    ("RandomContrast", _draws(13)),
+    ("RandomElasticTransform", _draws(122)),
+    ("RandomErasing", _draws(255)),
+    ("RandomGaussianBlur", _draws(115)),
+    ("RandomPerspective", _draws(255)),
+    ("RandomShear", _draws(222)),
+    ("MelSpectrogram", "off by 0.29 dB in bfloat16, 0.03 dB in float16; samples of 1e5 leave float16 as NaN"),
+    ("STFTSpectrogram", "bfloat16 raises on every backend; float16 is off by 5e-3 of the largest"),
+)
+
+
+def default_rules() -> tuple[str, ...]:
+    """Returns the rules of `DEFAULT_RULES` without the reasons, as `Policy(keep_float32=...)` takes them.
+
+    Example:
+
+    >>> mpkeras.policies.default_rules()[:2]
+    ('Softmax', 'activation:softmax')
+    """
+    return tuple(rule for rule, _ in DEFAULT_RULES)
+
+
+def describe_rules() -> str:
+    """Returns the default rules with their reasons as a table in plain text.
+
+    Example:
+
+    >>> print(mpkeras.policies.describe_rules())
+    stays in float32 because
+    Softmax through the crossentropy, logits ...
+    """
+    width = max(len(rule) for rule, _ in DEFAULT_RULES)
+    lines = [f"{'stays in float32':{width}}  because"]
+    lines.extend(f"{rule:{width}}  {reason}" for rule, reason in DEFAULT_RULES)
+    return "\n".join(lines)
 
 
 def validate(rules, argument: str = "keep_float32") -> tuple:
-    """Returns `rules` as a tuple.
-
-    Args:
-        rules: Each a layer class or its name (`"Softmax"`), `"activation:NAME"`, `"path:REGEX"` or a layer.
-        argument: What they are given as, for the message of an error.
-
-    Raises:
-        TypeError: If `rules` is one rule alone, or holds something else than rules.
-        ValueError: If a rule cannot be read.
-    """
+    """Returns `rules`, the value of `argument`, as a tuple. Raises `TypeError` or `ValueError` where one is none."""
     if not isinstance(rules, (tuple, list, set, frozenset)):
         raise TypeError(
             f"Expected `{argument}` to be a tuple of rules. Received: "
@@ -59,15 +179,14 @@ def validate(rules, argument: str = "keep_float32") -> tuple:
 
 
 def path_rule(path: str) -> str:
-    """Returns the rule that names the layer of this path alone."""
+    """Returns the rule for the layer of this path alone."""
     return f"path:^{re.escape(path)}$"
 
 
 def written(rule) -> str:
-    """Returns `rule` as a string that stands for the same layers.
+    """Returns `rule` as a string for the same layers: the registered name of a class, the path of a layer.
 
-    That of a class is the name that Keras saves it under, that of a layer its path; of a layer that is not built its
-    name, which no rule can be read from.
+    A layer that is not built has no path; its name is returned, for people to read.
     """
     if isinstance(rule, type):
         return keras.saving.get_registered_name(rule)
@@ -77,17 +196,13 @@ def written(rule) -> str:
 
 
 def serialized(rules) -> list[str]:
-    """Returns `rules` as strings, from which `validate` makes rules for the same layers.
-
-    Raises:
-        ValueError: If one is a layer that is not built: it has no path by which it could be found again.
-    """
+    """Returns `rules` as strings for the same layers. Raises `ValueError` for a layer that is not built."""
     for rule in rules:
         if isinstance(rule, keras.layers.Layer) and not rule.path:
             raise ValueError(
                 "Expected the layers among the rules to be built before their policy is saved: they are saved by "
                 f"their path. Received: layer '{rule.name}', which is not. Build the model first, or write a "
-                f"'path:REGEX' rule in the place of the layer."
+                "'path:REGEX' rule in the place of the layer."
             )
     return [written(rule) for rule in rules]
 
@@ -99,10 +214,8 @@ def matches(rule, layer) -> bool:
     compares `layer.activation` with the Keras activation of that name. `path:` searches the expression anywhere in
     `layer.path`, or in `layer.name` until the layer is built; `^` and `$` tie it to the ends.
     """
-    if isinstance(rule, type):
-        return isinstance(layer, rule)
-    if isinstance(rule, keras.layers.Layer):
-        return layer is rule
+    if not isinstance(rule, str):
+        return isinstance(layer, rule) if isinstance(rule, type) else layer is rule
     kind, _, argument = rule.partition(":")
     if kind == "activation":
         return _has_activation(layer, argument)
@@ -118,23 +231,18 @@ def matches(rule, layer) -> bool:
 
 def first_match(rules, layer):
     """Returns the first of `rules` that names `layer`, or `None`."""
-    for rule in rules:
-        if matches(rule, layer):
-            return rule
+    found = next((rule for rule in rules if matches(rule, layer)), None)
     # `TimeDistributed` runs `layer.call`, which passes by the policy of the layer it wraps: the wrapper's
     # policy decides what that layer computes in.
-    if isinstance(layer, keras.layers.TimeDistributed):
+    if found is None and isinstance(layer, keras.layers.TimeDistributed):
         return first_match(rules, layer.layer)
-    return None
+    return found
 
 
 def unmatched(model, rules, argument: str) -> list[str]:
-    """Returns a sentence for each of `rules` that is no default rule and matches no layer of `model`.
+    """Returns a sentence for each of `rules`, the value of `argument`, that matches no layer of a built `model`.
 
-    Args:
-        model: A `keras.Model` that is built, with the paths that its layers will keep.
-        rules: As in `Policy.keep_float32`.
-        argument: What they were given as, for the sentence.
+    Not for default rules.
     """
     layers = _reachable(model)
     return [
@@ -177,7 +285,7 @@ def _suggestion(rule, layers) -> str:
 
 
 def layers_to_keep(model, rules) -> list:
-    """Returns `(layer, rule)` for every layer in `model` that `rules` keep in float32.
+    """Returns `(layer, rule)` for every layer in `model` that `rules` keep in float32; the first that matches counts.
 
     A rule on a layer holds for everything inside it, unless the layer runs quantized layers that compute in 16 bits:
     then it stays as it is. Otherwise the layers inside attention layers are left out: attention layers look after
@@ -185,45 +293,33 @@ def layers_to_keep(model, rules) -> list:
 
     Args:
         model: A `keras.Model` of any kind, or a layer.
-        rules: As in `Policy.keep_float32`, the first that matches counts.
+        rules: As in `Policy.keep_float32`.
 
     Returns:
         The rules are strings, those of classes and layers in the form in which they are saved.
     """
-    kept: dict = {}
     rules = tuple(rules)
-    is_any_quantized = any(map(is_quantized, _keras.flatten_layers(model, include_self=True)))
-    fixed = {id(layer) for layer in running_quantized(model, "float32")} if is_any_quantized else set()
-    rule = None if isinstance(model, keras.Model) or id(model) in fixed else first_match(rules, model)
-    if rule is not None:
-        kept[id(model)] = (model, written(rule))
-    if rule is not None or not isinstance(model, _KEEP_OWN_PRECISION):
-        _walk(model, rules, rule, kept, fixed, set())
+    fixed = {id(layer) for layer in running_quantized(model, "float32")}
+    kept: dict = {}
+    seen = set()
+
+    def walk(layer, inherited):
+        rule = first_match(rules, layer) if inherited is None else inherited
+        if id(layer) in fixed:
+            rule = None
+        # A layer used in two places is walked again when only the second one is kept in float32.
+        if (id(layer), rule is None) in seen:
+            return
+        seen.add((id(layer), rule is None))
+        if rule is not None:
+            kept.setdefault(id(layer), (layer, written(rule)))
+        if rule is not None or not isinstance(layer, _KEEP_OWN_PRECISION):
+            for inner in _keras.direct_sublayers(layer):
+                walk(inner, rule)
+
+    for layer in _keras.direct_sublayers(model) if isinstance(model, keras.Model) else [model]:
+        walk(layer, None)
     return list(kept.values())
-
-
-def apply_rules(model, policy) -> list[AppliedRule]:
-    """Moves the layers of `model` that `policy` keeps in float32 there, and returns what was changed.
-
-    Each such layer gets the stock policy `float32`. Layers that the active backend and device have no 16-bit
-    kernel for move as well. Layers that do not compute in 16 bits and quantized layers are left alone, so a
-    second call changes nothing.
-
-    Args:
-        model: A `keras.Model` of any kind, built or not, or a layer.
-        policy: The `Policy` whose `keep_float32` is applied.
-
-    Returns:
-        A list of `AppliedRule(layer, rule, reason, old_policy)`, in the order of the layers.
-    """
-    dtypes = {id(layer): layer.compute_dtype for layer in _keras.flatten_layers(model, include_self=True)}
-    applied = []
-    for layer, rule, reason in kept_in_float32(model, policy, dtypes).values():
-        if layer.compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer):
-            applied.append(AppliedRule(layer, rule, reason, layer_policy(layer)))
-    for change in applied:
-        set_layer_policy(change.layer, keras.DTypePolicy("float32"))
-    return applied
 
 
 def kept_in_float32(model, policy, dtypes) -> dict:
@@ -242,23 +338,19 @@ def kept_in_float32(model, policy, dtypes) -> dict:
     others = {dtype for key, dtype in dtypes.items() if key not in kept}
     for dtype in SIXTEEN_BIT_DTYPES:
         # A trial takes time, and a model in float32 needs none.
-        for layer, rule, reason in layers_without_kernel(model, dtype) if dtype in others else []:
+        for layer, rule, reason in _without_kernel(model, dtype) if dtype in others else []:
             if dtypes[id(layer)] in (dtype, "float32"):
                 kept.setdefault(id(layer), (layer, rule, reason))
     return kept
 
 
-def layers_without_kernel(model, dtype: str) -> list:
-    """Returns `(layer, class name, reason)` for every layer that the active backend and device cannot run in `dtype`.
-
-    Args:
-        model: A `keras.Model` of any kind, or a layer.
-        dtype: `"float16"` or `"bfloat16"`.
-    """
-    classes = _class_names(model)
+def _without_kernel(model, dtype: str) -> list:
+    """Returns `(layer, class name, reason)` for the layers that the backend and device cannot run in `dtype`."""
+    layers = _keras.flatten_layers(model, include_self=True)
+    classes = {base.__name__ for layer in layers for base in type(layer).__mro__}
     missing = dict(kernels.missing_kernel_rules(dtype, among=classes))
     found: list = [(layer, rule, missing[rule]) for layer, rule in layers_to_keep(model, missing)]
-    for lacking in _keras.flatten_layers(model, include_self=True):
+    for lacking in layers:
         reason = kernels.missing_kernel_of(lacking, dtype)
         # With a wrapper around it.
         for layer, _ in layers_to_keep(model, [lacking]) if reason is not None else []:
@@ -313,10 +405,10 @@ def bound_layers(model, dtype: str) -> set[int]:
 
     The quantized ones; and those that run some of another dtype, with all else that they run.
     """
-    layers = [layer for layer in _keras.flatten_layers(model, include_self=True) if is_quantized(layer)]
-    for layer in running_quantized(model, dtype) if layers else []:
-        layers.extend(_keras.flatten_layers(layer, include_self=True))
-    return {id(layer) for layer in layers}
+    bound = {id(layer) for layer in _keras.flatten_layers(model, include_self=True) if is_quantized(layer)}
+    for layer in running_quantized(model, dtype):
+        bound |= {id(inner) for inner in _keras.flatten_layers(layer, include_self=True)}
+    return bound
 
 
 def _is_graph(layer) -> bool:
@@ -332,12 +424,6 @@ def layer_policy(layer) -> keras.DTypePolicy:
     return policy
 
 
-def undo_rules(applied):
-    """Gives every layer in the result of `apply_rules` the policy back that it had before."""
-    for change in applied:
-        change.undo()
-
-
 def set_layer_policy(layer, policy: keras.DTypePolicy):
     """Sets the policy of `layer`, built or not, for all of it, and what it keeps in the compute dtype."""
     layer.dtype_policy = policy
@@ -347,26 +433,6 @@ def set_layer_policy(layer, policy: keras.DTypePolicy):
             layer.finalize_state()
         else:
             layer.build(layer.get_build_config()["input_shape"])
-
-
-def _walk(parent, rules, inherited, kept, fixed, seen):
-    for layer in _keras.direct_sublayers(parent):
-        rule = inherited if inherited is not None else first_match(rules, layer)
-        if id(layer) in fixed:
-            rule = None
-        # A layer used in two places is walked again when only the second one is kept in float32.
-        if (id(layer), rule is None) in seen:
-            continue
-        seen.add((id(layer), rule is None))
-        if rule is not None:
-            kept.setdefault(id(layer), (layer, written(rule)))
-        if rule is not None or not isinstance(layer, _KEEP_OWN_PRECISION):
-            _walk(layer, rules, rule, kept, fixed, seen)
-
-
-def _class_names(model) -> set[str]:
-    layers = _keras.flatten_layers(model, include_self=True)
-    return {base.__name__ for layer in layers for base in type(layer).__mro__}
 
 
 def _has_activation(layer, name: str) -> bool:

@@ -13,7 +13,7 @@ from mpkeras.scaling.small_state import UpdateScope
 
 
 def check_all_reduce_dtype(dtype):
-    """Raises `ValueError` for a dtype: the compiler puts the reductions in, no optimizer does."""
+    """Raises `ValueError` for any dtype: the compiler puts the reductions in, no optimizer does."""
     if dtype is not None:
         raise ValueError(
             "Expected no `all_reduce_dtype` on JAX, where the compiler sums the gradients over devices in the dtype "
@@ -22,44 +22,32 @@ def check_all_reduce_dtype(dtype):
 
 
 def build_scope():
-    """Variables are made where `build` is called here."""
+    """The scope in which an optimizer makes its variables: any."""
     return contextlib.nullcontext()
 
 
 def traces() -> list:
-    """Returns the trace that this code is compiled in; `[]` in eager code, that of a gradient included.
-
-    Of a compiled function in another one it is the inner trace alone.
-    """
+    """Returns the innermost trace that this code is compiled in; `[]` in eager code, that of a gradient included."""
     program = _present_program()
     return [] if program is None else [weakref.ref(program)]
 
 
 def scale_loss(optimizer, loss, facts):
-    in_scope = _keras.in_stateless_scope()
-    is_traced = _is_traced()
-    if is_traced and not in_scope and optimizer.scale_state and optimizer.dynamic:
+    if optimizer.scale_state and optimizer.dynamic and traces() and not _keras.in_stateless_scope():
         raise ValueError(
             "Expected `scale_loss` in a compiled function to be called in a `keras.StatelessScope` that maps "
             "`optimizer.variables` to this step's values. Received: a call outside, which bakes the present "
             "scale into the program as a constant; after the scale moves, every gradient is wrong. Wrap the "
             "call in the scope, or use `mpkeras.make_train_step`."
         )
-    note_loss(facts, loss)
-    return loss * optimizer.loss_scale
-
-
-def note_loss(facts, loss):
-    """Notes whether `loss` is finite, for the `apply` of this step.
-
-    What does not depend on a differentiated value belongs to the program around the derivative: after
-    `stop_gradient` the flag is of the train step itself, in a function that `jax.value_and_grad` takes, too.
-    """
+    # What does not depend on a differentiated value belongs to the program around the derivative: after `stop_gradient`
+    # the flag is of the train step itself, in a function that `jax.value_and_grad` takes, too.
     flag = jnp.isfinite(jnp.sum(jax.lax.stop_gradient(loss)))
     # One flag for each program: a loop that scales op by op, and applies in compiled code, never takes them.
     before = [f for f in facts.loss_flags if _program_of(f) is _program_of(flag)]
     facts.loss_flags = [f for f in facts.loss_flags if _program_of(f) is not _program_of(flag)]
     facts.loss_flags.append(jnp.all(jnp.stack([*before, flag])))
+    return loss * optimizer.loss_scale
 
 
 def _known_loss_flag(facts):
@@ -86,11 +74,6 @@ def _program_of(value):
 def _present_program():
     """Returns the trace of the code that runs now; `None` in eager code, that of a gradient included."""
     return _program_of(jnp.zeros(()) + 1)
-
-
-def _is_traced() -> bool:
-    """Whether the code that runs now is being compiled; a gradient taken op by op is not."""
-    return bool(traces())
 
 
 def scale_gradient(grad, factor):
@@ -124,24 +107,15 @@ def grads_are_finite(grads):
     return jnp.isfinite(jnp.sqrt(jnp.abs(total)))
 
 
-def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, facts):
-    variables = optimizer.trainable_variables
-    mapping = list(zip(variables, trainable_variables, strict=True))
-    mapping += list(zip(optimizer.variables, optimizer_variables, strict=True))
-    new_value = _new_values(optimizer, mapping, grads, variables, facts)
-    return [new_value(v) for v in variables], [new_value(v) for v in optimizer.variables]
-
-
 def apply(optimizer, grads, variables, facts):
-    """The same step on the variables' present values; what comes out is assigned."""
     touched = variables + optimizer.variables
     mapping = [(variable, variable.value) for variable in touched]
-    new_value = _new_values(optimizer, mapping, grads, variables, facts)
+    new_value = new_values(optimizer, mapping, grads, variables, facts)
     for variable, value in [(variable, new_value(variable)) for variable in touched]:
         variable.assign(value)
 
 
-def _new_values(optimizer, mapping, grads, variables, facts):
+def new_values(optimizer, mapping, grads, variables, facts):
     """Returns a function from variable to its value after the step."""
     with keras.StatelessScope(state_mapping=mapping):
         decision, own_values = optimizer.decide(facts, grads_are_finite(grads), _known_loss_flag(facts))
@@ -169,11 +143,7 @@ def _new_values(optimizer, mapping, grads, variables, facts):
 
 
 def _new_values_of_window(optimizer, mapping, grads, variables, facts, decision, own_values):
-    """As `_new_values`, where the update is due at the end of a window only.
-
-    The inner optimizer runs in a loop that goes round once or not at all, so most calls pay for the sums alone; as a
-    branch, XLA would copy the buffers that only one of its sides writes.
-    """
+    """As `new_values`, where the update is due at the end of a window only."""
     window = optimizer.window
     values = {id(variable): jnp.asarray(value) for variable, value in mapping}
     with keras.StatelessScope(state_mapping=mapping):
@@ -183,7 +153,6 @@ def _new_values_of_window(optimizer, mapping, grads, variables, facts, decision,
         held = window.sums_of(variables)
         sums = window.next_sums([values[id(total)] for total in held], dense, variables, decision)
     values |= {id(total): value for total, value in zip(held, sums, strict=True)}
-    totals = [None if grad is None else value for grad, value in zip(grads, sums, strict=True)]
     own = {id(variable) for variable in window.variables}
     touched = [variable for variable, _ in mapping if id(variable) not in own]
 
@@ -191,9 +160,11 @@ def _new_values_of_window(optimizer, mapping, grads, variables, facts, decision,
         rounding = optimizer.rounding()
         scope = UpdateScope(rounding, state_mapping=list(zip(touched, carry[1], strict=True)))
         with scope, rounding.variables_as_float32(), _keras.one_update(optimizer.inner_optimizer):
-            optimizer.inner_optimizer.apply(window.means(totals, variables, decision), variables)
+            optimizer.inner_optimizer.apply(window.means(sums, grads, variables, decision), variables)
         return jnp.zeros((), bool), [scope.read(variable) for variable in touched]
 
+    # A loop that goes round once or not at all: most calls pay for the sums alone, and as a branch XLA would copy the
+    # buffers that only one of its sides writes.
     carry = decision.is_due, [values[id(variable)] for variable in touched]
     _, updated = jax.lax.while_loop(lambda carry: carry[0], update, carry)
     values |= {id(variable): value for variable, value in zip(touched, updated, strict=True)}

@@ -8,7 +8,6 @@ import keras
 import tensorflow as tf
 
 from mpkeras import _keras
-from mpkeras._replaced import replaced
 from mpkeras.devices._tensorflow import in_xla
 from mpkeras.scaling import small_state
 from mpkeras.scaling.facts import updating
@@ -44,17 +43,17 @@ def _is_of_this_graph(tensor) -> bool:
 
 
 def scale_gradient(grad, factor):
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(scale_gradient(grad.values, factor), grad.indices, grad.dense_shape)
-    grad = _widened(grad)
-    return grad * tf.cast(factor, grad.dtype)
+    def scaled(values):
+        values = _widened(values)
+        return values * tf.cast(factor, values.dtype)
+
+    return _with_values(scaled, grad)
 
 
 def grad_sum(grads):
     """Returns a float32 scalar of shape `()` that is finite if and only if the sum of all gradients is.
 
-    One float32 sum a gradient, tested once: inf and NaN survive every addition. Of a sparse gradient only
-    the rows that are there are read.
+    One float32 sum a gradient, tested once: inf and NaN survive every addition.
     """
     sums = []
     for grad in grads:
@@ -72,13 +71,11 @@ def grad_sum(grads):
 
 
 def _sums_of_groups(values):
-    """Returns the magnitudes of float32 sums of groups of 16-bit `values`; `values` itself where no group divides it.
-
-    XLA makes a sum of more than 32 values out of several, and casts before them: it would write all values out in
-    float32 (TensorFlow 2.21 on a CPU). Sums of fewer are one loop with the cast in it. Of plain sums of sums it would
-    make one sum again; not of sums of magnitudes. Each group is spread over all values: neighbours are then summed up
-    in one vector operation.
-    """
+    """Returns magnitudes of float32 sums of groups of 16-bit `values`, or `values` itself where no group divides it."""
+    # XLA makes a sum of more than 32 values out of several, and casts before them: it would write all values out in
+    # float32 (TensorFlow 2.21 on a CPU). Sums of fewer are one loop with the cast in it. Of plain sums of sums it would
+    # make one sum again; not of sums of magnitudes. Each group is spread over all values: neighbours are then summed up
+    # in one vector operation.
     count = values.shape.num_elements() or 1
     group = max(size for size in range(1, 33) if count % size == 0)
     if group == 1:
@@ -86,7 +83,7 @@ def _sums_of_groups(values):
     return tf.abs(tf.reduce_sum(tf.cast(tf.reshape(values, (group, -1)), tf.float32), axis=0))
 
 
-def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, facts):
+def new_values(optimizer, mapping, grads, variables, facts):
     raise ValueError(
         "Expected a backend with stateless optimizers. Received: `stateless_apply` on TensorFlow, where it is "
         "incompatible with `tf.distribute`. Call `optimizer.apply(grads, trainable_variables)`."
@@ -128,7 +125,7 @@ def apply(optimizer, grads, variables, facts):
 
 
 def _know_again(optimizer, variables):
-    """Lets an optimizer of an own loop find variables that `apply_policy` has stored in another dtype since."""
+    """Lets an optimizer find variables that `apply_policy` has stored in another dtype since it was built."""
     known = _keras.known_variables(optimizer.inner_optimizer)
     if not all(key in known for key in _keras.variable_keys(optimizer.inner_optimizer, variables)):
         with build_scope():
@@ -174,8 +171,7 @@ def _apply_across_replicas(facts, strategy, optimizer, grads, variables, checks,
             )
 
         _when(decision.is_accepted, add)
-        used = [grad is not None for grad in grads]
-        _when(decision.is_due, in_each_replica, _update_with_means, optimizer, used, variables, decision)
+        _when(decision.is_due, in_each_replica, _update_with_means, optimizer, grads, variables, decision)
     _assign_all(own_values)
 
 
@@ -194,20 +190,19 @@ def _apply(optimizer, grads, variables, facts, grads_are_finite, loss_is_finite,
 
 def _apply_window(optimizer, grads, variables, decision, scale):
     window = optimizer.window
-    used = [grad is not None for grad in grads]
     if not in_xla():
         _when(
             decision.is_accepted,
             lambda: _add_to_sums(window, _unscaled(optimizer, grads, variables, scale), variables),
         )
-        _when(decision.is_due, _update_with_means, optimizer, used, variables, decision)
+        _when(decision.is_due, _update_with_means, optimizer, grads, variables, decision)
         return
     unscaled = _unscaled(optimizer, grads, variables, scale)
     held = [total.value for total in window.sums_of(variables)]
     _assign_all(zip(held, window.next_sums(held, unscaled, variables, decision), strict=True))
 
     def update(is_due):
-        _update_with_means(optimizer, used, variables, decision)
+        _update_with_means(optimizer, grads, variables, decision)
         return [tf.zeros_like(is_due)]
 
     # A loop that goes round once or not at all: most calls pay for the sums alone, and no branch stalls the queue.
@@ -226,22 +221,18 @@ def _unscaled(optimizer, grads, variables, scale):
     return grads if scale is None else optimizer.unscale(grads, variables, scale)
 
 
-def _update_inner(optimizer, grads, variables, scale, is_applied=None):
-    _apply_inner(optimizer, _unscaled(optimizer, grads, variables, scale), variables, is_applied)
-
-
-def _apply_inner(optimizer, grads, variables, is_applied=None):
+def _update_inner(optimizer, grads, variables, scale=None, is_applied=None):
     """Lets the inner optimizer update, in float32 where variables are small.
 
-    Args:
-        is_applied: bool scalar, shape `()`: whether what it assigns to small variables, and beside them, takes effect;
-            `None` where it does, or where something else sees to that.
+    Where a bool scalar `is_applied` is given, what it assigns to small variables, and beside them, takes effect only
+    where that is true.
     """
+    grads = _unscaled(optimizer, grads, variables, scale)
     rounding = optimizer.rounding()
     with updating(optimizer), _keras.one_update(optimizer.inner_optimizer), contextlib.ExitStack() as stack:
         if rounding.small:
             # Copies of all: TensorFlow sums over replicas what is of one graph, and this may be a branch of another.
-            grads = [_copied(_widened(grad)) for grad in grads]
+            grads = [_copied(_with_values(_widened, grad)) for grad in grads]
             stack.enter_context(_in_float32(optimizer, rounding))
             stack.enter_context(_WritingScope(rounding, is_applied))
         optimizer.inner_optimizer.apply(grads, variables)
@@ -258,41 +249,36 @@ def _update_selecting(optimizer, grads, variables, is_due, scale):
         _update_then_select(optimizer, grads, variables, is_due, scale)
 
 
-def _update_with_means(optimizer, used, variables, decision):
-    sums = optimizer.window.sums_of(variables)
-    totals = [total.value if is_used else None for total, is_used in zip(sums, used, strict=True)]
-    _apply_inner(optimizer, optimizer.window.means(totals, variables, decision), variables)
+def _update_with_means(optimizer, grads, variables, decision):
+    totals = [total.value for total in optimizer.window.sums_of(variables)]
+    _update_inner(optimizer, optimizer.window.means(totals, grads, variables, decision), variables)
 
 
-def _update_here(total, function, args):
-    """What `strategy.extended.update` is to all replicas."""
-    function(total, *args)
+def _add_to_sums(window, grads, variables, update=lambda total, function, args: function(total, *args)):
+    """Adds unscaled gradients to the sums; the first of a window take the place of what the last one left.
 
-
-def _add_to_sums(window, grads, variables, update=_update_here):
-    """Adds unscaled gradients to the sums; the first of a window take the place of what the last one left."""
+    `update` is `strategy.extended.update`, or what does the same on one replica.
+    """
     entries = list(zip(window.sums_of(variables), grads, variables, strict=True))
+
+    def begin_one(total, grad):
+        total.assign(window.first(total, grad))
+
+    def add_one(total, grad, variable):
+        total.assign(window.added(total, grad, variable))
 
     def begin():
         for total, grad, _ in entries:
-            update(total.value, _begin_sum, args=(grad, window))
+            update(total.value, begin_one, args=(grad,))
         return tf.constant(True)
 
     def add():
         for total, grad, variable in entries:
             if grad is not None:
-                update(total.value, _add_to_sum, args=(grad, window, variable))
+                update(total.value, add_one, args=(grad, variable))
         return tf.constant(False)
 
     tf.cond(window.begins(), begin, add)
-
-
-def _begin_sum(total, grad, window):
-    total.assign(window.first(total, grad))
-
-
-def _add_to_sum(total, grad, window, variable):
-    total.assign(window.added(total, grad, variable))
 
 
 def _assign_all(values):
@@ -354,9 +340,8 @@ class _SelectingScope(keras.StatelessScope):
 def selecting_assignments(inner_optimizer, is_applied):
     """Within this context every assignment of `inner_optimizer` takes effect only where `is_applied`.
 
-    The optimizer's own `assign*` methods are covered on the instance for the length of the call. Selecting
-    at the assignment leaves nothing that needs the old values: XLA fuses it into the update, and no buffer
-    is copied. (`where` on every variable after the update is the slowest form: 2 to 5 times bare.)
+    Selecting at the assignment leaves nothing that needs the old values: XLA fuses it into the update, and no buffer is
+    copied. (`where` on every variable after the update is the slowest form: 2 to 5 times bare.)
     """
 
     def native(variable):
@@ -400,38 +385,28 @@ def selecting_assignments(inner_optimizer, is_applied):
 
         return apply_weight_decay
 
-    methods = {
-        "assign": lambda optimizer: assign,
-        "assign_add": lambda optimizer: lambda variable, value: assign_change(variable, value, 1),
-        "assign_sub": lambda optimizer: lambda variable, value: assign_change(variable, value, -1),
-        _keras.WEIGHT_DECAY_METHOD: weight_decay,
-    }
-    assert set(methods) == set(_COVERED_METHODS)
-    with contextlib.ExitStack() as stack:
-        for optimizer in small_state.parts_of(inner_optimizer):
-            for name, method_of in methods.items():
-                stack.enter_context(replaced(optimizer, name, method_of(optimizer), kind="update"))
-        stack.enter_context(_SelectingScope(assign))
+    def methods_of(optimizer):
+        changes = functools.partial(assign_change, sign=1), functools.partial(assign_change, sign=-1)
+        return dict(zip(_COVERED_METHODS, (assign, *changes, weight_decay(optimizer)), strict=True))
+
+    with small_state.replaced_methods(inner_optimizer, methods_of), _SelectingScope(assign):
         yield
 
 
 @contextlib.contextmanager
 def _in_float32(optimizer, rounding):
-    """Within this context the inner optimizer updates small variables through the `_WritingScope` of its thread.
-
-    Its methods are covered around all replicas, as in `_no_second_sum`: they find in the scope what differs.
-    """
-    with contextlib.ExitStack() as stack:
-        if rounding.small:
-            for part in small_state.parts_of(optimizer.inner_optimizer):
-                for name, method in _methods_in_float32(part).items():
-                    stack.enter_context(replaced(part, name, method, kind="update"))
-            stack.enter_context(rounding.variables_as_float32())
+    """Within this context the inner optimizer updates small variables through the `_WritingScope` of its thread."""
+    # Around all replicas, as in `_no_second_sum`: the methods find in the scope what differs.
+    if not rounding.small:
+        yield
+        return
+    methods = small_state.replaced_methods(optimizer.inner_optimizer, _methods_in_float32)
+    with methods, rounding.variables_as_float32():
         yield
 
 
 def _methods_in_float32(optimizer) -> dict:
-    """Returns methods in the place of those of `optimizer` that hand on native variables, as they are stored."""
+    """Returns what replaces the methods of `optimizer` that hand on native variables, as they are stored."""
     keys = {
         id(variable): getattr(optimizer, _keras.KEY_METHOD)(variable)
         for variable in _keras.optimizer_trainable_variables(optimizer)
@@ -506,19 +481,24 @@ def _assign_all_copies(strategy, stored, value):
     strategy.extended.update(stored, lambda copy, value: copy.assign(value), args=(value,))
 
 
-def _widened(grad):
+def _with_values(function, grad):
+    """Returns a gradient with `function` of its values; of a sparse one of the rows that are there."""
     if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_widened(grad.values), grad.indices, grad.dense_shape)
-    if grad is not None and grad.dtype == tf.bfloat16 and in_xla():
+        return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
+    return None if grad is None else function(grad)
+
+
+def _widened(values):
+    if values.dtype == tf.bfloat16 and in_xla():
         # Not the cast that the sum of the check has: for all that share one, XLA writes the gradients out in float32.
-        return small_state.widened(grad)
-    return tf.cast(grad, tf.float32) if grad is not None and grad.dtype in (tf.float16, tf.bfloat16) else grad
+        return small_state.widened(values)
+    return tf.cast(values, tf.float32) if values.dtype in (tf.float16, tf.bfloat16) else values
 
 
 def _copied(grad):
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(tf.identity(grad.values), tf.identity(grad.indices), grad.dense_shape)
-    return grad if grad is None else tf.identity(grad)
+    return None if grad is None else tf.identity(grad)
 
 
 def _update_then_select(optimizer, grads, variables, is_applied, scale):
@@ -546,15 +526,9 @@ def _sums_in_16_bits(optimizer) -> bool:
 
 
 def _summed(optimizer, scaled_grads, variables, takes_unscaled: bool) -> list:
-    """Returns the sums of the gradients over all replicas, in `optimizer.all_reduce_dtype`.
+    """Returns the sums of this replica's scaled gradients over all replicas, in `optimizer.all_reduce_dtype`.
 
-    They are summed while they are still scaled, or the small ones would be lost in float16. An overflow of
-    the sum itself makes it infinite, so that the finite check that follows skips the step.
-
-    Args:
-        scaled_grads: List of this replica's scaled gradients; `None` entries allowed.
-        variables: The variables, one for each gradient.
-        takes_unscaled: Whether the gradients have been unscaled, which is an error.
+    Scaled, as the small ones would be lost in float16. A sum that overflows is infinite, and the check skips the step.
     """
     if takes_unscaled:
         raise ValueError(
@@ -562,31 +536,20 @@ def _summed(optimizer, scaled_grads, variables, takes_unscaled: bool) -> list:
             f"Received: all_reduce_dtype={optimizer.all_reduce_dtype!r} and gradients that are not scaled. Call "
             "`scale_loss` and pass its gradients to `apply`, or leave `all_reduce_dtype` out."
         )
-
-    def cast(grad):
-        if isinstance(grad, tf.IndexedSlices):
-            return tf.IndexedSlices(cast(grad.values), grad.indices, grad.dense_shape)
-        return tf.cast(grad, optimizer.all_reduce_dtype)
-
     # A gradient that is the new value (float8 scales) is not summed by Keras either.
     is_summed = [
         g is not None and not _keras.overwrites_with_gradient(v) for g, v in zip(scaled_grads, variables, strict=True)
     ]
-    narrow = [cast(grad) for grad, sums in zip(scaled_grads, is_summed, strict=True) if sums]
+    cast = functools.partial(tf.cast, dtype=optimizer.all_reduce_dtype)
+    narrow = [_with_values(cast, grad) for grad, sums in zip(scaled_grads, is_summed, strict=True) if sums]
     if narrow:
         narrow = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, narrow)
     sums = iter(narrow)
     return [next(sums) if takes else grad for grad, takes in zip(scaled_grads, is_summed, strict=True)]
 
 
-@contextlib.contextmanager
 def _no_second_sum(optimizer):
-    """Within this context the inner optimizer takes its gradients as summed over replicas already.
-
-    Its method is covered on the instance for the length of the call, around all replicas: each runs in a
-    thread of its own, and the last one out must not find it uncovered.
-    """
-    with contextlib.ExitStack() as stack:
-        for part in small_state.parts_of(optimizer.inner_optimizer) if _sums_in_16_bits(optimizer) else []:
-            stack.enter_context(replaced(part, _keras.GRADIENT_SUM_METHOD, list, kind="update"))
-        yield
+    """Returns a context in which the inner optimizer takes its gradients as summed over replicas already."""
+    # Around all replicas: each runs in a thread of its own, and the last one out must not find the method uncovered.
+    methods = {_keras.GRADIENT_SUM_METHOD: list} if _sums_in_16_bits(optimizer) else {}
+    return small_state.replaced_methods(optimizer.inner_optimizer, lambda part: methods)

@@ -7,14 +7,13 @@ import torch
 import torch.distributed
 
 from mpkeras import _keras
-from mpkeras._replaced import replaced
 from mpkeras.devices._torch import is_distributed
 from mpkeras.scaling import small_state
 from mpkeras.scaling.facts import updating
 
 
 def check_all_reduce_dtype(dtype):
-    """Raises `ValueError` for a dtype: gradients are summed over ranks before an optimizer sees them."""
+    """Raises `ValueError` for any dtype: gradients are summed over ranks before an optimizer sees them."""
     if dtype is not None:
         raise ValueError(
             "Expected no `all_reduce_dtype` on torch, where `DistributedDataParallel` sums the gradients. Received: "
@@ -25,7 +24,7 @@ def check_all_reduce_dtype(dtype):
 
 
 def build_scope():
-    """Variables are made where `build` is called here."""
+    """The scope in which an optimizer makes its variables: any."""
     return contextlib.nullcontext()
 
 
@@ -47,16 +46,11 @@ def scale_gradient(grad, factor):
         return grad * factor
 
 
-def stateless_apply(optimizer, optimizer_variables, grads, trainable_variables, facts):
-    variables = optimizer.trainable_variables
-    mapping = list(zip(variables, trainable_variables, strict=True))
-    mapping += list(zip(optimizer.variables, optimizer_variables, strict=True))
+def new_values(optimizer, mapping, grads, variables, facts):
+    """Returns a function from variable to its value after the step."""
     with keras.StatelessScope(state_mapping=mapping) as scope:
         apply(optimizer, grads, variables, facts, in_place=False)
-    return (
-        [scope.get_current_value(variable) for variable in variables],
-        [scope.get_current_value(variable) for variable in optimizer.variables],
-    )
+    return scope.get_current_value
 
 
 @torch.no_grad()
@@ -101,7 +95,6 @@ def apply(optimizer, grads, variables, facts, in_place: bool = True):
 
 def _apply_window(optimizer, grads, variables, decision):
     window = optimizer.window
-    used = [grad is not None for grad in grads]
     sums = window.sums_of(variables)
     if bool(decision.is_accepted):
         begins = bool(window.begins())
@@ -112,8 +105,8 @@ def _apply_window(optimizer, grads, variables, decision):
             elif grad is not None:
                 total.assign(window.added(total.value, grad, variable))
     if bool(decision.is_due):
-        totals = [total.value if is_used else None for total, is_used in zip(sums, used, strict=True)]
-        _update(optimizer, window.means(totals, variables, decision), variables)
+        totals = [total.value for total in sums]
+        _update(optimizer, window.means(totals, grads, variables, decision), variables)
 
 
 def _update(optimizer, grads, variables):
@@ -121,16 +114,14 @@ def _update(optimizer, grads, variables):
     inner_optimizer, rounding = optimizer.inner_optimizer, optimizer.rounding()
     with updating(optimizer), _keras.one_update(inner_optimizer), contextlib.ExitStack() as stack:
         if rounding.small:
-            for part in small_state.parts_of(inner_optimizer):
-                for name, method in _methods_in_float32(part).items():
-                    stack.enter_context(replaced(part, name, method, kind="update"))
+            stack.enter_context(small_state.replaced_methods(inner_optimizer, _methods_in_float32))
             stack.enter_context(_WritingScope(rounding))
             stack.enter_context(rounding.variables_as_float32())
         inner_optimizer.apply(grads, variables)
 
 
 def _methods_in_float32(optimizer) -> dict:
-    """Returns methods in the place of those that update native parameters, many at a time and as they are stored."""
+    """Returns what replaces the methods that update native parameters, many at a time and as they are stored."""
     update = _keras.portable_method(optimizer, _keras.UPDATE_METHOD)
     clip = getattr(optimizer, _keras.CLIP_METHOD)
 
@@ -194,20 +185,10 @@ def _grads_are_finite(grads):
 
 
 def _on_all_ranks(grads_are_finite, loss_is_finite):
-    """Returns both flags for all ranks together: true where they are true on every rank.
-
-    `DistributedDataParallel` sums the gradients before the optimizer sees them, but the loss stays with its
-    rank, and so do the gradients of a model that is trained in any other way. The message is the same whether
-    a rank knows its loss or not: ranks that wait for different messages wait for ever.
-
-    Args:
-        grads_are_finite: bool scalar, shape `()`, for this rank; on the device that the message is sent from.
-        loss_is_finite: bool scalar, shape `()`, for this rank and on that device, or `None` where it is not known.
-
-    Returns:
-        `(grads_are_finite, loss_is_finite)`, bool scalars of shape `()`. A loss that no rank
-        knows counts as finite: the scale then moves by the gradients alone.
-    """
+    """Returns both flags, each true where it is true on every rank; a loss that no rank knows counts as finite."""
+    # `DistributedDataParallel` sums the gradients before the optimizer sees them, but the loss stays with its rank, and
+    # so do the gradients of a model that is trained in any other way. The message is the same whether a rank knows its
+    # loss or not: ranks that wait for different messages wait for ever.
     known_loss = torch.ones_like(grads_are_finite) if loss_is_finite is None else loss_is_finite
     # A sum of int32, which every backend of torch.distributed can form.
     bad_ranks = (~torch.stack([grads_are_finite, known_loss])).to(torch.int32)

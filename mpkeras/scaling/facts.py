@@ -5,6 +5,7 @@ import dataclasses
 import warnings
 
 import keras
+from keras import ops
 
 if keras.backend.backend() == "tensorflow":
     from mpkeras.devices._tensorflow import replica
@@ -13,6 +14,10 @@ else:
     def replica() -> int:
         """Returns the number of the replica that this code runs on: elsewhere a step has one."""
         return 0
+
+
+# How the logs call what `gradient_statistics` returns.
+GRADIENT_LOG_NAMES = ("grad_norm", "zero_grad_fraction")
 
 
 @dataclasses.dataclass
@@ -24,7 +29,7 @@ class StepFacts:
     is_nested: bool = False
     # `True`, or a bool scalar tensor: a step on a batch without rows is skipped, whatever it computes.
     batch_has_rows: object = True
-    # Whether the step wants the norm of the gradients and the share of zeros; `apply` puts them there.
+    # Whether the step wants `gradient_statistics`; `apply` puts them there.
     wants_statistics: bool = False
     statistics: tuple | None = None
     # Whether `apply` notes in the optimizer's `step_outcome` what it did.
@@ -41,7 +46,7 @@ class StepFacts:
     scaling_traces: list = dataclasses.field(default_factory=list)
 
     def note_scaled_loss(self, traces: list):
-        """Notes a scaled loss. `traces` are those that this code is part of, the innermost first."""
+        """Notes a scaled loss. `traces` has what this code is traced into, the innermost first; `[]` in eager code."""
         self.loss_was_scaled = True
         self.grads_are_unscaled = False
         self.scaling_traces += [trace for trace in traces[:1] if trace not in self.scaling_traces]
@@ -68,9 +73,6 @@ class FactsOfReplicas:
     def __reduce__(self):
         return FactsOfReplicas, ()
 
-    def __deepcopy__(self, memo):
-        return FactsOfReplicas()
-
     @property
     def here(self) -> StepFacts:
         return self._facts.setdefault(replica(), StepFacts())
@@ -86,22 +88,17 @@ def opened_step(optimizers, *, batch_has_rows=True, wants_statistics: bool = Fal
 
     They end with the step, and with an error in it. A step within a step (a part of the model is trained by a guarded
     step of its own) has facts of its own, after which those of the step around hold again.
-
-    Args:
-        optimizers: `LossScaleOptimizer`s, those that update in it.
-        batch_has_rows: Whether the batch has rows: a bool, or a bool tensor of shape `()`.
-        wants_statistics: Whether the logs show statistics of the gradients.
     """
     if isinstance(batch_has_rows, bool):
         # Where the shape says it, whoever runs the step has acted on it.
         batch_has_rows = True
     around = [optimizer.facts for optimizer in optimizers]
-    opened = []
-    for optimizer, outer in zip(optimizers, around, strict=True):
-        facts = StepFacts(True, outer.is_guarded, batch_has_rows, wants_statistics)
-        facts.scaling_traces = outer.scaling_traces
+    opened = [
+        StepFacts(True, outer.is_guarded, batch_has_rows, wants_statistics, scaling_traces=outer.scaling_traces)
+        for outer in around
+    ]
+    for optimizer, facts in zip(optimizers, opened, strict=True):
         optimizer.facts = facts
-        opened.append(facts)
     try:
         yield opened
     finally:
@@ -122,14 +119,7 @@ def updating(optimizer):
 
 @contextlib.contextmanager
 def ended_update(optimizer, traces: list):
-    """Context manager around `apply`. Yields a copy of the facts; `optimizer`'s own are ready for the next `apply`.
-
-    Where it raises, what was known of the step is forgotten, too.
-
-    Args:
-        optimizer: The optimizer whose `apply` it is.
-        traces: The traces that this code is part of, the innermost first; `[]` in eager code.
-    """
+    """Context manager around `apply`, made in `traces`. Yields a copy of the facts of `optimizer`, and ends its own."""
     facts = optimizer.facts
     try:
         yield dataclasses.replace(facts)
@@ -138,10 +128,10 @@ def ended_update(optimizer, traces: list):
 
 
 def check_loss_was_scaled(optimizer, facts: StepFacts):
-    """Warns once for an optimizer when the loss was not scaled since its last step.
+    """Warns, once for an optimizer, where the loss was not scaled since its last step.
 
-    The gradients are then taken as scaled all the same, as in Keras, except in a guarded step, where it is certain that
-    they are not: `facts` says so afterwards.
+    Its gradients are taken as scaled all the same, as in Keras. In a guarded step it is certain that they are not:
+    `facts` says so afterwards.
     """
     if facts.loss_was_scaled or facts.scaling_traces or facts.grads_are_unscaled or optimizer.scale_is_one:
         return
@@ -158,3 +148,39 @@ def check_loss_was_scaled(optimizer, facts: StepFacts):
             "Compute the gradients of `optimizer.scale_loss(loss)`.",
             stacklevel=3,
         )
+
+
+def gradient_statistics(grads, loss_scale) -> tuple:
+    """Returns the global norm of the unscaled gradients and the share of their elements that are zero.
+
+    Of a sparse gradient only the rows that are there count. On several replicas these are one replica's own.
+
+    Args:
+        grads: List of scaled gradients; `None` entries are left out.
+        loss_scale: The scale they are multiplied by, float32 of shape `()`; `None` if they are unscaled.
+
+    Returns:
+        Two float32 scalars of shape `()`.
+    """
+    values = [_real(_dense(grad)) for grad in grads if grad is not None]
+    size = sum(ops.cast(ops.size(value), "float32") for value in values)
+    zeros = sum(ops.sum(ops.cast(ops.equal(value, 0.0), "float32")) for value in values)
+    if loss_scale is not None:
+        # Before they are squared: at a scale of 2^15 the squares would overflow float32 early.
+        values = [value / loss_scale for value in values]
+    norm = ops.sqrt(sum(ops.sum(ops.square(value)) for value in values))
+    return norm, zeros / size
+
+
+def _real(values):
+    """Returns the values as float32, complex ones as their absolute values."""
+    is_complex = "complex" in keras.backend.standardize_dtype(values.dtype)
+    return ops.cast(ops.absolute(values) if is_complex else values, "float32")
+
+
+def _dense(grad):
+    if hasattr(grad, "dense_shape"):  # tf.IndexedSlices
+        return grad.values
+    if hasattr(grad, "nse"):  # a sparse array of JAX
+        return grad.data
+    return grad.to_dense() if getattr(grad, "is_sparse", False) else grad

@@ -1,6 +1,5 @@
 """`LossScaleOptimizer`: holds the loss scale's state and lets only finite steps reach the optimizer inside."""
 
-import contextlib
 import functools
 import warnings
 from typing import Any
@@ -9,12 +8,16 @@ import keras
 from keras import ops
 
 from mpkeras import _keras, _replaced
-from mpkeras.policies import loss_scaling, scalars
 from mpkeras.policies.dtypes import SMALL_DTYPE, check_slot_dtype
-from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
-from mpkeras.scaling.facts import FactsOfReplicas, StepFacts, check_loss_was_scaled, ended_update
-from mpkeras.scaling.gradient_statistics import gradient_statistics
-from mpkeras.scaling.small_state import Rounding, parts_of, slot_dtypes
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale, number, resolve, scalars
+from mpkeras.scaling.facts import (
+    FactsOfReplicas,
+    StepFacts,
+    check_loss_was_scaled,
+    ended_update,
+    gradient_statistics,
+)
+from mpkeras.scaling.small_state import Rounding, parts_of, replaced_methods, slot_dtypes
 from mpkeras.scaling.window import Decision, GradientWindow, checked_steps, single_step
 
 if keras.backend.backend() == "tensorflow":
@@ -30,8 +33,8 @@ else:
     )
 
 
-# Arguments of every Keras optimizer that mean nothing on the wrapper: with their neutral values, which
-# configurations written by early Keras 3 contain.
+# Arguments of every Keras optimizer that mean nothing on the wrapper, with the neutral values that configurations of
+# early Keras 3 contain.
 _INNER_ARGUMENTS = {
     "weight_decay": None,
     "clipnorm": None,
@@ -45,7 +48,7 @@ _INNER_ARGUMENTS = {
 }
 # Stock Keras' scale grows after so many steps: never. It compares a counter that is int32 on JAX and torch.
 _NEVER = 2**31 - 1
-# Where in the configuration stands what only mpkeras knows: beside what plain Keras reads of the inner optimizer.
+# Where the configuration holds what only mpkeras knows: beside what plain Keras reads of the inner optimizer.
 _EXTRA = "mpkeras"
 
 
@@ -62,13 +65,11 @@ def _of_inner(name: str) -> property:
 
 
 def _saved_as_stock(optimizer_class):
-    """Registers the wrapper with Keras, and lets files name it so that plain Keras finds its own wrapper.
-
-    Keras writes the module and the name of `obj.__class__`, and the name that it is registered under. When it reads,
-    the registered name comes first; where nobody has registered it, the class in the module is taken, if the module is
-    one of Keras' own. It has to be the module that defines the class, as for Keras' own Functional models: under the
-    public name `keras.optimizers.LossScaleOptimizer` Keras 3.15.1 refuses a config with another registered name.
-    """
+    """Registers the wrapper with Keras, and lets files name it so that plain Keras finds its own wrapper."""
+    # Keras writes the module and the name of `obj.__class__`, and the name that it is registered under. When it reads,
+    # the registered name comes first; where nobody has registered it, the class in the module is taken, if the module
+    # is one of Keras' own. It has to be the module that defines the class, as for Keras' own Functional models: under
+    # the public name `keras.optimizers.LossScaleOptimizer` Keras 3.15.1 refuses a config with another registered name.
     stock = keras.optimizers.LossScaleOptimizer
     written = type(stock.__name__, (optimizer_class,), {"__module__": stock.__module__})
     register = keras.saving.register_keras_serializable("mpkeras", stock.__name__)
@@ -113,11 +114,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     Attributes:
         dynamic_scale: float32 variable of shape `()`, the loss scale (once built).
         step_counter: integer variable of shape `()`, finite steps since the scale last changed (once built).
-        skipped_steps: integer variable of shape `()`, steps left out so far.
-        consecutive_skips: integer variable of shape `()`, steps left out since the last applied one.
-        nonfinite_losses: integer variable of shape `()`, steps left out because the unscaled loss itself was
-            not finite (where that is known).
-        last_step_skipped: bool scalar tensor of shape `()`.
 
     Any other public attribute is read from and written to `inner_optimizer`.
 
@@ -164,8 +160,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         **kwargs,
     ) -> None:
         _refuse_inner_arguments(kwargs)
-        slot_dtype = "auto" if slot_dtype is None else slot_dtype
-        check_slot_dtype(slot_dtype)
+        slot_dtype = check_slot_dtype("auto" if slot_dtype is None else slot_dtype)
         _backend.check_all_reduce_dtype(all_reduce_dtype)
         inner_optimizer = _checked_inner_optimizer(inner_optimizer)
         rule = _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
@@ -260,23 +255,23 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.store_slots()
 
     def _build_inner(self, variables):
-        """Builds the inner optimizer with its slots in `slot_dtype`: in float32 first, they would need the memory."""
-        with contextlib.ExitStack() as stack:
-            for part in parts_of(self.inner_optimizer) if self._slot_dtype != "auto" else []:
-                make = self._slot_maker(part.add_variable)
-                stack.enter_context(_replaced.replaced(part, "add_variable", make, kind="update"))
+        """Builds the inner optimizer with its slots in `slot_dtype` from the start: in float32 they need more."""
+
+        def slot_maker(part):
+            add_variable = part.add_variable
+
+            @functools.wraps(add_variable)
+            def add_slot(shape, initializer="zeros", dtype=None, *args, **kwargs):
+                is_slot = shape and "float" in keras.backend.standardize_dtype(dtype)
+                return add_variable(shape, initializer, self._slot_dtype if is_slot else dtype, *args, **kwargs)
+
+            return {} if self._slot_dtype == "auto" else {"add_variable": add_slot}
+
+        with replaced_methods(self.inner_optimizer, slot_maker):
             self.inner_optimizer.build(variables)
 
-    def _slot_maker(self, add_variable):
-        @functools.wraps(add_variable)
-        def add_slot(shape, initializer="zeros", dtype=None, *args, **kwargs):
-            is_float = "float" in keras.backend.standardize_dtype(dtype)
-            return add_variable(shape, initializer, self._slot_dtype if is_float and shape else dtype, *args, **kwargs)
-
-        return add_slot
-
     def store_slots(self):
-        """Stores each slot in the dtype that is asked for, its value kept; averages and single numbers in float32."""
+        """Stores each slot in `slot_dtype`, its value kept; averages and single numbers in float32."""
         for part in parts_of(self.inner_optimizer):
             for variable, dtype in slot_dtypes(part, self._slot_dtype):
                 if dtype in ("float32", SMALL_DTYPE) and dtype != _keras.stored_dtype(variable):
@@ -299,11 +294,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         >>> float(keras.ops.convert_to_numpy(variable)[0])  # 6 after one step, 4 after two: 0.75 * 6 + 0.25 * 4
         5.5
         """
-        with contextlib.ExitStack() as stack:
+        is_small = bool(self.rounding().small)
+
+        def portable(part):
             # TensorFlow's own form assigns native variables, of float32 to those of bfloat16, and TensorFlow refuses.
-            for part in parts_of(self.inner_optimizer) if self.rounding().small else []:
-                overwrite = _keras.portable_method(part, _keras.OVERWRITE_METHOD)
-                stack.enter_context(_replaced.replaced(part, _keras.OVERWRITE_METHOD, overwrite, kind="update"))
+            name = _keras.OVERWRITE_METHOD
+            return {name: _keras.portable_method(part, name)} if is_small else {}
+
+        with replaced_methods(self.inner_optimizer, portable):
             self.inner_optimizer.finalize_variable_values(var_list)
 
     def rounding(self) -> Rounding:
@@ -313,22 +311,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return Rounding([v for v in variables if isinstance(v, keras.Variable)], _keras.step_count(inner))
 
     def _make_scale_state(self):
-        initial_state = {"step_counter": 0, **self._rule.initial_state()}
+        # These two come first, in stock Keras' order.
+        initial_state = {"step_counter": 0, "dynamic_scale": 1.0} | self._rule.initial_state()
         # Keras' "int": int64 on TensorFlow, int32 on JAX and torch, as its own counter.
-        self.step_counter = self._add_scalar("step_counter", initial_state.pop("step_counter"), "int")
-        self.dynamic_scale = self._add_scalar("dynamic_scale", initial_state.pop("dynamic_scale"))
-        others = {key: self._add_scalar(key, value) for key, value in initial_state.items()}
-        self._state = {"step_counter": self.step_counter, "dynamic_scale": self.dynamic_scale, **others}
+        self._state = {
+            key: self._add_scalar(key, value, "int" if key == "step_counter" else "int32")
+            for key, value in initial_state.items()
+        }
+        self.step_counter, self.dynamic_scale = self._state["step_counter"], self._state["dynamic_scale"]
 
     def _add_scalar(self, name: str, value, int_dtype: str = "int32"):
         dtype = {bool: "bool", int: int_dtype, float: "float32"}[type(value)]
-        return self.add_variable(
-            shape=(),
-            initializer=keras.initializers.Constant(value),
-            dtype=dtype,
-            aggregation="none",
-            name=name,
-        )
+        constant = keras.initializers.Constant(value)
+        return self.add_variable(shape=(), initializer=constant, dtype=dtype, aggregation="none", name=name)
 
     @property
     def variables(self) -> list:
@@ -421,7 +416,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def nonfinite_losses(self):
-        """Steps left out as the unscaled loss itself was not finite: integer variable of shape `()`."""
+        """Steps left out as the unscaled loss itself was not finite, where that is known: integer variable."""
         return self._nonfinite_losses
 
     @property
@@ -530,8 +525,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         if not grads:
             return
-        traces = _backend.traces()
-        with ended_update(self, traces) as facts:
+        with ended_update(self, _backend.traces()) as facts:
             variables = self._checked_variables(grads, trainable_variables)
             check_loss_was_scaled(self, facts)
             self._warn_of_lost_guard(facts.is_guarded)
@@ -587,14 +581,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         2.5
         """
         grads = list(grads)
-        traces = _backend.traces()
-        with ended_update(self, traces) as facts:
+        with ended_update(self, _backend.traces()) as facts:
             self._check_values(optimizer_variables, grads, trainable_variables)
             check_loss_was_scaled(self, facts)
             self._warn_of_lost_guard(facts.is_guarded)
-            with keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True))):
+            variables, own = self.trainable_variables, self.variables
+            mapping = [*zip(variables, trainable_variables, strict=True), *zip(own, optimizer_variables, strict=True)]
+            with keras.StatelessScope(state_mapping=mapping):
                 self._note_statistics(grads, facts)
-            return _backend.stateless_apply(self, list(optimizer_variables), grads, list(trainable_variables), facts)
+            new_value = _backend.new_values(self, mapping, grads, variables, facts)
+            return [new_value(variable) for variable in variables], [new_value(variable) for variable in own]
 
     def _check_values(self, optimizer_variables, grads, trainable_variables):
         if not self.built:
@@ -681,19 +677,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def step_outcome(self) -> tuple:
         """Whether a call of `apply` was skipped, and whether one was not, since the guarded step was opened.
 
-        Two bool variables of shape `()`, `False` between steps: whoever guards a step reads and clears them at its end.
-        Variables, and no part of `StepFacts`: an update may happen in a function, a branch or a loop that is compiled
-        by itself, from which nothing else reaches the step around.
+        Two bool variables of shape `()`: whoever guards a step clears them at its end. No part of `StepFacts`, as an
+        update may happen in a function, a branch or a loop that is compiled by itself: only variables reach the step
+        around.
         """
         return self._skipped_in_step, self._accepted_in_step
 
     def _counted(self, facts, is_accepted, lost_its_loss) -> list:
         """Returns `(variable, value)` for each counter after a step.
 
-        Args:
-            facts: The `StepFacts` of the step.
-            is_accepted: bool scalar, shape `()`.
-            lost_its_loss: bool scalar, shape `()`, whether the loss was computed and is not finite; `None` if unknown.
+        `lost_its_loss`: whether the loss was computed and is not finite, a bool scalar; `None` if unknown.
         """
         is_skipped = scalars.logical_not(is_accepted)
         skipped, row, lost = self._skipped_steps, self._consecutive_skips, self._nonfinite_losses
@@ -710,10 +703,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     # ---------------------------------------------------------------------------------------- accumulation
 
     def _take_over_accumulation(self, on_overflow):
-        """Sums the gradients here instead of in the inner optimizer, which would count skipped calls out.
-
-        The setting of the inner optimizer stays: it is the user's, and the next wrapper reads it, too.
-        """
+        """Sums the gradients here instead of in the inner optimizer, which would count skipped calls."""
+        # The setting of the inner optimizer stays: it is the user's, and the next wrapper reads it, too.
         steps = self.inner_optimizer.gradient_accumulation_steps
         if steps is not None:
             self.window = GradientWindow(self, steps, on_overflow or "drop_micro")
@@ -768,7 +759,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._take_sums(window)
 
     def _take_sums(self, window: GradientWindow):
-        """Goes on with the half-full sums of an inner optimizer that has accumulated without us."""
+        """Takes over the half-full sums of an inner optimizer that has accumulated by itself."""
         sums, calls = _keras.accumulated_gradients(self.inner_optimizer), self._inner_calls
         if not sums:
             return
@@ -862,11 +853,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     # ---------------------------------------------------------------------------------- guarded train steps
 
     def _note_guard(self, is_guarded: bool | None = None):
-        """Takes down whether the model's `train_step` is guarded now, for the copies that files make of the model.
+        """Notes whether the model's `train_step` is guarded now, for the copies that files make of the model.
 
-        Called without: somebody looks after the steps of this optimizer, whatever becomes of the model's `train_step`.
+        `None`: another step guards this optimizer, whatever becomes of the model's `train_step`.
         """
-        self._is_guarded = self._is_guarded if is_guarded is None else is_guarded
+        if is_guarded is not None:
+            self._is_guarded = is_guarded
         # Whoever guards the step, or takes the guard away, has decided.
         self._was_guarded = False
 
@@ -910,10 +902,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return config
 
     def _stock_rule(self) -> dict:
-        """Returns the settings with which stock Keras' wrapper comes closest to the rule.
-
-        It always doubles and halves, without bounds; a scale that is to stay where it is never grows.
-        """
+        """Returns the settings with which stock Keras' wrapper, which doubles and halves, comes closest to the rule."""
         rule = self.loss_scale_rule
         growth_steps = getattr(rule, "dynamic_growth_steps", 2000) if rule.dynamic else _NEVER
         return {"initial_scale": rule.initial_scale, "dynamic_growth_steps": min(growth_steps, _NEVER)}
@@ -1024,12 +1013,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             _expect_nothing(self.inner_optimizer)
 
     def _numbered_variables(self, store):
-        """Returns the variables whose values the numbered arrays of `store` are, in their order, or `None`.
-
-        First come those of stock Keras' wrapper, which is what we write, too; all of ours, as mpkeras 0.1.0 wrote them,
-        with a window or without; or none, in the file of a plain optimizer. Then those of an inner optimizer that has
-        sums of its own, or has none.
-        """
+        """Returns the variables whose values the numbered arrays of `store` are, in their order, or `None`."""
+        # First come those of stock Keras' wrapper, which is what we write, too; all of ours, as mpkeras 0.1.0 wrote
+        # them, with a window or without; or none, in the file of a plain optimizer. Then those of an inner optimizer
+        # that has sums of its own, or has none.
         inner = self.inner_optimizer.variables
         sums = {id(variable) for variable in _keras.accumulated_gradients(self.inner_optimizer)}
         of_step = {id(variable) for variable in self.step_outcome}
@@ -1046,7 +1033,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _stock_own_variables(self) -> list:
         """Returns the variables that stock Keras' wrapper has beside those of the inner optimizer, in its order."""
-        # Its own iteration and learning_rate, which mean nothing.
+        # The first two are its own iteration and learning_rate, which mean nothing.
         return self.variables[:2] + ([self.step_counter, self.dynamic_scale] if self.built else [])
 
     def _variables_beside(self) -> dict:
@@ -1071,12 +1058,10 @@ def _check_some_gradient(grads):
 
 
 def _expect_nothing(inner_optimizer):
-    """Lets the next call of its `load_own_variables` find nothing in the file, where Keras would warn.
+    """Lets the next call of its `load_own_variables` find nothing in the file, where Keras would warn."""
 
-    The file is of a plain optimizer, whose arrays the wrapper has given it. Keras goes on to ask the inner optimizer,
-    too, for which there is no place in such a file.
-    """
-
+    # The file is of a plain optimizer, whose arrays the wrapper has given to the inner one. Keras goes on to ask that
+    # one, too, for which there is no place in such a file.
     def load_own_variables(store):
         _replaced.restore(inner_optimizer, "load_own_variables", kind="loading")
         if len(store.keys()):
@@ -1135,7 +1120,7 @@ def _refuse_inner_arguments(kwargs: dict):
 
 
 def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic) -> LossScale:
-    """Returns the rule that the constructor's arguments, of three generations of Keras, ask for."""
+    """Returns the rule that the constructor's arguments ask for, which are those of three generations of Keras."""
     if isinstance(loss_scale, keras.optimizers.Optimizer):
         raise TypeError(
             "Expected a `loss_scale` of 'dynamic', a number, a `LossScale` or None: each optimizer has a scale of its "
@@ -1171,7 +1156,7 @@ def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynami
             f"loss_scale={loss_scale!r}, initial_scale={initial_scale}, "
             f"dynamic_growth_steps={dynamic_growth_steps}. Put the settings into `loss_scale`."
         )
-    rule = loss_scaling.resolve(loss_scale)
+    rule = resolve(loss_scale)
     if rule is not None and dynamic is True and not rule.dynamic:
         raise ValueError(
             f"Expected a moving scale with `dynamic=True`. Received: loss_scale={loss_scale!r}. "
@@ -1224,15 +1209,10 @@ def _copy(source, target):
 
 
 def _has_found_its_scale(optimizer) -> bool:
-    """Whether the scale of a built optimizer is one that training has moved, and so worth more than a default.
-
-    A fixed scale was not found by training: 1.0 of a bfloat16 model would stay with float16 for thousands of
-    steps. Nor was that of an optimizer that took no step: Keras' `fit` builds it before any callback is asked.
-    """
+    """Whether the scale of a built optimizer is one that training has moved, and so worth more than a default."""
     if isinstance(optimizer, LossScaleOptimizer) and not optimizer.dynamic:
+        # 1.0 of a bfloat16 model would stay with float16 for thousands of steps.
         return False
+    # Keras' `fit` builds an optimizer before any callback is asked: without a step, nothing has been found.
     values = (optimizer.step_counter, optimizer.inner_optimizer.iterations)
-    return (
-        any(scalars.number(value) for value in values)
-        or scalars.number(optimizer.dynamic_scale) != optimizer.initial_scale
-    )
+    return any(number(value) for value in values) or number(optimizer.dynamic_scale) != optimizer.initial_scale

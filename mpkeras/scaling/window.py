@@ -7,13 +7,13 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._arguments import checked_count
-from mpkeras.policies import scalars
+from mpkeras.policies.loss_scaling import scalars
 
 ON_OVERFLOW = ("drop_micro", "drop_window")
 
 
 def checked_steps(accumulate_steps, on_overflow) -> int:
-    """Returns `accumulate_steps`. Raises `ValueError` unless they describe a window together with `on_overflow`."""
+    """Returns `accumulate_steps`. Raises `ValueError` unless it and `on_overflow` describe a window."""
     steps = checked_count("accumulate_steps", accumulate_steps, "Use 1 to update at every step.")
     if on_overflow not in ON_OVERFLOW:
         raise ValueError(
@@ -47,7 +47,7 @@ class Decision:
 
 
 def single_step(grads_are_finite, loss_is_finite) -> Decision:
-    """The decision without accumulation. `loss_is_finite` is `None` where it is not known."""
+    """Returns the decision without accumulation. `loss_is_finite` is `None` where it is not known."""
     is_accepted, scale_moves = grads_are_finite, True
     if loss_is_finite is not None:
         is_accepted = scalars.logical_and(grads_are_finite, loss_is_finite)
@@ -59,15 +59,11 @@ def single_step(grads_are_finite, loss_is_finite) -> Decision:
 class GradientWindow:
     """Sums the gradients of `steps` calls of `apply` in float32, and says when the update is due.
 
-    The window has a fixed length: it ends at the `steps`-th call whatever overflows. A call whose loss or
-    gradients are not finite leaves no trace in the sums, and the update takes the mean over the others
-    (`"drop_micro"`), or is left out (`"drop_window"`). The loss scale moves at the end of a window only, and
-    backs off if gradients overflowed anywhere in it.
+    The window ends at the `steps`-th call, whatever overflows. A call whose loss or gradients are not finite leaves no
+    trace in the sums; the update takes the mean over the others (`"drop_micro"`), or is left out (`"drop_window"`). The
+    loss scale moves at the end of a window only, and backs off if gradients overflowed anywhere in it.
 
-    Args:
-        optimizer: The optimizer whose variables the window's are.
-        steps: Calls of `apply` to an update, at least 1.
-        on_overflow: `"drop_micro"` or `"drop_window"`.
+    The variables of the window are variables of `optimizer`.
     """
 
     def __init__(self, optimizer, steps: int, on_overflow: str = "drop_micro"):
@@ -90,7 +86,7 @@ class GradientWindow:
         return [self.position, self.accepted, self.overflowed, self.accepted_steps, *self.sums]
 
     def build(self, optimizer, variables):
-        """Makes the sums, as variables of `optimizer`: one for each of `variables`."""
+        """Makes the sums: one for each of `variables`."""
         self.sums = [
             optimizer.add_variable(
                 shape=variable.shape,
@@ -105,7 +101,7 @@ class GradientWindow:
         self._sum_of = {id(variable): total for variable, total in zip(variables, self.sums, strict=True)}
 
     def sums_of(self, variables) -> list:
-        """Returns the sum of each of `variables`: of all that the optimizer was built on, or those not frozen."""
+        """Returns the sum of each of `variables`, which may lack those frozen since `build`."""
         return [self._sum_of[id(variable)] for variable in variables]
 
     def decide(self, grads_are_finite, loss_is_finite) -> Decision:
@@ -138,11 +134,9 @@ class GradientWindow:
         )
 
     def begins(self):
-        """Returns whether no gradients counted in this window yet: a bool scalar of shape `()`.
-
-        Then the sums are still those of the window before, and mean nothing. They are not cleared at its end, as that
-        would be one more pass over memory, and on JAX a second buffer, where the update has just read them.
-        """
+        """Returns whether no gradients counted in this window yet: a bool scalar of shape `()`."""
+        # The sums are then those of the window before. They are not cleared at its end: that would be one more pass
+        # over memory, and on JAX a second buffer, where the update has just read them.
         return ops.equal(self.accepted.value, 0)
 
     def added(self, total, grad, variable):
@@ -167,13 +161,16 @@ class GradientWindow:
 
         return [next_sum(*entry) for entry in zip(totals, grads, variables, strict=True)]
 
-    def means(self, totals, variables, decision: Decision) -> list:
-        """Returns the gradients of the update: the mean over the calls that were accepted."""
+    def means(self, totals, grads, variables, decision: Decision) -> list:
+        """Returns the gradients of the update: the mean over the calls that were accepted; `None` for those `None`."""
         # The division is not reached with 0: then no update is due. It must not make a NaN all the same.
         count = scalars.maximum(decision.accepted_in_window, 1)
-        return [
-            total
-            if total is None or _keras.overwrites_with_gradient(variable)
-            else ops.divide(total, ops.cast(count, keras.backend.standardize_dtype(total.dtype)))
-            for total, variable in zip(totals, variables, strict=True)
-        ]
+
+        def mean(total, grad, variable):
+            if grad is None:
+                return None
+            if _keras.overwrites_with_gradient(variable):
+                return total
+            return ops.divide(total, ops.cast(count, keras.backend.standardize_dtype(total.dtype)))
+
+        return [mean(*entry) for entry in zip(totals, grads, variables, strict=True)]

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import keras
 
 from mpkeras import _replaced
-from mpkeras.scaling.facts import opened_step
-from mpkeras.scaling.gradient_statistics import NAMES as GRADIENT_LOG_NAMES
+from mpkeras.scaling.facts import GRADIENT_LOG_NAMES, opened_step
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.backend import training_backend
 from mpkeras.training.inventory import (

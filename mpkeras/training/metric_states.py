@@ -12,7 +12,7 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras.policies import scalars
+from mpkeras.policies.loss_scaling import scalars
 
 
 def flat(metrics) -> list:

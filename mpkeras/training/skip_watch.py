@@ -5,7 +5,7 @@ import warnings
 
 import keras
 
-from mpkeras.policies.scalars import number
+from mpkeras.policies.loss_scaling import number
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import inventory
 

@@ -7,7 +7,7 @@ from keras import layers
 
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
-from mpkeras.policies import Policy, apply_rules, undo_rules
+from mpkeras.policies import set_layer_policy
 from tests.op_trace import casts, exponential_dtypes, product_dtypes, training_ops
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
@@ -152,7 +152,9 @@ def test_undone_rules_leave_nothing_on_the_layer():
     layer = layers.Dense(600, activation="softmax", dtype="mixed_bfloat16")
     model = keras.Sequential([keras.Input((6, 8)), layer])
     before, attributes = layer.get_config(), dict(vars(layer))
-    undo_rules(apply_rules(model, Policy("mixed_bfloat16")))
+    policy = layer.dtype_policy
+    set_layer_policy(layer, keras.DTypePolicy("float32"))
+    set_layer_policy(layer, policy)
     assert layer.get_config() == before
     assert set(vars(layer)) == set(attributes) and layer.activation is keras.activations.softmax
     assert product_dtypes(training_ops(model, x)) == exponential_dtypes(training_ops(model, x)) == {"bfloat16"}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale, bounded_scale, resolve
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale, resolve
 
 
 def numbers(state):
@@ -247,7 +247,8 @@ def test_a_rule_of_ones_own_needs_three_methods():
     assert rule == Halfway() and hash(rule) == hash(Halfway())
 
 
-def test_bounded_scale_is_float32():
-    bounded = bounded_scale(keras.ops.convert_to_tensor(3.0, "float16"), 1.0, 2.0)
+def test_the_scale_within_its_bounds_is_float32():
+    rule = DynamicLossScale(2.0, min_scale=1.0, max_scale=2.0)
+    bounded = rule.current_scale({"dynamic_scale": keras.ops.convert_to_tensor(3.0, "float16")})
     assert keras.backend.standardize_dtype(bounded.dtype) == "float32"
     assert float(bounded) == 2.0

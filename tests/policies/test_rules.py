@@ -6,17 +6,19 @@ import numpy as np
 import pytest
 from keras import layers
 
+import mpkeras
+from mpkeras.conversion.plan import plan
 from mpkeras.policies import (
+    DEFAULT_RULES,
     Policy,
-    apply_rules,
+    default_rules,
+    describe_rules,
     kernels,
     layer_policy,
     layers_to_keep,
     set_global_policy,
     set_layer_policy,
-    undo_rules,
 )
-from mpkeras.policies.default_rules import default_rules
 from mpkeras.policies.rules import matches, unmatched, validate
 
 FLOAT32 = keras.DTypePolicy("float32")
@@ -47,6 +49,11 @@ class Subclassed(keras.Model):
 
 def names(model, *rules):
     return {layer.name for layer, _ in layers_to_keep(model, rules)}
+
+
+def kept(model, policy) -> list:
+    """Returns the rows of the layers that a rule, or a missing kernel, moves to float32."""
+    return [row for row in plan(model, policy) if row.rule is not None and row.after is not row.before]
 
 
 def compute_dtypes(model):
@@ -148,12 +155,10 @@ def test_classes_and_layers_are_rules_like_their_names():
     x = MySoftmax(name="weights", dtype="mixed_bfloat16")(x)
     model = keras.Model(inputs, layers.Dense(2, name="second", dtype="mixed_bfloat16")(x))
     policy = Policy("mixed_bfloat16", keep_float32=(MySoftmax, model.layers[-1]))
-    applied = apply_rules(model, policy)
-    assert [(change.layer.name, change.rule) for change in applied] == [
+    assert [(row.layer.name, row.rule) for row in kept(model, policy)] == [
         ("weights", "mine>MySoftmax"),
         ("second", "path:^second$"),
     ]
-    assert compute_dtypes(model)["first"] == "bfloat16"
     assert policy.keeps_float32(model.layers[-1]) is model.layers[-1]
 
 
@@ -238,7 +243,7 @@ def test_attention_looks_after_its_own_softmax(layer):
     layer(query, query)
     model = keras.Sequential([layer])
     assert layers_to_keep(model, ("Softmax",)) == layers_to_keep(layer, ("Softmax",)) == []
-    assert apply_rules(model, Policy("mixed_bfloat16")) == []
+    assert kept(model, Policy("mixed_bfloat16")) == []
     assert keras.backend.standardize_dtype(layer(query, query).dtype) == "bfloat16"
 
 
@@ -269,8 +274,8 @@ def test_time_distributed_goes_with_the_layer_it_wraps(policy):
     dense = layers.Dense(3, activation="softmax", name="dense")
     model = keras.Sequential([keras.Input((2, 4)), layers.TimeDistributed(dense, name="each")])
     assert names(model, "activation:softmax") == {"each", "dense"}
-    apply_rules(model, Policy(policy))
-    assert keras.backend.standardize_dtype(model(np.ones((1, 2, 4), "float32")).dtype) == "float32"
+    mpkeras.apply_policy(model, policy)
+    assert keras.backend.standardize_dtype(model.layers[0](np.ones((1, 2, 4), "float32")).dtype) == "float32"
 
 
 def test_bidirectional_is_walked():
@@ -278,7 +283,7 @@ def test_bidirectional_is_walked():
     assert {"forward_lstm", "backward_lstm"} <= names(model, "activation:sigmoid")
 
 
-def test_apply_returns_what_it_changed_and_can_be_undone():
+def test_a_row_names_rule_and_reason_of_each_kept_layer():
     set_global_policy("mixed_float16")
     model = Subclassed()
     model(np.ones((1, 3, 4), "float32"))
@@ -286,27 +291,23 @@ def test_apply_returns_what_it_changed_and_can_be_undone():
     # No attention rule: it is the business of `missing_kernel_rules`.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_TRIALS", {})
-        applied = apply_rules(model, Policy("mixed_float16", keep_float32=("Softmax", "path:nested/dense")))
-        assert [(change.layer.name, change.rule) for change in applied] == [
-            ("head", "Softmax"),
-            ("dense", "path:nested/dense"),
-        ]
-        assert "gradient NaN" in applied[0].reason
-        assert applied[1].reason == "kept in float32 by the policy 'mixed_float16'"
-        assert [change.old_policy for change in applied] == [keras.DTypePolicy("mixed_float16")] * 2
-        assert [type(change.layer.dtype_policy) for change in applied] == [keras.DTypePolicy] * 2
+        policy = Policy("mixed_float16", keep_float32=("Softmax", "path:nested/dense"))
+        rows = kept(model, policy)
+        assert [(row.layer.name, row.rule) for row in rows] == [("head", "Softmax"), ("dense", "path:nested/dense")]
+        assert "gradient NaN" in rows[0].reason
+        assert rows[1].reason == "kept in float32 by the policy 'mixed_float16'"
+        assert [row.before for row in rows] == [keras.DTypePolicy("mixed_float16")] * 2
+        assert [(type(row.after), row.after.name) for row in rows] == [(keras.DTypePolicy, "float32")] * 2
+        assert compute_dtypes(model) == before
+        mpkeras.apply_policy(model, policy)
         assert compute_dtypes(model) == {**before, "head": "float32", "dense": "float32"}
-        assert apply_rules(model, Policy("mixed_float16")) != [] and apply_rules(model, Policy("float16")) == []
-    undo_rules(applied)
-    assert compute_dtypes(model)["head"] == compute_dtypes(model)["dense"] == "float16"
+        assert kept(model, policy) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_layers_that_do_not_compute_in_16_bits_are_left_alone(dtype):
     model = keras.Sequential([layers.Softmax(dtype=dtype), layers.Softmax(dtype="mixed_float16")])
-    applied = apply_rules(model, Policy("mixed_float16"))
-    assert [change.layer for change in applied] == [model.layers[1]]
-    assert model.layers[0].compute_dtype == dtype
+    assert [row.layer for row in kept(model, Policy("mixed_float16"))] == [model.layers[1]]
 
 
 @pytest.mark.parametrize("mode", ["int8", "float8"])
@@ -314,14 +315,12 @@ def test_quantized_layers_are_left_alone(mode):
     dense = layers.Dense(2, activation="softmax", dtype="mixed_bfloat16")
     model = keras.Sequential([keras.Input((4,)), dense])
     dense.quantize(mode)
-    policy = dense.dtype_policy
-    assert apply_rules(model, Policy("mixed_bfloat16")) == []
-    assert dense.dtype_policy is policy
+    assert kept(model, Policy("mixed_bfloat16")) == []
 
 
 def test_a_single_layer():
     layer = layers.Softmax(dtype="mixed_float16")
-    assert [change.layer for change in apply_rules(layer, Policy("mixed_float16"))] == [layer]
+    assert [row.layer for row in kept(layer, Policy("mixed_float16"))] == [layer]
 
 
 def test_policy_map_of_a_layer():
@@ -329,11 +328,12 @@ def test_policy_map_of_a_layer():
     first = layers.Dense(2, activation="softmax", name="first", dtype=policy_map)
     second = layers.Dense(2, name="second", dtype=policy_map)
     model = keras.Sequential([keras.Input((4,)), first, second], name="outer")
-    applied = apply_rules(model, Policy("mixed_bfloat16"))
-    assert [(change.layer, change.old_policy.name) for change in applied] == [(first, "mixed_bfloat16")]
+    (row,) = kept(model, Policy("mixed_bfloat16"))
+    assert (row.layer, row.before.name) == (first, "mixed_bfloat16")
+    set_layer_policy(first, row.after)
     assert (first.compute_dtype, second.compute_dtype) == ("float32", "bfloat16")
     assert layer_policy(first) == FLOAT32
-    undo_rules(applied)
+    set_layer_policy(first, row.before)
     assert (first.compute_dtype, second.compute_dtype) == ("bfloat16", "bfloat16")
 
 
@@ -377,8 +377,37 @@ def test_range_of_kept_layers_is_that_of_float32(layer, value, policy):
     set_global_policy(policy)
     keras.utils.set_random_seed(0)
     model = keras.Sequential([layer()])
-    apply_rules(model, Policy(policy))
+    mpkeras.apply_policy(model, policy)
     outputs = keras.ops.convert_to_numpy(keras.ops.cast(model.layers[0](inputs), "float32"))
     assert np.isfinite(outputs).all()
     # bfloat16 has 8 significant bits: LayerNormalization and GroupNormalization round their output once.
     np.testing.assert_allclose(outputs, keras.ops.convert_to_numpy(expected), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.backends("tensorflow")
+def test_rules_can_be_read_and_are_named_once():
+    rules = default_rules()
+    assert validate(rules) == rules
+    assert len(set(rules)) == len(rules)
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(("rule", "reason"), DEFAULT_RULES, ids=default_rules())
+def test_each_rule_names_something_of_keras_and_has_a_reason(rule, reason):
+    kind, _, argument = rule.partition(":")
+    if kind == "activation":
+        assert callable(getattr(keras.activations, argument))
+    elif hasattr(keras.layers, rule):
+        assert issubclass(getattr(keras.layers, rule), keras.layers.Layer)
+    else:
+        # A layer that is newer than this Keras. Keras 3.15 has all of them.
+        assert tuple(int(part) for part in keras.version().split(".")[:2]) < (3, 15), rule
+    assert reason
+
+
+@pytest.mark.backends("tensorflow")
+def test_table_shows_every_rule_with_its_reason():
+    lines = describe_rules().splitlines()
+    assert lines[0].startswith("stays in float32")
+    assert [line.split()[0] for line in lines[1:]] == list(default_rules())
+    assert "2.7% off" in describe_rules()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from mpkeras.policies import scalars
+from mpkeras.policies.loss_scaling import scalars
 
 FLOATS = (0.0, 1.5, -2.0, 2.0**24, float("inf"), float("-inf"), float("nan"))
 INTEGERS = (0, 1, 7)

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras.scaling.rounding import random_words, stochastic_round
+from mpkeras.scaling.small_state import random_words, stochastic_round
 
 DRAWS = 100_000
 LARGEST = 0x7F7F
