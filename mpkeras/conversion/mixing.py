@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras._replaced import is_replaced, replace
+from mpkeras._replaced import replace
 from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
 
 # How the backends call the dtypes in their messages; the longer words first.
@@ -39,8 +39,6 @@ def name_mixed_dtypes(layer):
     Where the backend raises, a `TypeError` names the layer, the attribute, argument or variable, and both dtypes. Where
     it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once.
     """
-    if is_replaced(layer, "call", "layer"):
-        return
     call = layer.call
 
     @functools.wraps(call)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import keras
 
 from mpkeras import _keras
-from mpkeras.export.loading import shortened
+from mpkeras.insight.report import shortened
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
 
