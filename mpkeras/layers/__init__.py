@@ -1,7 +1,6 @@
 """Layers that compute in float32 under any policy."""
 
-from mpkeras.layers.island import float32_island
-from mpkeras.layers.mixin import Float32Mixin
+from mpkeras.layers.mixin import Float32Mixin, float32_island
 from mpkeras.layers.stock import (
     Activation,
     BatchNormalization,
