@@ -14,7 +14,7 @@ import keras
 from keras import ops
 
 from mpkeras.callbacks import MixedPrecision
-from mpkeras.demo import plot, summary
+from mpkeras.demo import summary
 from mpkeras.demo.summary import BASELINE
 from mpkeras.demo.tasks import TASKS
 from mpkeras.devices.environment import environment
@@ -50,7 +50,7 @@ def run_demo(
     if not quick:
         sentence = summary.verdict(rows)
     json_path, png_path = out / "demo.json", out / "demo.png"
-    plot.save(png_path, rows, records, {task.name: task.title for task in tasks}, heading)
+    summary.save_picture(png_path, rows, records, {task.name: task.title for task in tasks}, heading)
     wall_time_s = round(time.perf_counter() - started, 1)
     result = {
         "format": 2,
