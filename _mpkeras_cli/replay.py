@@ -41,7 +41,7 @@ def add_parser(subparsers):
 def run(args) -> int:
     """Replays and returns 0; bad input ends the program through `args.error`, with one line and status 2."""
     import_mpkeras(args.error)
-    from mpkeras.export.loading import import_modules
+    from mpkeras.export.files import import_modules
     from mpkeras.export.saved_model import replayed
 
     try:

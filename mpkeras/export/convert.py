@@ -11,7 +11,7 @@ import keras
 from mpkeras import _keras
 from mpkeras.conversion.apply import CAST_NAME, apply_policy, end_in_float32
 from mpkeras.conversion.plan import layers_of, plan
-from mpkeras.export import formats, loading
+from mpkeras.export import files
 from mpkeras.insight.report import Figure, Report, make_figure
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.policy import Policy
@@ -58,8 +58,8 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     """
     # Whatever can be known without the model comes first: loading may take minutes.
     source, out = Path(source), Path(out)
-    chosen = formats.choose(out, format)
-    custom_objects = loading.import_modules(imports)
+    chosen = files.choose(out, format)
+    custom_objects = files.import_modules(imports)
     policy = get_policy(policy)
     if policy.variable_dtype not in ("float32", SMALL_DTYPE):
         raise ValueError(
@@ -67,23 +67,23 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
             f"are trained on. Received: policy {policy.name!r}. Use 'mixed_float16', 'mixed_bfloat16', 'float32' or, "
             "for a file half as large, 'bfloat16'."
         )
-    formats.check(chosen, policy)
-    formats.check_place(out, chosen, force)
-    model = loading.load(source, custom_objects)
-    was_compiled = loading.is_compiled(source)
+    files.check(chosen, policy)
+    files.check_place(out, chosen, force)
+    model = files.load(source, custom_objects)
+    was_compiled = files.is_compiled(source)
     apply_policy(model, policy)
     # As all formats can hold them.
     end_in_float32(model, in_file=True)
     _give_stock_policies(model)
     source_bytes = source.stat().st_size  # now: `out` may be the same file
-    formats.write(model, out, chosen)
+    files.write(model, out, chosen)
     return ConversionReport(
         model,
         policy,
         source=source,
         source_bytes=source_bytes,
         out=out,
-        out_bytes=formats.size_of(out),
+        out_bytes=files.size_of(out),
         format=chosen.name,
         was_compiled=was_compiled,
     )

@@ -11,7 +11,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import apply_policy
-from mpkeras.export import loading
+from mpkeras.export import files
 from mpkeras.insight.advice import AdviceReport, loss_and_targets, measured_advice, unmeasured_advice
 from mpkeras.insight.audit import AuditReport, audit_with_optimizer
 from mpkeras.insight.capsule import load_capsule
@@ -28,8 +28,8 @@ _BATCH_SIZE = 32
 def audit_saved(path, *, policy=None, imports=(), open_size: int = 64) -> AuditReport:
     """Returns what `mpkeras.audit` says of the model in a `.keras` or `.h5` file, which stays as it is."""
     policy = None if policy is None else get_policy(policy)
-    custom_objects = loading.import_modules(imports)
-    model = loading.load(path, custom_objects)
+    custom_objects = files.import_modules(imports)
+    model = files.load(path, custom_objects)
     if policy is not None:
         apply_policy(model, policy)
     optimizer, why_not = _saved_optimizer(Path(path), custom_objects)
@@ -45,11 +45,11 @@ def _saved_optimizer(path, custom_objects) -> tuple:
 
     The model itself is loaded without: its losses and metrics may be functions that only its owner has.
     """
-    if not loading.is_compiled(path):
+    if not files.is_compiled(path):
         return None, None
     if path.suffix != ".keras":
         return None, f"a '{path.suffix}' file holds it in another form"
-    config = (loading.compile_config(path) or {}).get("optimizer")
+    config = (files.compile_config(path) or {}).get("optimizer")
     try:
         with keras.saving.custom_object_scope(custom_objects):
             optimizer = keras.optimizers.get(config)
@@ -62,8 +62,8 @@ def advise_saved(
     path, *, data=None, batch_size=None, budget_s=60.0, imports=(), measure=True, verbose=0
 ) -> AdviceReport:
     """Returns what `mpkeras.advise` says of the model in a `.keras` or `.h5` file."""
-    custom_objects = loading.import_modules(imports)
-    model = loading.load(path, custom_objects)
+    custom_objects = files.import_modules(imports)
+    model = files.load(path, custom_objects)
     if not measure:
         return unmeasured_advice(model, file=path)
     if data is None:
@@ -94,14 +94,9 @@ def forecast_saved(
     path, *, batch_size=None, open_size: int = 64, imports=(), device="h100", devices=1, policies=None, **options
 ) -> Forecast:
     """Returns what `mpkeras.forecast` says of the model in a `.keras` or `.h5` file, trained as it was saved."""
-    custom_objects = loading.import_modules(imports)
-    model = loading.load(path, custom_objects)
-    graph = _keras.graph_of(model)
-    if graph is None:
-        raise ValueError(
-            f"Expected a model that says what inputs it takes. Received: '{model.name}', a subclassed "
-            f"{type(model).__name__}. Call `mpkeras.forecast` in Python, with the shape of a batch."
-        )
+    custom_objects = files.import_modules(imports)
+    model = files.load(path, custom_objects)
+    inputs = _input_structure(model, "Call `mpkeras.forecast` in Python, with the shape of a batch.")
     _compile(model, path, custom_objects)
 
     def sized(tensor):
@@ -110,8 +105,17 @@ def forecast_saved(
 
     if policies:
         options["policies"] = policies
-    x = keras.tree.map_structure(sized, _keras.input_structure(graph))
-    return forecast(model, x, device=device, devices=devices, **options)
+    return forecast(model, keras.tree.map_structure(sized, inputs), device=device, devices=devices, **options)
+
+
+def _input_structure(model, remedy: str):
+    graph = _keras.graph_of(model)
+    if graph is None:
+        raise ValueError(
+            f"Expected a model that says what inputs it takes. Received: '{model.name}', a subclassed "
+            f"{type(model).__name__}. {remedy}"
+        )
+    return _keras.input_structure(graph)
 
 
 def mean_square(y, y_pred):
@@ -123,12 +127,7 @@ def mean_square(y, y_pred):
 
 def random_inputs(model, batch_size: int):
     """Returns a batch of random numbers in the structure that `model` takes: normal ones, integers 0 and 1."""
-    graph = _keras.graph_of(model)
-    if graph is None:
-        raise ValueError(
-            f"Expected a model that says what inputs it takes, to make random ones. Received: '{model.name}', a "
-            f"subclassed {type(model).__name__}. Give a batch: `--data FILE.npz`."
-        )
+    inputs = _input_structure(model, "Give a batch: `--data FILE.npz`.")
     rng = np.random.default_rng(0)
 
     def draw(tensor):
@@ -143,7 +142,7 @@ def random_inputs(model, batch_size: int):
         # 0 and 1 are in every vocabulary.
         return rng.integers(0, 2, size=shape).astype(tensor.dtype)
 
-    return keras.tree.map_structure(draw, _keras.input_structure(graph))
+    return keras.tree.map_structure(draw, inputs)
 
 
 def _read(model, data, batch_size) -> tuple:
@@ -177,7 +176,7 @@ def _read(model, data, batch_size) -> tuple:
 
 def _compile(model, path, custom_objects) -> bool:
     """Compiles the model as it was saved, where its file says how and this process knows the classes."""
-    config = loading.compile_config(path) if Path(path).suffix == ".keras" else None
+    config = files.compile_config(path) if Path(path).suffix == ".keras" else None
     if not config:
         return False
     try:
