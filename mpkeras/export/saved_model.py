@@ -27,8 +27,9 @@ _BATCH_SIZE = 32
 
 def audit_saved(path, *, policy=None, imports=(), open_size: int = 64) -> AuditReport:
     """Returns what `mpkeras.audit` says of the model in a `.keras` or `.h5` file, which stays as it is."""
-    policy = None if policy is None else get_policy(policy)
+    # The modules may register the policy.
     custom_objects = files.import_modules(imports)
+    policy = None if policy is None else get_policy(policy)
     model = files.load(path, custom_objects)
     if policy is not None:
         apply_policy(model, policy)
