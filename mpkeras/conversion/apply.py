@@ -103,11 +103,8 @@ def converting(model, refreshes: bool = False):
     """Context manager around a conversion: where it raises, the layers of `model` are as before.
 
     Where they change, Keras makes what `evaluate` and `predict` run anew. Not the train function: in the middle of a
-    first step, where layers are converted, too, it must stay.
-
-    Args:
-        model: A `keras.Model`.
-        refreshes: Whether the conversion brings symbolic dtypes up to date.
+    first step, where layers are converted, too, it must stay. `refreshes` says whether the conversion brings symbolic
+    dtypes up to date.
     """
     before = _computed(model)
     with _put_back_on_error(model, refreshes):
@@ -209,8 +206,6 @@ def layer_converter(model, policy, converts: bool = True, optimizers=()):
     whether it had anything to do; `converting` takes back what it did before an error.
 
     Args:
-        model: A `keras.Model`.
-        policy: A `Policy`.
         converts: Whether layers change to the policy's dtype, or only its float32 rules are applied.
         optimizers: Those that train the model. If one is built, a conversion that adds weights or takes some away
             raises `ValueError`.
@@ -352,11 +347,7 @@ def store_weights(model, optimizers):
 
     A layer that computes in float32 from now on has all of its variables in float32. Of one that only trains in
     float32, frozen weights stay small: they need no room for updates. In bfloat16 a layer has its weights, trained or
-    frozen; statistics stay in float32.
-
-    Args:
-        model: A converted model.
-        optimizers: Those that may be built on its weights: their state follows.
+    frozen; statistics stay in float32. The state of `optimizers` that are built on the weights follows.
     """
     conversion = _conversions[model]
     rows, conversion.unstored = conversion.unstored, []
@@ -375,8 +366,6 @@ def _weight_dtypes(rows) -> list:
     found: dict = {}
     for row in rows:
         dtype = row.after.variable_dtype
-        if dtype == row.before.variable_dtype:
-            continue
         weights = [v for v in _keras.own_weights(row.layer) if not _keras.overwrites_with_gradient(v)]
         variables = weights if dtype == SMALL_DTYPE else _keras.own_variables(row.layer)
         if row.after.compute_dtype in SIXTEEN_BIT_DTYPES and dtype == "float32":
@@ -398,18 +387,14 @@ def unstored_dtypes(model) -> dict:
 def planned_weight_dtypes(model, policy) -> dict:
     """Returns `{id(variable): dtype}` of the weights that `apply_policy(model, policy)` would store anew."""
     rows = plan(model, policy, Conversion(model, policy, earlier=_conversions.get(model)))
-    return {id(variable): dtype for variable, dtype in _weight_dtypes(rows)}
+    return {id(variable): dtype for variable, dtype in _weight_dtypes([row for row in rows if row.stores_anew])}
 
 
 def recorded(model, on=None):
-    """Returns a function that gives every layer of `model` what it computes in now.
+    """Returns a function that gives every layer of `model`, or of `on`, a copy of it, what it computes in now.
 
     Called with `refresh=False` it leaves the symbolic dtypes as they are, which only new graphs are made of: on a
     large model that is quick.
-
-    Args:
-        model: A `keras.Model`.
-        on: A copy of `model`, whose layers the function is for; by default `model` itself.
     """
     on = model if on is None else on
     before = [
@@ -454,9 +439,7 @@ def _refresh(model):
 def end_in_float32(model, in_file: bool = False):
     """Casts 16-bit outputs of a Functional or Sequential model to float32; takes out casts that are not needed.
 
-    Args:
-        model: A model of any kind.
-        in_file: Whether the casts are layers, which plain Keras can read from a file of any format.
+    With `in_file` the casts are layers, which files of all formats can hold.
     """
     graph = _keras.graph_of(model)
     if graph is None:

@@ -214,11 +214,9 @@ CHANGES = {
 
 
 def planned_changes(model, dtypes, in_float8) -> dict:
-    """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in.
+    """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in, `dtypes[id]`.
 
-    Args:
-        dtypes: `{id: dtype}` of the layers.
-        in_float8: `{id: name}` of the layers with a change that has to do with float8; which, the policy knows.
+    `in_float8` has those changes, `{id: name}`, that only the policy knows.
     """
     found = {}
     for layer in _keras.flatten_layers(model, include_self=True):

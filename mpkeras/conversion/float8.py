@@ -48,21 +48,15 @@ _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend(
 
 
 class Labels(NamedTuple):
-    """The axes of an `einsum` that is one product of two matrices, by their labels; `"..."` stands for several.
+    """The axes of an `einsum` that is one product of two matrices, by their labels; `"..."` stands for several."""
 
-    Attributes:
-        inputs, kernel, outputs: Those of each array, in its order.
-        rows: Those of the inputs that the outputs have.
-        summed: Those of the inputs and the kernel.
-        columns: Those of the kernel that the outputs have.
-    """
-
+    # Of each array, in its order.
     inputs: tuple
     kernel: tuple
     outputs: tuple
-    rows: tuple
-    summed: tuple
-    columns: tuple
+    rows: tuple  # of inputs and outputs
+    summed: tuple  # of inputs and kernel
+    columns: tuple  # of kernel and outputs
 
 
 def has_product(layer) -> bool:
@@ -74,7 +68,6 @@ def reasons_against(model, policy, dtypes) -> dict:
     """Returns `{id: reason}` of the layers of `model` with a product: why it is not in float8, `None` where it is.
 
     Args:
-        model: A `keras.Model`, built or not.
         policy: A `Policy` with `float8`.
         dtypes: `{id: dtype}`: what each layer computes in.
     """
@@ -95,13 +88,7 @@ def reasons_against(model, policy, dtypes) -> dict:
 
 
 def changes_in_float8(layers, float8: str, reasons) -> dict:
-    """Returns `{id: name}` of the change that each layer with a product is given; none for the others.
-
-    Args:
-        layers: Those of a model.
-        float8: The setting of its policy.
-        reasons: `{id: reason}` as `reasons_against` returns them.
-    """
+    """Returns `{id: name}` of the change that each layer with a product is given, by what `reasons_against` returns."""
     found = {}
     for layer in layers:
         if reasons.get(id(layer), "") is None:

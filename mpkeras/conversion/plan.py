@@ -42,6 +42,11 @@ class Row(NamedTuple):
     reason: str
     changes: tuple[str, ...]
 
+    @property
+    def stores_anew(self) -> bool:
+        """Whether the weights of the layer get another dtype."""
+        return self.before.variable_dtype != self.after.variable_dtype
+
 
 class Conversion:
     """What is known of the conversion of one model: from it, layers that come into being later follow.
@@ -59,11 +64,7 @@ class Conversion:
     """
 
     def __init__(self, model, policy, converts: bool = True, earlier: "Conversion | None" = None):
-        """Begins a conversion of `model`; with `converts=False` only the float32 rules of `policy` are applied.
-
-        Args:
-            earlier: The one before, of the same model.
-        """
+        """Begins a conversion of `model`, after an `earlier` one; with `converts=False` by the float32 rules alone."""
         self.policy = policy
         self.made_with = model.dtype_policy
         self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -107,12 +108,10 @@ class Conversion:
         # A policy that the layer was given since, by its user or as it overflowed, stays.
         before = without_rule if before is as_kept else before
         sources = self._sources if layer in self._known else self._later_sources
+        new = self.policy
+        is_other = (before.compute_dtype, before.variable_dtype) != (new.compute_dtype, new.variable_dtype)
         is_convertible = layer not in self.seen and before.compute_dtype in sources
-        is_other = (before.compute_dtype, before.variable_dtype) != (
-            self.policy.compute_dtype,
-            self.policy.variable_dtype,
-        )
-        return self.policy.stock() or self.policy if is_convertible and is_other else before
+        return new.stock() or new if is_other and is_convertible else before
 
     def is_up_to_date(self, layers) -> bool:
         return all(layer in self.seen and self.seen[layer] == layer.path for layer in layers)
@@ -125,7 +124,7 @@ class Conversion:
             if row.rule is not None and row.after.compute_dtype != row.without_rule.compute_dtype:
                 self.kept[row.layer] = row.after, row.without_rule
         # A list of its own: if this conversion is taken back, the earlier one goes on with its rows alone.
-        self.unstored = [*self.unstored, *rows]
+        self.unstored = [*self.unstored, *(row for row in rows if row.stores_anew)]
 
 
 def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
@@ -172,13 +171,7 @@ def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
 
 
 def planned_float8(model, conversion, dtypes) -> dict:
-    """Returns `{id: name}`: which of the changes that have to do with float8 each layer gets; most get none.
-
-    Args:
-        model: A `keras.Model`.
-        conversion: Its `Conversion`, or `None`.
-        dtypes: `{id: dtype}`: what each layer computes in.
-    """
+    """Returns `{id: name}`: which of the changes that have to do with float8 each layer gets; most get none."""
     if conversion is None:
         return {}
     reasons = why_not_float8(model, conversion, dtypes)
@@ -186,15 +179,7 @@ def planned_float8(model, conversion, dtypes) -> dict:
 
 
 def why_not_float8(model, conversion, dtypes) -> dict:
-    """Returns `{id: reason}` of the layers with a product: why it is not in float8, `None` where it is.
-
-    Empty under a policy without float8.
-
-    Args:
-        model: A `keras.Model`.
-        conversion: Its `Conversion`.
-        dtypes: `{id: dtype}`: what each layer computes in.
-    """
+    """Returns `reasons_against` of a conversion, with what has left float8 since; empty under a policy without it."""
     if conversion.policy.float8 is None:
         return {}
     found = reasons_against(model, conversion.policy, dtypes)
@@ -204,10 +189,7 @@ def why_not_float8(model, conversion, dtypes) -> dict:
 def with_float8_state(policy, has_state: bool, is_given: bool = True):
     """Returns a policy of the same dtypes under which a layer has the state of Keras' float8, or has none.
 
-    Args:
-        policy: The policy of a layer.
-        has_state: Whether the layer has the state.
-        is_given: Whether it has it from a conversion, which can take it back.
+    `is_given` says whether it has it from a conversion, which can take it back.
     """
     if has_state == (policy.quantization_mode is not None):
         return policy
