@@ -83,10 +83,9 @@ def own_seed_generators(layer) -> list:
 
 
 def replace_compiled_optimizer(model, optimizer):
-    """Makes `model.save` store `optimizer`, the one whose state it stores, in the compile configuration.
+    """Makes `model.save` store `optimizer` in the compile configuration, as it stores that one's state.
 
-    Keras keeps the object that was passed to `compile`; a model saved with that configuration and another
-    optimizer's variables loads without its optimizer state.
+    Keras keeps the object that was passed to `compile`: with another configuration the state is not loaded.
     """
     compile_config = getattr(model, "_compile_config", None)
     if compile_config is not None:

@@ -89,7 +89,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         convert()
         _refresh(model)
     store_weights(model, optimizers)
-    _widen_variables(model)
+    _store(model, [(variable, "float32") for variable in model.variables if variable.dtype == "float16"])
     end_in_float32(model)
     if not model.built:
         _convert_when_built(model, convert)
@@ -334,11 +334,11 @@ def _check_variable_dtypes(model, policy, float32_variables):
         )
 
 
-def _widen_variables(model):
-    half = [variable for variable in model.variables if variable.dtype == "float16"]
-    for variable in half:
-        _keras.retype(variable, "float32")
-    if half:
+def _store(model, dtypes):
+    """Stores variables of `model` in other dtypes, given as `(variable, dtype)`."""
+    for variable, dtype in dtypes:
+        _keras.retype(variable, dtype)
+    if dtypes:
         _keras.track_parameters_again(model)
 
 
@@ -356,9 +356,7 @@ def store_weights(model, optimizers):
         return
     conversion.times_stored += 1
     with following(optimizers, [variable for variable, _ in changed]):
-        for variable, dtype in changed:
-            _keras.retype(variable, dtype)
-        _keras.track_parameters_again(model)
+        _store(model, changed)
 
 
 def _weight_dtypes(rows) -> list:
@@ -416,11 +414,9 @@ def recorded(model, on=None):
             # A layer that was made in 16 bits, and never converted, has had none.
             for name, kind in changes_of(layer) - changes:
                 restore(layer, name, kind=kind)
-        retyped = [(variable, dtype) for variable, dtype in stored if _keras.stored_dtype(variable) != dtype]
-        for variable, dtype in retyped:
-            _keras.retype(variable, dtype)
-        if retyped or with_new_weights:
+        if with_new_weights:
             _keras.track_parameters_again(on)
+        _store(on, [(variable, dtype) for variable, dtype in stored if _keras.stored_dtype(variable) != dtype])
         _save_as_made(on, on.dtype_policy)
         if refresh:
             _refresh(on)

@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras._replaced import replace, replaced_attributes, restore
+from mpkeras._replaced import is_replaced, replace, replaced_attributes, restore
 from mpkeras.conversion.float8 import CURRENT, GIVEN, KEPT, OWN, multiply_in_float8
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
@@ -76,9 +76,8 @@ def _add_penalties_in_float32(layer):
     Keras hands an activity regularizer the layer's output as it is: the L2 penalty of 512 values of 400 is inf in
     float16. The config stays that of the regularizer itself.
     """
-    regularizer = layer.activity_regularizer
-    if regularizer is not None and not isinstance(regularizer, _Float32Call):
-        replace(layer, "activity_regularizer", _stand_in_for(regularizer), kind="layer")
+    if layer.activity_regularizer is not None:
+        replace(layer, "activity_regularizer", _float32_regularizer(layer.activity_regularizer), kind="layer")
     if not _is_stock(layer):
         add_loss = layer.add_loss
 
@@ -91,17 +90,14 @@ def _add_penalties_in_float32(layer):
 
 def regularizes_in_16_bits(layer) -> bool:
     """Whether the activity regularizer of `layer`, if it has one, is computed in 16 bits."""
-    regularizer = layer.activity_regularizer
-    is_given_16_bits = layer.compute_dtype in SIXTEEN_BIT_DTYPES and not isinstance(regularizer, _Float32Call)
-    return regularizer is not None and is_given_16_bits
+    is_given_16_bits = layer.compute_dtype in SIXTEEN_BIT_DTYPES and layer.activity_regularizer is not None
+    return is_given_16_bits and not is_replaced(layer, "activity_regularizer", "layer")
 
 
-class _Float32Call:
-    """Calls a regularizer with float32; to everyone who asks it is the regularizer."""
+def _float32_regularizer(regularizer):
+    """Returns what calls a regularizer with float32, and to everyone who asks is the regularizer."""
 
-
-def _stand_in_for(regularizer):
-    class StandIn(_Float32Call):
+    class StandIn:
         # Keras saves a regularizer under the name of its `__class__`, which an object may answer for itself.
         __class__ = property(lambda self: type(regularizer))
 

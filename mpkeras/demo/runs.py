@@ -92,10 +92,9 @@ def without_non_finite(value):
 
 
 def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, limit_s: float, verbose=2) -> tuple:
-    """Returns `(records, step_times_ms, plans)`.
+    """Returns `(records, step_times_ms, plans)`: of each run in turn, of single steps, and what was to be run.
 
-    `records` has one record for each task, seed and policy, in the order they were run; `step_times_ms` the
-    times of single training steps, by task and policy; `plans` what was to be run, by task and policy.
+    The last two are dictionaries by task and policy.
     """
     records, step_times_ms, plans = [], {}, {}
     for task, data_set in zip(tasks, data_sets, strict=True):
@@ -263,21 +262,13 @@ def _optimizer(task, data_set, epochs: int):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much of a task is run under one policy.
-
-    Attributes:
-        asked_seeds: Runs that were asked for.
-        seeds: Runs that there will be; 0 leaves the policy out.
-        run_s: Seconds that one of them is estimated to take; `None` where nothing could be timed.
-        step_ms: Milliseconds of the step that this rests on; `None` likewise.
-        limit_s: Seconds that all runs may take.
-    """
+    """How much of a task is run under one policy. What could not be timed is `None`."""
 
     asked_seeds: int
-    seeds: int
-    run_s: float | None = None
-    step_ms: float | None = None
-    limit_s: float | None = None
+    seeds: int  # runs that there will be; 0 leaves the policy out
+    run_s: float | None = None  # that one of them is estimated to take
+    step_ms: float | None = None  # of the step that this rests on
+    limit_s: float | None = None  # that all runs may take
 
     @property
     def shortened(self) -> str | None:

@@ -38,38 +38,22 @@ class DataSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One task, ready to be trained under any policy.
+    """One task, ready to be trained under any policy."""
 
-    Attributes:
-        name: As the command line calls it.
-        title: What is trained on what.
-        quality_name: What is measured on held-out data, with its unit.
-        higher_is_better: Direction of the quality.
-        tolerance: A difference of quality too small to matter, whatever the spread of the seeds.
-        load: Returns the `DataSet`.
-        build: Returns a fresh model, not compiled.
-        loss, metrics: Return what `compile` takes, fresh for each model.
-        quality: Turns one epoch's logs into the quality.
-        learning_rate: Peak of the schedule: it rises for a tenth of the steps, then falls to a tenth.
-        batch_size: Examples a step.
-        epochs: Epochs unless the user says otherwise.
-        steps_per_epoch: Steps between two looks at the held-out data; `None` for a pass over the data.
-    """
-
-    name: str
+    name: str  # as the command line calls it
     title: str
-    quality_name: str
+    quality_name: str  # with its unit
     higher_is_better: bool
-    tolerance: float
-    load: Callable
-    build: Callable
-    loss: Callable
+    tolerance: float  # a difference of quality too small to matter, whatever the spread of the seeds
+    load: Callable  # returns the `DataSet`
+    build: Callable  # returns a fresh model, not compiled
+    loss: Callable  # this and `metrics` return what `compile` takes, fresh for each model
     metrics: Callable
-    quality: Callable
-    learning_rate: float
+    quality: Callable  # turns one epoch's logs into the quality
+    learning_rate: float  # peak of the schedule: it rises for a tenth of the steps, then falls to a tenth
     batch_size: int
-    epochs: int
-    steps_per_epoch: int | None = None
+    epochs: int  # unless the user says otherwise
+    steps_per_epoch: int | None = None  # between two looks at the held-out data; `None` for a pass over the data
 
     def steps(self, data_set, epochs: int) -> int:
         """Returns the optimizer steps of a whole run of `epochs` on `data_set`."""
@@ -127,14 +111,10 @@ TASKS = {"digits": digits_task, "text": text_task}
 
 
 def digits_model(width: int, hidden: int) -> keras.Model:
-    """Returns a BatchNorm CNN with a softmax head for images of shape `(8, 8, 1)`.
+    """Returns a BatchNorm CNN with a softmax head for images of shape `(8, 8, 1)`; the first convolution has `width`.
 
     Most of its arithmetic is in the dense product: no CPU has a fast float16 convolution (ten times slower
     than float32 in TensorFlow), and a demo that waits for one shows little else.
-
-    Args:
-        width: Filters of the first convolution; the second has twice as many.
-        hidden: Units of the dense layer.
     """
     images = layers.Input((8, 8, 1), name="images")
     x = images
@@ -152,16 +132,9 @@ def digits_model(width: int, hidden: int) -> keras.Model:
 
 
 def text_model(context: int, width: int, heads: int, hidden: int, blocks: int = 1) -> keras.Model:
-    """Returns a causal transformer over bytes.
+    """Returns a causal transformer from bytes, int32 `(batch, context)`, to logits of shape `(batch, context, 256)`.
 
-    It takes int32 `(batch, context)` and returns logits of shape `(batch, context, 256)`.
-
-    Args:
-        context: Bytes it reads at once.
-        width: Numbers per position between the blocks; a multiple of `heads`.
-        heads: Attention heads.
-        hidden: Units of each block's first dense layer.
-        blocks: Pairs of attention and dense layers.
+    `width`, a multiple of `heads`, is the size of a position between the blocks, `hidden` that within one.
     """
     codes = layers.Input((context,), dtype="int32", name="codes")
     # Positions come out of the graph, not from a constant: an Embedding called on an array is evaluated
@@ -222,15 +195,11 @@ def stratified_choice(labels: np.ndarray, fraction: float, seed: int) -> np.ndar
 
 
 def load_text(context: int, train_bytes: int, held_out_bytes: int) -> DataSet:
-    """Returns windows of the source of Python's standard library, whole files held out.
+    """Returns windows of `context` bytes of the source of Python's standard library, whole files held out.
 
-    `x` holds `context` bytes as int32, shape `(windows, context)`; `y` the byte after each of them, so
-    `y[:, :-1]` equals `x[:, 1:]`. Windows do not overlap: an epoch predicts each byte once. A window starts
-    without memory of the one before it, so its bits per byte are higher than a sliding window's.
-
-    Args:
-        context: Bytes that a window reads. At least 1.
-        train_bytes, held_out_bytes: Bytes of each part; what does not fill a window is dropped.
+    `x` holds the bytes as int32, shape `(windows, context)`; `y` the byte after each of them, so `y[:, :-1]` equals
+    `x[:, 1:]`. Windows do not overlap: an epoch predicts each byte once. A window starts without memory of the one
+    before it, so its bits per byte are higher than a sliding window's. What does not fill a window is dropped.
     """
     held_out_files, train_files = split_files(standard_library_files(), train_bytes, held_out_bytes)
     held_out = read_bytes(held_out_files, held_out_bytes)
@@ -249,12 +218,10 @@ def load_text(context: int, train_bytes: int, held_out_bytes: int) -> DataSet:
 
 
 def standard_library_files() -> list:
-    """Returns the paths of the standard library's top-level modules, sorted by name.
-
-    Only names in `sys.stdlib_module_names`: what an installation adds to that directory
-    (`sitecustomize.py`, the build settings in `_sysconfigdata_*.py`) differs from machine to machine.
-    """
+    """Returns the paths of the standard library's top-level modules, sorted by name."""
     directory = pathlib.Path(sysconfig.get_path("stdlib"))
+    # What an installation adds to that directory (`sitecustomize.py`, the build settings in `_sysconfigdata_*.py`)
+    # differs from machine to machine.
     paths = sorted(path for path in directory.glob("*.py") if path.stem in sys.stdlib_module_names)
     if not paths:
         raise FileNotFoundError(

@@ -29,14 +29,9 @@ _UNKNOWN = (
 
 
 def load(path, custom_objects=None) -> keras.Model:
-    """Returns the model in a `.keras` or `.h5` file, not compiled.
+    """Returns the model in a `.keras` or `.h5` file, not compiled; raises `ValueError` where it cannot be read.
 
-    Args:
-        path: The file.
-        custom_objects: Classes and functions by name, beside those that are registered.
-
-    Raises:
-        ValueError: If there is no such file, or no model in it, or one with classes that are not known.
+    `custom_objects` are classes and functions by name, beside those that are registered.
     """
     path = Path(path)
     _check_file(path)
@@ -49,11 +44,8 @@ def load(path, custom_objects=None) -> keras.Model:
 def import_modules(names) -> dict:
     """Imports the user's modules, which may lie in the current directory, and returns their classes and functions.
 
-    Importing a module registers what is decorated with `keras.saving.register_keras_serializable`; for what
-    is not, the names are returned as `load` takes them.
-
-    Raises:
-        ValueError: If a module cannot be imported.
+    Importing a module registers what is decorated with `keras.saving.register_keras_serializable`; what is not, `load`
+    takes by these names. A module that cannot be imported raises `ValueError`.
     """
     custom_objects = {}
     if names and os.getcwd() not in sys.path and "" not in sys.path:
@@ -74,7 +66,7 @@ def import_modules(names) -> dict:
 
 
 def is_compiled(path) -> bool:
-    """Returns whether the file of a model holds a loss and an optimizer; `load` leaves them out."""
+    """Whether the file of a model holds a loss and an optimizer; `load` leaves them out."""
     path = Path(path)
     if path.suffix in _H5_SUFFIXES:
         import h5py  # a dependency of Keras
@@ -160,11 +152,7 @@ FORMATS = {
 
 
 def choose(out, name: str | None = None) -> Format:
-    """Returns the format that `out` is written in, by its ending or by `name`.
-
-    Raises:
-        ValueError: If the ending says nothing, or something else than `name`.
-    """
+    """Returns the format that `out` is written in, by its ending or by `name`; raises `ValueError` if they differ."""
     suffix = Path(out).suffix
     if name is None:
         for found in FORMATS.values():
@@ -249,11 +237,7 @@ def check_place(out, found: Format, force: bool):
 
 
 def write(model, out, found: Format):
-    """Writes `model` to `out`, which appears, or changes, only when all of it is written.
-
-    Raises:
-        ValueError: If Keras, or what it writes the format with, fails.
-    """
+    """Writes `model` to `out`, which appears, or changes, only when all of it is written; raises `ValueError`."""
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -219,10 +219,6 @@ def _trainable_softmax(logits, axis=-1):
 
     Through a crossentropy that normalizes and clips, the gradient is `softmax(logits) - one_hot(label)` up to
     `2 * epsilon` for each class: 2e-7 for two classes, 1e-3 for five thousand.
-
-    Args:
-        logits: float32 tensor of any shape.
-        axis: The axis of the classes.
     """
     log_probabilities = ops.log_softmax(logits, axis=axis)
     floor = math.log(2 * keras.config.epsilon())
@@ -236,9 +232,6 @@ def _trainable_sigmoid(logits):
     """Returns probabilities at least `3 * epsilon` away from 0 and 1, whose gradient reaches the logits.
 
     Through a binary crossentropy the gradient is `sigmoid(logits) - label` up to `3 * epsilon`.
-
-    Args:
-        logits: float32 tensor of any shape.
     """
     limit = -math.log(3 * keras.config.epsilon())
     return ops.sigmoid(_with_value(ops.clip(logits, -limit, limit), gradient_of=logits))
