@@ -77,16 +77,7 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     _give_stock_policies(model)
     source_bytes = source.stat().st_size  # now: `out` may be the same file
     files.write(model, out, chosen)
-    return ConversionReport(
-        model,
-        policy,
-        source=source,
-        source_bytes=source_bytes,
-        out=out,
-        out_bytes=files.size_of(out),
-        format=chosen.name,
-        was_compiled=was_compiled,
-    )
+    return ConversionReport(model, policy, source, source_bytes, out, chosen.name, was_compiled)
 
 
 def _give_stock_policies(model):
@@ -149,18 +140,7 @@ class ConversionReport(Report):
     1
     """
 
-    def __init__(
-        self,
-        model,
-        policy,
-        *,
-        source: Path,
-        source_bytes: int,
-        out: Path,
-        out_bytes: int,
-        format: str,
-        was_compiled: bool,
-    ):
+    def __init__(self, model, policy, source: Path, source_bytes: int, out: Path, format: str, was_compiled: bool):
         self.title = f"{source} under {policy.name}"
         self.policy = policy.name
         self.compute_dtype = policy.compute_dtype
@@ -173,7 +153,7 @@ class ConversionReport(Report):
         self.inputs = None if graph is None else [tensor.dtype for tensor in graph.inputs]
         self.outputs = None if graph is None else [tensor.dtype for tensor in graph.outputs]
         self.source, self.source_bytes = source, source_bytes
-        self.out, self.out_bytes = out, out_bytes
+        self.out, self.out_bytes = out, files.size_of(out)
         self.format = format
         self.was_compiled = was_compiled
         self.needs_mpkeras = sorted(_names_of_mpkeras(json.loads(model.to_json()))) if format == "keras" else []
