@@ -6,7 +6,7 @@ import json
 from _mpkeras_cli.options import add_model_options
 from _mpkeras_cli.quiet import import_mpkeras
 
-# The names of `mpkeras.export.formats.FORMATS`, which cannot be imported without Keras.
+# The names of `mpkeras.export.files.FORMATS`, which cannot be imported without Keras.
 FORMAT_NAMES = ("keras", "savedmodel", "onnx", "tflite")
 
 _DESCRIPTION = """\

@@ -78,7 +78,8 @@ def run(args) -> int:
     # Keras' progress bar writes to standard output, which with `--json` belongs to the result alone.
     with contextlib.redirect_stdout(progress):
         import_mpkeras(args.error)
-        from mpkeras.demo.demo import BASELINE, run_demo
+        from mpkeras.demo.runs import run_demo
+        from mpkeras.demo.summary import BASELINE
 
         policies = _checked_policies(args.policy, args.error)
         _check_out(args.out, args.error)

@@ -41,8 +41,8 @@ def add_parser(subparsers):
 def run(args) -> int:
     """Replays and returns 0; bad input ends the program through `args.error`, with one line and status 2."""
     import_mpkeras(args.error)
-    from mpkeras.export.loading import import_modules
-    from mpkeras.export.replayed import replayed
+    from mpkeras.export.files import import_modules
+    from mpkeras.export.saved_model import replayed
 
     try:
         report = replayed(args.file, import_modules(args.imports), safe_mode=not args.unsafe, compare=args.compare)

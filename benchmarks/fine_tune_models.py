@@ -12,7 +12,7 @@ import numpy as np
 from keras import layers, ops
 
 from mpkeras._keras import direct_sublayers
-from mpkeras.demo.data import load_text
+from mpkeras.demo.tasks import load_text
 from mpkeras.policies.kernels import missing_kernel_rules
 
 BYTES = 256

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 
-from mpkeras.demo import data, tasks
+from mpkeras.demo import tasks
 
 PATCH = 16  # the side of a patch, in pixels
 SIDE = 32  # of an image as MobileNet takes it, which takes none smaller
@@ -55,12 +55,12 @@ def _accuracy(logs: dict) -> float:
 
 
 def _load_digits():
-    return data.load_digits()[:4]
+    return tasks.load_digits()[:4]
 
 
 def _load_text():
     context, train_windows, held_out_windows = 32, 32 * 160, 32 * 32
-    return data.load_text(context, context * train_windows + 1, context * held_out_windows + 1)[:4]
+    return tasks.load_text(context, context * train_windows + 1, context * held_out_windows + 1)[:4]
 
 
 def load_patches():
@@ -82,7 +82,7 @@ def load_patches():
                     labels.append(4 * photograph + quarter)
     images, labels = (np.stack(images) / 127.5 - 1.0).astype("float32"), np.array(labels, "int32")
     images = images.repeat(SIDE // PATCH, axis=1).repeat(SIDE // PATCH, axis=2)
-    held_out = data.stratified_choice(labels, fraction=0.25, seed=SPLIT_SEED)
+    held_out = tasks.stratified_choice(labels, fraction=0.25, seed=SPLIT_SEED)
     train = np.setdiff1d(np.arange(len(labels)), held_out)
     x_train = np.concatenate([images[train], images[train][:, :, ::-1]])
     return x_train, np.tile(labels[train], 2), images[held_out], labels[held_out]

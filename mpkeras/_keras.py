@@ -14,14 +14,9 @@ import keras
 
 
 def flatten_layers(model, include_self: bool = False) -> list:
-    """Returns every layer below `model`, nested ones included, each once.
+    """Returns every layer below a model or layer, nested ones included, each once; with `include_self` it comes first.
 
-    `Model.layers` is public but stops at the first level and does not exist on
-    a plain `Layer`; `Layer._flatten_layers` is what Keras itself walks.
-
-    Args:
-        model: A `keras.Model` or `keras.layers.Layer`.
-        include_self: Whether `model` comes first in the list.
+    `Model.layers` is public but stops at the first level, and a plain `Layer` has none.
     """
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(
@@ -88,10 +83,9 @@ def own_seed_generators(layer) -> list:
 
 
 def replace_compiled_optimizer(model, optimizer):
-    """Makes `model.save` store `optimizer`, the one whose state it stores, in the compile configuration.
+    """Makes `model.save` store `optimizer` in the compile configuration, as it stores that one's state.
 
-    Keras keeps the object that was passed to `compile`; a model saved with that configuration and another
-    optimizer's variables loads without its optimizer state.
+    Keras keeps the object that was passed to `compile`: with another configuration the state is not loaded.
     """
     compile_config = getattr(model, "_compile_config", None)
     if compile_config is not None:
@@ -168,7 +162,7 @@ def known_variables(optimizer) -> dict:
 
 
 def know_variables_again(optimizer, known: dict):
-    """Lets an optimizer find variables after `retype`, and know which of them decay.
+    """Makes an optimizer find variables after `retype`, and know which of them decay.
 
     Args:
         optimizer: A Keras optimizer, built or not.
@@ -213,7 +207,7 @@ KEY_METHOD = "_var_key"
 
 
 def track_parameters_again(model):
-    """Lets torch know the present parameters of `model` and of all in it; elsewhere there is nothing to do."""
+    """Tells torch the present parameters of `model` and of all in it; elsewhere there is nothing to do."""
     # Not its layers alone: a Sequential model holds a Functional one with the same variables that is none of them.
     for module in model.modules() if keras.backend.backend() == "torch" else ():
         if hasattr(module, "_torch_params"):
@@ -254,7 +248,7 @@ def weights(model) -> list:
     Among a model's non-trainable variables they are the weights of frozen layers: large, and not statistics.
     """
     layers = flatten_layers(model, include_self=True)
-    return list({id(variable): variable for layer in layers for variable in layer._trainable_variables}.values())
+    return list({id(variable): variable for layer in layers for variable in own_weights(layer)}.values())
 
 
 def frozen_weights(model) -> set:
@@ -368,17 +362,8 @@ ATTENTION_SOFTMAX = "_masked_softmax"
 ATTENTION_METHOD = "_compute_attention"
 
 
-def has_stock_softmax(layer) -> bool:
-    """Whether `layer` computes its probabilities as Keras' attention layers do."""
-    return _is_method_of_attention(layer, ATTENTION_SOFTMAX)
-
-
-def has_stock_attention(layer) -> bool:
-    """Whether `layer` computes its attention as Keras' attention layers do."""
-    return _is_method_of_attention(layer, ATTENTION_METHOD)
-
-
-def _is_method_of_attention(layer, name: str) -> bool:
+def is_stock_attention(layer, name: str) -> bool:
+    """Whether the method `name` of `layer`, one of these two, is that of Keras' attention layers."""
     method = getattr(type(layer), name, None)
     stock = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
     return method is not None and method in [getattr(base, name) for base in stock]
@@ -434,27 +419,25 @@ def calls_in(model) -> collections.Counter:
     return collections.Counter(node.operation for nodes in model._nodes_by_depth.values() for node in nodes)
 
 
-def take_variables(layer, names) -> dict:
-    """Takes variables away from a built layer, and returns them by their names.
+def take_variables(layer, variables: dict):
+    """Takes variables, by their names, away from a built layer.
 
     `del layer.name` is public, and collects Python's garbage each time: 20 seconds for a BERT-base.
     """
-    found = {name: vars(layer)[name] for name in names if name in vars(layer)}
-    for name, variable in found.items():
+    for name, variable in variables.items():
         layer._untrack_variable(variable)
         super(keras.layers.Layer, layer).__delattr__(name)
     layer._is_quantized = False
-    return found
 
 
 def put_first(layer, variables):
-    """Lets trainable variables of `layer` be its first ones: the order is that of files and of optimizers' slots."""
+    """Moves trainable variables of `layer` to the front: the order is that of files and of optimizers' slots."""
     chosen = {id(variable) for variable in variables}
     layer._trainable_variables[:] = sorted(layer._trainable_variables, key=lambda v: id(v) not in chosen)
 
 
 def give_variables(layer, variables: dict):
-    """Gives a built layer back what `take_variables` took: the same variables. A built layer is locked."""
+    """Gives a built layer, which is locked, back what `take_variables` took."""
     layer._tracker.unlock()
     for name, variable in variables.items():
         setattr(layer, name, variable)
@@ -559,14 +542,13 @@ def has_mask(tensor) -> bool:
 
 
 def replace_outputs(model, outputs, names):
-    """Lets a Functional model end in other symbolic tensors; it stays the same object, class and weights.
+    """Gives a Functional model other symbolic outputs; it stays the same object, class and weights.
 
     What `Function.__init__` and `Functional.__init__` do with their outputs. To make a new `keras.Model` would
     lose the class of a subclass, with its `train_step`; to call `__init__` again, all that it has become.
 
     Args:
-        model: A Functional model.
-        outputs: The symbolic tensors, in the structure of the old ones.
+        outputs: In the structure of the old ones.
         names: What they are called in `compile(loss={...})`, in flat order.
     """
     before = {id(layer): layer for layer in model.layers}
@@ -588,7 +570,7 @@ def replace_outputs(model, outputs, names):
 
 @contextlib.contextmanager
 def replaced_outputs(model, outputs):
-    """Context manager: a Functional model ends in other symbolic tensors of the same layers, to be written down."""
+    """Context manager: a Functional model has other symbolic outputs of the same layers, while it is written down."""
     graph = _graph_to(model, outputs)
     before = {name: vars(model)[name] for name in graph}
     vars(model).update(graph)
@@ -623,9 +605,9 @@ def replace_last_layers(model, old, new):
 
 @contextlib.contextmanager
 def kept_losses(layers):
-    """Context manager: the losses of the last call of `layers` outlive a call, which begins by clearing them.
+    """Context manager: the losses of the last call of `layers` outlive another, which clears them, in any scope.
 
-    Even in a `keras.StatelessScope`. `Layer.losses` is public, but returns a new list.
+    `Layer.losses` is public, but returns a new list.
     """
     before = [(layer, list(layer._losses), set(layer._loss_ids)) for layer in layers]
     try:
@@ -647,7 +629,7 @@ def made_global_seed_generator():
 
 
 def set_global_seed_generator(generator):
-    """Lets Keras' random functions draw from `generator`; with `None` they make a new one when they need it."""
+    """Makes Keras' random functions draw from `generator`; with `None` they make a new one when they need it."""
     keras.src.backend.common.global_state.set_global_attribute("global_seed_generator", generator)
 
 
@@ -701,7 +683,6 @@ def give_paths(model, paths: dict):
     differ, as in a model that had not been built, the paths stay.
 
     Args:
-        model: The model.
         paths: As `paths_of` returns them.
     """
     for key, owners in (("layers", flatten_layers(model, include_self=True)), ("variables", model.variables)):
@@ -727,13 +708,12 @@ def portable_config(optimizer) -> dict:
 
 @contextlib.contextmanager
 def held_by_variables(model, state):
-    """Context manager: on JAX, in the middle of `fit`, the variables of `model` have the values in `state`.
+    """Context manager: on JAX, in the middle of `fit`, the variables of a compiled model have the values in `state`.
 
     `fit` hands the state on as values, and `Model.jax_state_sync`, which is public, knows those of the step before.
     Where a step is taken next, its values are gone with it, as they always are there.
 
     Args:
-        model: A compiled model.
         state: What `train_step` returns besides its logs; `None` on backends that keep values in variables.
     """
     if state is None:

@@ -49,17 +49,10 @@ class _Record:
 
 
 def replace(owner, name: str, value, *, kind: str) -> bool:
-    """Gives `owner` another value of its attribute `name`, until `restore`.
+    """Gives `owner` another value of its attribute `name`, until `restore`, unless one of this kind is in force.
 
-    Args:
-        owner: A layer, a model, an optimizer or a variable: anything with attributes of its own.
-        name: The attribute. The value is put on the instance, where no file holds it, and not by `setattr`, which Keras
-            and torch both watch.
-        value: A function or any other value.
-        kind: One of `KINDS`. Values of several kinds may lie over each other.
-
-    Returns:
-        Whether it was put there: not where a value of this kind is in force already.
+    The value is put on the instance, where no file holds it, and not by `setattr`, which Keras and torch both watch.
+    Values of several kinds may lie over each other. Returns whether it was put there.
     """
     if is_replaced(owner, name, kind):
         return False
@@ -90,14 +83,9 @@ def replaced(owner, name: str, value, *, kind: str):
 
 @contextlib.contextmanager
 def replaced_on_all(owners, name: str, make):
-    """Context manager: each of `owners` has another value of its attribute `name`. For what happens at every step.
+    """Context manager: each of `owners` has `make(owner, own value or None)` as its attribute `name`.
 
-    Nothing is listed, as hundreds of variables are replaced here and taken back within one step.
-
-    Args:
-        owners: Variables, for example.
-        name: The attribute; put on the instance.
-        make: Function from an owner, and from its own value of the attribute or `None`, to the new value.
+    For what happens at every step: nothing is listed, as hundreds of variables are replaced and taken back within one.
     """
     before = [vars(owner).get(name) for owner in owners]
     given = [make(owner, value) for owner, value in zip(owners, before, strict=True)]

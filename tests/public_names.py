@@ -17,7 +17,7 @@ DOCUMENTED = (
 )
 # What public functions return: read and called by users, and made by nobody else.
 RETURNED = (
-    "mpkeras.export.report.ConversionReport",
+    "mpkeras.export.convert.ConversionReport",
     "mpkeras.insight.advice.AdviceReport",
     "mpkeras.insight.audit.AuditReport",
     "mpkeras.insight.capsule.Capsule",

@@ -201,7 +201,7 @@ def test_a_tracker_of_losses_has_a_total_and_a_count_in_this_order():
 
 @pytest.mark.parametrize("layer", [keras.layers.Dense(16), keras.layers.EinsumDense("ab,bc->ac", 16)])
 def test_the_float8_state_of_a_layer_can_be_taken_and_given_back(layer):
-    from mpkeras.conversion.float8.layers import STATE, float8_state
+    from mpkeras.conversion.float8 import STATE, float8_state
 
     layer.build((None, 16))
     weights = list(layer.variables)
@@ -212,10 +212,9 @@ def test_the_float8_state_of_a_layer_can_be_taken_and_given_back(layer):
     assert [v.name for v in layer.trainable_variables[-6:]] == list(state)
     private.put_first(layer, state.values())
     assert [id(v) for v in layer.trainable_variables[:6]] == [id(v) for v in state.values()]
-    taken = private.take_variables(layer, STATE)
+    private.take_variables(layer, state)
     assert [id(v) for v in layer.variables] == [id(v) for v in weights] and not hasattr(layer, STATE[0])
-    assert {name: id(v) for name, v in taken.items()} == {name: id(v) for name, v in state.items()}
-    private.give_variables(layer, taken)
+    private.give_variables(layer, state)
     assert [id(v) for v in layer.variables] == [id(v) for v in [*weights, *state.values()]]
     # It counts as quantized again: a policy makes no second state.
     layer.dtype_policy = keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", "mixed_bfloat16")
@@ -487,7 +486,8 @@ def test_attention_takes_its_softmax_in_one_method(make):
     attention = make()
     x = np.ones((1, 3, 8), "float32")
     attention(x, x)
-    assert private.has_stock_softmax(attention) and not private.has_stock_softmax(keras.layers.Attention())
+    assert private.is_stock_attention(attention, private.ATTENTION_SOFTMAX)
+    assert not private.is_stock_attention(keras.layers.Attention(), private.ATTENTION_SOFTMAX)
     assert keras.tree.flatten(private.softmax_axis(attention))[-1] in (-1, 3)
     seen = []
     vars(attention)[private.ATTENTION_SOFTMAX] = lambda scores, attention_mask=None: seen.append(scores.shape) or scores
@@ -499,7 +499,8 @@ def test_attention_takes_its_softmax_in_one_method(make):
 def test_attention_is_computed_in_one_method(make):
     attention, x = make(), np.ones((1, 3, 8), "float32")
     attention(x, x)
-    assert private.has_stock_attention(attention) and not private.has_stock_attention(keras.layers.Attention())
+    assert private.is_stock_attention(attention, private.ATTENTION_METHOD)
+    assert not private.is_stock_attention(keras.layers.Attention(), private.ATTENTION_METHOD)
     stock, seen = getattr(attention, private.ATTENTION_METHOD), []
 
     def compute(*args, **kwargs):

@@ -5,7 +5,7 @@ import warnings
 from mpkeras._arguments import checked_count
 from mpkeras.callbacks.numerics_monitor import NumericsMonitor
 from mpkeras.conversion.apply import leave_float8, move_to_float32
-from mpkeras.conversion.float8.layers import multiplies_in_float8
+from mpkeras.conversion.float8 import multiplies_in_float8
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.loss_scaling import number
@@ -89,13 +89,15 @@ class Float32Fallback(NumericsMonitor):
         if self._counts[culprit.path] < self._patience:
             return
         if multiplies_in_float8(layer):
+            move = "float8 to bfloat16"
             self._counts[culprit.path] = 0
             leave_float8(self.model, layer, "it overflowed")
             self.moved_from_float8.append(culprit.path)
-            self._trace_again()
-            self._tell(finding, "float8 to bfloat16")
-            return
-        if len(self.moved) >= self._max_layers:
+        elif len(self.moved) < self._max_layers:
+            move = f"{layer.compute_dtype} to float32"
+            move_to_float32(layer)
+            self.moved.append(culprit.path)
+        else:
             self._warn(
                 "no more layers",
                 finding.batch,
@@ -103,26 +105,14 @@ class Float32Fallback(NumericsMonitor):
                 "'mixed_bfloat16', or raise `max_layers`.",
             )
             return
-        self._move(layer, finding)
-
-    def _move(self, layer, finding):
-        dtype = layer.compute_dtype
-        move_to_float32(layer)
-        self.moved.append(finding.culprit.path)
-        self._trace_again()
-        self._tell(finding, f"{dtype} to float32")
-
-    def _trace_again(self):
         # The functions that are there hold the layer as it was, and so does what they have executed since.
         self._stop_watching()
         self.model.test_function = self.model.predict_function = None
         guard.trace_again(self.model)
-
-    def _tell(self, finding, move: str):
         warnings.warn(
-            f"Layer '{finding.culprit.path}' has moved from {move}, in step {finding.batch} of epoch "
-            f"{finding.epoch + 1}: {finding.culprit.message}.",
-            stacklevel=5,
+            f"Layer '{culprit.path}' has moved from {move}, in step {finding.batch} of epoch {finding.epoch + 1}: "
+            f"{culprit.message}.",
+            stacklevel=4,
         )
 
     def _scale_is_lowest(self, finding) -> bool:

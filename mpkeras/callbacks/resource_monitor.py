@@ -15,10 +15,9 @@ from mpkeras.training.state import bytes_of_training
 class ResourceMonitor(keras.callbacks.Callback):
     """Adds `step_time_ms`, `examples_per_s`, `state_bytes` and `peak_bytes` to the logs of every epoch.
 
-    They stand beside the loss, the metrics and what `MixedPrecision` adds. History and the progress bar show them
-    wherever this callback stands in the list. Keras hands the logs of an epoch from one callback to the next, in the
-    order of the list: callbacks that are to write them (`CSVLogger`, `TensorBoard`, the Keras callback of W&B, an
-    `EarlyStopping` that monitors them) come after this one. Where `MixedPrecision` stands does not matter.
+    History and the progress bar show them wherever this callback stands in the list. Callbacks that are to write or
+    monitor them (`CSVLogger`, `TensorBoard`, the Keras callback of W&B, `EarlyStopping`) come after it: Keras hands the
+    logs of an epoch from one callback to the next. Where `MixedPrecision` stands does not matter.
 
     - `step_time_ms`: milliseconds a training step, the mean over the epoch: wall time from batch to batch, with the
       input pipeline, the other callbacks and the wait for the device in it. Validation is not counted. In the

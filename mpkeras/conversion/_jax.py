@@ -1,4 +1,4 @@
-"""Attention on JAX whose backward pass has its probabilities in 16 bits."""
+"""JAX's part of a conversion: attention that keeps its probabilities in 16 bits, and the float8 product."""
 
 import functools
 
@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import keras
 
 from mpkeras import _keras
+from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded
+from mpkeras.devices._jax import has_float8_units
 
 # Products of 16-bit numbers with sums in float32, in the backward pass, too: what JAX' own attention asks for.
 _PRECISION = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32}
@@ -57,7 +59,6 @@ def softmax_from_probabilities(softmax, axis, scores):
     Args:
         softmax: A function of the scores with a 16-bit result.
         axis: The axis or axes over which the result sums to 1.
-        scores: Its argument.
     """
 
     @jax.custom_jvp
@@ -73,3 +74,55 @@ def softmax_from_probabilities(softmax, axis, scores):
         return result, tangent.astype(result.dtype)
 
     return probabilities(scores)
+
+
+# Float8 operands and sums in float32. Without an algorithm XLA prefers a fusion of its own, which may multiply the
+# operands as float16 (seen in the PTX of JAX 0.10.2 for an H100); with it it calls cuBLASLt.
+_ALGORITHM = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+
+
+def float8_product(inputs, kernel, training, state=()):
+    """Returns the product of two bfloat16 matrices, computed from float8 operands, in bfloat16.
+
+    Args:
+        inputs, kernel: bfloat16, shapes `(rows, summed)` and `(summed, columns)`.
+        training: Whether all devices take part. On JAX they do in any case: the arrays are those of all.
+        state: The `history` of `rounded` for the inputs, the kernel and the gradient, joined; what these become is
+            their gradient. `()`: each is scaled by itself.
+    """
+    del training
+    return _float8_product(inputs, kernel, tuple(state))
+
+
+@jax.custom_vjp
+def _float8_product(inputs, kernel, state):
+    return _round_and_multiply(inputs, kernel, state)[0]
+
+
+def _round_and_multiply(inputs, kernel, state):
+    inputs, of_inputs, by_inputs = rounded(inputs, OPERAND_DTYPE, state[:2])
+    kernel, of_kernel, by_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
+    outputs = _multiply_float8(inputs, kernel, (1, 0), of_inputs * of_kernel)
+    return outputs, (inputs, of_inputs, kernel, of_kernel, (*by_inputs, *by_kernel), state[4:])
+
+
+def _differentiate_product(kept, gradient):
+    inputs, of_inputs, kernel, of_kernel, state, history = kept
+    gradient, of_gradient, by_gradient = rounded(gradient, GRADIENT_DTYPE, history)
+    by_inputs = _multiply_float8(gradient, kernel, (1, 1), of_gradient * of_kernel)
+    by_kernel = _multiply_float8(inputs, gradient, (0, 0), of_inputs * of_gradient)
+    return once(by_inputs), once(by_kernel), (*state, *by_gradient)
+
+
+_float8_product.defvjp(_round_and_multiply, _differentiate_product)
+
+
+def _multiply_float8(left, right, summed, inverse):
+    """Returns the product of two float8 matrices over the axes `summed` of each, times `inverse`, in bfloat16."""
+    axes = (((summed[0],), (summed[1],)), ((), ()))
+    algorithm = _ALGORITHM
+    if not has_float8_units():
+        # float8 values are bfloat16 values: the same products, on any device.
+        left, right, algorithm = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), None
+    product = jax.lax.dot_general(left, right, axes, precision=algorithm, preferred_element_type=jnp.bfloat16)
+    return product * inverse.astype(jnp.bfloat16)

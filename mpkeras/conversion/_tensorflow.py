@@ -1,9 +1,10 @@
-"""Attention on TensorFlow whose backward pass has its probabilities in 16 bits."""
+"""TensorFlow's part of a conversion: attention that keeps its probabilities in 16 bits, and the float8 product."""
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from mpkeras import _keras
+from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
 from mpkeras.devices._tensorflow import in_xla
 
 
@@ -50,3 +51,55 @@ def _barrier(values):
     # TensorFlow has no public name for it, and no gradient.
     (hidden,) = gen_xla_ops.xla_optimization_barrier([values]) if in_xla() else (values,)
     return hidden, lambda upstream: upstream
+
+
+def float8_product(inputs, kernel, training, state=()):
+    """As in `_jax.py`. In training replicas scale by the largest value of all of them."""
+    # TensorFlow follows neither float8 nor bits, and would take the gradient for a constant.
+    tied = tie(inputs, kernel)
+
+    @tf.custom_gradient
+    def product(inputs, kernel, *state):
+        inputs, of_inputs, next_of_inputs = rounded(
+            inputs, OPERAND_DTYPE, state[:2], _over_replicas if training else None
+        )
+        kernel, of_kernel, next_of_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
+
+        def backward(gradient_as_given):
+            gradient, of_gradient, next_of_gradient = rounded(
+                gradient_as_given, GRADIENT_DTYPE, state[4:], _over_replicas, cast=_to_e5m2
+            )
+            by_inputs = _multiply(gradient, kernel, of_gradient * of_kernel, transpose_b=True)
+            by_kernel = _multiply(inputs, gradient, of_inputs * of_gradient, transpose_a=True)
+            by_matrices = once(by_inputs, gradient_as_given, tied), once(by_kernel, gradient_as_given, tied)
+            return (*by_matrices, *next_of_inputs, *next_of_kernel, *next_of_gradient)
+
+        return _multiply(inputs, kernel, of_inputs * of_kernel), backward
+
+    return product(inputs, kernel, *state)
+
+
+def _to_e5m2(values, dtype):
+    """Returns `values` as float16 tensors of e5m2 values, whose bits are the upper halves of theirs.
+
+    TensorFlow's graph optimizer knows no e5m2, and says so on stderr (2.21).
+    """
+    del dtype
+    bits = tf.cast(tf.bitcast(tf.cast(values, tf.float16), tf.uint16), tf.int32)
+    # To the nearest, ties to even. float16 holds all of bfloat16's bits that count here.
+    bits = (bits + 0x7F + (bits // 0x100) % 2) // 0x100 * 0x100
+    return tf.bitcast(tf.cast(bits, tf.uint16), tf.float16)
+
+
+def _over_replicas(largest):
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return largest
+    # Replicas can form sums and means alone.
+    replicas = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync) * largest
+    return tf.reduce_max(context.all_reduce(tf.distribute.ReduceOp.SUM, replicas))
+
+
+def _multiply(left, right, inverse, **transposed):
+    left, right = tf.cast(left, tf.bfloat16), tf.cast(right, tf.bfloat16)
+    return tf.matmul(left, right, **transposed) * tf.cast(inverse, tf.bfloat16)

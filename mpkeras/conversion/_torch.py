@@ -1,22 +1,21 @@
-"""torch modules in a Keras model that follow the policy of their layer."""
+"""torch's part of a conversion: torch modules that follow the policy of their layer, and the float8 product."""
 
 import functools
 
 import keras
 import torch
 
-from mpkeras._replaced import is_replaced, replace
+from mpkeras._replaced import replace
+from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
+from mpkeras.devices._torch import has_float8_units, is_distributed
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
 
 def let_module_follow(layer):
     """Runs the module in a `TorchModuleWrapper` under `torch.autocast` whenever the layer computes in 16 bits.
 
-    Keras casts the layer's inputs, but a torch module multiplies them with its float32 weights as they are, and
-    raises.
+    Keras casts the inputs alone: a torch module would multiply them with its float32 weights, and raise.
     """
-    if is_replaced(layer, "call", "layer"):
-        return
     call = layer.call
 
     @functools.wraps(call)
@@ -28,3 +27,56 @@ def let_module_follow(layer):
             return call(*args, **kwargs)
 
     replace(layer, "call", call_under_autocast, kind="layer")
+
+
+def float8_product(inputs, kernel, training, state=()):
+    """As in `_jax.py`. In training ranks scale by the largest value of all of them."""
+    # What is saved in float8 is no function of the arguments to torch.
+    tied = tie(inputs, kernel)
+    return _Product.apply(inputs, kernel, tied, training, *state)
+
+
+class _Product(torch.autograd.Function):
+    """The product of two bfloat16 matrices, which keeps float8 ones for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, inputs, kernel, tied, training, *state):
+        inputs, of_inputs, by_inputs = rounded(inputs, OPERAND_DTYPE, state[:2], _over_ranks if training else None)
+        kernel, of_kernel, by_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
+        ctx.save_for_backward(inputs, of_inputs, kernel, of_kernel, tied, *by_inputs, *by_kernel, *state[4:])
+        return _multiply(inputs, kernel, of_inputs, of_kernel)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, of_inputs, kernel, of_kernel, tied, *state = ctx.saved_tensors
+        gradient, of_gradient, by_gradient = rounded(gradient, GRADIENT_DTYPE, tuple(state[4:]), _over_ranks)
+        state[4:] = by_gradient
+        by_kernel = once(_multiply(inputs.t(), gradient, of_inputs, of_gradient), tied)
+        if not ctx.needs_input_grad[0]:
+            return None, by_kernel, None, None, *state
+        by_inputs = once(_multiply(gradient, kernel.t(), of_gradient, of_kernel), tied)
+        return by_inputs, by_kernel, None, None, *state
+
+
+def _over_ranks(largest):
+    if is_distributed():
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return largest
+
+
+def _multiply(left, right, of_left, of_right):
+    """Returns the product of two float8 matrices, times both scalars, in bfloat16."""
+    if has_float8_units(left.device):
+        return _scaled_mm(left, right, of_left, of_right)
+    product = torch.matmul(left.to(torch.bfloat16), right.to(torch.bfloat16))
+    return product * (of_left * of_right).to(torch.bfloat16)
+
+
+def _scaled_mm(left, right, of_left, of_right):
+    # cuBLASLt takes rows of the left and columns of the right, in multiples of 16; zeros add nothing to a sum.
+    missing = -left.shape[1] % 16
+    if missing:
+        left = torch.nn.functional.pad(left.view(torch.uint8), (0, missing)).view(left.dtype)
+        right = torch.nn.functional.pad(right.view(torch.uint8), (0, 0, 0, missing)).view(right.dtype)
+    left, right = left.contiguous(), right.t().contiguous().t()
+    return torch._scaled_mm(left, right, scale_a=of_left, scale_b=of_right, out_dtype=torch.bfloat16)

@@ -10,9 +10,9 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
-from mpkeras._replaced import is_replaced, replace, restore
+from mpkeras._replaced import replace, restore
 from mpkeras.conversion.changes import changes_of, make_changes, planned_changes
-from mpkeras.conversion.float8.layers import STATE, float8_change, float8_state, named_layers
+from mpkeras.conversion.float8 import ENDS, float8_change, float8_state
 from mpkeras.conversion.plan import (
     Conversion,
     computes_in,
@@ -89,8 +89,8 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
         convert()
         _refresh(model)
     store_weights(model, optimizers)
-    _widen_variables(model)
-    _end_in_float32(model)
+    _store(model, [(variable, "float32") for variable in model.variables if variable.dtype == "float16"])
+    end_in_float32(model)
     if not model.built:
         _convert_when_built(model, convert)
     _forget_functions(model, "train_function", "test_function", "predict_function")
@@ -103,13 +103,19 @@ def converting(model, refreshes: bool = False):
     """Context manager around a conversion: where it raises, the layers of `model` are as before.
 
     Where they change, Keras makes what `evaluate` and `predict` run anew. Not the train function: in the middle of a
-    first step, where layers are converted, too, it must stay.
-
-    Args:
-        model: A `keras.Model`.
-        refreshes: Whether the conversion brings symbolic dtypes up to date.
+    first step, where layers are converted, too, it must stay. `refreshes` says whether the conversion brings symbolic
+    dtypes up to date.
     """
-    put_back, earlier, before = recorded(model), _conversions.get(model), _computed(model)
+    before = _computed(model)
+    with _put_back_on_error(model, refreshes):
+        yield
+    if _computed(model) != before:
+        _forget_functions(model, "test_function", "predict_function")
+
+
+@contextlib.contextmanager
+def _put_back_on_error(model, refreshes: bool = False):
+    put_back, earlier = recorded(model), _conversions.get(model)
     try:
         yield
     except Exception:
@@ -118,8 +124,6 @@ def converting(model, refreshes: bool = False):
         if earlier is not None:
             _conversions[model] = earlier
         raise
-    if _computed(model) != before:
-        _forget_functions(model, "test_function", "predict_function")
 
 
 def _computed(model) -> list:
@@ -177,14 +181,14 @@ def _dtypes_of(model) -> dict:
 
 
 def leave_float8(model, layer, reason: str):
-    """Lets `layer` of a converted model multiply in bfloat16 from now on, and no conversion change that."""
+    """Moves the product of `layer` in a converted model from float8 to bfloat16, for later conversions, too."""
     conversion, dtypes = _conversions[model], _dtypes_of(model)
     conversion.left_float8[layer] = reason
     make_changes(layer, planned_changes(model, dtypes, planned_float8(model, conversion, dtypes))[id(layer)])
 
 
 def move_to_float32(layer):
-    """Lets `layer` compute in float32 from now on, with the variables that it has."""
+    """Moves the arithmetic of `layer` to float32; its variables stay as they are."""
     policy, has_state = keras.DTypePolicy("float32"), float8_state(layer) is not None
     set_layer_policy(layer, with_float8_state(policy, has_state, is_given=not is_quantized(layer)))
 
@@ -198,12 +202,10 @@ def scales_loss(optimizer) -> bool:
 def layer_converter(model, policy, converts: bool = True, optimizers=()):
     """Returns a function that gives the layers of `model` their dtypes; called again, the new ones among them.
 
-    Layers of a layer often come into being when it is built, in the middle of the first step. Where the function
-    raises, the layers are as before.
+    Layers of a layer often come into being when it is built, in the middle of the first step. The function returns
+    whether it had anything to do; `converting` takes back what it did before an error.
 
     Args:
-        model: A `keras.Model`.
-        policy: A `Policy`.
         converts: Whether layers change to the policy's dtype, or only its float32 rules are applied.
         optimizers: Those that train the model. If one is built, a conversion that adds weights or takes some away
             raises `ValueError`.
@@ -216,22 +218,16 @@ def layer_converter(model, policy, converts: bool = True, optimizers=()):
         rows = plan(model, policy, conversion)
         with_new_weights = [row.layer for row in rows if row.layer.built and _is_with_state(row.before, row.after)]
         _check_not_built(optimizers, with_new_weights)
-        put_back = recorded(model)
-        try:
-            for row in rows:
-                _carry_out(row)
-        except Exception:
-            put_back(refresh=False)
-            raise
+        for row in rows:
+            if row.after is not row.before:
+                _give_policy(row.layer, row.after)
+            make_changes(row.layer, row.changes)
         if with_new_weights:
             _keras.track_parameters_again(model)
         _save_as_made(model, conversion.made_with)
         if not conversion.seen:
             restore(model, "build", kind="converted")  # An earlier conversion is not to go on.
         conversion.note(rows)
-        # A list of its own: if this conversion is taken back, the earlier one goes on with its rows alone.
-        unstored = [row for row in rows if row.after.variable_dtype != row.before.variable_dtype]
-        conversion.unstored = [*conversion.unstored, *unstored]
         _conversions[model] = conversion
         _name_unmatched_rules(model, conversion)
         return True
@@ -255,23 +251,16 @@ def _check_not_built(optimizers, layers):
         )
 
 
-def _carry_out(row):
-    if row.after is not row.before:
-        _give_policy(row.layer, row.after)
-    make_changes(row.layer, row.changes)
-
-
 def _give_policy(layer, policy, state=()):
     """Sets the policy of `layer`, and gives it the float8 state that goes with it: `state`, or what Keras makes."""
-    has_state = float8_state(layer) is not None
-    if policy.quantization_mode is not None and state and not has_state:
+    before, needs_state = float8_state(layer), policy.quantization_mode is not None
+    if needs_state and state and before is None:
         _keras.give_variables(layer, state)
-    makes_state = policy.quantization_mode is not None and layer.built
-    with _keras.strategy_scope(layer.variables[0]) if makes_state else contextlib.nullcontext():
+    with _keras.strategy_scope(layer.variables[0]) if needs_state and layer.built else contextlib.nullcontext():
         set_layer_policy(layer, policy)
-    if policy.quantization_mode is None and has_state:
-        _keras.take_variables(layer, STATE)
-    elif not has_state:
+    if not needs_state and before is not None:
+        _keras.take_variables(layer, before)
+    elif before is None:
         # As in a layer that is built under this policy, or loaded from its configuration.
         _keras.put_first(layer, (float8_state(layer) or {}).values())
 
@@ -284,10 +273,12 @@ def _convert_when_built(model, convert):
     def build_and_convert(*args, **kwargs):
         build(*args, **kwargs)
         restore(model, "build", kind="converted")
-        if convert():
+        with _put_back_on_error(model):
+            is_converted = convert()
+        if is_converted:
             _refresh(model)
             store_weights(model, [])
-            _end_in_float32(model)
+            end_in_float32(model)
 
     replace(model, "build", build_and_convert, kind="converted")
 
@@ -296,25 +287,24 @@ def _name_unmatched_rules(model, conversion):
     # A layer that is not built may be matched later, and others may come into being in it.
     if conversion.policy.compute_dtype not in SIXTEEN_BIT_DTYPES or not _keras.is_built(model):
         return
-    policy = conversion.policy
-    given = {"keep_float32": policy.keep_float32, "keep_16_bits": named_layers(policy.keep_16_bits)}
-    for message in [message for argument, rules in given.items() for message in unmatched(model, rules, argument)]:
+    keep_16_bits = [rule for rule in conversion.policy.keep_16_bits if rule not in ENDS]
+    messages = unmatched(model, conversion.policy.keep_float32, "keep_float32")
+    for message in [*messages, *unmatched(model, keep_16_bits, "keep_16_bits")]:
         if message not in conversion.told:
             conversion.told.add(message)
             warnings.warn(message, stacklevel=4)
 
 
 def _save_as_made(model, made_with):
-    """Lets the configuration of a subclassed model hold the policy that its author made it with.
+    """Saves a subclassed model with the policy that its author made it with.
 
     Its layers are made anew by its `__init__`, under the global policy; with a 16-bit policy of its own the loaded
-    model would cast the inputs of float32 layers. (Sequential and Functional models load without a policy of
-    their own.)
+    model would cast the inputs of float32 layers. (Sequential and Functional models load without one of their own.)
     """
     if model.compute_dtype not in SIXTEEN_BIT_DTYPES:
         restore(model, "get_config", kind="converted")
         return
-    if not has_own_call(model) or model.dtype_policy == made_with or is_replaced(model, "get_config", "converted"):
+    if not has_own_call(model) or model.dtype_policy == made_with:
         return
     get_config, serialized = model.get_config, keras.dtype_policies.serialize(made_with)
 
@@ -344,11 +334,11 @@ def _check_variable_dtypes(model, policy, float32_variables):
         )
 
 
-def _widen_variables(model):
-    half = [variable for variable in model.variables if variable.dtype == "float16"]
-    for variable in half:
-        _keras.retype(variable, "float32")
-    if half:
+def _store(model, dtypes):
+    """Stores variables of `model` in other dtypes, given as `(variable, dtype)`."""
+    for variable, dtype in dtypes:
+        _keras.retype(variable, dtype)
+    if dtypes:
         _keras.track_parameters_again(model)
 
 
@@ -357,25 +347,19 @@ def store_weights(model, optimizers):
 
     A layer that computes in float32 from now on has all of its variables in float32. Of one that only trains in
     float32, frozen weights stay small: they need no room for updates. In bfloat16 a layer has its weights, trained or
-    frozen; statistics stay in float32.
-
-    Args:
-        model: A converted model.
-        optimizers: Those that may be built on its weights: their state follows.
+    frozen; statistics stay in float32. The state of `optimizers` that are built on the weights follows.
     """
     conversion = _conversions[model]
     rows, conversion.unstored = conversion.unstored, []
-    changed = weight_dtypes(rows)
+    changed = _weight_dtypes(rows)
     if not changed:
         return
     conversion.times_stored += 1
     with following(optimizers, [variable for variable, _ in changed]):
-        for variable, dtype in changed:
-            _keras.retype(variable, dtype)
-        _keras.track_parameters_again(model)
+        _store(model, changed)
 
 
-def weight_dtypes(rows) -> list:
+def _weight_dtypes(rows) -> list:
     """Returns `(variable, dtype)` of the weights that rows of a plan store in another dtype; see `store_weights`."""
     found: dict = {}
     for row in rows:
@@ -395,25 +379,20 @@ def unstored_dtypes(model) -> dict:
     """Returns `{id(variable): dtype}` of the weights that `store_weights` is to store anew."""
     conversion = _conversions.get(model)
     rows = [] if conversion is None else conversion.unstored
-    return {id(variable): dtype for variable, dtype in weight_dtypes(rows)}
+    return {id(variable): dtype for variable, dtype in _weight_dtypes(rows)}
 
 
 def planned_weight_dtypes(model, policy) -> dict:
     """Returns `{id(variable): dtype}` of the weights that `apply_policy(model, policy)` would store anew."""
     rows = plan(model, policy, Conversion(model, policy, earlier=_conversions.get(model)))
-    rows = [row for row in rows if row.after.variable_dtype != row.before.variable_dtype]
-    return {id(variable): dtype for variable, dtype in weight_dtypes(rows)}
+    return {id(variable): dtype for variable, dtype in _weight_dtypes([row for row in rows if row.stores_anew])}
 
 
 def recorded(model, on=None):
-    """Returns a function that gives every layer of `model` what it computes in now.
+    """Returns a function that gives every layer of `model`, or of `on`, a copy of it, what it computes in now.
 
     Called with `refresh=False` it leaves the symbolic dtypes as they are, which only new graphs are made of: on a
     large model that is quick.
-
-    Args:
-        model: A `keras.Model`.
-        on: A copy of `model`, whose layers the function is for; by default `model` itself.
     """
     on = model if on is None else on
     before = [
@@ -435,11 +414,9 @@ def recorded(model, on=None):
             # A layer that was made in 16 bits, and never converted, has had none.
             for name, kind in changes_of(layer) - changes:
                 restore(layer, name, kind=kind)
-        retyped = [(variable, dtype) for variable, dtype in stored if _keras.stored_dtype(variable) != dtype]
-        for variable, dtype in retyped:
-            _keras.retype(variable, dtype)
-        if retyped or with_new_weights:
+        if with_new_weights:
             _keras.track_parameters_again(on)
+        _store(on, [(variable, dtype) for variable, dtype in stored if _keras.stored_dtype(variable) != dtype])
         _save_as_made(on, on.dtype_policy)
         if refresh:
             _refresh(on)
@@ -455,17 +432,10 @@ def _refresh(model):
             _keras.refresh_symbolic_dtypes(graph)
 
 
-def end_in_float32_layers(model):
-    """Makes layers of the casts behind the outputs of a converted model, as all files can hold them."""
-    _end_in_float32(model, in_file=True)
+def end_in_float32(model, in_file: bool = False):
+    """Casts 16-bit outputs of a Functional or Sequential model to float32; takes out casts that are not needed.
 
-
-def _end_in_float32(model, in_file: bool = False):
-    """Lets 16-bit outputs of a Functional or Sequential model end in float32; takes out casts that are not needed.
-
-    Args:
-        model: A model of any kind.
-        in_file: Whether plain Keras is to find the casts in a file: it knows them as layers only.
+    With `in_file` the casts are layers, which files of all formats can hold.
     """
     graph = _keras.graph_of(model)
     if graph is None:
@@ -474,7 +444,7 @@ def _end_in_float32(model, in_file: bool = False):
     structure = _keras.output_structure(graph)
     old_outputs = keras.tree.flatten(structure)
     plain_outputs = [without_cast(output) for output in old_outputs]
-    cast = _cast_in_layer if in_file else _keras.cast_to_float32
+    cast = _cast_by_layer if in_file else _keras.cast_to_float32
     outputs = [
         cast(output, i) if output.dtype in SIXTEEN_BIT_DTYPES else output for i, output in enumerate(plain_outputs)
     ]
@@ -512,7 +482,7 @@ def _cast_layers(outputs) -> list:
     return [layer for layer in layers if layer.name.startswith(CAST_NAME)]
 
 
-def _cast_in_layer(output, index: int):
+def _cast_by_layer(output, index: int):
     return keras.layers.Activation("linear", dtype="float32", name=f"{CAST_NAME}_{index}")(output)
 
 

@@ -11,19 +11,11 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras._replaced import is_replaced, replace
+from mpkeras._replaced import replace
 from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
 
-# How the backends call the dtypes in their messages; the longer words first.
-_SPELLINGS = {
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float32": "float32",
-    "float64": "float64",
-    "half": "float16",
-    "double": "float64",
-    "float": "float32",
-}
+# How the backends call the dtypes in their messages.
+_SPELLINGS = {name: name for name in FLOAT_DTYPES} | {"half": "float16", "double": "float64", "float": "float32"}
 _SPELLED = re.compile(rf"(?<![a-z])({'|'.join(_SPELLINGS)})(?![a-z0-9])", re.IGNORECASE)
 
 _silent: list = []
@@ -34,13 +26,11 @@ class MixedDtypesError(TypeError):
 
 
 def name_mixed_dtypes(layer):
-    """Lets `layer`, whose `call` is the user's own, say by name what it mixes.
+    """Makes `layer`, whose `call` is the user's own, say by name what it mixes.
 
     Where the backend raises, a `TypeError` names the layer, the attribute, argument or variable, and both dtypes. Where
     it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once.
     """
-    if is_replaced(layer, "call", "layer"):
-        return
     call = layer.call
 
     @functools.wraps(call)

@@ -8,7 +8,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion.changes import planned_changes
-from mpkeras.conversion.float8.layers import GIVEN, KEPT, changes_in_float8, reasons_against
+from mpkeras.conversion.float8 import GIVEN, KEPT, changes_in_float8, reasons_against
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
 from mpkeras.policies.rules import (
     FLOAT8_STATE_MARK,
@@ -42,6 +42,11 @@ class Row(NamedTuple):
     reason: str
     changes: tuple[str, ...]
 
+    @property
+    def stores_anew(self) -> bool:
+        """Whether the weights of the layer get another dtype."""
+        return self.before.variable_dtype != self.after.variable_dtype
+
 
 class Conversion:
     """What is known of the conversion of one model: from it, layers that come into being later follow.
@@ -50,7 +55,6 @@ class Conversion:
         policy: The `Policy` that the model is converted to.
         asked_for: The `Policy` that the layers were given last, by whichever door; `None` if they were given none.
         made_with: The policy of the model itself, before.
-        later_sources: The compute dtypes from which layers that the conversion before did not see are converted.
         seen: Layer -> the path that it had when it was looked at last; it gets one when it is built.
         kept: Layer that a rule keeps in float32 -> the policy that it has so, and the one that it has without the rule.
         left_float8: Layer -> why its product is not in float8 any more; under one policy with float8 after another.
@@ -60,11 +64,32 @@ class Conversion:
     """
 
     def __init__(self, model, policy, converts: bool = True, earlier: "Conversion | None" = None):
-        """Begins a conversion of `model`; with `converts=False` only the float32 rules of `policy` are applied.
-
-        Args:
-            earlier: The one before, of the same model.
-        """
+        """Begins a conversion of `model`, after an `earlier` one; with `converts=False` by the float32 rules alone."""
+        self.policy = policy
+        self.made_with = model.dtype_policy
+        self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.left_float8: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.asked_for: keras.DTypePolicy | None = None
+        self.unstored: list[Row] = []
+        self.times_stored: int = 0
+        self.told: set[str] = set()
+        self._known: Collection = ()
+        # The dtypes from which layers are converted that are made later; `None` before the first conversion.
+        self._lasting_sources: tuple[str, ...] | None = None
+        kept: dict = {}
+        if earlier is not None:
+            self.asked_for, self.told = earlier.asked_for, earlier.told
+            self.unstored, self.times_stored = earlier.unstored, earlier.times_stored
+            self._known, self._lasting_sources = earlier.seen, earlier._lasting_sources
+            # The rules of the policy before go with it. Where layers keep their dtypes, what rules have done stays.
+            kept = {**earlier._kept_before, **earlier.kept}
+            # A callback converts anew for each training. Who went to a policy without float8 in between begins anew.
+            if earlier.policy.float8 is not None and policy.float8 is not None:
+                self.left_float8 = earlier.left_float8
+        if converts:
+            self.asked_for = policy
+        self.kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary(kept if converts else {})
+        self._kept_before: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary({} if converts else kept)
         # Among 16-bit layers a float32 layer is there on purpose; alone, it is what Keras does by default.
         has_16_bits = computes_in(model, SIXTEEN_BIT_DTYPES)
         is_to_16_bits = policy.compute_dtype in SIXTEEN_BIT_DTYPES
@@ -72,37 +97,21 @@ class Conversion:
         self._sources: tuple[str, ...] = sources if converts else ()
         # Of a model that an earlier conversion found in float32, a layer that is made from now on is in float32 by
         # default.
-        lasting: tuple[str, ...] | None = None if earlier is None else earlier._lasting_sources
-        self.later_sources = lasting if has_16_bits and lasting is not None else self._sources
-        self._known: Collection = () if earlier is None else earlier.seen
-        self._lasting_sources: tuple[str, ...] | None = self.later_sources if converts and is_to_16_bits else lasting
-        self.policy = policy
-        last = None if earlier is None else earlier.asked_for
-        self.asked_for: keras.DTypePolicy | None = policy if converts else last
-        self.made_with = model.dtype_policy
-        self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        # The rules of the policy before go with it. Where layers keep their dtypes, what rules have done stays.
-        kept: dict = {} if earlier is None else {**earlier._kept_before, **earlier.kept}
-        self.kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary(kept if converts else {})
-        self._kept_before: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary({} if converts else kept)
-        # A callback converts anew for each training. Who went to a policy without float8 in between begins anew.
-        self.left_float8: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        if earlier is not None and earlier.policy.float8 is not None and policy.float8 is not None:
-            self.left_float8 = earlier.left_float8
-        self.unstored: list[Row] = [] if earlier is None else earlier.unstored
-        self.times_stored: int = 0 if earlier is None else earlier.times_stored
-        self.told: set[str] = set() if earlier is None else earlier.told
+        lasting = self._lasting_sources
+        self._later_sources = lasting if has_16_bits and lasting is not None else self._sources
+        if converts and is_to_16_bits:
+            self._lasting_sources = self._later_sources
 
-    def without_rule(self, layer, policy):
-        """Returns what `layer`, which has `policy`, has without the rule that keeps it in float32, if one does."""
+    def followed(self, layer, before):
+        """Returns the policy that `layer`, which has `before`, gets if no rule keeps it in float32."""
         as_kept, without_rule = self.kept.get(layer, (None, None))
         # A policy that the layer was given since, by its user or as it overflowed, stays.
-        return without_rule if policy is as_kept else policy
-
-    def converts(self, layer, compute_dtype: str) -> bool:
-        """Whether `layer` is new, and changes to the dtype of the policy where it computes in `compute_dtype`."""
-        sources = self._sources if layer in self._known else self.later_sources
-        return layer not in self.seen and compute_dtype in sources
+        before = without_rule if before is as_kept else before
+        sources = self._sources if layer in self._known else self._later_sources
+        new = self.policy
+        is_other = (before.compute_dtype, before.variable_dtype) != (new.compute_dtype, new.variable_dtype)
+        is_convertible = layer not in self.seen and before.compute_dtype in sources
+        return new.stock() or new if is_other and is_convertible else before
 
     def is_up_to_date(self, layers) -> bool:
         return all(layer in self.seen and self.seen[layer] == layer.path for layer in layers)
@@ -114,6 +123,8 @@ class Conversion:
             self.kept.pop(row.layer, None)
             if row.rule is not None and row.after.compute_dtype != row.without_rule.compute_dtype:
                 self.kept[row.layer] = row.after, row.without_rule
+        # A list of its own: if this conversion is taken back, the earlier one goes on with its rows alone.
+        self.unstored = [*self.unstored, *(row for row in rows if row.stores_anew)]
 
 
 def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
@@ -126,19 +137,19 @@ def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
             what its float32 rules make of the model as it is.
     """
     layers = layers_of(model)
-    bound = bound_layers(model, policy.compute_dtype)
     before = {id(layer): layer_policy(layer) for layer in layers}
-    followed = {
-        id(layer): _without_rule(layer, before[id(layer)], policy, conversion, id(layer) in bound) for layer in layers
-    }
+    followed = dict(before)
+    if conversion is not None:
+        bound = bound_layers(model, policy.compute_dtype)
+        followed |= {
+            id(layer): conversion.followed(layer, before[id(layer)]) for layer in layers if id(layer) not in bound
+        }
     kept = kept_in_float32(model, policy, {key: followed[key].compute_dtype for key in followed})
-    after = {
-        id(layer): keras.DTypePolicy("float32")
-        if id(layer) in kept and followed[id(layer)].compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
-        else followed[id(layer)]
-        for layer in layers
-    }
-    after = {key: before[key] if _is_same(after[key], before[key]) else after[key] for key in after}
+    after = dict(followed)
+    for layer in layers:
+        key = id(layer)
+        if key in kept and followed[key].compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer):
+            after[key] = keras.DTypePolicy("float32")
     # Keras' `compile` wraps the optimizer of a model whose own policy is "mixed_float16", and of no other. To how a
     # Sequential or Functional model computes, its own policy is nothing.
     if not has_own_call(model) and after[id(model)].compute_dtype not in SIXTEEN_BIT_DTYPES:
@@ -147,64 +158,38 @@ def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
     dtypes = {key: after[key].compute_dtype for key in after}
     in_float8 = planned_float8(model, conversion, dtypes)
     changes = planned_changes(model, dtypes, in_float8)
-    for layer in () if conversion is None else layers:
-        key = id(layer)
-        if not is_quantized(layer):
-            after[key] = with_float8_state(after[key], in_float8.get(key) in (GIVEN, KEPT))
-            after[key] = before[key] if _is_same(after[key], before[key]) else after[key]
     rows = []
     for layer in layers:
         key = id(layer)
-        _, rule, reason = kept.get(key, (layer, None, _reason(layer, after[key], policy)))
-        rows.append(Row(layer, before[key], after[key], followed[key], rule, reason, changes[key]))
+        new = after[key]
+        if conversion is not None and not is_quantized(layer):
+            new = with_float8_state(new, in_float8.get(key) in (GIVEN, KEPT))
+        new = before[key] if _is_same(new, before[key]) else new
+        _, rule, reason = kept.get(key, (layer, None, _reason(layer, new, policy)))
+        rows.append(Row(layer, before[key], new, followed[key], rule, reason, changes[key]))
     return rows
 
 
 def planned_float8(model, conversion, dtypes) -> dict:
-    """Returns `{id: name}`: which of the changes that have to do with float8 each layer gets; most get none.
-
-    Args:
-        model: A `keras.Model`.
-        conversion: Its `Conversion`, or `None`.
-        dtypes: `{id: dtype}`: what each layer computes in.
-    """
-    if conversion is None or conversion.policy.float8 is None:
+    """Returns `{id: name}`: which of the changes that have to do with float8 each layer gets; most get none."""
+    if conversion is None:
         return {}
     reasons = why_not_float8(model, conversion, dtypes)
     return changes_in_float8(layers_of(model), conversion.policy.float8, reasons)
 
 
 def why_not_float8(model, conversion, dtypes) -> dict:
-    """Returns `{id: reason}` of the layers with a product: why it is not in float8, `None` where it is.
-
-    Empty under a policy without float8.
-
-    Args:
-        model: A `keras.Model`.
-        conversion: Its `Conversion`.
-        dtypes: `{id: dtype}`: what each layer computes in.
-    """
+    """Returns `reasons_against` of a conversion, with what has left float8 since; empty under a policy without it."""
     if conversion.policy.float8 is None:
         return {}
     found = reasons_against(model, conversion.policy, dtypes)
     return found | {id(layer): why for layer, why in conversion.left_float8.items() if id(layer) in found}
 
 
-def _without_rule(layer, before, policy, conversion, is_bound: bool):
-    if conversion is None or is_bound:
-        return before
-    before = conversion.without_rule(layer, before)
-    is_other = (before.compute_dtype, before.variable_dtype) != (policy.compute_dtype, policy.variable_dtype)
-    return policy.stock() or policy if is_other and conversion.converts(layer, before.compute_dtype) else before
-
-
 def with_float8_state(policy, has_state: bool, is_given: bool = True):
     """Returns a policy of the same dtypes under which a layer has the state of Keras' float8, or has none.
 
-    Args:
-        policy: The policy of a layer.
-        has_state: Whether the layer has the state.
-        is_given: Whether it has it from a conversion, which can take it back.
+    `is_given` says whether it has it from a conversion, which can take it back.
     """
     if has_state == (policy.quantization_mode is not None):
         return policy
@@ -217,8 +202,8 @@ def with_float8_state(policy, has_state: bool, is_given: bool = True):
 
 
 def _is_same(policy, other) -> bool:
-    dtypes = [(p.compute_dtype, p.variable_dtype, p.quantization_mode) for p in (policy, other)]
-    return dtypes[0] == dtypes[1]
+    names = ("compute_dtype", "variable_dtype", "quantization_mode")
+    return all(getattr(policy, name) == getattr(other, name) for name in names)
 
 
 def _reason(layer, after, policy) -> str:

@@ -1,10 +1,12 @@
-"""Trains each task under each policy with each seed, by a plain `fit` with the `MixedPrecision` callback.
+"""`run_demo`: trains each task under each policy with each seed, by a plain `fit` with the `MixedPrecision` callback.
 
 The first steps of each policy say how long all of it would take; what takes too long is shortened or left out.
 """
 
 import dataclasses
+import json
 import math
+import textwrap
 import time
 import traceback
 
@@ -12,7 +14,10 @@ import keras
 from keras import ops
 
 from mpkeras.callbacks import MixedPrecision
+from mpkeras.demo import summary
 from mpkeras.demo.summary import BASELINE
+from mpkeras.demo.tasks import TASKS
+from mpkeras.devices.environment import environment
 from mpkeras.insight.timing import orders_in_turn
 from mpkeras.policies.dtypes import bytes_of
 from mpkeras.policies.kernels import missing_kernel_rules
@@ -27,11 +32,69 @@ WARM_UP_ROUNDS = 3
 _FORWARD = 1 / 3
 
 
-def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, limit_s: float, verbose=2) -> tuple:
-    """Returns `(records, step_times_ms, plans)`.
+def run_demo(
+    task_names, policies, *, seeds: int, epochs=None, minutes: float, quick: bool, out, width: int = 110, verbose=2
+) -> tuple:
+    """Trains, writes `demo.json` and `demo.png`, and returns the result as a dictionary for JSON and as text."""
+    started = time.perf_counter()
+    tasks = [TASKS[name](quick=quick) for name in task_names]
+    data_sets = [task.load() for task in tasks]
+    where = environment()
+    heading = f"mpkeras demo: Keras {where['keras']}, {where['backend']} on {where['device']}, {where['cpu']}"
+    print(f"{len(tasks) * len(policies) * seeds} runs of `fit`: {', '.join(policies)}", flush=True)
+    records, step_times_ms, plans = compare(
+        tasks, data_sets, policies, seeds, epochs, limit_s=60 * minutes, verbose=verbose
+    )
+    rows = summary.summarize(tasks, policies, records, step_times_ms, plans)
+    sentence = "--quick shows that everything runs; its models are too small to measure anything."
+    if not quick:
+        sentence = summary.verdict(rows)
+    json_path, png_path = out / "demo.json", out / "demo.png"
+    summary.save_picture(png_path, rows, records, {task.name: task.title for task in tasks}, heading)
+    wall_time_s = round(time.perf_counter() - started, 1)
+    result = {
+        "format": 2,
+        "environment": where,
+        "settings": {
+            "tasks": {
+                task.name: settings(task, data_set, epochs) for task, data_set in zip(tasks, data_sets, strict=True)
+            },
+            "policies": policies,
+            "seeds": seeds,
+            "quick": quick,
+            "jit_compile": uses_xla(),
+            "minutes": minutes,
+            "timed_rounds": {task: len(next(iter(times.values()), [])) for task, times in step_times_ms.items()},
+        },
+        "verdict": sentence,
+        "summary": rows,
+        "plans": {task: {name: plan.to_dict() for name, plan in of_task.items()} for task, of_task in plans.items()},
+        "runs": records,
+        "step_times_ms": step_times_ms,
+        "wall_time_s": wall_time_s,
+        "files": {"json": str(json_path), "png": str(png_path)},
+    }
+    result = without_non_finite(result)
+    json_path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    rounds = sorted({len(times) for of_task in step_times_ms.values() for times in of_task.values()} or {0})
+    text = summary.render(rows, heading, " or ".join(map(str, rounds)), width)
+    written = f"Written to {json_path} and {png_path} after {wall_time_s:.0f} s."
+    return result, f"\n{text}\n\n{textwrap.fill(sentence, width)}\n\n{written}"
 
-    `records` has one record for each task, seed and policy, in the order they were run; `step_times_ms` the
-    times of single training steps, by task and policy; `plans` what was to be run, by task and policy.
+
+def without_non_finite(value):
+    """Returns `value` with every NaN and infinity in it as `None`: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {key: without_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, limit_s: float, verbose=2) -> tuple:
+    """Returns `(records, step_times_ms, plans)`: of each run in turn, of single steps, and what was to be run.
+
+    The last two are dictionaries by task and policy.
     """
     records, step_times_ms, plans = [], {}, {}
     for task, data_set in zip(tasks, data_sets, strict=True):
@@ -50,12 +113,13 @@ def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, limit_s: flo
                 records.append(record)
         planned = plans[task.name]
         timed = {policy: m for policy, m in models.items() if policy not in failed and planned[policy].seeds}
-        steps_s = [planned[policy].step_ms / 1e3 for policy in timed]
-        rounds = rounds_within(steps_s, limit_s, ROUNDS)
-        about = duration((rounds + WARM_UP_ROUNDS) * sum(steps_s))
+        round_s = sum(planned[policy].step_ms / 1e3 for policy in timed)
+        rounds = rounds_within(round_s, limit_s, ROUNDS)
+        about = duration((rounds + WARM_UP_ROUNDS) * round_s)
         print(f"{task.name}, timing steps of {', '.join(timed)} in turn: about {about}", flush=True)
-        times = interleaved_step_times(timed, data_set.x_train, data_set.y_train, task.batch_size, rounds)
-        step_times_ms[task.name] = times
+        step_times_ms[task.name] = interleaved_step_times(
+            timed, data_set.x_train, data_set.y_train, task.batch_size, rounds
+        )
     return records, step_times_ms, plans
 
 
@@ -67,22 +131,19 @@ def _planned(task, data_set, policies, seeds, epochs, limit_s) -> tuple:
     models, plans = {}, {}
     held_out = epochs * len(data_set.x_held_out)
     for policy in policies:
-        run_s = step_s = None
         try:
             model = _compiled(task, data_set, 0, epochs)
-            first = first_steps(model, policy, data_set.x_train, data_set.y_train, task.batch_size)
+            compile_s, step_s = first_steps(model, policy, data_set.x_train, data_set.y_train, task.batch_size)
         except Exception as error:
             if not _is_about_the_device(error):
                 raise
-        else:
-            models[policy] = model
-            steps = task.steps(data_set, epochs)
-            run_s, step_s = estimated_run_s(first, steps, task.batch_size, held_out), first.step_s
-        plan = plan_case(seeds, run_s, step_s, limit_s, is_baseline=policy == BASELINE)
-        plans[policy] = plan
-        if plan.run_s is not None:
-            about = plan.shortened or f"about {duration(plan.seeds * plan.run_s)} for {counted(plan.seeds)}"
-            print(f"{task.name}, {policy}: {about}", flush=True)
+            plans[policy] = Plan(seeds, seeds)
+            continue
+        models[policy] = model
+        run_s = estimated_run_s(compile_s, step_s, task.steps(data_set, epochs), task.batch_size, held_out)
+        plan = plans[policy] = plan_case(seeds, run_s, step_s, limit_s, is_baseline=policy == BASELINE)
+        about = plan.shortened or f"about {duration(plan.seeds * run_s)} for {counted(plan.seeds)}"
+        print(f"{task.name}, {policy}: {about}", flush=True)
     return models, plans
 
 
@@ -200,30 +261,14 @@ def _optimizer(task, data_set, epochs: int):
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstSteps:
-    """What the first two training steps of a model took, in seconds: one with compiling, one without."""
-
-    compile_s: float
-    step_s: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much of a task is run under one policy.
-
-    Attributes:
-        asked_seeds: Runs that were asked for.
-        seeds: Runs that there will be; 0 leaves the policy out.
-        run_s: Seconds that one of them is estimated to take; `None` where nothing could be timed.
-        step_ms: Milliseconds of the step that this rests on; `None` likewise.
-        limit_s: Seconds that all runs may take.
-    """
+    """How much of a task is run under one policy. What could not be timed is `None`."""
 
     asked_seeds: int
-    seeds: int
-    run_s: float | None = None
-    step_ms: float | None = None
-    limit_s: float | None = None
+    seeds: int  # runs that there will be; 0 leaves the policy out
+    run_s: float | None = None  # that one of them is estimated to take
+    step_ms: float | None = None  # of the step that this rests on
+    limit_s: float | None = None  # that all runs may take
 
     @property
     def shortened(self) -> str | None:
@@ -243,23 +288,20 @@ class Plan:
         return {**dataclasses.asdict(self), "shortened": self.shortened}
 
 
-def estimated_run_s(first: FirstSteps, steps: int, batch_size: int, held_out_examples: int) -> float:
+def estimated_run_s(compile_s: float, step_s: float, steps: int, batch_size: int, held_out_examples: int) -> float:
     """Returns the seconds of one run: compiling, training, and looking at the held-out data."""
-    return first.compile_s + first.step_s * (steps + _FORWARD * held_out_examples / batch_size)
+    return compile_s + step_s * (steps + _FORWARD * held_out_examples / batch_size)
 
 
-def plan_case(seeds: int, run_s: float | None, step_s: float | None, limit_s: float, *, is_baseline: bool) -> Plan:
+def plan_case(seeds: int, run_s: float, step_s: float, limit_s: float, *, is_baseline: bool) -> Plan:
     """Returns as many runs as fit into the limit; at least one of the baseline, against which all else is measured."""
-    if run_s is None or step_s is None:
-        return Plan(seeds, seeds)
     fitting = min(seeds, int(limit_s // run_s)) if run_s > 0 else seeds
     return Plan(seeds, max(fitting, 1) if is_baseline else fitting, run_s, 1e3 * step_s, limit_s)
 
 
-def rounds_within(step_times_s, limit_s: float, rounds: int) -> int:
-    """Returns how many rounds, of one step each, fit into the limit: `rounds` at most, 3 at least."""
-    one_round_s = sum(step_times_s)
-    return max(3, min(rounds, int(limit_s // one_round_s))) if one_round_s > 0 else rounds
+def rounds_within(round_s: float, limit_s: float, rounds: int) -> int:
+    """Returns how many rounds of `round_s` seconds fit into the limit: `rounds` at most, 3 at least."""
+    return max(3, min(rounds, int(limit_s // round_s))) if round_s > 0 else rounds
 
 
 def counted(runs: int) -> str:
@@ -272,8 +314,8 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 1):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
-def first_steps(model, policy: str, x, y, batch_size: int) -> FirstSteps:
-    """Prepares a model for its policy and returns what its first two training steps take.
+def first_steps(model, policy: str, x, y, batch_size: int) -> tuple:
+    """Prepares a model for its policy and returns the seconds that compiling takes, and then a training step.
 
     The step is what `fit` runs under `MixedPrecision`: guarded, and with the loss scaled where the policy says so.
     """
@@ -284,7 +326,7 @@ def first_steps(model, policy: str, x, y, batch_size: int) -> FirstSteps:
         # The loss comes back as a Python number, so the device is done with it.
         model.train_on_batch(x[:batch_size], y[:batch_size])
         times.append(time.perf_counter() - started)
-    return FirstSteps(compile_s=max(times[0] - times[1], 0.0), step_s=times[1])
+    return max(times[0] - times[1], 0.0), times[1]
 
 
 def interleaved_step_times(models: dict, x, y, batch_size: int, rounds: int = ROUNDS) -> dict:

@@ -1,5 +1,7 @@
-"""`audit_saved`, `advise_saved` and `forecast_saved`: what is to be said of the model in a file."""
+"""What there is to say of a file: `audit_saved`, `advise_saved`, `forecast_saved` of a model, `replayed` of a step."""
 
+import dataclasses
+import math
 import zipfile
 from pathlib import Path
 
@@ -9,11 +11,14 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import apply_policy
-from mpkeras.export import loading
+from mpkeras.export import files
 from mpkeras.insight.advice import AdviceReport, loss_and_targets, measured_advice, unmeasured_advice
 from mpkeras.insight.audit import AuditReport, audit_with_optimizer
+from mpkeras.insight.capsule import load_capsule
+from mpkeras.insight.comparison import Comparison
 from mpkeras.insight.findings import Finding
 from mpkeras.insight.forecast import Forecast, forecast
+from mpkeras.insight.operations.origins import Operation
 from mpkeras.insight.report import shortened
 from mpkeras.policies.registry import get_policy
 
@@ -22,10 +27,10 @@ _BATCH_SIZE = 32
 
 def audit_saved(path, *, policy=None, imports=(), open_size: int = 64) -> AuditReport:
     """Returns what `mpkeras.audit` says of the model in a `.keras` or `.h5` file, which stays as it is."""
-    if policy is not None:
-        policy = get_policy(policy)
-    custom_objects = loading.import_modules(imports)
-    model = loading.load(path, custom_objects)
+    # The modules may register the policy.
+    custom_objects = files.import_modules(imports)
+    policy = None if policy is None else get_policy(policy)
+    model = files.load(path, custom_objects)
     if policy is not None:
         apply_policy(model, policy)
     optimizer, why_not = _saved_optimizer(Path(path), custom_objects)
@@ -41,11 +46,11 @@ def _saved_optimizer(path, custom_objects) -> tuple:
 
     The model itself is loaded without: its losses and metrics may be functions that only its owner has.
     """
-    if not loading.is_compiled(path):
+    if not files.is_compiled(path):
         return None, None
     if path.suffix != ".keras":
         return None, f"a '{path.suffix}' file holds it in another form"
-    config = (loading.compile_config(path) or {}).get("optimizer")
+    config = (files.compile_config(path) or {}).get("optimizer")
     try:
         with keras.saving.custom_object_scope(custom_objects):
             optimizer = keras.optimizers.get(config)
@@ -58,8 +63,8 @@ def advise_saved(
     path, *, data=None, batch_size=None, budget_s=60.0, imports=(), measure=True, verbose=0
 ) -> AdviceReport:
     """Returns what `mpkeras.advise` says of the model in a `.keras` or `.h5` file."""
-    custom_objects = loading.import_modules(imports)
-    model = loading.load(path, custom_objects=custom_objects)
+    custom_objects = files.import_modules(imports)
+    model = files.load(path, custom_objects)
     if not measure:
         return unmeasured_advice(model, file=path)
     if data is None:
@@ -90,14 +95,9 @@ def forecast_saved(
     path, *, batch_size=None, open_size: int = 64, imports=(), device="h100", devices=1, policies=None, **options
 ) -> Forecast:
     """Returns what `mpkeras.forecast` says of the model in a `.keras` or `.h5` file, trained as it was saved."""
-    custom_objects = loading.import_modules(imports)
-    model = loading.load(path, custom_objects=custom_objects)
-    graph = _keras.graph_of(model)
-    if graph is None:
-        raise ValueError(
-            f"Expected a model that says what inputs it takes. Received: '{model.name}', a subclassed "
-            f"{type(model).__name__}. Call `mpkeras.forecast` in Python, with the shape of a batch."
-        )
+    custom_objects = files.import_modules(imports)
+    model = files.load(path, custom_objects)
+    inputs = _input_structure(model, "Call `mpkeras.forecast` in Python, with the shape of a batch.")
     _compile(model, path, custom_objects)
 
     def sized(tensor):
@@ -106,8 +106,17 @@ def forecast_saved(
 
     if policies:
         options["policies"] = policies
-    x = keras.tree.map_structure(sized, _keras.input_structure(graph))
-    return forecast(model, x, device=device, devices=devices, **options)
+    return forecast(model, keras.tree.map_structure(sized, inputs), device=device, devices=devices, **options)
+
+
+def _input_structure(model, remedy: str):
+    graph = _keras.graph_of(model)
+    if graph is None:
+        raise ValueError(
+            f"Expected a model that says what inputs it takes. Received: '{model.name}', a subclassed "
+            f"{type(model).__name__}. {remedy}"
+        )
+    return _keras.input_structure(graph)
 
 
 def mean_square(y, y_pred):
@@ -119,12 +128,7 @@ def mean_square(y, y_pred):
 
 def random_inputs(model, batch_size: int):
     """Returns a batch of random numbers in the structure that `model` takes: normal ones, integers 0 and 1."""
-    graph = _keras.graph_of(model)
-    if graph is None:
-        raise ValueError(
-            f"Expected a model that says what inputs it takes, to make random ones. Received: '{model.name}', a "
-            f"subclassed {type(model).__name__}. Give a batch: `--data FILE.npz`."
-        )
+    inputs = _input_structure(model, "Give a batch: `--data FILE.npz`.")
     rng = np.random.default_rng(0)
 
     def draw(tensor):
@@ -139,7 +143,7 @@ def random_inputs(model, batch_size: int):
         # 0 and 1 are in every vocabulary.
         return rng.integers(0, 2, size=shape).astype(tensor.dtype)
 
-    return keras.tree.map_structure(draw, _keras.input_structure(graph))
+    return keras.tree.map_structure(draw, inputs)
 
 
 def _read(model, data, batch_size) -> tuple:
@@ -173,13 +177,89 @@ def _read(model, data, batch_size) -> tuple:
 
 def _compile(model, path, custom_objects) -> bool:
     """Compiles the model as it was saved, where its file says how and this process knows the classes."""
-    path = Path(path)
-    if path.suffix != ".keras" or not loading.is_compiled(path):
+    config = files.compile_config(path) if Path(path).suffix == ".keras" else None
+    if not config:
         return False
     try:
-        config = loading.compile_config(path)
         with keras.saving.custom_object_scope(custom_objects):
             model.compile_from_config(config)
     except Exception:  # of losses and optimizers of the user's own
         return False
     return bool(getattr(model, "compiled", False)) and getattr(model, "loss", None) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What was found in one step; the fields are those of `Capsule`, of what its methods return, and of its file."""
+
+    file: str
+    model: str
+    step: int
+    epoch: int | None
+    is_exact: bool
+    loss_scale_before: float
+    run: dict
+    layer: str | None
+    operation: Operation | None
+    remedy: str
+    comparison: Comparison | None = None
+
+    def __str__(self) -> str:
+        when = f"Step {self.step}" + ("" if self.epoch is None else f" of epoch {self.epoch + 1}")
+        lines = [f"{when} of '{self.model}' was {'skipped' if self.run['skipped'] else 'not skipped this time'}."]
+        loss = f"{self.run['loss']:.6g}" if math.isfinite(self.run["loss"]) else "not finite"
+        lines.append(f"Loss {loss}, loss scale {self.loss_scale_before:g}, after it {self.run['loss_scale']:g}.")
+        lines.append(self._bits())
+        if self.layer is not None:
+            lines.append(f"First layer: {self.layer}.")
+        lines.append(f"First operation: {self._operation()}.")
+        lines.append(f"What to do: {self.remedy}")
+        return "\n".join([*lines, *([] if self.comparison is None else ["", str(self.comparison)])])
+
+    def _bits(self) -> str:
+        if self.run["same_bits"]:
+            return "The same bits as when it happened."
+        versions = ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in self.run["versions"].items())
+        why = f"different versions: {versions}" if versions else "the versions are the same"
+        if not self.is_exact:
+            why = "the step moved weights all the same, and the file has them after it"
+        names = ", ".join(self.run["different"][:3])
+        return f"Not the same bits as when it happened ({len(self.run['different'])} values: {names}): {why}."
+
+    def _operation(self) -> str:
+        found = self.operation
+        if found is None:
+            return "none, op by op everything is finite"
+        if found.name is None:
+            return f"none before the {found.side}: '{found.where}' {found.message}"
+        place = f" in layer '{found.where}'" if found.where else ""
+        line = f", {found.line}" if found.line else ""
+        return f"'{found.name}', {found.side}{place}{line}: {found.message}"
+
+    def to_dict(self) -> dict:
+        content = dataclasses.asdict(dataclasses.replace(self, comparison=None))
+        content["comparison"] = None if self.comparison is None else self.comparison.to_dict()
+        if not math.isfinite(self.run["loss"]):
+            content["run"]["loss"] = str(self.run["loss"])  # JSON has no word for inf and NaN.
+        return content
+
+
+def replayed(path, custom_objects=None, *, safe_mode: bool = True, compare: bool = False) -> Replay:
+    """Runs the step in a capsule again and returns what there is to say of it; the arguments are `load_capsule`'s."""
+    capsule = load_capsule(path, custom_objects=custom_objects, safe_mode=safe_mode)
+    run = capsule.run()
+    operation = capsule.first_operation()
+    report = capsule.trace()
+    return Replay(
+        str(path),
+        capsule.model.name,
+        capsule.step,
+        capsule.epoch,
+        capsule.is_exact,
+        capsule.loss_scale,
+        run,
+        None if report.culprit is None else report.culprit.message,
+        operation,
+        capsule.remedy(operation, report),
+        capsule.compare() if compare else None,
+    )

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpkeras import _keras
 from mpkeras._arguments import check_seconds, check_switch
-from mpkeras.conversion.float8.layers import reasons_against
+from mpkeras.conversion.float8 import reasons_against
 from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.bench import ESTIMATE, Bench, trainable_copy

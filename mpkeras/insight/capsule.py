@@ -13,7 +13,7 @@ import numpy as np
 from mpkeras import _keras, _replaced
 from mpkeras._arguments import check_switch
 from mpkeras.conversion.apply import layer_converter
-from mpkeras.conversion.float8.layers import has_product
+from mpkeras.conversion.float8 import has_product
 from mpkeras.devices.environment import environment
 from mpkeras.insight.comparison import Comparison, compare_with
 from mpkeras.insight.numerics import NumericsReport, traced

@@ -9,8 +9,8 @@ import numpy as np
 
 from mpkeras import _keras
 from mpkeras.conversion.apply import recorded
-from mpkeras.conversion.float8.layers import float8_factors, multiplies_in_float8
-from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE
+from mpkeras.conversion.float8 import float8_factors, multiplies_in_float8
+from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE
 from mpkeras.conversion.plan import compute_dtypes, layers_of
 from mpkeras.insight.culprit import Culprit, find_culprit
 from mpkeras.insight.observation import observe

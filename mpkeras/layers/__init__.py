@@ -1,13 +1,13 @@
 """Layers that compute in float32 under any policy."""
 
-from mpkeras.layers.activations import Activation, Softmax
-from mpkeras.layers.island import float32_island
-from mpkeras.layers.mixin import Float32Mixin
-from mpkeras.layers.normalization import (
+from mpkeras.layers.mixin import Float32Mixin, float32_island
+from mpkeras.layers.stock import (
+    Activation,
     BatchNormalization,
     GroupNormalization,
     LayerNormalization,
     RMSNormalization,
+    Softmax,
 )
 
 __all__ = [

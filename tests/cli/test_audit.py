@@ -134,3 +134,12 @@ def test_unknown_classes_are_named_and_may_be_imported(capsys, tmp_path, monkeyp
     assert "'Twice'" in line and "--import MODULE" in line
     assert "Twice" in printed(capsys, "model.keras", "--import", "twice_of_audit")
     assert "'no_such_module'" in failing_line(capsys, "model.keras", "--import", "no_such_module")
+
+
+def test_a_policy_may_be_registered_by_what_is_imported(capsys, tmp_path, monkeypatch):
+    policy = "mpkeras.Policy('of_audit', compute_dtype='bfloat16', variable_dtype='float32')"
+    (tmp_path / "policy_of_audit.py").write_text(f"import mpkeras\nmpkeras.register_policy({policy})\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    saved("model.keras")
+    assert "bfloat16" in printed(capsys, "model.keras", "--policy", "of_audit", "--import", "policy_of_audit")

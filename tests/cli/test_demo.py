@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from _mpkeras_cli import demo, main
-from mpkeras.demo.demo import without_non_finite
+from mpkeras.demo.runs import without_non_finite
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
@@ -64,9 +64,9 @@ def test_missing_package_names_what_to_install(capsys, monkeypatch, tmp_path, mo
 
 
 def test_a_python_without_its_source_is_status_2(capsys, monkeypatch, tmp_path):
-    from mpkeras.demo import data
+    from mpkeras.demo import tasks
 
-    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(tasks.sysconfig, "get_path", lambda name: str(tmp_path))
     line = failing_line(capsys, "demo", "--task", "text", "--out", str(tmp_path))
     assert "Run `--task digits`" in line
 
@@ -75,7 +75,7 @@ def test_interrupt_is_status_130(capsys, monkeypatch, tmp_path):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mpkeras.demo.demo.run_demo", interrupt)
+    monkeypatch.setattr("mpkeras.demo.runs.run_demo", interrupt)
     assert main(["demo", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err.splitlines() == ["mpkeras: interrupted"]
 
@@ -165,5 +165,5 @@ def test_json_alone_is_on_standard_output(capsys, tmp_path):
 @pytest.mark.parametrize(("baseline_error", "expected"), [(None, 0), ("RuntimeError: no memory", 1)])
 def test_status_where_even_float32_cannot_be_trained(monkeypatch, tmp_path, baseline_error, expected):
     summary = [{"policy": "float32", "error": baseline_error}, {"policy": "mixed_float16", "error": None}]
-    monkeypatch.setattr("mpkeras.demo.demo.run_demo", lambda *_, **__: ({"summary": summary}, ""))
+    monkeypatch.setattr("mpkeras.demo.runs.run_demo", lambda *_, **__: ({"summary": summary}, ""))
     assert main(["demo", "--out", str(tmp_path)]) == expected

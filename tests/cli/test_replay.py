@@ -71,7 +71,7 @@ def test_the_batch_is_named(capsys, tmp_path):
 
 @pytest.mark.backends("tensorflow")
 def test_a_run_with_other_bits_names_the_version(tmp_path):
-    from mpkeras.export.replayed import Replay
+    from mpkeras.export.saved_model import Replay
 
     run = {"loss": 1.5, "loss_scale": 2.0, "skipped": True, "same_bits": False, "different": ["logs/loss"]}
     run["versions"] = {"keras": ("3.10.0", "3.15.1")}

@@ -13,8 +13,8 @@ from keras import layers, ops
 import mpkeras
 from mpkeras._replaced import replaced_attributes
 from mpkeras.conversion.apply import float8_products, leave_float8
-from mpkeras.conversion.float8.layers import labels_of, multiplies_in_float8
-from mpkeras.conversion.float8.rounding import rounded
+from mpkeras.conversion.float8 import labels_of, multiplies_in_float8
+from mpkeras.conversion.float8_rounding import rounded
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -228,7 +228,7 @@ def test_a_second_derivative_is_refused():
 @pytest.mark.backends("torch")
 def test_torchs_own_product_of_float8_matrices_is_the_same(monkeypatch):
     """torch has `_scaled_mm` for CPUs, too: the one that a GPU takes is tried on it."""
-    from mpkeras.conversion.float8 import _torch
+    from mpkeras.conversion import _torch
 
     layer = layers.Dense(32)
     model = mpkeras.apply_policy(keras.Sequential([keras.Input((48,)), layer]), every_layer())

@@ -11,7 +11,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.conversion.apply import leave_float8
-from mpkeras.conversion.float8.layers import STATE, float8_change, float8_state, multiplies_in_float8
+from mpkeras.conversion.float8 import STATE, float8_change, float8_state, multiplies_in_float8
 from mpkeras.policies.rules import is_quantized
 from tests.conversion.test_float8 import E4M3, E5M2, Later, reasons
 

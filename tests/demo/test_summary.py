@@ -1,3 +1,5 @@
+import importlib.util
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +9,8 @@ from mpkeras.demo.runs import Plan
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
+
+NEEDS_MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib")
 
 DIGITS = SimpleNamespace(name="digits", quality_name="held-out accuracy", higher_is_better=True, tolerance=0.005)
 TEXT = SimpleNamespace(name="text", quality_name="held-out bits per byte", higher_is_better=False, tolerance=0.01)
@@ -413,3 +417,92 @@ def test_nothing_is_cut_off_where_the_terminal_is_narrow(policy, temporary_bytes
     wanted = ["text (bits/byte)", policy, "3.004 ± 0.015", "234.5", "1.50x", "2", "8192", "9.5 MiB"]
     assert " ".join(line.split()).startswith(" ".join(wanted))
     assert max(len(line) for line in text.splitlines()) <= widest
+
+
+def bar(task, policy, **changes):
+    return {
+        "task": task,
+        "policy": policy,
+        "quality_name": "held-out accuracy",
+        "higher_is_better": True,
+        "seeds": 2,
+        "error": None,
+        "speed_up": 1.5,
+        "speed_up_low": 1.4,
+        "speed_up_high": 1.7,
+        "layer_output_ratio": 0.6,
+        **changes,
+    }
+
+
+def curve(task, policy, *quality):
+    return {"task": task, "policy": policy, "error": None, "history": {"quality": list(quality)}}
+
+
+def failed_bar(task, policy):
+    return {
+        "task": task,
+        "policy": policy,
+        "quality_name": "held-out accuracy",
+        "higher_is_better": True,
+        "seeds": 0,
+        "error": "no kernel",
+    }
+
+
+def png_size(path):
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", content[16:24])  # width and height in the header chunk
+
+
+@NEEDS_MATPLOTLIB
+@pytest.mark.parametrize("tasks", [["digits"], ["digits", "text"]])
+def test_picture_is_1600_pixels_wide(tmp_path, tasks):
+    rows = [bar(task, policy) for task in tasks for policy in ("float32", "mixed_bfloat16", "another")]
+    records = [curve(r["task"], r["policy"], 0.5, 0.75 + seed / 10) for r in rows for seed in range(2)]
+    summary.save_picture(tmp_path / "demo.png", rows, records, dict.fromkeys(tasks, "title"), "heading")
+    assert png_size(tmp_path / "demo.png") == (1600, 1150)
+
+
+@NEEDS_MATPLOTLIB
+def test_cases_that_did_not_run_and_single_seeds_are_drawn(tmp_path):
+    rows = [bar("digits", "float32", seeds=1), failed_bar("digits", "mixed_float16")]
+    records = [
+        curve("digits", "float32", 0.5),
+        {"task": "digits", "policy": "mixed_float16", "error": "no kernel"},
+    ]
+    summary.save_picture(tmp_path / "demo.png", rows, records, {"digits": "title"}, "heading")
+    assert png_size(tmp_path / "demo.png") == (1600, 1150)
+
+
+@NEEDS_MATPLOTLIB
+def test_what_was_left_out_is_drawn_with_its_first_step(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    left_out = {**failed_bar("digits", "mixed_float16"), "error": None, "shortened": "left out: ..."}
+    rows = [bar("digits", "float32"), bar("digits", "mixed_bfloat16", seeds=1, shortened="1 of 2"), left_out]
+    left_out["first_step_ratio"] = 0.038
+    records = [
+        curve("digits", "float32", 0.5),
+        curve("digits", "float32", 0.6),
+        curve("digits", "mixed_bfloat16", 0.5),
+    ]
+    summary.save_picture(tmp_path / "demo.png", rows, records, {"digits": "title"}, "heading")
+    curves, _, speed, memory = figures[0].axes
+    assert "mixed_float16 (left out)" in curves.get_legend_handles_labels()[1]
+    assert "of 1 to 2 seeds" in curves.get_title()
+    assert "0.038x (left out)" in [text.get_text() for text in speed.texts]
+    assert speed.patches[-1].get_height() == 0.038
+    assert "left out" in [text.get_text() for text in memory.texts]
+
+
+@NEEDS_MATPLOTLIB
+def test_a_baseline_that_did_not_run_is_drawn(tmp_path):
+    rows = [failed_bar("digits", "float32"), bar("digits", "mixed_float16", speed_up=None)]
+    del rows[1]["layer_output_ratio"]
+    records = [curve("digits", "mixed_float16", 0.5, 0.6)]
+    summary.save_picture(tmp_path / "demo.png", rows, records, {"digits": "title"}, "heading")
+    assert png_size(tmp_path / "demo.png") == (1600, 1150)

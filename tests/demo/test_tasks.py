@@ -85,3 +85,115 @@ def test_positions_are_told_apart_and_trained():
 def test_models_are_float32_as_built():
     for model in (text_model(), tasks.digits_model(width=2, hidden=8)):
         assert {layer.compute_dtype for layer in model.layers} == {"float32"}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Eight files of 100 bytes: `0.py` holds the digit 0 a hundred times, and so on."""
+    paths = []
+    for number in range(8):
+        path = tmp_path / f"{number}.py"
+        path.write_bytes(str(number).encode() * 100)
+        paths.append(path)
+    return paths
+
+
+def test_digits_are_split_by_class_into_1352_and_445():
+    digits = tasks.load_digits()
+    # 178, 182, 177, 183, 181, 182, 181, 179, 174 and 180 images of each digit; a quarter, rounded down.
+    assert np.bincount(digits.y_held_out).tolist() == [44, 45, 44, 45, 45, 45, 45, 44, 43, 45]
+    assert np.bincount(digits.y_train).tolist() == [134, 137, 133, 138, 136, 137, 136, 135, 131, 135]
+    assert digits.x_train.shape == (1352, 8, 8, 1)
+    assert digits.x_train.dtype == "float32"
+    assert (digits.x_train.min(), digits.x_train.max()) == (0.0, 1.0)
+
+
+def test_held_out_images_are_not_trained_on():
+    digits = tasks.load_digits()
+    train = {image.tobytes() for image in digits.x_train}
+    assert not any(image.tobytes() in train for image in digits.x_held_out)
+
+
+def test_stratified_choice_takes_the_fraction_of_each_class():
+    labels = np.array([1, 0, 0, 1, 0, 0, 1, 1, 0])
+    chosen = tasks.stratified_choice(labels, fraction=0.5, seed=3)
+    assert sorted(labels[chosen].tolist()) == [0, 0, 1, 1]
+    assert len(set(chosen.tolist())) == 4
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(tasks.load_digits, id="digits"),
+        pytest.param(lambda: tasks.load_text(16, 2000, 500), id="text"),
+    ],
+)
+def test_loading_twice_gives_the_same(load):
+    first, second = load(), load()
+    for one, other in zip(first[:4], second[:4], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert first.source == second.source
+
+
+@pytest.mark.parametrize(
+    ("text", "x", "y"),
+    [
+        pytest.param(b"abcdefg", [[97, 98, 99], [100, 101, 102]], [[98, 99, 100], [101, 102, 103]], id="two windows"),
+        pytest.param(b"abcdef", [[97, 98, 99]], [[98, 99, 100]], id="no byte after the second"),
+        pytest.param(b"\xffabc", [[255, 97, 98]], [[97, 98, 99]], id="bytes above 127"),
+    ],
+)
+def test_byte_windows(text, x, y):
+    windows, following = tasks.byte_windows(text, context=3)
+    assert windows.tolist() == x
+    assert following.tolist() == y
+    assert windows.dtype == following.dtype == "int32"
+
+
+def test_a_file_is_either_held_out_or_trained_on(files):
+    held_out, train = tasks.split_files(files, train_bytes=450, held_out_bytes=201)
+    assert (len(held_out), len(train)) == (3, 5)  # of 100 bytes each, and only whole ones
+    assert set(held_out).isdisjoint(train)
+
+
+def test_the_split_depends_on_the_seed_alone(files):
+    assert tasks.split_files(files, 300, 300, seed=1) == tasks.split_files(files, 300, 300, seed=1)
+    assert tasks.split_files(files, 300, 300, seed=1) != tasks.split_files(files, 300, 300, seed=2)
+
+
+def test_too_few_bytes_is_an_error_with_the_numbers(files):
+    with pytest.raises(ValueError, match=r"Expected 801 bytes.*8 files.*Ask for fewer bytes"):
+        tasks.split_files(files, train_bytes=501, held_out_bytes=300)
+
+
+def test_read_bytes_takes_the_beginning_of_each_file(files, monkeypatch):
+    monkeypatch.setattr(tasks, "MAX_FILE_BYTES", 3)
+    assert tasks.read_bytes(files[:3], limit=8) == b"00011122"
+
+
+def test_a_long_file_counts_for_what_is_read_of_it(files, monkeypatch):
+    monkeypatch.setattr(tasks, "MAX_FILE_BYTES", 40)
+    held_out, train = tasks.split_files(files, train_bytes=41, held_out_bytes=80)
+    assert (len(held_out), len(train)) == (2, 2)
+
+
+def test_text_has_the_bytes_asked_for_and_whole_files_apart():
+    text = tasks.load_text(context=16, train_bytes=16 * 100 + 1, held_out_bytes=16 * 20 + 1)
+    assert text.x_train.shape == text.y_train.shape == (100, 16)
+    assert text.x_held_out.shape == (20, 16)
+    np.testing.assert_array_equal(text.x_train[:, 1:], text.y_train[:, :-1])
+    assert set(text.source["train_files"]).isdisjoint(text.source["held_out_files"])
+    assert (text.source["train_bytes"], text.source["held_out_bytes"]) == (1601, 321)
+
+
+def test_only_modules_of_the_standard_library_are_read(tmp_path, monkeypatch):
+    for name in ("os.py", "ast.py", "sitecustomize.py", "_sysconfigdata__linux_x86_64.py", "os.txt"):
+        (tmp_path / name).write_text("pass\n")
+    monkeypatch.setattr(tasks.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert [path.name for path in tasks.standard_library_files()] == ["ast.py", "os.py"]
+
+
+def test_a_python_without_source_is_an_error_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="Run `--task digits`"):
+        tasks.standard_library_files()

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 import mpkeras
-from mpkeras.conversion.float8.layers import multiplies_in_float8
+from mpkeras.conversion.float8 import multiplies_in_float8
 
 ROWS, STEPS = 32, 4
 rng = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import pytest
 import mpkeras
 from _mpkeras_cli import main
 from _mpkeras_cli.convert import FORMAT_NAMES
-from mpkeras.export import formats
+from mpkeras.export import files
 from mpkeras.export.convert import convert
 
 # Keras 3.10 warns of the structure of inputs for any Functional model that it has loaded.
@@ -320,18 +320,18 @@ def test_a_failed_export_leaves_what_was_there(saved, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("find", "message"), [(lambda name: None, r"Run `pip install .*onnx"), (None, None)])
 def test_packages_are_looked_for_before_any_work(monkeypatch, tmp_path, find, message):
-    found = formats.FORMATS["onnx"]
-    monkeypatch.setattr(formats.importlib.util, "find_spec", find or (lambda name: object()))
+    found = files.FORMATS["onnx"]
+    monkeypatch.setattr(files.importlib.util, "find_spec", find or (lambda name: object()))
     policy = mpkeras.get_policy("float32")
     if message is None:
-        formats.check(found, policy)
+        files.check(found, policy)
     else:
         with pytest.raises(ValueError, match=message):
-            formats.check(found, policy)
+            files.check(found, policy)
 
 
 def test_format_names_are_those_of_the_formats():
-    assert FORMAT_NAMES == tuple(formats.FORMATS)
+    assert FORMAT_NAMES == tuple(files.FORMATS)
 
 
 def test_subclassed_models(tmp_path, monkeypatch):

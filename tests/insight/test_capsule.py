@@ -9,7 +9,7 @@ from keras import layers
 
 import mpkeras
 from mpkeras.callbacks import BlackBox, MixedPrecision
-from mpkeras.conversion.float8.layers import multiplies_in_float8
+from mpkeras.conversion.float8 import multiplies_in_float8
 from tests.insight import faults
 
 CUSTOM = {

@@ -1,4 +1,4 @@
-"""Softmax and other activations in float32."""
+"""Keras' softmax, activations and normalization layers, computed in float32 under any policy."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,8 +33,7 @@ class Softmax(OutputDtype, keras.layers.Softmax):
         Probabilities, of the shape of `inputs`.
 
     Raises:
-        ValueError: If `output_dtype` is not one of these, `dtype` is given and is not float32, or `autocast=False`
-            is given.
+        ValueError: As of `Float32Mixin`, or if `output_dtype` is not one of these.
 
     Example:
 
@@ -70,8 +69,7 @@ class Activation(OutputDtype, keras.layers.Activation):
         **kwargs: Of `keras.layers.Layer`, without `dtype`.
 
     Raises:
-        ValueError: If `output_dtype` is not one of these, `dtype` is given and is not float32, or `autocast=False`
-            is given.
+        ValueError: As of `Float32Mixin`, or if `output_dtype` is not one of these.
 
     Example:
 
@@ -93,6 +91,118 @@ class Activation(OutputDtype, keras.layers.Activation):
         return self.cast_output(super().call(inputs))
 
 
+@keras.saving.register_keras_serializable(package="mpkeras")
+class BatchNormalization(OutputDtype, keras.layers.BatchNormalization):
+    """Batch normalization whose inputs, statistics and output are float32 under any policy.
+
+    Args:
+        *args, **kwargs: Of `keras.layers.BatchNormalization`, without `dtype`.
+        output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction.
+
+    Raises:
+        ValueError: As of `Float32Mixin`, or if `output_dtype` is not one of these.
+
+    Example:
+
+    >>> with mpkeras.policy_scope("mixed_float16"):
+    ...     layer = mpkeras.layers.BatchNormalization()
+    >>> outputs = layer(np.array([[1e5], [3e5]]), training=True)  # more than float16 holds
+    >>> bool(keras.ops.all(keras.ops.isfinite(outputs)))
+    True
+
+    References:
+        Ioffe and Szegedy, 2015, https://arxiv.org/abs/1502.03167.
+    """
+
+    def call(self, inputs, training=None, mask=None):
+        return self.cast_output(super().call(inputs, training=training, mask=mask))
+
+
+@keras.saving.register_keras_serializable(package="mpkeras")
+class LayerNormalization(OutputDtype, keras.layers.LayerNormalization):
+    """Layer normalization in float32 under any policy.
+
+    The stock layer sums in float32 too, but rounds its result to the dtype of its input even with
+    `dtype="float32"`.
+
+    Args:
+        *args, **kwargs: Of `keras.layers.LayerNormalization`, without `dtype`.
+        output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction.
+
+    Raises:
+        ValueError: As of `Float32Mixin`, or if `output_dtype` is not one of these.
+
+    Example:
+
+    >>> layer = mpkeras.layers.LayerNormalization()
+    >>> outputs = layer(keras.ops.array([[1.0, 3.0]], dtype="float16"))
+    >>> keras.backend.standardize_dtype(outputs.dtype)
+    'float32'
+
+    References:
+        Ba et al., 2016, https://arxiv.org/abs/1607.06450.
+    """
+
+    def call(self, inputs):
+        return self.cast_output(super().call(inputs))
+
+
+@keras.saving.register_keras_serializable(package="mpkeras")
+class GroupNormalization(OutputDtype, keras.layers.GroupNormalization):
+    """Group normalization in float32 under any policy.
+
+    The stock layer sums in float32 too, but rounds its result to the dtype of its input even with
+    `dtype="float32"`.
+
+    Args:
+        *args, **kwargs: Of `keras.layers.GroupNormalization`, without `dtype`.
+        output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction.
+
+    Raises:
+        ValueError: As of `Float32Mixin`, or if `output_dtype` is not one of these.
+
+    Example:
+
+    >>> layer = mpkeras.layers.GroupNormalization(groups=2)
+    >>> outputs = layer(keras.ops.array([[1.0, 3.0, 5.0, 7.0]], dtype="float16"))
+    >>> keras.backend.standardize_dtype(outputs.dtype)
+    'float32'
+
+    References:
+        Wu and He, 2018, https://arxiv.org/abs/1803.08494.
+    """
+
+    def call(self, inputs):
+        return self.cast_output(super().call(inputs))
+
+
+@keras.saving.register_keras_serializable(package="mpkeras")
+class RMSNormalization(OutputDtype, keras.layers.RMSNormalization):
+    """RMS normalization whose inputs and arithmetic are float32 under any policy.
+
+    Args:
+        *args, **kwargs: Of `keras.layers.RMSNormalization`, without `dtype`.
+        output_dtype: `None`: float32. `"compute"`: the compute dtype of the global policy at construction.
+
+    Raises:
+        ValueError: As of `Float32Mixin`, or if `output_dtype` is not one of these.
+
+    Example:
+
+    >>> with mpkeras.policy_scope("mixed_float16"):
+    ...     layer = mpkeras.layers.RMSNormalization(output_dtype="compute")
+    >>> outputs = layer(np.array([[1e5, 1e5]]))  # more than float16 holds
+    >>> keras.ops.convert_to_numpy(outputs)
+    array([[1., 1.]], dtype=float16)
+
+    References:
+        Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
+    """
+
+    def call(self, inputs):
+        return self.cast_output(super().call(inputs))
+
+
 # Softmax and sigmoid whose crossentropy gradient does not vanish, for backends that do not fuse the two. Keras clips
 # probabilities to `[epsilon, 1 - epsilon]` (1e-7) in its crossentropies. A label whose probability is below that gets
 # the gradient 0: the worst mistakes teach nothing. TensorFlow is spared, as Keras finds the logits there and fuses.
@@ -100,7 +210,7 @@ class Activation(OutputDtype, keras.layers.Activation):
 
 
 def _is_fused() -> bool:
-    """Returns whether the crossentropies of the active backend find the logits of a probability."""
+    """Whether the crossentropies of the active backend find the logits of a probability."""
     return keras.backend.backend() == "tensorflow"
 
 
@@ -109,10 +219,6 @@ def _trainable_softmax(logits, axis=-1):
 
     Through a crossentropy that normalizes and clips, the gradient is `softmax(logits) - one_hot(label)` up to
     `2 * epsilon` for each class: 2e-7 for two classes, 1e-3 for five thousand.
-
-    Args:
-        logits: float32 tensor of any shape.
-        axis: The axis of the classes.
     """
     log_probabilities = ops.log_softmax(logits, axis=axis)
     floor = math.log(2 * keras.config.epsilon())
@@ -126,9 +232,6 @@ def _trainable_sigmoid(logits):
     """Returns probabilities at least `3 * epsilon` away from 0 and 1, whose gradient reaches the logits.
 
     Through a binary crossentropy the gradient is `sigmoid(logits) - label` up to `3 * epsilon`.
-
-    Args:
-        logits: float32 tensor of any shape.
     """
     limit = -math.log(3 * keras.config.epsilon())
     return ops.sigmoid(_with_value(ops.clip(logits, -limit, limit), gradient_of=logits))

@@ -18,19 +18,21 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._replaced import replace, replaced_attributes, restore
-from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE, factor_by_history, passing_on
+from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, factor_by_history, passing_on
 from mpkeras.policies.rules import first_match, has_own_call, is_quantized
 
+# The layers that multiply their inputs with a kernel in a way that may be done in float8. Keras gives a float8 state to
+# these classes alone, to none of their subclasses.
+_MULTIPLYING = (keras.layers.Dense, keras.layers.EinsumDense)
 # Units for products in float8 take sizes that are multiples of it.
-MULTIPLE = 16
-# Rules of `keep_16_bits` that go by the place of a layer.
-_ENDS = ("first", "last")
+_MULTIPLE = 16
+# Rules of `keep_16_bits` that go by the place of a layer, and name none.
+ENDS = ("first", "last")
 # On a `call` of ours, to be known again: the name of the change.
 _MARK = "_mpkeras_float8"
 # What Keras' `quantize("float8")` gives a `Dense` or `EinsumDense`: for each operand by what it is divided, and the
 # largest magnitudes of past steps.
 STATE = tuple(f"{name}_{of}" for name in ("inputs", "kernel", "outputs_grad") for of in ("scale", "amax_history"))
-_WITH_STATE = (keras.layers.Dense, keras.layers.EinsumDense)
 # Names of the changes to a layer, keys of `conversion.changes.CHANGES`. "Given" state is ours to take back; a layer
 # that its user quantized, or that was loaded so, has its "own". Where a layer with state does not multiply in float8,
 # it is "kept": the optimizer may be built on it.
@@ -42,43 +44,36 @@ CURRENT, GIVEN, OWN, KEPT = (
 )
 
 # The part of the active backend: only that may be imported.
-_backend = importlib.import_module(f"mpkeras.conversion.float8._{keras.backend.backend()}")
+_backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
 
 
 class Labels(NamedTuple):
-    """The axes of an `einsum` that is one product of two matrices, by their labels; `"..."` stands for several.
+    """The axes of an `einsum` that is one product of two matrices, by their labels; `"..."` stands for several."""
 
-    Attributes:
-        inputs, kernel, outputs: Those of each array, in its order.
-        rows: Those of the inputs that the outputs have.
-        summed: Those of the inputs and the kernel.
-        columns: Those of the kernel that the outputs have.
-    """
-
+    # Of each array, in its order.
     inputs: tuple
     kernel: tuple
     outputs: tuple
-    rows: tuple
-    summed: tuple
-    columns: tuple
+    rows: tuple  # of inputs and outputs
+    summed: tuple  # of inputs and kernel
+    columns: tuple  # of kernel and outputs
 
 
 def has_product(layer) -> bool:
     """Whether `layer` multiplies its inputs with a kernel in a way that may be done in float8."""
-    return isinstance(layer, (keras.layers.Dense, keras.layers.EinsumDense))
+    return isinstance(layer, _MULTIPLYING)
 
 
 def reasons_against(model, policy, dtypes) -> dict:
     """Returns `{id: reason}` of the layers of `model` with a product: why it is not in float8, `None` where it is.
 
     Args:
-        model: A `keras.Model`, built or not.
         policy: A `Policy` with `float8`.
         dtypes: `{id: dtype}`: what each layer computes in.
     """
-    layers = in_order(model)
+    layers = _in_order(model)
     multiplying = [layer for layer in layers if has_product(layer) or _has_weights_to_multiply(layer)]
-    ends = dict(zip(_ENDS, (multiplying[:1], multiplying[-1:]), strict=True))
+    ends = dict(zip(ENDS, (multiplying[:1], multiplying[-1:]), strict=True))
     kept: dict = {}
     for rule in policy.keep_16_bits:
         for layer in ends[rule] if rule in ends else _named(layers, rule):
@@ -93,18 +88,12 @@ def reasons_against(model, policy, dtypes) -> dict:
 
 
 def changes_in_float8(layers, float8: str, reasons) -> dict:
-    """Returns `{id: name}` of the change that each layer with a product is given; none for the others.
-
-    Args:
-        layers: Those of a model.
-        float8: The setting of its policy.
-        reasons: `{id: reason}` as `reasons_against` returns them.
-    """
+    """Returns `{id: name}` of the change that each layer with a product is given, by what `reasons_against` returns."""
     found = {}
     for layer in layers:
         if reasons.get(id(layer), "") is None:
             found[id(layer)] = CURRENT if float8 == "current" else OWN if is_quantized(layer) else GIVEN
-        elif float8 == "delayed" and layer.quantization_mode == "float8" and type(layer) in _WITH_STATE:
+        elif float8 == "delayed" and layer.quantization_mode == "float8" and type(layer) in _MULTIPLYING:
             found[id(layer)] = KEPT
     return found
 
@@ -125,16 +114,8 @@ def _run_several_times(model) -> dict:
     return found
 
 
-def named_layers(rules) -> tuple:
-    """Returns the rules that name layers, without those that go by their place."""
-    return tuple(rule for rule in rules if rule not in _ENDS)
-
-
-def in_order(model) -> list:
-    """Returns the layers of `model`, each once, those of a layer behind it, in the order in which they are run.
-
-    A graph knows that order; in a layer with a `call` of its own it is taken to be that of its attributes.
-    """
+def _in_order(model) -> list:
+    """Returns each layer of `model` once, in the order in which they run; without a graph, in that of attributes."""
     found: dict = {}
 
     def walk(layer):
@@ -159,18 +140,15 @@ def _has_weights_to_multiply(layer) -> bool:
 
 def _named(layers, rule) -> list:
     """Returns the layers that `rule` names, and those in them."""
-    found = []
-    for layer in layers:
-        if first_match((rule,), layer) is not None:
-            found += _keras.flatten_layers(layer, include_self=True)
-    return found
+    named = [layer for layer in layers if first_match((rule,), layer) is not None]
+    return [inner for layer in named for inner in _keras.flatten_layers(layer, include_self=True)]
 
 
 def _reason_against(layer, rule, dtype, float8) -> str | None:
     # What Keras quantized to float8 itself goes on with its state.
     if is_quantized(layer) and (float8, layer.quantization_mode) != ("delayed", "float8"):
         return f"it is quantized ({layer.quantization_mode})"
-    if float8 == "delayed" and type(layer) not in _WITH_STATE:
+    if float8 == "delayed" and type(layer) not in _MULTIPLYING:
         return f"Keras gives no float8 state to a {type(layer).__name__}"
     if dtype != "bfloat16":
         return f"it computes in {dtype}"
@@ -188,17 +166,14 @@ def _misfit(labels: Labels, shape) -> str | None:
     """Returns what of a kernel of this shape does not fit; `None` if nothing does."""
     sizes = dict(zip(labels.kernel, shape, strict=True))
     rows, columns = (math.prod(sizes[label] for label in side) for side in (labels.summed, labels.columns))
-    if rows % MULTIPLE or columns % MULTIPLE:
-        return f"its kernel is a matrix of {rows} x {columns}, not both multiples of {MULTIPLE}"
+    if rows % _MULTIPLE or columns % _MULTIPLE:
+        return f"its kernel is a matrix of {rows} x {columns}, not both multiples of {_MULTIPLE}"
     return None
 
 
 def labels_of(layer) -> Labels | None:
     """Returns the axes of the product of a `Dense` or `EinsumDense`; `None` where it is no product of two matrices."""
-    return _split(getattr(layer, "equation", "...x,xy->...y"))
-
-
-def _split(equation: str) -> Labels | None:
+    equation = getattr(layer, "equation", "...x,xy->...y")
     texts = re.split(",|->", equation.replace(" ", ""))
     arrays = inputs, kernel, outputs = [tuple(re.findall(r"\.\.\.|.", text)) for text in texts]
     in_two = all(sum(label in array for array in arrays) == 2 for label in {*inputs, *kernel, *outputs})
@@ -210,14 +185,14 @@ def _split(equation: str) -> Labels | None:
 
 
 def multiply_in_float8(layer, change: str = CURRENT):
-    """Lets a `Dense` or `EinsumDense` compute its product, and those of its derivative, in float8.
+    """Computes the product of a `Dense` or `EinsumDense`, and those of its derivative, in float8.
 
     Args:
-        layer: The layer. With a state it has it already, or gets it when it is built.
+        layer: The layer. A change that needs a state finds it there, at the latest when the layer is built.
         change: `CURRENT`, `GIVEN`, `OWN` or `KEPT`.
     """
     labels = labels_of(layer)
-    # Keras runs this one of a layer with state.
+    # The one that Keras runs of a layer with state.
     attribute = "call" if change == CURRENT else "quantized_call"
     if labels is None or change == _change_of(layer, attribute):
         return
@@ -249,7 +224,7 @@ def _read(variable):
 def float8_state(layer) -> dict | None:
     """Returns `{name: variable}`, what Keras' float8 keeps in `layer`; `None` if it keeps nothing."""
     found = {name: vars(layer)[name] for name in STATE if name in vars(layer)}
-    return found if type(layer) in _WITH_STATE and len(found) == len(STATE) else None
+    return found if type(layer) in _MULTIPLYING and len(found) == len(STATE) else None
 
 
 def float8_factors(layer) -> list | None:
