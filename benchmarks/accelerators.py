@@ -54,7 +54,7 @@ def forecast_model(name: str, device: str, policy: str, *, is_tiny: bool, larges
 
 def compile_peer(name: str, device: str, policy: str, peer: str, *, is_tiny: bool) -> dict:
     """Returns what the compiler says of the step of a peer for one model, or `"refused"`: why there is none."""
-    from mpkeras.devices.environment import memory_bytes
+    from mpkeras.devices import memory_bytes
     from mpkeras.devices.targets import find_target
     from mpkeras.insight.forecast import Forecast
 

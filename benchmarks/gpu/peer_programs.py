@@ -16,7 +16,7 @@ from gpu import keras_models
 from gpu.cases import case_of
 from gpu.keras_trainer import StockStep
 from mpkeras.devices._jax import compile_devices
-from mpkeras.devices.environment import memory_bytes
+from mpkeras.devices import memory_bytes
 from mpkeras.devices.targets import find_target
 from mpkeras.insight.compiling import facts_of
 

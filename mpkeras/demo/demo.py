@@ -8,7 +8,7 @@ import time
 from mpkeras.demo import plot, runs, summary
 from mpkeras.demo.summary import BASELINE
 from mpkeras.demo.tasks import TASKS
-from mpkeras.devices.environment import environment
+from mpkeras.devices import environment
 
 __all__ = ["BASELINE", "run_demo", "without_non_finite"]
 

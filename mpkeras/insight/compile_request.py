@@ -11,7 +11,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion.plan import layers_of
-from mpkeras.devices.environment import memory_bytes
+from mpkeras.devices import memory_bytes
 from mpkeras.devices.targets import find_target
 from mpkeras.insight.advice import loss_and_targets
 from mpkeras.insight.report import shortened
