@@ -13,7 +13,7 @@ from keras import ops
 
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.demo.summary import BASELINE
-from mpkeras.insight.timing import orders_in_turn
+from mpkeras.insight.bench import orders_in_turn
 from mpkeras.policies.dtypes import bytes_of
 from mpkeras.policies.kernels import missing_kernel_rules
 from mpkeras.policies.registry import get_policy, policy_scope

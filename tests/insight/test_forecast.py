@@ -15,7 +15,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.devices.targets import TARGETS, find_target
-from mpkeras.insight.compile_request import CompileRequest
+from mpkeras.insight.compiler import CompileRequest
 from mpkeras.insight.compiling import define
 from mpkeras.insight.forecast import Forecast, largest_that_fits
 
