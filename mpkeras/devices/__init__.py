@@ -53,11 +53,3 @@ def cpu_info(field: str, path: str = "/proc/cpuinfo") -> str:
         return ""
     match = re.search(rf"^(?:{field})\s*:(.*)$", text, re.MULTILINE)
     return match[1].strip() if match else ""
-
-
-def memory_bytes() -> int:
-    """Returns the memory of this machine in bytes; 0 where the system does not tell (Windows)."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):
-        return 0

@@ -39,6 +39,11 @@ class Device:
     architecture: str | None = None
     instruction_sets: frozenset[str] = frozenset()
 
+    @property
+    def has_float8_units(self) -> bool:
+        """Whether it multiplies float8 (e4m3fn, e5m2) itself."""
+        return self.compute_capability is not None and self.compute_capability >= FLOAT8_CAPABILITY
+
 
 def choose(devices, backend: str) -> tuple[str, str]:
     """Returns the policy that suits `devices`, and why.
@@ -113,17 +118,12 @@ def cpu_instruction_sets(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def float8_units(devices, backend: str) -> tuple[bool, str]:
-    """Returns whether products of `mixed_float8` are computed in float8 on all of `devices`, and why (not).
-
-    Args:
-        devices: `Device` objects, as for `choose`.
-        backend: `"tensorflow"`, `"jax"` or `"torch"`.
-    """
+    """Returns whether products of `mixed_float8` are computed in float8 on all of `devices`, and why (not)."""
     if backend == "tensorflow":
         return False, "TensorFlow has no product in float8, and rounds operands that it multiplies in bfloat16"
     accelerators = [device for device in devices if device.kind != "cpu"]
     for device in accelerators or devices:
-        if device.compute_capability is None or device.compute_capability < FLOAT8_CAPABILITY:
+        if not device.has_float8_units:
             name = device.name if device.kind != "cpu" and device.name else f"a {device.kind.upper()}"
             return False, f"{name} has no units for float8 (e4m3 and e5m2), and operands are rounded on the way"
     return True, f"{accelerators[0].name} multiplies float8"

@@ -19,7 +19,6 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion.plan import layers_of
-from mpkeras.devices import memory_bytes
 from mpkeras.devices.targets import find_target
 from mpkeras.insight.advice import loss_and_targets, unwrapped
 from mpkeras.insight.report import shortened
@@ -159,8 +158,7 @@ class CompileRequest:
     """
 
     def __init__(self, model, x, y, device, devices, policies, optimizer, loss):
-        cpu_memory_bytes = memory_bytes()
-        self.target = find_target(device, cpu_memory_bytes)
+        self.target = find_target(device)
         self.policies = _policies(policies)
         mesh, layout_map = _mesh(devices)
         self.devices = devices if mesh is None else math.prod(mesh["shape"])
@@ -205,7 +203,6 @@ class CompileRequest:
                 "x": keras.tree.map_structure(_spec, x),
                 "y": None if y is None else keras.tree.map_structure(_spec, y),
                 "device": device,
-                "cpu_memory_bytes": cpu_memory_bytes,
                 "devices": self.devices,
                 "mesh": mesh,
                 "layout_map": layout_map,

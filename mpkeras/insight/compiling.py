@@ -135,7 +135,7 @@ class Steps:
             objects = vars(importlib.import_module(name))
             keras.saving.get_custom_objects().update({key: thing for key, thing in objects.items() if callable(thing)})
         self._wanted = wanted
-        self._target = find_target(wanted["device"], wanted["cpu_memory_bytes"])
+        self._target = find_target(wanted["device"])
         backend = backend_module()
         devices = backend.compile_devices(self._target, wanted["devices"])
         # Which layers have a kernel in 16 bits is asked of this device, not of the CPU that compiles.

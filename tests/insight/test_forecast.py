@@ -14,7 +14,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.devices.targets import TARGETS, find_target
+from mpkeras.devices.targets import TARGETS
 from mpkeras.insight.compiler import CompileRequest
 from mpkeras.insight.compiling import define
 from mpkeras.insight.forecast import Forecast, largest_that_fits
@@ -355,7 +355,7 @@ def test_a_batch_that_grows_in_steps_is_found_nevertheless():
 
 
 def report(**of_policies):
-    target = find_target("l4", 0)
+    target = TARGETS["l4"]
     made = Forecast("m", target, 1, 32)
     for name, found in of_policies.items():
         made.add(name, found)
