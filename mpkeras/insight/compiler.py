@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
@@ -342,8 +343,9 @@ def _tensors(structure, inputs, name, default="float32"):
         named = inputs if isinstance(inputs, dict) else {}
         return {key: _tensors(part, named.get(key), name, default) for key, part in structure.items()}
     if isinstance(structure, (list, tuple)):
-        placed = inputs if isinstance(inputs, (list, tuple)) else [None] * len(structure)
-        return [_tensors(part, other, name, default) for part, other in zip(structure, placed, strict=False)]
+        placed = inputs if isinstance(inputs, (list, tuple)) else ()
+        pairs = itertools.zip_longest(structure, placed[: len(structure)])
+        return [_tensors(part, other, name, default) for part, other in pairs]
     if not hasattr(structure, "shape") or not hasattr(structure, "dtype"):
         raise TypeError(
             f"Expected `{name}` to be arrays or shapes. Received: {structure!r} of type {type(structure).__name__}. "

@@ -486,6 +486,17 @@ def test_which_losses_take_class_numbers(loss, takes_classes):
 
 
 @pytest.mark.backends("tensorflow")
+def test_no_input_is_left_out():
+    """Also where there are more than the model takes: what it says of that is for it to say."""
+    inputs = keras.Input((8,), dtype="int32")
+    model = keras.Model([inputs], layers.Embedding(4, 2)(inputs))
+    request = CompileRequest(model, [(4, 8), (4, 3)], None, "cpu", 1, ["float32"], "sgd", "mse")
+    assert [part["shape"] for part in json.loads(request.text)["x"]] == [[4, 8], [4, 3]]
+    request = CompileRequest(model, [(4, 8)], None, "cpu", 1, ["float32"], "sgd", "mse")
+    assert json.loads(request.text)["x"] == [{"shape": [4, 8], "dtype": "int32"}]
+
+
+@pytest.mark.backends("tensorflow")
 def test_a_compiler_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r'no module .jax. .* Run `pip install "mpkeras\[forecast\]"`'):
