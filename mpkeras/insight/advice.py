@@ -130,19 +130,14 @@ def advise(
 
 
 def unmeasured_advice(model, file=None) -> "AdviceReport":
-    """Returns the advice that needs no data and no time; `file` as in `AdviceReport`."""
-    devices = native.probe(keras.backend.backend())
-    optimizer = _optimizer_of(model)
-    return AdviceReport(model, [], _present_jit(model), devices, optimizer=optimizer, file=file)
+    """Returns the advice that needs no data and no time."""
+    return AdviceReport(model, [], _present_jit(model), native.probe(keras.backend.backend()), file=file)
 
 
 def measured_advice(
     model, x, y, loss_fn, *, settings=None, budget_s=60.0, verbose=0, rounds=ROUNDS, file=None
 ) -> "AdviceReport":
-    """Returns the measured advice; as `advise`, with the loss that `mpkeras.make_train_step` takes.
-
-    `file` is as in `AdviceReport`.
-    """
+    """Returns the measured advice; as `advise`, with the loss that `mpkeras.make_train_step` takes."""
     rows = _rows(x)
     present_jit = _present_jit(model)
     devices = native.probe(keras.backend.backend())
@@ -167,10 +162,7 @@ def measured_advice(
     memory_kind = bench.memory_kind
     # The copy and its optimizers: the report builds one more optimizer, where the model's is not built.
     del trained, bench
-    optimizer = _optimizer_of(model)
-    return AdviceReport(
-        model, cells, present_jit, devices, optimizer=optimizer, memory_kind=memory_kind, remarks=notes, file=file
-    )
+    return AdviceReport(model, cells, present_jit, devices, memory_kind=memory_kind, remarks=notes, file=file)
 
 
 def grid_of(settings, native_policy: str) -> list:
@@ -267,16 +259,13 @@ class Decision:
     """The cell to choose and the numbers behind it.
 
     Attributes:
-        chosen: The `Cell`.
         reference: The fastest float32 cell; `None` if none was measured.
         rival: The fastest cell beside `chosen`; `None` if there is none.
         best_16_bit: The fastest 16-bit cell; `None` if none was measured.
         because: `"speed"`, `"memory"` or `"none"`.
-        speedup: How many times as fast as `reference` the best 16-bit cell is: `(q1, median, q3)` over the rounds,
-            or `None`.
+        speedup: How many times as fast as `reference` the best 16-bit cell is: `(q1, median, q3)` over the rounds.
         memory_saving: Share of the memory of `reference` that it saves, or `None` if not measured.
-        agreeing: Share of the rounds that agree, between 0 and 1: of those in which the 16-bit cell was faster than
-            float32, if it is chosen for speed; otherwise of those in which it was no more than `WORTH` times as fast.
+        agreeing: Share of the rounds that agree, between 0 and 1.
         rounds: Number of rounds that compare the two.
     """
 
@@ -353,34 +342,21 @@ def _rival(chosen, measured):
 
 
 class Storage(NamedTuple):
-    """What training keeps if weights and slots are stored in one of the three ways.
-
-    Attributes:
-        name: `"float32"`, `"bfloat16 slots"` or `"bfloat16 weights and slots"`.
-        state_bytes: Bytes of the weights, trained or not, and of the slots.
-        gradient_bytes: Bytes of the gradients, each in the dtype of its weight.
-    """
+    """What training keeps if weights and slots are stored in one of the ways."""
 
     name: str
-    state_bytes: int
-    gradient_bytes: int
+    state_bytes: int  # of the weights, trained or not, and of the slots
+    gradient_bytes: int  # each in the dtype of its weight
 
 
 def storage_choices(model, optimizer) -> list[Storage]:
-    """Returns what is kept under each way to store the state, counted from the variables that are there.
+    """Returns a `Storage` for each way, the largest first, counted from the variables that are there.
 
     Layers that stay in float32, frozen weights and averages of weights are counted in the dtypes they would have.
-
-    Args:
-        model: A built `keras.Model`, which stays as it is.
-        optimizer: The optimizer that trains it, wrapped or not. Of one that is not built, a copy is built for the
-            moment: it needs the memory of the slots, as training will.
-
-    Returns:
-        One `Storage` for each way, the largest first. Empty where an optimizer that is not built cannot be copied.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = unwrapped(optimizer)
     if not inner.built:
+        # A copy, built for the moment: it needs the memory of the slots, as training will.
         try:
             inner = type(inner).from_config(inner.get_config())
         except Exception:  # of an optimizer of the user's own
@@ -422,9 +398,7 @@ class AdviceReport(Report):
     ('not measured', True)
     """
 
-    def __init__(
-        self, model, cells, present_jit: bool, devices, *, optimizer=None, memory_kind=None, remarks=(), file=None
-    ):
+    def __init__(self, model, cells, present_jit: bool, devices, *, memory_kind=None, remarks=(), file=None):
         self.cells = list(cells)
         self.present_jit = present_jit
         self.memory_kind = memory_kind
@@ -439,6 +413,7 @@ class AdviceReport(Report):
         self._has_accelerator = any(device.kind != "cpu" for device in devices)
         self._parameters = sum(math.prod(weight.shape) for weight in model.weights)
         self._product_share = _product_share(model)
+        optimizer = _optimizer_of(model)
         self.storage = storage_choices(model, optimizer) if optimizer is not None and _keras.is_built(model) else []
         self._optimizer_name = type(optimizer).__name__
         self.decision = decide(self.cells, present_jit, memory_counts=memory_kind not in (None, ESTIMATE))

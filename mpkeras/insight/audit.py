@@ -116,14 +116,10 @@ class LayerRow:
     """One layer, without those in it.
 
     Attributes:
-        layer: The layer.
-        path: Its path in the model.
-        compute_dtype: What it computes in.
         rule: The default rule that keeps it in float32, or its class where there is no kernel in 16 bits; `None` for
             most.
         reason: Why it stays in float32; of others what the plan of a conversion says.
-        weight_bytes: `{dtype: bytes}` of its own variables.
-        parameters: How many numbers these are.
+        weight_bytes: `{dtype: bytes}` of its own variables; `parameters` numbers.
         flops: `{dtype: FLOPs}` of its products in one forward pass; `None` where it is not known.
         casts: Casts between float dtypes within it; `None` where it is not known.
         output_bytes: `{dtype: bytes}` of what it returns; empty where it is not known, or a layer in it returns it.

@@ -48,27 +48,17 @@ ESTIMATE = "an estimate: the layers' outputs for this batch, in the dtypes they 
 
 @dataclasses.dataclass
 class Cell:
-    """One setting and what was found about it.
-
-    Attributes:
-        policy: Name of a policy.
-        jit_compile: Whether the step is compiled: by XLA, on torch by `torch.compile`.
-        times_ms: Milliseconds a step, one for each round that the cell took part in; all begin with the first round.
-        first_ms: Milliseconds of the first warm step.
-        preparation_s: Seconds until the step was compiled and warm.
-        failure: Why there are no times; `None` if there are.
-        memory_bytes: What `Bench` says of the memory of a step, or `None`.
-        error: The exception that the failure was.
-    """
+    """One setting and what was found about it."""
 
     policy: str
-    jit_compile: bool
+    jit_compile: bool  # by XLA, on torch by `torch.compile`
+    # One for each round that the cell took part in; all begin with the first round.
     times_ms: list = dataclasses.field(default_factory=list)
-    first_ms: float = math.inf
-    preparation_s: float = 0.0
-    failure: str | None = None
+    first_ms: float = math.inf  # of a warm step
+    preparation_s: float = 0.0  # until the step was compiled and warm
+    failure: str | None = None  # why there are no times
     memory_bytes: int | None = None
-    error: Exception | None = None
+    error: Exception | None = None  # that the failure was
 
     @property
     def name(self) -> str:
@@ -209,17 +199,11 @@ def orders_in_turn(names: Sequence, rounds: int, seed: int = 0) -> list[list]:
 
 
 class Bench:
-    """The steps of all cells, which train the same model in turn.
+    """The steps of all cells, which train the same model in turn, on one batch.
 
     Weights and optimizer are shared, so that the grid needs the memory of one model and two optimizers (of float16,
     and of the others). Compiled steps keep the dtypes that they were compiled with; for those that run op by op the
     layers change between the readings of the clock.
-
-    Args:
-        model: The model to train, built.
-        x, y: One batch.
-        make_optimizer: Returns a fresh optimizer.
-        loss_fn: As in `mpkeras.make_train_step`.
     """
 
     def __init__(self, model, x, y, make_optimizer, loss_fn):

@@ -140,10 +140,7 @@ def check_losses(model) -> list:
 
 
 def check_float32_rules(model, rows) -> list:
-    """Layers in 16 bits that the default rules keep in float32: probability heads (P4), normalization, and so on.
-
-    And large probability heads that are in float32, with what that costs.
-    """
+    """Layers in 16 bits that the default rules keep in float32 (P4), and large probability heads that are so kept."""
     all_flops = sum(row.total_flops for row in rows)
     ends = _last_layers(model)
     findings = []

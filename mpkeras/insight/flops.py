@@ -92,17 +92,12 @@ class ForwardPass:
     """The result of tracing a model.
 
     Attributes:
-        program: A `Program`, or `None` where the model could not be traced.
-        why_not: Why there is none, in a sentence.
-        remedy: What helps then.
-        culprit: The layer whose `call` raised, or `None`.
-        is_mixing: Whether it raised as it mixes dtypes.
+        program: A `Program`, or `None` where the model could not be traced; then `why_not` and `remedy` are sentences.
+        culprit: The layer whose `call` raised; `is_mixing` where it did so as it mixes dtypes.
         training: Whether the pass is that of training; otherwise of inference.
-        open_size: What was taken for the sizes that the model leaves open besides that of the batch; `None` where it
-            leaves none.
+        open_size: What was taken for the sizes that the model leaves open besides that of the batch, if it was needed.
         output_bytes: `{number of the layer: {dtype: bytes}}`, layers with others inside left out.
         output_dtypes: The float dtypes that the model returns.
-        input_shapes: The shapes that were traced.
         mixed: `{number of the layer: sentence}` for layers that let wider floats in.
     """
 

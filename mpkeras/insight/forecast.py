@@ -106,13 +106,9 @@ def forecast(
 def largest_that_fits(room, first: int, unit: int) -> int:
     """Returns the largest batch that fits, to within 1.5 %: a multiple of `unit`; 0 where not even `unit` rows fit.
 
-    Memory grows nearly in proportion to the batch: the line through two tries says where to try next, and every third
-    time what is left is halved, so that a program that does not keep to the line costs a few tries more.
-
-    Args:
-        room: Function of a batch that returns the bytes that it leaves, negative where it does not fit.
-        first: The batch to begin with, a multiple of `unit`.
-        unit: What rows come in, the number of devices that share them.
+    `room(batch)` returns the bytes that a batch leaves. Memory grows nearly in proportion to the batch: the line
+    through two tries says where to try next, and every third time what is left is halved, so that a program that does
+    not keep to the line costs a few tries more.
     """
     known: dict = {}
     fits, too_large, batch = 0, None, first

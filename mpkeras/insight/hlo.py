@@ -98,11 +98,7 @@ class Program:
 
 
 def read_program(text: str) -> Program:
-    """Returns what is in the HLO text of a compiled module.
-
-    Raises:
-        ValueError: If the text has no entry, or a product cannot be counted.
-    """
+    """Returns what is in the HLO text of a compiled module; `ValueError` where a product cannot be counted."""
     computations, entry = parse(text)
     flops_by_dtype: Counter = Counter()
     products: Counter = Counter()

@@ -522,7 +522,10 @@ def test_parts_of_frozen_weights_are_counted_as_weights_alone():
 
 
 def advised(optimizer=None, cells=(), memory_kind=None, file=None, model=dense):
-    return AdviceReport(model(), cells, False, [CPU], optimizer=optimizer, memory_kind=memory_kind, file=file)
+    model = model()
+    if optimizer is not None:
+        model.compile(optimizer, "mse")
+    return AdviceReport(model, cells, False, [CPU], memory_kind=memory_kind, file=file)
 
 
 def test_the_report_names_the_ways():
