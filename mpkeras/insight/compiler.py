@@ -199,17 +199,17 @@ class CompileRequest:
                 "paths": _keras.paths_of(model),
                 "float8_given": [layer.path for layer in layers_of(model) if layer.path and has_float8_state(layer)],
                 "optimizer": _keras.portable_config(optimizer),
-                "loss": _serialized_losses(loss),
+                "losses": keras.saving.serialize_keras_object(keras.tree.flatten(loss)),
+                # As text: JSON knows no numbers as keys.
+                "loss_structure": repr(keras.tree.map_structure(lambda part: 0, loss)),
                 "sparse": sparse,
-                "x": keras.tree.map_structure(_spec, x),
-                "y": None if y is None else keras.tree.map_structure(_spec, y),
+                "x": keras.saving.serialize_keras_object(x),
+                "y": keras.saving.serialize_keras_object(y),
                 "device": device,
                 "devices": self.devices,
                 "mesh": mesh,
                 "layout_map": layout_map,
-                "policies": {
-                    name: keras.saving.serialize_keras_object(policy) for name, policy in self.policies.items()
-                },
+                "policies": keras.saving.serialize_keras_object(self.policies),
             }
         )
 
@@ -267,15 +267,6 @@ def _takes_classes(loss) -> bool:
     names = [loss] if isinstance(loss, str) else [base.__name__ for base in type(loss).__mro__]
     names.append(getattr(getattr(loss, "fn", loss), "__name__", ""))
     return any("sparse" in name.lower() for name in names)
-
-
-def _serialized_losses(loss) -> dict:
-    """Returns losses as JSON can hold them, which knows no numbers as keys."""
-    if isinstance(loss, dict):
-        return {"kind": "dict", "parts": [[key, _serialized_losses(part)] for key, part in loss.items()]}
-    if isinstance(loss, (list, tuple)):
-        return {"kind": "list", "parts": [_serialized_losses(part) for part in loss]}
-    return {"kind": "one", "parts": keras.saving.serialize_keras_object(loss)}
 
 
 def _optimizer(model, optimizer):
@@ -366,7 +357,3 @@ def _tensor(shape, dtype, name):
     # As Keras feeds JAX.
     narrow = {"float64": keras.config.floatx(), "int64": "int32", "uint64": "uint32"}
     return keras.KerasTensor(tuple(map(int, shape)), narrow.get(dtype, dtype))
-
-
-def _spec(tensor):
-    return {"shape": list(tensor.shape), "dtype": tensor.dtype}

@@ -146,12 +146,13 @@ class Steps:
         else:
             mesh = backend.MeshOfDevices(wanted["mesh"]["shape"], wanted["mesh"]["axis_names"], devices)
             self._distribution = _distribution(wanted, mesh)
-        self._policies = {name: _made(config) for name, config in wanted["policies"].items()}
+        self._policies = _made(wanted["policies"])
+        self._batch = _made(wanted["x"]), _made(wanted["y"])
         self._steps: dict = {}
 
     def compiled(self, policy: str, batch: int) -> dict:
         """Returns what the compiler says of the step of `policy` on a batch of so many rows."""
-        x, y = (_of_rows(self._wanted[name], batch) for name in ("x", "y"))
+        x, y = (_of_rows(structure, batch) for structure in self._batch)
         if policy not in self._steps:
             self._steps[policy] = self._step(policy, x)
         step = self._steps[policy]
@@ -188,7 +189,7 @@ class Steps:
             if self._distribution is not None:
                 # Before there are slots, which lie as their weights do.
                 lay_out(model.variables, self._distribution)
-        loss = _losses(wanted["loss"])
+        loss = keras.tree.pack_sequence_as(ast.literal_eval(wanted["loss_structure"]), _made(wanted["losses"]))
         # An optimizer begins with a few numbers, which it has to get.
         optimizer = _made(wanted["optimizer"])
         return make_train_step(model, optimizer, loss, jit_compile=True)
@@ -212,12 +213,10 @@ def _without_values():
 def _of_rows(structure, batch):
     """Returns `KerasTensor`s for a batch of so many rows; `None` for what is not there."""
 
-    def tensor_of(part):
-        if isinstance(part, dict) and set(part) == {"shape", "dtype"}:
-            return keras.KerasTensor((batch, *part["shape"][1:]), part["dtype"])
-        return None  # `traverse` goes on inside.
+    def of_rows(tensor):
+        return None if tensor is None else keras.KerasTensor((batch, *tensor.shape[1:]), tensor.dtype)
 
-    return keras.tree.traverse(tensor_of, structure)
+    return keras.tree.map_structure(of_rows, structure)
 
 
 def facts_of(program) -> dict:
@@ -250,15 +249,6 @@ def _in_float8(model, traced, compiled_flops) -> dict:
         "compiled_flops": compiled_flops,
         "layers": [{"path": layer.path, "reason": reasons[id(layer)]} for layer in layers],
     }
-
-
-def _losses(wanted):
-    """Returns what the request serialized."""
-    if wanted["kind"] == "dict":
-        return {key: _losses(part) for key, part in wanted["parts"]}
-    if wanted["kind"] == "list":
-        return [_losses(part) for part in wanted["parts"]]
-    return _made(wanted["parts"])
 
 
 def _made(config):
