@@ -1,4 +1,4 @@
-"""What `forecast` asks for, checked, and the process that compiles it, seen from the one that asks."""
+"""Asks the process that compiles for `forecast`: the request, checked, and the answers to it."""
 
 import contextlib
 import importlib.util
