@@ -46,25 +46,17 @@ class Device:
 
 
 def choose(devices, backend: str) -> tuple[str, str]:
-    """Returns the policy that suits `devices`, and why.
+    """Returns the name of the policy that suits `devices`, and why.
 
     bfloat16 where it is native: it has float32's range and needs no loss scaling. Otherwise float16 where
     that is native, with loss scaling; otherwise float32. Of several devices the least able one decides, as
-    all compute the same model.
-
-    Args:
-        devices: `Device` objects. Accelerators hide the CPU, as Keras computes on them.
-        backend: `"tensorflow"`, `"jax"` or `"torch"`.
-
-    Returns:
-        `(policy_name, reason)`; the name is `"mixed_bfloat16"`, `"mixed_float16"` or `"float32"`.
+    all compute the same model. Accelerators hide the CPU, as Keras computes on them.
     """
-    for kind in ("tpu", "gpu"):
-        choices = [_choose_accelerator(device) for device in devices if device.kind == kind]
-        if choices:
-            order = ("float32", "mixed_float16", "mixed_bfloat16")
-            return min(choices, key=lambda choice: order.index(choice[0]))
-    return _choose_cpu([device for device in devices if device.kind == "cpu"], backend)
+    choices = [_choose_accelerator(device) for device in devices if device.kind != "cpu"]
+    if choices:
+        order = ("float32", "mixed_float16", "mixed_bfloat16")
+        return min(choices, key=lambda choice: order.index(choice[0]))
+    return _choose_cpu(devices, backend)
 
 
 def native_dtypes(device: Device) -> tuple[str, ...]:
