@@ -8,13 +8,14 @@ import argparse
 import os
 import runpy
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-from _mpkeras_cli import advise, audit, convert, demo, forecast, hardware, replay, run
+from _mpkeras_cli.demo import add_demo
+from _mpkeras_cli.reports import add_advise, add_audit, add_convert, add_forecast, add_hardware, add_replay
+from _mpkeras_cli.run import add_run
 
-# Each adds its subcommand.
-COMMANDS = (demo, run, hardware, audit, advise, forecast, convert, replay)
+# Each adds its subcommand to the subparsers of an `argparse` parser.
+COMMANDS = (add_demo, add_run, add_hardware, add_audit, add_advise, add_forecast, add_convert, add_replay)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,7 +29,9 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser with every subcommand."""
     parser = _Parser(prog="mpkeras", description="Mixed precision for Keras 3 that cannot fail silently.")
-    parser.add_argument("--version", action="version", version=f"mpkeras {version()}")
+    # From the file in which it is written, without an import of the package.
+    version = runpy.run_path(str(Path(__file__).parents[1] / "mpkeras" / "_version.py"))["__version__"]
+    parser.add_argument("--version", action="version", version=f"mpkeras {version}")
 
     def print_help(args) -> int:
         parser.print_help()
@@ -36,16 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser.set_defaults(run=print_help)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    for add in COMMANDS:
+        add(subparsers)
     return parser
-
-
-def version() -> str:
-    """Returns the version of mpkeras, from the file in which it is written, without importing the package."""
-    spec = find_spec("mpkeras")
-    assert spec is not None and spec.origin is not None
-    return runpy.run_path(str(Path(spec.origin).with_name("_version.py")))["__version__"]
 
 
 def main(argv=None) -> int:

@@ -1,6 +1,5 @@
 """The subcommand `demo`."""
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -8,8 +7,7 @@ import pathlib
 import shutil
 import sys
 
-from _mpkeras_cli.options import count, positive
-from _mpkeras_cli.quiet import import_mpkeras
+from _mpkeras_cli.command import add_command, count, import_mpkeras, positive
 
 _DESCRIPTION = """\
 Trains two small tasks in float32, mixed_bfloat16 and mixed_float16, and says which policy pays off here.
@@ -29,15 +27,14 @@ _TASK_NAMES = ("digits", "text")
 _WIDTH = 110  # of the table where standard output is no terminal
 
 
-def add_parser(subparsers):
-    """Adds the subcommand to `subparsers` of an `argparse` parser."""
-    parser = subparsers.add_parser(
+def add_demo(subparsers):
+    option = add_command(
+        subparsers,
         "demo",
+        _demo,
         help="train two tasks under each policy and say which one pays off here",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    option = parser.add_argument
     option("--task", choices=[*_TASK_NAMES, "all"], default="all", help="what to train (default: all)")
     option(
         "--policy",
@@ -64,14 +61,10 @@ def add_parser(subparsers):
     )
     option("--json", action="store_true", help="print the result as JSON; all else goes to standard error")
     option("--quick", action="store_true", help="tiny models, to see that everything runs; measures nothing")
-    parser.set_defaults(run=run, error=parser.error)
 
 
-def run(args) -> int:
-    """Runs the demo and returns the exit status: 0, or 1 if no task could be trained even in float32.
-
-    Bad input ends the program through `args.error`, with one line and status 2, before anything is trained.
-    """
+def _demo(args) -> int:
+    """Runs the demo and returns the exit status: 0, or 1 if no task could be trained even in float32."""
     task_names = _TASK_NAMES if args.task == "all" else (args.task,)
     _check_packages(task_names, args.error)
     progress = sys.stderr if args.json else sys.stdout

@@ -54,11 +54,10 @@ def forecast_model(name: str, device: str, policy: str, *, is_tiny: bool, larges
 
 def compile_peer(name: str, device: str, policy: str, peer: str, *, is_tiny: bool) -> dict:
     """Returns what the compiler says of the step of a peer for one model, or `"refused"`: why there is none."""
-    from mpkeras.devices.environment import memory_bytes
     from mpkeras.devices.targets import find_target
     from mpkeras.insight.forecast import Forecast
 
-    target, batch = find_target(device, memory_bytes()), case_of(name, is_tiny).batch_size
+    target, batch = find_target(device), case_of(name, is_tiny).batch_size
     wanted = {"model": name, "device": device, "policy": policy, "step": peer, "is_tiny": is_tiny}
     done = subprocess.run(
         [sys.executable, "-m", "gpu.peer_programs"],

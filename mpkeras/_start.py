@@ -45,7 +45,7 @@ def _run_without_mpkeras():
 
 
 if _runs_as_command():
-    from _mpkeras_cli.quiet import without_notes
+    from _mpkeras_cli.command import without_notes
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:

@@ -30,7 +30,7 @@ def test_what_no_user_calls_is_left_out():
 def test_every_command_stands_there():
     page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `mpkeras (\w+)", page, flags=re.MULTILINE) == [
-        command.__name__.rpartition(".")[2] for command in COMMANDS
+        add.__name__.removeprefix("add_") for add in COMMANDS
     ]
 
 

@@ -16,7 +16,6 @@ from gpu import keras_models
 from gpu.cases import case_of
 from gpu.keras_trainer import StockStep
 from mpkeras.devices._jax import compile_devices
-from mpkeras.devices.environment import memory_bytes
 from mpkeras.devices.targets import find_target
 from mpkeras.insight.compiling import facts_of
 
@@ -38,7 +37,7 @@ def compile_step(model: str, device: str, policy: str, step: str, is_tiny: bool)
     network = keras_models.build(case)
     scales = policy == "mixed_float16"
     state, function = (_keras_step if step == "keras" else _optax_step)(network, step, scales)
-    (target_device,) = compile_devices(find_target(device, memory_bytes()), 1)
+    (target_device,) = compile_devices(find_target(device), 1)
     sharding = jax.sharding.SingleDeviceSharding(target_device)
 
     def on_device(array):

@@ -17,8 +17,8 @@ from mpkeras.callbacks import MixedPrecision
 from mpkeras.demo import summary
 from mpkeras.demo.summary import BASELINE
 from mpkeras.demo.tasks import TASKS
-from mpkeras.devices.environment import environment
-from mpkeras.insight.timing import orders_in_turn
+from mpkeras.devices import environment
+from mpkeras.insight.bench import orders_in_turn
 from mpkeras.policies.dtypes import bytes_of
 from mpkeras.policies.kernels import missing_kernel_rules
 from mpkeras.policies.registry import get_policy, policy_scope

@@ -6,27 +6,21 @@ import keras
 import numpy as np
 from jax.experimental import topologies
 
-from mpkeras.devices.native import FLOAT8_CAPABILITY, Device, parse_capability
+from mpkeras.devices.native import Device, parse_capability
 
 
 def accelerators() -> list[Device]:
     """Returns TPUs and GPUs. Initializes JAX: call `jax.distributed.initialize` before."""
-    devices = []
-    for device in jax.local_devices():
-        if device.platform == "tpu":
-            devices.append(Device("tpu", device.device_kind))
-        elif device.platform in ("gpu", "cuda", "rocm"):
-            # "8.0" on NVIDIA, "gfx90a" on AMD.
-            capability = str(getattr(device, "compute_capability", ""))
-            devices.append(
-                Device(
-                    "gpu",
-                    device.device_kind,
-                    compute_capability=parse_capability(capability),
-                    architecture=capability if capability.startswith("gfx") else None,
-                )
-            )
-    return devices
+    devices = map(_described, jax.local_devices())
+    return [device for device in devices if device.kind in ("tpu", "gpu")]
+
+
+def _described(device) -> Device:
+    kind = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    # "8.0" on NVIDIA, "gfx90a" on AMD.
+    capability = str(getattr(device, "compute_capability", ""))
+    architecture = capability if capability.startswith("gfx") else None
+    return Device(kind, device.device_kind, parse_capability(capability), architecture)
 
 
 # The device that operations are tried for; `None` for those that JAX runs on.
@@ -52,9 +46,7 @@ def has_float8_units() -> bool:
     """Whether what is traced now is for a GPU that multiplies float8 (e4m3fn, e5m2) itself."""
     chosen = jax.config.jax_default_device if _trial_device is None else _trial_device
     devices = jax.local_devices() if chosen is None or isinstance(chosen, str) else [chosen]
-    # Of AMD's GPUs it is the name of the architecture.
-    capabilities = [parse_capability(str(getattr(device, "compute_capability", ""))) for device in devices]
-    return all(capability is not None and capability >= FLOAT8_CAPABILITY for capability in capabilities)
+    return all(_described(device).has_float8_units for device in devices)
 
 
 def trace_gru(compute_dtype: str):
@@ -69,10 +61,8 @@ def trace_gru(compute_dtype: str):
         name="mpkeras_trial",
     )
     gru.build((1, 2, 1))
-    trainable, non_trainable = (
-        [variable.value for variable in variables]
-        for variables in (gru.trainable_variables, gru.non_trainable_variables)
-    )
+    trainable = [variable.value for variable in gru.trainable_variables]
+    non_trainable = [variable.value for variable in gru.non_trainable_variables]
     inputs = jax.ShapeDtypeStruct((1, 2, 1), compute_dtype)
     jax.eval_shape(lambda weights, x: gru.stateless_call(weights, non_trainable, x)[0], trainable, inputs)
 
@@ -125,10 +115,9 @@ def compile_devices(target, count: int) -> list:
     """Returns so many devices of a `Target` to compile for, whether they are there or not."""
     if target.platform == "cpu":
         return jax.devices("cpu")[:count]
-    options = {"target_config": target.description()} if target.platform == "cuda" else {}
-    name = target.topology(count)
+    name, options = target.topology(count), {}
     if target.platform == "cuda":
-        options["topology"], name = name, target.name
+        name, options = target.name, {"topology": name, "target_config": target.description()}
     return topologies.get_topology_desc(name, platform=target.platform, **options).devices[:count]
 
 

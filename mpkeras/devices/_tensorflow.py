@@ -14,18 +14,8 @@ def accelerators() -> list[Device]:
     # A remote TPU is no physical device here; its strategy is the sign.
     if strategy.startswith("TPUStrategy") or tf.config.get_visible_devices("TPU"):
         return [Device("tpu", "TPU")]
-    devices = []
-    for device in tf.config.get_visible_devices("GPU"):
-        details = tf.config.experimental.get_device_details(device)
-        capability = details.get("compute_capability")
-        devices.append(
-            Device(
-                "gpu",
-                details.get("device_name", "GPU"),
-                compute_capability=tuple(capability) if capability else None,
-            )
-        )
-    return devices
+    details = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
+    return [Device("gpu", found.get("device_name", "GPU"), found.get("compute_capability")) for found in details]
 
 
 def run_eagerly(function, *arguments):

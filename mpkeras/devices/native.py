@@ -4,9 +4,10 @@ import dataclasses
 import importlib
 import logging
 import re
-from pathlib import Path
 
 import keras
+
+from mpkeras.devices import cpu_info
 
 logger = logging.getLogger("mpkeras")
 
@@ -16,8 +17,6 @@ CPU_INSTRUCTIONS = {
     "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "svebf16"),
     "float16": ("amx_fp16", "avx512_fp16", "asimdhp"),
 }
-
-
 # The first NVIDIA GPUs that multiply float8: Ada and Hopper.
 FLOAT8_CAPABILITY = (8, 9)
 
@@ -40,27 +39,24 @@ class Device:
     architecture: str | None = None
     instruction_sets: frozenset[str] = frozenset()
 
+    @property
+    def has_float8_units(self) -> bool:
+        """Whether it multiplies float8 (e4m3fn, e5m2) itself."""
+        return self.compute_capability is not None and self.compute_capability >= FLOAT8_CAPABILITY
+
 
 def choose(devices, backend: str) -> tuple[str, str]:
-    """Returns the policy that suits `devices`, and why.
+    """Returns the name of the policy that suits `devices`, and why.
 
     bfloat16 where it is native: it has float32's range and needs no loss scaling. Otherwise float16 where
     that is native, with loss scaling; otherwise float32. Of several devices the least able one decides, as
-    all compute the same model.
-
-    Args:
-        devices: `Device` objects. Accelerators hide the CPU, as Keras computes on them.
-        backend: `"tensorflow"`, `"jax"` or `"torch"`.
-
-    Returns:
-        `(policy_name, reason)`; the name is `"mixed_bfloat16"`, `"mixed_float16"` or `"float32"`.
+    all compute the same model. Accelerators hide the CPU, as Keras computes on them.
     """
-    for kind in ("tpu", "gpu"):
-        choices = [_choose_one(device) for device in devices if device.kind == kind]
-        if choices:
-            order = ("float32", "mixed_float16", "mixed_bfloat16")
-            return min(choices, key=lambda choice: order.index(choice[0]))
-    return _choose_cpu([device for device in devices if device.kind == "cpu"], backend)
+    choices = [_choose_accelerator(device) for device in devices if device.kind != "cpu"]
+    if choices:
+        order = ("float32", "mixed_float16", "mixed_bfloat16")
+        return min(choices, key=lambda choice: order.index(choice[0]))
+    return _choose_cpu(devices, backend)
 
 
 def native_dtypes(device: Device) -> tuple[str, ...]:
@@ -109,28 +105,17 @@ def probe(backend: str) -> list[Device]:
 
 
 def cpu_instruction_sets(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
-    """Returns the CPU's flags as Linux names them; an empty set where there is no such file."""
-    try:
-        text = Path(cpuinfo).read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    # "Features" on ARM.
-    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return frozenset(match[1].split()) if match else frozenset()
+    """Returns the CPU's flags as Linux names them; an empty set where it does not tell."""
+    return frozenset(cpu_info("flags|Features", cpuinfo).split())  # "Features" on ARM.
 
 
 def float8_units(devices, backend: str) -> tuple[bool, str]:
-    """Returns whether products of `mixed_float8` are computed in float8 on all of `devices`, and why (not).
-
-    Args:
-        devices: `Device` objects, as for `choose`.
-        backend: `"tensorflow"`, `"jax"` or `"torch"`.
-    """
+    """Returns whether products of `mixed_float8` are computed in float8 on all of `devices`, and why (not)."""
     if backend == "tensorflow":
         return False, "TensorFlow has no product in float8, and rounds operands that it multiplies in bfloat16"
     accelerators = [device for device in devices if device.kind != "cpu"]
     for device in accelerators or devices:
-        if device.compute_capability is None or device.compute_capability < FLOAT8_CAPABILITY:
+        if not device.has_float8_units:
             name = device.name if device.kind != "cpu" and device.name else f"a {device.kind.upper()}"
             return False, f"{name} has no units for float8 (e4m3 and e5m2), and operands are rounded on the way"
     return True, f"{accelerators[0].name} multiplies float8"
@@ -142,34 +127,22 @@ def parse_capability(text) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _choose_one(device: Device) -> tuple[str, str]:
-    if device.kind == "tpu":
-        return "mixed_bfloat16", f"{device.name or 'TPU'} multiplies matrices in bfloat16"
+def _choose_accelerator(device: Device) -> tuple[str, str]:
+    about = device.name or ("TPU" if device.kind == "tpu" else "this GPU")
+    otherwise = f"nothing is known of what {about} does natively in 16 bits"
     if device.compute_capability is not None:
-        return _choose_nvidia(device, *device.compute_capability)
-    if device.architecture is not None:
-        return _choose_amd(device, device.architecture)
-    return "float32", f"nothing is known of what {device.name or 'this GPU'} does natively in 16 bits"
-
-
-def _choose_nvidia(device: Device, major: int, minor: int) -> tuple[str, str]:
-    about = f"{device.name or 'NVIDIA GPU'} (compute capability {major}.{minor})"
-    native = native_dtypes(device)
-    if "bfloat16" in native:
-        return "mixed_bfloat16", f"{about} has bfloat16 tensor cores"
-    if "float16" in native:
-        return "mixed_float16", f"{about} is fast in float16 and has no bfloat16; the loss is scaled"
-    return "float32", f"{about} is older than 7.0, where fast float16 begins"
-
-
-def _choose_amd(device: Device, architecture: str) -> tuple[str, str]:
-    about = f"{device.name or 'AMD GPU'} ({architecture.split(':')[0]})"
+        major, minor = device.compute_capability
+        about = f"{device.name or 'NVIDIA GPU'} (compute capability {major}.{minor})"
+        otherwise = f"{about} is older than 7.0, where fast float16 begins"
+    elif device.architecture is not None:
+        about = f"{device.name or 'AMD GPU'} ({device.architecture.split(':')[0]})"
+        otherwise = f"nothing is known of what {about} does natively in 16 bits"
     native = native_dtypes(device)
     if "bfloat16" in native:
         return "mixed_bfloat16", f"{about} multiplies matrices in bfloat16"
     if "float16" in native:
         return "mixed_float16", f"{about} is fast in float16 and has no native bfloat16; the loss is scaled"
-    return "float32", f"nothing is known of what {about} does natively in 16 bits"
+    return "float32", otherwise
 
 
 def _choose_cpu(devices, backend: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ some, in XLA's own descriptions (openxla/xla, `xla/backends/gpu/target_config/sp
 import dataclasses
 import difflib
 import math
+import os
 
 _GIB = 2**30
 _TERA = 10**12
@@ -191,16 +192,8 @@ TARGETS = {
 NAMES = (*TARGETS, "cpu")
 
 
-def find_target(name: str, cpu_memory_bytes: int) -> Target:
-    """Returns the `Target` of that name, in small or capital letters, with or without "tpu-" or "tpu_" before it.
-
-    Args:
-        name: Such as `"h100"`.
-        cpu_memory_bytes: The memory of this machine, which is what `"cpu"` has.
-
-    Raises:
-        ValueError: If there is none; says which is nearest.
-    """
+def find_target(name: str) -> Target:
+    """Returns the `Target` of that name, in small or capital letters, with or without "tpu-" or "tpu_" before it."""
     if not isinstance(name, str):
         raise TypeError(
             f"Expected `device` to be the name of a device. Received: {name!r} of type {type(name).__name__}. "
@@ -208,7 +201,7 @@ def find_target(name: str, cpu_memory_bytes: int) -> Target:
         )
     plain = name.lower().removeprefix("tpu").lstrip("-_ ")
     if plain == "cpu":
-        return Target("cpu", "this machine's CPU", "cpu", cpu_memory_bytes)
+        return Target("cpu", "this machine's CPU", "cpu", _memory_bytes())
     if plain in TARGETS:
         return TARGETS[plain]
     nearest = difflib.get_close_matches(plain, NAMES, 1, cutoff=0.4)
@@ -217,3 +210,11 @@ def find_target(name: str, cpu_memory_bytes: int) -> Target:
         f"Expected `device` to be one that can be compiled for. Received: {name!r}. {meant}Pass one of "
         f"{', '.join(NAMES)}."
     )
+
+
+def _memory_bytes() -> int:
+    """Returns the memory of this machine in bytes; 0 where the system does not tell (Windows)."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):
+        return 0

@@ -1,24 +1,30 @@
 """`advise`: which policy and which `jit_compile` pay off for a model on this machine, measured."""
 
+import dataclasses
 import math
+import statistics
 import time
+from typing import NamedTuple
 
 import keras
 import numpy as np
 
 from mpkeras import _keras
 from mpkeras._arguments import check_seconds, check_switch
+from mpkeras.conversion.apply import planned_weight_dtypes
 from mpkeras.conversion.float8 import reasons_against
 from mpkeras.conversion.plan import computes_in, layers_of
 from mpkeras.devices import native
-from mpkeras.insight.bench import ESTIMATE, Bench, trainable_copy
-from mpkeras.insight.decision import MEMORY_WORTH, WORTH, Decision, decide, paired_ratios, rounds_won
+from mpkeras.insight.bench import ESTIMATE, ROUNDS, Bench, Cell, measure_grid, trainable_copy
 from mpkeras.insight.report import Figure, Report, bytes_text, make_figure, quartiles
-from mpkeras.insight.storage import storage_choices
-from mpkeras.insight.timing import ROUNDS, Cell, measure_grid
+from mpkeras.policies.dtypes import SMALL_DTYPE
+from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
+from mpkeras.scaling.small_state import parts_of, slot_dtypes
+from mpkeras.training.backend import training_backend
 from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.settings import check_model
+from mpkeras.training.state import bytes_of_training
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 _SIXTEEN_BITS = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
@@ -35,6 +41,20 @@ _PRODUCT_LAYERS = (
 )
 # A GPU waits for its next kernel rather than for arithmetic in a model with fewer weights than this.
 _SMALL = 1_000_000
+# A 16-bit policy has to be so many times as fast as float32 to be worth it: 4 %, as the choice is to be within 5 % of
+# the best cell, and what is measured has an error.
+WORTH = 1.04
+# Or to need so much less memory, at nearly the speed of float32.
+MEMORY_WORTH = 0.2
+_NEARLY = 0.97
+# Of two cells as near as this the one is chosen that asks for less: the present `jit_compile`, no loss scaling.
+_TIE = 1.02
+# Policy and slot dtype of each way. How layers compute is another choice; that of the first two is any.
+_WAYS = {
+    "float32": ("mixed_bfloat16", "float32"),
+    "bfloat16 slots": ("mixed_bfloat16", SMALL_DTYPE),
+    "bfloat16 weights and slots": ("bfloat16", "auto"),
+}
 
 
 def advise(
@@ -110,19 +130,14 @@ def advise(
 
 
 def unmeasured_advice(model, file=None) -> "AdviceReport":
-    """Returns the advice that needs no data and no time; `file` as in `AdviceReport`."""
-    devices = native.probe(keras.backend.backend())
-    optimizer = _optimizer_of(model)
-    return AdviceReport(model, [], _present_jit(model), devices, optimizer=optimizer, file=file)
+    """Returns the advice that needs no data and no time."""
+    return AdviceReport(model, [], _present_jit(model), native.probe(keras.backend.backend()), file=file)
 
 
 def measured_advice(
     model, x, y, loss_fn, *, settings=None, budget_s=60.0, verbose=0, rounds=ROUNDS, file=None
 ) -> "AdviceReport":
-    """Returns the measured advice; as `advise`, with the loss that `mpkeras.make_train_step` takes.
-
-    `file` is as in `AdviceReport`.
-    """
+    """Returns the measured advice; as `advise`, with the loss that `mpkeras.make_train_step` takes."""
     rows = _rows(x)
     present_jit = _present_jit(model)
     devices = native.probe(keras.backend.backend())
@@ -132,7 +147,8 @@ def measured_advice(
     with trainable_copy(model, x) as (trained, is_copy):
         bench = Bench(trained, x, y, _optimizer_maker(model, notes), loss_fn)
         left_s = max(budget_s - (time.perf_counter() - started), 0.0)
-        measure_grid(cells, bench, budget_s=left_s, rounds=rounds, progress=_progress(verbose))
+        bar = keras.utils.Progbar(len(cells) + rounds, verbose=verbose, unit_name="stage")
+        measure_grid(cells, bench, budget_s=left_s, rounds=rounds, progress=bar.update)
     if not any(cell.is_measured for cell in cells):
         # The first cell is always begun, so that one of them has failed.
         failure = next(cell for cell in cells if cell.failure is not None)
@@ -146,10 +162,7 @@ def measured_advice(
     memory_kind = bench.memory_kind
     # The copy and its optimizers: the report builds one more optimizer, where the model's is not built.
     del trained, bench
-    optimizer = _optimizer_of(model)
-    return AdviceReport(
-        model, cells, present_jit, devices, optimizer=optimizer, memory_kind=memory_kind, remarks=notes, file=file
-    )
+    return AdviceReport(model, cells, present_jit, devices, memory_kind=memory_kind, remarks=notes, file=file)
 
 
 def grid_of(settings, native_policy: str) -> list:
@@ -211,12 +224,16 @@ def loss_and_targets(model, y) -> tuple:
     return loss, y
 
 
-def _optimizer_of(model):
-    """Returns the optimizer that the model trains with, unwrapped; `None` if it has none."""
-    optimizer = next(iter(find_optimizers(model).values()), None)
+def unwrapped(optimizer):
+    """Returns an optimizer without those around it that scale the loss."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def _optimizer_of(model):
+    """Returns the optimizer that the model trains with, unwrapped; `None` if it has none."""
+    return unwrapped(next(iter(find_optimizers(model).values()), None))
 
 
 def _optimizer_maker(model, notes: list):
@@ -237,17 +254,123 @@ def _optimizer_maker(model, notes: list):
     return make
 
 
-def _progress(verbose):
-    if not verbose:
-        return lambda done, total: None
-    bars: list = []
+@dataclasses.dataclass
+class Decision:
+    """The cell to choose and the numbers behind it.
 
-    def progress(done, total):
-        if not bars:
-            bars.append(keras.utils.Progbar(total, verbose=verbose, unit_name="stage"))
-        bars[0].update(done, finalize=done == total)
+    Attributes:
+        reference: The fastest float32 cell; `None` if none was measured.
+        rival: The fastest cell beside `chosen`; `None` if there is none.
+        best_16_bit: The fastest 16-bit cell; `None` if none was measured.
+        because: `"speed"`, `"memory"` or `"none"`.
+        speedup: How many times as fast as `reference` the best 16-bit cell is: `(q1, median, q3)` over the rounds.
+        memory_saving: Share of the memory of `reference` that it saves, or `None` if not measured.
+        agreeing: Share of the rounds that agree, between 0 and 1.
+        rounds: Number of rounds that compare the two.
+    """
 
-    return progress
+    chosen: Cell
+    reference: Cell | None
+    rival: Cell | None
+    best_16_bit: Cell | None
+    because: str
+    speedup: tuple | None = None
+    memory_saving: float | None = None
+    agreeing: float = 1.0
+    rounds: int = 0
+
+    @property
+    def bother(self) -> bool:
+        """Whether a 16-bit policy is chosen."""
+        return self.because != "none"
+
+    def sureness(self) -> str:
+        """Returns `"sure"`, `"fairly sure"` or `"not sure"`."""
+        if self.reference is None or self.best_16_bit is None:
+            return "sure"  # nothing to compare
+        if self.rounds >= 5 and self.agreeing >= 0.95:
+            return "sure"
+        return "fairly sure" if self.rounds >= 3 and self.agreeing >= 0.75 else "not sure"
+
+
+def decide(cells, present_jit: bool, memory_counts: bool = True) -> Decision | None:
+    """Returns which of the measured cells to choose, and how sure that is; `None` if there are none."""
+    measured = [cell for cell in cells if cell.is_measured]
+    if not measured:
+        return None
+    reference = _fastest([cell for cell in measured if cell.policy == "float32"], present_jit)
+    best = _fastest([cell for cell in measured if cell.policy != "float32"], present_jit)
+    if reference is None or best is None:
+        chosen = reference or best
+        return Decision(chosen, reference, _rival(chosen, measured), best, "none" if best is None else "speed")
+    ratios = paired_ratios(reference, best)
+    speedup, saving = quartiles(ratios), None
+    if memory_counts and reference.memory_bytes and best.memory_bytes is not None:
+        saving = (reference.memory_bytes - best.memory_bytes) / reference.memory_bytes
+    if speedup[1] >= WORTH:
+        because, agreeing = "speed", [ratio > 1.0 for ratio in ratios]
+    elif saving is not None and saving >= MEMORY_WORTH and speedup[1] >= _NEARLY:
+        because, agreeing = "memory", [ratio >= _NEARLY for ratio in ratios]
+    else:
+        because, agreeing = "none", [ratio < WORTH for ratio in ratios]
+    chosen = reference if because == "none" else best
+    share = sum(agreeing) / len(agreeing)
+    return Decision(chosen, reference, _rival(chosen, measured), best, because, speedup, saving, share, len(ratios))
+
+
+def paired_ratios(of, to) -> list:
+    """Returns the ratio of the times of two cells in each of the rounds that both took part in."""
+    return [first / second for first, second in zip(of.times_ms, to.times_ms, strict=False)]
+
+
+def rounds_won(cell, against) -> tuple:
+    """Returns `(rounds in which cell was faster, rounds)`."""
+    ratios = paired_ratios(against, cell)
+    return sum(ratio > 1.0 for ratio in ratios), len(ratios)
+
+
+def _fastest(cells, present_jit: bool):
+    if not cells:
+        return None
+    fastest = min(cells, key=lambda cell: cell.median_ms)
+    near = [cell for cell in cells if statistics.median(paired_ratios(cell, fastest)) <= _TIE]
+    return min(near, key=lambda cell: (cell.jit_compile != present_jit, cell.policy == "mixed_float16", cell.median_ms))
+
+
+def _rival(chosen, measured):
+    return min((cell for cell in measured if cell is not chosen), key=lambda cell: cell.median_ms, default=None)
+
+
+class Storage(NamedTuple):
+    """What training keeps if weights and slots are stored in one of the ways."""
+
+    name: str
+    state_bytes: int  # of the weights, trained or not, and of the slots
+    gradient_bytes: int  # each in the dtype of its weight
+
+
+def storage_choices(model, optimizer) -> list[Storage]:
+    """Returns a `Storage` for each way, the largest first, counted from the variables that are there.
+
+    Layers that stay in float32, frozen weights and averages of weights are counted in the dtypes they would have.
+    """
+    inner = unwrapped(optimizer)
+    if not inner.built:
+        # A copy, built for the moment: it needs the memory of the slots, as training will.
+        try:
+            inner = type(inner).from_config(inner.get_config())
+        except Exception:  # of an optimizer of the user's own
+            return []
+        with training_backend.variable_scope(model):
+            inner.build(model.trainable_variables)
+    found = []
+    for name, (policy, slot_dtype) in _WAYS.items():
+        stored = planned_weight_dtypes(model, Policy(policy))
+        slots = [pair for part in parts_of(inner) for pair in slot_dtypes(part, slot_dtype, stored)]
+        held = bytes_of_training(model, inner, stored | {id(variable): dtype for variable, dtype in slots})
+        sums = {group: sum(by_dtype.values()) for group, by_dtype in held.items()}
+        found.append(Storage(name, sums["weights"] + sums["slots"], sums["gradients"]))
+    return found
 
 
 class AdviceReport(Report):
@@ -275,9 +398,7 @@ class AdviceReport(Report):
     ('not measured', True)
     """
 
-    def __init__(
-        self, model, cells, present_jit: bool, devices, *, optimizer=None, memory_kind=None, remarks=(), file=None
-    ):
+    def __init__(self, model, cells, present_jit: bool, devices, *, memory_kind=None, remarks=(), file=None):
         self.cells = list(cells)
         self.present_jit = present_jit
         self.memory_kind = memory_kind
@@ -290,10 +411,16 @@ class AdviceReport(Report):
         self._computes_in_16_bits = computes_in(model, tuple(_SIXTEEN_BITS.values()))
         self.float8_can_pay, self._float8_reason = _float8(model, devices, self.backend)
         self._has_accelerator = any(device.kind != "cpu" for device in devices)
-        self._parameters, self._product_share = _parameters(model), _product_share(model)
+        self._parameters = sum(math.prod(weight.shape) for weight in model.weights)
+        self._product_share = _product_share(model)
+        optimizer = _optimizer_of(model)
         self.storage = storage_choices(model, optimizer) if optimizer is not None and _keras.is_built(model) else []
         self._optimizer_name = type(optimizer).__name__
         self.decision = decide(self.cells, present_jit, memory_counts=memory_kind not in (None, ESTIMATE))
+        # float32 with the present `jit_compile`, if it was measured.
+        present = Cell("float32", present_jit).name
+        self._baseline = next((cell for cell in self.cells if cell.is_measured and cell.name == present), None)
+        self._chosen = None if self.decision is None else self.decision.chosen
         if self.decision is not None:
             self.policy, self.jit_compile = self.decision.chosen.policy, self.decision.chosen.jit_compile
             self.bother, self.sureness = self.decision.bother, self.decision.sureness()
@@ -306,40 +433,26 @@ class AdviceReport(Report):
 
     def table(self) -> tuple[list, list]:
         header = ["Policy", "jit_compile", "Step (ms)", "Quartiles", "Speed", "Memory", "Rounds", ""]
-        baseline = self._baseline()
-        return header, [self._row(cell, baseline) for cell in self.cells]
+        return header, [[cell.policy, str(cell.jit_compile), *self._found(cell)] for cell in self.cells]
 
-    def _row(self, cell, baseline) -> list:
-        row = [cell.policy, str(cell.jit_compile)]
+    def _found(self, cell) -> list:
         if not cell.is_measured:
-            return [*row, "-", "-", "-", "-", "-", cell.failure or "not measured"]
+            return ["-", "-", "-", "-", "-", cell.failure or "not measured"]
         q1, median, q3 = quartiles(cell.times_ms)
-        is_chosen = self._chosen() is cell
         return [
-            *row,
             f"{median:.2f}",
             f"{q1:.2f} - {q3:.2f}",
-            "-" if baseline is None else f"{quartiles(paired_ratios(baseline, cell))[1]:.2f}",
+            "-" if self._baseline is None else f"{statistics.median(paired_ratios(self._baseline, cell)):.2f}",
             "-" if cell.memory_bytes is None else bytes_text(cell.memory_bytes),
             str(len(cell.times_ms)),
-            "<- choose" if is_chosen else "",
+            "<- choose" if cell is self._chosen else "",
         ]
-
-    def _chosen(self):
-        return None if self.decision is None else self.decision.chosen
-
-    def _baseline(self):
-        """Returns the cell of float32 with the present `jit_compile`; `None` if it was not measured."""
-        for cell in self.cells:
-            if cell.is_measured and cell.policy == "float32" and cell.jit_compile == self.present_jit:
-                return cell
-        return None
 
     def notes(self) -> list:
         if self.decision is None:
             return self._unmeasured_notes()
         lines = [self._choice(self.decision), *self._how(), *self._sureness_lines(self.decision), self._why()]
-        if self._baseline() is not None:
+        if self._baseline is not None:
             lines.append(f"Speed is against float32 with jit_compile={self.present_jit}, as the model has it now.")
         lines.append(f"Memory is {self.memory_kind}." if self.memory_kind else "Nobody here tells how much memory.")
         return lines + self._storage_lines() + [self._about_float8()] + self._remarks
@@ -349,22 +462,27 @@ class AdviceReport(Report):
         return f"`mixed_float8` {verb}: {self._float8_reason}."
 
     def _choice(self, found: Decision) -> str:
-        setting = f"{self.policy} with jit_compile={self.jit_compile}"
-        if found.because == "none":
-            return f"{self._do_not_bother()} {self._not_worth(found)}"
+        if found.best_16_bit is None:
+            return f"{self._do_not_bother()} No 16-bit policy could be measured."
         if found.reference is None:
-            return f"Choose {setting}: float32 could not be measured."
-        saving = found.memory_saving
-        memory = f" and needs {saving:.0%} less memory" if saving is not None and saving > 0.005 else ""
+            return f"Choose {self._setting}: float32 could not be measured."
+        if found.because == "none":
+            best = f"The best in 16 bits, {found.best_16_bit.name}, is {_times(found.speedup)} as fast as it."
+            return f"{self._do_not_bother()} {best}"
+        saving = found.memory_saving or 0.0
         speed = f"{_times(found.speedup)} as fast as the best float32 step"
         if found.because == "memory":
-            return f"Choose {setting}: it needs {saving:.0%} less memory, and is {speed}."
-        return f"Choose {setting}: it is {speed}{memory}."
+            return f"Choose {self._setting}: it needs {saving:.0%} less memory, and is {speed}."
+        memory = f" and needs {saving:.0%} less memory" if saving > 0.005 else ""
+        return f"Choose {self._setting}: it is {speed}{memory}."
+
+    @property
+    def _setting(self) -> str:
+        return f"{self.policy} with jit_compile={self.jit_compile}"
 
     def _do_not_bother(self) -> str:
         is_present = self.jit_compile == self.present_jit and not self._computes_in_16_bits
-        stay = "stay with" if is_present else "use"
-        return f"Do not bother with 16 bits: {stay} {self.policy} with jit_compile={self.jit_compile}."
+        return f"Do not bother with 16 bits: {'stay with' if is_present else 'use'} {self._setting}."
 
     def _how(self) -> list:
         """Returns the commands that follow the advice, for who asked at the command line."""
@@ -374,12 +492,6 @@ class AdviceReport(Report):
             f"`mpkeras run --policy {self.policy} SCRIPT` trains so, with `jit_compile` as the script compiles; "
             f"`mpkeras convert {self.file} --policy {self.policy} OUT.keras` converts the file."
         ]
-
-    def _not_worth(self, found: Decision) -> str:
-        best = found.best_16_bit
-        if best is None:
-            return "No 16-bit policy could be measured."
-        return f"The best in 16 bits, {best.name}, is {_times(found.speedup)} as fast as it."
 
     def _sureness_lines(self, found: Decision) -> list:
         lines = []
@@ -394,9 +506,8 @@ class AdviceReport(Report):
         if found.rival is not None and found.rival is not found.reference:
             won, rounds = rounds_won(found.chosen, found.rival)
             lines.append(f"It was faster than the runner-up ({found.rival.name}) in {won} of {rounds} rounds.")
-        baseline = self._baseline()
-        if baseline is not None and baseline is not found.chosen and baseline is not found.reference:
-            speed = quartiles(paired_ratios(baseline, found.chosen))
+        if self._baseline not in (None, found.chosen, found.reference):
+            speed = quartiles(paired_ratios(self._baseline, found.chosen))
             lines.append(f"It is {_times(speed)} as fast as float32 with the present jit_compile={self.present_jit}.")
         return lines
 
@@ -425,11 +536,10 @@ class AdviceReport(Report):
         """Returns what weights and slots need in each way, and how to store them in less where that is much."""
         if not self.storage:
             return []
+        hows = ("in float32", 'with `slot_dtype="bfloat16"`', 'under "bfloat16"')
         sizes = [
             f"{bytes_text(way.state_bytes)} ({way.state_bytes / self._parameters:.1f} bytes a parameter) {how}"
-            for way, how in zip(
-                self.storage, ("in float32", 'with `slot_dtype="bfloat16"`', 'under "bfloat16"'), strict=True
-            )
+            for way, how in zip(self.storage, hows, strict=True)
         ]
         lines = [f"Weights and optimizer state, with {self._optimizer_name}: {', '.join(sizes)}."]
         saving = self._storage_saving()
@@ -451,18 +561,16 @@ class AdviceReport(Report):
 
     def _storage_saving(self) -> float:
         """Returns the share of all memory that weights and slots in bfloat16 would save."""
-        chosen = self._chosen()
         # What a step needs beside the state. Where nobody tells, it is the gradients at least.
         step = self.storage[0].gradient_bytes
-        if self.memory_kind not in (None, ESTIMATE) and chosen is not None and chosen.memory_bytes is not None:
-            step = chosen.memory_bytes
+        if self.memory_kind not in (None, ESTIMATE) and self._chosen and self._chosen.memory_bytes is not None:
+            step = self._chosen.memory_bytes
         largest, smallest = self.storage[0].state_bytes, self.storage[-1].state_bytes
         return (largest - smallest) / (largest + step)
 
     def _unmeasured_notes(self) -> list:
-        setting = f"{self.policy} with jit_compile={self.jit_compile}"
         lines = ["Not measured, and so not sure: this is a guess from the device and the layers alone."]
-        lines += [f"Try {setting}." if self.bother else self._do_not_bother(), *self._how()]
+        lines += [f"Try {self._setting}." if self.bother else self._do_not_bother(), *self._how()]
         share = f"{self._product_share:.0%} of the {self._parameters:,} weights are in matrix products"
         lines.append(f"Why: {self._native_reason}; {share}.")
         if self.bother and self._has_accelerator and self._parameters < _SMALL:
@@ -475,7 +583,6 @@ class AdviceReport(Report):
         return [*lines, self._about_float8(), *self._remarks]
 
     def to_dict(self) -> dict:
-        found = self.decision
         content = {
             "model": self._name,
             "backend": self.backend,
@@ -492,8 +599,9 @@ class AdviceReport(Report):
             "float8": {"can_pay": self.float8_can_pay, "reason": self._float8_reason},
             "storage": [way._asdict() for way in self.storage],
             "advice": self.notes(),
-            "cells": [self._cell_dict(cell) for cell in self.cells],
+            "cells": [_cell_dict(cell) for cell in self.cells],
         }
+        found = self.decision
         if found is not None:
             content |= {
                 "because": found.because,
@@ -503,19 +611,6 @@ class AdviceReport(Report):
                 "runner_up": None if found.rival is None else found.rival.name,
             }
         return content
-
-    @staticmethod
-    def _cell_dict(cell) -> dict:
-        summary = _named(quartiles(cell.times_ms)) if cell.is_measured else None
-        return {
-            "policy": cell.policy,
-            "jit_compile": cell.jit_compile,
-            "step_time_ms": summary,
-            "rounds": len(cell.times_ms),
-            "preparation_s": cell.preparation_s,
-            "memory_bytes": cell.memory_bytes,
-            "failure": cell.failure,
-        }
 
     def plot(self) -> Figure:
         """Returns a figure: a bar for each measured setting, as long as its step, with the quartiles."""
@@ -529,7 +624,7 @@ class AdviceReport(Report):
         spread = [quartiles(cell.times_ms) for cell in measured]
         medians = [median for _, median, _ in spread]
         errors = [[median - q1 for q1, median, _ in spread], [q3 - median for _, median, q3 in spread]]
-        colors = ["tab:green" if cell is self._chosen() else "tab:gray" for cell in measured]
+        colors = ["tab:green" if cell is self._chosen else "tab:gray" for cell in measured]
         names = [f"{cell.policy}, jit {'on' if cell.jit_compile else 'off'}" for cell in measured]
         bars = axes.barh(names, medians, xerr=errors, capsize=3, color=colors, alpha=0.8)
         axes.bar_label(bars, labels=[f"{median:.3g}" for median in medians], padding=6)
@@ -541,6 +636,18 @@ class AdviceReport(Report):
         return figure
 
 
+def _cell_dict(cell) -> dict:
+    return {
+        "policy": cell.policy,
+        "jit_compile": cell.jit_compile,
+        "step_time_ms": _named(quartiles(cell.times_ms)) if cell.is_measured else None,
+        "rounds": len(cell.times_ms),
+        "preparation_s": cell.preparation_s,
+        "memory_bytes": cell.memory_bytes,
+        "failure": cell.failure,
+    }
+
+
 def _named(spread) -> dict | None:
     return None if spread is None else dict(zip(("q1", "median", "q3"), spread, strict=True))
 
@@ -548,10 +655,6 @@ def _named(spread) -> dict | None:
 def _times(speedup) -> str:
     q1, median, q3 = speedup
     return f"{median:.2f} times (quartiles {q1:.2f} to {q3:.2f})"
-
-
-def _parameters(model) -> int:
-    return sum(math.prod(weight.shape) for weight in model.weights)
 
 
 def _float8(model, devices, backend) -> tuple[bool, str]:

@@ -12,7 +12,7 @@ from mpkeras.conversion.plan import layers_of, plan
 from mpkeras.devices.native import probe
 from mpkeras.insight import findings as checks
 from mpkeras.insight.findings import SEVERITIES, in_order
-from mpkeras.insight.flops import OPEN_SIZE, forward_pass, size, sums_by_dtype
+from mpkeras.insight.flops import OPEN_SIZE, Program, forward_pass, size, sums_by_dtype
 from mpkeras.insight.report import Figure, Report, bytes_text, float8_text, make_figure, percent
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 from mpkeras.policies.policy import Policy
@@ -116,14 +116,10 @@ class LayerRow:
     """One layer, without those in it.
 
     Attributes:
-        layer: The layer.
-        path: Its path in the model.
-        compute_dtype: What it computes in.
         rule: The default rule that keeps it in float32, or its class where there is no kernel in 16 bits; `None` for
             most.
         reason: Why it stays in float32; of others what the plan of a conversion says.
-        weight_bytes: `{dtype: bytes}` of its own variables.
-        parameters: How many numbers these are.
+        weight_bytes: `{dtype: bytes}` of its own variables; `parameters` numbers.
         flops: `{dtype: FLOPs}` of its products in one forward pass; `None` where it is not known.
         casts: Casts between float dtypes within it; `None` where it is not known.
         output_bytes: `{dtype: bytes}` of what it returns; empty where it is not known, or a layer in it returns it.
@@ -166,36 +162,35 @@ class LayerRow:
 
 def layer_rows(model, forward) -> list:
     """Returns a `LayerRow` for each layer of `model`, in the order of `layers_of(model)`."""
-    program = forward.program
-    flops_of: defaultdict = defaultdict(dict)
-    for product in program.products if program is not None else ():
-        flops = flops_of[product.owner or 0]
-        flops[product.dtype] = flops.get(product.dtype, 0) + product.flops
-    casts_of = Counter(cast.owner or 0 for cast in (program.casts if program is not None else ()))
+    is_traced = forward.program is not None
+    program = forward.program or Program()
+    flops_of: defaultdict = defaultdict(Counter)
+    for product in program.products:
+        flops_of[product.owner or 0][product.dtype] += product.flops
+    casts_of = Counter(cast.owner or 0 for cast in program.casts)
     rows = []
     by_default = Policy("audit", compute_dtype="bfloat16", variable_dtype="float32", keep_float32=default_rules())
     planned = plan(model, by_default)
     in_float8 = float8_products(model)
     for index, layer in enumerate(layers_of(model)):
-        variables = _keras.own_variables(layer)
+        variables = [variable for variable in _keras.own_variables(layer) if _is_initialized(variable)]
+        weight_bytes: Counter = Counter()
+        for variable in variables:
+            weight_bytes[str(variable.dtype)] += bytes_of(variable.shape, str(variable.dtype))
         row = LayerRow(
             layer,
             path=layer.path or layer.name,
             compute_dtype=layer.compute_dtype,
             rule=planned[index].rule,
             reason=planned[index].reason,
-            weight_bytes={},
-            parameters=sum(size(variable.shape) for variable in variables if _is_initialized(variable)),
-            flops=None if program is None else flops_of[index],
-            casts=None if program is None else casts_of[index],
-            output_bytes=forward.output_bytes.get(index, {}),
+            weight_bytes=dict(weight_bytes),
+            parameters=sum(size(variable.shape) for variable in variables),
+            flops=dict(flops_of[index]) if is_traced else None,
+            casts=casts_of[index] if is_traced else None,
+            output_bytes=dict(forward.output_bytes.get(index, {})),
         )
         if id(layer) in in_float8:
             row.float8 = in_float8[id(layer)] or "yes"
-        for variable in variables:
-            if _is_initialized(variable):
-                dtype = str(variable.dtype)
-                row.weight_bytes[dtype] = row.weight_bytes.get(dtype, 0) + bytes_of(variable.shape, dtype)
         rows.append(row)
     return rows
 
@@ -259,26 +254,22 @@ class AuditReport(Report):
         self.casts: dict | None = None
         if forward.program is not None:
             self.flops = sums_by_dtype(layers, "flops")
-            all_flops = sum(self.flops.values())
-            half = sum(self.flops.get(dtype, 0) for dtype in SIXTEEN_BIT_DTYPES)
-            self.half_share = half / all_flops if all_flops else 0.0
-            casts: dict = {}
+            half = sum(row.half_flops for row in layers)
+            self.half_share = half / (sum(self.flops.values()) or 1)
+            self.casts = {}
             for cast in forward.program.casts:
-                number, elements = casts.get((cast.source, cast.target), (0, 0))
-                casts[cast.source, cast.target] = (number + 1, elements + cast.elements)
-            self.casts = casts
+                number, elements = self.casts.get((cast.source, cast.target), (0, 0))
+                self.casts[cast.source, cast.target] = (number + 1, elements + cast.elements)
 
     def table(self) -> tuple[list, list]:
         header = ["Layer", "Class", "Computes in", "Variables", "Parameters", "FLOPs", "In 16 bits"]
         return header, [self._cells(row) for row in rows_to_show(self.layers)]
 
     def _cells(self, row) -> list:
-        all_flops = sum((self.flops or {}).values())
-        if self.flops is None:
-            flops = half = "?"
-        else:
-            flops = percent(row.total_flops / all_flops) if row.total_flops else "-"
-            half = percent(row.half_flops / row.total_flops) if row.total_flops else "-"
+        flops = half = "?" if self.flops is None else "-"
+        if self.flops and row.total_flops:
+            flops = percent(row.total_flops / sum(self.flops.values()))
+            half = percent(row.half_flops / row.total_flops)
         variables = ", ".join(row.weight_bytes) or "-"
         return [row.path, row.class_name, row.compute_dtype, variables, f"{row.parameters:,}", flops, half]
 
@@ -293,18 +284,17 @@ class AuditReport(Report):
         ...
         Findings: 1 note
         """
-        dtypes = [row.compute_dtype for row in self.layers if not row.is_container]
-        counts = [f"{dtypes.count(dtype)} in {dtype}" for dtype in dict.fromkeys(dtypes)]
+        counts = Counter(row.compute_dtype for row in self.layers if not row.is_container)
+        layers = ", ".join(f"{n} in {dtype}" for dtype, n in counts.items())
         grave = [str(finding) for finding in self.findings if finding.severity != "note"]
-        lines = [self.title, f"Layers: {', '.join(counts) or 'none'}.", *self._sums(), self._found(), *grave]
-        return "\n".join(lines)
+        return "\n".join([self.title, f"Layers: {layers or 'none'}.", *self._sums(), self._found(), *grave])
 
     def notes(self) -> list:
         return [*self._sums(), "", self._found(), *map(str, self.findings)]
 
     def _found(self) -> str:
-        counts = {name: sum(finding.severity == name for finding in self.findings) for name in SEVERITIES}
-        found = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n)
+        counts = Counter(finding.severity for finding in self.findings)
+        found = ", ".join(f"{counts[name]} {name}{'s' * (counts[name] > 1)}" for name in SEVERITIES if counts[name])
         return f"Findings: {found or 'none'}"
 
     def _sums(self) -> list:
@@ -318,7 +308,8 @@ class AuditReport(Report):
                 line += f" Open sizes were taken as {self.open_size}; `open_size` gives another."
             lines.append(line)
             lines.append(f"Casts between float dtypes: {self._casts(self.casts or {})}.")
-        lines += self._float8()
+        asked = [(row.path, None if row.float8 == "yes" else row.float8) for row in self.layers if row.float8]
+        lines += float8_text(asked) if asked else []
         lines.append(f"Weights: {_by_dtype(sums_by_dtype(self.layers, 'weight_bytes'))}.")
         if "slots" in self.training_bytes:
             slots, gradients = (_by_dtype(self.training_bytes[name]) for name in ("slots", "gradients"))
@@ -326,12 +317,6 @@ class AuditReport(Report):
         if self.flops is not None:
             lines.append(f"Outputs of layers: {_by_dtype(sums_by_dtype(self.layers, 'output_bytes'))}.")
         return lines
-
-    def _float8(self) -> list:
-        asked = [
-            (row.path, None if row.float8 == "yes" else row.float8) for row in self.layers if row.float8 is not None
-        ]
-        return float8_text(asked) if asked else []
 
     def _casts(self, casts: dict) -> str:
         if not casts:
@@ -364,10 +349,7 @@ class AuditReport(Report):
             "training_bytes": self.training_bytes,
             "output_bytes": sums_by_dtype(self.layers, "output_bytes"),
             "layers": [row.to_dict() for row in self.layers],
-            "findings": [
-                {name: getattr(finding, name) for name in ("severity", "layer", "what", "remedy")}
-                for finding in self.findings
-            ],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
         }
 
     def plot(self) -> Figure:

@@ -1,8 +1,13 @@
-"""`Bench`: runs training steps of a model in several settings; the model stays as it was."""
+"""Times the training steps of one model in several settings, in turn; the model stays as it was."""
 
 import contextlib
+import dataclasses
+import math
 import random
+import re
+import statistics
 import time
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -10,7 +15,7 @@ import numpy as np
 from mpkeras import _keras, devices
 from mpkeras.conversion.apply import layer_converter, recorded
 from mpkeras.conversion.plan import computes_in
-from mpkeras.insight.timing import NotTrainable
+from mpkeras.insight.report import shortened
 from mpkeras.policies.dtypes import bytes_of
 from mpkeras.policies.loss_scaling import number
 from mpkeras.policies.registry import get_policy
@@ -18,6 +23,21 @@ from mpkeras.training.backend import training_backend
 from mpkeras.training.state import load_state_dict, state_dict
 from mpkeras.training.step import make_train_step
 
+ROUNDS = 60
+# Compiling leaves time for so many rounds of the cells that are ready, or this share of the budget if that is less.
+_ROUNDS_KEPT = 20
+_SHARE_KEPT = 0.4
+# A setting of `jit_compile` that no cell has tried may take so many times as long to prepare as the slowest so far:
+# JAX op by op compiles each operation on its own.
+_UNTRIED = 2.0
+# Cells so many times slower than the fastest are no longer timed: after the first steps, after 3 and after 12 rounds.
+_HOPELESS = {0: 10.0, 3: 3.0, 12: 1.5}
+# One reading of the clock covers about this time, or noise of the timer and of thread wake-ups is what is compared.
+_READING_MS = 20.0
+_MOST_STEPS = 20
+_RAISED_IN_CALL = re.compile(
+    r"Exception encountered when calling ([\w.]+)\(\)\.\s*(.*?)\s*(?:Arguments received|$)", re.DOTALL
+)
 # float16 begins at a loss scale of 2^15: so many steps are skipped at most until it is down at 1.
 _WARM_UP_STEPS = 16
 TEMPORARY = "XLA's temporary buffers of the compiled step, beside weights, optimizer and batch"
@@ -26,18 +46,164 @@ PEAK = "the device memory that a step takes at its peak, beside what is held bet
 ESTIMATE = "an estimate: the layers' outputs for this batch, in the dtypes they compute in"
 
 
+@dataclasses.dataclass
+class Cell:
+    """One setting and what was found about it."""
+
+    policy: str
+    jit_compile: bool  # by XLA, on torch by `torch.compile`
+    # One for each round that the cell took part in; all begin with the first round.
+    times_ms: list = dataclasses.field(default_factory=list)
+    first_ms: float = math.inf  # of a warm step
+    preparation_s: float = 0.0  # until the step was compiled and warm
+    failure: str | None = None  # why there are no times
+    memory_bytes: int | None = None
+    error: Exception | None = None  # that the failure was
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}, jit_compile={self.jit_compile}"
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self.times_ms)
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.times_ms)
+
+
+class NotTrainable(Exception):
+    """A cell whose step runs and does not train; the message says why."""
+
+
+def measure_grid(
+    cells,
+    bench,
+    *,
+    budget_s: float,
+    rounds: int = ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int], None] = lambda done: None,
+):
+    """Fills in the times of `cells`, the most important first: a budget may end before the last.
+
+    The first is always begun. A step that is being compiled cannot be interrupted, so that `budget_s` and one
+    compilation may pass. `bench.begin(cell)` makes the cell's step, warms it up and returns the milliseconds of a warm
+    one; `bench.measure(cell, steps)` returns the mean milliseconds of so many steps in a row. `progress` is told how
+    many of the cells and rounds are done.
+    """
+    started = clock()
+
+    def left_s():
+        return budget_s - (clock() - started)
+
+    ready: list = []
+    for i, cell in enumerate(cells):
+        kept_s = min(_SHARE_KEPT * budget_s, _rounds_s(ready))
+        cell.failure = _reason_to_leave_out(cell, ready, left_s() - kept_s)
+        if cell.failure is None:
+            begun = clock()
+            try:
+                cell.first_ms = bench.begin(cell)
+                ready.append(cell)
+            except NotTrainable as reason:
+                cell.failure = str(reason)
+            except Exception as error:  # of any layer, loss or compiler
+                cell.error = error
+                cell.failure = shortened(f"raises: {type(error).__name__}: {_innermost(str(error))}", 90)
+            cell.preparation_s = clock() - begun
+        progress(i + 1)
+    if ready:
+        _rounds(ready, bench, rounds, left_s, lambda done: progress(len(cells) + done))
+    progress(len(cells) + rounds)
+
+
+def _reason_to_leave_out(cell, ready, left_s: float) -> str | None:
+    if not ready:
+        return None
+    alike = [other for other in ready if other.jit_compile == cell.jit_compile]
+    if not alike:
+        return "not measured: time" if _UNTRIED * max(other.preparation_s for other in ready) > left_s else None
+    # The last one: the very first also pays for what the backend makes once.
+    if alike[-1].preparation_s > left_s:
+        return "not measured: time"
+    slowness = _fastest_ms(alike) / _fastest_ms(ready)
+    return f"not measured: {slowness:.0f} times slower in {alike[0].policy}" if slowness > _HOPELESS[0] else None
+
+
+def _innermost(message: str) -> str:
+    """Returns the message of the layer that raised, without the text that Keras and TensorFlow put around it."""
+    message = re.sub("\x1b\\[[0-9]*m", "", message)
+    found = _RAISED_IN_CALL.findall(message)
+    if found:
+        return ": ".join(found[-1])
+    return message.rpartition("\n\n    ")[2] if message.startswith("in user code:") else message
+
+
+def _fastest_ms(ready) -> float:
+    return min(cell.first_ms for cell in ready)
+
+
+def _rounds_s(ready) -> float:
+    """Returns about how many seconds the rounds take for which time is kept."""
+    if not ready:
+        return 0.0
+    near = [cell.first_ms for cell in ready if cell.first_ms <= _HOPELESS[3] * _fastest_ms(ready)]
+    return 1e-3 * _ROUNDS_KEPT * _steps(ready) * sum(near)
+
+
+def _steps(ready) -> int:
+    """Returns how many steps one reading of the clock covers."""
+    return max(1, min(_MOST_STEPS, math.ceil(_READING_MS / max(_fastest_ms(ready), 1e-3))))
+
+
+def _rounds(ready, bench, rounds, left_s, progress):
+    steps = _steps(ready)
+    limit = _HOPELESS[0] * _fastest_ms(ready)
+    live = [cell for cell in ready if cell.first_ms <= limit]
+    for cell in ready:
+        if cell.first_ms > limit:
+            cell.times_ms.append(cell.first_ms)
+    orders: list = []
+    last_s = 0.0
+    for done in range(rounds):
+        if done:
+            if last_s > left_s():
+                break
+            progress(done)
+        before_s = left_s()
+        orders = orders or orders_in_turn(live, rounds - done, seed=done)
+        for cell in orders.pop(0):
+            cell.times_ms.append(bench.measure(cell, steps))
+        last_s = before_s - left_s()
+        if done + 1 in _HOPELESS:
+            limit = _HOPELESS[done + 1] * min(cell.median_ms for cell in live)
+            live = [cell for cell in live if cell.median_ms <= limit]
+            orders = []
+
+
+def orders_in_turn(names: Sequence, rounds: int, seed: int = 0) -> list[list]:
+    """Returns one order of `names` for each of `rounds` rounds.
+
+    Every block of `len(names)` rounds holds the rotations of one random order, so that each name comes first, second,
+    ... equally often: the first of a round may pay for what the last one left in the caches.
+    """
+    shuffle = random.Random(seed).shuffle
+    orders: list = []
+    while names and len(orders) < rounds:
+        order = list(names)
+        shuffle(order)
+        orders += [order[start:] + order[:start] for start in range(len(order))]
+    return orders[:rounds]
+
+
 class Bench:
-    """The steps of all cells, which train the same model in turn.
+    """The steps of all cells, which train the same model in turn, on one batch.
 
     Weights and optimizer are shared, so that the grid needs the memory of one model and two optimizers (of float16,
     and of the others). Compiled steps keep the dtypes that they were compiled with; for those that run op by op the
     layers change between the readings of the clock.
-
-    Args:
-        model: The model to train, built.
-        x, y: One batch.
-        make_optimizer: Returns a fresh optimizer.
-        loss_fn: As in `mpkeras.make_train_step`.
     """
 
     def __init__(self, model, x, y, make_optimizer, loss_fn):
@@ -50,7 +216,7 @@ class Bench:
         self._policy: str | None = None
         self._optimizers, self._steps = {}, {}
         #: What `memory_bytes` of the cells is; `None` before one was found.
-        self.memory_kind = None
+        self.memory_kind: str | None = None
 
     def begin(self, cell) -> float:
         """Makes the step of `cell`, warms it up and returns the milliseconds of a warm one."""
@@ -64,15 +230,15 @@ class Bench:
         )
         result = step(*self._batch)
         self._optimizers[scales] = step.optimizer
-        steps = 1
+        left = _WARM_UP_STEPS
         while bool(number(result["skipped"])):
             loss = float(number(result["loss"]))
-            if not np.isfinite(loss):
+            if not math.isfinite(loss):
                 raise NotTrainable(f"loss not finite: {loss}")
-            if steps == _WARM_UP_STEPS:
+            left -= 1
+            if not left:
                 raise NotTrainable("gradients not finite at every loss scale")
             result = self._run(step, 1)
-            steps += 1
         self._steps[cell.name] = step
         milliseconds = self.measure(cell, 1)
         found, kind = self._memory(step)
@@ -95,7 +261,10 @@ class Bench:
     def measure(self, cell, steps: int) -> float:
         """Returns the mean milliseconds of `steps` steps in a row, the device waited for at the end."""
         step = self._steps[cell.name]
-        if _runs_op_by_op(cell.jit_compile):
+        backend = keras.backend.backend()
+        # These steps read the layers' policies in every call, and not only in the first. One of TensorFlow is a graph
+        # at least; what `torch.compile` made is chosen by the state of the layers, too.
+        if backend == "torch" or (backend == "jax" and not cell.jit_compile):
             self._change_to(cell.policy)
         started = time.perf_counter()
         self._run(step, steps)
@@ -118,15 +287,6 @@ class Bench:
             layer_converter(self._model, get_policy(policy))()
             self._policies[policy] = recorded(self._model)
         self._policy = policy
-
-
-def _runs_op_by_op(jit_compile: bool) -> bool:
-    """Returns whether a step reads the layers' policies in every call, and not only in the first.
-
-    A step of TensorFlow is a graph at least; what `torch.compile` made is chosen by the state of the layers, too.
-    """
-    backend = keras.backend.backend()
-    return backend == "torch" or (backend == "jax" and not jit_compile)
 
 
 def estimated_output_bytes(model, x) -> int | None:
@@ -185,19 +345,14 @@ def _copy(model, x):
         if not _keras.is_built(copy):
             copy(x)
         if _keras.is_built(model):
-            _check_alike(copy, model)
+            if _picture(copy) != _picture(model):
+                return None  # The configuration did not say all.
             copy.set_weights(model.get_weights())
             # What `prepare` or `apply_policy` made of the layers is not in every configuration.
             recorded(model, on=copy)()
         return copy
     except Exception:  # What `get_config`, `from_config` and the layers of the user's own raise.
         return None
-
-
-def _check_alike(copy, model):
-    """Raises `ValueError` where the configuration did not say all: other weights, or other layers."""
-    if _picture(copy) != _picture(model):
-        raise ValueError(f"Expected a copy like '{model.name}'. Received: another one. Measure the model itself.")
 
 
 def _picture(model) -> tuple:

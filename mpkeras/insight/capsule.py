@@ -14,7 +14,7 @@ from mpkeras import _keras, _replaced
 from mpkeras._arguments import check_switch
 from mpkeras.conversion.apply import layer_converter
 from mpkeras.conversion.float8 import has_product
-from mpkeras.devices.environment import environment
+from mpkeras.devices import environment
 from mpkeras.insight.comparison import Comparison, compare_with
 from mpkeras.insight.numerics import NumericsReport, traced
 from mpkeras.insight.observation import call_of, replaced_calls

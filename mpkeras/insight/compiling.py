@@ -22,6 +22,7 @@ import keras
 from mpkeras._keras import give_paths, is_built, lay_out
 from mpkeras.conversion.apply import apply_policy, float8_products
 from mpkeras.conversion.plan import layers_of
+from mpkeras.devices import backend_module
 from mpkeras.devices.targets import find_target
 from mpkeras.insight.hlo import read_program
 from mpkeras.policies.rules import FLOAT8_STATE_MARK, layer_policy
@@ -86,12 +87,7 @@ def _layer_of(error: Exception) -> str | None:
 
 
 def define(source: str, names: dict):
-    """Runs the imports, definitions and constants of a script, without doing its work.
-
-    Args:
-        source: The text of the script.
-        names: Where they go, by their names.
-    """
+    """Runs the imports, definitions and constants of a script, without doing its work, and puts them into `names`."""
     compiled = codeop.Compile()  # Knows what was imported from `__future__`, and takes trees as `compile` does.
     for node in ast.parse(source).body:
         if _is_definition(node):
@@ -139,23 +135,24 @@ class Steps:
             objects = vars(importlib.import_module(name))
             keras.saving.get_custom_objects().update({key: thing for key, thing in objects.items() if callable(thing)})
         self._wanted = wanted
-        self._target = find_target(wanted["device"], wanted["cpu_memory_bytes"])
-        backend = importlib.import_module("mpkeras.devices._jax")
-        count = wanted["devices"]
-        devices = backend.compile_devices(self._target, count)
+        self._target = find_target(wanted["device"])
+        backend = backend_module()
+        devices = backend.compile_devices(self._target, wanted["devices"])
         # Which layers have a kernel in 16 bits is asked of this device, not of the CPU that compiles.
         backend.try_for(devices[0])
-        self._device = devices[0] if wanted["mesh"] is None else None
-        self._distribution = None
-        if wanted["mesh"] is not None:
+        self._device = self._distribution = None
+        if wanted["mesh"] is None:
+            self._device = devices[0]
+        else:
             mesh = backend.MeshOfDevices(wanted["mesh"]["shape"], wanted["mesh"]["axis_names"], devices)
             self._distribution = _distribution(wanted, mesh)
-        self._policies = {name: _made(config) for name, config in wanted["policies"].items()}
+        self._policies = _made(wanted["policies"])
+        self._batch = _made(wanted["x"]), _made(wanted["y"])
         self._steps: dict = {}
 
     def compiled(self, policy: str, batch: int) -> dict:
         """Returns what the compiler says of the step of `policy` on a batch of so many rows."""
-        x, y = (_of_rows(self._wanted[name], batch) for name in ("x", "y"))
+        x, y = (_of_rows(structure, batch) for structure in self._batch)
         if policy not in self._steps:
             self._steps[policy] = self._step(policy, x)
         step = self._steps[policy]
@@ -192,7 +189,7 @@ class Steps:
             if self._distribution is not None:
                 # Before there are slots, which lie as their weights do.
                 lay_out(model.variables, self._distribution)
-        loss = _losses(wanted["loss"])
+        loss = keras.tree.pack_sequence_as(ast.literal_eval(wanted["loss_structure"]), _made(wanted["losses"]))
         # An optimizer begins with a few numbers, which it has to get.
         optimizer = _made(wanted["optimizer"])
         return make_train_step(model, optimizer, loss, jit_compile=True)
@@ -202,12 +199,9 @@ class Steps:
         sparse = self._wanted["sparse"]
         flat = keras.tree.flatten(outputs)
         sparse = sparse if len(sparse) == len(flat) else [sparse[0]] * len(flat)
-        targets = [
-            keras.KerasTensor(output.shape[:-1], "int32")
-            if takes_classes
-            else keras.KerasTensor(output.shape, "float32")
-            for output, takes_classes in zip(flat, sparse, strict=True)
-        ]
+        classes = [keras.KerasTensor(output.shape[:-1], "int32") for output in flat]
+        values = [keras.KerasTensor(output.shape, "float32") for output in flat]
+        targets = [c if takes_classes else v for c, v, takes_classes in zip(classes, values, sparse, strict=True)]
         return keras.tree.pack_sequence_as(outputs, targets)
 
 
@@ -219,16 +213,10 @@ def _without_values():
 def _of_rows(structure, batch):
     """Returns `KerasTensor`s for a batch of so many rows; `None` for what is not there."""
 
-    def is_tensor(part):
-        return isinstance(part, dict) and set(part) == {"shape", "dtype"}
+    def of_rows(tensor):
+        return None if tensor is None else keras.KerasTensor((batch, *tensor.shape[1:]), tensor.dtype)
 
-    if structure is None:
-        return None
-    if is_tensor(structure):
-        return keras.KerasTensor((batch, *structure["shape"][1:]), structure["dtype"])
-    if isinstance(structure, dict):
-        return {name: _of_rows(part, batch) for name, part in structure.items()}
-    return [_of_rows(part, batch) for part in structure]
+    return keras.tree.map_structure(of_rows, structure)
 
 
 def facts_of(program) -> dict:
@@ -250,30 +238,17 @@ def facts_of(program) -> dict:
 
 
 def _in_float8(model, traced, compiled_flops) -> dict:
-    """Returns what was asked for in float8, and what the compiler made: the key `"float8"` of `Forecast.to_dict`.
-
-    FLOPs, as it merges products that share an operand.
-    """
+    """Returns what was asked for in float8, and what the compiler made: the key `"float8"` of `Forecast.to_dict`."""
     products = importlib.import_module("mpkeras.insight._jax").program_of(traced.jaxpr.jaxpr).products
     asked_for = [product.flops for product in products if product.dtype.startswith("float8")]
     reasons = float8_products(model)
+    layers = [layer for layer in layers_of(model) if id(layer) in reasons]
     return {
         "products": len(asked_for),
-        "flops": sum(asked_for),
+        "flops": sum(asked_for),  # The compiler merges products that share an operand: only FLOPs can be compared.
         "compiled_flops": compiled_flops,
-        "layers": [
-            {"path": layer.path, "reason": reasons[id(layer)]} for layer in layers_of(model) if id(layer) in reasons
-        ],
+        "layers": [{"path": layer.path, "reason": reasons[id(layer)]} for layer in layers],
     }
-
-
-def _losses(wanted):
-    """Returns what `serialized_losses` was given."""
-    if wanted["kind"] == "dict":
-        return {key: _losses(part) for key, part in wanted["parts"]}
-    if wanted["kind"] == "list":
-        return [_losses(part) for part in wanted["parts"]]
-    return _made(wanted["parts"])
 
 
 def _made(config):

@@ -11,18 +11,21 @@ from mpkeras.conversion.changes import regularizes_in_16_bits
 from mpkeras.conversion.plan import compute_dtypes, computes_in, layers_of
 from mpkeras.devices import native
 from mpkeras.insight.flops import sums_by_dtype
-from mpkeras.insight.report import bytes_text, percent
+from mpkeras.insight.report import bytes_text, listed, percent
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.rules import DEFAULT_RULES, bound_layers, default_rules
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 SEVERITIES = ("error", "warning", "note")
-_NAMES_SHOWN = 4
 # Of all FLOPs: what a float32 layer may cost before it is a warning.
 _DEAR = 0.05
 # Of all FLOPs: below it the size of a layer does not matter.
 _SMALL = 0.01
+# Parameters from which the product of a layer is worth a word.
+_LARGE_HEAD = 4096
 _TILE = 8
+_WIDEN = '`mpkeras.apply_policy(model, "{}", float32_variables=True)` makes them float32 ones of the same values.'
+_ROUND = "`mpkeras.prepare(model)` after `compile` rounds weights stochastically, which loses nothing on average"
 _SIZES = ("units", "filters", "output_dim", "key_dim")
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
@@ -53,42 +56,26 @@ def in_order(findings) -> list:
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def listed(names) -> str:
-    """Returns the first names and the number of the others, as text."""
-    names = list(names)
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def check_variables(model, optimizer) -> list:
-    """16-bit variables: small updates are lost in them (P26, P40), those of LoRA among them (P29).
-
-    Args:
-        model: The model.
-        optimizer: What trains it, or `None`. A `LossScaleOptimizer` rounds bfloat16 weights so that nothing is lost.
-    """
+    """16-bit variables: small updates are lost in them (P26, P40), those of LoRA among them (P29)."""
     findings = []
-    weights = _keras.frozen_weights(model)
-    bits = {"float16": "11 significant bits, and nothing below 6e-8", "bfloat16": "8 significant bits"}
-    widen = (
-        '`mpkeras.apply_policy(model, "mixed_{}", float32_variables=True)` makes them float32 ones of the same values.'
-    )
-    remedies = {
-        "float16": widen.format("float16"),
-        "bfloat16": "`mpkeras.prepare(model)` after `compile` rounds weights stochastically, which loses nothing on "
-        "average; " + widen.format("bfloat16"),
-    }
+    frozen = _keras.frozen_weights(model)
+    # It rounds bfloat16 weights so that nothing is lost.
     is_rounded = isinstance(optimizer, LossScaleOptimizer)
     for layer in layers_of(model):
         for dtype in SIXTEEN_BIT_DTYPES:
             # Frozen weights are rounded once; only what moves, statistics among it, loses what is behind its last bit.
             own = [v for v in _keras.own_variables(layer) if v.dtype == dtype]
-            moving = [v for v in own if v.trainable or id(v) not in weights]
+            moving = [v for v in own if v.trainable or id(v) not in frozen]
             names = [v.name for v in moving if not (v.trainable and is_rounded and dtype == SMALL_DTYPE)]
-            if names:
-                severity = "error" if dtype == "float16" else "warning"
-                what = f"The variables {listed(names)} are {dtype}: {bits[dtype]}. Updates smaller than their last bit "
-                findings.append(Finding(severity, layer.path or layer.name, what + "are lost.", remedies[dtype]))
+            if not names:
+                continue
+            remedy = _WIDEN.format(f"mixed_{dtype}")
+            severity, bits = "error", "11 significant bits, and nothing below 6e-8"
+            if dtype == SMALL_DTYPE:
+                severity, bits, remedy = "warning", "8 significant bits", f"{_ROUND}; {remedy}"
+            what = f"The variables {listed(names)} are {dtype}: {bits}. Updates smaller than their last bit are lost."
+            findings.append(Finding(severity, layer.path or layer.name, what, remedy))
     return findings
 
 
@@ -152,15 +139,12 @@ def check_losses(model) -> list:
 
 
 def check_float32_rules(model, rows) -> list:
-    """Layers in 16 bits that the default rules keep in float32: probability heads (P4), normalization, and so on.
-
-    And large probability heads that are in float32, with what that costs.
-    """
+    """Layers in 16 bits that the default rules keep in float32 (P4), and large probability heads that are so kept."""
     all_flops = sum(row.total_flops for row in rows)
     ends = _last_layers(model)
     findings = []
     for row in rows:
-        if row.rule not in default_rules():
+        if row.rule not in default_rules():  # Others have no kernel in 16 bits.
             continue
         is_activation = row.rule.startswith("activation:")
         if row.compute_dtype not in SIXTEEN_BIT_DTYPES:
@@ -184,20 +168,16 @@ def check_float32_rules(model, rows) -> list:
 def _of_float32_head(model, row, all_flops) -> list:
     if row.parameters < _LARGE_HEAD or not computes_in(model, SIXTEEN_BIT_DTYPES):
         return []
-    share = f", {percent(row.total_flops / all_flops)} of all FLOPs" if all_flops else ""
-    return [
-        Finding(
-            "note",
-            row.path,
-            f"Its activation keeps all of it in float32: {row.parameters:,} parameters{share}.",
-            "Let it end in logits, without an activation, and give the loss `from_logits=True`: that costs nothing. "
-            "Elsewhere, make the activation a layer of its own.",
-        )
-    ]
+    what = f"Its activation keeps all of it in float32: {row.parameters:,} parameters"
+    remedy = (
+        "Let it end in logits, without an activation, and give the loss `from_logits=True`: that costs nothing. "
+        "Elsewhere, make the activation a layer of its own."
+    )
+    return [Finding("note", row.path, f"{what}{_share_text(row.total_flops, all_flops)}.", remedy)]
 
 
-# Parameters from which the product of a layer is worth a word.
-_LARGE_HEAD = 4096
+def _share_text(flops, all_flops) -> str:
+    return f", {percent(flops / all_flops)} of all FLOPs" if all_flops else ""
 
 
 def _last_layers(model) -> set | None:
@@ -247,7 +227,9 @@ def check_trace(forward, rows) -> list:
     """What could not be counted, and layers that mix dtypes (P11)."""
     findings = []
     if forward.is_mixing:
-        findings.append(_of_mixing(forward))
+        layer = forward.culprit
+        what = f"The backend refuses it. {forward.why_not.partition(': ')[2]}"
+        findings.append(Finding("error", layer.path or layer.name, what, mixing.remedy(layer)))
     elif forward.why_not is not None:
         where = forward.culprit and (forward.culprit.path or forward.culprit.name)
         what = f"FLOPs, casts and outputs are unknown, as the model could not be traced: {forward.why_not}"
@@ -269,30 +251,22 @@ def check_trace(forward, rows) -> list:
     return findings
 
 
-def _of_mixing(forward) -> Finding:
-    layer = forward.culprit
-    what = forward.why_not.partition(": ")[2]
-    return Finding("error", layer.path or layer.name, f"The backend refuses it. {what}", mixing.remedy(layer))
-
-
 def check_islands(model, rows) -> list:
     """Layers in float32 that no default rule names, with what each costs (P2, P36)."""
     if not computes_in(model, SIXTEEN_BIT_DTYPES):
         return []
     by_layer = {id(row.layer): row for row in rows}
-    named = {id(row.layer) for row in rows if row.rule is not None}
-    inner: set = set()
-    islands = []
-    for row in rows:
-        is_wide = row.compute_dtype in ("float32", "float64")
-        if row.is_container or not is_wide or {id(row.layer)} & (named | inner) or row.layer.name.startswith(CAST_NAME):
-            continue
-        all_of_it = [by_layer[id(layer)] for layer in layers_of(row.layer)]
-        inner.update(id(part.layer) for part in all_of_it)
-        islands.append((row, all_of_it))
     all_flops = sum(row.total_flops for row in rows)
     findings, cheap = [], []
-    for row, parts in islands:
+    inner: set = set()
+    for row in rows:
+        is_wide = row.compute_dtype in ("float32", "float64")
+        if row.is_container or not is_wide or row.rule is not None or id(row.layer) in inner:
+            continue
+        if row.layer.name.startswith(CAST_NAME):
+            continue
+        parts = [by_layer[id(layer)] for layer in layers_of(row.layer)]
+        inner.update(id(part.layer) for part in parts)
         flops = sum(part.total_flops - part.half_flops for part in parts)
         if all_flops and flops > _DEAR * all_flops:
             what = (
@@ -312,10 +286,10 @@ def check_islands(model, rows) -> list:
 def _of_cheap_islands(cheap, all_flops) -> Finding:
     parts = [part for _, parts, _ in cheap for part in parts]
     flops = sum(flops for *_, flops in cheap)
-    share = f", {percent(flops / all_flops)} of all FLOPs" if all_flops else ""
+    names = listed(f"{row.path} ({row.class_name})" for row, *_ in cheap)
     what = (
         f"In float32 though no default rule names {'it' if len(cheap) == 1 else 'them'}: "
-        f"{listed(f'{row.path} ({row.class_name})' for row, *_ in cheap)}{share}, {_bytes(parts)}."
+        f"{names}{_share_text(flops, all_flops)}, {_bytes(parts)}."
     )
     remedy = "Right if it is on purpose: each is a cast in and a cast out. `apply_policy` leaves float32 layers alone."
     severity = "warning" if flops > _DEAR * all_flops else "note"
@@ -329,20 +303,18 @@ def _of_wide_products(rows, all_flops) -> list:
     if not wide:
         return []
     share = sum(row.flops["float32"] for row in wide) / all_flops
+    # What a model itself multiplies stands between its layers.
+    between = ["operations between the layers of " * row.is_container for row in wide]
+    names = listed(f"{text}{row.path} ({row.class_name})" for text, row in zip(between, wide, strict=True))
     what = (
-        f"By their policy these compute in 16 bits, yet their products are in float32: "
-        f"{listed(map(_name_of, wide))}, {percent(share)} of all FLOPs."
+        f"By their policy these compute in 16 bits, yet their products are in float32: {names}, {percent(share)} of "
+        "all FLOPs."
     )
     remedy = (
         "Look for float32 inputs, tensors and `float32_island`; a `TFSMLayer` or `JaxLayer` keeps the dtypes it "
         "was made with; and Keras multiplies float16 in float32 on a CPU with torch."
     )
     return [Finding("warning" if share > _DEAR else "note", wide[0].path if len(wide) == 1 else None, what, remedy)]
-
-
-def _name_of(row) -> str:
-    between = "operations between the layers of " * row.is_container
-    return f"{between}{row.path} ({row.class_name})"
 
 
 def _remedy_of_island(row, model) -> str:
@@ -377,16 +349,15 @@ def check_sizes(rows) -> list:
         has_sizes = row.parameters or isinstance(row.layer, _ATTENTION)
         if row.compute_dtype not in SIXTEEN_BIT_DTYPES or id(row.layer) in in_attention or not has_sizes:
             continue
-        share = row.total_flops / all_flops if all_flops else None
         is_table = isinstance(row.layer, keras.layers.Embedding)
-        if share is not None and share < _SMALL and not is_table:
+        if row.total_flops < _SMALL * all_flops and not is_table:
             continue
         names = [*_SIZES, "input_dim"] if is_table and row.total_flops else _SIZES
         for name in names:
             n = getattr(row.layer, name, None)
             if type(n) is int and n % _TILE:
                 larger = -(-n // _TILE) * _TILE
-                of_all = f", {percent(share)} of all FLOPs" if share else ""
-                what = f"`{name}` is {n}, no multiple of {_TILE}{of_all}: tensor cores compute as if it were {larger}."
+                share = _share_text(row.total_flops, all_flops) if row.total_flops else ""
+                what = f"`{name}` is {n}, no multiple of {_TILE}{share}: tensor cores compute as if it were {larger}."
                 findings.append(Finding("note", row.path, what, f"`{name}={larger}` costs the same there, or less."))
     return findings

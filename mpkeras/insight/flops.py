@@ -11,6 +11,7 @@ import importlib
 import math
 import re
 import warnings
+from collections import Counter
 from typing import NamedTuple
 
 import keras
@@ -29,14 +30,11 @@ _OWNER = re.compile(r"mpkeras_layer(\d+)x")
 
 
 class Product(NamedTuple):
-    """A matrix product or convolution.
+    """A matrix product or convolution."""
 
-    `owner` is the number of the layer it is of, `flops` counts a multiplication and an addition as two.
-    """
-
-    owner: int | None
+    owner: int | None  # the number of the layer it is of
     dtype: str
-    flops: int
+    flops: int  # a multiplication and an addition are two
 
 
 class Cast(NamedTuple):
@@ -50,11 +48,11 @@ class Cast(NamedTuple):
 
 @dataclasses.dataclass
 class Program:
-    """The products and casts of one pass. `uncounted`: how many operations leave their size open."""
+    """The products and casts of one pass."""
 
     products: list = dataclasses.field(default_factory=list)
     casts: list = dataclasses.field(default_factory=list)
-    uncounted: int = 0
+    uncounted: int = 0  # operations that leave their size open
 
     def add_product(self, owner, dtypes, flops, times=1):
         """Adds a product of operands of `dtypes`, computed in the widest of them."""
@@ -94,17 +92,12 @@ class ForwardPass:
     """The result of tracing a model.
 
     Attributes:
-        program: A `Program`, or `None` where the model could not be traced.
-        why_not: Why there is none, in a sentence.
-        remedy: What helps then.
-        culprit: The layer whose `call` raised, or `None`.
-        is_mixing: Whether it raised as it mixes dtypes.
+        program: A `Program`, or `None` where the model could not be traced; then `why_not` and `remedy` are sentences.
+        culprit: The layer whose `call` raised; `is_mixing` where it did so as it mixes dtypes.
         training: Whether the pass is that of training; otherwise of inference.
-        open_size: What was taken for the sizes that the model leaves open besides that of the batch; `None` where it
-            leaves none.
+        open_size: What was taken for the sizes that the model leaves open besides that of the batch, if it was needed.
         output_bytes: `{number of the layer: {dtype: bytes}}`, layers with others inside left out.
         output_dtypes: The float dtypes that the model returns.
-        input_shapes: The shapes that were traced.
         mixed: `{number of the layer: sentence}` for layers that let wider floats in.
     """
 
@@ -139,23 +132,21 @@ def forward_pass(model, inputs, batch_size: int, open_size: int = OPEN_SIZE) -> 
             remedy="Pass `inputs=`: a batch, or `keras.KerasTensor`s, in the structure in which the model takes them.",
         )
     structure, is_open = arguments
-    failed = None
+    failed = []
     for training in (True, False):
         result = ForwardPass(training=training, open_size=open_size if is_open else None)
         try:
             _trace(model, structure, result)
+            return result
         except Exception as error:  # Whatever the user's layers raise.
             result.why_not = f"{type(error).__name__}: {_first_line(str(error))}"
-            result.remedy = "Call the model on a batch: the error says more."
-            if is_open:
-                result.remedy += f" Open sizes were taken as {open_size}; `open_size` gives another."
-            failed = failed or result
-            if result.is_mixing:
-                return result
-        else:
+        if result.is_mixing:
             return result
-    assert failed is not None  # of the two passes the last has failed
-    return failed
+        result.remedy = "Call the model on a batch: the error says more."
+        if is_open:
+            result.remedy += f" Open sizes were taken as {open_size}; `open_size` gives another."
+        failed.append(result)
+    return failed[0]
 
 
 def _first_line(message: str) -> str:
@@ -182,10 +173,10 @@ def _arguments(model, inputs, batch_size, open_size):
 
     call: tuple[tuple, dict]
     graph = _keras.graph_of(model)
+    if inputs is None and graph is not None:
+        inputs = _keras.input_structure(graph)
     if inputs is not None:
         call = (keras.tree.map_structure(like, inputs),), {}
-    elif graph is not None:
-        call = (keras.tree.map_structure(like, _keras.input_structure(graph)),), {}
     else:
         config = model.get_build_config() or {}
         shapes = config.get("shapes_dict") or {"input_shape": config.get("input_shape")}
@@ -235,65 +226,59 @@ def _trace(model, structure, result):
 
 
 def _watched(layers, backend, result):
-    """Runs the `call` of each layer in a scope of its own, and notes the bytes it returns."""
+    """Runs the `call` of each layer in a scope of its own, and notes what it returns, mixes and raises."""
     running: list = []
     indices = {id(layer): index for index, layer in enumerate(layers)}
-    return replaced_calls(layers, lambda layer: _watching(layer, indices[id(layer)], backend, running, result))
 
+    def watching(layer):
+        call, index = call_of(layer), indices[id(layer)]
+        is_own = has_own_call(layer)
 
-def _watching(layer, index, backend, running, result):
-    call = call_of(layer)
+        @functools.wraps(call)
+        def call_in_scope(*args, **kwargs):
+            may_mix = is_own and layer.compute_dtype in SIXTEEN_BIT_DTYPES
+            is_step = any(isinstance(outer, STEPPING) for outer, _ in running)
+            for _, inner in running:
+                inner.append(layer)
+            inside: list = []
+            running.append((layer, inside))
+            try:
+                with backend.scope(index):
+                    outputs = call(*args, **kwargs)
+            except Exception as error:
+                if result.culprit is None:  # the innermost layer comes first
+                    result.culprit = layer
+                    what = mixing.refused(layer, args, kwargs, error) if may_mix else None
+                    result.is_mixing = what is not None or isinstance(error, mixing.MixedDtypesError)
+                    if what is not None:
+                        raise mixing.MixedDtypesError(what) from error
+                raise
+            finally:
+                running.pop()
+            if not is_step and (not inside or isinstance(layer, STEPPING)):
+                _note_outputs(index, outputs, result)
+            if may_mix and index not in result.mixed:
+                what = mixing.promoted(layer, args, kwargs, outputs)
+                if what:
+                    result.mixed[index] = what
+            return outputs
 
-    @functools.wraps(call)
-    def call_in_scope(*args, **kwargs):
-        is_step = any(isinstance(outer, STEPPING) for outer, _ in running)
-        for _, inner in running:
-            inner.append(layer)
-        inside: list = []
-        running.append((layer, inside))
-        try:
-            with backend.scope(index):
-                outputs = call(*args, **kwargs)
-        except Exception as error:
-            _note_failure(layer, args, kwargs, error, result)
-            raise
-        finally:
-            running.pop()
-        if not is_step and (not inside or isinstance(layer, STEPPING)):
-            _note_outputs(index, outputs, result)
-        if has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES and index not in result.mixed:
-            what = mixing.promoted(layer, args, kwargs, outputs)
-            if what:
-                result.mixed[index] = what
-        return outputs
+        return call_in_scope
 
-    return call_in_scope
-
-
-def _note_failure(layer, args, kwargs, error, result):
-    if result.culprit is None:  # the innermost layer comes first
-        result.culprit = layer
-        if isinstance(error, mixing.MixedDtypesError):
-            result.is_mixing = True
-        elif has_own_call(layer) and layer.compute_dtype in SIXTEEN_BIT_DTYPES:
-            what = mixing.refused(layer, args, kwargs, error)
-            if what:
-                result.is_mixing = True
-                raise mixing.MixedDtypesError(what) from error
+    return replaced_calls(layers, watching)
 
 
 def _note_outputs(index, outputs, result):
-    known = result.output_bytes.setdefault(index, {})
+    known = result.output_bytes.setdefault(index, Counter())
     for output in keras.tree.flatten(outputs):
         dtype = tensor_dtype(output)
         if dtype not in (None, "string") and None not in tuple(output.shape):
-            known[dtype] = known.get(dtype, 0) + bytes_of(output.shape, dtype)
+            known[dtype] += bytes_of(output.shape, dtype)
 
 
 def sums_by_dtype(rows, attribute: str) -> dict:
     """Returns the sums of a `{dtype: number}` attribute over the rows."""
-    sums: dict = {}
+    sums: Counter = Counter()
     for row in rows:
-        for dtype, number in (getattr(row, attribute) or {}).items():
-            sums[dtype] = sums.get(dtype, 0) + number
-    return sums
+        sums.update(getattr(row, attribute) or {})
+    return dict(sums)

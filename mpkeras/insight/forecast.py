@@ -5,11 +5,11 @@ import math
 import time
 
 import keras
+import numpy as np
 
 from mpkeras._arguments import check_seconds, check_switch
 from mpkeras.devices.targets import Target
-from mpkeras.insight.compile_request import CompileRequest
-from mpkeras.insight.compiler import Compiler
+from mpkeras.insight.compiler import Compiler, CompileRequest
 from mpkeras.insight.report import Figure, Report, float8_text, make_figure
 from mpkeras.training.settings import check_model
 
@@ -81,57 +81,40 @@ def forecast(
         check_seconds("budget_s", budget_s, "Leave it out for as long as it takes.")
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     report = Forecast(model.name, request.target, request.devices, request.batch)
-    progress = _Progress(len(request.policies), verbose)
+    progress = keras.utils.Progbar(len(request.policies), verbose=verbose, unit_name="policy")
     try:
         with Compiler(request, deadline) as compiler:
             for name in request.policies:
-                report.add(name, compiler.compile(name, request.batch))
+                tried = {request.batch: compiler.compile(name, request.batch)}
+                report.add(name, tried[request.batch])
                 if largest_batch:
-                    tried: dict = {}
 
                     def room(batch, name=name, tried=tried):
-                        tried[batch] = compiler.compile(name, batch)
+                        if batch not in tried:
+                            tried[batch] = compiler.compile(name, batch)
                         return report.room(tried[batch])
 
                     found = largest_that_fits(room, request.batch, request.rows_split)
                     report.add_largest_batch(name, found, tried)
-                progress.add()
+                progress.add(1)
     except TimeoutError:
         report.missing = [name for name in request.policies if name not in report.policies]
         report.out_of_time = budget_s
     return report
 
 
-class _Progress:
-    """Keras' progress bar, a step a policy."""
-
-    def __init__(self, total, verbose):
-        self._bar = keras.utils.Progbar(total, verbose=verbose, unit_name="policy") if verbose else None
-
-    def add(self):
-        if self._bar is not None:
-            self._bar.add(1)
-
-
 def largest_that_fits(room, first: int, unit: int) -> int:
     """Returns the largest batch that fits, to within 1.5 %: a multiple of `unit`; 0 where not even `unit` rows fit.
 
-    Memory grows nearly in proportion to the batch: the line through two tries says where to try next, and every third
-    time what is left is halved, so that a program that does not keep to the line costs a few tries more.
-
-    Args:
-        room: Function of a batch that returns the bytes that it leaves, negative where it does not fit.
-        first: The batch to begin with, a multiple of `unit`.
-        unit: What rows come in, the number of devices that share them.
+    `room(batch)` returns the bytes that a batch leaves. Memory grows nearly in proportion to the batch: the line
+    through two tries says where to try next, and every third time what is left is halved, so that a program that does
+    not keep to the line costs a few tries more.
     """
     known: dict = {}
     fits, too_large, batch = 0, None, first
     while True:
         known[batch] = room(batch)
-        if known[batch] >= 0:
-            fits = batch
-        else:
-            too_large = batch
+        fits, too_large = (batch, too_large) if known[batch] >= 0 else (fits, batch)
         guess = _on_the_line(known) // unit * unit
         if too_large is None:
             batch = max(2 * batch, min(guess, 64 * batch))
@@ -210,9 +193,9 @@ class Forecast(Report):
         fits = self.room(found) >= 0
         if "too_large" in found:
             # The compiler of a TPU makes no program that does not fit, and says of its memory alone.
-            found = dict.fromkeys(_OF_A_PROGRAM) | {"peak_bytes": found["too_large"] or None}
+            found = {"peak_bytes": found["too_large"] or None}
         self.policies[policy] = {
-            **{name: found[name] for name in _OF_A_PROGRAM},
+            **{name: found.get(name) for name in _OF_A_PROGRAM},
             "fits": fits,
             "largest_batch": None,
             "largest_batch_flops_factor": None,
@@ -227,16 +210,15 @@ class Forecast(Report):
             batch: The largest batch.
             tried: `{batch: what the compiler said}` of all that were tried.
         """
-        of_a_row = {
-            n: sum(found["matrix_flops"].values()) / n for n, found in tried.items() if "too_large" not in found
-        }
+        programs = {n: found for n, found in tried.items() if "too_large" not in found}
+        of_a_row = {n: sum(found["matrix_flops"].values()) / n for n, found in programs.items()}
         fewest = min(of_a_row.values(), default=0.0)
         factor = of_a_row[batch] / fewest if batch and fewest else None
         self.policies[policy] |= {"largest_batch": batch, "largest_batch_flops_factor": factor}
 
     def _bound_ms(self, found) -> float | None:
         """Returns the time that one step takes at the least: its products at full rate, or each byte moved once."""
-        if not self.target.bandwidth or found["matrix_flops"] is None:
+        if not self.target.bandwidth or "matrix_flops" not in found:
             return None
         # A dtype whose rate no data sheet tells takes some time, too: the bound holds without.
         rates = self.target.matrix_rates
@@ -273,14 +255,12 @@ class Forecast(Report):
 
     def notes(self) -> list:
         """Returns the lines under the table: what stands out, and what the figures are not."""
-        notes = []
-        reference = self.policies.get("float32")
-        for name, found in self.policies.items():
-            if found is reference or reference is None or not found["temporary_bytes"]:
-                continue
-            share = found["temporary_bytes"] / reference["temporary_bytes"] if reference["temporary_bytes"] else None
-            if share is not None:
-                notes.append(f"{name}: {share:.2f} of float32's temporary bytes.")
+        of_float32 = self.policies.get("float32", {}).get("temporary_bytes")
+        notes = [
+            f"{name}: {found['temporary_bytes'] / of_float32:.2f} of float32's temporary bytes."
+            for name, found in self.policies.items()
+            if name != "float32" and of_float32 and found["temporary_bytes"]
+        ]
         fitting = [(name, found["largest_batch"]) for name, found in self.policies.items() if found["largest_batch"]]
         if fitting:
             first, *others = sorted(fitting, key=lambda pair: -pair[1])
@@ -308,7 +288,7 @@ class Forecast(Report):
                 )
             if found["collectives"]:
                 summed = ", ".join(
-                    f"{part['kind']} {part['dtype']} {_mib(part['bytes'])}" for part in found["collectives"]
+                    f"{part['kind']} {part['dtype']} {part['bytes'] / 2**20:.1f} MiB" for part in found["collectives"]
                 )
                 notes.append(f"{name}: devices exchange {summed} a step.")
         if self.missing:
@@ -360,20 +340,16 @@ class Forecast(Report):
         figure = make_figure(figsize=(6.4, 2.0 + 0.5 * len(self.policies)))
         axes = figure.subplots()
         names = list(self.policies)
-        begun = [0.0] * len(names)
-        for key, label, color in (
-            ("persistent_bytes", "weights and optimizer", "#4c72b0"),
-            ("temporary_bytes", "temporary", "#dd8452"),
-            (None, "batch, outputs, program", "#8c8c8c"),
-        ):
-            widths = []
-            for found, so_far in zip(self.policies.values(), begun, strict=True):
-                peak = (found["peak_bytes"] or 0) / 2**30
-                widths.append(max(0.0, peak - so_far) if key is None else (found[key] or 0) / 2**30)
-            axes.barh(names, widths, left=begun, label=label, color=color)
-            begun = [so_far + width for so_far, width in zip(begun, widths, strict=True)]
+        state, temporary, peak = (
+            np.array([(found[key] or 0) / 2**30 for found in self.policies.values()])
+            for key in ("persistent_bytes", "temporary_bytes", "peak_bytes")
+        )
+        held = state + temporary
+        axes.barh(names, state, label="weights and optimizer", color="#4c72b0")
+        axes.barh(names, temporary, left=state, label="temporary", color="#dd8452")
+        axes.barh(names, np.maximum(peak - held, 0), left=held, label="batch, outputs, program", color="#8c8c8c")
         limit = self._usable_bytes / 2**30
-        if max(begun, default=0.0) > limit / 8:
+        if max(np.maximum(peak, held), default=0.0) > limit / 8:
             axes.axvline(limit, color="black", linestyle="--", label="memory of the device")
         axes.invert_yaxis()
         axes.set_xlabel("GiB on one device")
@@ -401,11 +377,6 @@ def _gib(n) -> str:
     return "" if n is None else f"{n / 2**30:.2f}"
 
 
-def _mib(n) -> str:
-    return f"{n / 2**20:.1f} MiB"
-
-
 def _products_text(products) -> str:
-    if not products:
-        return ""
-    return ", ".join(f"{n} {dtype}" for dtype, n in sorted(products.items(), key=lambda pair: -pair[1]))
+    ordered = sorted((products or {}).items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{n} {dtype}" for dtype, n in ordered)

@@ -7,7 +7,7 @@ import time
 import keras
 from keras import ops
 
-from mpkeras.devices.environment import version
+from mpkeras.devices import version
 from mpkeras.devices.native import CPU_INSTRUCTIONS, Device, choose, native_dtypes, probe
 from mpkeras.insight.report import Figure, Report, make_figure
 

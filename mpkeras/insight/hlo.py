@@ -3,11 +3,11 @@
 The text is that of `HloModule::ToString`: https://openxla.org/xla/operation_semantics says what the operations mean.
 """
 
-import collections
 import dataclasses
-import json
+import functools
 import math
 import re
+from collections import Counter
 
 import numpy as np
 
@@ -22,7 +22,6 @@ _DTYPES = {
     "u8": "uint8",
     "pred": "bool",
 }
-_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 _COLLECTIVES = (
     "all-reduce",
     "all-gather",
@@ -32,16 +31,19 @@ _COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+# Such as f32[8,<=4]; beside arrays there are tokens and opaque values.
+_ARRAY = re.compile(r"\b(pred|(?:b?f|[suc])\d\w*)\[([\d,<=]*)\]")
 _HEADING = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*-> .*\{$")
 _CALLED = re.compile(
-    r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# Of an operation of XLA: lhs_contracting_dims={1}; of a call of cuBLAS: "lhs_contracting_dimensions":["1"].
+_CONTRACTED = re.compile(r'\blhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)')
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 # Such as dot_bf16_bf16_f32; dot_bf16_bf16_f32_x3 multiplies three times, for float32's precision.
 _ALGORITHM = re.compile(r"\balgorithm\"?[=:]\"?(?:ALG_)?dot_(bf16|f16)_\1_f32\b(?!_)", flags=re.IGNORECASE)
-_FLOAT8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -55,10 +57,19 @@ class Instruction:
     operands: list
     attributes: str
 
-    @property
+    @functools.cached_property
     def arrays(self) -> list:
         """`(HLO's name of the dtype, shape)` of each array of the result."""
-        return arrays_in(self.type)
+        return [
+            (dtype, tuple(int(n.lstrip("<=")) for n in sizes.split(",") if n))
+            for dtype, sizes in _ARRAY.findall(self.type)
+        ]
+
+    @property
+    def target(self) -> str:
+        """The function of a library that is called; `""` where none is."""
+        found = _TARGET.search(self.attributes) if self.operation == "custom-call" else None
+        return found[1] if found else ""
 
 
 @dataclasses.dataclass
@@ -80,94 +91,52 @@ class Program:
     matrix_flops: dict
     products: dict
     collectives: list
-    conditionals: int
-    host_transfers: int
-    loops_of_unknown_length: int
-    float8_call_flops: int
+    conditionals: int = 0
+    host_transfers: int = 0
+    loops_of_unknown_length: int = 0
+    float8_call_flops: int = 0
 
 
 def read_program(text: str) -> Program:
-    """Returns what is in a program.
-
-    Args:
-        text: HLO text of a compiled module.
-
-    Raises:
-        ValueError: If the text has no entry, or a product cannot be counted.
-    """
+    """Returns what is in the HLO text of a compiled module; `ValueError` where a product cannot be counted."""
     computations, entry = parse(text)
-    counted = _Counted(computations)
-    counted.count(entry, 1)
-    collectives = [
-        {"kind": kind, "dtype": dtype, "bytes": n} for (kind, dtype), n in sorted(counted.collectives.items())
-    ]
-    return Program(
-        dict(sorted(counted.flops.items())),
-        dict(sorted(counted.products.items())),
-        collectives,
-        counted.conditionals,
-        counted.host_transfers,
-        counted.loops_of_unknown_length,
-        counted.float8_call_flops,
-    )
+    flops_by_dtype: Counter = Counter()
+    products: Counter = Counter()
+    exchanged: Counter = Counter()
+    found = Program({}, {}, [])
+    seen: set = set()
 
-
-class _Counted:
-    """Sums over the computations of a program, each as often as it runs."""
-
-    def __init__(self, computations):
-        self._computations = computations
-        self._seen: set = set()
-        self.flops: collections.Counter = collections.Counter()
-        self.products: collections.Counter = collections.Counter()
-        self.collectives: collections.Counter = collections.Counter()
-        self.conditionals = 0
-        self.host_transfers = 0
-        self.loops_of_unknown_length = 0
-        self.float8_call_flops = 0
-
-    def count(self, name, times):
-        """Adds a computation that runs `times` times, and those that it calls."""
-        instructions = self._computations[name]
-        is_new = name not in self._seen
-        self._seen.add(name)
-        types = {instruction.name: instruction.arrays for instruction in instructions}
-        for instruction in instructions:
+    def count(name, times) -> bool:
+        """Counts a computation that runs `times` times, and those that it calls; returns whether they multiply."""
+        is_new = name not in seen
+        seen.add(name)
+        multiplies = False
+        types = {instruction.name: instruction.arrays for instruction in computations[name]}
+        for instruction in computations[name]:
             operands = [array for operand in instruction.operands for array in types.get(operand, [])]
             flops = _flops(instruction, operands)
             if flops is not None:
-                dtype = _multiplied_in(instruction) or _widest(dtype for dtype, _ in operands[:2])
-                self.flops[dtype] += flops * times
-                self.products[dtype] += is_new
-                self.float8_call_flops += flops * times * (_FLOAT8_CALL in instruction.attributes)
+                multiplies = True
+                dtype = _multiplied_in(instruction, operands)
+                flops_by_dtype[dtype] += flops * times
+                products[dtype] += is_new
+                found.float8_call_flops += flops * times * (instruction.target == "__cublas$lt$matmul$f8")
             if is_new:
-                self._note(instruction)
-            self._count_called(instruction, times)
+                found.conditionals += instruction.operation == "conditional"
+                found.host_transfers += _is_host_transfer(instruction)
+                exchanged.update(_exchanged(instruction))
+            is_loop = instruction.operation == "while"
+            trips = _TRIPS.search(instruction.attributes) if is_loop else None
+            names = re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(instruction.attributes)))
+            inside = [count(inner, times * (int(trips[1]) if trips else 1)) for inner in names if inner in computations]
+            found.loops_of_unknown_length += is_loop and trips is None and any(inside)
+            multiplies = multiplies or any(inside)
+        return multiplies
 
-    def _note(self, instruction):
-        operation = instruction.operation
-        self.conditionals += operation == "conditional"
-        self.host_transfers += _is_host_transfer(instruction)
-        kind = operation.removesuffix("-start")
-        if kind in _COLLECTIVES:
-            arrays = instruction.arrays
-            if operation == "all-gather-start" or operation == "collective-permute-start":
-                # What is sent, what is received, and, of the second, two numbers.
-                arrays = arrays[len(arrays) // 2 :] if operation == "all-gather-start" else arrays[1:2]
-            for dtype, shape in arrays:
-                self.collectives[kind, _name(dtype)] += _bytes(dtype, shape)
-
-    def _count_called(self, instruction, times):
-        trips = _TRIPS.search(instruction.attributes)
-        if instruction.operation == "while":
-            times *= int(trips[1]) if trips else 1
-        before = self.flops.total()
-        for _, names in _CALLED.findall(instruction.attributes):
-            for name in re.findall(r"[\w.\-]+", names):
-                if name in self._computations:
-                    self.count(name, times)
-        if instruction.operation == "while" and trips is None:
-            self.loops_of_unknown_length += self.flops.total() > before
+    count(entry, 1)
+    found.matrix_flops, found.products = dict(sorted(flops_by_dtype.items())), dict(sorted(products.items()))
+    found.collectives = [{"kind": kind, "dtype": dtype, "bytes": n} for (kind, dtype), n in sorted(exchanged.items())]
+    return found
 
 
 def parse(text: str) -> tuple[dict, str]:
@@ -208,92 +177,77 @@ def _closing(text: str, begin: int) -> int:
     raise ValueError(f"Expected brackets that close. Received: {text[:80]!r}.")
 
 
-def arrays_in(text: str) -> list:
-    """Returns `(HLO's name of the dtype, shape)` of each array in the text of a type."""
-    return [
-        (dtype, tuple(int(n.lstrip("<=")) for n in sizes.split(",") if n))
-        for dtype, sizes in _ARRAY.findall(text)
-        if dtype in _DTYPES or re.fullmatch(r"(f8e|[suc])\w+", dtype)
-    ]
-
-
 def _name(dtype: str) -> str:
     return "float8" if dtype.startswith("f8e") else _DTYPES.get(dtype, dtype)
 
 
-def _widest(dtypes) -> str:
-    dtypes = list(dtypes)
-    return _name(max(dtypes, key=_bits_of))
-
-
 def _bits_of(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
     number = re.search(r"\d+", dtype)
     return int(number[0]) if number else 8
 
 
-def _bytes(dtype, shape) -> int:
-    return math.prod(shape) * _bits_of(dtype) // 8
+def _exchanged(instruction) -> dict:
+    """Returns `{(kind, dtype): bytes}` of what a collective operation gives one device."""
+    operation = instruction.operation
+    kind = operation.removesuffix("-start")
+    if kind not in _COLLECTIVES:
+        return {}
+    arrays = instruction.arrays
+    # What is sent, what is received, and, of the second, two numbers.
+    if operation == "all-gather-start":
+        arrays = arrays[len(arrays) // 2 :]
+    elif operation == "collective-permute-start":
+        arrays = arrays[1:2]
+    found: Counter = Counter()
+    for dtype, shape in arrays:
+        found[kind, _name(dtype)] += math.prod(shape) * _bits_of(dtype) // 8
+    return found
 
 
-def _multiplied_in(instruction) -> str | None:
-    """Returns the dtype that an algorithm rounds the operands to, whatever they are stored in; `None` without one."""
+def _multiplied_in(instruction, operands) -> str:
+    """Returns the dtype that an algorithm rounds the operands to, whatever they are stored in; else the widest."""
     found = _ALGORITHM.search(instruction.attributes)
-    return None if found is None else _name(found[1].lower())
+    if found:
+        return _name(found[1].lower())
+    return _name(max((dtype for dtype, _ in operands[:2]), key=_bits_of))
 
 
 def _is_host_transfer(instruction) -> bool:
-    operation, attributes = instruction.operation, instruction.attributes
+    operation = instruction.operation
     if operation in ("infeed", "outfeed"):
         return True
     if operation in ("send", "recv"):
-        return "is_host_transfer=true" in attributes
-    if operation == "custom-call":
-        target = re.search(r'custom_call_target="([^"]*)"', attributes)
-        return target is not None and ("callback" in target[1] or "MoveToHost" in target[1])
-    # Memory space 5 is the host's.
-    return operation in ("copy", "copy-start") and "S(5)" in instruction.type
+        return "is_host_transfer=true" in instruction.attributes
+    if operation in ("copy", "copy-start"):
+        return "S(5)" in instruction.type  # Memory space 5 is the host's.
+    return "callback" in instruction.target or "MoveToHost" in instruction.target
 
 
 def _flops(instruction, operands) -> int | None:
     """Returns the FLOP of a product; `None` of what is none."""
-    if instruction.operation == "dot":
-        return _of_dot(instruction.arrays[0][1], operands[0][1], _numbers(instruction, "lhs_contracting_dims"))
-    if instruction.operation == "convolution":
-        return _of_convolution(instruction, operands[0][1], operands[1][1], instruction.arrays[0][1])
-    if instruction.operation != "custom-call":
-        return None
-    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-    name = target[1] if target else ""
-    if name.startswith("__cublas$"):
-        found = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', instruction.attributes)
-        if found is None:
-            raise ValueError(
-                f"Expected a product that says what it sums over. Received: {instruction.attributes[:200]}."
-            )
-        contracted = [int(n) for n in json.loads(found[1])]
-        return _of_dot(instruction.arrays[0][1], operands[0][1], contracted)
-    if name.startswith("__cudnn$conv"):
+    target = instruction.target
+    if instruction.operation == "dot" or target.startswith(("__cublas$", "__onednn$matmul")):
+        left, result = operands[0][1], instruction.arrays[0][1]
+        return 2 * math.prod(result) * math.prod(left[axis] for axis in _contracted(instruction, left))
+    if instruction.operation == "convolution" or target.startswith("__cudnn$conv"):
         result, first, second = instruction.arrays[0][1], operands[0][1], operands[1][1]
         # What of them is input, kernel and output of the convolution that is differentiated.
-        if name == "__cudnn$convBackwardInput":
+        if target == "__cudnn$convBackwardInput":
             return _of_convolution(instruction, result, second, first)
-        if name == "__cudnn$convBackwardFilter":
+        if target == "__cudnn$convBackwardFilter":
             return _of_convolution(instruction, first, result, second)
         return _of_convolution(instruction, first, second, result)
-    if name.startswith("__onednn$matmul"):
-        return _of_dot(instruction.arrays[0][1], operands[0][1], [len(operands[0][1]) - 1])
     return None
 
 
-def _numbers(instruction, attribute) -> list:
-    found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", instruction.attributes)
-    return [int(n) for n in found[1].split(",") if n] if found else []
-
-
-def _of_dot(result, left, contracted) -> int:
-    return 2 * math.prod(result) * math.prod(left[axis] for axis in contracted)
+def _contracted(instruction, left) -> list:
+    """Returns the axes of the left operand over which a product sums."""
+    if instruction.target.startswith("__onednn$matmul"):
+        return [len(left) - 1]
+    found = _CONTRACTED.search(instruction.attributes)
+    if found is None and instruction.operation != "dot":
+        raise ValueError(f"Expected a product that says what it sums over. Received: {instruction.attributes[:200]}.")
+    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
 
 def _of_convolution(instruction, inputs, kernel, outputs) -> int:

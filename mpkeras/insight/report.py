@@ -98,16 +98,16 @@ def shortened(message: str, length: int = 300) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
-def _shortened_list(names) -> str:
-    """Returns the first three of `names`, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def listed(names) -> str:
+    """Returns the first four of `names`, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def float8_text(reasons: list) -> list:
     """Returns lines that say which layers multiply in float8, and why the others do not.
 
-    Args:
-        reasons: `(path, reason)` for each layer with a product that might be in float8; `None` where it is.
+    `reasons` has `(path, reason)` for each layer with a product that might be in float8; `None` where it is.
     """
     others: dict = {}
     for path, reason in reasons:
@@ -115,7 +115,7 @@ def float8_text(reasons: list) -> list:
             others.setdefault(reason, []).append(path)
     n = sum(reason is None for _, reason in reasons)
     lines = [f"Products in float8: those of {n} of {len(reasons)} layers."]
-    return lines + [f"    not {_shortened_list(paths)}: {reason}" for reason, paths in others.items()]
+    return lines + [f"    not {listed(paths)}: {reason}" for reason, paths in others.items()]
 
 
 def quartiles(values) -> tuple:

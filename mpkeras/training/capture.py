@@ -13,7 +13,7 @@ from mpkeras import _keras
 from mpkeras.conversion.apply import converted_by
 from mpkeras.conversion.float8 import CURRENT, float8_change, multiplies_in_float8
 from mpkeras.conversion.plan import layers_of
-from mpkeras.devices.environment import environment
+from mpkeras.devices import environment
 from mpkeras.training import capsule_file, metric_states
 from mpkeras.training.state import named_variables, state_dict
 

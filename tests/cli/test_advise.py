@@ -6,12 +6,14 @@ import keras
 import numpy as np
 import pytest
 
-from _mpkeras_cli import main
 from mpkeras.devices.native import Device
 from mpkeras.export.saved_model import random_inputs
+from tests.cli.lines import lines_of
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
+
+printed, failing_line = lines_of("advise")
 
 
 @pytest.fixture
@@ -22,20 +24,6 @@ def path(tmp_path):
     path = tmp_path / "model.keras"
     model.save(path)
     return path
-
-
-def failing_line(capsys, *arguments):
-    assert main(["advise", *map(str, arguments)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("mpkeras advise: error: ")
-    return line
-
-
-def printed(capsys, *arguments):
-    assert main(["advise", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -8,10 +8,12 @@ import pytest
 from keras import layers
 
 import mpkeras
-from _mpkeras_cli import main
+from tests.cli.lines import lines_of
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
+
+printed, failing_line = lines_of("audit")
 
 
 def saved(path, optimizer=None):
@@ -20,21 +22,6 @@ def saved(path, optimizer=None):
         model.compile(optimizer, "categorical_crossentropy")
     model.save(path)
     return str(path)
-
-
-def failing_line(capsys, *arguments):
-    """Runs an audit that must fail, and returns its one line."""
-    assert main(["audit", *map(str, arguments)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("mpkeras audit: error: ")
-    return line
-
-
-def printed(capsys, *arguments):
-    assert main(["audit", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
 
 
 def test_a_file_and_what_a_policy_would_make_of_it(capsys, tmp_path, backend):

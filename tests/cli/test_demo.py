@@ -7,21 +7,13 @@ import pytest
 
 from _mpkeras_cli import demo, main
 from mpkeras.demo.runs import without_non_finite
+from tests.cli.lines import failing_line
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
-
-
-def failing_line(capsys, *arguments):
-    """Runs a command that must fail before anything is trained, and returns its one line."""
-    assert main(list(arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    return line
 
 
 def test_help_says_that_float32_is_always_trained(capsys):

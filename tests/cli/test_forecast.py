@@ -7,11 +7,13 @@ import keras
 import pytest
 from keras import layers
 
-from _mpkeras_cli import main
+from tests.cli.lines import lines_of
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
 needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX compiles, which is not installed")
+
+printed, failing_line = lines_of("forecast")
 
 
 @pytest.fixture
@@ -26,8 +28,7 @@ def saved(tmp_path):
 @pytest.mark.slow
 def test_a_file_as_it_was_saved(capsys, tmp_path, saved):
     options = ["--batch", "6", "--open-size", "5", "--policy", "mixed_bfloat16", "--plot", str(tmp_path / "plot.png")]
-    assert main(["forecast", saved, "--device", "cpu", "--json", *options]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(capsys, saved, "--device", "cpu", "--json", *options))
     assert (found["device"], found["batch"], list(found["policies"])) == ("cpu", 6, ["mixed_bfloat16"])
     weights = 24 * 48 + 48 + 48 * 8 + 8
     # The weights, and the momentum that the file's optimizer keeps.
@@ -53,12 +54,5 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, saved, arguments, 
     monkeypatch.chdir(tmp_path)
     # All of it is said before anything is compiled, and leaves no file.
     monkeypatch.setattr("mpkeras.insight.forecast.Compiler", None)
-    try:
-        status = main(["forecast", saved, *arguments])
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 2
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
-    assert captured.out == "" and line.startswith("mpkeras forecast: error: ") and message in line
+    assert message in failing_line(capsys, saved, *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["small.keras"]

@@ -7,21 +7,13 @@ import sys
 
 import pytest
 
-import _mpkeras_cli
-from _mpkeras_cli import main, quiet
+import _mpkeras_cli.command
+from _mpkeras_cli import main
 from mpkeras import __version__
+from tests.cli.lines import failing_line
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
-
-
-def failing_line(capsys, *arguments):
-    """Runs a command that must fail before anything is trained, and returns its one line."""
-    assert main(list(arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    return line
 
 
 @pytest.mark.parametrize(
@@ -160,7 +152,7 @@ def check_missing_backend(done, backend):
 
 
 def test_warnings_and_errors_at_the_start_are_shown(capfd):
-    with quiet.without_notes():
+    with _mpkeras_cli.command.without_notes():
         os.write(2, b"I0000 00:00:1 1 port.cc:1] a note\nE0000 00:00:1 1 cuda.cc:1] an error\nUserWarning: a warning\n")
     assert capfd.readouterr().err == "E0000 00:00:1 1 cuda.cc:1] an error\nUserWarning: a warning\n"
 
@@ -169,14 +161,14 @@ def test_nothing_is_held_back_where_no_file_can_be_written(capfd, monkeypatch):
     def refuse():
         raise FileNotFoundError("No usable temporary directory found")
 
-    monkeypatch.setattr(quiet.tempfile, "TemporaryFile", refuse)
-    with quiet.without_notes():
+    monkeypatch.setattr(_mpkeras_cli.command.tempfile, "TemporaryFile", refuse)
+    with _mpkeras_cli.command.without_notes():
         os.write(2, b"I0000 a note\n")
     assert capfd.readouterr().err == "I0000 a note\n"
 
 
 def test_what_fails_at_the_start_is_shown(capfd):
-    with pytest.raises(ImportError), quiet.without_notes():
+    with pytest.raises(ImportError), _mpkeras_cli.command.without_notes():
         os.write(2, b"E0000 no library\n")
         raise ImportError("no backend")
     os.write(2, b"and later lines\n")

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import mpkeras
-from _mpkeras_cli import main
+from tests.cli.lines import lines_of
 from tests.insight import faults
+
+printed, failing_line = lines_of("replay")
 
 
 def capsule(tmp_path, *fault, loss="mse", **data):
@@ -17,20 +19,6 @@ def capsule(tmp_path, *fault, loss="mse", **data):
     assert bool(step(*faults.batch(**data))["skipped"])
     step.capsule(tmp_path / "failure.mpk")
     return str(tmp_path / "failure.mpk")
-
-
-def failing_line(capsys, *arguments):
-    assert main(["replay", *map(str, arguments)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("mpkeras replay: error: ")
-    return line
-
-
-def printed(capsys, *arguments):
-    assert main(["replay", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
 
 
 def test_what_happened_is_printed(capsys, tmp_path):
@@ -91,4 +79,4 @@ def test_bad_input_is_status_2(capsys, tmp_path):
     (tmp_path / "text.mpk").write_text("no capsule")
     assert "Expected a whole capsule" in failing_line(capsys, tmp_path / "text.mpk")
     assert "nowhere" in failing_line(capsys, tmp_path / "text.mpk", "--import", "nowhere")
-    assert main(["replay", "--help"]) == 0 and "--compare" in capsys.readouterr().out
+    assert "--compare" in printed(capsys, "--help")

@@ -8,18 +8,10 @@ import sys
 import pytest
 
 from _mpkeras_cli import main
+from tests.cli.lines import failing_line
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
-
-
-def failing_line(capsys, *arguments):
-    """Runs a command that must fail before anything is trained, and returns its one line."""
-    assert main(list(arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    return line
 
 
 PROGRAM = """

@@ -1,5 +1,7 @@
 """The devices that a program can be compiled for: names, and what the compiler is told."""
 
+import os
+
 import pytest
 
 from mpkeras.devices.targets import NAMES, TARGETS, find_target
@@ -12,22 +14,31 @@ pytestmark = pytest.mark.backends("tensorflow")
     ("name", "found"), [("H100", "h100"), ("tpu-v5e", "v5e"), ("TPU_v6e", "v6e"), ("tpu v5p", "v5p"), ("cpu", "cpu")]
 )
 def test_a_name_is_found_however_it_is_written(name, found):
-    assert find_target(name, 2**33).name == found
+    assert find_target(name).name == found
 
 
-def test_the_cpu_has_the_memory_of_this_machine():
-    assert find_target("cpu", 2**33).memory_bytes == 2**33
+def test_the_cpu_has_the_memory_of_this_machine(monkeypatch):
+    assert find_target("cpu").memory_bytes > 2**28
+    sizes = {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**21}
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    assert find_target("cpu").memory_bytes == 2**33
+
+    def unknown(name):
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr(os, "sysconf", unknown)
+    assert find_target("cpu").memory_bytes == 0
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("h10", "'h100'"), ("a10", "'a100'"), ("tpu-v5", "'v5p'|'v5e'")])
 def test_a_name_that_is_unknown_names_the_nearest(name, nearest):
     with pytest.raises(ValueError, match=f"Received: '{name}'. Did you mean ({nearest})[?] Pass one of t4, a100"):
-        find_target(name, 1)
+        find_target(name)
 
 
 def test_a_device_that_is_no_name():
     with pytest.raises(TypeError, match="Expected `device` to be the name of a device. Received: 100 of type int"):
-        find_target(100, 1)
+        find_target(100)
 
 
 def test_16_bits_are_faster_where_there_are_units_for_them():

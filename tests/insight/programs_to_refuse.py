@@ -31,7 +31,7 @@ def with_a_callback(w, x):
 
 def main():
     (h100,) = compile_devices(TARGETS["h100"], 1)
-    (cpu,) = compile_devices(find_target("cpu", 0), 1)
+    (cpu,) = compile_devices(find_target("cpu"), 1)
     found = {}
     for function, device in ((with_a_conditional, h100), (to_the_host, h100), (with_a_callback, cpu)):
         square = jax.ShapeDtypeStruct((64, 64), "float16", sharding=jax.sharding.SingleDeviceSharding(device))

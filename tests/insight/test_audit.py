@@ -12,8 +12,8 @@ from keras import layers, ops
 import mpkeras
 from mpkeras.conversion.plan import layers_of
 from mpkeras.devices.native import Device
-from mpkeras.insight.findings import Finding, in_order, listed
-from mpkeras.insight.report import bytes_text, percent
+from mpkeras.insight.findings import Finding, in_order
+from mpkeras.insight.report import bytes_text, listed, percent
 
 A100 = Device("gpu", "A100", compute_capability=(8, 0))
 V100 = Device("gpu", "V100", compute_capability=(7, 0))

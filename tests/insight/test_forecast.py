@@ -14,8 +14,8 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.devices.targets import TARGETS, find_target
-from mpkeras.insight.compile_request import CompileRequest
+from mpkeras.devices.targets import TARGETS
+from mpkeras.insight.compiler import CompileRequest
 from mpkeras.insight.compiling import define
 from mpkeras.insight.forecast import Forecast, largest_that_fits
 
@@ -355,7 +355,7 @@ def test_a_batch_that_grows_in_steps_is_found_nevertheless():
 
 
 def report(**of_policies):
-    target = find_target("l4", 0)
+    target = TARGETS["l4"]
     made = Forecast("m", target, 1, 32)
     for name, found in of_policies.items():
         made.add(name, found)
@@ -483,6 +483,17 @@ class OwnSparse(keras.losses.SparseCategoricalCrossentropy):
 def test_which_losses_take_class_numbers(loss, takes_classes):
     request = CompileRequest(mlp(), (64, 96), None, "cpu", 1, ["float32"], "sgd", loss)
     assert json.loads(request.text)["sparse"] == takes_classes
+
+
+@pytest.mark.backends("tensorflow")
+def test_no_input_is_left_out():
+    """Also where there are more than the model takes: what it says of that is for it to say."""
+    inputs = keras.Input((8,), dtype="int32")
+    model = keras.Model([inputs], layers.Embedding(4, 2)(inputs))
+    request = CompileRequest(model, [(4, 8), (4, 3)], None, "cpu", 1, ["float32"], "sgd", "mse")
+    assert [part["config"]["shape"] for part in json.loads(request.text)["x"]] == [[4, 8], [4, 3]]
+    request = CompileRequest(model, [(4, 8)], None, "cpu", 1, ["float32"], "sgd", "mse")
+    assert [part["config"]["dtype"] for part in json.loads(request.text)["x"]] == ["int32"]
 
 
 @pytest.mark.backends("tensorflow")

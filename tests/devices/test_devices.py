@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras.devices.environment import environment, version
+from mpkeras.devices import environment, version
 
 
 @pytest.mark.backends("tensorflow")

@@ -1,0 +1,84 @@
+"""What the commands share: their parsers, checked numbers as options, and an import of mpkeras that writes no notes."""
+
+import argparse
+import contextlib
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+
+# Informational lines of absl's log, and what else TensorFlow writes around them while it starts, whatever
+# `TF_CPP_MIN_LOG_LEVEL` says. Warnings and errors have W, E and F.
+NOTE = re.compile(rb"I\d{4} |WARNING: All log messages before absl::|To enable the following instructions: ")
+
+
+def add_command(subparsers, name: str, run: Callable, *, help: str, description: str) -> Callable:
+    """Adds a subcommand that `run` carries out, and returns the function that adds its options."""
+    parser = subparsers.add_parser(
+        name, help=help, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    # `error` ends the command with one line and status 2.
+    parser.set_defaults(run=run, error=parser.error)
+    return parser.add_argument
+
+
+def count(text: str) -> int:
+    """Returns a whole number of at least 1, as the `type` of an option."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, received {text!r}")
+    return number
+
+
+def positive(unit: str) -> Callable[[str], float]:
+    """Returns a function for the `type` of an option: it returns a positive, finite number of `unit`."""
+
+    def convert(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"expected a positive number of {unit}, received {text!r}")
+        return number
+
+    return convert
+
+
+def import_mpkeras(error):
+    """Imports mpkeras without notes; without a backend of Keras, ends the command by `error(message)`."""
+    with without_notes():
+        try:
+            import mpkeras  # noqa: F401
+        except ModuleNotFoundError as reason:
+            if reason.name not in ("tensorflow", "jax", "torch"):
+                raise
+            error(reason)
+
+
+@contextlib.contextmanager
+def without_notes():
+    """Holds back all that is written to standard error, by compiled code too; then writes all of it but the notes."""
+    try:
+        held, stderr = tempfile.TemporaryFile(), os.dup(2)
+    except OSError:  # No folder to write to, or standard error is closed.
+        yield
+        return
+    with held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            if sys.stderr:
+                sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            for line in held:
+                if not NOTE.match(line):
+                    os.write(2, line)
