@@ -5,7 +5,7 @@ import math
 
 from mpkeras.insight.capsule import load_capsule
 from mpkeras.insight.comparison import Comparison
-from mpkeras.insight.operations.origins import Operation
+from mpkeras.insight.origins import Operation
 
 
 @dataclasses.dataclass(frozen=True)

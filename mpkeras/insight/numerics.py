@@ -12,23 +12,21 @@ from mpkeras.conversion.apply import recorded
 from mpkeras.conversion.float8.layers import float8_factors, multiplies_in_float8
 from mpkeras.conversion.float8.rounding import GRADIENT_DTYPE, OPERAND_DTYPE
 from mpkeras.conversion.plan import compute_dtypes, layers_of
-from mpkeras.insight.culprit import Culprit, find_culprit
-from mpkeras.insight.observation import observe
+from mpkeras.insight.observation import find_culprit, observe
 from mpkeras.insight.ranges import (
     EXPONENTS,
     WORTH,
     Range,
-    float8_losses,
     largest,
     lost_share,
     overflow_limit,
     overflow_share,
     relative_error,
-    underflow_limit,
+    rounding_losses,
+    scale_window,
     underflow_share,
 )
 from mpkeras.insight.report import Figure, Report, make_figure, percent
-from mpkeras.insight.scale_window import scale_window
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
@@ -91,37 +89,25 @@ def traced(model, x, y, sample_weight, loss_scale: float, loss_of=None, paths=No
     `loss_of` is that of `observe`; `paths` has, by the path that a layer has now, the one that it is shown with.
     """
     paths = paths or {}
-    run = functools.partial(observe, model, x, y, sample_weight, loss_of=loss_of)
+    run = functools.partial(observe, model, x, y, sample_weight, loss_of=loss_of, paths=paths)
     observed = run(loss_scale=loss_scale, references=True)
     with in_float32(model):
         reference = run()
-    layers = [_of_call(call, twin, loss_scale) for call, twin in zip(observed.calls, reference.calls, strict=True)]
-    _add_weights(layers, observed, reference)
 
     def run_rounded(rounded):
         with in_float32(model):
             return run(rounded=rounded)
 
-    window = None
-    if y is not None:
-        window = scale_window(model, observed, reference, loss_scale, lambda s: run(loss_scale=s), run_rounded)
+    window = scale_window(model, observed, reference, loss_scale, run, run_rounded)
     return NumericsReport(
-        [dataclasses.replace(layer, path=paths.get(layer.path, layer.path)) for layer in layers],
-        _with_path(find_culprit(observed, reference, loss_scale), paths),
+        _layers(observed, reference, loss_scale),
+        find_culprit(observed, reference, loss_scale),
         loss=observed.loss,
-        loss_scale=loss_scale if y is not None else None,
+        loss_scale=None if y is None else loss_scale,
         window=None if window is None else (window.smallest, window.highest),
-        lost={paths.get(path, path): share for path, share in window.lost.items()} if window is not None else {},
+        lost={} if window is None else {paths.get(path, path): share for path, share in window.lost.items()},
         compute_dtypes=compute_dtypes(model),
     )
-
-
-def _with_path(culprit, paths):
-    if culprit is None or culprit.path not in paths:
-        return culprit
-    path = paths[culprit.path]
-    # The path of a weight begins with that of its layer.
-    return Culprit(culprit.side, path, culprit.message.replace(f"'{culprit.path}", f"'{path}"))
 
 
 def _check(model, y, loss_scale):
@@ -163,14 +149,28 @@ def in_float32(model, but=()):
         put_back()
 
 
+def _layers(observed, reference, loss_scale: float) -> list:
+    """Returns a `LayerNumerics` for each call."""
+    layers = [_of_call(call, twin, loss_scale) for call, twin in zip(observed.calls, reference.calls, strict=True)]
+    last = {id(call.layer): (call.layer, numerics) for call, numerics in zip(observed.calls, layers, strict=True)}
+    pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
+    found = {id(variable): (grad, true_grad) for (variable, grad), (_, true_grad) in pairs}
+    for layer, numerics in last.values():
+        own = [found[id(v)] for v in _keras.own_variables(layer) if id(v) in found]
+        numerics.weight_grads = Range.of(grad for grad, _ in own)
+        numerics.true_weight_grads = Range.of(true_grad for _, true_grad in own)
+    return layers
+
+
 def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
     true_grads = [grad for grad in (*twin.input_grads, *twin.output_grads) if grad is not None]
-    inputs, outputs = Range.of(call.inputs), Range.of(call.outputs)
+    inputs, outputs, dtype = Range.of(call.inputs), Range.of(call.outputs), call.compute_dtype
+    is_small = dtype in SIXTEEN_BIT_DTYPES
     return LayerNumerics(
-        path=call.layer.path or call.layer.name,
+        path=call.path,
         class_name=type(call.layer).__name__,
         number=call.number,
-        compute_dtype=call.compute_dtype,
+        compute_dtype=dtype,
         inputs=inputs,
         outputs=outputs,
         # A layer that casts nothing on the way in (LayerNormalization) reads what it is given as it is.
@@ -180,28 +180,10 @@ def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
         underflow=underflow_share(call.outputs, call.references),
         grads=Range.of([*call.input_grads, *call.output_grads]),
         true_grads=Range.of(true_grads),
-        grad_underflow=_rounds_to_zero(true_grads, call.compute_dtype, loss_scale),
-        grad_loss=_loss(true_grads, call.compute_dtype, loss_scale),
+        grad_underflow=rounding_losses(true_grads, dtype, loss_scale)[0] if is_small else 0.0,
+        grad_loss=lost_share(true_grads, dtype, loss_scale) if is_small else 0.0,
         float8=_in_float8(call) if multiplies_in_float8(call.layer) else None,
     )
-
-
-def _in_float8(call) -> dict:
-    kernel = [keras.ops.convert_to_numpy(keras.ops.cast(call.layer.kernel, "float32"))]
-    factors = float8_factors(call.layer)
-    sides = {
-        "inputs": (call.inputs, OPERAND_DTYPE),
-        "kernel": (kernel, OPERAND_DTYPE),
-        "gradients": (call.output_grads, GRADIENT_DTYPE),
-    }
-    losses = {
-        name: float8_losses(*side, factor)
-        for (name, side), factor in zip(sides.items(), factors or (None,) * len(sides), strict=True)
-    }
-    found: dict = {name: zeroed for name, (zeroed, _) in losses.items()}
-    found["output_error"] = relative_error(call.outputs, call.references)
-    found["saturated"] = None if factors is None else {name: share for name, (_, share) in losses.items()}
-    return found
 
 
 def _overflow(call, inputs, outputs) -> float:
@@ -211,27 +193,21 @@ def _overflow(call, inputs, outputs) -> float:
     return outputs.nonfinite / outputs.size if outputs.size and not inputs.nonfinite else 0.0
 
 
-def _rounds_to_zero(grads, dtype: str, loss_scale: float) -> float:
-    """Returns the share of gradients that `dtype` rounds to zero at this scale, of those that are not zero."""
-    nonzero = np.concatenate([np.abs(g[g != 0], dtype="float64").ravel() for g in grads] or [np.zeros(0)])
-    if dtype not in SIXTEEN_BIT_DTYPES or not nonzero.size:
-        return 0.0
-    return float(np.mean(nonzero * loss_scale <= underflow_limit(dtype)))
-
-
-def _loss(grads, dtype: str, loss_scale: float) -> float:
-    return lost_share(grads, dtype, loss_scale) if dtype in SIXTEEN_BIT_DTYPES else 0.0
-
-
-def _add_weights(layers, observed, reference):
-    """Sets the ranges of the gradients of each layer's own weights, in its last call."""
-    last = {id(call.layer): layer for call, layer in zip(observed.calls, layers, strict=True)}
-    pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
-    found = {id(variable): (grad, true_grad) for (variable, grad), (_, true_grad) in pairs}
-    for call in observed.calls:
-        own = [found[id(v)] for v in _keras.own_variables(call.layer) if id(v) in found]
-        last[id(call.layer)].weight_grads = Range.of(grad for grad, _ in own)
-        last[id(call.layer)].true_weight_grads = Range.of(true_grad for _, true_grad in own)
+def _in_float8(call) -> dict:
+    kernel = keras.ops.convert_to_numpy(keras.ops.cast(call.layer.kernel, "float32"))
+    sides = {
+        "inputs": (call.inputs, OPERAND_DTYPE),
+        "kernel": ([kernel], OPERAND_DTYPE),
+        "gradients": (call.output_grads, GRADIENT_DTYPE),
+    }
+    factors = float8_factors(call.layer)
+    pairs = zip(sides.items(), factors or (None,) * len(sides), strict=True)
+    losses = {name: rounding_losses(*side, factor) for (name, side), factor in pairs}
+    return {
+        **{name: zeroed for name, (zeroed, _) in losses.items()},
+        "output_error": relative_error(call.outputs, call.references),
+        "saturated": None if factors is None else {name: share for name, (_, share) in losses.items()},
+    }
 
 
 @dataclasses.dataclass
@@ -286,6 +262,11 @@ class LayerNumerics:
         ranges = (self.true_inputs, self.true_outputs, self.true_grads, self.true_weight_grads)
         return self.overflow > 0 or any(found.max_abs >= limit for found in ranges)
 
+    @property
+    def is_off_in_float8(self) -> bool:
+        """Whether its outputs in float8 are off by more than a tenth."""
+        return self.float8 is not None and self.float8["output_error"] > WORTH
+
     def to_dict(self) -> dict:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value.to_dict() if isinstance(value, Range) else value for name, value in values.items()}
@@ -335,7 +316,7 @@ class NumericsReport(Report):
     @property
     def rules_16_bits(self) -> tuple[str, ...]:
         """The `keep_16_bits` rules, one for each layer whose outputs are off by more than a tenth in float8."""
-        return tuple(dict.fromkeys(path_rule(layer.path) for layer in self.layers if _is_off_in_float8(layer)))
+        return tuple(dict.fromkeys(path_rule(layer.path) for layer in self.layers if layer.is_off_in_float8))
 
     def policy(self) -> Policy:
         """Returns the mixed policy of the model with the rules for what is too large, or off in float8."""
@@ -381,10 +362,12 @@ class NumericsReport(Report):
                 f"Layer '{layer.path}': its {what} reaches {reached:.3g}, over {layer.compute_dtype}'s "
                 f"{largest(layer.compute_dtype):g}: keep it in float32 with the rule '{path_rule(layer.path)}'."
             )
-        for layer in {layer.path: layer for layer in self.layers if _is_off_in_float8(layer)}.values():
+        for layer in {layer.path: layer for layer in self.layers if layer.is_off_in_float8}.values():
+            saturated = layer.float8["saturated"]
+            past = f", {_percent(saturated['inputs'])} are larger than those of past steps" if saturated else ""
             lines.append(
                 f"Layer '{layer.path}': its outputs are off by {_percent(layer.float8['output_error'])} in float8, and "
-                f"{_percent(layer.float8['inputs'])} of its inputs round to zero{_saturated(layer)}: keep it in 16 "
+                f"{_percent(layer.float8['inputs'])} of its inputs round to zero{past}: keep it in 16 "
                 f"bits with the `keep_16_bits` rule '{path_rule(layer.path)}'."
             )
         if lines:
@@ -476,27 +459,18 @@ class NumericsReport(Report):
 
 def _largest_of(layer) -> tuple[str, float]:
     """Returns which of a layer's values are too large in float32, and the largest magnitude."""
+    # The output first: it is what the layer itself has made.
     ranges = {
-        "input": layer.true_inputs,
         "output": layer.true_outputs,
+        "input": layer.true_inputs,
         "gradient": layer.true_grads,
         "weight gradient": layer.true_weight_grads,
     }
     limit = overflow_limit(layer.compute_dtype)
-    # The output first: it is what the layer itself has made.
-    for what in ("output", "input", "gradient", "weight gradient"):
-        if ranges[what].max_abs >= limit:
-            return what, ranges[what].max_abs
+    for what, found in ranges.items():
+        if found.max_abs >= limit:
+            return what, found.max_abs
     return "output", max(layer.true_outputs.max_abs, layer.outputs.max_abs)
-
-
-def _saturated(layer) -> str:
-    shares = layer.float8["saturated"]
-    return f", {_percent(shares['inputs'])} are larger than those of past steps" if shares else ""
-
-
-def _is_off_in_float8(layer) -> bool:
-    return layer.float8 is not None and layer.float8["output_error"] > WORTH
 
 
 def _magnitude(found: Range) -> str:
