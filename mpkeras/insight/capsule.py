@@ -1,4 +1,4 @@
-"""`load_capsule`: a step that was skipped, run again from its file, and named to the operation."""
+"""`load_capsule`: runs a skipped step again from its file, and names the operation at fault."""
 
 import contextlib
 import dataclasses
@@ -129,7 +129,7 @@ class Capsule:
         self._safe_mode = safe_mode
         self._model: keras.Model = None
         self._train_step: TrainStep | None = None
-        # Of the layers of the model that there is now: the paths that they had.
+        # The path that a layer had, by its path in the model now.
         self._paths: dict = {}
         try:
             self.kind = {"fit": "fit", "step": "step"}[content["kind"]]
@@ -291,7 +291,7 @@ class Capsule:
     # ------------------------------------------------------------------------------------------ the model
 
     def _use(self, model):
-        """Makes `model` the one of this capsule: ready to take the step, with the state before it."""
+        """Makes `model` ready to take the step, and gives it the state before it."""
         with policy_scope("float32"):
             if self.kind == "fit":
                 self._make_ready_to_fit(model)
@@ -339,7 +339,7 @@ class Capsule:
         model.make_train_function(force=True)
 
     def _give_policies(self, model):
-        """Lets layers compute in what they did: a configuration does not hold the policy of every kind of model."""
+        """Gives the layers the dtypes that they had: not every kind of model has its policies in its configuration."""
         for layer, row, then in zip(computing_layers(model), layer_dtypes(model), self._layers, strict=False):
             name = stock_name(then[2], then[3])
             if row[1:4] != then[1:4] and row[1] == then[1] and name is not None:
@@ -365,7 +365,7 @@ class Capsule:
                 follow_weights(optimizer)
 
     def _check_layers(self, model):
-        """Raises `ValueError` unless the layers of `model` compute in what they did then."""
+        """Raises `ValueError` unless the layers of `model` have the dtypes that they had."""
         rows = layer_dtypes(model)
         if [row[1:] for row in rows] != [row[1:] for row in self._layers]:
             pairs = [(then, now) for then, now in zip(self._layers, rows, strict=False) if then[1:] != now[1:]]
@@ -429,7 +429,7 @@ class Capsule:
     # ------------------------------------------------------------------------------------------ the step
 
     def _result(self) -> dict:
-        """Runs the step, and returns what it says, by the names in `said`; the state stays as the step leaves it."""
+        """Runs the step, which changes the state, and returns its results by their names in `said`."""
         if self._train_step is not None:
             return said_by_step(self._train_step(*self.batch))
         logs, optimizers = _fitted(self.model, self._tensors()), self._optimizers()
@@ -445,7 +445,7 @@ class Capsule:
         return float("nan") if loss is None else number(loss)
 
     def _options_of_passes(self) -> dict:
-        """Returns the options of `observe` that are the same for all passes through the model."""
+        """Returns the options of `observe` for all passes through the model."""
         model, loss_of = self.model, None
         if self._train_step is not None:
             total = self._train_step._parts.total_loss
@@ -467,7 +467,7 @@ class Capsule:
 
     @contextlib.contextmanager
     def _recorded(self, gradients):
-        """Context manager: the optimizers take down the gradients that they are given, and update nothing."""
+        """Context manager: the optimizers collect the gradients that they are given, and update nothing."""
 
         def apply(grads, trainable_variables=None):
             gradients.extend(grads)

@@ -375,7 +375,7 @@ class NumericsReport(Report):
         return lines + self._about_scale()
 
     def _about_scale(self) -> list:
-        if self.window is None or self.loss_scale is None or "float16" not in self._compute_dtypes:
+        if self.window is None or "float16" not in self._compute_dtypes:
             return []
         smallest, highest = self.window
         if smallest > highest:

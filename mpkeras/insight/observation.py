@@ -18,8 +18,7 @@ from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dty
 from mpkeras.policies.rules import is_quantized
 from mpkeras.training.backend import training_backend
 
-# They call the layer in them step by step, in loops of the backend: what that returns is no output of its own, and
-# nothing can be carried out of there.
+# They call the layer in them in loops of the backend, out of which nothing can be carried.
 STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
 
 

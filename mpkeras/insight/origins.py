@@ -45,11 +45,11 @@ _SOURCE, _CONSTANT = -1, -2
 
 
 class Origins:
-    """Takes down the operations whose inputs are finite and whose output is not, and what comes of each.
+    """Records the operations whose inputs are finite and whose output is not, and what comes of each.
 
     An operation whose inf reaches neither the loss nor a gradient (the -inf of a mask, under a softmax) is not at
-    fault. A tensor is known by the object that it is, or else by its bits: backends hand some of them on in objects of
-    their own. Tensors are given as pairs of the object and its values as an array.
+    fault. A tensor is known by its object, or else by its bits: backends hand some of them on in other objects. Tensors
+    are given as pairs of the object and its values as an array.
 
     Args:
         has_source: Whether the batch or a weight is not finite.
@@ -82,7 +82,7 @@ class Origins:
             self.running.pop()
 
     def enter(self, path: str | None, around):
-        """Takes down that what follows is of the layer `path`, in those of `around`.
+        """Says that what follows is of the layer `path`, inside those of `around`.
 
         A cast just before it, within the layer around it, is that of its input: Keras casts before `call`.
         """
@@ -91,7 +91,7 @@ class Origins:
         self._casts_ahead = False
 
     def know_constant(self, tensor):
-        """Takes down a constant of the program."""
+        """Records a constant of the program."""
         if not is_finite(tensor[1]):
             self._put(tensor, _CONSTANT)
 
@@ -107,7 +107,7 @@ class Origins:
         return [self._by_bits.get(_bits(tensor[1]), _SOURCE) if origin is None else origin for origin, tensor in found]
 
     def note(self, inputs: Callable, outputs: list, place: Callable):
-        """Takes down one operation, in the order in which they run.
+        """Records one operation, in the order in which they run.
 
         Args:
             inputs: Returns the float tensors that it reads; called only where it is needed, as is `place`.

@@ -11,12 +11,12 @@ from mpkeras import _keras
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
-# Powers of two that are counted apart; what is beyond goes to the ends.
+# Powers of two that a histogram counts; what is beyond goes to its ends.
 EXPONENTS = range(-45, 41)
-# Of the gradient of a layer's weights, by its norm: what may be lost without a word. It is 1 % of the sum of squares,
+# The share of a layer's weight gradient, by the norm, that may be lost without a warning: 1 % of the sum of squares,
 # far less than what changes from batch to batch.
 WORTH = 0.1
-# Of the gradient at a single place. The losses of a hundred places, whose signs differ, add up to about `WORTH`.
+# The same of the gradient at a single place: the losses of a hundred places, whose signs differ, add up to `WORTH`.
 SAFE = 0.01
 
 
@@ -25,7 +25,7 @@ def is_float(array) -> bool:
 
 
 def is_finite(array) -> bool:
-    """Returns whether all numbers of an array are finite; those of ml_dtypes have no kind of NumPy's."""
+    """Returns whether all numbers of an array are finite."""
     if not is_float(array):
         return True
     return bool(np.isfinite(array if array.dtype.kind in "fc" else array.astype("float32")).all())

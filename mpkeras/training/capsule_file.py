@@ -31,9 +31,9 @@ from mpkeras.devices.environment import environment
 from mpkeras.training import metric_states
 from mpkeras.training.state import named_variables, state_dict
 
-# Among what a step returns within mpkeras: the values of `moving_variables` before it.
+# The key of the values of `moving_variables` before a step, in what the step returns inside mpkeras.
 BEFORE = "before the step"
-# Goes up when an older mpkeras could not read what is written.
+# Goes up when an older mpkeras cannot read what is written.
 FORMAT = 1
 _NOT_DENSE = ("RaggedTensor", "SparseTensor", "BCOO", "IndexedSlices", "PerReplica", "DistributedValues")
 _INDEX = "capsule.json"
@@ -182,7 +182,7 @@ def _serialized(name: str, serialize) -> dict:
 
 
 def _initial_values(optimizers) -> dict:
-    """Returns the values with which the variables of loss scales come into being in the very first step, by `id`."""
+    """Returns the values of the loss scales' variables before the very first step, which makes them, by `id`."""
     rules = [(optimizer.scale_state, optimizer.loss_scale_rule.initial_state()) for optimizer in optimizers]
     return {
         id(variable): {"step_counter": 0, **values}[name]
