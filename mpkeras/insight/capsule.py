@@ -182,7 +182,7 @@ class Capsule:
         versions = {key: (self.versions.get(key), now.get(key)) for key in _DECISIVE}
         different = [name for name, value in result.items() if name in self.said and not _same(value, self.said[name])]
         names = {_place(name): name for name in self.state}
-        after = {names[_place(name)]: array for name, array in self._state_now().items()}
+        after = {names[_place(name)]: array for name, array in self._state_by_name().items()}
         different += [name for name, value in after.items() if not _same(value, self._after.get(name))]
         self._restore()
         return {
@@ -410,14 +410,14 @@ class Capsule:
     def _restore(self):
         model = self.model
         # By place: the names of slots hold the paths that layers had when the optimizer was built.
-        names = {_place(name): name for name in self._state_now()}
+        names = {_place(name): name for name in self._state_by_name()}
         state = {names.get(_place(name), name): array for name, array in self.state.items()}
         if self._train_step is None:
             load_state_dict(model, state)
         else:
             self._train_step.load_state_dict(state)
 
-    def _state_now(self) -> dict:
+    def _state_by_name(self) -> dict:
         return state_dict(self.model) if self._train_step is None else self._train_step.state_dict()
 
     def _data(self) -> tuple:

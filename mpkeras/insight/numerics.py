@@ -424,37 +424,27 @@ class NumericsReport(Report):
         panels = [("outputs", "Outputs")]
         if self.loss_scale is not None:
             panels.append(("grads", f"Gradients, times the loss scale of {self.loss_scale:g}"))
-        height = 1.8 + 0.24 * len(self.layers)
-        figure = make_figure(figsize=(5.2 * len(panels) + 1.6, height))
-        for axes, (name, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        figure = make_figure(figsize=(5.2 * len(panels) + 1.6, 1.8 + 0.24 * len(self.layers)))
+        row_of_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (name, title) in zip(row_of_axes, panels, strict=True):
             self._plot_panel(axes, [getattr(layer, name) for layer in self.layers], title)
-            axes.set_yticks(
-                range(len(self.layers)),
-                [layer.path for layer in self.layers] if axes.get_subplotspec().is_first_col() else [],
-            )
+        row_of_axes[0].set_yticks(range(len(self.layers)), [layer.path for layer in self.layers])
         return figure
 
     def _plot_panel(self, axes, ranges, title):
         shares = np.array([found.exponents / max(found.exponents.sum(), 1) for found in ranges], "float64")
         image = np.where(shares > 0, shares, np.nan)
-        axes.imshow(
-            image,
-            aspect="auto",
-            cmap="viridis_r",
-            vmin=0.0,
-            vmax=0.25,
-            extent=(EXPONENTS[0], EXPONENTS[-1] + 1, len(ranges) - 0.5, -0.5),
-        )
-        for found, row in zip(ranges, range(len(ranges)), strict=True):
+        extent = (EXPONENTS[0], EXPONENTS[-1] + 1, len(ranges) - 0.5, -0.5)
+        axes.imshow(image, aspect="auto", cmap="viridis_r", vmin=0.0, vmax=0.25, extent=extent)
+        for row, found in enumerate(ranges):
             if found.nonfinite:
                 axes.text(EXPONENTS[-1], row, "inf", color="crimson", ha="right", va="center", weight="bold")
         # float16: 2^-24 is the smallest subnormal number, 2^-14 the smallest normal one, 2^16 is beyond the largest.
         for exponent, style in ((-24, ":"), (-14, "--"), (16, "-")):
             axes.axvline(exponent, color="crimson", linestyle=style, linewidth=1)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel(
-            "power of two; darker: more values (red: float16's smallest, smallest normal, largest)", fontsize=8
-        )
+        label = "power of two; darker: more values (red: float16's smallest, smallest normal, largest)"
+        axes.set_xlabel(label, fontsize=8)
 
 
 def _largest_of(layer) -> tuple[str, float]:

@@ -60,8 +60,8 @@ class Range:
     @classmethod
     def of(cls, arrays) -> "Range":
         """Returns the range of all values of `arrays`, of any float dtype; `None`s are left out."""
-        values = [np.asarray(array, "float64").ravel() for array in arrays if array is not None]
-        values = np.concatenate(values) if values else np.zeros(0)
+        parts = [np.asarray(array, "float64").ravel() for array in arrays if array is not None]
+        values = np.concatenate([np.zeros(0), *parts])
         finite = values[np.isfinite(values)]
         nonzero = np.abs(finite[finite != 0])
         # 2**(e-1) <= value < 2**e in numpy's words.
@@ -178,8 +178,8 @@ def smallest_safe_exponent(grads, dtype: str) -> int | None:
 
     From the count of numbers between two powers of two, and so right to about one power.
     """
-    values = [np.abs(grad[np.isfinite(grad) & (grad != 0)], dtype="float64") for grad in grads]
-    values = np.concatenate(values) if values else np.zeros(0)
+    nonzero = [np.abs(grad[np.isfinite(grad) & (grad != 0)], dtype="float64") for grad in grads]
+    values = np.concatenate([np.zeros(0), *nonzero])
     if not values.size:
         return None
     exponents = np.frexp(values)[1] - 1  # 2**e <= value < 2**(e + 1)
