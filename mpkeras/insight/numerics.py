@@ -254,13 +254,21 @@ class LayerNumerics:
     float8: dict | None = None
 
     @property
-    def is_too_large(self) -> bool:
-        """Whether the layer reads or writes numbers, or gradients at a loss scale of 1, beyond its dtype's range."""
+    def too_large(self) -> tuple[str, float] | None:
+        """What is beyond the range of its dtype, gradients at a loss scale of 1, and how far it reaches; or `None`."""
         if self.compute_dtype not in SIXTEEN_BIT_DTYPES:
-            return False
-        limit = overflow_limit(self.compute_dtype)
-        ranges = (self.true_inputs, self.true_outputs, self.true_grads, self.true_weight_grads)
-        return self.overflow > 0 or any(found.max_abs >= limit for found in ranges)
+            return None
+        # The output first: it is what the layer itself has made.
+        ranges = {
+            "output": self.true_outputs,
+            "input": self.true_inputs,
+            "gradient": self.true_grads,
+            "weight gradient": self.true_weight_grads,
+        }
+        for what, found in ranges.items():
+            if found.max_abs >= overflow_limit(self.compute_dtype):
+                return what, found.max_abs
+        return ("output", max(self.true_outputs.max_abs, self.outputs.max_abs)) if self.overflow > 0 else None
 
     @property
     def is_off_in_float8(self) -> bool:
@@ -311,7 +319,7 @@ class NumericsReport(Report):
     @property
     def rules(self) -> tuple[str, ...]:
         """The float32 rules, one for each layer whose numbers are beyond its dtype's range."""
-        return tuple(dict.fromkeys(path_rule(layer.path) for layer in self.layers if layer.is_too_large))
+        return tuple(dict.fromkeys(path_rule(layer.path) for layer in self.layers if layer.too_large))
 
     @property
     def rules_16_bits(self) -> tuple[str, ...]:
@@ -356,11 +364,11 @@ class NumericsReport(Report):
     def remedies(self) -> list:
         """Returns what to do, one sentence each; an empty list where nothing is wrong."""
         lines = []
-        for layer in {layer.path: layer for layer in self.layers if layer.is_too_large}.values():
-            what, reached = _largest_of(layer)
+        beyond = {layer.path: (layer.compute_dtype, *layer.too_large) for layer in self.layers if layer.too_large}
+        for path, (dtype, what, reached) in beyond.items():
             lines.append(
-                f"Layer '{layer.path}': its {what} reaches {reached:.3g}, over {layer.compute_dtype}'s "
-                f"{largest(layer.compute_dtype):g}: keep it in float32 with the rule '{path_rule(layer.path)}'."
+                f"Layer '{path}': its {what} reaches {reached:.3g}, over {dtype}'s {largest(dtype):g}: keep it in "
+                f"float32 with the rule '{path_rule(path)}'."
             )
         for layer in {layer.path: layer for layer in self.layers if layer.is_off_in_float8}.values():
             saturated = layer.float8["saturated"]
@@ -445,22 +453,6 @@ class NumericsReport(Report):
         axes.set_title(title, fontsize=10)
         label = "power of two; darker: more values (red: float16's smallest, smallest normal, largest)"
         axes.set_xlabel(label, fontsize=8)
-
-
-def _largest_of(layer) -> tuple[str, float]:
-    """Returns which of a layer's values are too large in float32, and the largest magnitude."""
-    # The output first: it is what the layer itself has made.
-    ranges = {
-        "output": layer.true_outputs,
-        "input": layer.true_inputs,
-        "gradient": layer.true_grads,
-        "weight gradient": layer.true_weight_grads,
-    }
-    limit = overflow_limit(layer.compute_dtype)
-    for what, found in ranges.items():
-        if found.max_abs >= limit:
-            return what, found.max_abs
-    return "output", max(layer.true_outputs.max_abs, layer.outputs.max_abs)
 
 
 def _magnitude(found: Range) -> str:

@@ -57,7 +57,7 @@ class Origins:
 
     def __init__(self, has_source: bool):
         # The paths of the layers that run now, the innermost last.
-        self.running: list[str] = []
+        self._running: list[str] = []
         self._has_source = has_source
         self._by_object: dict = {}
         self._by_bits: dict = {}
@@ -69,17 +69,17 @@ class Origins:
     @property
     def layer(self) -> str | None:
         """The path of the innermost layer that runs now."""
-        return self.running[-1] if self.running else None
+        return self._running[-1] if self._running else None
 
     @contextlib.contextmanager
     def within(self, path: str):
         """Context manager: what is noted is of the layer `path`."""
-        self.enter(path, self.running)
-        self.running.append(path)
+        self.enter(path, self._running)
+        self._running.append(path)
         try:
             yield
         finally:
-            self.running.pop()
+            self._running.pop()
 
     def enter(self, path: str | None, around):
         """Says that what follows is of the layer `path`, inside those of `around`.

@@ -45,12 +45,7 @@ _REMEDY = "Ask for the file again, or write a new one: `mpkeras.callbacks.BlackB
 
 
 def moving_variables(optimizers, metrics) -> list:
-    """Returns the variables that a skipped step changes, and those that count updates; all hold single numbers.
-
-    Args:
-        optimizers: The `LossScaleOptimizer`s that update in the step.
-        metrics: The metrics of the step.
-    """
+    """Returns the variables that a skipped step changes, and those that count updates; all hold single numbers."""
     found = []
     for optimizer in optimizers:
         of_others = {id(variable) for variable in (*optimizer.inner_optimizer.variables, *optimizer.step_outcome)}
@@ -67,12 +62,9 @@ def capsule_of_fit(path, model, optimizers, before: dict, *, data, logs, step: i
     """Writes the capsule of a step of `fit` that was skipped just now, and returns its bytes.
 
     Args:
-        path: Where it goes.
-        model: The model, whose variables hold the values after the step.
-        optimizers: The `LossScaleOptimizer`s that update in the step.
+        path, data, logs: Where it goes, and what the step was given and returned.
+        model, optimizers: Their variables hold the values after the step.
         before: The values of `moving_variables` before the step, by `id`.
-        data: The batch, as the train step takes it.
-        logs: What the step returned.
         step, epoch: Counted from 0.
     """
     settings = {"jit_compile": bool(model.jit_compile), "run_eagerly": bool(model.run_eagerly)}
@@ -83,14 +75,7 @@ def capsule_of_fit(path, model, optimizers, before: dict, *, data, logs, step: i
 
 
 def capsule_of_step(path, parts, before: dict, *, batch, result: dict, step: int) -> int:
-    """Writes the capsule of a skipped step of `make_train_step`, and returns its bytes.
-
-    Args:
-        path, before, step: As in `capsule_of_fit`.
-        parts: The `StepParts`.
-        batch: `(x, y, sample_weight)`.
-        result: What the step returned.
-    """
+    """Writes the capsule of a skipped step of `make_train_step` with these `StepParts`, as `capsule_of_fit` does."""
     content = {"kind": "step", "step": step, "epoch": None, "options": parts.options()}
     loss, metrics = parts.objective.given
     content |= _serialized("loss", lambda: keras.saving.serialize_keras_object(loss))
@@ -239,7 +224,7 @@ def write(path, content: dict, arrays: dict) -> int:
     Args:
         path: Where it goes; the folder must exist.
         content: What JSON can hold, without NaN and infinities.
-        arrays: NumPy arrays of numbers by name, ml_dtypes' among them.
+        arrays: Arrays of numbers by name, of dtypes of NumPy or ml_dtypes.
     """
     path = Path(path)
     index: dict = {"format": FORMAT, "content": content, "arrays": {}, "bytes": 0}
