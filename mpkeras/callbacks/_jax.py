@@ -17,8 +17,7 @@ class NumberCopies:
         places = {id(v): (i, j) for i, group in groups.items() for j, v in enumerate(group)}
         # `fit` hands on no state of optimizers beside `model.optimizer`: a step that runs op by op assigns it.
         self._places = [(variable, places.get(id(variable))) for variable in variables]
-        counts = {id(variable) for variable in skip_counts}
-        self._counts = [i for i, variable in enumerate(variables) if id(variable) in counts]
+        self._counts = [i for i, v in enumerate(variables) if any(v is count for count in skip_counts)]
         # Those of the last step, after it: as a rule the next one is given the same arrays.
         self._last: _Numbers | None = None
 

@@ -28,6 +28,7 @@ class SeveralSteps:
         @tf.function(autograph=False, reduce_retracing=True)
         def run(optionals):
             first, *others = [optional.get_value() for optional in optionals]
+            tensors_of = functools.partial(tf.nest.flatten, expand_composites=True)
             # Twice in the graph and no more: the first step says what the logs of the others are.
             logs = tf.nest.map_structure(tf.convert_to_tensor, function(iter([first])))
 
@@ -35,7 +36,7 @@ class SeveralSteps:
                 data = tf.nest.pack_sequence_as(first, [array.read(i) for array in arrays], expand_composites=True)
                 return i + 1, tf.nest.map_structure(tf.convert_to_tensor, function(iter([data]))), arrays
 
-            arrays = [_array(parts) for parts in zip(*map(_parts, others), strict=True)]
+            arrays = [_array(parts) for parts in zip(*map(tensors_of, others), strict=True)]
             after = tf.while_loop(lambda i, *_: i < len(others), step, (0, logs, arrays), parallel_iterations=1)
             return after[1]
 
@@ -61,40 +62,32 @@ class SeveralSteps:
 
 
 class NumberCopies:
-    """As in `_jax.py`; the numbers are in the variables, which a step assigns."""
+    """As in `_jax.py`; the numbers are in the variables, and `after_step` returns how many more steps were skipped."""
 
     def __init__(self, model, variables, skip_counts):
         own_part = model.distribute_strategy.experimental_local_results
         self._variables = [own_part(variable.value)[0] for variable in variables]
-        self._skip_counts = [own_part(variable.value)[0] for variable in skip_counts]
+        self._counts = [i for i, v in enumerate(variables) if any(v is count for count in skip_counts)]
 
     def before_step(self):
-        """Returns the numbers as tensors, and the numbers of skipped steps."""
         # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
-        return _values(self._variables), _values(self._skip_counts)
+        return [_value(variable) for variable in self._variables]
 
     def after_step(self, before):
-        """Returns by how much the number of skipped steps has changed, as a tensor that `skipped` reads."""
-        changes = [tf.subtract(*pair) for pair in zip(_values(self._skip_counts), before[1], strict=True)]
+        changes = [tf.subtract(_value(self._variables[i]), before[i]) for i in self._counts]
         return changes[0] if len(changes) == 1 else tf.add_n(changes)
 
     def skipped(self, before, after) -> bool:
-        """Whether the step was skipped; waits for it."""
         del before
         return int(after.numpy()) > 0
 
     def read(self, copies) -> list:
-        """Returns the numbers as NumPy arrays of shape `()`, in the order of the variables."""
-        return [np.array(value.numpy()) for value in copies[0]]
+        return [np.array(value.numpy()) for value in copies]
 
 
-def _values(variables) -> list:
-    # The operation itself: by way of `tf.Variable` each took four times as long.
-    return [tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype) for variable in variables]
-
-
-def _parts(batch) -> list:
-    return tf.nest.flatten(batch, expand_composites=True)
+def _value(variable):
+    # The operation itself: by way of `tf.Variable` it took four times as long.
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
 def _array(tensors):

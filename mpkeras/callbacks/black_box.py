@@ -2,24 +2,22 @@
 
 import contextlib
 import importlib
+import itertools
 import re
-import warnings
 from pathlib import Path
 
 import keras
-import numpy as np
-from keras import ops
 
 from mpkeras import _keras
 from mpkeras._arguments import checked_count
-from mpkeras.callbacks.guarded import Guarded
-from mpkeras.callbacks.kept_batches import KeptBatches
+from mpkeras.callbacks.skipped_steps import SkippedSteps
+from mpkeras.policies.loss_scaling import number
 from mpkeras.training import guard
 from mpkeras.training.backend import training_backend
-from mpkeras.training.capture import capsule_of_fit, moving_variables
+from mpkeras.training.capsule_file import capsule_of_fit, moving_variables
 
 
-class BlackBox(Guarded):
+class BlackBox(SkippedSteps):
     """Writes a capsule of every skipped step: batch, all state before it, and how to make the model anew.
 
     `mpkeras.load_capsule(path)` runs the step again, and `mpkeras replay FILE` names the first operation that is not
@@ -63,23 +61,15 @@ class BlackBox(Guarded):
     async_safe = True
 
     def __init__(self, folder, keep: int = 3):
-        super().__init__()
+        super().__init__(self._around_step)
         self.capsules: list[Path] = []
         self._folder = Path(folder)
         self._keep = checked_count("keep", keep, "Leave it out for 3 files.")
-        self._kept = KeptBatches(self._around_step)
         # Whether the loss of a capsule's step was not finite.
         self._lost_its_loss: dict[Path, bool] = {}
-        self._warned: set[str] = set()
-        self._epoch = 0
         self._numbers: _MovingNumbers | None = None
         # The last step, until it is looked at.
         self._unseen: tuple | None = None
-
-    def set_model(self, model):
-        super().set_model(model)
-        # `Callback.model` brings the variables up to date on JAX, at every reading.
-        self._trained = model
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
@@ -103,16 +93,7 @@ class BlackBox(Guarded):
 
     def on_train_end(self, logs=None):
         self._look()
-        self._kept.detach(self.model)
         super().on_train_end(logs)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        super().on_epoch_begin(epoch, logs)
-        self._epoch = epoch
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self._kept.attach(self._trained)
-        self._kept.begin = batch
 
     def on_test_begin(self, logs=None):
         # Validation in `fit` takes over the state that is still to be looked at.
@@ -148,7 +129,7 @@ class BlackBox(Guarded):
     def _write(self, step, batch, logs, before, state=None):
         with _keras.held_by_variables(self._trained, state):
             optimizers = guard.scaling_optimizers(self._trained)
-            lost = any(_number(o.nonfinite_losses.value) > before[id(o.nonfinite_losses)] for o in optimizers)
+            lost = any(number(o.nonfinite_losses) > before[id(o.nonfinite_losses)] for o in optimizers)
             given_way = [path for path in self.capsules if not self._lost_its_loss[path]]
             if len(self.capsules) >= self._keep and not (lost and given_way):
                 return
@@ -158,8 +139,7 @@ class BlackBox(Guarded):
                 options = {"data": batch, "logs": logs, "step": step, "epoch": self._epoch}
                 capsule_of_fit(path, self._trained, optimizers, before, **options)
             except (OSError, ValueError, TypeError) as error:
-                self._warn(type(error).__name__, f"Step {step} of epoch {self._epoch + 1} was skipped, and its capsule "
-                           f"could not be written: {error}")  # fmt: skip
+                self._warn(type(error).__name__, step, f", and its capsule could not be written: {error}")
                 return
         if len(self.capsules) >= self._keep:
             self.capsules.remove(given_way[-1])
@@ -167,25 +147,15 @@ class BlackBox(Guarded):
         self.capsules.append(path)
         self._lost_its_loss[path] = lost
         if lost:
-            self._warn(
-                "loss",
-                f"Step {step} of epoch {self._epoch + 1} was skipped, as its loss was not finite. To see it again: "
-                f"`mpkeras replay {path}`.",
-            )
+            self._warn("loss", step, f", as its loss was not finite. To see it again: `mpkeras replay {path}`.")
 
     def _new_path(self, step) -> Path:
         name = re.sub(r"[^\w.-]", "_", self._trained.name)
-        path = self._folder / f"{name}-epoch{self._epoch + 1}-step{step}.mpk"
-        number = 2
-        while path.exists():  # of an earlier training
-            path = self._folder / f"{name}-epoch{self._epoch + 1}-step{step}-{number}.mpk"
-            number += 1
-        return path
-
-    def _warn(self, key, message):
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(message, stacklevel=3)
+        stem = f"{name}-epoch{self._epoch + 1}-step{step}"
+        # Files of an earlier training stay.
+        endings = itertools.chain([""], (f"-{i}" for i in itertools.count(2)))
+        paths = (self._folder / f"{stem}{ending}.mpk" for ending in endings)
+        return next(path for path in paths if not path.exists())
 
 
 class _MovingNumbers:
@@ -209,7 +179,3 @@ class _MovingNumbers:
         """Returns the numbers as arrays, by `id` of the variable."""
         ids = [id(variable) for variable in self._variables]
         return dict(zip(ids, self.copies.read(copies), strict=True))
-
-
-def _number(tensor):
-    return np.array(ops.convert_to_numpy(tensor))

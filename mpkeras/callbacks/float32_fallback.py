@@ -101,7 +101,7 @@ class Float32Fallback(NumericsMonitor):
             self._warn(
                 "no more layers",
                 finding.batch,
-                f"{culprit.message}. {len(self.moved)} layers are in float32 by now, and no more are moved: train in "
+                f": {culprit.message}. {len(self.moved)} layers are in float32 by now, and no more are moved: train in "
                 "'mixed_bfloat16', or raise `max_layers`.",
             )
             return

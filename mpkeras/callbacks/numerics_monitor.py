@@ -1,15 +1,13 @@
 """`NumericsMonitor`: names the layer when a step is not finite."""
 
 import dataclasses
-import warnings
 
 import keras
 
 from mpkeras._arguments import check_switch, checked_count
-from mpkeras.callbacks.guarded import Guarded
-from mpkeras.callbacks.kept_batches import KeptBatches
-from mpkeras.insight.culprit import Culprit
+from mpkeras.callbacks.skipped_steps import SkippedSteps
 from mpkeras.insight.numerics import trace_numerics
+from mpkeras.insight.observation import Culprit
 from mpkeras.policies.loss_scaling import number
 from mpkeras.training import guard
 
@@ -32,7 +30,7 @@ class Finding:
     loss_scale: float = 1.0
 
 
-class NumericsMonitor(Guarded):
+class NumericsMonitor(SkippedSteps):
     """Names the first layer that is not finite whenever a step is skipped.
 
     A skipped step leaves no trace in the model, so the same batch can be run again, and is: with
@@ -81,35 +79,28 @@ class NumericsMonitor(Guarded):
         self._every = None if every is None else checked_count("every", every)
         self._gradients = gradients
         self._max_findings = checked_count("max_findings", max_findings)
-        self._kept = KeptBatches()
-        self._warned: set = set()
         self._skipped: int | None = None
-        self._epoch = self._steps = self._in_a_row = 0
+        self._steps = self._in_a_row = 0
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
         guard.add_logs(self.model, gradients=self._gradients)
 
     def on_train_end(self, logs=None):
-        self._stop_watching()
+        self._skipped = None
         super().on_train_end(logs)
 
     def _stop_watching(self):
         """Forgets what was kept; with the next batch everything begins anew."""
-        self._kept.detach(self.model)
+        self._kept.detach(self._trained)
         self._skipped = None
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._epoch = epoch
-        super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch, logs=None):
         # Here and not at the end of a batch: there, Keras would wait for every step on JAX.
         self._look_at_executions(ahead=1 if keras.backend.backend() == "jax" else 0)
-        self._kept.attach(self.model)
-        self._kept.begin = batch
+        super().on_train_batch_begin(batch, logs)
         if self._skipped is None:
-            self._skipped = self._skipped_steps()
+            self._skipped = sum(number(optimizer.skipped_steps) for optimizer in guard.scaling_optimizers(self.model))
 
     def on_epoch_end(self, epoch, logs=None):
         self._look_at_executions(ahead=0)
@@ -135,28 +126,23 @@ class NumericsMonitor(Guarded):
             elif is_due:
                 self.last_report = self._trace(execution.batches[-1], self._scales(execution)[0])
 
-    def _skipped_steps(self) -> int:
-        optimizers = guard.scaling_optimizers(self.model)
-        return sum(number(optimizer.skipped_steps) for optimizer in optimizers)
-
     def _look_at_skipped(self, execution):
         if len(self.findings) >= self._max_findings:
             return
         if not execution.batches:
-            message = "which layer was at fault cannot be said with several replicas."
+            message = ": which layer was at fault cannot be said with several replicas."
             self._warn("nothing kept", execution.step, message)
             return
-        report = self._first_report(execution)
-        self.last_report = report
+        report = self.last_report = self._first_report(execution)
         scale = self._scales(execution)[0]
         self.findings.append(Finding(self._epoch, execution.step, report.culprit, report, scale))
         self.found(self.findings[-1])
         if report.culprit is None:
-            self._warn(None, execution.step, "with the weights as they are now its batch is finite.")
+            self._warn(None, execution.step, ": with the weights as they are now its batch is finite.")
         elif report.culprit.side != "gradient" or self._in_a_row >= 5:
             remedies = " ".join(report.remedies()[:1])
             where = report.culprit.path or report.culprit.side
-            self._warn(where, execution.step, f"{report.culprit.message}. {remedies}")
+            self._warn(where, execution.step, f": {report.culprit.message}. {remedies}")
 
     def found(self, finding: Finding) -> None:
         """Called with each finding; for subclasses.
@@ -193,8 +179,3 @@ class NumericsMonitor(Guarded):
     def _trace(self, data, scale):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         return trace_numerics(self.model, x, y, sample_weight, loss_scale=scale)
-
-    def _warn(self, key, batch, message: str):
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(f"Step {batch} of epoch {self._epoch + 1} was skipped: {message}".strip(), stacklevel=3)

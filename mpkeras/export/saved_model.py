@@ -18,7 +18,7 @@ from mpkeras.insight.capsule import load_capsule
 from mpkeras.insight.comparison import Comparison
 from mpkeras.insight.findings import Finding
 from mpkeras.insight.forecast import Forecast, forecast
-from mpkeras.insight.operations.origins import Operation
+from mpkeras.insight.origins import Operation
 from mpkeras.insight.report import shortened
 from mpkeras.policies.registry import get_policy
 

@@ -1,9 +1,11 @@
-"""On torch: the products and casts of a forward pass, and gradients by the tensors inside a model."""
+"""On torch: what a model computes, gradients by the tensors inside it, and the operations of a step one by one."""
 
 import contextlib
 import logging
+import warnings
 
 import keras
+import ml_dtypes
 import torch
 from keras import ops
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from mpkeras.insight.flops import Program, size
+from mpkeras.insight.origins import frames_of_text, stack, user_line
 
 
 def run_with_gradients(run, variables):
@@ -32,10 +35,10 @@ def run_with_gradients(run, variables):
     # Keras reads regularized weights from the scope alone.
     with torch.enable_grad(), keras.StatelessScope(state_mapping=mapping, collect_losses=True):
         loss, results = run(tap_input, tap_output)
-    # Weights that were frozen as torch parameters take no gradient.
-    reached = [tensor for tensor in taps + native if tensor.requires_grad]
     if loss is None or not loss.requires_grad:
         return results, [None] * len(taps), [None] * len(variables)
+    # Weights that were frozen as torch parameters take no gradient.
+    reached = [tensor for tensor in taps + native if tensor.requires_grad]
     found = dict(zip(map(id, reached), torch.autograd.grad(loss, reached, allow_unused=True), strict=True))
     grads = [found.get(id(tensor)) for tensor in taps + native]
     return results, grads[: len(taps)], grads[len(taps) :]
@@ -82,10 +85,10 @@ class _Recording(TorchDispatchMode):
         self._program = program
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        _check_operands(function.overloadpacket, args)
+        operation = function.overloadpacket
+        _check_operands(operation, args)
         result = function(*args, **(kwargs or {}))
         owner = _layers[-1] if _layers else None
-        operation = function.overloadpacket
         name = operation.__name__
         tensors = [value for value in args if torch.is_tensor(value)]
         if name == "_to_copy":
@@ -111,3 +114,89 @@ def _check_operands(operation, args):
 
 def _dtype(tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+# Under this name a node of the graph has the path of the layer that made it.
+_LAYER = "mpkeras_layer"
+_KNOWN_TO_NUMPY = (torch.float16, torch.float32, torch.float64)
+
+
+def first_operation(step, state, data, gradients, origins, watch_layers):
+    """Runs `step` op by op and returns the `Operation` at which inf or NaN began, or `None`.
+
+    A dispatch mode sees every operation, forward and backward.
+
+    Args:
+        step: The train step: a function of `*state` and the batch.
+        state: Empty; on JAX, the state that the step takes.
+        data: The batch, of tensors.
+        gradients: List that the step fills with the gradients it computed.
+        origins: The `Origins`.
+        watch_layers: Context manager: each layer's `call` is run by the function that it is given, as
+            `around(layer path, call)`.
+    """
+
+    def around(path, call):
+        with origins.within(path):
+            outputs = call()
+        for tensor in keras.tree.flatten(outputs):
+            if torch.is_tensor(tensor):
+                _note_layer(tensor.grad_fn, path)
+        return outputs
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
+        # It keeps with each node of the graph where in the forward pass it was made.
+        anomaly = torch.autograd.detect_anomaly(check_nan=False)
+    with watch_layers(around), anomaly, _Watching(origins):
+        logs = step(*state, data)
+    return origins.first(_floats([*gradients, *keras.tree.flatten(logs)]))
+
+
+def _note_layer(node, path):
+    """Notes with each node of the graph behind `node` which layer made it, but for those that are known."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and _LAYER not in node.metadata:
+            node.metadata[_LAYER] = path
+            waiting += [behind for behind, _ in node.next_functions]
+
+
+class _Watching(TorchDispatchMode):
+    def __init__(self, origins):
+        super().__init__()
+        self._origins = origins
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = keras.tree.flatten((args, kwargs))
+        # Before the call, where it may write into what it reads.
+        copies = [(tensor, array.copy()) for tensor, array in _floats(given)] if function._schema.is_mutable else None
+        result = function(*args, **kwargs)
+        name = function.overloadpacket.__name__
+
+        def place():
+            node = torch._C._current_autograd_node()
+            if node is None:
+                return "forward", name, self._origins.layer, user_line(stack())
+            line = user_line(frames_of_text(node.metadata.get("traceback_", [])))
+            return "backward", name, node.metadata.get(_LAYER), line
+
+        # Not memory that nothing was written to yet.
+        if not name.startswith(("empty", "new_empty")):
+            outputs = _floats(keras.tree.flatten(result))
+            self._origins.note(lambda: _floats(given) if copies is None else copies, outputs, place)
+        return result
+
+
+def _floats(values) -> list:
+    return [(value, _array(value)) for value in values if torch.is_tensor(value) and value.is_floating_point()]
+
+
+def _array(tensor):
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        # torch gives NumPy no bfloat16.
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return (tensor if tensor.dtype in _KNOWN_TO_NUMPY else tensor.to(torch.float32)).numpy()

@@ -1,4 +1,4 @@
-"""`load_capsule`: a step that was skipped, run again from its file, and named to the operation."""
+"""`load_capsule`: runs a skipped step again from its file, and names the operation at fault."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,8 @@ from mpkeras.devices import environment
 from mpkeras.insight.comparison import Comparison, compare_with
 from mpkeras.insight.numerics import NumericsReport, traced
 from mpkeras.insight.observation import call_of, replaced_calls
-from mpkeras.insight.operations.origins import Operation, Origins, is_finite, is_float
+from mpkeras.insight.origins import Operation, Origins
+from mpkeras.insight.ranges import is_finite, is_float
 from mpkeras.insight.report import shortened
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
 from mpkeras.policies.loss_scaling import number
@@ -28,7 +29,7 @@ from mpkeras.policies.rules import set_layer_policy
 from mpkeras.scaling.small_state import follow_weights
 from mpkeras.training import capsule_file, guard
 from mpkeras.training.backend import training_backend
-from mpkeras.training.capture import as_numpy, computing_layers, decoded, layer_dtypes
+from mpkeras.training.capsule_file import batch_of, computing_layers, layer_dtypes, said_by_step, said_in_fit
 from mpkeras.training.prepare import prepare
 from mpkeras.training.settings import check_model
 from mpkeras.training.state import load_state_dict, state_dict
@@ -36,6 +37,8 @@ from mpkeras.training.step import TrainStep, make_train_step
 
 # The versions that decide which bits a step computes.
 _DECISIVE = ("mpkeras", "keras", "tensorflow", "jax", "torch", "numpy", "backend", "device", "cpu")
+# The arguments of `make_train_step` in a file.
+_OPTIONS = {"jit_compile", "rollback", "accumulate_steps", "on_overflow"}
 
 
 def load_capsule(
@@ -126,12 +129,12 @@ class Capsule:
         self._safe_mode = safe_mode
         self._model: keras.Model = None
         self._train_step: TrainStep | None = None
-        # Of the layers of the model that there is now: the paths that they had.
+        # The path that a layer had, by its path in the model now.
         self._paths: dict = {}
         try:
             self.kind = {"fit": "fit", "step": "step"}[content["kind"]]
             self.step, self.epoch = int(content["step"]), content["epoch"]
-            self.batch = decoded(content["batch"], arrays)
+            self.batch = batch_of(content["batch"], arrays)
             self.versions = dict(content["versions"])
             self.is_exact = bool(content["is_exact"])
             self._layers = [[str(part) for part in row] for row in content["layers"]]
@@ -140,9 +143,8 @@ class Capsule:
                 f"Expected the description of a step. Received: '{path}' ({type(error).__name__}: "
                 f"{shortened(str(error), 120)}). Ask for the file again: it is not what mpkeras writes."
             ) from error
-        parts = {name: _named(arrays, name) for name in ("said", "state", "after")}
-        self.said, self.state = parts["said"], parts["state"]
-        self._after = {**self.state, **parts["after"]}
+        self.said, self.state = _group(arrays, "said"), _group(arrays, "state")
+        self._after = {**self.state, **_group(arrays, "after")}
 
     @property
     def model(self):
@@ -153,7 +155,12 @@ class Capsule:
         """
         if self._model is None:
             model = self._rebuilt("model")
-            self._use(model, is_own=True)
+            if not isinstance(model, keras.Model):
+                raise ValueError(
+                    f"Expected the configuration of a model. Received: {type(model).__name__}. Pass `model=`."
+                )
+            self._give_policies(model)
+            self._use(model)
         return self._model
 
     def run(self) -> dict:
@@ -169,18 +176,17 @@ class Capsule:
         Raises:
             ValueError: As `model` does.
         """
-        self.model  # noqa: B018  makes it
         self._restore()
         result = self._result()
         now = environment()
         versions = {key: (self.versions.get(key), now.get(key)) for key in _DECISIVE}
-        after = self._state_now()
         different = [name for name, value in result.items() if name in self.said and not _same(value, self.said[name])]
+        names = {_place(name): name for name in self.state}
+        after = {names[_place(name)]: array for name, array in self._state_by_name().items()}
         different += [name for name, value in after.items() if not _same(value, self._after.get(name))]
         self._restore()
-        loss = result.get("loss")
         return {
-            "loss": self._loss_of_fit() if loss is None else float(loss),
+            "loss": float(result["loss"]) if self.kind == "step" else self._loss_of_fit(),
             "loss_scale": float(result["loss_scale"]),
             "skipped": bool(result["skipped"]),
             "same_bits": not different,
@@ -194,9 +200,7 @@ class Capsule:
         Raises:
             ValueError: As `model` does.
         """
-        model = self.model
-        options = {"loss_scale": self.loss_scale, "loss_of": self._loss_of, "paths": self._paths}
-        return traced(model, *self._data(), **options)
+        return traced(self.model, *self._data(), **self._options_of_passes())
 
     def compare(self, dtype: str = "float32", *, bound: float = 0.01) -> Comparison:
         """Runs the step in float32, too, and returns where 16 bits leave it.
@@ -213,9 +217,7 @@ class Capsule:
         Raises:
             ValueError: If an argument is out of its range, and as `model` does.
         """
-        model = self.model
-        options = {"loss_scale": self.loss_scale, "bound": bound, "loss_of": self._loss_of}
-        return compare_with(dtype, model, *self._data(), paths=self._paths, **options)
+        return compare_with(dtype, self.model, *self._data(), bound=bound, **self._options_of_passes())
 
     def first_operation(self) -> Operation | None:
         """Returns the operation of the step at which inf or NaN began: its inputs were finite, and its output is not.
@@ -230,16 +232,20 @@ class Capsule:
         Raises:
             ValueError: As `model` does.
         """
-        model = self.model
         self._restore()
         sources = self._sources()
         gradients: list = []
-        backend = importlib.import_module(f"mpkeras.insight.operations._{keras.backend.backend()}")
-        step, state, data = self._op_by_op()
+        backend = importlib.import_module(f"mpkeras.insight._{keras.backend.backend()}")
+        step, state = self._op_by_op()
+
+        # A frame by which the step's own code is told from that of who asks: `origins.MARK` is its name.
+        def run_below_here(*arguments):
+            return step(*arguments)
+
         with self._recorded(gradients):
             origins = Origins(has_source=bool(sources))
-            watch = functools.partial(_watched_layers, model)
-            found = backend.first_operation(_below(step), state, data, gradients, origins, watch)
+            watch = functools.partial(_watched_layers, self.model)
+            found = backend.first_operation(run_below_here, state, self._tensors(), gradients, origins, watch)
         self._restore()
         if found is None:
             return sources[0] if sources else None
@@ -280,29 +286,17 @@ class Capsule:
     @property
     def loss_scale(self) -> float:
         """The loss scale before the step."""
-        self.model  # noqa: B018  with the state in its optimizer
         return number(self._optimizers()[0].loss_scale)
 
     # ------------------------------------------------------------------------------------------ the model
 
-    def _use(self, model, is_own: bool = False):
-        """Makes `model` the one of this capsule: ready to take the step, with the state before it."""
-        if is_own:
-            self._give_policies(model)
-        x, y, _ = self._data()
+    def _use(self, model):
+        """Makes `model` ready to take the step, and gives it the state before it."""
         with policy_scope("float32"):
             if self.kind == "fit":
                 self._make_ready_to_fit(model)
             else:
-                made = {name: self._rebuilt(name) for name in ("optimizer", "loss", "metrics")}
-                options = self._content.get("options")
-                if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
-                    raise ValueError(
-                        f"Expected the options of `make_train_step`. Received: {options!r:.100}. Ask for the file anew."
-                    )
-                step = make_train_step(model, made["optimizer"], made["loss"], metrics=made["metrics"] or (), **options)
-                step._get_ready(x, y)
-                self._train_step = step
+                self._train_step = self._made_step(model)
         self._check_layers(model)
         self._model = model
         try:
@@ -314,14 +308,25 @@ class Capsule:
                 f"'{self._content.get('model_name')}', whose state does not fit into '{model.name}': {error}"
             ) from error
 
+    def _made_step(self, model) -> TrainStep:
+        made = {name: self._rebuilt(name) for name in ("optimizer", "loss", "metrics")}
+        options = self._content.get("options")
+        if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
+            raise ValueError(
+                f"Expected the options of `make_train_step`. Received: {options!r:.100}. Ask for the file anew."
+            )
+        step = make_train_step(model, made["optimizer"], made["loss"], metrics=made["metrics"] or (), **options)
+        x, y, _ = self._data()
+        step._get_ready(x, y)
+        return step
+
     def _make_ready_to_fit(self, model):
         if not getattr(model, "compiled", False):
-            config = self._described("compile")
             if type(model).compile is keras.Model.compile:
-                model.compile(**self._deserialized("compile", config))
+                model.compile(**self._rebuilt("compile"))
             else:
                 # As Keras does where a class has a `compile` of its own.
-                model.compile_from_config(config)
+                model.compile_from_config(self._described("compile"))
         model.run_eagerly = self._content.get("run_eagerly") is True
         model.steps_per_execution = 1
         if not guard.is_guarded(model):
@@ -334,7 +339,7 @@ class Capsule:
         model.make_train_function(force=True)
 
     def _give_policies(self, model):
-        """Lets layers compute in what they did: a configuration does not hold the policy of every kind of model."""
+        """Gives the layers the dtypes that they had: not every kind of model has its policies in its configuration."""
         for layer, row, then in zip(computing_layers(model), layer_dtypes(model), self._layers, strict=False):
             name = stock_name(then[2], then[3])
             if row[1:4] != then[1:4] and row[1] == then[1] and name is not None:
@@ -360,7 +365,7 @@ class Capsule:
                 follow_weights(optimizer)
 
     def _check_layers(self, model):
-        """Raises `ValueError` unless the layers of `model` compute in what they did then."""
+        """Raises `ValueError` unless the layers of `model` have the dtypes that they had."""
         rows = layer_dtypes(model)
         if [row[1:] for row in rows] != [row[1:] for row in self._layers]:
             pairs = [(then, now) for then, now in zip(self._layers, rows, strict=False) if then[1:] != now[1:]]
@@ -381,24 +386,16 @@ class Capsule:
         return config
 
     def _rebuilt(self, name: str):
-        with policy_scope("float32"):
-            made = self._deserialized(name, self._described(name))
-        if name == "model" and not isinstance(made, keras.Model):
-            raise ValueError(f"Expected the configuration of a model. Received: {type(made).__name__}. Pass `model=`.")
-        return made
-
-    def _deserialized(self, name: str, config):
+        config = self._described(name)
         try:
-            return keras.saving.deserialize_keras_object(
-                config, custom_objects=self._custom_objects, safe_mode=self._safe_mode
-            )
+            with policy_scope("float32"):
+                return keras.saving.deserialize_keras_object(
+                    config, custom_objects=self._custom_objects, safe_mode=self._safe_mode
+                )
         except Exception as error:  # Keras lets pass what the classes raise.
-            is_lambda = "lambda" in str(error).lower()
-            remedy = (
-                "If you trust the file, pass `safe_mode=False`."
-                if is_lambda
-                else "Pass classes and functions of your own in `custom_objects`, or the model as `model`."
-            )
+            remedy = "Pass classes and functions of your own in `custom_objects`, or the model as `model`."
+            if "lambda" in str(error).lower():
+                remedy = "If you trust the file, pass `safe_mode=False`."
             raise ValueError(
                 f"Expected a {name} that can be made here. Received: '{self._path}' ({type(error).__name__}: "
                 f"{shortened(str(error), 200)}). {remedy}"
@@ -407,25 +404,21 @@ class Capsule:
     # ------------------------------------------------------------------------------------------ its state
 
     def _optimizers(self) -> list:
-        return guard.scaling_optimizers(self._model) if self._train_step is None else [self._train_step.optimizer]
+        model = self.model  # With it comes the train step.
+        return guard.scaling_optimizers(model) if self._train_step is None else [self._train_step.optimizer]
 
     def _restore(self):
+        model = self.model
         # By place: the names of slots hold the paths that layers had when the optimizer was built.
-        by_place = {_place(name): array for name, array in self.state.items()}
         names = {_place(name): name for name in self._state_by_name()}
-        state = {names.get(place, place): array for place, array in by_place.items()}
+        state = {names.get(_place(name), name): array for name, array in self.state.items()}
         if self._train_step is None:
-            load_state_dict(self._model, state)
+            load_state_dict(model, state)
         else:
             self._train_step.load_state_dict(state)
 
     def _state_by_name(self) -> dict:
-        return state_dict(self._model) if self._train_step is None else self._train_step.state_dict()
-
-    def _state_now(self) -> dict:
-        """Returns all state, by the names in `state`."""
-        names = {_place(name): name for name in self.state}
-        return {names[_place(name)]: array for name, array in self._state_by_name().items()}
+        return state_dict(self.model) if self._train_step is None else self._train_step.state_dict()
 
     def _data(self) -> tuple:
         return self.batch if self.kind == "step" else keras.utils.unpack_x_y_sample_weight(self.batch)
@@ -436,51 +429,45 @@ class Capsule:
     # ------------------------------------------------------------------------------------------ the step
 
     def _result(self) -> dict:
-        """Runs the step, and returns what it says, by the names in `said`; the state stays as the step leaves it."""
-        if self._train_step is None:
-            logs = _fitted(self._model, self._tensors())
-            named = {f"logs/{name}": value for name, value in logs.items()} if isinstance(logs, dict) else {}
-            optimizers = self._optimizers()
-            # Of one that nothing uses (`super().compile()` gives every GAN a third) no step is skipped.
-            skipped = any(bool(as_numpy(optimizer.last_step_skipped)) for optimizer in optimizers)
-            named |= {"loss_scale": optimizers[0].loss_scale, "skipped": skipped}
-        else:
-            result = self._train_step(*self.batch)
-            plain = ("loss", "loss_scale", "skipped")
-            named = {name if name in plain else f"logs/{name}": value for name, value in result.items()}
-        return {name: as_numpy(value) for name, value in named.items() if not isinstance(value, (dict, list))}
+        """Runs the step, which changes the state, and returns its results by their names in `said`."""
+        if self._train_step is not None:
+            return said_by_step(self._train_step(*self.batch))
+        logs, optimizers = _fitted(self.model, self._tensors()), self._optimizers()
+        # Of one that nothing uses (`super().compile()` gives every GAN a third) no step is skipped.
+        return said_in_fit(logs, optimizers, any(number(optimizer.last_step_skipped) for optimizer in optimizers))
 
     def _loss_of_fit(self) -> float:
         """Returns the loss of the batch alone: `fit` logs the mean over the steps that counted."""
-        self._model.reset_metrics()
-        logs = _fitted(self._model, self._tensors())
+        self.model.reset_metrics()
+        logs = _fitted(self.model, self._tensors())
         self._restore()
         loss = logs.get("loss") if isinstance(logs, dict) else None
         return float("nan") if loss is None else number(loss)
 
-    @property
-    def _loss_of(self):
-        if self._train_step is None:
-            return None
-        parts = self._train_step._parts
-        return lambda y, y_pred, sample_weight: parts.total_loss(y, y_pred, sample_weight, self._model.losses)
+    def _options_of_passes(self) -> dict:
+        """Returns the options of `observe` for all passes through the model."""
+        model, loss_of = self.model, None
+        if self._train_step is not None:
+            total = self._train_step._parts.total_loss
+            loss_of = lambda y, y_pred, sample_weight: total(y, y_pred, sample_weight, model.losses)  # noqa: E731
+        return {"loss_scale": self.loss_scale, "loss_of": loss_of, "paths": self._paths}
 
     def _op_by_op(self) -> tuple:
-        """Returns the step as a function of its state and the batch, to be run op by op, and both."""
-        model = self._model
+        """Returns the step as a function of its state and the batch, to be run op by op, and its state."""
+        model = self.model
         if self._train_step is not None:
-            step, metrics, data = self._train_step._compiled.op_by_op, self._train_step.metrics, self._tensors()
-            metric_variables = [variable for metric in metrics for variable in metric.variables]
+            step = self._train_step._compiled.op_by_op
+            metric_variables = [variable for metric in self._train_step.metrics for variable in metric.variables]
         else:
             # As the guard does: beside the losses of skipped steps, which `metric_states` keeps with a negative count,
             # an infinite loss may be a mean of 0.
             model.reset_metrics()
-            step, data, metric_variables = model.train_step.__wrapped__, self._tensors(), model.metrics_variables
-        return step, _state_for(model, self._optimizers()[0], metric_variables), data
+            step, metric_variables = model.train_step.__wrapped__, model.metrics_variables
+        return step, _state_for(model, self._optimizers()[0], metric_variables)
 
     @contextlib.contextmanager
     def _recorded(self, gradients):
-        """Context manager: the optimizers take down the gradients that they are given, and update nothing."""
+        """Context manager: the optimizers collect the gradients that they are given, and update nothing."""
 
         def apply(grads, trainable_variables=None):
             gradients.extend(grads)
@@ -497,24 +484,19 @@ class Capsule:
 
     def _sources(self) -> list:
         """Returns an `Operation` for each array of the batch, then for each weight, that is not finite."""
-        names = ("x", "y", "sample_weight")
         found = []
-        for name, part in zip(names, self._data(), strict=True):
+        for name, part in zip(("x", "y", "sample_weight"), self._data(), strict=True):
             leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(part) if leaf is not None]
             for i, array in enumerate(leaves):
-                where = name if len(leaves) == 1 else f"{name}[{i}]"
-                found.append(("batch", where, array))
+                found.append(("batch", name if len(leaves) == 1 else f"{name}[{i}]", array))
         found += [("weight", name, array) for name, array in self.state.items() if name.startswith("model/")]
-        bad = [(side, where, array) for side, where, array in found if is_float(array) and not is_finite(array)]
         return [
             Operation(
                 side, None, where, None, array.dtype.name, f"holds {_nonfinite(array)} values that are not finite"
             )
-            for side, where, array in bad
+            for side, where, array in found
+            if not is_finite(array)
         ]
-
-
-_OPTIONS = {"jit_compile", "rollback", "accumulate_steps", "on_overflow"}
 
 
 def _place(name: str) -> str:
@@ -523,8 +505,8 @@ def _place(name: str) -> str:
     return match[0] if match else name
 
 
-def _named(arrays: dict, group: str) -> dict:
-    return {name.partition("/")[2]: array for name, array in arrays.items() if name.partition("/")[0] == group}
+def _group(arrays: dict, group: str) -> dict:
+    return {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith(f"{group}/")}
 
 
 def _nonfinite(array) -> int:
@@ -556,15 +538,6 @@ def _state_for(model, optimizer, metric_variables, copy=lambda value: value) -> 
         return ()
     groups = (model.trainable_variables, model.non_trainable_variables, optimizer.variables, metric_variables)
     return tuple([copy(variable.value) for variable in group] for group in groups)
-
-
-def _below(step):
-    """Returns `step` with a frame around it by which its own code is told from that of who asks."""
-
-    def run_below_here(*arguments):
-        return step(*arguments)
-
-    return run_below_here
 
 
 @contextlib.contextmanager

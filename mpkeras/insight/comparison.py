@@ -1,6 +1,7 @@
 """`Comparison`: one step beside the same step in float32, layer by layer."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -69,11 +70,12 @@ class Comparison(Report):
         return [f"The first beyond {percent(self.bound)}: the {side} of '{self.first.path}', by {share}."]
 
     def to_dict(self) -> dict:
-        rows = [dataclasses.asdict(row) for row in [*self.rows, *([self.first] if self.first else [])]]
-        # JSON has no word for inf.
-        rows = [{key: str(value) if value == np.inf else value for key, value in row.items()} for row in rows]
-        first = rows.pop() if self.first else None
-        return {"bound": self.bound, "first": first, "rows": rows}
+        def as_json(row):
+            # JSON has no word for inf.
+            return {key: str(value) if value == np.inf else value for key, value in dataclasses.asdict(row).items()}
+
+        first = None if self.first is None else as_json(self.first)
+        return {"bound": self.bound, "first": first, "rows": list(map(as_json, self.rows))}
 
     def plot(self) -> Figure:
         """Returns a figure: a bar for each layer, of what is not finite to the right edge."""
@@ -91,26 +93,21 @@ class Comparison(Report):
 
 
 def compare_with(
-    dtype, model, x, y, sample_weight, *, loss_scale: float, bound: float, paths, loss_of=None
+    dtype, model, x, y, sample_weight, *, loss_scale: float, bound: float, loss_of, paths: dict
 ) -> Comparison:
-    """Returns how far the layers of `model` are from `dtype` on a batch.
-
-    Args:
-        dtype, bound: As in `Capsule.compare`.
-        paths: By the path that a layer has now, the one that it is shown with.
-        model, x, y, sample_weight, loss_scale, loss_of: As in `observe`.
-    """
+    """Returns how far the layers of `model` are from `dtype` on a batch; the other arguments are those of `observe`."""
     if dtype != "float32" or not 0 < bound < np.inf:
         raise ValueError(
             "Expected `dtype` to be 'float32' and `bound` to be a positive share, such as 0.01. Received: "
             f"dtype={dtype!r}, bound={bound!r}. Leave them out for the defaults."
         )
-    observed = observe(model, x, y, sample_weight, loss_scale=loss_scale, loss_of=loss_of)
+    run = functools.partial(observe, model, x, y, sample_weight, loss_of=loss_of, paths=paths)
+    observed = run(loss_scale=loss_scale)
     with in_float32(model, but=_drawing(model)):
-        reference = observe(model, x, y, sample_weight, loss_of=loss_of)
+        reference = run()
     rows = [
         Deviation(
-            paths.get(call.layer.path or call.layer.name),
+            call.path,
             call.compute_dtype,
             _deviation(call.outputs, twin.outputs),
             _deviation(call.output_grads, twin.output_grads, loss_scale),

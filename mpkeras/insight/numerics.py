@@ -12,23 +12,21 @@ from mpkeras.conversion.apply import recorded
 from mpkeras.conversion.float8 import float8_factors, multiplies_in_float8
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE
 from mpkeras.conversion.plan import compute_dtypes, layers_of
-from mpkeras.insight.culprit import Culprit, find_culprit
-from mpkeras.insight.observation import observe
+from mpkeras.insight.observation import find_culprit, observe
 from mpkeras.insight.ranges import (
     EXPONENTS,
     WORTH,
     Range,
-    float8_losses,
     largest,
     lost_share,
     overflow_limit,
     overflow_share,
     relative_error,
-    underflow_limit,
+    rounding_losses,
+    scale_window,
     underflow_share,
 )
 from mpkeras.insight.report import Figure, Report, make_figure, percent
-from mpkeras.insight.scale_window import scale_window
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.loss_scaling import number
 from mpkeras.policies.policy import Policy
@@ -91,37 +89,25 @@ def traced(model, x, y, sample_weight, loss_scale: float, loss_of=None, paths=No
     `loss_of` is that of `observe`; `paths` has, by the path that a layer has now, the one that it is shown with.
     """
     paths = paths or {}
-    run = functools.partial(observe, model, x, y, sample_weight, loss_of=loss_of)
+    run = functools.partial(observe, model, x, y, sample_weight, loss_of=loss_of, paths=paths)
     observed = run(loss_scale=loss_scale, references=True)
     with in_float32(model):
         reference = run()
-    layers = [_of_call(call, twin, loss_scale) for call, twin in zip(observed.calls, reference.calls, strict=True)]
-    _add_weights(layers, observed, reference)
 
     def run_rounded(rounded):
         with in_float32(model):
             return run(rounded=rounded)
 
-    window = None
-    if y is not None:
-        window = scale_window(model, observed, reference, loss_scale, lambda s: run(loss_scale=s), run_rounded)
+    window = scale_window(model, observed, reference, loss_scale, run, run_rounded)
     return NumericsReport(
-        [dataclasses.replace(layer, path=paths.get(layer.path, layer.path)) for layer in layers],
-        _with_path(find_culprit(observed, reference, loss_scale), paths),
+        _layers(observed, reference, loss_scale),
+        find_culprit(observed, reference, loss_scale),
         loss=observed.loss,
-        loss_scale=loss_scale if y is not None else None,
+        loss_scale=None if y is None else loss_scale,
         window=None if window is None else (window.smallest, window.highest),
-        lost={paths.get(path, path): share for path, share in window.lost.items()} if window is not None else {},
+        lost={} if window is None else {paths.get(path, path): share for path, share in window.lost.items()},
         compute_dtypes=compute_dtypes(model),
     )
-
-
-def _with_path(culprit, paths):
-    if culprit is None or culprit.path not in paths:
-        return culprit
-    path = paths[culprit.path]
-    # The path of a weight begins with that of its layer.
-    return Culprit(culprit.side, path, culprit.message.replace(f"'{culprit.path}", f"'{path}"))
 
 
 def _check(model, y, loss_scale):
@@ -163,14 +149,28 @@ def in_float32(model, but=()):
         put_back()
 
 
+def _layers(observed, reference, loss_scale: float) -> list:
+    """Returns a `LayerNumerics` for each call."""
+    layers = [_of_call(call, twin, loss_scale) for call, twin in zip(observed.calls, reference.calls, strict=True)]
+    last = {id(call.layer): (call.layer, numerics) for call, numerics in zip(observed.calls, layers, strict=True)}
+    pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
+    found = {id(variable): (grad, true_grad) for (variable, grad), (_, true_grad) in pairs}
+    for layer, numerics in last.values():
+        own = [found[id(v)] for v in _keras.own_variables(layer) if id(v) in found]
+        numerics.weight_grads = Range.of(grad for grad, _ in own)
+        numerics.true_weight_grads = Range.of(true_grad for _, true_grad in own)
+    return layers
+
+
 def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
     true_grads = [grad for grad in (*twin.input_grads, *twin.output_grads) if grad is not None]
-    inputs, outputs = Range.of(call.inputs), Range.of(call.outputs)
+    inputs, outputs, dtype = Range.of(call.inputs), Range.of(call.outputs), call.compute_dtype
+    is_small = dtype in SIXTEEN_BIT_DTYPES
     return LayerNumerics(
-        path=call.layer.path or call.layer.name,
+        path=call.path,
         class_name=type(call.layer).__name__,
         number=call.number,
-        compute_dtype=call.compute_dtype,
+        compute_dtype=dtype,
         inputs=inputs,
         outputs=outputs,
         # A layer that casts nothing on the way in (LayerNormalization) reads what it is given as it is.
@@ -180,28 +180,10 @@ def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
         underflow=underflow_share(call.outputs, call.references),
         grads=Range.of([*call.input_grads, *call.output_grads]),
         true_grads=Range.of(true_grads),
-        grad_underflow=_rounds_to_zero(true_grads, call.compute_dtype, loss_scale),
-        grad_loss=_loss(true_grads, call.compute_dtype, loss_scale),
+        grad_underflow=rounding_losses(true_grads, dtype, loss_scale)[0] if is_small else 0.0,
+        grad_loss=lost_share(true_grads, dtype, loss_scale) if is_small else 0.0,
         float8=_in_float8(call) if multiplies_in_float8(call.layer) else None,
     )
-
-
-def _in_float8(call) -> dict:
-    kernel = [keras.ops.convert_to_numpy(keras.ops.cast(call.layer.kernel, "float32"))]
-    factors = float8_factors(call.layer)
-    sides = {
-        "inputs": (call.inputs, OPERAND_DTYPE),
-        "kernel": (kernel, OPERAND_DTYPE),
-        "gradients": (call.output_grads, GRADIENT_DTYPE),
-    }
-    losses = {
-        name: float8_losses(*side, factor)
-        for (name, side), factor in zip(sides.items(), factors or (None,) * len(sides), strict=True)
-    }
-    found: dict = {name: zeroed for name, (zeroed, _) in losses.items()}
-    found["output_error"] = relative_error(call.outputs, call.references)
-    found["saturated"] = None if factors is None else {name: share for name, (_, share) in losses.items()}
-    return found
 
 
 def _overflow(call, inputs, outputs) -> float:
@@ -211,27 +193,21 @@ def _overflow(call, inputs, outputs) -> float:
     return outputs.nonfinite / outputs.size if outputs.size and not inputs.nonfinite else 0.0
 
 
-def _rounds_to_zero(grads, dtype: str, loss_scale: float) -> float:
-    """Returns the share of gradients that `dtype` rounds to zero at this scale, of those that are not zero."""
-    nonzero = np.concatenate([np.abs(g[g != 0], dtype="float64").ravel() for g in grads] or [np.zeros(0)])
-    if dtype not in SIXTEEN_BIT_DTYPES or not nonzero.size:
-        return 0.0
-    return float(np.mean(nonzero * loss_scale <= underflow_limit(dtype)))
-
-
-def _loss(grads, dtype: str, loss_scale: float) -> float:
-    return lost_share(grads, dtype, loss_scale) if dtype in SIXTEEN_BIT_DTYPES else 0.0
-
-
-def _add_weights(layers, observed, reference):
-    """Sets the ranges of the gradients of each layer's own weights, in its last call."""
-    last = {id(call.layer): layer for call, layer in zip(observed.calls, layers, strict=True)}
-    pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
-    found = {id(variable): (grad, true_grad) for (variable, grad), (_, true_grad) in pairs}
-    for call in observed.calls:
-        own = [found[id(v)] for v in _keras.own_variables(call.layer) if id(v) in found]
-        last[id(call.layer)].weight_grads = Range.of(grad for grad, _ in own)
-        last[id(call.layer)].true_weight_grads = Range.of(true_grad for _, true_grad in own)
+def _in_float8(call) -> dict:
+    kernel = keras.ops.convert_to_numpy(keras.ops.cast(call.layer.kernel, "float32"))
+    sides = {
+        "inputs": (call.inputs, OPERAND_DTYPE),
+        "kernel": ([kernel], OPERAND_DTYPE),
+        "gradients": (call.output_grads, GRADIENT_DTYPE),
+    }
+    factors = float8_factors(call.layer)
+    pairs = zip(sides.items(), factors or (None,) * len(sides), strict=True)
+    losses = {name: rounding_losses(*side, factor) for (name, side), factor in pairs}
+    return {
+        **{name: zeroed for name, (zeroed, _) in losses.items()},
+        "output_error": relative_error(call.outputs, call.references),
+        "saturated": None if factors is None else {name: share for name, (_, share) in losses.items()},
+    }
 
 
 @dataclasses.dataclass
@@ -278,13 +254,26 @@ class LayerNumerics:
     float8: dict | None = None
 
     @property
-    def is_too_large(self) -> bool:
-        """Whether the layer reads or writes numbers, or gradients at a loss scale of 1, beyond its dtype's range."""
+    def too_large(self) -> tuple[str, float] | None:
+        """What is beyond the range of its dtype, gradients at a loss scale of 1, and how far it reaches; or `None`."""
         if self.compute_dtype not in SIXTEEN_BIT_DTYPES:
-            return False
-        limit = overflow_limit(self.compute_dtype)
-        ranges = (self.true_inputs, self.true_outputs, self.true_grads, self.true_weight_grads)
-        return self.overflow > 0 or any(found.max_abs >= limit for found in ranges)
+            return None
+        # The output first: it is what the layer itself has made.
+        ranges = {
+            "output": self.true_outputs,
+            "input": self.true_inputs,
+            "gradient": self.true_grads,
+            "weight gradient": self.true_weight_grads,
+        }
+        for what, found in ranges.items():
+            if found.max_abs >= overflow_limit(self.compute_dtype):
+                return what, found.max_abs
+        return ("output", max(self.true_outputs.max_abs, self.outputs.max_abs)) if self.overflow > 0 else None
+
+    @property
+    def is_off_in_float8(self) -> bool:
+        """Whether its outputs in float8 are off by more than a tenth."""
+        return self.float8 is not None and self.float8["output_error"] > WORTH
 
     def to_dict(self) -> dict:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -330,12 +319,12 @@ class NumericsReport(Report):
     @property
     def rules(self) -> tuple[str, ...]:
         """The float32 rules, one for each layer whose numbers are beyond its dtype's range."""
-        return tuple(dict.fromkeys(path_rule(layer.path) for layer in self.layers if layer.is_too_large))
+        return tuple(dict.fromkeys(path_rule(layer.path) for layer in self.layers if layer.too_large))
 
     @property
     def rules_16_bits(self) -> tuple[str, ...]:
         """The `keep_16_bits` rules, one for each layer whose outputs are off by more than a tenth in float8."""
-        return tuple(dict.fromkeys(path_rule(layer.path) for layer in self.layers if _is_off_in_float8(layer)))
+        return tuple(dict.fromkeys(path_rule(layer.path) for layer in self.layers if layer.is_off_in_float8))
 
     def policy(self) -> Policy:
         """Returns the mixed policy of the model with the rules for what is too large, or off in float8."""
@@ -375,16 +364,18 @@ class NumericsReport(Report):
     def remedies(self) -> list:
         """Returns what to do, one sentence each; an empty list where nothing is wrong."""
         lines = []
-        for layer in {layer.path: layer for layer in self.layers if layer.is_too_large}.values():
-            what, reached = _largest_of(layer)
+        beyond = {layer.path: (layer.compute_dtype, *layer.too_large) for layer in self.layers if layer.too_large}
+        for path, (dtype, what, reached) in beyond.items():
             lines.append(
-                f"Layer '{layer.path}': its {what} reaches {reached:.3g}, over {layer.compute_dtype}'s "
-                f"{largest(layer.compute_dtype):g}: keep it in float32 with the rule '{path_rule(layer.path)}'."
+                f"Layer '{path}': its {what} reaches {reached:.3g}, over {dtype}'s {largest(dtype):g}: keep it in "
+                f"float32 with the rule '{path_rule(path)}'."
             )
-        for layer in {layer.path: layer for layer in self.layers if _is_off_in_float8(layer)}.values():
+        for layer in {layer.path: layer for layer in self.layers if layer.is_off_in_float8}.values():
+            saturated = layer.float8["saturated"]
+            past = f", {_percent(saturated['inputs'])} are larger than those of past steps" if saturated else ""
             lines.append(
                 f"Layer '{layer.path}': its outputs are off by {_percent(layer.float8['output_error'])} in float8, and "
-                f"{_percent(layer.float8['inputs'])} of its inputs round to zero{_saturated(layer)}: keep it in 16 "
+                f"{_percent(layer.float8['inputs'])} of its inputs round to zero{past}: keep it in 16 "
                 f"bits with the `keep_16_bits` rule '{path_rule(layer.path)}'."
             )
         if lines:
@@ -392,7 +383,7 @@ class NumericsReport(Report):
         return lines + self._about_scale()
 
     def _about_scale(self) -> list:
-        if self.window is None or self.loss_scale is None or "float16" not in self._compute_dtypes:
+        if self.window is None or "float16" not in self._compute_dtypes:
             return []
         smallest, highest = self.window
         if smallest > highest:
@@ -441,62 +432,27 @@ class NumericsReport(Report):
         panels = [("outputs", "Outputs")]
         if self.loss_scale is not None:
             panels.append(("grads", f"Gradients, times the loss scale of {self.loss_scale:g}"))
-        height = 1.8 + 0.24 * len(self.layers)
-        figure = make_figure(figsize=(5.2 * len(panels) + 1.6, height))
-        for axes, (name, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        figure = make_figure(figsize=(5.2 * len(panels) + 1.6, 1.8 + 0.24 * len(self.layers)))
+        row_of_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (name, title) in zip(row_of_axes, panels, strict=True):
             self._plot_panel(axes, [getattr(layer, name) for layer in self.layers], title)
-            axes.set_yticks(
-                range(len(self.layers)),
-                [layer.path for layer in self.layers] if axes.get_subplotspec().is_first_col() else [],
-            )
+        row_of_axes[0].set_yticks(range(len(self.layers)), [layer.path for layer in self.layers])
         return figure
 
     def _plot_panel(self, axes, ranges, title):
         shares = np.array([found.exponents / max(found.exponents.sum(), 1) for found in ranges], "float64")
         image = np.where(shares > 0, shares, np.nan)
-        axes.imshow(
-            image,
-            aspect="auto",
-            cmap="viridis_r",
-            vmin=0.0,
-            vmax=0.25,
-            extent=(EXPONENTS[0], EXPONENTS[-1] + 1, len(ranges) - 0.5, -0.5),
-        )
-        for found, row in zip(ranges, range(len(ranges)), strict=True):
+        extent = (EXPONENTS[0], EXPONENTS[-1] + 1, len(ranges) - 0.5, -0.5)
+        axes.imshow(image, aspect="auto", cmap="viridis_r", vmin=0.0, vmax=0.25, extent=extent)
+        for row, found in enumerate(ranges):
             if found.nonfinite:
                 axes.text(EXPONENTS[-1], row, "inf", color="crimson", ha="right", va="center", weight="bold")
         # float16: 2^-24 is the smallest subnormal number, 2^-14 the smallest normal one, 2^16 is beyond the largest.
         for exponent, style in ((-24, ":"), (-14, "--"), (16, "-")):
             axes.axvline(exponent, color="crimson", linestyle=style, linewidth=1)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel(
-            "power of two; darker: more values (red: float16's smallest, smallest normal, largest)", fontsize=8
-        )
-
-
-def _largest_of(layer) -> tuple[str, float]:
-    """Returns which of a layer's values are too large in float32, and the largest magnitude."""
-    ranges = {
-        "input": layer.true_inputs,
-        "output": layer.true_outputs,
-        "gradient": layer.true_grads,
-        "weight gradient": layer.true_weight_grads,
-    }
-    limit = overflow_limit(layer.compute_dtype)
-    # The output first: it is what the layer itself has made.
-    for what in ("output", "input", "gradient", "weight gradient"):
-        if ranges[what].max_abs >= limit:
-            return what, ranges[what].max_abs
-    return "output", max(layer.true_outputs.max_abs, layer.outputs.max_abs)
-
-
-def _saturated(layer) -> str:
-    shares = layer.float8["saturated"]
-    return f", {_percent(shares['inputs'])} are larger than those of past steps" if shares else ""
-
-
-def _is_off_in_float8(layer) -> bool:
-    return layer.float8 is not None and layer.float8["output_error"] > WORTH
+        label = "power of two; darker: more values (red: float16's smallest, smallest normal, largest)"
+        axes.set_xlabel(label, fontsize=8)
 
 
 def _magnitude(found: Range) -> str:

@@ -1,11 +1,10 @@
-"""`observe`: records what every layer reads and returns in one forward and backward pass; the model stays as it was."""
+"""What every layer reads and returns in one forward and backward pass, and where inf or NaN begins in it."""
 
 import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
-import itertools
 
 import keras
 import numpy as np
@@ -14,24 +13,27 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras._replaced import replaced
 from mpkeras.conversion.plan import layers_of
+from mpkeras.insight.ranges import all_finite, max_abs
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.rules import is_quantized
 from mpkeras.training.backend import training_backend
 
-# They call the layer in them step by step, in loops of the backend: what that returns is no output of its own, and
-# nothing can be carried out of there.
+# They call the layer in them in loops of the backend, out of which nothing can be carried.
 STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
 
 
 @dataclasses.dataclass
 class LayerCall:
-    """One call of one layer: the tensors as NumPy arrays of their own dtype, gradients like them or `None`."""
+    """One call of one layer: the tensors as NumPy arrays of their own dtype, gradients like them or `None`.
+
+    While the pass runs `inputs` and `outputs` are the numbers of the tensors.
+    """
 
     layer: keras.layers.Layer
+    path: str
     number: int  # 0 for the first call of this layer
+    start: int  # 0 for the call that began first
     compute_dtype: str
-    start: int
-    end: int = 0
     inputs: list = dataclasses.field(default_factory=list)
     outputs: list = dataclasses.field(default_factory=list)
     # The outputs of the same layer for the same inputs in float32, where it was asked for.
@@ -54,47 +56,50 @@ class Observation:
     loss: float | None
     variable_grads: list
 
+    @property
+    def gradients_are_finite(self) -> bool:
+        grads = [grad for _, grad in self.variable_grads]
+        for call in self.calls:
+            grads += [*call.input_grads, *call.output_grads]
+        return all_finite(grads)
+
 
 def observe(
     model,
     x,
-    y=None,
-    sample_weight=None,
+    y,
+    sample_weight,
     *,
     loss_scale: float = 1.0,
     references: bool = False,
     rounded=None,
     loss_of=None,
+    paths: dict,
 ) -> Observation:
     """Runs `model` forward, as in training, and backward where there are labels, and returns what it saw.
 
-    Weights, statistics, random generators and metrics are as before afterwards. With `references` each 16-bit layer is
-    also run in float32, on the same inputs. `rounded(layer, tensor)` takes the place of each tensor that a layer reads
-    or returns, `loss_of(y, y_pred, sample_weight)` of the loss that the model was compiled with.
+    Weights, statistics, random generators and metrics are as before afterwards.
+
+    Args:
+        model, x, y, sample_weight: The model and a batch; `y` may be `None`.
+        loss_scale: The factor on the loss.
+        references: Whether each 16-bit layer is also run in float32, on the same inputs.
+        rounded: `rounded(layer, tensor)` takes the place of each tensor that a layer reads or returns.
+        loss_of: `loss_of(y, y_pred, sample_weight)` takes the place of the loss that the model was compiled with.
+        paths: By the path that a layer has now, the one that it is called by.
     """
     backend = importlib.import_module(f"mpkeras.insight._{keras.backend.backend()}")
-    calls: list = []
-    taps: list = []
-
-    def observed_call(tap_input, tap_output, found):
-        clock = itertools.count()
-        paused: list = []
-        found = found if references else None
-
-        def of_layer(layer):
-            tap_in, tap_out = _taps(layer, tap_input, tap_output, rounded)
-            return _observed_call(layer, calls, taps, tap_in, tap_out, found, clock, paused)
-
-        return of_layer
+    training = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
+    calls: list[LayerCall] = []
 
     def run(tap_input, tap_output):
-        calls.clear()
-        taps.clear()
-        found: dict = {"references": {}}
-        with replaced_calls(observed_layers(model), observed_call(tap_input, tap_output, found["references"])):
-            training = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
+        nonlocal calls
+        this = _Pass(tap_input, tap_output, rounded, references, paths)
+        # JAX runs it twice, first for the shapes.
+        calls = this.calls
+        found: dict = {"tensors": this.tensors, "references": this.references}
+        with replaced_calls(observed_layers(model), this.observed):
             y_pred = model(x, **training)
-            found["taps"] = list(taps)
             if y is None:
                 return None, found
             if loss_of is not None:
@@ -107,22 +112,17 @@ def observe(
     # Put back after each pass, so that the next one draws the same numbers.
     random_states = training_backend.global_random_states()
     try:
-        found, tap_grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
+        found, grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
     finally:
         training_backend.set_global_random_states(random_states)
-    _fill(calls, found, tap_grads)
+    for call in calls:
+        call.input_grads = [_array(grads[i]) for i in call.inputs]
+        call.output_grads = [_array(grads[i]) for i in call.outputs]
+        call.references = [_array(found["references"].get(i)) for i in call.outputs]
+        call.inputs = [_array(found["tensors"][i]) for i in call.inputs]
+        call.outputs = [_array(found["tensors"][i]) for i in call.outputs]
     loss = None if y is None else float(ops.convert_to_numpy(found["loss"]))
-    grads = [
-        (v, None if g is None else _array(g)) for v, g in zip(model.trainable_variables, variable_grads, strict=True)
-    ]
-    return Observation(sorted(calls, key=lambda call: call.end), loss, grads)
-
-
-def _taps(layer, tap_input, tap_output, rounded) -> tuple:
-    """Returns the two taps of a layer; `rounded` acts on the side from which the gradient comes."""
-    if rounded is None:
-        return tap_input, tap_output
-    return lambda tensor: rounded(layer, tap_input(tensor)), lambda tensor: rounded(layer, tap_output(tensor))
+    return Observation(calls, loss, list(zip(model.trainable_variables, map(_array, variable_grads), strict=True)))
 
 
 def observed_layers(model) -> list:
@@ -134,64 +134,80 @@ def observed_layers(model) -> list:
     return [layer for layer in layers_of(model) if id(layer) not in hidden and not isinstance(layer, skipped)]
 
 
-def _fill(calls, found, tap_grads):
-    """Replaces the numbers of the taps in `calls` by arrays."""
-    for call in calls:
-        call.input_grads = [_array(tap_grads[i]) for i in call.inputs]
-        call.output_grads = [_array(tap_grads[i]) for i in call.outputs]
-        call.references = [_array(found["references"].get(i)) for i in call.outputs]
-        call.inputs = [_array(found["taps"][i]) for i in call.inputs]
-        call.outputs = [_array(found["taps"][i]) for i in call.outputs]
-
-
 def _array(tensor):
     return None if tensor is None else np.asarray(ops.convert_to_numpy(tensor))
 
 
-def _observed_call(layer, calls, taps, tap_input, tap_output, references, clock, paused):
-    call = call_of(layer)
-    numbers = itertools.count()
+class _Pass:
+    """The calls of one pass while it runs, and the tensors that the layers read and return, in their order."""
 
-    def tapped(value, tap, numbers_of_taps):
-        if tensor_dtype(value) not in FLOAT_DTYPES:
-            return value
-        tensor = tap(value)
-        _keras.copy_mask(value, tensor)
-        numbers_of_taps.append(len(taps))
-        taps.append(tensor)
-        return tensor
+    def __init__(self, tap_input, tap_output, rounded, has_references, paths):
+        self.calls: list[LayerCall] = []
+        self.tensors: list = []
+        # By the number of the output.
+        self.references: dict = {}
+        self._tap_input, self._tap_output = tap_input, tap_output
+        self._rounded = rounded
+        self._has_references = has_references
+        self._paths = paths
+        # The `id` of the layer of each call, in the order in which they began.
+        self._started: list[int] = []
+        self._is_paused = False
 
-    @functools.wraps(call)
-    def observed(*args, **kwargs):
-        if paused:
-            return call(*args, **kwargs)
-        compute_dtype = layer.compute_dtype
-        record = LayerCall(layer, next(numbers), compute_dtype, next(clock))
-        args, kwargs = keras.tree.map_structure(lambda v: tapped(v, tap_input, record.inputs), (args, kwargs))
-        outputs = call(*args, **kwargs)
-        reference = None
-        if references is not None and compute_dtype in SIXTEEN_BIT_DTYPES:
-            paused.append(True)
-            reference = _in_float32(layer, args, kwargs)
-            paused.clear()
-        outputs = keras.tree.map_structure(lambda v: tapped(v, tap_output, record.outputs), outputs)
-        if reference is not None:
-            floats = [value for value in keras.tree.flatten(reference) if tensor_dtype(value) in FLOAT_DTYPES]
-            references.update(zip(record.outputs, floats, strict=False))
-        record.end = next(clock)
-        calls.append(record)
-        return outputs
+    def observed(self, layer):
+        """Returns what takes the place of the `call` of `layer`."""
+        call, path = call_of(layer), layer.path or layer.name
 
-    return observed
+        @functools.wraps(call)
+        def observed(*args, **kwargs):
+            if self._is_paused:
+                return call(*args, **kwargs)
+            number, start = self._started.count(id(layer)), len(self._started)
+            self._started.append(id(layer))
+            record = LayerCall(layer, self._paths.get(path, path), number, start, layer.compute_dtype)
+            args, kwargs = self._tapped(layer, (args, kwargs), self._tap_input, record.inputs)
+            outputs = call(*args, **kwargs)
+            reference = self._reference(layer, args, kwargs)
+            outputs = self._tapped(layer, outputs, self._tap_output, record.outputs)
+            self.references.update(zip(record.outputs, reference, strict=False))
+            self.calls.append(record)
+            return outputs
+
+        return observed
+
+    def _tapped(self, layer, structure, tap, numbers):
+        """Returns `structure` with the tensors to go on with, and adds their numbers to `numbers`."""
+
+        def tapped(value):
+            if tensor_dtype(value) not in FLOAT_DTYPES:
+                return value
+            tensor = tap(value)
+            if self._rounded is not None:
+                tensor = self._rounded(layer, tensor)
+            _keras.copy_mask(value, tensor)
+            numbers.append(len(self.tensors))
+            self.tensors.append(tensor)
+            return tensor
+
+        return keras.tree.map_structure(tapped, structure)
+
+    def _reference(self, layer, args, kwargs) -> list:
+        """Returns the float outputs of `layer` for the same inputs in float32, where it is a 16-bit one."""
+        if not self._has_references or layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
+            return []
+        self._is_paused = True
+        outputs = _in_float32(layer, args, kwargs)
+        self._is_paused = False
+        return [value for value in keras.tree.flatten(outputs) if tensor_dtype(value) in FLOAT_DTYPES]
 
 
 def _in_float32(layer, args, kwargs):
     """Returns the outputs of `layer` for the same inputs in float32; `None` where they cannot be compared."""
     layers = _keras.flatten_layers(layer, include_self=True)
-    draws = any(_keras.own_seed_generators(inner) for inner in layers)
-    if any(map(is_quantized, layers)):
-        return None  # There are no other kernels.
-    if draws or any(isinstance(inner.dtype_policy, keras.dtype_policies.DTypePolicyMap) for inner in layers):
+    # Of a quantized one there are no other kernels; others would draw other numbers.
+    if any(map(is_quantized, layers)) or any(map(_keras.own_seed_generators, layers)):
+        return None
+    if any(isinstance(inner.dtype_policy, keras.dtype_policies.DTypePolicyMap) for inner in layers):
         return None
 
     def wide(value):
@@ -228,3 +244,81 @@ def call_of(layer):
 
 def _name_of_call(layer) -> str:
     return "call" if layer.quantization_mode is None else "quantized_call"
+
+
+@dataclasses.dataclass(frozen=True)
+class Culprit:
+    """Where inf or NaN began.
+
+    Attributes:
+        side: `"input"` (the layer was given inf or NaN, or more than its dtype holds), `"weight"`, `"output"`, `"loss"`
+            or `"gradient"`.
+        path: `layer.path` of the layer; `None` for the data and the loss.
+        message: A sentence with the numbers.
+    """
+
+    side: str
+    path: str | None
+    message: str
+
+
+def find_culprit(observed, reference, loss_scale: float) -> Culprit | None:
+    """Returns where inf or NaN began in an `Observation`; `None` where all is finite."""
+    return _forward(observed, reference) or _loss(observed) or _backward(observed, loss_scale)
+
+
+def _forward(observed, reference):
+    for call, twin in zip(observed.calls, reference.calls, strict=True):
+        if all_finite(call.outputs):
+            continue
+        path = call.path
+        bad = [variable for variable in call.layer.weights if not all_finite([_array(variable.value)])]
+        if bad:
+            # A layer of the capsule's own model may have another path than it had.
+            weight = bad[0].path.replace(call.layer.path or path, path, 1)
+            return Culprit("weight", path, f"the weight '{weight}' holds values that are not finite")
+        if all_finite(call.inputs):
+            return Culprit("output", path, f"the output of layer '{path}' is not finite: {_reached(call)}")
+        # No layer before this one is to blame.
+        if all_finite(twin.inputs):
+            what = f"layer '{path}' is given up to {max_abs(twin.inputs):.3g}, more than {call.compute_dtype} holds"
+            return Culprit("input", path, what)
+        return Culprit("input", path, f"layer '{path}' was given values that are not finite: look into the data")
+    return None
+
+
+def _loss(observed):
+    if observed.loss is None or np.isfinite(observed.loss):
+        return None
+    return Culprit("loss", None, f"all layers are finite, the loss is {observed.loss}: look at the loss and the labels")
+
+
+def _backward(observed, loss_scale):
+    grads = {id(variable): grad for variable, grad in observed.variable_grads}
+    # Latest first, and of a layer and those inside it the inner one first.
+    for call in sorted(observed.calls, key=lambda call: call.start, reverse=True):
+        own = [grads[id(v)] for v in call.layer.trainable_variables if id(v) in grads]
+        if all_finite(call.output_grads) and not all_finite([*call.input_grads, *own]):
+            what = (
+                f"the gradient of layer '{call.path}' by its {'weights' if all_finite(call.input_grads) else 'input'} "
+                f"is not finite at a loss scale of {loss_scale:g}, while that of its output is (up to "
+                f"{max_abs(call.output_grads):.3g})"
+            )
+            return Culprit("gradient", call.path, what)
+    for call in reversed(observed.calls):
+        if not all_finite(call.output_grads):
+            origin = "the loss" if call is observed.calls[-1] else "what is behind it"
+            what = (
+                f"the gradient of the output of layer '{call.path}' is not finite at a loss scale of {loss_scale:g}: "
+                f"{origin} sends back more than {call.outputs[0].dtype} holds"
+            )
+            return Culprit("gradient", call.path, what)
+    return None
+
+
+def _reached(call) -> str:
+    """Returns a clause with the largest output in float32, or with the largest input where that is not known."""
+    true = [reference for reference in call.references if reference is not None]
+    if true:
+        return f"in float32 it reaches {max_abs(true):.3g}"
+    return f"from finite inputs up to {max_abs(call.inputs):.3g}"

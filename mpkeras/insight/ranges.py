@@ -1,18 +1,39 @@
-"""The range of a tensor's values, and how much of them a dtype loses: overflow, underflow, rounded gradients."""
+"""What 16 bits lose of a tensor's values, and the loss scales at which gradients neither overflow nor get lost."""
 
 import dataclasses
+import functools
 
 import ml_dtypes
 import numpy as np
 from keras import ops
 
-# Powers of two that are counted apart; what is beyond goes to the ends.
+from mpkeras import _keras
+from mpkeras.conversion.plan import layers_of
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+
+# Powers of two that a histogram counts; what is beyond goes to its ends.
 EXPONENTS = range(-45, 41)
-# Of the gradient of a layer's weights, by its norm: what may be lost without a word. It is 1 % of the sum of squares,
+# The share of a layer's weight gradient, by the norm, that may be lost without a warning: 1 % of the sum of squares,
 # far less than what changes from batch to batch.
 WORTH = 0.1
-# Of the gradient at a single place. The losses of a hundred places, whose signs differ, add up to about `WORTH`.
+# The same of the gradient at a single place: the losses of a hundred places, whose signs differ, add up to `WORTH`.
 SAFE = 0.01
+
+
+def is_float(array) -> bool:
+    return array.dtype.kind in "fc" or "float" in array.dtype.name
+
+
+def is_finite(array) -> bool:
+    """Returns whether all numbers of an array are finite."""
+    if not is_float(array):
+        return True
+    return bool(np.isfinite(array if array.dtype.kind in "fc" else array.astype("float32")).all())
+
+
+def all_finite(arrays) -> bool:
+    """Returns whether all arrays are finite; `None`s are left out."""
+    return all(is_finite(array) for array in arrays if array is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +60,8 @@ class Range:
     @classmethod
     def of(cls, arrays) -> "Range":
         """Returns the range of all values of `arrays`, of any float dtype; `None`s are left out."""
-        values = [np.asarray(array, "float64").ravel() for array in arrays if array is not None]
-        values = np.concatenate(values) if values else np.zeros(0)
+        parts = [np.asarray(array, "float64").ravel() for array in arrays if array is not None]
+        values = np.concatenate([np.zeros(0), *parts])
         finite = values[np.isfinite(values)]
         nonzero = np.abs(finite[finite != 0])
         # 2**(e-1) <= value < 2**e in numpy's words.
@@ -77,21 +98,25 @@ def underflow_limit(dtype: str) -> float:
     return float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2
 
 
+def max_abs(arrays) -> float:
+    """Returns the largest finite magnitude, 0.0 if there is none."""
+    return max((float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) for a in arrays if a is not None), default=0.0)
+
+
 def overflow_share(values, references) -> float:
     """Returns the share of values that are inf or NaN where the reference is finite."""
-    lost = [~np.isfinite(np.asarray(v, "float64")) & np.isfinite(r) for v, r in _pairs(values, references)]
-    return _share(lost)
+    return _share([~np.isfinite(v) & np.isfinite(r) for v, r in _pairs(values, references)])
 
 
 def underflow_share(values, references) -> float:
     """Returns the share of values that are zero where the reference is not."""
-    return _share([(np.asarray(v, "float64") == 0) & (r != 0) for v, r in _pairs(values, references)])
+    return _share([(v == 0) & (r != 0) for v, r in _pairs(values, references)])
 
 
 def _pairs(values, references):
     for value, reference in zip(values, references, strict=True):
         if value is not None and reference is not None and value.shape == reference.shape:
-            yield value, np.asarray(reference, "float64")
+            yield np.asarray(value, "float64"), np.asarray(reference, "float64")
 
 
 def _share(masks) -> float:
@@ -99,15 +124,20 @@ def _share(masks) -> float:
     return float(sum(mask.sum() for mask in masks) / size) if size else 0.0
 
 
+def relative_error(values, references) -> float:
+    """Returns the norm of the difference over the norm of the references; where one is not finite, it is left out."""
+    difference = total = 0.0
+    for value, reference in _pairs(values, references):
+        both = np.isfinite(value) & np.isfinite(reference)
+        difference += float(np.sum(np.square(value[both] - reference[both])))
+        total += float(np.sum(np.square(reference[both])))
+    return float(np.sqrt(difference / total)) if total else 0.0
+
+
 def rounded(grad, dtype: str, loss_scale: float):
-    """Returns the gradient with the rounding that numbers below the smallest normal one of `dtype` get while scaled.
+    """Returns a gradient with the rounding that `dtype` gives what is below its smallest normal number while scaled.
 
     Larger numbers stay as they are: they are rounded to as many bits at every scale.
-
-    Args:
-        grad: float array, not scaled.
-        dtype: Of the gradient while it is scaled.
-        loss_scale: The factor on it.
     """
     scaled = np.asarray(grad, "float64") * loss_scale
     is_small = np.abs(scaled) < float(ml_dtypes.finfo(dtype).smallest_normal)
@@ -115,29 +145,19 @@ def rounded(grad, dtype: str, loss_scale: float):
 
 
 def lost_share(grads, dtype: str, loss_scale: float) -> float:
-    """Returns the share of a gradient that is lost, from 0 to 1: the norm of what is lost over the norm of all of it.
+    """Returns the share, by the norm, that rounding takes of a gradient, which all `grads` are together.
 
     Exact zeros lose nothing, and many tiny numbers beside a large one next to nothing.
-
-    Args:
-        grads: List of float arrays, not scaled; together they are the gradient. What is not finite counts as zero.
-        dtype: Of the gradient while it is scaled.
-        loss_scale: The factor on it.
     """
-    total = lost = 0.0
-    for grad in grads:
-        finite = np.where(np.isfinite(grad), grad, 0).astype("float64")
-        total += float(np.sum(np.square(finite)))
-        lost += float(np.sum(np.square(finite - rounded(finite, dtype, loss_scale))))
-    return min(float(np.sqrt(lost / total)), 1.0) if total else 0.0
+    return min(relative_error([rounded(grad, dtype, loss_scale) for grad in grads], grads), 1.0)
 
 
-def float8_losses(arrays, dtype: str, factor: float | None = None) -> tuple[float, float]:
-    """Returns the shares of values, zeros left out, that round to zero in float8, and that saturate.
+def rounding_losses(arrays, dtype: str, factor: float | None = None) -> tuple[float, float]:
+    """Returns the shares of values, zeros left out, that `dtype` rounds to zero, and that saturate.
 
     Args:
         arrays: Float arrays; what is not finite is left out, and so are `None`s.
-        dtype: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        dtype: A 16-bit dtype, or `"float8_e4m3fn"` or `"float8_e5m2"`.
         factor: What the values are multiplied by before they are rounded. `None`: each array is scaled by its largest
             value, as products in float8 scale by the present step; nothing saturates.
     """
@@ -153,28 +173,13 @@ def float8_losses(arrays, dtype: str, factor: float | None = None) -> tuple[floa
     return (zeroed / nonzero, saturated / nonzero) if nonzero else (0.0, 0.0)
 
 
-def relative_error(values, references) -> float:
-    """Returns the norm of the difference over the norm of the references; where one is not finite, it is left out."""
-    difference = total = 0.0
-    for value, reference in _pairs(values, references):
-        value = np.asarray(value, "float64")
-        both = np.isfinite(value) & np.isfinite(reference)
-        difference += float(np.sum(np.square(value[both] - reference[both])))
-        total += float(np.sum(np.square(reference[both])))
-    return float(np.sqrt(difference / total)) if total else 0.0
-
-
 def smallest_safe_exponent(grads, dtype: str) -> int | None:
     """Returns the smallest power of two that, as loss scale, loses no more than `SAFE` of a gradient; `None` of zeros.
 
     From the count of numbers between two powers of two, and so right to about one power.
-
-    Args:
-        grads: List of float arrays; together they are the gradient.
-        dtype: Of the gradient while it is scaled.
     """
-    values = [np.abs(grad[np.isfinite(grad) & (grad != 0)], dtype="float64") for grad in grads]
-    values = np.concatenate(values) if values else np.zeros(0)
+    nonzero = [np.abs(grad[np.isfinite(grad) & (grad != 0)], dtype="float64") for grad in grads]
+    values = np.concatenate([np.zeros(0), *nonzero])
     if not values.size:
         return None
     exponents = np.frexp(values)[1] - 1  # 2**e <= value < 2**(e + 1)
@@ -191,12 +196,10 @@ def smallest_safe_exponent(grads, dtype: str) -> int | None:
 
 
 def with_rounded_gradient(tensor, dtype: str, loss_scale: float | None):
-    """Returns `tensor` as it is, with a gradient that is rounded on its way back.
+    """Returns a float32 tensor as it is, with a gradient that is rounded on its way back.
 
-    Args:
-        tensor: float32, of any shape.
-        dtype: One whose smallest numbers float32 holds, too: float16.
-        loss_scale: As for `rounded`; `None` rounds to the bits that `dtype` has at any scale.
+    As by `rounded`, for a `dtype` whose smallest numbers float32 holds, too. A `loss_scale` of `None` rounds to the
+    bits that `dtype` has at any scale.
     """
     info = ml_dtypes.finfo(dtype)
     # Not by casts, which a compiler may leave out.
@@ -222,3 +225,159 @@ def with_rounded_gradient(tensor, dtype: str, loss_scale: float | None):
         return x + 0.0, grad
 
     return through(tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleWindow:
+    """The loss scales that suit a batch.
+
+    Attributes:
+        smallest, highest: Powers of two. From `smallest` on no layer loses more than `WORTH` of its weights' gradient,
+            up to `highest` no gradient overflows. The smallest is above the highest where no scale does both.
+        lost: `{path of the layer: share}` of what the present loss scale loses, where that is more than `WORTH`.
+    """
+
+    smallest: float
+    highest: float
+    lost: dict
+
+
+def scale_window(model, observed, reference, loss_scale: float, run, run_rounded) -> ScaleWindow | None:
+    """Returns the `ScaleWindow` of a batch, or `None` where nothing computes in 16 bits or there is no gradient.
+
+    What each gradient loses for itself says which scales are safe. Where the present one is not among them, a pass in
+    float32 with every gradient rounded as in float16 shows what is lost of the gradients that the optimizer gets: a
+    small gradient that is added to a large one, or that of an easy example, is no loss. Then `smallest` is the present
+    scale if that does, and is searched for if it does not.
+
+    Args:
+        model: The model.
+        observed, reference: The `Observation` at `loss_scale`, and that in float32, not scaled.
+        loss_scale: The present one.
+        run, run_rounded: `run(loss_scale=...)` repeats the first, `run_rounded(rounded)` the second with the argument
+            of `observe`.
+    """
+    weights = _weight_grads(model, observed, reference)
+    highest = _highest(reference, weights)
+    if highest is None:
+        return None
+    if loss_scale > 2.0**highest and observed.gradients_are_finite:
+        highest = _floor(loss_scale)
+    smallest = _safe(reference, weights)
+    known = min(_floor(loss_scale), highest)
+    in_float16 = {id(layer) for layer in layers_of(model) if layer.compute_dtype == "float16"}
+    if smallest <= known or not in_float16:
+        return ScaleWindow(2.0**smallest, 2.0**highest, {})
+
+    @functools.cache
+    def shares_at(scale) -> dict:
+        seen = run_rounded(functools.partial(_with_rounded_gradient, in_float16, scale))
+        return _shares(weights, seen, scale)
+
+    def lost_at(scale) -> dict:
+        """Returns the shares that are lost at this scale and would not be at another one, the largest first."""
+        lost = {path: share for path, share in shares_at(scale).items() if share > WORTH}
+        # Of a gradient that is zero but for rounding (of a bias before a normalization) nothing is left at any scale.
+        at_any = shares_at(None) if lost else {}
+        return dict(sorted((item for item in lost.items() if at_any[item[0]] <= WORTH), key=lambda item: -item[1]))
+
+    if not lost_at(2.0**known):
+        smallest = known
+    else:
+        too_small = known
+        while smallest - too_small > 1:
+            middle = (smallest + too_small) // 2
+            smallest, too_small = (smallest, middle) if lost_at(2.0**middle) else (middle, too_small)
+        # That no scale is left is said only of what was seen to overflow.
+        while smallest > highest and run(loss_scale=2.0 ** (highest + 1)).gradients_are_finite:
+            highest += 1
+    return ScaleWindow(2.0**smallest, 2.0**highest, lost_at(loss_scale) if loss_scale <= 2.0**highest else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class _WeightGrads:
+    """The gradients of a layer's own weights: true ones, and whether each came through 16 bits."""
+
+    path: str
+    dtype: str
+    variables: tuple
+    true: tuple
+    in_16_bits: list
+
+
+def _weight_grads(model, observed, reference) -> list:
+    pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
+    found = {id(v): (v, grad, true) for (v, grad), (_, true) in pairs if grad is not None and true is not None}
+    result = []
+    for layer in layers_of(model):
+        own = [found.pop(id(v)) for v in _keras.own_variables(layer) if id(v) in found]
+        if own:
+            variables, grads, true = zip(*own, strict=True)
+            dtype = layer.compute_dtype
+            in_16_bits = [_fits(grad, dtype) for grad in grads]
+            result.append(_WeightGrads(layer.path or layer.name, dtype, variables, true, in_16_bits))
+    return result
+
+
+def _fits(grad, dtype: str) -> bool:
+    """Returns whether a float32 gradient holds numbers of `dtype` only: then it was computed in it."""
+    if dtype not in SIXTEEN_BIT_DTYPES:
+        return False
+    finite = grad[np.isfinite(grad)]
+    with np.errstate(over="ignore"):
+        return bool(np.all(finite.astype(dtype).astype("float32") == finite))
+
+
+def _grads_between_layers(reference) -> list:
+    """Returns `(gradients, dtype)` for the inputs and for the outputs of each layer that computes in 16 bits."""
+    calls = [(call, call.layer.compute_dtype) for call in reference.calls]
+    return [
+        ([grad for grad in grads if grad is not None], dtype)
+        for call, dtype in calls
+        if dtype in SIXTEEN_BIT_DTYPES
+        for grads in (call.input_grads, call.output_grads)
+    ]
+
+
+def _highest(reference, weights) -> int | None:
+    """Returns the exponent of the largest loss scale at which no gradient is too large for its dtype."""
+    groups = _grads_between_layers(reference)
+    groups += [(of.true, of.dtype) for of in weights if of.dtype in SIXTEEN_BIT_DTYPES]
+    reached = [(max_abs(grads), dtype) for grads, dtype in groups]
+    limits = [overflow_limit(dtype) / value for value, dtype in reached if value > 0]
+    return int(np.ceil(np.log2(min(limits)))) - 1 if limits else None
+
+
+def _safe(reference, weights) -> int:
+    """Returns an exponent from which on no single gradient loses more than `SAFE` of itself."""
+    groups = _grads_between_layers(reference)
+    for of in weights:
+        groups.append(([grad for grad, is_in in zip(of.true, of.in_16_bits, strict=True) if is_in], of.dtype))
+    exponents = [smallest_safe_exponent(grads, dtype) for grads, dtype in groups]
+    # -126 is the exponent of float32's own smallest number.
+    return max([-126, *(exponent for exponent in exponents if exponent is not None)])
+
+
+def _floor(scale: float) -> int:
+    return int(np.floor(np.log2(scale)))
+
+
+def _with_rounded_gradient(in_float16, scale, layer, tensor):
+    # Where Keras finds the logits by the tensor itself, the gradient does not come through it.
+    if id(layer) not in in_float16 or _keras.has_logits(tensor):
+        return tensor
+    return with_rounded_gradient(tensor, "float16", scale)
+
+
+def _shares(weights, seen, scale) -> dict:
+    """Returns `{path: share}`, how far the gradient of each layer's weights is from the true one, by the norm."""
+    found = {id(variable): grad for variable, grad in seen.variable_grads}
+    shares = {}
+    for of in weights:
+        grads = [found[id(variable)] for variable in of.variables]
+        grads = [np.zeros_like(true) if grad is None else grad for grad, true in zip(grads, of.true, strict=True)]
+        if of.dtype == "float16" and scale is not None:
+            pairs = zip(grads, of.in_16_bits, strict=True)
+            grads = [rounded(grad, "float16", scale) if is_in else grad for grad, is_in in pairs]
+        shares[of.path] = min(relative_error(grads, of.true), 1.0)
+    return shares

@@ -1,6 +1,11 @@
-"""The file of a capsule, `.mpk`: a zip of `.npy` arrays and one JSON, written whole or not at all, read without trust.
+"""The file of a skipped step, `.mpk`: its batch, all state before it, and what it takes to make the model anew.
 
-Nothing in it is compressed, so no entry is larger than the file; nothing is unpacked to disk, so no name is a path.
+After a skipped step all state is what it was before, but for what the step notes of itself: the loss scale's own
+state, counters, and the trackers that show the losses of skipped steps. These few single numbers are read before a
+step; all else is read after it, and only of a step that was skipped.
+
+The file is a zip of `.npy` arrays and one JSON, written whole or not at all, and read without trust. Nothing in it is
+compressed, so no entry is larger than the file; nothing is unpacked to disk, so no name is a path.
 """
 
 import hashlib
@@ -13,11 +18,24 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import keras
 import ml_dtypes
 import numpy as np
+from keras import ops
 
-# Goes up when an older mpkeras could not read what is written.
+from mpkeras import _keras
+from mpkeras.conversion.apply import converted_by
+from mpkeras.conversion.float8 import CURRENT, float8_change, multiplies_in_float8
+from mpkeras.conversion.plan import layers_of
+from mpkeras.devices import environment
+from mpkeras.training import metric_states
+from mpkeras.training.state import named_variables, state_dict
+
+# The key of the values of `moving_variables` before a step, in what the step returns inside mpkeras.
+BEFORE = "before the step"
+# Goes up when an older mpkeras cannot read what is written.
 FORMAT = 1
+_NOT_DENSE = ("RaggedTensor", "SparseTensor", "BCOO", "IndexedSlices", "PerReplica", "DistributedValues")
 _INDEX = "capsule.json"
 _NAME = re.compile(r"arrays/\d{1,6}\.npy")
 _MAX_INDEX_BYTES = 64 * 2**20
@@ -26,13 +44,187 @@ _PLAIN = "?bhilqBHILQefdFD"
 _REMEDY = "Ask for the file again, or write a new one: `mpkeras.callbacks.BlackBox`."
 
 
+def moving_variables(optimizers, metrics) -> list:
+    """Returns the variables that a skipped step changes, and those that count updates; all hold single numbers."""
+    found = []
+    for optimizer in optimizers:
+        of_others = {id(variable) for variable in (*optimizer.inner_optimizer.variables, *optimizer.step_outcome)}
+        own = [variable for variable in optimizer.variables if id(variable) not in of_others]
+        found += [variable for variable in own if len(variable.shape) == 0]
+        found.append(_keras.step_count(optimizer.inner_optimizer))
+    for metric in metric_states.flat(metrics):
+        if metric_states.tracks_losses(metric):
+            found += metric.variables
+    return found
+
+
+def capsule_of_fit(path, model, optimizers, before: dict, *, data, logs, step: int, epoch: int) -> int:
+    """Writes the capsule of a step of `fit` that was skipped just now, and returns its bytes.
+
+    Args:
+        path, data, logs: Where it goes, and what the step was given and returned.
+        model, optimizers: Their variables hold the values after the step.
+        before: The values of `moving_variables` before the step, by `id`.
+        step, epoch: Counted from 0.
+    """
+    settings = {"jit_compile": bool(model.jit_compile), "run_eagerly": bool(model.run_eagerly)}
+    content = {"kind": "fit", "step": step, "epoch": epoch, **settings}
+    content |= _serialized("compile", lambda: model.get_compile_config() or None)
+    said = said_in_fit(logs, optimizers, True)
+    return _write_step(path, model, (model,), optimizers, model.metrics, before, data, said, content)
+
+
+def capsule_of_step(path, parts, before: dict, *, batch, result: dict, step: int) -> int:
+    """Writes the capsule of a skipped step of `make_train_step` with these `StepParts`, as `capsule_of_fit` does."""
+    content = {"kind": "step", "step": step, "epoch": None, "options": parts.options()}
+    loss, metrics = parts.objective.given
+    content |= _serialized("loss", lambda: keras.saving.serialize_keras_object(loss))
+    content |= _serialized("metrics", lambda: keras.saving.serialize_keras_object(metrics))
+    content |= _serialized("optimizer", lambda: _config_of(parts.optimizer))
+    optimizers = [parts.optimizer]
+    of_state = (parts.model, optimizers, [variable for metric in parts.metrics for variable in metric.variables])
+    said = said_by_step(result)
+    return _write_step(path, parts.model, of_state, optimizers, parts.metrics, before, batch, said, content)
+
+
+def _write_step(path, model, of_state, optimizers, metrics, before, batch, said, content) -> int:
+    """Writes a capsule; `of_state` are the arguments of `state_dict`."""
+    arrays: dict = {}
+    content["batch"] = _described_batch(batch, arrays)
+    names = {id(variable): name for name, variable in named_variables(*of_state).items()}
+    after = state_dict(*of_state)
+    state = dict(after)
+    before = _initial_values(optimizers) | before
+    for variable in moving_variables(optimizers, metrics):
+        name = names[id(variable)]
+        state[name] = np.asarray(before.get(id(variable), 0), after[name].dtype)
+    counts = [names[id(_keras.step_count(optimizer.inner_optimizer))] for optimizer in optimizers]
+    changed = {name: array for name, array in after.items() if array.tobytes() != state[name].tobytes()}
+    policy = converted_by(model)
+    content |= {
+        "model_name": model.name,
+        "layers": layer_dtypes(model),
+        # The gradients of other calls of the window, or another optimizer, have moved the weights in this very step.
+        "is_exact": all(state[name] == after[name] for name in counts),
+        "versions": environment(),
+        **_serialized("model", lambda: keras.saving.serialize_keras_object(model)),
+        **_serialized("policy", lambda: None if policy is None else keras.saving.serialize_keras_object(policy)),
+    }
+    for group, values in (("said", said), ("state", state), ("after", changed)):
+        arrays |= {f"{group}/{name}": array for name, array in values.items()}
+    return write(path, content, arrays)
+
+
+def said_by_step(result: dict) -> dict:
+    """Returns what a step of `make_train_step` returned as arrays, by their names in a capsule."""
+    own = ("loss", "loss_scale", "skipped")
+    return _single_values({name if name in own else f"logs/{name}": value for name, value in result.items()})
+
+
+def said_in_fit(logs, optimizers, skipped: bool) -> dict:
+    """Returns what a step of `fit` said as arrays, by their names in a capsule."""
+    named = {f"logs/{name}": value for name, value in logs.items()} if isinstance(logs, dict) else {}
+    return _single_values({**named, "loss_scale": optimizers[0].loss_scale, "skipped": skipped})
+
+
+def _single_values(named: dict) -> dict:
+    # A user's own train step may return anything else, too.
+    values = {name: value for name, value in named.items() if ops.is_tensor(value) or isinstance(value, (float, int))}
+    return {name: as_numpy(value) for name, value in values.items()}
+
+
+def layer_dtypes(model) -> list:
+    """Returns `[path, class, compute dtype, variable dtype]` of each layer that computes, as JSON can hold it.
+
+    Behind them stands "float8" of those that multiply in it, and "delayed" of those that scale by past steps.
+    """
+    return [
+        [layer.path or layer.name, type(layer).__name__, layer.compute_dtype, layer.variable_dtype]
+        + (["float8"] + ["delayed"] * (float8_change(layer) != CURRENT)) * multiplies_in_float8(layer)
+        for layer in computing_layers(model)
+    ]
+
+
+def computing_layers(model) -> list:
+    """Returns the layers of `model`, itself included, but for the inputs."""
+    return [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
+
+
+def _config_of(optimizer) -> dict:
+    config = keras.saving.serialize_keras_object(optimizer)
+    # The wrapper writes the length of its window there, for plain Keras; `options` has it.
+    inner = optimizer.inner_optimizer
+    config["config"]["inner_optimizer"]["config"]["gradient_accumulation_steps"] = inner.gradient_accumulation_steps
+    return config
+
+
+def _serialized(name: str, serialize) -> dict:
+    """Returns `{name: what serialize() returns}`, or why there is none: a capsule of half a description still helps."""
+    try:
+        return {name: serialize()}
+    except Exception as error:  # of a user's own `get_config`
+        return {name: None, f"why_no_{name}": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def _initial_values(optimizers) -> dict:
+    """Returns the values of the loss scales' variables before the very first step, which makes them, by `id`."""
+    rules = [(optimizer.scale_state, optimizer.loss_scale_rule.initial_state()) for optimizer in optimizers]
+    return {
+        id(variable): {"step_counter": 0, **values}[name]
+        for variables, values in rules
+        for name, variable in variables.items()
+    }
+
+
+def as_numpy(value):
+    return np.array(ops.convert_to_numpy(value))
+
+
+def _described_batch(structure, arrays: dict):
+    """Returns `structure` as JSON can hold it; what is in it goes into `arrays`."""
+    if structure is None:
+        return None
+    if isinstance(structure, dict):
+        return {"dict": [[str(key), _described_batch(value, arrays)] for key, value in structure.items()]}
+    if isinstance(structure, (list, tuple)):
+        kind = "tuple" if isinstance(structure, tuple) else "list"
+        return {kind: [_described_batch(value, arrays) for value in structure]}
+    if type(structure).__name__ in _NOT_DENSE:
+        raise ValueError(
+            f"Expected a batch of dense tensors. Received: a {type(structure).__name__}, which a capsule cannot hold. "
+            "Make it dense before the model, or pad it."
+        )
+    name = f"batch/{sum(key.startswith('batch/') for key in arrays)}"
+    arrays[name] = as_numpy(structure) if ops.is_tensor(structure) else np.asarray(structure)
+    return {"array": name}
+
+
+def batch_of(described, arrays: dict):
+    """Returns the structure that `_described_batch` took apart. Raises `ValueError` where it is none."""
+    if described is None:
+        return None
+    if isinstance(described, dict) and len(described) == 1:
+        ((kind, value),) = described.items()
+        if kind == "array" and isinstance(value, str) and value in arrays:
+            return arrays[value]
+        if kind == "dict" and isinstance(value, list) and all(isinstance(v, list) and len(v) == 2 for v in value):
+            return {str(key): batch_of(item, arrays) for key, item in value}
+        if kind in ("list", "tuple") and isinstance(value, list):
+            items = [batch_of(item, arrays) for item in value]
+            return tuple(items) if kind == "tuple" else items
+    raise ValueError(
+        f"Expected a batch of arrays in lists, tuples and dictionaries. Received: {str(described)[:80]}. Ask for the "
+        "file again: it is not what mpkeras writes."
+    )
+
+
 def write(path, content: dict, arrays: dict) -> int:
     """Writes a capsule and returns its size in bytes; on an error there is no file, or the one that was there before.
 
     Args:
         path: Where it goes; the folder must exist.
         content: What JSON can hold, without NaN and infinities.
-        arrays: NumPy arrays of numbers by name, ml_dtypes' among them.
+        arrays: Arrays of numbers by name, of dtypes of NumPy or ml_dtypes.
     """
     path = Path(path)
     index: dict = {"format": FORMAT, "content": content, "arrays": {}, "bytes": 0}
@@ -41,7 +233,7 @@ def write(path, content: dict, arrays: dict) -> int:
         with os.fdopen(handle, "wb") as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
                 for i, (name, array) in enumerate(arrays.items()):
-                    data, entry = _encoded(np.asarray(array))
+                    data, entry = _npy(np.asarray(array))
                     archive.writestr(f"arrays/{i}.npy", data)
                     index["arrays"][name] = {"file": f"arrays/{i}.npy", **entry}
                     index["bytes"] += len(data)
@@ -55,7 +247,7 @@ def write(path, content: dict, arrays: dict) -> int:
     return path.stat().st_size
 
 
-def _encoded(array) -> tuple:
+def _npy(array) -> tuple:
     """Returns the bytes of an `.npy` file and what the index says of it."""
     dtype = array.dtype.name
     if array.dtype.char not in _PLAIN:
@@ -81,89 +273,86 @@ def read(path) -> tuple[dict, dict]:
     path = Path(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = _checked_entries(path, archive)
-            index = _checked_index(path, archive.read(entries[_INDEX]))
-            arrays = {
-                name: _decoded(path, name, entry, archive.read(entries[_file_of(path, name, entry, entries)]))
-                for name, entry in index["arrays"].items()
-            }
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+            entries = _checked_entries(archive, path.stat().st_size)
+            index = _checked_index(archive.read(entries.pop(_INDEX)))
+            arrays = {}
+            for name, entry in index["arrays"].items():
+                file = entry.get("file") if isinstance(entry, dict) else None
+                _expect(isinstance(file, str) and file in entries, f"no entry for the array {name[:80]!r}")
+                arrays[name] = _array_of(f"the array {name[:80]!r}", entry, archive.read(entries[file]))
+    except (_DamagedError, OSError, zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
         # RuntimeError: an encrypted entry.
-        what = "which does not exist" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
-        raise _refused(path, what) from error
+        what, remedy = f"{type(error).__name__}: {error}", _REMEDY
+        if isinstance(error, _DamagedError):
+            what, remedy = error.args
+        elif isinstance(error, FileNotFoundError):
+            what = "which does not exist"
+        raise ValueError(
+            f"Expected a whole capsule, as mpkeras writes it. Received: '{path}' ({what}). {remedy}"
+        ) from error
     return index["content"], arrays
 
 
-def _refused(path, what: str, remedy: str = _REMEDY) -> ValueError:
-    return ValueError(f"Expected a whole capsule, as mpkeras writes it. Received: '{path}' ({what}). {remedy}")
+class _DamagedError(Exception):
+    """What is wrong with a file, and what to do; `read` adds the path."""
 
 
-def _checked_entries(path, archive) -> dict:
+def _expect(is_so: bool, otherwise: str, remedy: str = _REMEDY):
+    if not is_so:
+        raise _DamagedError(otherwise, remedy)
+
+
+def _checked_entries(archive, file_size: int) -> dict:
     """Returns the entries of the archive by name, none of which can be larger than what it takes up in the file."""
     infos = archive.infolist()
-    names = [info.filename for info in infos]
-    if len(set(names)) != len(names) or _INDEX not in names:
-        raise _refused(
-            path, f"a zip archive without `{_INDEX}`" if _INDEX not in names else "a name that is there twice"
-        )
-    for info in infos:
-        if info.filename != _INDEX and not _NAME.fullmatch(info.filename):
-            raise _refused(path, f"an entry named {info.filename[:80]!r}")
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 0x1:
-            raise _refused(path, f"a compressed or encrypted entry {info.filename!r}")
-    # Entries that overlap in the file would add up to more than the file.
-    if sum(info.file_size for info in infos) > path.stat().st_size:
-        raise _refused(path, "entries that are larger than the file")
     entries = {info.filename: info for info in infos}
-    if entries[_INDEX].file_size > _MAX_INDEX_BYTES:
-        raise _refused(path, f"a `{_INDEX}` of {entries[_INDEX].file_size} bytes")
+    _expect(_INDEX in entries, f"a zip archive without `{_INDEX}`")
+    _expect(len(entries) == len(infos), "a name that is there twice")
+    for name, info in entries.items():
+        _expect(name == _INDEX or bool(_NAME.fullmatch(name)), f"an entry named {name[:80]!r}")
+        is_plain = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
+        _expect(is_plain and not info.flag_bits & 0x1, f"a compressed or encrypted entry {name!r}")
+    # Entries that overlap in the file would add up to more than the file.
+    _expect(sum(info.file_size for info in infos) <= file_size, "entries that are larger than the file")
+    size = entries[_INDEX].file_size
+    _expect(size <= _MAX_INDEX_BYTES, f"a `{_INDEX}` of {size} bytes")
     return entries
 
 
-def _checked_index(path, text: bytes) -> dict:
+def _checked_index(text: bytes) -> dict:
     def refuse(constant):
         raise ValueError(f"{constant} in the JSON")
 
     try:
         index = json.loads(text.decode("utf-8"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise _refused(path, f"JSON that cannot be read: {type(error).__name__}: {str(error)[:120]}") from error
+        what = f"JSON that cannot be read: {type(error).__name__}: {str(error)[:120]}"
+        raise _DamagedError(what, _REMEDY) from error
     version = index.get("format") if isinstance(index, dict) else None
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise _refused(path, "an index without a format number")
-    if version > FORMAT:
-        raise _refused(
-            path,
-            f"format {version}, where this mpkeras reads up to {FORMAT}",
-            "Install the mpkeras that wrote it, or a newer one.",
-        )
-    if not isinstance(index.get("content"), dict) or not isinstance(index.get("arrays"), dict):
-        raise _refused(path, "an index without content and arrays")
+    if type(version) is not int or version < 1:
+        raise _DamagedError("an index without a format number", _REMEDY)
+    too_new = f"format {version}, where this mpkeras reads up to {FORMAT}"
+    _expect(version <= FORMAT, too_new, "Install the mpkeras that wrote it, or a newer one.")
+    has_both = all(isinstance(index.get(name), dict) for name in ("content", "arrays"))
+    _expect(has_both, "an index without content and arrays")
     return index
 
 
-def _file_of(path, name, entry, entries) -> str:
-    is_entry = isinstance(entry, dict) and isinstance(entry.get("file"), str) and entry["file"] in entries
-    if not is_entry or entry["file"] == _INDEX:
-        raise _refused(path, f"no entry for the array {name[:80]!r}")
-    return entry["file"]
-
-
-def _decoded(path, name, entry, data: bytes):
-    if hashlib.sha256(data).hexdigest() != entry.get("sha256"):
-        raise _refused(path, f"the array {name[:80]!r} does not have the checksum that was written")
+def _array_of(name: str, entry: dict, data: bytes):
+    is_whole = hashlib.sha256(data).hexdigest() == entry.get("sha256")
+    _expect(is_whole, f"{name} does not have the checksum that was written")
     stream = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(stream)
         shape, fortran_order, stored = _read_header[version](stream)
         dtype = np.dtype(getattr(ml_dtypes, entry["dtype"], entry["dtype"]))
     except (ValueError, KeyError, TypeError, SyntaxError, AttributeError) as error:
-        raise _refused(path, f"the array {name[:80]!r}: {type(error).__name__}: {str(error)[:120]}") from error
+        raise _DamagedError(f"{name}: {type(error).__name__}: {str(error)[:120]}", _REMEDY) from error
     words = stored if dtype.char in _PLAIN else np.dtype(f"u{dtype.itemsize}")
     # Before anything of that size is made: what is declared has to be what is there.
     is_as_said = list(shape) == entry.get("shape") and stored == words and stored.itemsize == dtype.itemsize
-    if stored.hasobject or not is_as_said or len(data) - stream.tell() != math.prod(shape) * stored.itemsize:
-        raise _refused(path, f"the array {name[:80]!r} is not what the index says")
+    is_as_large = len(data) - stream.tell() == math.prod(shape) * stored.itemsize
+    _expect(is_as_said and is_as_large and not stored.hasobject, f"{name} is not what the index says")
     array = np.frombuffer(data, stored, offset=stream.tell()).reshape(shape, order="F" if fortran_order else "C")
     return array.astype(dtype) if dtype.char in _PLAIN else np.ascontiguousarray(array).view(dtype).reshape(shape)
 

@@ -14,7 +14,7 @@ from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
 from mpkeras.scaling.small_state import follow_weights
 from mpkeras.scaling.window import checked_steps
 from mpkeras.training.backend import training_backend
-from mpkeras.training.capture import BEFORE, as_numpy, capsule_of_step, moving_variables
+from mpkeras.training.capsule_file import BEFORE, as_numpy, capsule_of_step, moving_variables
 from mpkeras.training.objective import Objective
 from mpkeras.training.settings import (
     check_model,

@@ -8,7 +8,7 @@ import pytest
 
 import mpkeras
 from mpkeras.callbacks import BlackBox, MixedPrecision, NumericsMonitor, black_box
-from mpkeras.training.capture import moving_variables
+from mpkeras.training.capsule_file import moving_variables
 from tests.insight import faults
 from tests.step_modes import snapshot
 

@@ -599,17 +599,17 @@ def test_a_layer_that_float8_is_too_coarse_for_gets_a_rule():
 
 @pytest.mark.backends("tensorflow")
 def test_the_share_that_rounds_to_zero_by_hand():
-    from mpkeras.insight.ranges import float8_losses
+    from mpkeras.insight.ranges import rounding_losses
 
     # Scaled by 2**8, as 448 / 1.5 lies between 256 and 512; half of e4m3's smallest number is 2**-10.
     values = np.r_[1.5, np.full(3, 2.0**-18), np.full(2, 2.0**-17), 0.0, np.inf]
-    assert float8_losses([values, None, np.zeros(3)], "float8_e4m3fn") == pytest.approx((3 / 6, 0.0))
+    assert rounding_losses([values, None, np.zeros(3)], "float8_e4m3fn") == pytest.approx((3 / 6, 0.0))
     # A scale of 2**15, and 2**-17.
     values = np.r_[1.5, np.full(3, 2.0**-32), np.full(5, 2.0**-31)]
-    assert float8_losses([values], "float8_e5m2") == pytest.approx((3 / 9, 0.0))
+    assert rounding_losses([values], "float8_e5m2") == pytest.approx((3 / 9, 0.0))
     # By hand: times 256 these are 256, 448 and 512, and a quarter of the smallest number.
     values = np.array([1.0, 1.75, 2.0, 2.0**-19])
-    assert float8_losses([values], "float8_e4m3fn", 256.0) == pytest.approx((1 / 4, 1 / 4))
+    assert rounding_losses([values], "float8_e4m3fn", 256.0) == pytest.approx((1 / 4, 1 / 4))
 
 
 @pytest.mark.every_case("jax", "torch")

@@ -319,6 +319,18 @@ def test_the_trace_names_the_layers_of_the_model_that_was_trained(tmp_path):
     assert model.layers[0].compute_dtype == "float32"
 
 
+def test_a_weight_is_named_by_the_path_that_its_layer_had(tmp_path):
+    with mpkeras.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3)], name="net")
+    kernel = model.layers[0].kernel
+    kernel.assign(np.full((6, 3), np.inf))
+    path, _, _ = skipped_step(tmp_path, model, faults.batch(), jit_compile=False)
+    capsule = mpkeras.load_capsule(path)
+    culprit = capsule.trace().culprit
+    assert capsule.model.layers[0].path != model.layers[0].path == culprit.path
+    assert culprit.message == f"the weight '{kernel.path}' holds values that are not finite"
+
+
 @pytest.mark.slow
 def test_what_draws_numbers_in_a_loop_is_compared_as_it_was(tmp_path):
     with mpkeras.policy_scope("mixed_float16"):

@@ -1,5 +1,6 @@
-"""`Origins`: follows what is not finite from one operation to the next, back to where it began."""
+"""`Origins`: follows what is not finite from one operation of a step to the next, back to where it began."""
 
+import contextlib
 import dataclasses
 import functools
 import linecache
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
+from mpkeras.insight.ranges import is_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +45,19 @@ _SOURCE, _CONSTANT = -1, -2
 
 
 class Origins:
-    """Takes down the operations whose inputs are finite and whose output is not, and what comes of each.
+    """Records the operations whose inputs are finite and whose output is not, and what comes of each.
 
     An operation whose inf reaches neither the loss nor a gradient (the -inf of a mask, under a softmax) is not at
-    fault. A tensor is known by the object that it is, or else by its bits: backends hand some of them on in objects of
-    their own. Tensors are given as pairs of the object and its values as an array.
+    fault. A tensor is known by its object, or else by its bits: backends hand some of them on in other objects. Tensors
+    are given as pairs of the object and its values as an array.
 
     Args:
         has_source: Whether the batch or a weight is not finite.
     """
 
     def __init__(self, has_source: bool):
+        # The paths of the layers that run now, the innermost last.
+        self._running: list[str] = []
         self._has_source = has_source
         self._by_object: dict = {}
         self._by_bits: dict = {}
@@ -61,8 +66,23 @@ class Origins:
         self._operations: list[Operation] = []
         self._casts_ahead = False
 
+    @property
+    def layer(self) -> str | None:
+        """The path of the innermost layer that runs now."""
+        return self._running[-1] if self._running else None
+
+    @contextlib.contextmanager
+    def within(self, path: str):
+        """Context manager: what is noted is of the layer `path`."""
+        self.enter(path, self._running)
+        self._running.append(path)
+        try:
+            yield
+        finally:
+            self._running.pop()
+
     def enter(self, path: str | None, around):
-        """Takes down that what follows is of the layer `path`, in those of `around`.
+        """Says that what follows is of the layer `path`, inside those of `around`.
 
         A cast just before it, within the layer around it, is that of its input: Keras casts before `call`.
         """
@@ -71,7 +91,7 @@ class Origins:
         self._casts_ahead = False
 
     def know_constant(self, tensor):
-        """Takes down a constant of the program."""
+        """Records a constant of the program."""
         if not is_finite(tensor[1]):
             self._put(tensor, _CONSTANT)
 
@@ -80,31 +100,31 @@ class Origins:
         self._by_object[id(tensor[0])] = origin
         self._by_bits.setdefault(_bits(tensor[1]), origin)
 
-    def _origin_of(self, tensor) -> int:
-        found = self._by_object.get(id(tensor[0]))
-        return self._by_bits.get(_bits(tensor[1]), _SOURCE) if found is None else found
+    def _origins_of(self, tensors) -> list:
+        """Returns the origin of each tensor that is not finite."""
+        bad = [tensor for tensor in tensors if not is_finite(tensor[1])]
+        found = [(self._by_object.get(id(tensor[0])), tensor) for tensor in bad]
+        return [self._by_bits.get(_bits(tensor[1]), _SOURCE) if origin is None else origin for origin, tensor in found]
 
-    def note(self, inputs, outputs, describe: Callable):
-        """Takes down one operation, in the order in which they run.
+    def note(self, inputs: Callable, outputs: list, place: Callable):
+        """Records one operation, in the order in which they run.
 
         Args:
-            inputs: Function that returns the tensors that it reads; called only where it is needed.
-            outputs: List of the tensors that it returns.
-            describe: Function from a clause about its numbers to an `Operation`.
+            inputs: Returns the float tensors that it reads; called only where it is needed, as is `place`.
+            outputs: The float tensors that it returns.
+            place: Returns `side`, `name`, `where` and `line` of the `Operation`.
         """
         bad = [tensor for tensor in outputs if not is_finite(tensor[1])]
-        if not bad:
-            return
-        given = [tensor for tensor in inputs() if is_float(tensor[1])]
-        origin = self._origin(given, [array for _, array in bad], describe)
-        for tensor in bad:
-            self._put(tensor, origin)
+        if bad:
+            origin = self._origin(inputs(), outputs[0][1].dtype.name, bad, place)
+            for tensor in bad:
+                self._put(tensor, origin)
 
-    def _origin(self, given, bad, describe) -> int:
+    def _origin(self, given, dtype, bad, place) -> int:
         if not given:
             return _CONSTANT
-        known = [self._origin_of(tensor) for tensor in given if not is_finite(tensor[1])]
-        if not self._has_source and _SOURCE in known:
+        known = self._origins_of(given)
+        if not self._has_source:
             # Of an operation that was not seen, such as one in a compiled function.
             known = [origin for origin in known if origin != _SOURCE]
         if len(known) == len(given) and set(known) == {_CONSTANT}:
@@ -113,32 +133,22 @@ class Origins:
         if known:
             return min(known)
         arrays = [array.astype("float64") for _, array in given]
-        finite = [np.abs(array[np.isfinite(array)]) for array in arrays]
-        reached = max((values.max(initial=0.0) for values in finite), default=0.0)
-        what = "NaN" if any(np.isnan(array.astype("float64")).any() for array in bad) else "inf"
-        found = describe(f"makes {what} of {given[0][1].dtype.name} numbers up to {reached:.3g}")
+        reached = max(np.abs(array[np.isfinite(array)]).max(initial=0.0) for array in arrays)
+        what = "NaN" if any(np.isnan(array.astype("float64")).any() for _, array in bad) else "inf"
+        message = f"makes {what} of {given[0][1].dtype.name} numbers up to {reached:.3g}"
+        side, name, where, line = place()
+        found = Operation(side, name, where, line, dtype, message)
         self._operations.append(found)
         self._casts_ahead = found.name in _CASTS and found.side == "forward" and found.line is None
         return len(self._operations) - 1
 
     def first(self, results) -> Operation | None:
         """Returns the earliest operation that one of `results` comes of; `None` if that is a source or none."""
-        found = [self._origin_of(tensor) for tensor in results if not is_finite(tensor[1])]
-        found = [origin for origin in found if origin != _CONSTANT]
-        if not found or (self._has_source and min(found) == _SOURCE):
+        found = [origin for origin in self._origins_of(results) if origin != _CONSTANT]
+        if self._has_source and _SOURCE in found:
             return None
-        found = [origin for origin in found if origin >= 0]
+        found = [origin for origin in found if origin != _SOURCE]
         return self._operations[min(found)] if found else None
-
-
-def is_float(array) -> bool:
-    return array.dtype.kind in "fc" or "float" in array.dtype.name
-
-
-def is_finite(array) -> bool:
-    if not is_float(array):
-        return True
-    return bool(np.isfinite(array if array.dtype.kind in "fc" else array.astype("float32")).all())
 
 
 def _bits(array) -> tuple:
@@ -148,9 +158,9 @@ def _bits(array) -> tuple:
 @functools.cache
 def _folders_of_others() -> tuple:
     """Returns the folders of Python, of what is installed, and of mpkeras itself."""
-    ours = Path(__file__).parents[2]
+    ours = Path(__file__).parents[1]
     folders = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), *site.getsitepackages(), str(ours)]
-    return tuple(str(Path(folder)) + "/" for folder in folders)
+    return tuple(f"{Path(folder)}/" for folder in folders)
 
 
 # The function below which the step runs: what is above it in a stack is who asked, and not the step.
@@ -173,12 +183,18 @@ def user_line(frames) -> str | None:
     return None
 
 
-def stack():
-    """Yields the frames of the code that runs now, for `user_line`."""
+def frames():
+    """Yields the frames of the code that runs now, the innermost first."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        yield frame
         frame = frame.f_back
+
+
+def stack():
+    """Yields the frames of the code that runs now, for `user_line`."""
+    for frame in frames():
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
 
 
 def frames_of_text(lines) -> list:

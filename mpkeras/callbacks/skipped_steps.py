@@ -1,0 +1,203 @@
+"""What callbacks that look at skipped steps share: a guarded train step, and the batches of its last calls."""
+
+import collections
+import dataclasses
+import functools
+import importlib
+import itertools
+import warnings
+from collections.abc import Callable
+
+import keras
+
+from mpkeras.callbacks.mixed_precision import MixedPrecision
+from mpkeras.conversion.plan import computes_in
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.training import guard
+
+
+class SkippedSteps(keras.callbacks.Callback):
+    """Guards the train step of a model for this `fit`, unless somebody else does, and keeps its last batches.
+
+    Args:
+        around_step: As in `KeptBatches`.
+    """
+
+    def __init__(self, around_step: Callable | None = None):
+        super().__init__()
+        # Guards the train step where nobody else does; otherwise a callback that does nothing.
+        self._precision = keras.callbacks.Callback()
+        self._own_guard: object = None
+        self._kept = KeptBatches(around_step)
+        self._warned: set = set()
+        self._epoch = 0
+
+    def set_model(self, model):
+        super().set_model(model)
+        # `Callback.model` brings the variables up to date on JAX, at every reading.
+        self._trained = model
+        self._precision = keras.callbacks.Callback()
+        present = guard.guard_of(model)
+        # One of its own is left over from a `fit` that raised.
+        if present is None or present is self._own_guard:
+            # Under the global policy a float32 model would be converted, which nobody asked for.
+            self._precision = MixedPrecision(None if computes_in(model, SIXTEEN_BIT_DTYPES) else "float32")
+            self._precision.set_model(model)
+            self._own_guard = guard.guard_of(model)
+
+    def on_train_begin(self, logs=None):
+        present = guard.guard_of(self.model)
+        if present is None:
+            raise ValueError(
+                f"Expected a model whose train step is guarded. Received: model '{self.model.name}', whose guard was "
+                f"taken away. Put `{type(self).__name__}` behind the callback that replaces the model's `train_step` "
+                "or compiles it."
+            )
+        if present is not self._own_guard:
+            # A callback behind this one has prepared the model, and looks after it.
+            self._precision = keras.callbacks.Callback()
+        self._precision.on_train_begin(logs)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._kept.attach(self._trained, batch)
+
+    def on_train_end(self, logs=None):
+        self._kept.detach(self._trained)
+        self._precision.on_train_end(logs)
+
+    def on_test_end(self, logs=None):
+        self._precision.on_test_end(logs)
+
+    def on_predict_end(self, logs=None):
+        self._precision.on_predict_end(logs)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        self._precision.on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._precision.on_epoch_end(epoch, logs)
+
+    def _warn(self, key, step: int, message: str):
+        """Warns of a skipped step, once for each `key`."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(f"Step {step} of epoch {self._epoch + 1} was skipped{message}".strip(), stacklevel=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """One call of a train function.
+
+    Attributes:
+        step: Of its last batch in the epoch, counted from 0.
+        logs: What it returned, as tensors that may still be computed.
+        read: Returns the batches.
+    """
+
+    step: int
+    logs: dict
+    read: Callable[[], list]
+
+    @functools.cached_property
+    def batches(self) -> list:
+        """What it trained on; empty under a `tf.distribute` strategy with several replicas."""
+        return self.read()
+
+
+class KeptBatches:
+    """Keeps what `fit` trains on, a few executions long: references, no copies.
+
+    `fit` asks `model.train_function` anew on every step; there a function stands that reads ahead the batches of one
+    execution and hands them on.
+
+    Args:
+        around_step: Where given, the steps of an execution run one by one, each in this context manager: it is called
+            with the number of the step, the batch and, on JAX, the state that the step is given, and yields a function
+            that takes what the step returned.
+
+    Attributes:
+        executions: Those that nobody has taken from here yet, the oldest first; no more than two.
+    """
+
+    def __init__(self, around_step: Callable | None = None):
+        self.executions: collections.deque[Execution] = collections.deque(maxlen=2)
+        self._around_step = around_step
+        # The step with which the next execution begins.
+        self._begin = 0
+
+    def attach(self, model, begin: int):
+        """Stands in front of the train function that `model` has now, whose next step is `begin`."""
+        self._begin = begin
+        function = model.train_function
+        attached = _attached(function)
+        if function is None or self in attached:
+            return
+        steps = model.steps_per_execution
+        backend = keras.backend.backend()
+
+        run_several = None
+        one_by_one = any(kept._around_step is not None for kept in (self, *attached))
+        if backend == "tensorflow" and steps > 1 and not model.run_eagerly and not one_by_one:
+            run_several = importlib.import_module("mpkeras.callbacks._tensorflow").SeveralSteps(function, steps)
+
+        @functools.wraps(function)
+        def train_function(*args):
+            *state, data = args
+            batches: list = []
+            # What a `tf.distribute` strategy hands on stays where it is.
+            is_read_by_next = not type(data).__name__.startswith("Distributed")
+            # Another `KeptBatches` in front of this one has read them already: Keras would call a graph for each.
+            is_of_python = type(data).__name__ == "list_iterator"
+            if backend == "torch":
+                # A list of one batch, already read.
+                batches = list(data)
+            elif run_several is not None and is_read_by_next and not is_of_python:
+                logs, number, read = run_several(data)
+                self._add(number, logs, read)
+                return logs
+            elif is_read_by_next:
+                batches = list(itertools.islice(data, steps))
+                if not batches:
+                    # As Keras' own functions do at the end of the data.
+                    raise StopIteration
+                data = iter(batches)
+            if self._around_step is not None and batches:
+                result = self._one_by_one(self._around_step, function, state, batches)
+            else:
+                result = function(*state, data)
+            # On JAX the new state comes back, too.
+            logs = result[0] if isinstance(result, tuple) else result
+            self._add(max(len(batches), 1), logs, lambda: batches)
+            return result
+
+        vars(train_function).update(mpkeras_kept_batches=self, mpkeras_own_function=function)
+        model.train_function = train_function
+
+    def _one_by_one(self, around_step, function, state, batches):
+        for i, batch in enumerate(batches):
+            with around_step(self._begin + i, batch, state) as take:
+                # On torch a list of one batch, as Keras hands it over.
+                result = function(*state, [batch] if keras.backend.backend() == "torch" else iter([batch]))
+                take(result)
+            state = list(result[1:]) if isinstance(result, tuple) else state
+        return result
+
+    def _add(self, number: int, logs, read):
+        self.executions.append(Execution(self._begin + number - 1, logs, read))
+
+    def detach(self, model):
+        """Puts the model's own train function back, and forgets the batches."""
+        function = model.train_function
+        if getattr(function, "mpkeras_kept_batches", None) is self:
+            model.train_function = function.mpkeras_own_function
+        self.executions.clear()
+
+
+def _attached(function) -> list:
+    """Returns the `KeptBatches` that stand in front of a train function, the outermost first."""
+    found = []
+    while hasattr(function, "mpkeras_kept_batches"):
+        found.append(function.mpkeras_kept_batches)
+        function = function.mpkeras_own_function
+    return found
