@@ -14,8 +14,7 @@ from mpkeras import _keras
 from mpkeras._arguments import checked_count
 from mpkeras.callbacks.guarded import Guarded
 from mpkeras.callbacks.kept_batches import KeptBatches
-from mpkeras.training import guard
-from mpkeras.training.backend import training_backend
+from mpkeras.training import guard, training_backend
 from mpkeras.training.capture import capsule_of_fit, moving_variables
 
 

@@ -18,7 +18,7 @@ from mpkeras.insight.storage import storage_choices
 from mpkeras.insight.timing import ROUNDS, Cell, measure_grid
 from mpkeras.policies.registry import get_policy
 from mpkeras.training.inventory import find_optimizers
-from mpkeras.training.settings import check_model
+from mpkeras.training.prepare import check_model
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 _SIXTEEN_BITS = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}

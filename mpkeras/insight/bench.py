@@ -14,7 +14,7 @@ from mpkeras.insight.timing import NotTrainable
 from mpkeras.policies.dtypes import bytes_of
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.scalars import number
-from mpkeras.training.backend import training_backend
+from mpkeras.training import training_backend
 from mpkeras.training.state import load_state_dict, state_dict
 from mpkeras.training.step import make_train_step
 

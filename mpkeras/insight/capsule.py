@@ -26,11 +26,9 @@ from mpkeras.policies.registry import policy_scope
 from mpkeras.policies.rules import set_layer_policy
 from mpkeras.policies.scalars import number
 from mpkeras.scaling.small_state import follow_weights
-from mpkeras.training import capsule_file, guard
-from mpkeras.training.backend import training_backend
+from mpkeras.training import capsule_file, guard, training_backend
 from mpkeras.training.capture import as_numpy, computing_layers, decoded, layer_dtypes
-from mpkeras.training.prepare import prepare
-from mpkeras.training.settings import check_model
+from mpkeras.training.prepare import check_model, prepare
 from mpkeras.training.state import load_state_dict, state_dict
 from mpkeras.training.step import TrainStep, make_train_step
 
@@ -462,8 +460,8 @@ class Capsule:
     def _loss_of(self):
         if self._train_step is None:
             return None
-        parts = self._train_step._parts
-        return lambda y, y_pred, sample_weight: parts.total_loss(y, y_pred, sample_weight, self._model.losses)
+        objective = self._train_step._parts.objective
+        return lambda y, y_pred, sample_weight: objective.total_loss(y, y_pred, sample_weight, self._model.losses)
 
     def _op_by_op(self) -> tuple:
         """Returns the step as a function of its state and the batch, to be run op by op, and both."""

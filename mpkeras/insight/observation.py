@@ -16,7 +16,7 @@ from mpkeras._replaced import replaced
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.rules import is_quantized
-from mpkeras.training.backend import training_backend
+from mpkeras.training import training_backend
 
 # They call the layer in them step by step, in loops of the backend: what that returns is no output of its own, and
 # nothing can be carried out of there.

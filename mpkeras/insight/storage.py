@@ -6,7 +6,7 @@ from mpkeras.conversion.apply import planned_weight_dtypes
 from mpkeras.policies.dtypes import SMALL_DTYPE
 from mpkeras.policies.policy import Policy
 from mpkeras.scaling.small_state import parts_of, slot_dtypes
-from mpkeras.training.backend import training_backend
+from mpkeras.training import training_backend
 from mpkeras.training.state import bytes_of_training
 
 # Policy and slot dtype of each way. How layers compute is another choice; that of the first two is any.
