@@ -2,11 +2,22 @@
 
 import keras
 import numpy as np
+import pytest
 
 MODES = {
     "tensorflow": ["eager", "graph", "xla"],
     "jax": ["eager", "jit"],
     "torch": ["eager"],
+}[keras.backend.backend()]
+# The same for `fit`, as options of `compile`.
+FIT_MODES = {
+    "tensorflow": [
+        pytest.param({"run_eagerly": True}, id="eager"),
+        pytest.param({"jit_compile": False}, id="graph"),
+        pytest.param({"jit_compile": True}, id="xla"),
+    ],
+    "jax": [pytest.param({"run_eagerly": True}, id="eager"), pytest.param({"jit_compile": True}, id="jit")],
+    "torch": [pytest.param({}, id="eager")],
 }[keras.backend.backend()]
 
 

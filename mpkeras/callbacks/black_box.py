@@ -12,8 +12,7 @@ from mpkeras import _keras
 from mpkeras._arguments import checked_count
 from mpkeras.callbacks.skipped_steps import SkippedSteps
 from mpkeras.policies.loss_scaling import number
-from mpkeras.training import guard
-from mpkeras.training.backend import training_backend
+from mpkeras.training import guard, training_backend
 from mpkeras.training.capsule_file import capsule_of_fit, moving_variables
 
 

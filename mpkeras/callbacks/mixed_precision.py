@@ -7,9 +7,8 @@ from mpkeras.policies.loss_scaling import LossScale, number
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.training import guard, inventory
-from mpkeras.training.prepare import prepare_to_train
-from mpkeras.training.settings import check_switches
-from mpkeras.training.skip_watch import SkipWatch
+from mpkeras.training.guard import SkipWatch
+from mpkeras.training.prepare import check_switches, prepare_to_train
 
 _ON_MIN_SCALE = ("warn", "raise", "stop")
 

@@ -21,9 +21,9 @@ from mpkeras.policies.dtypes import SMALL_DTYPE
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.scaling.small_state import parts_of, slot_dtypes
-from mpkeras.training.backend import training_backend
+from mpkeras.training import training_backend
 from mpkeras.training.inventory import find_optimizers
-from mpkeras.training.settings import check_model
+from mpkeras.training.prepare import check_model
 from mpkeras.training.state import bytes_of_training
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")

@@ -17,7 +17,7 @@ from mpkeras.insight.report import Figure, Report, bytes_text, float8_text, make
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, bytes_of
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.rules import default_rules
-from mpkeras.training.settings import check_model
+from mpkeras.training.prepare import check_model
 from mpkeras.training.state import bytes_of_training
 
 _UNITS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))

@@ -19,7 +19,7 @@ from mpkeras.insight.report import shortened
 from mpkeras.policies.dtypes import bytes_of
 from mpkeras.policies.loss_scaling import number
 from mpkeras.policies.registry import get_policy
-from mpkeras.training.backend import training_backend
+from mpkeras.training import training_backend
 from mpkeras.training.state import load_state_dict, state_dict
 from mpkeras.training.step import make_train_step
 

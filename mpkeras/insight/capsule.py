@@ -27,11 +27,9 @@ from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import policy_scope
 from mpkeras.policies.rules import set_layer_policy
 from mpkeras.scaling.small_state import follow_weights
-from mpkeras.training import capsule_file, guard
-from mpkeras.training.backend import training_backend
+from mpkeras.training import capsule_file, guard, training_backend
 from mpkeras.training.capsule_file import batch_of, computing_layers, layer_dtypes, said_by_step, said_in_fit
-from mpkeras.training.prepare import prepare
-from mpkeras.training.settings import check_model
+from mpkeras.training.prepare import check_model, prepare
 from mpkeras.training.state import load_state_dict, state_dict
 from mpkeras.training.step import TrainStep, make_train_step
 
@@ -448,7 +446,7 @@ class Capsule:
         """Returns the options of `observe` for all passes through the model."""
         model, loss_of = self.model, None
         if self._train_step is not None:
-            total = self._train_step._parts.total_loss
+            total = self._train_step._parts.objective.total_loss
             loss_of = lambda y, y_pred, sample_weight: total(y, y_pred, sample_weight, model.losses)  # noqa: E731
         return {"loss_scale": self.loss_scale, "loss_of": loss_of, "paths": self._paths}
 

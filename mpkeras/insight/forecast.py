@@ -11,7 +11,7 @@ from mpkeras._arguments import check_seconds, check_switch
 from mpkeras.devices.targets import Target
 from mpkeras.insight.compiler import Compiler, CompileRequest
 from mpkeras.insight.report import Figure, Report, float8_text, make_figure
-from mpkeras.training.settings import check_model
+from mpkeras.training.prepare import check_model
 
 # The largest batch is found to within one part in so many.
 _RESOLUTION = 64

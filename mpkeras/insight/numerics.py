@@ -33,7 +33,7 @@ from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.rules import bound_layers, path_rule, set_layer_policy
 from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.training.settings import check_model
+from mpkeras.training.prepare import check_model
 
 _NOTHING = Range.of([])
 

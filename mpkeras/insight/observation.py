@@ -16,7 +16,7 @@ from mpkeras.conversion.plan import layers_of
 from mpkeras.insight.ranges import all_finite, max_abs
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.rules import is_quantized
-from mpkeras.training.backend import training_backend
+from mpkeras.training import training_backend
 
 # They call the layer in them in loops of the backend, out of which nothing can be carried.
 STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)

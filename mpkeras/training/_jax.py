@@ -11,61 +11,45 @@ from mpkeras._keras import put
 from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training import metric_states
-from mpkeras.training.single_program import (  # noqa: F401
-    check_jit_compile,
+from mpkeras.training.defaults import (  # noqa: F401
     check_scope,
     ensure_built,
+    global_random_states,
+    has_rows,
     in_replica_context,
     is_distributed,
+    native_states,
     replicas,
+    set_global_random_states,
     track_random_states,
     variable_scope,
 )
 
 
-def global_random_states() -> dict:
-    """Keras draws from variables here."""
-    return {}
-
-
-def set_global_random_states(states: dict):
-    del states
-
-
-def native_states(model) -> list:
-    """JAX has no variables beside Keras'."""
-    del model
-    return []
-
-
-def has_rows(state, data) -> bool:
-    """Returns whether a batch has rows."""
-    del state
-    return _has_rows(data)
-
-
-def _has_rows(data) -> bool:
-    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-    first = leaves[0] if leaves else None
-    return first is None or not hasattr(first, "shape") or len(first.shape) == 0 or first.shape[0] != 0
-
-
 def empty_step(model, optimizers, state, data):
     """The train step of a batch without rows: nothing is computed, and a skipped step is counted."""
-    del optimizers, data
     trainable, non_trainable, optimizer_values, metrics = state
-    with keras.StatelessScope(state_mapping=list(zip(model.metrics_variables, metrics, strict=True))):
+    with _scope(model.metrics_variables, metrics):
         logs = model.get_metrics_result()
     return logs, (trainable, non_trainable, _skipped(model.optimizer, optimizer_values), metrics)
 
 
 def _skipped(optimizer, values) -> list:
     """Returns the values of an optimizer's variables after a step that is skipped, and is no fault of the scale."""
-    with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
+    with _scope(optimizer.variables, values):
         facts = dataclasses.replace(optimizer.facts, batch_has_rows=jnp.zeros((), bool))
         _, own_values = optimizer.decide(facts, jnp.zeros((), bool))
     new = {id(variable): jnp.asarray(value, variable.dtype) for variable, value in own_values}
-    return [new.get(id(variable), value) for variable, value in zip(optimizer.variables, values, strict=True)]
+    return list((_by_id(optimizer.variables, values) | new).values())
+
+
+def _scope(variables, values):
+    """Context manager: `variables` have these values."""
+    return keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True)))
+
+
+def _by_id(variables, values) -> dict:
+    return {id(variable): value for variable, value in zip(variables, values, strict=True)}
 
 
 def step_without_trace(found, optimizers, train_step, state, data):
@@ -74,16 +58,15 @@ def step_without_trace(found, optimizers, train_step, state, data):
     A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
     fed 1e25) keeps its old value, too. Keras' JAX trainer carries the state of `model.optimizer` alone.
     """
-    model = found.model
-    train_step = _without_leaks(model, optimizers, train_step)
-    if model.optimizer not in optimizers:
-        return train_step(state, data)
-    optimizer = model.optimizer
+    model, optimizer = found.model, found.model.optimizer
+    if optimizer not in optimizers:
+        return _without_leaks(model, optimizers, train_step, state, data)
     trainable, old_non_trainable, optimizer_variables, old_metrics = state
     begun = _metrics_at_begin(model.metrics, old_metrics)
     optimizer.facts.wants_outcome = True
     state = (trainable, old_non_trainable, optimizer_variables, begun)
-    logs, (trainable, non_trainable, optimizer_variables, metrics) = train_step(state, data)
+    result = _without_leaks(model, optimizers, train_step, state, data)
+    logs, (trainable, non_trainable, optimizer_variables, metrics) = result
     any_skipped, step_is_skipped, optimizer_variables = _closed(optimizer, optimizer_variables)
 
     non_trainable = _restored(non_trainable, old_non_trainable, step_is_skipped)
@@ -95,12 +78,11 @@ def step_without_trace(found, optimizers, train_step, state, data):
 
 def _metrics_at_begin(metrics, values) -> list:
     """Returns the values that a step finds in `metrics`, which had `values` after the step before."""
-    by_variable = _by_variable(metrics, values)
+    begun = _by_id(_variables_of(metrics), values)
     for metric in metric_states.flat(metrics):
-        own = [by_variable[id(variable)] for variable in metric.variables]
-        begun = metric_states.at_begin(metric, own)
-        by_variable |= {id(variable): value for variable, value in zip(metric.variables, begun, strict=True)}
-    return list(by_variable.values())
+        own = [begun[id(variable)] for variable in metric.variables]
+        begun |= _by_id(metric.variables, metric_states.at_begin(metric, own))
+    return list(begun.values())
 
 
 def _metrics_without_trace(metrics, states, any_skipped, step_is_skipped, logs, results):
@@ -113,99 +95,83 @@ def _metrics_without_trace(metrics, states, any_skipped, step_is_skipped, logs, 
         logs: What the step returned.
         results: Function that returns what the metrics say, by name.
     """
+    variables = _variables_of(metrics)
 
-    def results_of(by_variable):
-        mapping = [(variable, by_variable[id(variable)]) for metric in metrics for variable in metric.variables]
-        with keras.StatelessScope(state_mapping=mapping):
+    def results_of(values):
+        with _scope(variables, values):
             return metric_states.results_now(results)
 
-    states = [_by_variable(metrics, values) for values in states]
     in_step = results_of(states[-1])
-    new = dict(states[-1])
+    found = [_by_id(variables, values) for values in states]
+    new, flat = dict(found[-1]), []
     for metric in metric_states.flat(metrics):
-        before, begun, left = ([state[id(variable)] for variable in metric.variables] for state in states)
+        before, begun, left = ([state[id(variable)] for variable in metric.variables] for state in found)
         values = metric_states.after_skip(metric, before, begun, left, any_skipped, step_is_skipped)
-        new |= {id(variable): value for variable, value in zip(metric.variables, values, strict=True)}
-    flat = [(metric, [new[id(variable)] for variable in metric.variables]) for metric in metric_states.flat(metrics)]
+        flat.append((metric, values))
+        new |= _by_id(metric.variables, values)
     nothing_counted = any_skipped & metric_states.nothing_counted(flat)
-    shown = metric_states.shown(metrics, results_of(new), nothing_counted)
+    shown = metric_states.shown(metrics, results_of(new.values()), nothing_counted)
     return metric_states.replaced(logs, in_step, shown), list(new.values())
 
 
-def _by_variable(metrics, values) -> dict:
-    variables = [variable for metric in metrics for variable in metric.variables]
-    return {id(variable): value for variable, value in zip(variables, values, strict=True)}
+def _variables_of(metrics) -> list:
+    return [variable for metric in metrics for variable in metric.variables]
 
 
-def _without_leaks(model, optimizers, train_step):
-    """Returns `train_step`, which raises `ValueError` where it has assigned values of the program that is traced.
+def _without_leaks(model, optimizers, train_step, state, data):
+    """Runs `train_step`; raises `ValueError` where it has assigned values of the program that is traced.
 
     Keras' trainer carries the state of `model.optimizer` alone through a compiled step. Of another one, what is
     assigned there are not numbers, and the step that was traced goes on with the first ones for ever.
     """
-
-    def checked_step(state, data):
-        others = [optimizer for optimizer in optimizers if optimizer is not model.optimizer]
-        old_values = [(variable, variable.value) for optimizer in others for variable in optimizer.variables]
-        result = train_step(state, data)
-        leaking = [o.name for o in others if any(isinstance(v.value, jax.core.Tracer) for v in o.variables)]
-        if leaking:
-            for variable, value in old_values:
-                put(variable, value)
-            raise ValueError(
-                "Expected a compiled train step on JAX to update `model.optimizer` alone: Keras carries the state of "
-                f"no other through it. Received: model '{model.name}', whose step updated {leaking}. Compile the model "
-                "with `run_eagerly=True`, or update them with `stateless_apply` in a loop of your own."
-            )
-        return result
-
-    return checked_step
+    others = [optimizer for optimizer in optimizers if optimizer is not model.optimizer]
+    old_values = [(variable, variable.value) for optimizer in others for variable in optimizer.variables]
+    result = train_step(state, data)
+    leaking = [o.name for o in others if any(isinstance(v.value, jax.core.Tracer) for v in o.variables)]
+    if leaking:
+        for variable, value in old_values:
+            put(variable, value)
+        raise ValueError(
+            "Expected a compiled train step on JAX to update `model.optimizer` alone: Keras carries the state of "
+            f"no other through it. Received: model '{model.name}', whose step updated {leaking}. Compile the model "
+            "with `run_eagerly=True`, or update them with `stateless_apply` in a loop of your own."
+        )
+    return result
 
 
 def _closed(optimizer, values):
-    """Returns whether a call of `apply` was skipped, whether all were, and the values without the outcome of the step.
-
-    Args:
-        optimizer: A `LossScaleOptimizer`.
-        values: The values of its variables after the step.
-    """
-    by_variable = {id(variable): value for variable, value in zip(optimizer.variables, values, strict=True)}
-    any_skipped, any_accepted = (by_variable[id(flag)] for flag in optimizer.step_outcome)
-    by_variable |= {id(flag): jnp.zeros((), bool) for flag in optimizer.step_outcome}
-    return any_skipped, any_skipped & ~any_accepted, list(by_variable.values())
+    """Returns whether a call of `apply` was skipped, whether all were, and `values` without the outcome of the step."""
+    by_id = _by_id(optimizer.variables, values)
+    any_skipped, any_accepted = (by_id[id(flag)] for flag in optimizer.step_outcome)
+    by_id |= {id(flag): jnp.zeros((), bool) for flag in optimizer.step_outcome}
+    return any_skipped, any_skipped & ~any_accepted, list(by_id.values())
 
 
 def _restored(values, old_values, step_is_skipped):
-    # Not assigned in this step (frozen weights): nothing to choose.
-    assigned = [(value, old) for value, old in zip(values, old_values, strict=True) if value is not old]
+    # Where a value is the old one it was not assigned in this step (frozen weights): there is nothing to choose.
+    assigned = [value for value, old in zip(values, old_values, strict=True) if value is not old]
     # The compiler for TPUs would compute statistics where they are chosen, at the end of the step, and keep the
     # activations that they are of until then: a tenth of ResNet-50's temporaries.
-    chosen = iter(jax.lax.optimization_barrier([value for value, _ in assigned]))
-    restored = []
-    for value, old in zip(values, old_values, strict=True):
-        if value is old:
-            restored.append(value)
-            continue
-        value, takes_old = next(chosen), step_is_skipped
+    assigned = iter(jax.lax.optimization_barrier(assigned))
+
+    def chosen(value, old):
+        takes_old = step_is_skipped
         if jnp.issubdtype(value.dtype, jnp.floating):
             takes_old |= _is_finite(old) & ~_is_finite(value)
-        restored.append(jnp.where(takes_old, old, value))
-    return restored
+        return jnp.where(takes_old, old, value)
+
+    pairs = zip(values, old_values, strict=True)
+    return [old if value is old else chosen(next(assigned), old) for value, old in pairs]
 
 
 def _is_finite(values):
     return jnp.isfinite(jnp.sum(values, dtype=jnp.float32))
 
 
-def with_logs(optimizers, result, names):
-    logs, state = result
-    if not isinstance(logs, dict):
-        return result
-    optimizer = optimizers[0]
-    mapping = list(zip(optimizer.variables, state[2], strict=True))
-    with keras.StatelessScope(state_mapping=mapping):
-        values = (optimizer.loss_scale, optimizer.skipped_steps.value)
-    return {**logs, **dict(zip(names, values, strict=True))}, state
+def scale_logs(optimizers, result) -> tuple:
+    """Returns the loss scale of the first of `optimizers`, and the steps that it skipped: Keras carries no other."""
+    with _scope(optimizers[0].variables, result[1][2]):
+        return optimizers[0].loss_scale, optimizers[0].skipped_steps.value
 
 
 class CompiledStep:
@@ -213,8 +179,6 @@ class CompiledStep:
 
     def __init__(self, parts):
         self._parts = parts
-        # A program holds the weights that it trains: one for each set that was not frozen in some step.
-        self._functions: dict = {}
 
     def __call__(self, x, y, sample_weight):
         state, data = self._inputs(x, y, sample_weight)
@@ -227,8 +191,7 @@ class CompiledStep:
 
     def compiler_ir(self, x, y, sample_weight, optimized):
         state, data = self._inputs(x, y, sample_weight)
-        # A function of its own: JAX finds what it traced for a function by the function.
-        lowered = jax.jit(functools.partial(self._pure_step), donate_argnums=0).lower(state, *data)
+        lowered = self._jitted(state).lower(state, *data)
         return lowered.compile().as_text() if optimized else lowered.as_text(dialect="hlo")
 
     def traced_for(self, device, x, y):
@@ -274,20 +237,14 @@ class CompiledStep:
     def _variables(self):
         """Returns the variables of the state, in the order of its parts."""
         parts = self._parts
-        metrics = [variable for metric in parts.metrics for variable in metric.variables]
-        model = parts.model
-        return [model.trainable_variables, model.non_trainable_variables, parts.optimizer.variables, metrics]
+        trainable, non_trainable = parts.model.trainable_variables, parts.model.non_trainable_variables
+        return [trainable, non_trainable, parts.optimizer.variables, parts.objective.metric_variables]
 
     def _compiled(self, state):
         """Returns the program of the step for the weights that are trained now."""
         if not self._parts.jit_compile:
             return self._pure_step
-        key = self._parts.version, self._parts.trained
-        if key not in self._functions:
-            self._functions = {key: kept for key, kept in self._functions.items() if key[0] == self._parts.version}
-            # With the variables, or another one might come to have the `id` of one that is gone.
-            self._functions[key] = self._jitted(state), self._parts.model.trainable_variables
-        return self._functions[key][0]
+        return self._parts.program("step", lambda: self._jitted(state))
 
     def _jitted(self, state):
         shardings = None
@@ -302,21 +259,20 @@ class CompiledStep:
         parts = self._parts
         model, optimizer = parts.model, parts.optimizer
         trainable, non_trainable, optimizer_values, _ = state
-        scope_of_optimizer = list(zip(optimizer.variables, optimizer_values, strict=True))
 
         def scaled_loss_of(trainable):
             y_pred, updated, losses = model.stateless_call(
                 trainable, non_trainable, x, return_losses=True, **parts.call_options
             )
-            loss = parts.total_loss(y, y_pred, sample_weight, losses)
-            with keras.StatelessScope(state_mapping=scope_of_optimizer):
+            loss = parts.objective.total_loss(y, y_pred, sample_weight, losses)
+            with _scope(optimizer.variables, optimizer_values):
                 scaled_loss = optimizer.scale_loss(loss)
             return scaled_loss, (loss, y_pred, updated)
 
         with opened_step([optimizer] if parts.checks else []) as facts:
             for of_optimizer in facts:
                 of_optimizer.wants_outcome = True
-            if parts.checks and not _has_rows(x):
+            if parts.checks and not has_rows(x):
                 new_state = [trainable, non_trainable, _skipped(optimizer, optimizer_values)]
                 return self._after_step(state, new_state, jnp.full((), jnp.nan), lambda: None)
             (_, (loss, y_pred, updated)), grads = jax.value_and_grad(scaled_loss_of, has_aux=True)(trainable)
@@ -325,7 +281,7 @@ class CompiledStep:
             state,
             [trainable, updated, new_optimizer],
             loss,
-            lambda: parts.update_metrics(y, y_pred, sample_weight),
+            lambda: parts.objective.update_metrics(y, y_pred, sample_weight),
         )
 
     def _after_step(self, state, new_state, loss, update_metrics):
@@ -335,7 +291,7 @@ class CompiledStep:
         _, non_trainable, _, metric_values = state
         trainable, updated, new_optimizer = new_state
         metric_variables = self._variables()[3]
-        with keras.StatelessScope(list(zip(metric_variables, metric_values, strict=True))) as scope:
+        with _scope(metric_variables, metric_values) as scope:
             update_metrics()
             results = parts.metric_results()
         new_metrics = [scope.get_current_value(variable) for variable in metric_variables]
@@ -348,14 +304,14 @@ class CompiledStep:
             results, new_metrics = _metrics_without_trace(
                 parts.metrics, states, any_skipped, skipped, results, parts.metric_results
             )
-        with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, new_optimizer, strict=True))):
+        with _scope(optimizer.variables, new_optimizer):
             result = {"loss": loss, "loss_scale": parts.loss_scale(), **results, "skipped": skipped}
         result[parts.BEFORE] = self._moving_values(state)
         return [trainable, updated, new_optimizer, new_metrics], result
 
     def _moving_values(self, state) -> dict:
-        groups = zip(self._variables()[2:], state[2:], strict=True)
-        by_id = {id(v): value for group in groups for v, value in zip(*group, strict=True)}
+        _, _, of_optimizer, of_metrics = map(_by_id, self._variables(), state)
+        by_id = of_optimizer | of_metrics
         return self._parts.packed([by_id[id(variable)] for variable in self._parts.moving])
 
     def _applied(self, grads, trainable, non_trainable, optimizer_values):
@@ -365,10 +321,8 @@ class CompiledStep:
             return optimizer.stateless_apply(optimizer_values, grads, trainable)
         # `stateless_apply` takes all weights that the optimizer was built on. The frozen ones are read only.
         variables = model.trainable_variables
-        mapping = list(zip(variables, trainable, strict=True))
-        mapping += list(zip(model.non_trainable_variables, non_trainable, strict=True))
-        mapping += list(zip(optimizer.variables, optimizer_values, strict=True))
-        with keras.StatelessScope(state_mapping=mapping) as scope:
+        all_variables = [*variables, *model.non_trainable_variables, *optimizer.variables]
+        with _scope(all_variables, [*trainable, *non_trainable, *optimizer_values]) as scope:
             optimizer.apply(grads, variables)
         trainable = [scope.get_current_value(variable) for variable in variables]
         return trainable, [scope.get_current_value(variable) for variable in optimizer.variables]

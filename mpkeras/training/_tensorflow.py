@@ -12,34 +12,20 @@ from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling._tensorflow import in_xla
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training import metric_states
+from mpkeras.training.defaults import global_random_states, set_global_random_states  # noqa: F401
 from mpkeras.training.inventory import (
     Found,
-    Kinds,
-    Sight,
+    layers_and_variables,
     non_trainable,
-    own_values,
-    states_sight,
     trainable,
     unlisted_states,
-    variables_sight,
+    weights_and_others,
 )
-from mpkeras.training.written_weights import watched_weights
+from mpkeras.training.rollback import StepInVariables, empty_step, skip  # noqa: F401
 
 # On a layer with random generators, for good: a checkpoint is written after training and read before it, whatever the
 # model computes in by then. So it is none of the replaced attributes, which are taken back.
 _RANDOM_STATES = "_mpkeras_random_states"
-
-
-def check_jit_compile(model, jit_compile):
-    """Raises `ValueError` where XLA and the model's distribution strategy do not work together."""
-    strategy = model.distribute_strategy
-    if jit_compile and strategy.num_replicas_in_sync > 1:
-        raise ValueError(
-            "Expected `jit_compile` to be False or None under a `tf.distribute` strategy with several "
-            f"replicas, where Keras' XLA step fails. Received: jit_compile=True with "
-            f"{type(strategy).__name__} on {strategy.num_replicas_in_sync} replicas. "
-            "Leave XLA off, or train on one replica."
-        )
 
 
 def check_scope(model, variables):
@@ -121,9 +107,11 @@ def track_random_states(model):
         generators = _keras.own_seed_generators(layer)
         tracked = getattr(layer, _RANDOM_STATES, None)
         if generators and (tracked is None or len(tracked.states) != len(generators)):
+            tracked = tf.Module()
+            tracked.states = [generator.state.value for generator in generators]
             # On the layer itself, not listed on the model: TensorFlow then finds each by its place in the
             # model, whichever of the layers exist by the time a checkpoint is read.
-            setattr(layer, _RANDOM_STATES, _RandomStates(generators))
+            setattr(layer, _RANDOM_STATES, tracked)
 
 
 @dataclasses.dataclass
@@ -160,64 +148,43 @@ def native_states(model) -> list:
     """
     found: dict = {}
     for layer in _keras.flatten_layers(model, include_self=True):
-        for name, value in vars(layer).items():
-            # TensorFlow's own records of the attributes.
-            if name.startswith("_self_"):
-                continue
-            for item in _leaves(value):
-                if isinstance(item, tf.random.Generator):
-                    item = item.state
-                variables = item.variables if isinstance(item, tf.Module) else [item]
-                found |= {id(variable): variable for variable in variables if isinstance(variable, tf.Variable)}
+        # Without TensorFlow's own records of the attributes.
+        own = [value for name, value in vars(layer).items() if not name.startswith(("_self_", _RANDOM_STATES))]
+        found |= {id(variable): variable for variable in _native_variables(own)}
     of_keras = {id(variable.value) for variable in model.variables} if found else set()
     return [NativeState(v) for v in found.values() if id(v) not in of_keras and _is_of_numbers(v)]
 
 
-_HOLDS_NATIVE = Kinds(tf.Module, tf.random.Generator)
-_NATIVE = Kinds(tf.Variable, tf.Module, tf.random.Generator)
+_HOLDERS = (list, tuple, dict, tf.Variable, tf.Module, tf.random.Generator)
+# Whether objects of a type are of `_HOLDERS`: of the many values of a model each type is asked once. The first object
+# is asked itself: TensorFlow puts dictionaries and tuples into objects whose types are no subclasses of these.
+_are_holders: dict = {}
 
 
-def _natives_sight(model) -> Sight | None:
-    """What `native_states` looks at: the attributes of the layers of `model`, and Keras' variables."""
-    sight = variables_sight(model)
-    if sight is not None:
-        for layer in _keras.flatten_layers(model, include_self=True):
-            held = Sight()
-            held.add_held(own_values(layer), _NATIVE)
-            for item in _HOLDS_NATIVE.among(held.objects, list(map(type, held.objects))):
-                if isinstance(item, tf.random.Generator):
-                    sight.add([item.state])
-                elif isinstance(item, tf.Module):
-                    sight.add(item.variables)
-            sight.include(held)
-    return sight
-
-
-def _leaves(value) -> list:
-    """Returns what is in lists, tuples and dictionaries; these may be keyed by what Keras' `tree` cannot sort."""
-    if not isinstance(value, (list, tuple, dict)):
-        return [value]
-    return [leaf for item in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(item)]
+def _native_variables(values) -> list:
+    """Returns the `tf.Variable`s that are among `values`, or are held by what is."""
+    found = []
+    for value in values:
+        kind = type(value)
+        if kind not in _are_holders:
+            _are_holders[kind] = isinstance(value, _HOLDERS)
+        if not _are_holders[kind]:
+            continue
+        if isinstance(value, (list, tuple)):
+            found += _native_variables(value)
+        # May be keyed by what Keras' `tree` cannot sort.
+        elif isinstance(value, dict):
+            found += _native_variables(value.values())
+        elif isinstance(value, tf.Module):
+            found += value.variables
+        else:
+            found.append(value.state if isinstance(value, tf.random.Generator) else value)
+    return found
 
 
 def _is_of_numbers(variable) -> bool:
     dtype = variable.dtype
     return variable.shape.is_fully_defined() and (dtype.is_floating or dtype.is_integer or dtype.is_bool)
-
-
-class _RandomStates(tf.Module):
-    def __init__(self, generators):
-        super().__init__()
-        self.states = [generator.state.value for generator in generators]
-
-
-def global_random_states() -> dict:
-    """Keras draws from variables here."""
-    return {}
-
-
-def set_global_random_states(states: dict):
-    del states
 
 
 def has_rows(data):
@@ -237,20 +204,6 @@ def has_rows(data):
     return tf.shape(first)[0] > 0 if isinstance(first, tf.Tensor) else True
 
 
-def empty_step(model, optimizers, data):
-    """The train step of a batch without rows: nothing is computed, and a skipped step is counted."""
-    del data
-    for optimizer in optimizers:
-        _skip(optimizer)
-    return model.get_metrics_result()
-
-
-def _skip(optimizer):
-    facts = dataclasses.replace(optimizer.facts, batch_has_rows=tf.constant(False))
-    for variable, value in optimizer.decide(facts, tf.constant(False))[1]:
-        variable.assign(value)
-
-
 def step_without_trace(found, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back."""
     model = found.model
@@ -267,46 +220,31 @@ def _run_without_trace(found, metrics, optimizers, run, results):
     fed 1e25) keeps its old value, too. Where `run` raises, eager code puts all back; a graph that is traced has
     not run, and one that fails as it runs leaves what it had assigned by then.
 
-    Args:
-        found: The `Found` of the model that is trained.
-        metrics: Function that returns the metrics of the step. Keras makes some of them in the first step.
-        optimizers: Those that update in it.
-        run: Function that runs the step and returns its logs.
-        results: Function that returns what `metrics` say now, by name.
-
     Returns:
         The logs, and two bool scalars of shape `()`: whether the step was skipped, and whether since the metrics
         were reset no step has counted.
     """
-    variables, weights_made = found.ask(_variables, variables_sight)
-    not_trained = non_trainable(found.model, variables)
-    statistics = [_own_part(v.value) for v in not_trained if id(v) not in weights_made]
-    statistics += [_own_part(v.value) for v in found.ask(unlisted_states, states_sight)]
-    statistics += [_own_part(state.variable) for state in found.ask(native_states, _natives_sight)]
-    state = statistics + [_own_part(v.value) for v in not_trained if id(v) in weights_made]
+    model = found.model
+    weights, others = found.ask(weights_and_others, layers_and_variables)
+    statistics = [_own_part(v.value) for v in [*non_trainable(model, others), *unlisted_states(model)]]
+    statistics += [_own_part(state.variable) for state in native_states(model)]
+    state = statistics + [_own_part(v.value) for v in non_trainable(model, weights)]
     # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
-    old_values = [tf.identity(variable) for variable in state]
-    metrics_before = {id(metric): _values_of(metric) for metric in metric_states.flat(metrics())}
-    metrics_begun = _begin(metric_states.flat(metrics()), metrics_before)
-    outcomes = [[_own_part(flag.value) for flag in optimizer.step_outcome] for optimizer in optimizers]
-    around = [_opened(*pair) for pair in zip(optimizers, outcomes, strict=True)]
+    kept = [(variable, tf.identity(variable)) for variable in state]
+    step = _Step(optimizers, metrics, results)
 
-    with watched_weights(trainable(found.model, variables), optimizers, _old_weight) as weights:
+    def restore(step_is_skipped):
+        _restore(kept, step_is_skipped, True)
+        _restore(step.written, step_is_skipped, False)
+
+    with step.watched(trainable(model, weights + others)):
         try:
             logs = run()
         except BaseException:
             if tf.executing_eagerly():
-                counted = any(bool(accepted) for _, accepted in outcomes)
-                _close(outcomes, around)
-                _restore(state, old_values, tf.constant(not counted), True)
-                _restore([_own_part(v.value) for v, _ in weights], [old for _, old in weights], not counted, False)
-                for metric in metric_states.flat(metrics()):
-                    if not counted and id(metric) in metrics_before:
-                        _assign_values(metric, metrics_before[id(metric)])
+                step.put_back(restore)
             raise
-    any_skipped = tf.reduce_any([tf.identity(skipped) for skipped, _ in outcomes])
-    any_accepted = tf.reduce_any([tf.identity(accepted) for _, accepted in outcomes])
-    _close(outcomes, around)
+    any_skipped, any_accepted = map(tf.reduce_any, zip(*step.end(), strict=True))
     step_is_skipped = tf.logical_and(any_skipped, tf.logical_not(any_accepted))
 
     # The weights of frozen layers are put back where a step is skipped, but not read on every step.
@@ -316,62 +254,34 @@ def _run_without_trace(found, metrics, optimizers, run, results):
     flat_logs = keras.tree.flatten(logs)
     tensors = [leaf for leaf in flat_logs if tf.is_tensor(leaf)]
 
-    def restore():
-        in_step = metric_states.results_now(results)
-        _restore(state, old_values, step_is_skipped, True)
-        _restore([_own_part(v.value) for v, _ in weights], [old for _, old in weights], step_is_skipped, False)
-        states = []
-        for metric in metric_states.flat(metrics()):
-            if id(metric) not in metrics_before:
-                # Made in this step: Keras makes those given to `compile` when it first needs them. The program that
-                # is traced then is for later steps, too, which find in them what no program has yet.
-                if not tf.executing_eagerly():
-                    continue
-                metrics_before[id(metric)] = metrics_begun[id(metric)] = metric_states.reset_values(metric)
-            old = metrics_before[id(metric)], metrics_begun[id(metric)]
-            values = metric_states.after_skip(metric, *old, _values_of(metric), any_skipped, step_is_skipped)
-            _assign_values(metric, values)
-            states.append((metric, values))
-        nothing_counted = tf.logical_and(any_skipped, metric_states.nothing_counted(states))
-        shown = metric_states.shown(metrics(), metric_states.results_now(results), nothing_counted)
-        new_logs = metric_states.replaced(logs, in_step, shown)
+    def restored():
+        restore(step_is_skipped)
+        nothing_counted, new_logs = step.metrics_after_skip(any_skipped, step_is_skipped, logs)
         return nothing_counted, [leaf for leaf in keras.tree.flatten(new_logs) if tf.is_tensor(leaf)]
 
     if in_xla():
-        nothing_counted, tensors = restore()
+        nothing_counted, tensors = restored()
     else:
-        nothing_counted, tensors = tf.cond(needs_restoring, restore, lambda: (tf.constant(False), tensors))
+        nothing_counted, tensors = tf.cond(needs_restoring, restored, lambda: (tf.constant(False), tensors))
     new_leaves = iter(tensors)
     leaves = [next(new_leaves) if tf.is_tensor(leaf) else leaf for leaf in flat_logs]
     return keras.tree.pack_sequence_as(logs, leaves), step_is_skipped, nothing_counted
 
 
-def _variables(model) -> tuple:
-    """Returns the variables of `model`, and the `id`s of those that are weights."""
-    return model.variables, _keras.frozen_weights(model)
+class _Step(StepInVariables):
+    def held(self, variable):
+        return _own_part(variable.value)
 
+    def copy(self, held):
+        return tf.identity(held)
 
-def _begin(metrics, before) -> dict:
-    """Gives `metrics` the values that a step finds in them, and returns these by `id` of the metric."""
-    begun = {}
-    for metric in metrics:
-        begun[id(metric)] = metric_states.at_begin(metric, before[id(metric)])
-        if metric_states.tracks_losses(metric):
-            _assign_values(metric, begun[id(metric)])
-    return begun
+    read = copy
 
+    def assign(self, held, value):
+        held.assign(value)
 
-def _values_of(metric) -> list:
-    return [tf.identity(_own_part(variable.value)) for variable in metric.variables]
-
-
-def _assign_values(metric, values):
-    for variable, value in zip(metric.variables, values, strict=True):
-        _own_part(variable.value).assign(value)
-
-
-def _old_weight(variable):
-    return tf.identity(_own_part(_keras.unscoped_value(variable)))
+    def is_traced(self):
+        return not tf.executing_eagerly()
 
 
 def _own_part(variable):
@@ -388,37 +298,12 @@ def _own_part(variable):
     return variable if replica is None else parts[int(replica) % len(parts)]
 
 
-def _opened(optimizer, outcome):
-    """Lets `apply` note the outcome of the step. Returns what a guarded step around it has noted, or `None`."""
-    optimizer.facts.wants_outcome = True
-    if not optimizer.facts.is_nested:
-        return None
-    around = [tf.identity(flag) for flag in outcome]
-    _clear(outcome)
-    return around
-
-
-def _close(outcomes, around):
-    """Clears the outcome of the step. What it did, it did for a guarded step around it, too."""
-    for outcome, flags in zip(outcomes, around, strict=True):
-        if flags is None:
-            _clear(outcome)
-        else:
-            for flag, was_set in zip(outcome, flags, strict=True):
-                flag.assign(tf.logical_or(flag, was_set))
-
-
-def _clear(outcome):
-    for flag in outcome:
-        flag.assign(False)
-
-
-def _restore(variables, old_values, step_is_skipped, non_finite_too):
-    for variable, old in zip(variables, old_values, strict=True):
+def _restore(pairs, step_is_skipped, non_finite_too: bool):
+    for variable, old in pairs:
         takes_old = step_is_skipped
-        if variable.dtype.is_floating:
+        if non_finite_too and variable.dtype.is_floating:
             became_non_finite = tf.logical_and(_is_finite(old), tf.logical_not(_is_finite(variable)))
-            takes_old = tf.logical_or(takes_old, tf.logical_and(became_non_finite, non_finite_too))
+            takes_old = tf.logical_or(takes_old, became_non_finite)
         variable.assign(tf.where(takes_old, old, variable))
 
 
@@ -426,11 +311,9 @@ def _is_finite(values):
     return tf.math.is_finite(tf.reduce_sum(tf.cast(values, tf.float32)))
 
 
-def with_logs(optimizers, logs, names):
-    if not isinstance(logs, dict):
-        return logs
-    values = (optimizers[0].loss_scale, sum(tf.identity(o.skipped_steps.value) for o in optimizers))
-    return {**logs, **dict(zip(names, values, strict=True))}
+def scale_logs(optimizers, result) -> tuple:
+    """Returns the loss scale of the first of `optimizers`, and the steps that all of them skipped."""
+    return optimizers[0].loss_scale, sum(tf.identity(o.skipped_steps.value) for o in optimizers)
 
 
 class CompiledStep:
@@ -439,8 +322,6 @@ class CompiledStep:
     def __init__(self, parts):
         self._parts = parts
         self._found = Found(parts.model)
-        # A program holds the weights that it trains: one for each set that was not frozen in some step.
-        self._functions: dict = {}
 
     def __call__(self, x, y, sample_weight):
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
@@ -464,15 +345,10 @@ class CompiledStep:
 
     def _compiled(self, step):
         """Returns the program of `step` for the weights that are trained now."""
-        key = step.__name__, self._parts.version, self._parts.trained
-        if key not in self._functions:
-            self._functions = {key: kept for key, kept in self._functions.items() if key[1] == self._parts.version}
-            # As in Keras' `fit`: the second length of a batch is traced as any length.
-            # And no more than there is Python turned into a graph: converting our own code took most of a first step.
-            function = tf.function(step, jit_compile=self._parts.jit_compile, reduce_retracing=True, autograph=False)
-            # With the variables, or another one might come to have the `id` of one that is gone.
-            self._functions[key] = function, self._parts.model.trainable_variables
-        return self._functions[key][0]
+        # As in Keras' `fit`: the second length of a batch is traced as any length.
+        # And no more than there is Python turned into a graph: converting our own code took most of a first step.
+        options = {"jit_compile": self._parts.jit_compile, "reduce_retracing": True, "autograph": False}
+        return self._parts.program(step.__name__, lambda: tf.function(step, **options))
 
     def compiler_ir(self, x, y, sample_weight, optimized):
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
@@ -519,17 +395,16 @@ class CompiledStep:
         model, optimizer = parts.model, parts.optimizer
         with tf.GradientTape() as tape:
             y_pred = model(x, **parts.call_options)
-            loss = parts.total_loss(y, y_pred, sample_weight, model.losses)
+            loss = parts.objective.total_loss(y, y_pred, sample_weight, model.losses)
             scaled_loss = optimizer.scale_loss(loss)
         variables = model.trainable_variables
         optimizer.apply(tape.gradient(scaled_loss, variables), variables)
-        parts.update_metrics(y, y_pred, sample_weight)
+        parts.objective.update_metrics(y, y_pred, sample_weight)
         return {"loss": loss, "loss_scale": parts.loss_scale()}
 
     def _no_update(self, x, y, sample_weight):
         """What `_update` is for a batch without rows."""
-        del x, y, sample_weight
-        _skip(self._parts.optimizer)
+        skip(self._parts.optimizer)
         return {"loss": tf.constant(float("nan")), "loss_scale": self._parts.loss_scale()}
 
     def _on_every_replica(self, x, y, sample_weight):

@@ -69,12 +69,7 @@ class AutoPrepare:
 
     def __init__(self, policy):
         self.policy = policy
-        self._begin()
-
-    def _begin(self):
-        _active.append(self)
-        if not _covered:
-            _cover_classes()
+        self.__enter__()
 
     def undo(self) -> None:
         """Ends it, and takes back what it changed unless another is in force; a second time it does nothing.
@@ -93,7 +88,9 @@ class AutoPrepare:
 
     def __enter__(self) -> "AutoPrepare":
         if self not in _active:
-            self._begin()
+            _active.append(self)
+            if not _covered:
+                _cover_classes()
         return self
 
     def __exit__(self, *_) -> None:
@@ -161,7 +158,8 @@ def _followed_by_prepare(compile):
             result = compile(self, *args, **kwargs)
         finally:
             _compiling.discard(id(self))
-        if inventory.find_optimizers(self) and not guard.is_prepared_by_its_user(self):
+        prepared = guard.prepared_of(self)
+        if inventory.find_optimizers(self) and not (prepared is not None and prepared.is_explicit):
             prepare_model(self, _active[-1].policy, is_explicit=False)
         return result
 

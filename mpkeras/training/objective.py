@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras.training.backend import training_backend
+from mpkeras.training import training_backend
 
 
 class Objective:
@@ -19,13 +19,18 @@ class Objective:
         # As its user gave them, for the file of a failed step.
         self.given = loss_fn, metrics
         self._losses = _checked_losses(loss_fn)
+        # One list, or a list for each output that has one.
         self._metrics = _checked_metrics(metrics)
+        _check_names(self.metrics)
 
     @property
     def metrics(self) -> list:
-        if isinstance(self._metrics, list):
-            return self._metrics
-        return [metric for metrics in self._metrics.values() for metric in metrics]
+        lists = self._metrics.values() if isinstance(self._metrics, dict) else [self._metrics]
+        return [metric for metrics in lists for metric in metrics]
+
+    @property
+    def metric_variables(self) -> list:
+        return [variable for metric in self.metrics for variable in metric.variables]
 
     def total_loss(self, y, y_pred, sample_weight, model_losses):
         """Returns the loss to train, float32 of shape `()`: of all outputs, and the model's own.
@@ -38,8 +43,7 @@ class Objective:
         y_pred = keras.tree.map_structure(_in_float32, y_pred)
         losses = []
         if self._losses is not None:
-            for loss, *arguments in flat_pairs(self._losses, y, y_pred, sample_weight):
-                losses.append(loss(*arguments))
+            losses = [loss(*arguments) for loss, *arguments in _by_output(self._losses, y, y_pred, sample_weight)]
         # What an average over the batch is divided by on every replica, the model's own losses are, too.
         replicas = training_backend.replicas()
         losses += [ops.sum(ops.cast(loss, "float32")) / replicas for loss in model_losses]
@@ -48,32 +52,22 @@ class Objective:
                 "Expected a loss to train. Received: `loss_fn=None` for a model that adds no loss of its own. "
                 "Pass `loss_fn`, or call `add_loss` in a layer."
             )
-        total = losses[0]
-        for loss in losses[1:]:
-            total = total + loss
-        return total
+        return sum(losses[1:], start=losses[0])
 
     def update_metrics(self, y, y_pred, sample_weight):
-        if isinstance(self._metrics, list):
-            for metric in self._metrics:
-                metric.update_state(y, y_pred, sample_weight=sample_weight)
-            return
-        for metrics, *arguments in flat_pairs(self._metrics, y, y_pred, sample_weight):
+        for metrics, y_of, y_pred_of, weight in _by_output(self._metrics, y, y_pred, sample_weight):
             for metric in metrics:
-                metric.update_state(arguments[0], arguments[1], sample_weight=arguments[2])
+                metric.update_state(y_of, y_pred_of, sample_weight=weight)
 
 
-class _Reduced:
-    """A plain function as a loss: weighted and averaged as Keras does."""
+def _reduced(function):
+    """Returns a plain function as a loss: weighted and averaged as Keras does."""
+    mean = _Values(name="loss")
 
-    def __init__(self, function):
-        self._function = function
-        self._mean = _Values(name="loss")
-
-    def __call__(self, y, y_pred, sample_weight):
-        values = ops.cast(self._function(y, y_pred), "float32")
+    def loss(y, y_pred, sample_weight):
+        values = ops.cast(function(y, y_pred), "float32")
         if len(values.shape):
-            return self._mean(values, values, sample_weight=sample_weight)
+            return mean(values, values, sample_weight=sample_weight)
         if sample_weight is not None:
             raise ValueError(
                 "Expected `loss_fn` to return one loss an example, so that `sample_weight` can weigh them. "
@@ -85,6 +79,8 @@ class _Reduced:
                 "replicas average together. Received: a scalar. Return the losses before their mean."
             )
         return values
+
+    return loss
 
 
 class _Values(keras.losses.Loss):
@@ -110,7 +106,7 @@ def _checked_losses(loss_fn):
     if isinstance(loss_fn, keras.losses.Loss):
         return _weighted(loss_fn)
     if callable(loss_fn):
-        return _Reduced(loss_fn)
+        return _reduced(loss_fn)
     raise TypeError(
         "Expected `loss_fn` to be a `keras.losses.Loss`, its name, a function `loss_fn(y, y_pred)`, or a list "
         f"or dictionary of these. Received: loss_fn={loss_fn!r} (of type {type(loss_fn).__name__}). "
@@ -130,14 +126,11 @@ def _weighted(loss):
 def _checked_metrics(metrics):
     if metrics is None:
         return []
+    if isinstance(metrics, (list, tuple)) and metrics and all(isinstance(m, (list, tuple)) for m in metrics):
+        metrics = dict(enumerate(metrics))
     if isinstance(metrics, dict):
-        structure = {name: _checked_list(several) for name, several in metrics.items()}
-    elif isinstance(metrics, (list, tuple)) and metrics and all(isinstance(m, (list, tuple)) for m in metrics):
-        structure = {i: _checked_list(several) for i, several in enumerate(metrics)}
-    else:
-        return _checked_names(_checked_list(metrics))
-    _checked_names([metric for several in structure.values() for metric in several])
-    return structure
+        return {name: _checked_list(several) for name, several in metrics.items()}
+    return _checked_list(metrics)
 
 
 def _checked_list(metrics) -> list:
@@ -151,7 +144,7 @@ def _checked_list(metrics) -> list:
     return metrics
 
 
-def _checked_names(metrics) -> list:
+def _check_names(metrics):
     names = [metric.name for metric in metrics]
     taken = {"loss", "loss_scale", "skipped"} | {name for name in names if names.count(name) > 1}
     if taken & set(names):
@@ -159,10 +152,9 @@ def _checked_names(metrics) -> list:
             "Expected metrics with names of their own, as they name the step's results. Received: "
             f"{sorted(names)}. Rename {sorted(taken & set(names))} with `name=`."
         )
-    return metrics
 
 
-def flat_pairs(functions, y, y_pred, sample_weight):
+def _by_output(functions, y, y_pred, sample_weight):
     """Yields `(function, y, y_pred, sample_weight)` for one function, or for each output that has one."""
     if not isinstance(functions, dict):
         yield functions, y, y_pred, sample_weight

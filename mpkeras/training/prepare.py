@@ -6,25 +6,16 @@ from typing import TypeVar
 import keras
 
 from mpkeras import _keras
-from mpkeras.conversion.apply import converting, layer_converter, store_weights
-from mpkeras.conversion.plan import computes_in
+from mpkeras._arguments import check_switch
+from mpkeras.conversion.apply import converted_by, converting, layer_converter, store_weights, unstored_dtypes
+from mpkeras.conversion.plan import compute_dtypes, computes_in, layers_of
 from mpkeras.policies import loss_scaling
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.loss_scaling import LossScale
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
+from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
-from mpkeras.scaling.optimizer import LossScaleOptimizer, check_parts
-from mpkeras.training import guard, inventory
-from mpkeras.training.backend import training_backend
-from mpkeras.training.settings import (
-    check_model,
-    check_switches,
-    check_variables,
-    chosen_policy,
-    needs_rounding,
-    rule_for,
-    wrapped,
-)
+from mpkeras.scaling.optimizer import LossScaleOptimizer, check_parts, rewrapped
+from mpkeras.training import guard, inventory, training_backend
 
 # The class of the user's model: a type checker knows it after `prepare`, too.
 _Model = TypeVar("_Model")
@@ -106,9 +97,7 @@ def prepare_model(model, policy, *, loss_scale=None, jit_compile=None, rollback=
             is_as_asked = policy is not None and computes_in(part, (get_policy(policy).compute_dtype,))
             prepare_model(part, policy if is_as_asked else None, jit_compile=jit_compile, **options)
 
-        guard.keep_prepared(
-            part, prepare_again=prepare_again, guard_again=functools.partial(guard_again, part), is_explicit=is_explicit
-        )
+        guard.keep_prepared(part, guard.Prepared(prepare_again, functools.partial(guard_again, part), is_explicit))
 
     keep(model, jit_compile)
     for part in inventory.compiled_parts(model):
@@ -121,11 +110,16 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     Returns:
         Function that puts the guard around the train step of `model`, or of a compiled model inside it, once more.
     """
-    _check_compiled(model)
+    check_model(model)
+    if not inventory.find_optimizers(model):
+        raise ValueError(
+            f"Expected a compiled model. Received: model '{model.name}', which has no optimizer. "
+            "Call `model.compile(...)` first."
+        )
     chosen = chosen_policy(model, policy)
     explicit_rule = loss_scaling.resolve(loss_scale)
     check_switches(jit_compile, rollback)
-    training_backend.check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)
+    check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)
     converts = policy is not None or not computes_in(model, SIXTEEN_BIT_DTYPES)
     check_variables(model, chosen, converts)
 
@@ -143,14 +137,24 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
 
     with converting(model):
         convert_layers()
-        rules = _decided_rules(model, chosen, explicit_rule, rollback)
+        optimizers = inventory.all_optimizers(model)
+        rules = [rule_for(optimizer, model, chosen, explicit_rule, rollback) for optimizer in optimizers]
+        for optimizer, rule in zip(optimizers, rules, strict=True):
+            if rule is not None:
+                check_parts(getattr(optimizer, "inner_optimizer", optimizer))
     # Last, as it cannot be taken back: weights are rounded, and a wrapper stores the state of what it wraps anew.
     store()
     with training_backend.variable_scope(model):
-        _wrap_optimizers(model, rules, chosen.slot_dtype)
+        wrappers = [wrapped(*pair, chosen.slot_dtype) for pair in zip(optimizers, rules, strict=True)]
+    parts = (model, *inventory.compiled_parts(model))
+    new = {id(old): wrapper for old, wrapper in zip(optimizers, wrappers, strict=True) if wrapper is not old}
+    for part in parts:
+        inventory.replace_optimizers(part, new)
+        if getattr(part, "optimizer", None) is not None:
+            _keras.replace_compiled_optimizer(part, part.optimizer)
     if jit_compile is not None:
         model.jit_compile = jit_compile
-    checks = rollback or any(isinstance(o, LossScaleOptimizer) for o in inventory.all_optimizers(model))
+    checks = any(isinstance(optimizer, LossScaleOptimizer) for optimizer in wrappers)
 
     def guard_again(part):
         if not checks:
@@ -160,42 +164,152 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
             return
         # What the parts' `train_on_batch` returns goes into the step of `model`: without logs of ours, unless the part
         # is prepared and can tell it from `fit`.
-        add_logs = part is model or guard.is_prepared(part)
-        guard.install(part, rollback=rollback, convert_new_layers=convert_new_layers, add_logs=add_logs)
+        add_logs = part is model or guard.prepared_of(part) is not None
+        guard.install(part, guard.Guard(rollback, convert_new_layers, add_logs))
 
-    for part in (model, *inventory.compiled_parts(model)):
+    for part in parts:
         guard_again(part)
     return guard_again
 
 
-def _check_compiled(model):
-    check_model(model)
-    if not inventory.find_optimizers(model):
-        raise ValueError(
-            f"Expected a compiled model. Received: model '{model.name}', which has no optimizer. "
-            "Call `model.compile(...)` first."
+def chosen_policy(model, policy):
+    """Returns the `Policy` whose rules and loss scale hold for `model`."""
+    if policy is not None:
+        return get_policy(policy)
+    global_policy = get_policy(None)
+    dtypes = compute_dtypes(model) & set(SIXTEEN_BIT_DTYPES)
+    converted = converted_by(model)
+    if converted is not None and converted.compute_dtype in dtypes:
+        # Its rules and loss scale were chosen for this model.
+        return converted
+    if converted is not None and not dtypes and converted.compute_dtype == global_policy.compute_dtype:
+        return converted
+    if not dtypes or global_policy.compute_dtype in dtypes:
+        return global_policy
+    # The layers, not the model's name or the global policy, say what this model computes in.
+    return get_policy("mixed_float16" if "float16" in dtypes else "mixed_bfloat16")
+
+
+def check_model(model):
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"Expected a `keras.Model`. Received: {model!r} (of type {type(model).__name__}). "
+            "Pass the model that you train."
         )
 
 
-def _decided_rules(model, policy, explicit_rule, rollback: bool) -> list:
-    """Returns `(optimizer, rule)` of the optimizers of a model, as `rule_for`; raises where one cannot be wrapped."""
-    computes_float16 = computes_in(model, ("float16",))
-    must_wrap = rollback or needs_rounding(model, policy)
-    optimizers = inventory.all_optimizers(model)
-    rules = [rule_for(optimizer, policy, explicit_rule, computes_float16, must_wrap) for optimizer in optimizers]
-    for optimizer, rule in zip(optimizers, rules, strict=True):
-        if rule is not None:
-            check_parts(getattr(optimizer, "inner_optimizer", optimizer))
-    return list(zip(optimizers, rules, strict=True))
+def check_switches(jit_compile, rollback):
+    """Raises `TypeError` unless `rollback` is `True` or `False`, and `jit_compile` one of these or `None`."""
+    check_switch("rollback", rollback)
+    if jit_compile is not None:
+        check_switch("jit_compile", jit_compile)
 
 
-def _wrap_optimizers(model, rules, slot_dtype):
-    replaced = {}
-    for optimizer, rule in rules:
-        wrapper = wrapped(optimizer, rule, slot_dtype)
-        if wrapper is not optimizer:
-            replaced[id(optimizer)] = wrapper
-    for part in (model, *inventory.compiled_parts(model)):
-        inventory.replace_optimizers(part, replaced)
-        if getattr(part, "optimizer", None) is not None:
-            _keras.replace_compiled_optimizer(part, part.optimizer)
+def check_jit_compile(model, jit_compile):
+    """Raises `ValueError` where XLA and the model's distribution strategy do not work together."""
+    # On TensorFlow alone models have one.
+    strategy = getattr(model, "distribute_strategy", None)
+    if jit_compile and strategy is not None and strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            "Expected `jit_compile` to be False or None under a `tf.distribute` strategy with several "
+            f"replicas, where Keras' XLA step fails. Received: jit_compile=True with "
+            f"{type(strategy).__name__} on {strategy.num_replicas_in_sync} replicas. "
+            "Leave XLA off, or train on one replica."
+        )
+
+
+def check_variables(model, policy, converts: bool = False):
+    """Raises `ValueError` for trainable float16 variables, those that layers would make as they are built included.
+
+    Args:
+        model: A `keras.Model`.
+        policy: The `Policy` that holds for it.
+        converts: Whether layers that are not built yet are given that policy first.
+    """
+    found = _weights_of(model, "float16", converts)
+    if not found and policy.variable_dtype != "float16":
+        return
+    what = f"float16 variables {found[:3]}" if found else f"policy '{policy.name}'"
+    raise ValueError(
+        "Expected float32 or bfloat16 variables to train: in float16 small updates round to nothing, as does Adam's "
+        f"epsilon of 1e-8. Received: {what}. Build the model under 'mixed_float16', or call "
+        "`mpkeras.apply_policy(model, 'mixed_float16', float32_variables=True)` before `compile`."
+    )
+
+
+def _weights_of(model, dtype: str, built_only: bool = False) -> list:
+    """Returns the names of the trainable weights of a dtype, those that layers would make when built included."""
+    unstored = unstored_dtypes(model)
+    found = [v.path for v in model.trainable_variables if unstored.get(id(v), v.dtype) == dtype]
+    if not built_only:
+        unbuilt = [layer for layer in layers_of(model) if not layer.built and layer.trainable]
+        found += [f"of layer {layer.name}" for layer in unbuilt if layer.variable_dtype == dtype]
+    return found
+
+
+def rule_for(optimizer, model, policy, explicit_rule, must_wrap: bool):
+    """Returns the loss-scaling rule for `optimizer`, or `None` to leave it as it is.
+
+    Args:
+        optimizer: Any Keras optimizer.
+        model: The model that it trains.
+        policy: The `Policy` that holds for the model.
+        explicit_rule: What the user asked for in the call; `None` without.
+        must_wrap: Whether it is wrapped where there is nothing to scale, too.
+    """
+    is_ours = isinstance(optimizer, LossScaleOptimizer)
+    if explicit_rule is not None:
+        return explicit_rule
+    # A policy's own settings; the default rule gives way to what is set on the optimizer.
+    if policy.loss_scale is not None and policy.loss_scale != DynamicLossScale():
+        return policy.loss_scale
+    if policy.loss_scale is None and policy.compute_dtype == "float16":
+        # Every float16 policy scales unless it is told not to.
+        return FixedLossScale(1.0)
+    if is_ours and not optimizer._chosen_by_prepare:
+        return optimizer.loss_scale_rule
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not is_ours:
+        return _rule_of(optimizer, DynamicLossScale, "initial_scale", "dynamic_growth_steps")
+    # Of one that was wrapped here before, too: the setting stays on the inner optimizer.
+    if optimizer.loss_scale_factor is not None:
+        return _rule_of(optimizer, lambda loss_scale_factor: FixedLossScale(loss_scale_factor), "loss_scale_factor")
+    if computes_in(model, ("float16",)):
+        is_scaling = is_ours and optimizer.loss_scale_rule != FixedLossScale(1.0)
+        return optimizer.loss_scale_rule if is_scaling else DynamicLossScale()
+    # Nothing to scale, but float32 and bfloat16 steps are checked and skipped, and what is stored small is rounded.
+    is_small = SMALL_DTYPE in (policy.variable_dtype, policy.slot_dtype) or _weights_of(model, SMALL_DTYPE)
+    return FixedLossScale(1.0) if must_wrap or is_ours or is_small else None
+
+
+def _rule_of(optimizer, make, *names):
+    """Returns the rule that `make` makes of the settings of these names, which the user gave an optimizer of Keras'."""
+    settings = {name: getattr(optimizer, name) for name in names}
+    try:
+        return make(**settings)
+    except (TypeError, ValueError) as error:
+        received = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise type(error)(
+            "Expected an optimizer whose own settings make a loss scale. Received: "
+            f"{type(optimizer).__name__} '{optimizer.name}' with {received}. Make it with others. ({error})"
+        ) from error
+
+
+def wrapped(optimizer, rule, slot_dtype: str = "auto"):
+    """Returns `optimizer` in a `LossScaleOptimizer` with `rule`; itself where it is one, or `rule` is `None`.
+
+    Args:
+        slot_dtype: That of the policy; with `"auto"` what its user gave the optimizer stays.
+    """
+    if rule is None:
+        return optimizer
+    is_ours = isinstance(optimizer, LossScaleOptimizer)
+    is_same_rule = is_ours and optimizer.loss_scale_rule == rule
+    if is_ours and slot_dtype == "auto" and not optimizer._slots_chosen_by_prepare:
+        slot_dtype = optimizer.slot_dtype
+    is_same_slot_dtype = is_ours and optimizer.slot_dtype == slot_dtype
+    if is_same_rule and is_same_slot_dtype:
+        return optimizer
+    wrapper = rewrapped(optimizer, rule, slot_dtype)
+    wrapper._chosen_by_prepare = not is_same_rule or optimizer._chosen_by_prepare
+    wrapper._slots_chosen_by_prepare = not is_same_slot_dtype or optimizer._slots_chosen_by_prepare
+    return wrapper

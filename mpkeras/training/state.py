@@ -8,10 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from mpkeras.policies.dtypes import bytes_of
-from mpkeras.training import inventory
-from mpkeras.training.backend import training_backend
-from mpkeras.training.inventory import unlisted_states
-from mpkeras.training.settings import check_model
+from mpkeras.training import training_backend
+from mpkeras.training.inventory import find_optimizers, unlisted_states
+from mpkeras.training.prepare import check_model
 
 _RANDOM = "random/"
 # Keras numbers names by what the process has made before: "dense_3", "sequential_1_dense_3_kernel_momentum".
@@ -150,7 +149,7 @@ def named_variables(model, optimizers=None, extra=()) -> dict:
             "Call it on a batch of data first."
         )
     if optimizers is None:
-        optimizers = inventory.find_optimizers(model).values()
+        optimizers = find_optimizers(model).values()
     if keras.backend.backend() == "jax":
         # In the middle of `fit` the values are those of the last synchronization.
         model.jax_state_sync()

@@ -8,20 +8,19 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
 from mpkeras.conversion.apply import converted_by, converting, layer_converter, store_weights, times_stored
-from mpkeras.conversion.plan import computes_in, layers_of
-from mpkeras.policies.loss_scaling import FixedLossScale
+from mpkeras.conversion.plan import layers_of
 from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
 from mpkeras.scaling.small_state import follow_weights
 from mpkeras.scaling.window import checked_steps
-from mpkeras.training.backend import training_backend
+from mpkeras.training import training_backend
 from mpkeras.training.capsule_file import BEFORE, as_numpy, capsule_of_step, moving_variables
 from mpkeras.training.objective import Objective
-from mpkeras.training.settings import (
+from mpkeras.training.prepare import (
+    check_jit_compile,
     check_model,
     check_switches,
     check_variables,
     chosen_policy,
-    needs_rounding,
     rule_for,
     wrapped,
 )
@@ -138,7 +137,6 @@ class TrainStep:
         objective = Objective(loss_fn, metrics)
         jit_compile = _resolved_jit_compile(model, jit_compile)
         self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow)
-        self._is_built = False
         self._steps = 0
         # The last batch with what its step returned, and the numbers that it changed.
         self._last: tuple | None = None
@@ -312,10 +310,10 @@ class TrainStep:
     def _state_parts(self):
         if self.model.built:
             self._build_optimizer()
-        return self.model, [self.optimizer], [v for metric in self.metrics for v in metric.variables]
+        return self.model, [self.optimizer], self._parts.objective.metric_variables
 
     def _get_ready(self, x, y):
-        if not self._is_built or self._parts.is_outdated():
+        if self._parts.is_outdated():
             self._build(x, y)
         self._parts.look_for_frozen_weights()
 
@@ -339,15 +337,14 @@ class TrainStep:
             self._build_optimizer()
             self._parts.follow_model()
             self._parts.look_for_frozen_weights()
-        self._is_built = True
 
     def _build_optimizer(self):
         self._parts.apply_rules()
         with training_backend.variable_scope(self.model):
             if not self.optimizer.built:
                 self.optimizer.build(self.model.trainable_variables)
-        metrics = [variable for metric in self.metrics for variable in metric.variables]
-        training_backend.check_scope(self.model, self.model.variables + self.optimizer.variables + metrics)
+        variables = self.model.variables + self.optimizer.variables + self._parts.objective.metric_variables
+        training_backend.check_scope(self.model, variables)
         training_backend.track_random_states(self.model)
 
     def _lacks_variables(self) -> bool:
@@ -368,16 +365,16 @@ class StepParts:
         self.jit_compile = jit_compile
         self._rollback = rollback
         self._window = (accumulate_steps, on_overflow)
-        self._moving: tuple | None = None
+        self._moving: list | None = None
         # As in `fit`: a model whose `call` takes no `training` is not told.
         takes_training = "training" in inspect.signature(model.call).parameters
         self.call_options = {"training": True} if takes_training else {}
         # What the next step trains, in the order of the model, and the `id`s of it.
         self._trained_variables: list = []
         self.trained: tuple = ()
-        # What programs are made for, beside the weights that they train; `version` counts its changes.
+        # What programs are made for, beside the weights that they train, and the programs.
         self._made_for: tuple = ()
-        self.version = 0
+        self._programs: dict = {}
         # Before the layers are touched: what is wrong with the optimizer is said here.
         self.wrap_optimizer()
 
@@ -392,9 +389,9 @@ class StepParts:
         """The variables that a skipped step changes: their values before a step are among what it returns."""
         if not self.guards:
             return []
-        if self._moving is None or self._moving[0] is not self.optimizer:
-            self._moving = self.optimizer, moving_variables([self.optimizer], self.metrics)
-        return self._moving[1]
+        if self._moving is None:
+            self._moving = moving_variables([self.optimizer], self.metrics)
+        return self._moving
 
     def packed(self, values) -> dict:
         """Returns the values of `moving`, those of one dtype in one tensor: each output of a step costs time."""
@@ -418,14 +415,22 @@ class StepParts:
         return converted_by(self.model), times_stored(self.model), getattr(self.optimizer, "slot_dtype", None)
 
     def is_outdated(self) -> bool:
-        """Whether the model was converted, or the optimizer's state stored in another dtype, after it was built."""
+        """Whether the step was not built yet, or model or optimizer's state were stored in another dtype since."""
         return self._present() != self._made_for
 
     def follow_model(self):
         """Lets the built optimizer know the weights as they are stored now; programs made before are not used again."""
         follow_weights(self.optimizer)
         self._made_for = self._present()
-        self.version += 1
+        self._programs = {}
+
+    def program(self, name: str, make):
+        """Returns what `make()` returned for the weights that are trained now: a program holds these weights."""
+        key = name, self.trained
+        if key not in self._programs:
+            # With the variables, or another one might come to have the `id` of one that is gone.
+            self._programs[key] = make(), self.model.trainable_variables
+        return self._programs[key][0]
 
     def look_for_frozen_weights(self):
         """Takes down which weights the next step trains; `layer.trainable` may have changed since the last one.
@@ -458,21 +463,18 @@ class StepParts:
         return self.trained == tuple(map(id, self._built_on()))
 
     def _built_on(self) -> list:
-        if self.checks:
-            return self.optimizer.trainable_variables
-        return _keras.optimizer_trainable_variables(self.optimizer)
+        return _keras.optimizer_trainable_variables(getattr(self.optimizer, "inner_optimizer", self.optimizer))
 
     def wrap_optimizer(self):
         """Wraps the optimizer as the model's layers ask for; again when building has brought new layers."""
         model, policy = self.model, chosen_policy(self.model, None)
-        must_wrap = self._rollback or needs_rounding(model, policy)
-        rule = rule_for(self.optimizer, policy, None, computes_in(model, ("float16",)), must_wrap)
-        if self._window[0] > 1 and rule is None:
-            rule = FixedLossScale(1.0)
+        accumulates = self._window[0] > 1
+        rule = rule_for(self.optimizer, model, policy, None, self._rollback or accumulates)
         with training_backend.variable_scope(model):
             self.optimizer = wrapped(self.optimizer, rule, policy.slot_dtype)
-            if self._window[0] > 1:
+            if accumulates:
                 self.optimizer.accumulate(*self._window)
+        self._moving = None
         if self.checks:
             self.optimizer._note_guard()
 
@@ -489,12 +491,6 @@ class StepParts:
     def guards(self) -> bool:
         """Whether a skipped step is undone."""
         return self._rollback and self.checks
-
-    def total_loss(self, y, y_pred, sample_weight, model_losses):
-        return self.objective.total_loss(y, y_pred, sample_weight, model_losses)
-
-    def update_metrics(self, y, y_pred, sample_weight):
-        self.objective.update_metrics(y, y_pred, sample_weight)
 
     def metric_results(self) -> dict:
         # Copies: a metric may return the variable that the next step assigns.
@@ -521,5 +517,5 @@ def _resolved_jit_compile(model, jit_compile) -> bool:
             "Expected layers that XLA can compile with `jit_compile=True`. Received: "
             f"{refusing[:3]}, which say that they cannot. Leave `jit_compile` out."
         )
-    training_backend.check_jit_compile(model, jit_compile)
+    check_jit_compile(model, jit_compile)
     return jit_compile

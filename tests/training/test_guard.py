@@ -7,17 +7,7 @@ import pytest
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.training.prepare import prepare
-from tests.step_modes import snapshot
-
-MODES = {
-    "tensorflow": [
-        pytest.param({"run_eagerly": True}, id="eager"),
-        pytest.param({"jit_compile": False}, id="graph"),
-        pytest.param({"jit_compile": True}, id="xla"),
-    ],
-    "jax": [pytest.param({"run_eagerly": True}, id="eager"), pytest.param({"jit_compile": True}, id="jit")],
-    "torch": [pytest.param({}, id="eager")],
-}[keras.backend.backend()]
+from tests.step_modes import FIT_MODES, snapshot
 
 rng = np.random.default_rng(3)
 X = rng.normal(size=(8, 4, 6)).astype("float32")
@@ -50,7 +40,7 @@ def spoiled(x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_bad_batches_leave_no_trace(policy, options):
     def run(with_faults):
@@ -94,7 +84,7 @@ def test_a_skipped_batch_leaves_no_trace_in_dropout_without_a_seed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_a_frozen_layer_that_the_model_updates_itself_is_put_back(options):
     """A target network: its weights are not trained, but follow others in the forward pass."""
 
@@ -125,7 +115,7 @@ def test_a_frozen_layer_that_the_model_updates_itself_is_put_back(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_without_rollback_only_the_weights_are_kept(options):
     model = batchnorm_dropout_model()
     model.compile(keras.optimizers.SGD(0.01), "mse", **options)
@@ -140,7 +130,7 @@ def test_without_rollback_only_the_weights_are_kept(options):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:1 of 3 steps skipped in epoch 1:UserWarning")
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_an_epochs_loss_is_that_of_its_applied_steps(options):
     def run(xs, ys):
         model = batchnorm_dropout_model()
@@ -163,7 +153,7 @@ def test_an_epochs_loss_is_that_of_its_applied_steps(options):
     assert faulty["skipped_steps"] == [1]
 
 
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_batchnorm_statistics_never_become_non_finite_even_on_an_applied_step(options):
     """Inputs of 1e25 have a float32 variance of inf; the loss here does not depend on them."""
     x = np.ones((4, 3), "float32")
@@ -192,7 +182,7 @@ def test_batchnorm_statistics_never_become_non_finite_even_on_an_applied_step(op
         assert np.isfinite(keras.ops.convert_to_numpy(v.value)).all(), v.path
 
 
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_a_loss_that_is_not_finite_leaves_the_scale_alone(options):
     """P7: the forward pass is at fault; gradients that overflow alone do lower the scale."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="zeros")])
@@ -217,7 +207,7 @@ def infinite(y_true, y_pred):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_a_metric_whose_name_ends_in_loss_has_no_say_in_why_a_step_was_skipped(options):
     """The loss is finite, so the scale is at fault and comes down."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="zeros")])
@@ -307,7 +297,7 @@ def jax_ways():
 
 
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 @pytest.mark.parametrize(
     "name",
     ["value_and_grad", "vjp", "second_order", "checkpoint", "inner_jit", "jit_of_the_loss"]
@@ -427,7 +417,7 @@ def two_targets(*pairs):
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.filterwarnings("ignore:1 of 3 steps skipped in epoch 1:UserWarning")
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_a_metric_that_a_skipped_update_made_non_finite_is_put_back_whole(options):
     """Only one of the two updates of the step is skipped: what is of the other one counts."""
     model = two_losses(**options)

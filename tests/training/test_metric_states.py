@@ -9,18 +9,9 @@ import pytest
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.training.prepare import prepare
-from tests.step_modes import snapshot
+from tests.step_modes import FIT_MODES, snapshot
 
 BACKEND = keras.backend.backend()
-MODES = {
-    "tensorflow": [
-        pytest.param({"run_eagerly": True}, id="eager"),
-        pytest.param({"jit_compile": False}, id="graph"),
-        pytest.param({"jit_compile": True}, id="xla"),
-    ],
-    "jax": [pytest.param({"run_eagerly": True}, id="eager"), pytest.param({"jit_compile": True}, id="jit")],
-    "torch": [pytest.param({}, id="eager")],
-}[BACKEND]
 
 # With a kernel of zeros the loss is the square of the target. At a scale of 2^10 the gradient at the bias is
 # 2 * target * 2^10: beyond float16, whose largest number is 65504, for targets from 32 on.
@@ -63,7 +54,7 @@ IGNORES = pytest.mark.filterwarnings("ignore:.* steps? .*skipped:UserWarning")
 
 @pytest.mark.slow
 @IGNORES
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_until_a_step_counts_the_losses_are_those_of_the_skipped_steps(options):
     """Their mean, the finite ones; and anew in each epoch. From the first counted step on, those that counted."""
     x, y = data([np.inf, 100.0, 200.0, 3.0, 100.0, 1.0])
@@ -77,7 +68,7 @@ def test_until_a_step_counts_the_losses_are_those_of_the_skipped_steps(options):
 
 @pytest.mark.slow
 @IGNORES
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_an_epoch_of_skipped_steps_reports_their_mean_by_rows(options):
     x, y = data([100.0, 200.0])
     x, y = x[:6], y[:6]
@@ -92,7 +83,7 @@ def test_an_epoch_of_skipped_steps_reports_their_mean_by_rows(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_train_on_batch_says_what_its_own_batch_did(options):
     model = zero_model(**options)
     prepare(model, "mixed_float16", loss_scale=SCALE)
@@ -102,7 +93,7 @@ def test_train_on_batch_says_what_its_own_batch_did(options):
 
 @pytest.mark.slow
 @IGNORES
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_the_losses_of_several_outputs_are_shown_each(options):
     inputs = keras.Input((3,))
     outputs = {name: keras.layers.Dense(1, kernel_initializer="zeros", name=name)(inputs) for name in "ab"}
@@ -117,7 +108,7 @@ def test_the_losses_of_several_outputs_are_shown_each(options):
 
 @pytest.mark.slow
 @IGNORES
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_metrics_after_the_first_counted_step_are_those_of_a_run_without_the_skipped_ones(options):
     def run(targets):
         model = zero_model(0.1, **options)
@@ -129,7 +120,7 @@ def test_metrics_after_the_first_counted_step_are_those_of_a_run_without_the_ski
 
 @pytest.mark.slow
 @IGNORES
-@pytest.mark.parametrize("options", MODES[-1:])
+@pytest.mark.parametrize("options", FIT_MODES[-1:])
 def test_callbacks_that_look_at_the_loss_do_not_take_nothing_learned_for_the_best(options, tmp_path):
     """Two epochs of skipped steps show a loss of 1e4, that of the untrained model; then the scale fits."""
     model = zero_model(0.1, **options)
@@ -237,7 +228,7 @@ def own_step_model(returns):
 
 @pytest.mark.slow
 @IGNORES
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 @pytest.mark.parametrize("returns", ["results", "some"])
 def test_trackers_of_a_users_own_step_show_the_losses_of_skipped_steps(returns, options):
     """All that `get_metrics_result` says, or some of it among other entries, which are reported as they are."""

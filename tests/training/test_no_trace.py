@@ -7,7 +7,7 @@ import pytest
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.training.state import load_state_dict, state_dict
-from tests.step_modes import snapshot
+from tests.step_modes import FIT_MODES, snapshot
 
 # What a skipped step leaves behind is the first of all promises: the whole matrix on the backend that compiles all.
 pytestmark = pytest.mark.every_case("jax")
@@ -266,15 +266,6 @@ def test_an_epoch_of_only_skipped_steps_says_so_and_reports_no_loss_of_0(jit_com
 
 # ------------------------------------------------------------------------------------- what else a step writes to
 
-TRAINER_MODES = {
-    "tensorflow": [
-        pytest.param({"run_eagerly": True}, id="eager"),
-        pytest.param({"jit_compile": False}, id="graph"),
-        pytest.param({"jit_compile": True}, id="xla"),
-    ],
-    "jax": [pytest.param({"run_eagerly": True}, id="eager"), pytest.param({"jit_compile": True}, id="jit")],
-    "torch": [pytest.param({}, id="eager")],
-}[BACKEND]
 
 rng = np.random.default_rng(8)
 ROWS_X = rng.normal(size=(12, FEATURES)).astype("float32")
@@ -309,7 +300,7 @@ class Batches(keras.utils.PyDataset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", TRAINER_MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_a_batch_without_rows_is_a_skipped_step(options):
     def run(rows):
         # Statistics of no rows are NaN, without them gradients are 0; one of both in each mode.
@@ -354,7 +345,7 @@ class Fails(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("options", TRAINER_MODES[:1])
+@pytest.mark.parametrize("options", FIT_MODES[:1])
 def test_a_step_that_raises_leaves_no_trace(options):
     """Where steps run op by op; one that is compiled raises before anything ran."""
     sequence = batches(3, 4)
@@ -638,7 +629,7 @@ def native_values(model):
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", TRAINER_MODES)
+@pytest.mark.parametrize("options", FIT_MODES)
 def test_state_that_is_no_keras_variable(options, way):
     """Buffers of torch modules, and `tf.Variable`s of a user's layer: put back, and part of `state_dict`."""
 
