@@ -359,7 +359,8 @@ def _watching(watch, fit, args, kwargs):
         yield args, kwargs
         return
     position = list(parameters).index("callbacks")
-    callbacks = args[position] if position < len(args) else kwargs.get("callbacks")
+    is_by_place = position < len(args) and parameters["callbacks"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    callbacks = args[position] if is_by_place else kwargs.get("callbacks")
     is_container = isinstance(callbacks, keras.callbacks.CallbackList)
     flat = callbacks.callbacks if is_container else keras.tree.flatten(callbacks)
     flat = [callback for callback in flat if callback is not None]
@@ -372,7 +373,7 @@ def _watching(watch, fit, args, kwargs):
             yield args, kwargs
         finally:
             callbacks.callbacks.remove(watch)
-    elif position < len(args):
+    elif is_by_place:
         yield (*args[:position], [*flat, watch], *args[position + 1 :]), kwargs
     else:
         yield args, {**kwargs, "callbacks": [*flat, watch]}

@@ -357,6 +357,19 @@ def test_a_fit_of_ones_own_without_callbacks_trains():
     assert set(model.fit(X, Y).history) == {"loss", "loss_scale", "skipped_steps"}
 
 
+class FitByName(keras.Sequential):
+    """Its `fit` takes data by place, and callbacks by name alone."""
+
+    def fit(self, *data, callbacks=None):
+        return super().fit(*data, batch_size=4, verbose=0, callbacks=callbacks)
+
+
+def test_a_fit_that_takes_callbacks_by_name_alone_trains_on_its_data():
+    model = compiled(lambda: FitByName(sequential().layers))
+    prepare(model, "mixed_bfloat16")
+    assert set(model.fit(X, Y).history) == {"loss", "loss_scale", "skipped_steps"}
+
+
 def test_wrong_arguments_of_fit_are_named_as_by_keras():
     model = compiled()
     prepare(model, "mixed_bfloat16")
