@@ -9,7 +9,7 @@ optimizer's step as in `loss_scale_overhead.py`. `bare` has no code of mpkeras i
 between the two processes is noise. A cell is slower where the median of its ratios, after to before, is above 1.02, and
 above all those of `bare` on its backend.
 
-    python benchmarks/before_after.py --before v0.1.0 --backend jax
+    python benchmarks/before_after.py --before COMMIT --backend jax
 """
 
 import argparse

@@ -37,7 +37,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--one-case",
         choices=("slow", "all"),
-        help="the first case alone of each parametrized test (or of those marked slow) that is not marked every_case",
+        help="the first case alone of each parametrized test (or of those marked slow) that is not marked every_case, "
+        "and no test marked seldom",
     )
 
 
@@ -46,6 +47,11 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers",
         "every_case(*names): all its cases matter, on the named Keras backends or on every, with `--one-case` too",
+    )
+    config.addinivalue_line(
+        "markers",
+        "seldom(*names): left out with `--one-case`, on the named Keras backends or on every: another test, or this "
+        "one on another backend, would fail as well",
     )
 
 
@@ -65,6 +71,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=f"for {', '.join(marker.args)}, not {active}"))
     if config.getoption("one_case") is not None:
         later = _later_cases(items, slow_ones_only=config.getoption("one_case") == "slow")
+        later |= {item: None for item in items if _names_backend(item.get_closest_marker("seldom"))}
         items[:] = [item for item in items if item not in later]
         config.hook.pytest_deselected(items=list(later))
 
@@ -77,10 +84,14 @@ def _later_cases(items, slow_ones_only: bool) -> dict:
         if "skip" in marks or (slow_ones_only and not marks & {"slow", "matrix"}):
             continue
         name = (item.parent.nodeid, getattr(item, "originalname", item.name))
-        every_case = item.get_closest_marker("every_case")
-        all_matter = every_case is not None and (not every_case.args or keras.backend.backend() in every_case.args)
+        all_matter = _names_backend(item.get_closest_marker("every_case"))
         # Of a test that is marked `every_case`, single cases may be marked `matrix`.
         if name in seen and (not all_matter or "matrix" in marks):
             later[item] = None
         seen.add(name)
     return later
+
+
+def _names_backend(marker) -> bool:
+    """Whether a marker is there for the active backend: it names it, or none."""
+    return marker is not None and (not marker.args or keras.backend.backend() in marker.args)

@@ -106,6 +106,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "over two axes"])
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 @pytest.mark.every_case
@@ -271,6 +272,7 @@ def test_what_an_attention_layer_computes_itself_is_left_alone(name):
     assert replaced(layer) == REPLACED[keras.backend.backend()] - {name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "fused MultiHeadAttention"])
 @pytest.mark.every_case

@@ -445,6 +445,7 @@ def compiled_again():
     return compiled(model)
 
 
+@pytest.mark.slow
 @pytest.mark.every_case("jax", "torch")
 @pytest.mark.parametrize(
     "door",
@@ -506,6 +507,7 @@ def test_a_rule_that_matches_nothing_is_named_once():
 # It learns.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float8", "small"])
 def test_it_learns_as_bfloat16_does(policy):
     if policy == "small":
@@ -523,6 +525,7 @@ def test_it_learns_as_bfloat16_does(policy):
     assert losses[policy][-1] < 1.35 * losses["float32"][-1]
 
 
+@pytest.mark.slow
 def test_a_step_that_accumulates_skips_the_bad_batch_alone():
     """Four batches of one update, of which one is not finite: the same as the other three, to rounding."""
     x = rng.normal(size=(32, 16)).astype("float32")
@@ -661,6 +664,7 @@ def test_a_layer_that_left_float8_stays_out_of_it_in_the_next_training(door):
     assert multiplies_in_float8(model.layers[1])
 
 
+@pytest.mark.slow
 def test_advice_says_that_it_cannot_pay_here():
     report = mpkeras.advise(compiled(mlp()), np.ones((4, 16), "float32"), np.ones((4, 16), "float32"), budget_s=5)
     assert report.float8_can_pay is False and report.to_dict()["float8"]["can_pay"] is False

@@ -133,6 +133,7 @@ def test_the_state_is_that_of_keras():
         np.testing.assert_allclose(found[name], expected[name], rtol=0.02 if "grad" in name else 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.every_case("jax", "torch")
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_skipped_step_leaves_no_trace(bad):
@@ -154,6 +155,7 @@ def test_a_skipped_step_leaves_no_trace(bad):
     assert_equal(with_bad.get_weights(), without.get_weights())
 
 
+@pytest.mark.slow
 def test_weights_in_bfloat16_leave_the_state_in_float32():
     model = prepared(mlp(), delayed(variable_dtype="bfloat16"))
     x = rng.normal(size=(8, 16)).astype("float32")
@@ -181,6 +183,7 @@ def test_accumulation_keeps_the_largest_of_its_batches():
     assert np.all(history[1:] == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "delayed"])
 def test_it_learns_as_float32_does(policy):
     keras.utils.set_random_seed(3)
@@ -306,6 +309,7 @@ def test_another_policy_takes_the_state_back():
     assert float8_state(model.layers[1]) is not None and is_quantized(model.layers[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [("mixed_bfloat16", "delayed"), ("delayed", "mixed_float8"), ("delayed", "float32")]
 )
@@ -360,6 +364,7 @@ def test_the_state_belongs_to_the_strategy_of_the_model():
     assert native.distribute_strategy is model.layers[1].kernel.value.distribute_strategy
 
 
+@pytest.mark.slow
 def test_advice_leaves_the_state_as_it_was():
     model = prepared(mlp())
     x = rng.normal(size=(8, 16)).astype("float32")
@@ -426,6 +431,7 @@ def test_a_layer_that_leaves_float8_keeps_its_state_for_the_optimizer():
     assert state_of(model.layers[2])["inputs_amax_history"][0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.every_case("jax", "torch")
 def test_a_layer_that_overflows_moves_with_its_state():
     model = prepared(mlp())
@@ -489,6 +495,7 @@ def test_audit_counts_them():
     assert "Products in float8: those of 2 of 4 layers." in text
 
 
+@pytest.mark.slow
 def test_a_capsule_replays_with_its_state(tmp_path):
     keras.utils.set_random_seed(4)
     model = mpkeras.apply_policy(mlp(), delayed())

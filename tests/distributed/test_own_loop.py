@@ -68,6 +68,7 @@ def test_each_replica_of_a_mirrored_strategy(replicas, in_run):
         assert refused["jit_compile"] == refused["scalar loss"] == refused["odd rows"] == ""
 
 
+@pytest.mark.seldom  # `test_replicas.py` has the two workers in `fit`
 @pytest.mark.backends("tensorflow")
 @pytest.mark.slow
 def test_each_worker_of_a_multi_worker_strategy():

@@ -242,6 +242,7 @@ class Subclassed(keras.Model):
         return self.head(self.drop(self.hidden(inputs), training=training))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:.* steps skipped in epoch")
 @pytest.mark.parametrize("make", [functools.partial(faults.model_with, policy="float32"), Subclassed])
 def test_weights_in_bfloat16_are_in_bfloat16_again(tmp_path, make):

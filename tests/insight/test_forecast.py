@@ -134,6 +134,8 @@ def test_the_forecast_for_this_cpu_is_what_its_compiled_step_takes(name):
     assert 0 <= sum(np.asarray(v.value).nbytes for v in held) - found["persistent_bytes"] <= 8
 
 
+@pytest.mark.seldom("torch")
+@pytest.mark.slow
 @needs_jax
 @pytest.mark.backends("tensorflow", "torch")
 def test_targets_and_inputs_that_the_program_leaves_out_are_no_state():
@@ -163,6 +165,8 @@ class UntilSmall(layers.Layer):
         return inputs + n
 
 
+@pytest.mark.seldom("torch")
+@pytest.mark.slow
 @needs_jax
 @pytest.mark.backends("tensorflow", "torch")
 def test_loops_that_do_not_say_how_often_they_run_are_named():
@@ -175,6 +179,7 @@ def test_loops_that_do_not_say_how_often_they_run_are_named():
     assert "loops" not in str(report)
 
 
+@pytest.mark.seldom("torch")
 @needs_jax
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
@@ -652,6 +657,7 @@ def test_products_in_float8_are_float8_in_the_program_where_a_device_has_units(d
     assert total == sum(report.policies["mixed_bfloat16"]["matrix_flops"].values())
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.backends("tensorflow")
 def test_each_layer_that_is_not_in_float8_has_its_reason():
@@ -673,6 +679,7 @@ def test_each_layer_that_is_not_in_float8_has_its_reason():
     ]
 
 
+@pytest.mark.seldom("torch")
 @needs_jax
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")

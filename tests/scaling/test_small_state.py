@@ -373,6 +373,7 @@ if not hasattr(keras.optimizers, "MultiOptimizer"):
     del SEVERAL["MultiOptimizer"]  # in later versions of Keras
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("several", SEVERAL)
 def test_several_optimizers(several, mode):

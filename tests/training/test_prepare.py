@@ -334,6 +334,7 @@ class NearOne(keras.layers.Layer):
 NEAR_ONE = 1 + 2**-9
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize("door", ["prepare", "prepare without a guard", "callback", "first step", "apply_policy"])
 def test_what_ran_before_runs_in_the_new_dtypes(door):

@@ -68,6 +68,7 @@ def trained(door, policy, *, jit_compile=None, batches=6, fault=None, optimizer=
     return model, model.optimizer, history["loss"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["prepare", "callback", "make_train_step"])
 def test_bfloat16_trains_as_float32_does(door):
     """P40: in plain Keras the weights of such a model do not move."""
@@ -85,6 +86,7 @@ def test_bfloat16_trains_as_float32_does(door):
     assert abs(loss - reference) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize("policy", ["bfloat16", SLOTS], ids=["weights and slots", "slots"])
 @pytest.mark.parametrize("door", ["prepare", "make_train_step"])
@@ -162,6 +164,7 @@ def test_without_rollback_it_is_wrapped_all_the_same():
     assert isinstance(step.optimizer, mpkeras.LossScaleOptimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["bfloat16", SLOTS], ids=["weights and slots", "slots"])
 def test_saved_and_resumed_bit_for_bit(policy, tmp_path):
     def made():
@@ -200,6 +203,7 @@ def test_files_are_half_as_large(tmp_path):
     assert 0.45 < sizes[1] / sizes[0] < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize(("first", "then"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_a_step_goes_on_with_a_model_that_is_converted_after_it_was_made(first, then, jit_compile):
@@ -231,6 +235,7 @@ def test_a_step_of_a_model_that_is_converted_to_float16_scales_its_loss():
     assert int(step.optimizer.iterations) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["prepare", "make_train_step"])
 def test_slots_that_are_made_small_between_steps_are_the_ones_that_move(door):
     model = classifier()
@@ -261,6 +266,7 @@ def test_an_optimizer_of_an_own_loop_finds_weights_that_are_stored_anew():
         np.testing.assert_allclose(new, old - 0.5, atol=2.0**-6)  # a step of bfloat16 at 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["prepare", "make_train_step"])
 @pytest.mark.parametrize("excluded", ["by name", "as an object"])
 def test_what_does_not_decay_is_excluded_before_the_weights_are_stored_anew(excluded, door):
@@ -286,6 +292,7 @@ def test_what_does_not_decay_is_excluded_before_the_weights_are_stored_anew(excl
     np.testing.assert_allclose(keras.ops.convert_to_numpy(dense.bias.value).astype("float32"), 8.0, atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "expected"), [("float32", "float32"), ("bfloat16", "bfloat16")])
 def test_slots_that_an_earlier_policy_asked_for_follow_the_next_one(policy, expected):
     other = "bfloat16" if expected == "float32" else "float32"
@@ -319,6 +326,7 @@ def test_several_optimizers_in_one_find_the_weights_that_are_stored_anew():
     assert found == {"bfloat16"} and reference < 0.3 and abs(loss - reference) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 def test_steps_of_one_model_in_turn_are_each_traced_once():
     traces = []
