@@ -85,7 +85,6 @@ def test_each_worker_of_a_multi_worker_strategy():
 
 
 @pytest.mark.backends("jax")
-@pytest.mark.every_case
 @pytest.mark.parametrize(("where", "shards"), [("data_parallel", 8), ("model_parallel", 4)])
 def test_each_shard_of_a_distribution(where, shards):
     result = run_program("own_loop.py", where, "--shards", shards)
@@ -96,6 +95,7 @@ def test_each_shard_of_a_distribution(where, shards):
         assert [parts["dense/kernel"], parts["sgd/dense_kernel_momentum"]] == [[8, 4], [8, 4]]
 
 
+@pytest.mark.seldom  # `test_shards.py` has the two processes in `fit`
 @pytest.mark.backends("jax")
 @pytest.mark.slow
 def test_each_shard_in_two_processes():
