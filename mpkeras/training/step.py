@@ -393,12 +393,12 @@ class StepParts:
             self._moving = moving_variables([self.optimizer], self.metrics)
         return self._moving
 
-    def packed(self, values) -> dict:
+    def packed(self, values, stack=ops.stack) -> dict:
         """Returns the values of `moving`, those of one dtype in one tensor: each output of a step costs time."""
         groups: dict = {}
         for variable, value in zip(self.moving, values, strict=True):
             groups.setdefault(variable.dtype, []).append(value)
-        return {dtype: ops.stack(group) for dtype, group in groups.items()}
+        return {dtype: stack(group) for dtype, group in groups.items()}
 
     def unpacked(self, packed: dict) -> dict:
         """Returns what `packed` was given, as NumPy arrays by the `id` of the variable."""
