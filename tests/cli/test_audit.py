@@ -8,6 +8,7 @@ import pytest
 from keras import layers
 
 import mpkeras
+from mpkeras.policies.policy import REGISTERED
 from tests.cli.lines import lines_of
 
 # What is tested here knows no backend: once is enough.
@@ -129,4 +130,8 @@ def test_a_policy_may_be_registered_by_what_is_imported(capsys, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     saved("model.keras")
-    assert "bfloat16" in printed(capsys, "model.keras", "--policy", "of_audit", "--import", "policy_of_audit")
+    try:
+        assert "bfloat16" in printed(capsys, "model.keras", "--policy", "of_audit", "--import", "policy_of_audit")
+    finally:
+        # What is registered stays, for every test that follows.
+        REGISTERED.pop("of_audit", None)
