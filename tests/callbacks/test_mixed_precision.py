@@ -124,6 +124,7 @@ def test_after_fit_a_step_is_the_models_own_again():
     assert (keras.ops.convert_to_numpy(model.layers[1].moving_mean) != before).any()
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("ends", ["in the end", "by an exception", "switched by its user"])
 def test_jit_compile_is_put_back(ends):
@@ -181,6 +182,7 @@ def test_steps_per_execution():
     assert histories[0].history == histories[1].history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_prepared", [False, True], ids=["plain", "prepared"])
 def test_evaluate_and_predict_leave_no_guard(is_prepared):
     model = compiled()

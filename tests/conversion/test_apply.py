@@ -398,6 +398,7 @@ def test_a_float32_layer_that_is_added_to_a_model_made_in_16_bits_stays():
     assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("door", ["apply_policy", "prepare", "callback"])
 def test_rules_go_with_the_policy_that_has_them(door):

@@ -253,6 +253,7 @@ def test_what_is_not_finite_stays_visible(bad):
     assert np.isnan(float(rounded(values, "float8_e4m3fn")[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_skipped_step_leaves_no_trace(bad):
     model = prepared(mlp())
@@ -615,6 +616,7 @@ def test_the_share_that_rounds_to_zero_by_hand():
     assert rounding_losses([values], "float8_e4m3fn", 256.0) == pytest.approx((1 / 4, 1 / 4))
 
 
+@pytest.mark.slow
 @pytest.mark.every_case("jax", "torch")
 def test_a_layer_that_overflows_leaves_float8_first_and_then_16_bits():
     model = prepared(mlp())
@@ -641,6 +643,7 @@ def test_a_layer_that_overflows_leaves_float8_first_and_then_16_bits():
     assert name in policy.keep_16_bits[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["callback", "prepare"])
 def test_a_layer_that_left_float8_stays_out_of_it_in_the_next_training(door):
     model = compiled(mlp())

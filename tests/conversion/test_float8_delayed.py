@@ -166,6 +166,7 @@ def test_weights_in_bfloat16_leave_the_state_in_float32():
     assert state_of(model.layers[1])["kernel_amax_history"][0] > 0
 
 
+@pytest.mark.slow
 def test_accumulation_keeps_the_largest_of_its_batches():
     model = mpkeras.apply_policy(mlp(), delayed())
     step = mpkeras.make_train_step(
@@ -380,6 +381,7 @@ def test_advice_leaves_the_state_as_it_was():
 # Files.
 
 
+@pytest.mark.slow
 @pytest.mark.every_case("jax", "torch")
 def test_training_goes_on_from_a_file_bit_for_bit(tmp_path):
     x, y = rng.normal(size=(32, 16)).astype("float32"), rng.normal(size=(32, 16)).astype("float32")
@@ -417,6 +419,7 @@ def test_plain_keras_goes_on_with_the_file(tmp_path):
 # Training goes on.
 
 
+@pytest.mark.slow
 def test_a_layer_that_leaves_float8_keeps_its_state_for_the_optimizer():
     model = prepared(mlp())
     x = rng.normal(size=(8, 16)).astype("float32")

@@ -569,6 +569,7 @@ def test_what_is_not_known_is_not_told():
     assert all(report.storage == [] and "optimizer state" not in str(report) for report in reports)
 
 
+@pytest.mark.slow
 def test_advise_counts_with_the_optimizer_of_the_model():
     model = dense()
     model.compile(keras.optimizers.Adadelta(), "mse")

@@ -158,6 +158,7 @@ def test_one_step_of_adam_by_hand():
     assert len(np.unique(float32(variables[0]))) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_averages_sums_and_single_numbers_stay_float32(mode):
     def make():

@@ -320,6 +320,7 @@ def test_parts_without_inputs_are_converted_before_the_first_step_is_trained(opt
     assert snapshot(mixed.variables) == snapshot(reference.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize(("program", "skipped"), [(Gan, [1, 0]), (Vae, [1])])
 def test_a_step_that_is_not_finite_leaves_no_trace(program, skipped):

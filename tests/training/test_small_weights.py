@@ -190,6 +190,7 @@ def test_saved_and_resumed_bit_for_bit(policy, tmp_path):
     assert snapshot(slots(loaded.optimizer)) == snapshot(slots(whole.optimizer))
 
 
+@pytest.mark.slow
 def test_files_are_half_as_large(tmp_path):
     sizes = []
     for policy in ("float32", "bfloat16"):
@@ -309,6 +310,7 @@ def test_slots_that_an_earlier_policy_asked_for_follow_the_next_one(policy, expe
         assert dtypes(of_dense) == {other if is_own else expected}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in this Keras")
 def test_several_optimizers_in_one_find_the_weights_that_are_stored_anew():
     def run(policy):
