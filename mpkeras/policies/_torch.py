@@ -38,6 +38,10 @@ def zeros_like(x):
     return torch.zeros_like(_tensor(x))
 
 
+def stack(x):
+    return torch.stack([_tensor(value) for value in x])
+
+
 def _tensor(value):
     return value if torch.is_tensor(value) else ops.convert_to_tensor(value)
 

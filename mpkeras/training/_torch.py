@@ -187,8 +187,7 @@ class CompiledStep:
     def _step(self, forward, x, y, sample_weight):
         parts = self._parts
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
-        # torch's own: it runs op by op, and what `keras.ops` converts and checks before takes longer than the copy.
-        before = {parts.BEFORE: parts.packed([variable.value for variable in parts.moving], torch.stack)}
+        before = {parts.BEFORE: parts.packed([variable.value for variable in parts.moving])}
 
         def run():
             if has_rows(x) or not parts.checks:

@@ -9,6 +9,7 @@ from mpkeras import _keras
 from mpkeras._arguments import check_switch
 from mpkeras.conversion.apply import converted_by, converting, layer_converter, store_weights, times_stored
 from mpkeras.conversion.plan import layers_of
+from mpkeras.policies.loss_scaling import scalars
 from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
 from mpkeras.scaling.small_state import follow_weights
 from mpkeras.scaling.window import checked_steps
@@ -393,12 +394,12 @@ class StepParts:
             self._moving = moving_variables([self.optimizer], self.metrics)
         return self._moving
 
-    def packed(self, values, stack=ops.stack) -> dict:
+    def packed(self, values) -> dict:
         """Returns the values of `moving`, those of one dtype in one tensor: each output of a step costs time."""
         groups: dict = {}
         for variable, value in zip(self.moving, values, strict=True):
             groups.setdefault(variable.dtype, []).append(value)
-        return {dtype: stack(group) for dtype, group in groups.items()}
+        return {dtype: scalars.stack(group) for dtype, group in groups.items()}
 
     def unpacked(self, packed: dict) -> dict:
         """Returns what `packed` was given, as NumPy arrays by the `id` of the variable."""

@@ -54,3 +54,10 @@ def test_one_operand():
         assert_same("logical_not", flag)
     for value in (True, 3, 2.5):
         assert_same("zeros_like", tensor(value))
+
+
+def test_several_in_one():
+    for values in ([1.5, -2.0], [3, 0, 7], [True]):
+        found, expected = (module.stack([tensor(value) for value in values]) for module in (scalars, ops))
+        assert keras.backend.standardize_dtype(found.dtype) == keras.backend.standardize_dtype(expected.dtype)
+        np.testing.assert_array_equal(ops.convert_to_numpy(found), values)
