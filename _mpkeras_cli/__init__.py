@@ -10,8 +10,13 @@ import runpy
 import sys
 from pathlib import Path
 
+from _mpkeras_cli.advise import add_advise
+from _mpkeras_cli.audit import add_audit
+from _mpkeras_cli.convert import add_convert
 from _mpkeras_cli.demo import add_demo
-from _mpkeras_cli.reports import add_advise, add_audit, add_convert, add_forecast, add_hardware, add_replay
+from _mpkeras_cli.forecast import add_forecast
+from _mpkeras_cli.hardware import add_hardware
+from _mpkeras_cli.replay import add_replay
 from _mpkeras_cli.run import add_run
 
 # Each adds its subcommand to the subparsers of an `argparse` parser.

@@ -1,7 +1,8 @@
-"""What the commands share: their parsers, checked numbers as options, and an import of mpkeras that writes no notes."""
+"""What the commands share: their parsers and options, printing a report, and an import of mpkeras without notes."""
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import re
@@ -22,6 +23,20 @@ def add_command(subparsers, name: str, run: Callable, *, help: str, description:
     # `error` ends the command with one line and status 2.
     parser.set_defaults(run=run, error=parser.error)
     return parser.add_argument
+
+
+def add_report(subparsers, name, make, *, help, description):
+    """Adds a subcommand that prints what `make(args)` returns, a report or text."""
+
+    def run(args) -> int:
+        try:
+            report = make(args)
+        except (ValueError, OSError, ModuleNotFoundError) as reason:
+            args.error(reason)
+        print(json.dumps(report.to_dict(), indent=2) if args.json else report)
+        return 0
+
+    return add_command(subparsers, name, run, help=help, description=description)
 
 
 def count(text: str) -> int:
@@ -48,6 +63,43 @@ def positive(unit: str) -> Callable[[str], float]:
         return number
 
     return convert
+
+
+def add_model(option):
+    option("model", metavar="MODEL", help="a .keras or .h5 file")
+    add_import(option)
+    add_json(option)
+
+
+def add_import(option):
+    option(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import this module first, which defines classes and functions of the model; may be repeated. "
+        "The current directory is searched, too",
+    )
+
+
+def add_json(option):
+    option("--json", action="store_true", help="print the result as JSON")
+
+
+def add_open_size(option):
+    option(
+        "--open-size",
+        type=count,
+        default=64,
+        metavar="N",
+        help="taken for each size that the inputs leave open, such as the length of a sequence (default: 64)",
+    )
+
+
+def verbose(args) -> int:
+    """Returns 1 where a progress bar has a place; in a pipe it would be a line for each of its steps."""
+    return int(not args.json and sys.stdout.isatty())
 
 
 def import_mpkeras(error):

@@ -10,7 +10,7 @@ import pytest
 
 import mpkeras
 from _mpkeras_cli import main
-from _mpkeras_cli.reports import FORMAT_NAMES
+from _mpkeras_cli.convert import FORMAT_NAMES
 from mpkeras.export import files
 from mpkeras.export.convert import convert
 
