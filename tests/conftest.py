@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -14,6 +15,8 @@ import keras  # noqa: E402
 import pytest  # noqa: E402
 
 from mpkeras.training.autoprepare import _active as active_autoprepares  # noqa: E402
+
+BACKENDS = ("tensorflow", "jax", "torch")
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +43,13 @@ def pytest_addoption(parser):
         help="the first case alone of each parametrized test (or of those marked slow) that is not marked every_case, "
         "and no test marked seldom",
     )
+    parser.addoption(
+        "--turn",
+        type=int,
+        metavar="N",
+        help="of the slow tests those alone whose turn it is: each on one of its backends, with the next number on the "
+        "next one; and one of a single backend every other time",
+    )
 
 
 def pytest_configure(config):
@@ -53,6 +63,7 @@ def pytest_configure(config):
         "seldom(*names): left out with `--one-case`, on the named Keras backends or on every: another test, or this "
         "one on another backend, would fail as well",
     )
+    config.addinivalue_line("markers", "every_turn: although slow, on each of its backends every time")
 
 
 def pytest_collection_finish():
@@ -69,11 +80,15 @@ def pytest_collection_modifyitems(config, items):
         marker = item.get_closest_marker("backends")
         if marker is not None and active not in marker.args:
             item.add_marker(pytest.mark.skip(reason=f"for {', '.join(marker.args)}, not {active}"))
+    left_out = {}
     if config.getoption("one_case") is not None:
-        later = _later_cases(items, slow_ones_only=config.getoption("one_case") == "slow")
-        later |= {item: None for item in items if _names_backend(item.get_closest_marker("seldom"))}
-        items[:] = [item for item in items if item not in later]
-        config.hook.pytest_deselected(items=list(later))
+        left_out |= _later_cases(items, slow_ones_only=config.getoption("one_case") == "slow")
+        left_out |= {item: None for item in items if _names_backend(item.get_closest_marker("seldom"))}
+    if config.getoption("turn") is not None:
+        left_out |= {item: None for item in items if not has_its_turn(item, active, config.getoption("turn"))}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
 
 
 def _later_cases(items, slow_ones_only: bool) -> dict:
@@ -90,6 +105,20 @@ def _later_cases(items, slow_ones_only: bool) -> dict:
             later[item] = None
         seen.add(name)
     return later
+
+
+def has_its_turn(item, backend: str, turn: int) -> bool:
+    """Whether a test runs on a backend in this turn: all but the slow ones do in each."""
+    marks = {marker.name for marker in item.iter_markers()}
+    if "slow" not in marks or "every_turn" in marks:
+        return True
+    runs_on, seldom = item.get_closest_marker("backends"), item.get_closest_marker("seldom")
+    names = BACKENDS if runs_on is None else runs_on.args
+    names = [name for name in BACKENDS if name in names and (seldom is None or name not in seldom.args)]
+    # By name, all cases of a test together: the same ones everywhere, whoever is asked.
+    name = f"{item.location[0]}::{getattr(item, 'originalname', item.name)}"
+    places = names if len(names) > 1 else [*names, None]
+    return places[(zlib.crc32(name.encode()) + turn) % len(places)] == backend
 
 
 def _names_backend(marker) -> bool:
