@@ -61,6 +61,11 @@ class SeveralSteps:
         return logs, len(optionals), batches
 
 
+def steps_ahead(model, optimizers):
+    """As in `_jax.py`: `None`."""
+    del model, optimizers
+
+
 class NumberCopies:
     """As in `_jax.py`; the numbers are in the variables, and `after_step` returns how many more steps were skipped."""
 

@@ -1,6 +1,5 @@
 """`BlackBox`: a file for each skipped step, from which it can be run again elsewhere."""
 
-import contextlib
 import importlib
 import itertools
 import re
@@ -28,7 +27,8 @@ class BlackBox(SkippedSteps):
     says why and training goes on.
 
     Nothing is copied of a step but a handful of single numbers: all else is still there after a skipped step. Each step
-    is looked at before the next one begins, so the device is waited for; steps of one execution
+    is looked at before the next one begins, so the device is waited for; but compiled steps on JAX run one ahead, and
+    one that comes behind a skipped step changes nothing and is run again. Steps of one execution
     (`steps_per_execution`) run one by one.
 
     A model whose train step is not guarded, by `MixedPrecision` or `mpkeras.prepare`, is guarded for this `fit` as
@@ -60,7 +60,7 @@ class BlackBox(SkippedSteps):
     async_safe = True
 
     def __init__(self, folder, keep: int = 3):
-        super().__init__(self._around_step)
+        super().__init__(self._run_step)
         self.capsules: list[Path] = []
         self._folder = Path(folder)
         self._keep = checked_count("keep", keep, "Leave it out for 3 files.")
@@ -98,32 +98,50 @@ class BlackBox(SkippedSteps):
         # Validation in `fit` takes over the state that is still to be looked at.
         self._look()
 
-    @contextlib.contextmanager
-    def _around_step(self, step, batch, state):
-        # Whatever takes time on the host comes before `_look`, which waits for the device: behind it the device idles.
-        if self._numbers is None or not self._numbers.are_all():
-            self._numbers = _MovingNumbers(self._trained)
+    def _run_step(self, run, step, batch, state=None):
         numbers = self._numbers
+        if numbers is not None and numbers.ahead is not None and numbers.ahead.goes_on_with(state):
+            return self._run_ahead(numbers.ahead, run, step, batch, state)
+        # Whatever takes time on the host comes before `_look`, which waits for the device: behind it the device idles.
+        if numbers is None or not numbers.are_all():
+            numbers = self._numbers = _MovingNumbers(self._trained)
+        ahead = numbers.ahead if self._kept.is_innermost(self._trained) else None
         self._look()
-        before = numbers.copies.before_step(*state)
+        if ahead is not None:
+            ahead.begin(state)
+            return self._run_ahead(ahead, run, step, batch, state)
+        given = [] if state is None else [state]
+        before = numbers.copies.before_step(*given)
+        result = run(*given)
+        logs, *state = result if isinstance(result, tuple) else (result,)
+        seen = before, numbers.copies.after_step(before, *state)
+        self._unseen = numbers, seen, step, batch, logs, state
+        # On JAX steps run on while `fit` gets the next batch, and the state is there until that step begins.
+        if not state:
+            self._look()
+        return result
 
-        def take(result):
-            logs, *state = result if isinstance(result, tuple) else (result,)
-            after = numbers.copies.after_step(before, *state)
-            self._unseen = numbers, before, after, step, batch, logs, state
-            # On JAX steps run on while `fit` gets the next batch, and the state is there until that step begins.
-            if not state:
-                self._look()
+    def _run_ahead(self, ahead, run, step, batch, state):
+        """Runs a step, and looks at the last one meanwhile: where that was skipped, this one has changed nothing."""
+        logs, state, seen = ahead.run(run, state)
+        if self._look(state):
+            logs, state, seen = ahead.run(run, state)
+        self._unseen = ahead, seen, step, batch, logs, [state]
+        return logs, state
 
-        yield take
+    def _look(self, state=None) -> bool:
+        """Looks at the last step, unless that was done; returns whether it was skipped.
 
-    def _look(self):
-        """Looks at the last step, unless that was done."""
-        if self._unseen is not None:
-            numbers, before, after, step, batch, logs, state = self._unseen
-            self._unseen = None
-            if numbers.copies.skipped(before, after):
-                self._write(step, batch, logs, numbers.read(before), *state)
+        `state`: where it is now what the step has left, if it is not where that was any more.
+        """
+        if self._unseen is None:
+            return False
+        numbers, seen, step, batch, logs, left = self._unseen
+        self._unseen = None
+        if not numbers.skipped(seen):
+            return False
+        self._write(step, batch, logs, numbers.read(seen), *(left if state is None else [state]))
+        return True
 
     def _write(self, step, batch, logs, before, state=None):
         with _keras.held_by_variables(self._trained, state):
@@ -169,12 +187,18 @@ class _MovingNumbers:
         backend = importlib.import_module(f"mpkeras.callbacks._{keras.backend.backend()}")
         skip_counts = [optimizer.skipped_steps for optimizer in self._optimizers]
         self.copies = backend.NumberCopies(model, self._variables, skip_counts)
+        # Where a step need not wait for the last one.
+        self.ahead = backend.steps_ahead(model, self._optimizers)
 
     def are_all(self) -> bool:
         """Whether optimizers and metrics are those that there are now: some come into being in the first step."""
         return self._are_built and self._metrics == len(self._model.metrics)
 
-    def read(self, copies) -> dict:
-        """Returns the numbers as arrays, by `id` of the variable."""
+    def skipped(self, seen) -> bool:
+        """Whether a step was skipped; waits for it. `seen`: what `copies` returned before the step, and after it."""
+        return self.copies.skipped(*seen)
+
+    def read(self, seen) -> dict:
+        """Returns the numbers before the step as arrays, by `id` of the variable."""
         ids = [id(variable) for variable in self._variables]
-        return dict(zip(ids, self.copies.read(copies), strict=True))
+        return dict(zip(ids, self.copies.read(seen[0]), strict=True))

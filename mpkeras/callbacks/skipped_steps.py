@@ -20,15 +20,15 @@ class SkippedSteps(keras.callbacks.Callback):
     """Guards the train step of a model for this `fit`, unless somebody else does, and keeps its last batches.
 
     Args:
-        around_step: As in `KeptBatches`.
+        run_step: As in `KeptBatches`.
     """
 
-    def __init__(self, around_step: Callable | None = None):
+    def __init__(self, run_step: Callable | None = None):
         super().__init__()
         # Guards the train step where nobody else does; otherwise a callback that does nothing.
         self._precision = keras.callbacks.Callback()
         self._own_guard: object = None
-        self._kept = KeptBatches(around_step)
+        self._kept = KeptBatches(run_step)
         self._warned: set = set()
         self._epoch = 0
 
@@ -112,17 +112,17 @@ class KeptBatches:
     execution and hands them on.
 
     Args:
-        around_step: Where given, the steps of an execution run one by one, each in this context manager: it is called
-            with the number of the step, the batch and, on JAX, the state that the step is given, and yields a function
-            that takes what the step returned.
+        run_step: Where given, the steps of an execution run one by one, each by this function, which returns what the
+            step returns. It is given a function that runs the step; the number of the step; the batch; and, on JAX,
+            the state that the step is to be given.
 
     Attributes:
         executions: Those that nobody has taken from here yet, the oldest first; no more than two.
     """
 
-    def __init__(self, around_step: Callable | None = None):
+    def __init__(self, run_step: Callable | None = None):
         self.executions: collections.deque[Execution] = collections.deque(maxlen=2)
-        self._around_step = around_step
+        self._run_step = run_step
         # The step with which the next execution begins.
         self._begin = 0
 
@@ -130,14 +130,14 @@ class KeptBatches:
         """Stands in front of the train function that `model` has now, whose next step is `begin`."""
         self._begin = begin
         function = model.train_function
-        attached = _attached(function)
+        attached = [before.mpkeras_kept_batches for before in _attached(function)]
         if function is None or self in attached:
             return
         steps = model.steps_per_execution
         backend = keras.backend.backend()
 
         run_several = None
-        one_by_one = any(kept._around_step is not None for kept in (self, *attached))
+        one_by_one = any(kept._run_step is not None for kept in (self, *attached))
         if backend == "tensorflow" and steps > 1 and not model.run_eagerly and not one_by_one:
             run_several = importlib.import_module("mpkeras.callbacks._tensorflow").SeveralSteps(function, steps)
 
@@ -162,8 +162,8 @@ class KeptBatches:
                     # As Keras' own functions do at the end of the data.
                     raise StopIteration
                 data = iter(batches)
-            if self._around_step is not None and batches:
-                result = self._one_by_one(self._around_step, function, state, batches)
+            if self._run_step is not None and batches:
+                result = self._one_by_one(self._run_step, function, state, batches)
             else:
                 result = function(*state, data)
             # On JAX the new state comes back, too.
@@ -174,30 +174,42 @@ class KeptBatches:
         vars(train_function).update(mpkeras_kept_batches=self, mpkeras_own_function=function)
         model.train_function = train_function
 
-    def _one_by_one(self, around_step, function, state, batches):
+    def _one_by_one(self, run_step, function, state, batches):
         for i, batch in enumerate(batches):
-            with around_step(self._begin + i, batch, state) as take:
+
+            def run(*state, batch=batch):
                 # On torch a list of one batch, as Keras hands it over.
-                result = function(*state, [batch] if keras.backend.backend() == "torch" else iter([batch]))
-                take(result)
+                return function(*state, [batch] if keras.backend.backend() == "torch" else iter([batch]))
+
+            result = run_step(run, self._begin + i, batch, *state)
             state = list(result[1:]) if isinstance(result, tuple) else state
         return result
 
     def _add(self, number: int, logs, read):
         self.executions.append(Execution(self._begin + number - 1, logs, read))
 
+    def is_innermost(self, model) -> bool:
+        """Whether what this one runs is the model's own train function, which nobody else watches."""
+        attached = _attached(model.train_function)
+        return bool(attached) and attached[-1].mpkeras_kept_batches is self
+
     def detach(self, model):
-        """Puts the model's own train function back, and forgets the batches."""
-        function = model.train_function
-        if getattr(function, "mpkeras_kept_batches", None) is self:
-            model.train_function = function.mpkeras_own_function
+        """Takes this one away from in front of the model's train function, and forgets the batches."""
+        functions = _attached(model.train_function)
+        for front, function in zip((None, *functions), functions, strict=False):
+            if function.mpkeras_kept_batches is self:
+                if front is None:
+                    model.train_function = function.mpkeras_own_function
+                else:
+                    # Runs this one's function still; it is taken away, too, before the next step.
+                    vars(front)["mpkeras_own_function"] = function.mpkeras_own_function
         self.executions.clear()
 
 
 def _attached(function) -> list:
-    """Returns the `KeptBatches` that stand in front of a train function, the outermost first."""
+    """Returns the functions of `KeptBatches` that stand in front of a train function, the outermost first."""
     found = []
     while hasattr(function, "mpkeras_kept_batches"):
-        found.append(function.mpkeras_kept_batches)
+        found.append(function)
         function = function.mpkeras_own_function
     return found

@@ -57,10 +57,15 @@ def step_without_trace(found, optimizers, train_step, state, data):
 
     A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
     fed 1e25) keeps its old value, too. Keras' JAX trainer carries the state of `model.optimizer` alone.
+
+    Args:
+        state: What `fit` hands on; and, where it is run ahead, what `_step_ahead` takes.
     """
     model, optimizer = found.model, found.model.optimizer
     if optimizer not in optimizers:
         return _without_leaks(model, optimizers, train_step, state, data)
+    if len(state) > 4:
+        return _step_ahead(found, optimizers, train_step, state, data)
     trainable, old_non_trainable, optimizer_variables, old_metrics = state
     begun = _metrics_at_begin(model.metrics, old_metrics)
     optimizer.facts.wants_outcome = True
@@ -74,6 +79,63 @@ def step_without_trace(found, optimizers, train_step, state, data):
         model.metrics, (old_metrics, begun, metrics), any_skipped, step_is_skipped, logs, model.get_metrics_result
     )
     return logs, (trainable, non_trainable, optimizer_variables, metrics)
+
+
+def can_run_ahead(model, optimizers) -> bool:
+    """Whether the train function that Keras makes for a guarded `model` takes what `_step_ahead` does."""
+    return (
+        model.jit_compile
+        and not model.run_eagerly
+        and type(model).make_train_function is keras.Model.make_train_function
+        # Of a window a skipped step may clear the sums.
+        and [id(optimizer) for optimizer in optimizers if optimizer.window is None] == [id(model.optimizer)]
+        and keras.distribution.distribution() is None
+    )
+
+
+def numbers_of(model) -> list:
+    """Returns the variables in the state of `fit` that a skipped step may change, and others with them."""
+    return [v for v in model.optimizer.variables if len(v.shape) == 0] + model.metrics_variables
+
+
+def _step_ahead(found, optimizers, train_step, state, data):
+    """`step_without_trace` for a caller who has not looked yet how the step before this one ended.
+
+    A step overwrites the state that it is given, and what a skipped step has left is to be kept until the caller has
+    looked. So where more steps were skipped than the caller knows of, this one leaves all as it is, and is to be run
+    again. It is skipped as a batch without rows is, in the program that it is anyway: no weight is chosen twice.
+
+    Args:
+        state: What `fit` hands on, and how many steps the caller knows to be skipped, an integer of shape `()`.
+
+    Returns:
+        `(logs, state)`, with a dictionary of arrays of one axis in the place of the last one, by dtype, which no later
+        step overwrites: the values of `numbers_of` before the step, and how many steps are skipped after it.
+    """
+    model, optimizer = found.model, found.model.optimizer
+    *state, known_skips = state
+    before = _by_id(optimizer.variables, state[2]) | _by_id(model.metrics_variables, state[3])
+    holds = before[id(optimizer.skipped_steps)] != known_skips
+    optimizer.facts.batch_has_rows = jnp.logical_and(optimizer.facts.batch_has_rows, ~holds)
+    logs, (trainable, *others) = step_without_trace(found, optimizers, train_step, tuple(state), data)
+
+    def kept(value, old):
+        return value if value is old else jnp.where(holds, old, value)
+
+    non_trainable, of_optimizer, metrics = others
+    non_trainable = list(map(kept, non_trainable, state[1]))
+    # Of an optimizer the single numbers: they say that a step was skipped.
+    of_optimizer = [
+        kept(value, old) if jnp.ndim(value) == 0 else value for value, old in zip(of_optimizer, state[2], strict=True)
+    ]
+    metrics = list(map(kept, metrics, state[3]))
+    skips = _by_id(optimizer.variables, of_optimizer)[id(optimizer.skipped_steps)]
+    # One array for each dtype: each that a program returns takes the host some microseconds.
+    numbers: dict = {}
+    for value in [*(before[id(variable)] for variable in numbers_of(model)), skips]:
+        numbers.setdefault(str(value.dtype), []).append(jnp.ravel(value))
+    numbers = {dtype: jnp.concatenate(values) for dtype, values in numbers.items()}
+    return logs, (trainable, non_trainable, of_optimizer, metrics, numbers)
 
 
 def _metrics_at_begin(metrics, values) -> list:
