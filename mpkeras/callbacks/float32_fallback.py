@@ -4,6 +4,7 @@ import warnings
 
 from mpkeras._arguments import checked_count
 from mpkeras.callbacks.numerics_monitor import NumericsMonitor
+from mpkeras.callbacks.skipped_steps import trace_again
 from mpkeras.conversion.apply import leave_float8, move_to_float32
 from mpkeras.conversion.float8 import multiplies_in_float8
 from mpkeras.conversion.plan import layers_of
@@ -108,7 +109,7 @@ class Float32Fallback(NumericsMonitor):
         # The functions that are there hold the layer as it was, and so does what they have executed since.
         self._stop_watching()
         self.model.test_function = self.model.predict_function = None
-        guard.trace_again(self.model)
+        trace_again(self.model)
         warnings.warn(
             f"Layer '{culprit.path}' has moved from {move}, in step {finding.batch} of epoch {finding.epoch + 1}: "
             f"{culprit.message}.",

@@ -136,13 +136,16 @@ class KeptBatches:
         steps = model.steps_per_execution
         backend = keras.backend.backend()
 
-        run_several = None
+        several = None
         one_by_one = any(kept._run_step is not None for kept in (self, *attached))
         if backend == "tensorflow" and steps > 1 and not model.run_eagerly and not one_by_one:
-            run_several = importlib.import_module("mpkeras.callbacks._tensorflow").SeveralSteps(function, steps)
+            several = importlib.import_module("mpkeras.callbacks._tensorflow").SeveralSteps
+        # Of one function after the other: what is traced holds the one that it was made of.
+        steps_of = functools.lru_cache(1)(lambda function: several(function, steps))
 
         @functools.wraps(function)
         def train_function(*args):
+            function = train_function.mpkeras_own_function
             *state, data = args
             batches: list = []
             # What a `tf.distribute` strategy hands on stays where it is.
@@ -152,8 +155,8 @@ class KeptBatches:
             if backend == "torch":
                 # A list of one batch, already read.
                 batches = list(data)
-            elif run_several is not None and is_read_by_next and not is_of_python:
-                logs, number, read = run_several(data)
+            elif several is not None and is_read_by_next and not is_of_python:
+                logs, number, read = steps_of(function)(data)
                 self._add(number, logs, read)
                 return logs
             elif is_read_by_next:
@@ -201,9 +204,17 @@ class KeptBatches:
                 if front is None:
                     model.train_function = function.mpkeras_own_function
                 else:
-                    # Runs this one's function still; it is taken away, too, before the next step.
                     vars(front)["mpkeras_own_function"] = function.mpkeras_own_function
         self.executions.clear()
+
+
+def trace_again(model):
+    """Lets the next step of a guarded model be traced anew; whoever keeps its batches goes on doing so."""
+    functions = _attached(model.train_function)
+    guard.trace_again(model)
+    if functions:
+        vars(functions[-1])["mpkeras_own_function"] = model.train_function
+        model.train_function = functions[0]
 
 
 def _attached(function) -> list:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.callbacks import BlackBox, MixedPrecision, NumericsMonitor, black_box
+from mpkeras.callbacks import BlackBox, Float32Fallback, MixedPrecision, NumericsMonitor, black_box
 from tests.insight import faults
 from tests.step_modes import snapshot
 
@@ -138,6 +138,36 @@ def test_beside_a_numerics_monitor(tmp_path, order, options):
     fit(compiled(**options), *[box, monitor][::order], bad=[1, 4], epochs=2)
     assert steps_of(box) == [(0, 1), (0, 4), (1, 1)]
     assert len(monitor.findings) == 4 and {found.culprit.side for found in monitor.findings} == {"input"}
+
+
+def _that_overflows():
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Dense(8, kernel_initializer="ones", name="wide"), keras.layers.Dense(1, name="head")]
+    model = keras.Sequential([keras.Input((4,)), *layers], name="net")
+    model.compile(mpkeras.LossScaleOptimizer(keras.optimizers.SGD(1e-12), loss_scale=1.0), "mse")
+    return model
+
+
+@SKIPS
+@pytest.mark.filterwarnings("ignore:Layer 'net/.*' has moved")
+def test_beside_a_fallback_that_moves_layers_every_step_is_seen(tmp_path):
+    x, y = np.full((32, 4), 3e4, "float32"), np.ones((32, 1), "float32")
+    # The last of eight batches, long after the layers have moved.
+    x[28] = np.nan
+    seen, states = [], []
+    for with_box in (1, -1, 0):
+        box, fallback = BlackBox(tmp_path / str(with_box), keep=9), Float32Fallback(patience=1)
+        callbacks = [fallback] if not with_box else [box, fallback][::with_box]
+        model = _that_overflows()
+        options = {"batch_size": 4, "verbose": 0, "shuffle": False}
+        model.fit(x, y, callbacks=[MixedPrecision("mixed_float16"), *callbacks], **options)
+        assert fallback.moved == ["net/wide", "net/head"]
+        seen.append(steps_of(box))
+        states.append(snapshot(model.variables) + snapshot(model.optimizer.variables))
+    # On JAX a layer moves a step later.
+    skipped = int(keras.ops.convert_to_numpy(model.optimizer.skipped_steps))
+    assert 3 <= skipped <= 5 and seen == [[(0, step) for step in (*range(skipped - 1), 7)]] * 2 + [[]]
+    assert states[0] == states[1] == states[2]
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["box first", "monitor first"])
