@@ -141,7 +141,7 @@ class KeptBatches:
         if backend == "tensorflow" and steps > 1 and not model.run_eagerly and not one_by_one:
             several = importlib.import_module("mpkeras.callbacks._tensorflow").SeveralSteps
         # Of one function after the other: what is traced holds the one that it was made of.
-        steps_of = functools.lru_cache(1)(lambda function: several(function, steps))
+        several_of = functools.lru_cache(1)(lambda function: several(function, steps))
 
         @functools.wraps(function)
         def train_function(*args):
@@ -156,7 +156,7 @@ class KeptBatches:
                 # A list of one batch, already read.
                 batches = list(data)
             elif several is not None and is_read_by_next and not is_of_python:
-                logs, number, read = steps_of(function)(data)
+                logs, number, read = several_of(function)(data)
                 self._add(number, logs, read)
                 return logs
             elif is_read_by_next:
