@@ -136,16 +136,17 @@ class KeptBatches:
         steps = model.steps_per_execution
         backend = keras.backend.backend()
 
-        several = None
         one_by_one = any(kept._run_step is not None for kept in (self, *attached))
-        if backend == "tensorflow" and steps > 1 and not model.run_eagerly and not one_by_one:
-            several = importlib.import_module("mpkeras.callbacks._tensorflow").SeveralSteps
-        # Of one function after the other: what is traced holds the one that it was made of.
-        several_of = functools.lru_cache(1)(lambda function: several(function, steps))
+        runs_several = backend == "tensorflow" and steps > 1 and not model.run_eagerly and not one_by_one
+
+        # Of the function that is there now: what is traced holds the one that it was made of.
+        @functools.lru_cache(1)
+        def several_of(function):
+            return importlib.import_module("mpkeras.callbacks._tensorflow").SeveralSteps(function, steps)
 
         @functools.wraps(function)
         def train_function(*args):
-            function = train_function.mpkeras_own_function
+            function = vars(train_function)["mpkeras_own_function"]
             *state, data = args
             batches: list = []
             # What a `tf.distribute` strategy hands on stays where it is.
@@ -155,7 +156,7 @@ class KeptBatches:
             if backend == "torch":
                 # A list of one batch, already read.
                 batches = list(data)
-            elif several is not None and is_read_by_next and not is_of_python:
+            elif runs_several and is_read_by_next and not is_of_python:
                 logs, number, read = several_of(function)(data)
                 self._add(number, logs, read)
                 return logs
