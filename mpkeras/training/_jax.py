@@ -52,7 +52,7 @@ def _by_id(variables, values) -> dict:
     return {id(variable): value for variable, value in zip(variables, values, strict=True)}
 
 
-def step_without_trace(found, optimizers, train_step, state, data):
+def step_without_trace(found, optimizers, train_step, state, data, holds=False):
     """Runs `train_step(state, data)`; where its update was skipped, takes all other state from before.
 
     A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
@@ -60,6 +60,7 @@ def step_without_trace(found, optimizers, train_step, state, data):
 
     Args:
         state: What `fit` hands on; and, where it is run ahead, what `_step_ahead` takes.
+        holds: Whether the step is to be skipped whatever it does, a bool scalar of shape `()`.
     """
     model, optimizer = found.model, found.model.optimizer
     if optimizer not in optimizers:
@@ -73,6 +74,7 @@ def step_without_trace(found, optimizers, train_step, state, data):
     result = _without_leaks(model, optimizers, train_step, state, data)
     logs, (trainable, non_trainable, optimizer_variables, metrics) = result
     any_skipped, step_is_skipped, optimizer_variables = _closed(optimizer, optimizer_variables)
+    any_skipped, step_is_skipped = any_skipped | holds, step_is_skipped | holds
 
     non_trainable = _restored(non_trainable, old_non_trainable, step_is_skipped)
     logs, metrics = _metrics_without_trace(
@@ -117,18 +119,16 @@ def _step_ahead(found, optimizers, train_step, state, data):
     before = _by_id(optimizer.variables, state[2]) | _by_id(model.metrics_variables, state[3])
     holds = before[id(optimizer.skipped_steps)] != known_skips
     optimizer.facts.batch_has_rows = jnp.logical_and(optimizer.facts.batch_has_rows, ~holds)
-    logs, (trainable, *others) = step_without_trace(found, optimizers, train_step, tuple(state), data)
+    result = step_without_trace(found, optimizers, train_step, tuple(state), data, holds)
+    logs, (trainable, non_trainable, of_optimizer, metrics) = result
 
-    def kept(value, old):
-        return value if value is old else jnp.where(holds, old, value)
+    # What a skipped step does change are single numbers: those that say so, and the trackers of losses. To choose all
+    # else once more would be another program, which may round in another way.
+    def kept(values, old_values):
+        pairs = zip(values, old_values, strict=True)
+        return [jnp.where(holds, old, value) if jnp.ndim(value) == 0 else value for value, old in pairs]
 
-    non_trainable, of_optimizer, metrics = others
-    non_trainable = list(map(kept, non_trainable, state[1]))
-    # Of an optimizer the single numbers: they say that a step was skipped.
-    of_optimizer = [
-        kept(value, old) if jnp.ndim(value) == 0 else value for value, old in zip(of_optimizer, state[2], strict=True)
-    ]
-    metrics = list(map(kept, metrics, state[3]))
+    of_optimizer, metrics = kept(of_optimizer, state[2]), kept(metrics, state[3])
     skips = _by_id(optimizer.variables, of_optimizer)[id(optimizer.skipped_steps)]
     # One array for each dtype: each that a program returns takes the host some microseconds.
     numbers: dict = {}
