@@ -36,7 +36,7 @@ def _advise(args):
             option = "--" + name.replace("_", "-")
             args.error(f"argument --no-measure: not allowed with argument {option}, as nothing is run; leave out one")
     import_mpkeras(args.error)
-    from mpkeras.export.saved_model import advise_saved
+    from _mpkeras_cli.saved_model import advise_saved
 
     return advise_saved(
         args.model,

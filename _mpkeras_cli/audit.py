@@ -29,7 +29,7 @@ def _audit(args):
     if args.summary and args.json:
         args.error("argument --summary: not allowed with argument --json, which holds everything; leave out one")
     import_mpkeras(args.error)
-    from mpkeras.export.saved_model import audit_saved
+    from _mpkeras_cli.saved_model import audit_saved
 
     report = audit_saved(args.model, policy=args.policy, imports=args.imports, open_size=args.open_size)
     return report.summary() if args.summary else report

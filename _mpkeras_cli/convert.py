@@ -2,7 +2,7 @@
 
 from _mpkeras_cli.command import add_model, add_report, import_mpkeras
 
-# The names of `mpkeras.export.files.FORMATS`, which cannot be imported without Keras.
+# The names of `mpkeras.tools.export.files.FORMATS`, which cannot be imported without Keras.
 FORMAT_NAMES = ("keras", "savedmodel", "onnx", "tflite")
 
 
@@ -34,7 +34,7 @@ backend: SavedModel is written on tensorflow and jax, TFLite on tensorflow, ONNX
 
 def _convert(args):
     import_mpkeras(args.error)
-    from mpkeras.export.convert import convert
+    from mpkeras.tools.export.convert import convert
 
     options = {"format": args.format, "imports": args.imports, "force": args.force}
     return convert(args.model, args.out, args.policy, **options)

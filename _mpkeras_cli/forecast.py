@@ -43,7 +43,7 @@ for Linux on x86-64. The environment variable KERAS_BACKEND chooses the backend 
 
 def _forecast(args):
     import_mpkeras(args.error)
-    from mpkeras.export.saved_model import forecast_saved
+    from _mpkeras_cli.saved_model import forecast_saved
 
     if args.plot:
         # Before what takes minutes.
@@ -66,7 +66,7 @@ def _forecast(args):
 
 
 def _check_plot(path, error):
-    from mpkeras.insight.report import make_figure
+    from mpkeras.tools.shared.report import make_figure
 
     is_new = not os.path.exists(path)
     try:

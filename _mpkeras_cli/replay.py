@@ -32,7 +32,7 @@ KERAS_BACKEND chooses the backend; the bits are those of the backend that the fi
 
 def _replay(args):
     import_mpkeras(args.error)
-    from mpkeras.export.files import import_modules
-    from mpkeras.export.saved_model import replayed
+    from _mpkeras_cli.saved_model import replayed
+    from mpkeras.tools.export.files import import_modules
 
     return replayed(args.file, import_modules(args.imports), safe_mode=not args.unsafe, compare=args.compare)

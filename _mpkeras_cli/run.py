@@ -22,14 +22,15 @@ def add_run(subparsers):
         help="run a program in mixed precision, unmodified",
         description="""\
 Runs an unmodified Keras program as `python SCRIPT ARGUMENTS` would, with every `compile` followed by
-`mpkeras.prepare`: it trains under the policy, guarded and with loss scaling.
+`mpkeras.prepare`: it trains under the policy, guarded and with loss scaling. A program that may be changed
+needs one line instead, before its models are built: `mpkeras.set_global_policy("mixed_float16")`.
 """,
     )
     option(
         "--policy",
         metavar="NAME",
-        help="what the models of the program compute in; by default what the program sets by "
-        "`keras.config.set_dtype_policy`, or what MPKERAS_POLICY says",
+        help="what the models of the program compute in; by default the global policy, which the program sets by "
+        "`mpkeras.set_global_policy` or `keras.config.set_dtype_policy`, or MPKERAS_POLICY",
     )
     option("script", metavar="SCRIPT", help="a Python file")
     option("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="what the program finds in `sys.argv`")

@@ -54,8 +54,8 @@ def forecast_model(name: str, device: str, policy: str, *, is_tiny: bool, larges
 
 def compile_peer(name: str, device: str, policy: str, peer: str, *, is_tiny: bool) -> dict:
     """Returns what the compiler says of the step of a peer for one model, or `"refused"`: why there is none."""
-    from mpkeras.devices.targets import find_target
-    from mpkeras.insight.forecast import Forecast
+    from mpkeras.tools.forecast.forecast import Forecast
+    from mpkeras.tools.forecast.targets import find_target
 
     target, batch = find_target(device), case_of(name, is_tiny).batch_size
     wanted = {"model": name, "device": device, "policy": policy, "step": peer, "is_tiny": is_tiny}

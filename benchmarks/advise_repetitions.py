@@ -27,7 +27,7 @@ def measure(backend: str, tasks: list[str], repetitions: int, budget_s: float, g
 
     import mpkeras
     from mpkeras.demo.tasks import TASKS as DEMO
-    from mpkeras.insight.advice import measured_advice
+    from mpkeras.tools.advise.advice import measured_advice
 
     # Each step is a function of its own, which TensorFlow takes for a function traced too often.
     logging.getLogger("tensorflow").setLevel(logging.ERROR)

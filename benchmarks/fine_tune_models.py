@@ -101,8 +101,8 @@ def _split(x, y, batch_size: int, batches: int) -> list[tuple]:
 class Case(NamedTuple):
     """One model to train.
 
-    `float32_layers` names the classes of layers that compute in float32 under a 16-bit policy, written down by
-    hand; those whose 16-bit kernel is missing on this backend are added where dtypes are checked.
+    `float32_layers` names the layers that compute in float32 under a 16-bit policy, by class or by name, written down
+    by hand; those whose 16-bit kernel is missing on this backend are added where dtypes are checked.
     """
 
     build: Callable[[int], keras.Model]
@@ -114,8 +114,8 @@ class Case(NamedTuple):
 
 
 MODELS = {
-    "resnet50": Case(resnet50, crop_batches, 64, 16, 1e-4, ("BatchNormalization",)),
-    "transformer": Case(transformer, text_batches, 64, 16, 3e-3, ()),
+    "resnet50": Case(resnet50, crop_batches, 64, 16, 1e-4, ("BatchNormalization", "predictions")),
+    "transformer": Case(transformer, text_batches, 64, 16, 3e-3, ("logits",)),
 }
 
 
@@ -170,7 +170,7 @@ def unexpected(seen: list[Seen], float32_layers: tuple, compute_dtype: str) -> l
     kept = {*float32_layers, *dict(missing_kernel_rules(compute_dtype))}
     lines = []
     for entry in seen:
-        expected = "float32" if kept & set(entry.class_names) else compute_dtype
+        expected = "float32" if kept & {entry.path, *entry.class_names} else compute_dtype
         if entry.dtype != expected:
             lines.append(f"{entry.kind} {entry.path} ({entry.class_names[-1]}): {entry.dtype}, not {expected}")
     return lines

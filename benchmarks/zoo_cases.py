@@ -32,7 +32,7 @@ class Case(NamedTuple):
         shapes: One shape per input, batch first.
         kind: `"float"`, `"ids"` (integers below 10), `"logits"` (pairs up to 60 apart), or data as it comes, float32
             that is *not* rounded to 16 bits beforehand: `"pixels"` (in [0, 255]), `"offset"` (300 ± 1),
-            `"wave"` (samples of sound), `"large"` (7e4 ± 1e3).
+            `"wave"` (samples of sound), `"large"` (7e4 ± 1e3), `"names"` (whole numbers from 2041 to 2055).
         call: `(layer, inputs, **options)`, where the layer is not called with its input, or the list of them.
         options: Keyword arguments of the call, such as masks.
         draws: Whether it draws random numbers: the reference is then float32, as float64 draws others.
@@ -190,6 +190,22 @@ CASES["Embedding[mask_zero]"] = Case(lambda k: k.Embedding(10, 4, mask_zero=True
 CASES["ReversibleEmbedding"] = Case(lambda k: k.ReversibleEmbedding(10, 4), "products", ((4, 6),), "ids")
 CASES["CategoryEncoding"] = Case(lambda k: k.CategoryEncoding(10, output_mode="count"), "moves", ((4, 6),), "ids")
 
+
+def _in_graph(layer, inputs, **options):
+    """Calls the layer as `fit` does on TensorFlow; elsewhere as it is."""
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        return layer(inputs[0], **options)
+    import tensorflow as tf
+
+    return tf.function(layer, autograph=False)(inputs[0], **options)
+
+
+# Numbers that are names, as floats.
+CASES["CategoryEncoding[graph]"] = Case(lambda k: k.CategoryEncoding(4096), "data", ((4, 6),), "names", _in_graph)
+CASES["Masking[2052]"] = Case(lambda k: k.Masking(2052.0), "data", (_SEQUENCE,), "names")
+
 # Averages, over windows of up to 32x32.
 for _name, _shapes, _make in [
     ("AveragePooling1D", ((2, 512, 2),), lambda k: k.AveragePooling1D(256)),
@@ -331,6 +347,9 @@ CASES["Normalization[7e4 ± 1e3]"] = Case(
 )
 CASES["Discretization"] = Case(
     lambda k: k.Discretization(bin_boundaries=[64.3, 127.7, 191.2], output_mode="one_hot"), "data", ((64,),), "pixels"
+)
+CASES["Discretization[count]"] = Case(
+    lambda k: k.Discretization(bin_boundaries=[0.0, 2048.5], output_mode="count"), "data", ((2, 3001),), "names"
 )
 CASES["MelSpectrogram"] = Case(
     lambda k: k.MelSpectrogram(fft_length=64, sequence_stride=32, num_mel_bins=8), "data", ((2, 256),), "wave"

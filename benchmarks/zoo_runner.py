@@ -30,7 +30,7 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, list[np.ndarray]]:
     if case.kind == "ids":
         return {"typical": [_random(seed).integers(0, 10, shape).astype("int32") for shape in case.shapes]}
     data = {"typical": [_typical(case.kind, shape, _random(seed + place)) for place, shape in enumerate(case.shapes)]}
-    if case.kind in ("offset", "large", "logits"):
+    if case.kind in ("offset", "large", "logits", "names"):
         return data
     for name, value in CONSTANTS.items():
         data[name] = [_constant(value, shape) for shape in case.shapes]
@@ -55,6 +55,9 @@ def _typical(kind, shape, random):
         return np.array([[15, 0], [20, 0], [-29.875, 30.25], [10, 0]], "float32")
     if kind == "offset":
         return random.normal(300, 1, shape).astype("float32")
+    if kind == "names":
+        # Each step of one number alone: it is masked where that is the mask's.
+        return np.broadcast_to(random.integers(2041, 2056, (*shape[:-1], 1)), shape).astype("float32")
     if kind == "wave":
         return random.uniform(-1, 1, shape).astype("float32")
     return to_both_16_bit_dtypes(random.normal(size=shape))

@@ -3,26 +3,24 @@
 from mpkeras import _start, callbacks, layers  # noqa: F401  `_start` imports Keras
 from mpkeras._version import __version__
 from mpkeras.conversion.apply import apply_policy
-from mpkeras.insight.advice import advise
-from mpkeras.insight.audit import audit
-from mpkeras.insight.capsule import load_capsule
-from mpkeras.insight.forecast import forecast
-from mpkeras.insight.hardware import hardware
-from mpkeras.insight.numerics import trace_numerics
 from mpkeras.layers import float32_island
 from mpkeras.policies import (
     Policy,
     get_policy,
     global_policy,
-    install_from_environment,
-    policy_scope,
     register_policy,
     registered_policies,
-    set_global_policy,
 )
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.tools.advise.advice import advise
+from mpkeras.tools.advise.hardware import hardware
+from mpkeras.tools.audit.audit import audit
+from mpkeras.tools.blackbox.capsule import load_capsule
+from mpkeras.tools.forecast.forecast import forecast
+from mpkeras.tools.numerics.numerics import trace_numerics
 from mpkeras.training.autoprepare import autoprepare
+from mpkeras.training.global_policy import install_from_environment, policy_scope, set_global_policy
 from mpkeras.training.prepare import prepare
 from mpkeras.training.state import load_state_dict, state_dict
 from mpkeras.training.step import make_train_step

@@ -1,7 +1,8 @@
-"""Checks of arguments that many functions take: counts, switches and a budget of time."""
+"""Checks of arguments that many functions take: counts, switches and paths."""
 
-import math
 import numbers
+import os
+from pathlib import Path
 
 _LEAVE_OUT = "Leave it out for the default."
 
@@ -19,7 +20,11 @@ def check_switch(name: str, value, remedy: str = _LEAVE_OUT):
         raise TypeError(f"Expected `{name}` to be True or False. Received: {name}={value!r}. {remedy}")
 
 
-def check_seconds(name: str, value, remedy: str = _LEAVE_OUT):
-    """Raises `ValueError` unless `value` is a positive and finite number."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
-        raise ValueError(f"Expected `{name}` to be a positive number of seconds. Received: {name}={value!r}. {remedy}")
+def checked_path(name: str, value, remedy: str) -> Path:
+    """Returns `value` as a `Path`. Raises `TypeError` unless it is a text or a path object: bytes name no file here."""
+    if isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str):
+        return Path(value)
+    raise TypeError(
+        f"Expected `{name}` to be a text or a `pathlib.Path`. Received: {name}={value!r} (of type "
+        f"{type(value).__name__}). {remedy}"
+    )

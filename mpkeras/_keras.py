@@ -5,8 +5,12 @@ Read in Keras 3.15.1 and in a nightly of 3.16. `tests/test_keras.py` fails when 
 
 import collections
 import contextlib
+import copy
 import functools
+import inspect
 import operator
+import sys
+import types
 import weakref
 from collections.abc import Callable
 
@@ -27,8 +31,11 @@ def flatten_layers(model, include_self: bool = False) -> list:
 
 
 def direct_sublayers(layer) -> list:
-    """Returns the layers that `layer` holds itself, not those below them."""
-    return layer._flatten_layers(include_self=False, recursive=False)
+    """Returns the layers that `layer` holds itself, not those below them, each once.
+
+    The list that `Layer._flatten_layers(recursive=False)` of Keras 3.15.1 goes through.
+    """
+    return list({id(inner): inner for inner in layer._layers}.values())
 
 
 # The lists that Keras 3.15.1 flattens into the layers below a layer and into `Layer.variables`, which are public; the
@@ -52,6 +59,35 @@ def overwrites_with_gradient(variable) -> bool:
     return getattr(variable, "overwrite_with_gradient", False)
 
 
+def global_state():
+    """Returns what Keras keeps its global settings in, by thread. `clear_session` puts a new one in its place.
+
+    Whether a policy is the default again as `clear_session` was called, or as somebody chose it, nothing public tells.
+    """
+    return getattr(keras.src.backend.common.global_state, "GLOBAL_STATE_TRACKER", None)
+
+
+def named_policy(name: str):
+    """Returns Keras' own policy of a name, with the string itself as its name, of whatever subclass of `str` it is.
+
+    Given to `keras.DTypePolicy`, the name of a single dtype would be the dtype of every tensor, too.
+    """
+    policy = keras.DTypePolicy(str(name))
+    policy._name = name
+    return policy
+
+
+def is_deserializing() -> bool:
+    """Whether Keras makes a model from a file in this thread: `load_model` calls `compile` then."""
+    objects = keras.src.backend.common.global_state.get_global_attribute("shared_objects/id_to_obj_map")
+    return objects is not None
+
+
+def dtype_policy_in(state):
+    """Returns the global policy of this thread in what `global_state` returned; `None` where it was never asked for."""
+    return getattr(state, "dtype_policy", None)
+
+
 def in_stateless_scope() -> bool:
     """Whether the code that runs now is in a `keras.StatelessScope`, which is public; the question is not."""
     return keras.src.backend.common.stateless_scope.in_stateless_scope()
@@ -60,6 +96,58 @@ def in_stateless_scope() -> bool:
 def stateless_scope():
     """Returns the innermost `keras.StatelessScope` that the code which runs now is in; `None` where there is none."""
     return keras.src.backend.common.stateless_scope.get_stateless_scope()
+
+
+def trace_for_shapes(function, variables, args, kwargs):
+    """Runs `function` as Keras does to learn the shapes of what a layer returns: nothing is computed or assigned.
+
+    `Layer.compute_output_spec` is public, and runs the `call` of a layer alone. Read in Keras 3.15.1: values of
+    `variables` in a scope around, as in a step on JAX, are not seen by it.
+
+    Args:
+        function: Function of tensors.
+        variables: The variables that it may read.
+        args, kwargs: The arguments of `function`; of tensors only shape and dtype count.
+    """
+    scope = _scope_within(variables)
+
+    def run(*args, **kwargs):
+        with scope():
+            return function(*args, **kwargs)
+
+    args, kwargs = _as_symbolic((args, kwargs))
+    keras.src.backend.compute_output_spec(run, *args, **kwargs)
+
+
+def call_symbolically(function, variables, args, kwargs):
+    """Returns what `function` returns for symbolic tensors, with its graph: for layers and `keras.ops` alone.
+
+    Nothing is computed or assigned. Takes what `trace_for_shapes` does.
+    """
+    args, kwargs = _as_symbolic((args, kwargs))
+    with _scope_within(variables)():
+        return function(*args, **kwargs)
+
+
+def _as_symbolic(structure):
+    def symbolic(value):
+        is_tensor = keras.ops.is_tensor(value)
+        return keras.KerasTensor(value.shape, keras.backend.standardize_dtype(value.dtype)) if is_tensor else value
+
+    return keras.tree.map_structure(symbolic, structure)
+
+
+def _scope_within(variables):
+    """Returns what makes a `StatelessScope` in which `variables` have the values of the scope around."""
+    outer = stateless_scope()
+    read = [] if outer is None else [(v, outer.get_current_value(v)) for v in variables]
+    mapping = [(variable, value) for variable, value in read if value is not None]
+    return functools.partial(keras.StatelessScope, state_mapping=mapping)
+
+
+def in_symbolic_scope() -> bool:
+    """Whether shapes alone are computed: `keras.SymbolicScope` is public; the question is not."""
+    return keras.src.backend.common.symbolic_scope.in_symbolic_scope()
 
 
 def casts_no_inputs(layer) -> bool:
@@ -103,6 +191,35 @@ def autocast_scope(dtype: str | None):
     return keras.src.backend.common.variables.AutocastScope(dtype)
 
 
+def surroundings() -> tuple:
+    """Returns what `Layer.__call__` opens around `call`: the dtype of the scope, and what layers inside are told.
+
+    The second is `training` and other arguments that go from layer to layer; `None` outside of a call.
+    """
+    context = keras.src.backend.common.global_state.get_global_attribute("current_call_ctx")
+    return autocast_dtype(), copy.copy(context)
+
+
+@contextlib.contextmanager
+def surrounded_by(found: tuple):
+    """Context manager: `found`, what `surroundings` returned within a call, is around the code that runs now."""
+    dtype, context = found
+    state = keras.src.backend.common.global_state
+    before = state.get_global_attribute("current_call_ctx")
+    # A layer notes in it what it was told, for those that come after it.
+    state.set_global_attribute("current_call_ctx", copy.copy(context))
+    try:
+        with autocast_scope(dtype):
+            yield
+    finally:
+        state.set_global_attribute("current_call_ctx", before)
+
+
+def rematerializes(layer) -> bool:
+    """Whether `layer` was made in a `keras.RematScope`, of which it keeps the mode."""
+    return getattr(layer, "_remat_mode", None) is not None
+
+
 # The attribute in which a `keras.Variable` keeps its dtype; `Variable.dtype` is public, but tells that of the scope.
 STORED_DTYPE = "_dtype"
 
@@ -111,6 +228,28 @@ def stored_dtype(variable) -> str:
     """Returns the dtype that `variable` is stored in, in whatever scope it is read, and whatever it says of itself."""
     value = getattr(variable, "_value", None)
     return keras.backend.standardize_dtype(variable.dtype if value is None else value.dtype)
+
+
+def follows_autocast(variable) -> bool:
+    """Whether `variable` is read in the compute dtype inside a layer's `call`; one of integers never is.
+
+    The argument `autocast` of `Layer.add_weight` is public, and the variable has no public name for it.
+    """
+    return bool(variable._autocast) and keras.backend.is_float_dtype(stored_dtype(variable))
+
+
+# The attribute of a variable behind `follows_autocast`.
+AUTOCAST = "_autocast"
+
+
+def float32_policy_named(name: str) -> keras.DTypePolicy:
+    """Returns a policy that computes in float32 and has the name of another.
+
+    Keras' `compile` scales the loss of a model by the name of the model's own policy, whatever its layers compute in.
+    """
+    policy = keras.DTypePolicy(name)
+    policy._compute_dtype = "float32"
+    return policy
 
 
 def stored_value(variable):
@@ -125,9 +264,16 @@ def retype(variable, dtype: str):
         variable._dtype = dtype
         return
     value = keras.ops.cast(unscoped_value(variable), dtype)
-    with strategy_scope(variable):
-        variable._dtype = dtype
-        variable._initialize(value)
+    trainable = variable._trainable
+    # A `tf.Variable` is trainable or not for good, and a tape never watches one that is not. Keras makes it of what
+    # `trainable` says at that moment (3.10 and 3.15.1): a weight that is frozen now would not train when it is freed.
+    variable._trainable = getattr(stored_value(variable), "trainable", trainable)
+    try:
+        with strategy_scope(variable):
+            variable._dtype = dtype
+            variable._initialize(value)
+    finally:
+        variable._trainable = trainable
 
 
 def strategy_scope(variable):
@@ -229,6 +375,17 @@ def has_logits(tensor) -> bool:
     return getattr(tensor, "_keras_logits", None) is not None
 
 
+def is_in_fit(model) -> bool:
+    """Whether this code is called from within Keras' `fit` of `model`, which Keras notes nowhere (3.10 and 3.15.1)."""
+    code = inspect.unwrap(keras.Model.fit).__code__
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def is_built(model) -> bool:
     """Whether every layer of `model` has its variables."""
     return all(layer.built for layer in flatten_layers(model, include_self=True))
@@ -271,6 +428,14 @@ def recurrent_states(layer) -> list:
     """
     states = keras.tree.flatten(getattr(layer, "states", None))
     return [state for state in states if isinstance(state, keras.Variable)]
+
+
+def is_purged(variable) -> bool:
+    """Whether `variable` has no value, and nothing that could make one: in `fit` on JAX the step alone has the values.
+
+    Read in Keras 3.15.1. A variable that is not initialized yet has an initializer.
+    """
+    return getattr(variable, "_value", variable) is None and getattr(variable, "_initializer", None) is None
 
 
 def unscoped_value(variable):
@@ -342,6 +507,11 @@ def _one_update_of(optimizer):
             calls.assign(calls.value * steps)
 
 
+# The method by which callbacks that keep the best epoch (EarlyStopping, ModelCheckpoint, ReduceLROnPlateau) compare its
+# value with the best one. Nothing public comes between: after NaN as the first value, none is ever better (3.15).
+IMPROVEMENT_METHOD = "_is_improvement"
+
+
 # The method through which Keras' optimizers decay the weights. On TensorFlow it assigns to variables directly.
 WEIGHT_DECAY_METHOD = "_apply_weight_decay"
 
@@ -349,6 +519,40 @@ WEIGHT_DECAY_METHOD = "_apply_weight_decay"
 def decays(optimizer, variable) -> bool:
     """Whether a built `optimizer` decays `variable`, after its `exclude_from_weight_decay`."""
     return optimizer._use_weight_decay(variable)
+
+
+def decay_exclusions(optimizer) -> dict:
+    """Returns what an optimizer excludes from weight decay, so that `exclude_again` excludes it from that of another.
+
+    `Optimizer.exclude_from_weight_decay` is public; what it was told is in no config.
+
+    Returns:
+        `{"names": regular expression or None, "variables": [[number, name], ...]}`, the latter of those that a built
+        optimizer was built on; `{}` where nothing is excluded.
+    """
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    if pattern is None and not getattr(optimizer, "_exclude_from_weight_decay", None):
+        return {}
+    variables = enumerate(optimizer._trainable_variables if optimizer.built else ())
+    excluded = [[number, variable.name] for number, variable in variables if not decays(optimizer, variable)]
+    return {"names": None if pattern is None else pattern.pattern, "variables": excluded}
+
+
+def exclude_again(optimizer, exclusions: dict, variables=()) -> list:
+    """Lets an optimizer exclude what `decay_exclusions` of another returned; of variables those among `variables`.
+
+    Returns:
+        The names of those that are not at their places there.
+    """
+    variables, found, missing = list(variables), [], []
+    for number, name in exclusions["variables"]:
+        if number < len(variables) and variables[number].name == name:
+            found.append(variables[number])
+        else:
+            missing.append(name)
+    names = None if exclusions["names"] is None else [exclusions["names"]]
+    optimizer.exclude_from_weight_decay(var_list=found, var_names=names)
+    return missing
 
 
 # The method in which Keras' optimizers on TensorFlow sum the gradients over replicas.
@@ -371,7 +575,7 @@ def is_stock_attention(layer, name: str) -> bool:
 
 def is_fused_attention(layer, query, returns_scores: bool) -> bool:
     """Whether an attention layer leaves `query` to `keras.ops.dot_product_attention`."""
-    # One layer is told in the call to return its scores, the other keeps it for the time of the call.
+    # Some layers are told in the call to return their scores, others keeps it for the time of the call.
     returns_scores = returns_scores or getattr(layer, "_return_attention_scores", False)
     return not (layer.dropout > 0.0 or returns_scores or len(query.shape) != 4)
 
@@ -417,6 +621,47 @@ def graph_of(model):
 def calls_in(model) -> collections.Counter:
     """Returns how often a Functional model calls each of its layers; public are the layers alone."""
     return collections.Counter(node.operation for nodes in model._nodes_by_depth.values() for node in nodes)
+
+
+def calls_behind(outputs) -> dict:
+    """Returns the calls that symbolic `outputs` come from: `{(layer or operation, number): tensors it was given}`."""
+    found: dict = {}
+    waiting = list(outputs)
+    while waiting:
+        call = operation, number = made_by(waiting.pop())
+        # No call made what is given to a symbolic call from outside.
+        if operation is not None and call not in found:
+            found[call] = inputs_of_call(operation, number)
+            waiting += found[call]
+    return found
+
+
+@contextlib.contextmanager
+def kept_graphs(layers):
+    """Context manager: symbolic calls of `layers` leave nothing on them, where Keras keeps its graphs.
+
+    Read in Keras 3.15.1.
+    """
+    lists = [calls for layer in layers for calls in (layer._inbound_nodes, layer._outbound_nodes)]
+    lengths = [len(calls) for calls in lists]
+    try:
+        yield
+    finally:
+        for calls, length in zip(lists, lengths, strict=True):
+            del calls[length:]
+
+
+def nodes_of(model) -> list:
+    """Returns the calls in a Functional model, each with its `operation`, `input_tensors` and `outputs`.
+
+    Read in Keras 3.15.1: a `Node` is an object for each call, and no public name leads to it.
+    """
+    return [node for nodes in model._nodes_by_depth.values() for node in nodes]
+
+
+def node_of(layer, node_index: int):
+    """Returns call number `node_index` of a layer or operation, as `nodes_of` has it."""
+    return layer._inbound_nodes[node_index]
 
 
 def take_variables(layer, variables: dict):
@@ -549,7 +794,7 @@ def replace_outputs(model, outputs, names):
 
     Args:
         outputs: In the structure of the old ones.
-        names: What they are called in `compile(loss={...})`, in flat order.
+        names: Their names in `compile(loss={...})`, in flat order.
     """
     before = {id(layer): layer for layer in model.layers}
     # Into the dictionary: an attribute would be tracked, and its lists wrapped by TensorFlow.
@@ -711,7 +956,7 @@ def held_by_variables(model, state):
     """Context manager: on JAX, in the middle of `fit`, the variables of a compiled model have the values in `state`.
 
     `fit` hands the state on as values, and `Model.jax_state_sync`, which is public, knows those of the step before.
-    Where a step is taken next, its values are gone with it, as they always are there.
+    Afterwards the variables have what they had: a callback may have set them, and within a step they have nothing.
 
     Args:
         state: What `train_step` returns besides its logs; `None` on backends that keep values in variables.
@@ -719,13 +964,26 @@ def held_by_variables(model, state):
     if state is None:
         yield
         return
-    groups = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
-    for variables, values in zip((*groups, model.metrics_variables), state, strict=True):
-        for variable, value in zip(variables, values, strict=True):
-            put(variable, value)
     attributes, of_fit = vars(model), getattr(model, "_jax_state", None)
+    values_of_fit = [(variable, variable._value) for variable, _ in _of_state(model, state)]
     attributes["_jax_state"] = None
     try:
+        put_state(model, state)
         yield
     finally:
         attributes["_jax_state"] = of_fit
+        for variable, value in values_of_fit:
+            variable._value = value
+
+
+def put_state(model, state):
+    """Gives the variables of a compiled model on JAX the values in `state`, as `train_step` returns it."""
+    for variable, value in _of_state(model, state):
+        put(variable, value)
+
+
+def _of_state(model, state) -> list:
+    """Returns `(variable, value)` of what `train_step` returns besides its logs on JAX."""
+    groups = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+    pairs = zip((*groups, model.metrics_variables), state, strict=True)
+    return [pair for variables, values in pairs for pair in zip(variables, values, strict=True)]

@@ -4,27 +4,43 @@ import contextlib
 import dataclasses
 from typing import Any
 
-# What is replaced, and why nothing less will do. CONTRIBUTING.md has the same list.
+# The replaced attributes, and why nothing less will do. CONTRIBUTING.md has the same list.
 KINDS = {
-    "layer": "`call` of a layer: a user's own names the dtypes it mixes, a part of a model without a `call` returns "
-    "float32, a torch module runs under `torch.autocast`, and a `Dense` multiplies in float8; a policy alone does none "
-    "of these. "
+    "layer": "`call` of a layer: a user's own names the dtypes it mixes, a torch module runs under `torch.autocast`, "
+    "and a `Dense` multiplies in float8; a policy alone does none of these. "
     "`activity_regularizer` and `add_loss` of a 16-bit one: Keras hands them 16-bit outputs, whose squares overflow",
+    "outputs": "`call` of a model of the user's own, and of the models that its step computes with: it returns "
+    "float32. `compute_metrics` of a model with a step of its own: metrics are computed in float32",
+    "heads": "`call` of a model or layer of the user's own, until it has run once: which of the layers inside makes an "
+    "output, and so computes in float32, only a call tells",
+    "caller": "`call` of a layer: it returns the dtype that the layer which runs it computes in, where one of the two "
+    "stays in float32 as it writes state in its `call`",
+    "states": "`call` of a stateful recurrent layer on torch: what it assigns to its states reaches them, and not "
+    "their copies in 16 bits. `_autocast` of the states meanwhile",
+    "remat": "`rematerialized_call` of a layer: what Keras computes again in the backward pass is computed as the "
+    "first time, in the same dtypes, with the same random numbers, and writes nothing",
     "attention": "`_masked_softmax` and `_compute_attention` of an attention layer: for its backward pass it "
     "keeps the probabilities in 16 bits, and in float32 no tensor of their size: half of its temporaries on a GPU",
     "inputs": "`autocast` of a model: raw inputs beyond float16 belong to the float32 layer that normalizes them",
     "converted": "`get_config` of a model: its file holds the policy its author chose, and no cast that plain Keras "
     "cannot name. `build` of one: its layers have their paths only then, and layers of their own",
-    "guard": "`train_step` of a model: a skipped step leaves no trace. `compile`, `fit` and `make_train_function` of a "
-    "prepared one: it stays prepared when it is compiled again, and logs and warns in `fit` only",
+    "guard": "`train_step` and `make_train_function` of a model: a skipped step leaves no trace, and first batches are "
+    "taken again. `compile`, `fit` and `evaluate` of a prepared one: it stays prepared when it is compiled again, logs "
+    "and warns in `fit` only, and says where a validation is not finite",
+    "monitor": "`_is_improvement` of a callback that keeps the best epoch, until `fit` ends: a value that is not "
+    "finite is no improvement",
+    "callback": "`fit` of a model, while a callback has something on it for one `fit`: where an exception has ended "
+    "that one, the next begins without. `make_train_function`, `make_test_function` and `make_predict_function` of "
+    "one, on JAX: a skipped step is looked at before another function overwrites what it has left",
     "written weights": "`assign` of a variable, for one step: what a layer writes into its weights is put back if the "
     "step is skipped",
     "update": "methods of an optimizer, for one update or for its build: on TensorFlow gradients are summed already "
     "and the decay follows the decision to skip; small variables are updated in float32, one by one, and made small. "
     "`_dtype` of small variables, meanwhile: they say that they are float32",
     "loading": "`load_own_variables` of an optimizer that is not built: what a file holds is kept until it is",
-    "observed": "`call` of a layer, for one run of `audit`, `trace_numerics` or a capsule: its inputs and outputs are "
-    "looked at. `apply` of an optimizer, for one run of a capsule: its gradients are looked at",
+    "observed": "`call` of a layer, for one run of `audit`, `trace_numerics` or a capsule, or of the model on its "
+    "first batch: its inputs and outputs are looked at. `apply` of an optimizer, for one run of a capsule: its "
+    "gradients are looked at",
 }
 # On the object, with which it goes: the functions in it hold the object.
 _RECORD = "_mpkeras_replaced"
@@ -72,7 +88,7 @@ def restore(owner, name: str, *, kind: str):
 def replaced(owner, name: str, value, *, kind: str):
     """Context manager: `owner` has another value of its attribute `name`.
 
-    One of the same kind around it is covered, too: the inner context always ends first.
+    A replacement of the same kind around it is covered, too: the inner context always ends first.
     """
     entry = _put(owner, name, value, kind)
     try:
@@ -121,6 +137,15 @@ def replaced_attributes(owner) -> list[Replaced]:
     return found
 
 
+def value_below(owner, name: str):
+    """Returns the method `name` that `owner` has below all that is replaced on it."""
+    of_name = [entry for entry in replaced_attributes(owner) if entry.name == name]
+    if not of_name:
+        return getattr(owner, name)
+    below = of_name[-1].before
+    return getattr(type(owner), name).__get__(owner) if below is _MISSING else below
+
+
 def _entries(owner) -> list[Replaced]:
     record = vars(owner).get(_RECORD)
     return [] if record is None else record.entries
@@ -130,7 +155,7 @@ def _put(owner, name, value, kind) -> Replaced:
     if kind not in KINDS:
         raise ValueError(f"Expected a kind of {list(KINDS)}. Received: kind={kind!r}. Add it there, with its reason.")
     in_force = replaced_attributes(owner)
-    # What its user has covered or deleted since is the user's, and will not be taken back any more.
+    # An attribute that its user has covered or deleted since is the user's, and will not be taken back any more.
     entries = [entry for entry in _entries(owner) if entry.name != name or entry in in_force]
     entry = Replaced(name, kind, vars(owner).get(name, _MISSING), value)
     vars(owner).setdefault(_RECORD, _Record()).entries = [*entries, entry]
@@ -146,7 +171,7 @@ def _take_back(owner, entry):
     above = next((other for other in in_force if other.name == entry.name and other.before is entry.given), None)
     if vars(owner).get(entry.name, _MISSING) is not entry.given:
         if entry in in_force and above is not None:
-            # One of ours lies over it: what was before this one comes back when that one goes.
+            # Another of ours lies over it: the value before this one comes back when that one goes.
             above.before = entry.before
     elif entry.before is _MISSING:
         del vars(owner)[entry.name]

@@ -32,7 +32,7 @@ def _import_keras():
 def _run_without_mpkeras():
     """Runs the command as the installed `mpkeras` does, before it imports mpkeras; never returns.
 
-    What needs no backend works: `--help`, and `run` of a program that chooses its own. Other commands import mpkeras
+    Commands that need no backend work: `--help`, and `run` of a program that chooses its own. Others import mpkeras
     once more, and say in one line what is missing.
     """
     from _mpkeras_cli import main

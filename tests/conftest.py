@@ -14,7 +14,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import keras  # noqa: E402
 import pytest  # noqa: E402
 
-from mpkeras.training.autoprepare import _active as active_autoprepares  # noqa: E402
+import mpkeras  # noqa: E402
+from mpkeras.training import covered_compile  # noqa: E402
 
 BACKENDS = ("tensorflow", "jax", "torch")
 
@@ -23,11 +24,11 @@ BACKENDS = ("tensorflow", "jax", "torch")
 def fresh_keras():
     keras.utils.set_random_seed(7)
     yield
-    keras.config.set_dtype_policy("float32")
     keras.config.set_floatx("float32")
-    left_over = list(active_autoprepares)
-    for automatic in left_over:
-        automatic.undo()
+    mpkeras.set_global_policy(None)
+    left_over = list(covered_compile._in_force)
+    for follow in left_over:
+        covered_compile.leave(follow)
     assert not left_over, "`mpkeras.autoprepare` was left in force, for every test that follows"
 
 

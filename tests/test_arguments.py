@@ -1,12 +1,17 @@
-"""Counts, switches and budgets of time: what is none is refused wherever it is passed, and nothing has changed."""
+"""Counts, switches, times and paths: what is none is refused wherever it is passed, and nothing has changed."""
+
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras._arguments import check_seconds, check_switch, checked_count
+from _mpkeras_cli.saved_model import audit_saved
+from mpkeras._arguments import check_switch, checked_count, checked_path
 from mpkeras.callbacks import BlackBox, Float32Fallback, NumericsMonitor, ResourceMonitor
+from mpkeras.tools.export.convert import convert
+from mpkeras.tools.shared.arguments import check_seconds
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
@@ -33,6 +38,32 @@ def test_what_is_no_switch(value):
 def test_what_is_no_time(value):
     with pytest.raises(ValueError, match="`budget_s` to be a positive number of seconds. Received: budget_s="):
         check_seconds("budget_s", value)
+
+
+@pytest.mark.parametrize("value", [77, b"step.mpk", None, 2.5, ["a"], True])
+def test_what_is_no_path(value):
+    with pytest.raises(TypeError, match=r"`out` to be a text or a `pathlib.Path`\. Received: out=.*\. Try 'a'\.$"):
+        checked_path("out", value, "Try 'a'.")
+
+
+def test_texts_and_path_objects_are_paths(tmp_path):
+    assert checked_path("out", "a/b", "") == Path("a/b") and checked_path("out", tmp_path, "") == tmp_path
+
+
+PATHS = {
+    "folder=4711": lambda: BlackBox(4711),
+    r"path=b'step\.mpk'": lambda: mpkeras.load_capsule(b"step.mpk"),
+    "path=12": lambda: mpkeras.make_train_step(_model(), "sgd", "mse").capsule(12),
+    "source=3": lambda: convert(3, "served.keras", "mixed_bfloat16"),
+    "out=None": lambda: convert("model.keras", None, "mixed_bfloat16"),
+    "path=7": lambda: audit_saved(7),
+}
+
+
+@pytest.mark.parametrize("received", PATHS)
+def test_every_path_is_checked(received):
+    with pytest.raises(TypeError, match=rf"Expected `\w+` to be a text or.*Received: {received} .*Pass the"):
+        PATHS[received]()
 
 
 def _model():

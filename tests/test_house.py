@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import mpkeras
+from mpkeras import seams
+
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
 
@@ -17,13 +20,24 @@ FLOORS = (
     ("policies", "devices"),
     ("conversion", "scaling", "layers"),
     ("training",),
-    ("insight",),
     ("callbacks",),
-    ("export", "demo"),
+    ("seams",),
+    ("shared",),
+    ("numerics", "audit", "advise", "forecast", "export"),
+    ("blackbox",),
+    ("demo",),
     ("mpkeras",),
     ("_mpkeras_cli",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+TOOLS = ("blackbox", "numerics", "audit", "advise", "forecast", "export")
+# The one tool that stands on another: a capsule shows its step as `trace_numerics` does.
+BESIDE = {("blackbox", "numerics")}
+# What else stands above the core, and takes of it no more than a tool does.
+ABOVE = ("demo", "_mpkeras_cli")
+MOST_SEAMS = 30
+# Modules that hold public names and nothing else, as `mpkeras` itself does: where each is documented.
+PLACES = ("mpkeras.callbacks", "mpkeras.insight", "mpkeras.export")
 BACKENDS = {"tensorflow", "jax", "torch"}
 
 
@@ -56,7 +70,11 @@ def modules_of_ours(path) -> set:
 
 
 def room(name: str) -> str:
-    return name.split(".")[1] if name.startswith("mpkeras.") else name.split(".")[0]
+    """Returns the room of a module: a folder or module of mpkeras, and of `mpkeras.tools` the folder inside it."""
+    parts = name.split(".")
+    if name in PLACES or ".".join(parts[:2]) in PLACES[1:] or name == "mpkeras.tools":
+        return "mpkeras"
+    return parts[2 if parts[:2] == ["mpkeras", "tools"] else 1] if parts[0] == "mpkeras" and parts[1:] else parts[0]
 
 
 @pytest.mark.parametrize("path", [path for path in modules() if name_of(path) not in ("mpkeras", "mpkeras.__main__")])
@@ -73,6 +91,68 @@ def test_no_circle():
             break
         arrows = {name: targets for name, targets in arrows.items() if name not in ends}
     assert not arrows
+
+
+def from_imports(path) -> list:
+    """Returns `(module, name)` of everything that a module imports from mpkeras, as it is written."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+    return [(node.module, alias.name) for node in nodes for alias in node.names if node.module.startswith("mpkeras")]
+
+
+def is_tool(path) -> bool:
+    return room(name_of(path)) in ("shared", *TOOLS, *ABOVE)
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=name_of(path)) for path in modules() if is_tool(path)])
+def test_a_tool_takes_public_names_seams_and_what_tools_share(path):
+    own = room(name_of(path))
+    for module, name in from_imports(path):
+        full = f"{module}.{name}"
+        target = room(full if full in NAMES else module)
+        if target in ("seams", "shared", own) or own in ABOVE and target in (*TOOLS, *ABOVE):
+            continue
+        if (own, target) in BESIDE:
+            continue
+        # Of the core a public name, from the module that defines it or from `mpkeras` itself.
+        assert target not in TOOLS and name in mpkeras.__all__, (module, name)
+    # And nothing by another door: a plain import, or a name in a string.
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    plain = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert not [name for name in plain if name.startswith("mpkeras.")]
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    modules_in_text = [text for text in texts if re.fullmatch(r"mpkeras(\.\w+)+", text) and _names_a_module(text)]
+    assert not [text for text in modules_in_text if room(text.rstrip("_.")) not in ("shared", own)]
+
+
+def _names_a_module(text: str) -> bool:
+    """Whether a text is the name of a module, or its beginning, as of `_jax.py` and its like."""
+    return any(name == text or name.startswith(text) and text.endswith("._") for name in NAMES)
+
+
+def test_the_core_asks_a_tool_in_one_place_and_imports_none():
+    asking = []
+    for path in modules():
+        if is_tool(path) or room(name_of(path)) in ("mpkeras", "seams"):
+            continue
+        assert not {room(name) for name in modules_of_ours(path)} & {"shared", *TOOLS, *ABOVE}, path
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value.startswith("mpkeras.tools")
+            ):
+                asking.append((name_of(path), node.value))
+    assert asking == [("mpkeras.training.last_step", "mpkeras.tools.blackbox.capsule_file")]
+
+
+def test_seams_are_few_and_each_has_a_sentence_and_a_user():
+    names = set(seams.__all__)
+    assert len(names) == len(seams.__all__) <= MOST_SEAMS
+    lines = re.findall(r"^- (`.+`): (.+[.])$", seams.__doc__, flags=re.MULTILINE)
+    described = [name for listed, _ in lines for name in re.findall(r"`(\w+)`", listed)]
+    assert sorted(described) == sorted(names)
+    taken = {name for path in modules() for module, name in from_imports(path) if module == "mpkeras.seams"}
+    assert taken == names
 
 
 def reached(arrows) -> dict:

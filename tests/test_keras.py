@@ -227,6 +227,12 @@ def test_a_graph_knows_how_often_it_calls_each_layer():
     model = keras.Model(inputs, once(twice(twice(inputs))))
     calls = private.calls_in(model)
     assert (calls[twice], calls[once]) == (2, 1)
+    nodes = private.nodes_of(model)
+    assert [node.operation for node in nodes if not node.is_input].count(twice) == 2
+    maker, node_index = private.made_by(model.output)
+    last = private.node_of(maker, node_index)
+    assert last in nodes and last.operation is once and last.outputs == [model.output]
+    assert private.made_by(last.input_tensors[0])[0] is twice
 
 
 def test_weights_are_those_made_as_trainable():
@@ -300,7 +306,7 @@ def test_xla_is_noticed_while_tracing():
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_stock_optimizers_assign_through_keras_only():
-    """What `selecting_assignments` relies on: no raw assignment is left in the compiled update.
+    """What `_WritingScope` relies on: no raw assignment is left in the compiled update.
 
     Every stock optimizer is run with weight decay and averages under XLA on a step that must be skipped; a
     write that the selection does not cover would change a variable. See also `test_optimizers.py`.
@@ -308,7 +314,7 @@ def test_stock_optimizers_assign_through_keras_only():
     import numpy as np
     import tensorflow as tf
 
-    from mpkeras.scaling._tensorflow import _assigns_through_keras
+    from mpkeras.scaling._tensorflow import _is_of_keras
     from mpkeras.scaling.optimizer import LossScaleOptimizer
     from tests.step_modes import snapshot
 
@@ -322,8 +328,7 @@ def test_stock_optimizers_assign_through_keras_only():
     assert len(names) >= 13
     for name in names:
         inner = getattr(keras.optimizers, name)(learning_rate=0.1, weight_decay=0.01, use_ema=True)
-        # Muon has a decay of its own, and goes the general way.
-        assert _assigns_through_keras(inner) == (name != "Muon")
+        assert _is_of_keras(inner), name
         if name == "Muon" and keras.__version__ < "3.11":
             continue  # asks TensorFlow variables for a `path` there, under any wrapper or none
         v = keras.Variable(np.ones((4, 4), "float32"), constraint=keras.constraints.NonNeg())
@@ -594,6 +599,17 @@ def test_a_variable_is_stored_in_another_dtype_by_its_native_variable():
     assert keras.backend.standardize_dtype(private.stored_value(v).dtype) == "bfloat16"
 
 
+@pytest.mark.backends("tensorflow")
+def test_a_native_variable_is_made_trainable_or_not_for_good():
+    v, statistic = keras.Variable([1.0]), keras.Variable([1.0], trainable=False)
+    v.trainable = False
+    for variable in (v, statistic):
+        private.retype(variable, "bfloat16")
+    # As Keras made the first one: frozen by what the Keras variable says alone.
+    assert (private.stored_value(v).trainable, v.trainable) == (True, False)
+    assert (private.stored_value(statistic).trainable, statistic.trainable) == (False, False)
+
+
 def test_slots_are_named_after_their_weights_and_averages_are_known():
     layer = keras.layers.Dense(2, name="first")
     layer.build((None, 3))
@@ -706,6 +722,38 @@ def test_a_variable_without_a_value_gets_another_dtype_and_no_value():
     assert private.stored_dtype(variable) == "bfloat16"
 
 
+def test_code_that_a_fit_calls_is_in_it():
+    found = []
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def fit(self, *args, **kwargs):
+            found.append(private.is_in_fit(self))
+            return super().fit(*args, **kwargs)
+
+    class Asking(keras.callbacks.Callback):
+        def set_model(self, model):
+            super().set_model(model)
+            found.append(private.is_in_fit(model))
+
+        def on_test_batch_end(self, batch, logs=None):
+            found.extend(private.is_in_fit(asked) for asked in (self.model, other))
+
+    model, other = Model(), Model()
+    model.compile("sgd", "mse")
+    x = np.ones((2, 3))
+    model.fit(x, x[:, :1], validation_data=(x, x[:, :1]), verbose=0, callbacks=[Asking()])
+    model.evaluate(x, x[:, :1], verbose=0, callbacks=[Asking()])
+    # Before Keras' own, in its callbacks, in validation; and in an evaluation by itself.
+    assert found == [False, True, True, False, False, False, False]
+
+
 @pytest.mark.backends("jax")
 def test_variables_hold_a_state_of_fit_without_a_synchronization():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -713,11 +761,138 @@ def test_variables_hold_a_state_of_fit_without_a_synchronization():
     model.train_on_batch(np.ones((1, 2)), np.ones((1, 1)))
     groups = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
     state = [[variable.value for variable in group] for group in (*groups, model.metrics_variables)]
+    kernel_of_fit = state[0][0]
     kernel = state[0][0] = state[0][0] + 1.0
     model._jax_state, model._jax_state_synced = {"trainable_variables": [kernel + 1.0, state[0][1]]}, False
     with private.held_by_variables(model, state):
         # What asks for the present state, as `state_dict` does, leaves them as they are.
         model.jax_state_sync()
         assert model.trainable_variables[0].value is kernel
+    # What they had is what they have, also where an error ends it.
+    assert model.trainable_variables[0].value is kernel_of_fit
+    with pytest.raises(OSError), private.held_by_variables(model, state):
+        raise OSError
+    assert model.trainable_variables[0].value is kernel_of_fit
     model.jax_state_sync()
     np.testing.assert_array_equal(model.trainable_variables[0].value, kernel + 1.0)
+    private.put_state(model, state)
+    assert model.trainable_variables[0].value is kernel
+
+
+def test_the_global_policy_is_in_a_state_that_clear_session_replaces():
+    policy = keras.DTypePolicy("mixed_bfloat16")
+    keras.config.set_dtype_policy(policy)
+    state = private.global_state()
+    assert private.dtype_policy_in(state) is policy
+    keras.config.set_dtype_policy("float32")
+    assert private.global_state() is state and private.dtype_policy_in(state) is not policy
+    keras.config.set_dtype_policy(policy)
+    keras.utils.clear_session(free_memory=False)
+    now = private.global_state()
+    assert now is not state and private.dtype_policy_in(state) is policy and private.dtype_policy_in(now) is None
+
+
+def test_a_variable_knows_whether_it_is_read_in_the_compute_dtype():
+    layer = keras.layers.Layer()
+    variables = [layer.add_weight(shape=()), layer.add_weight(shape=(), autocast=False)]
+    variables.append(layer.add_weight(shape=(), dtype="int32", trainable=False))
+    assert [private.follows_autocast(variable) for variable in variables] == [True, False, False]
+    with private.autocast_scope("bfloat16"):
+        assert [v.dtype for v in variables] == ["bfloat16", "float32", "int32"]
+        vars(variables[0])[private.AUTOCAST] = False
+        assert variables[0].dtype == "float32"
+
+
+def test_compile_scales_the_loss_by_the_name_of_a_policy():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.dtype_policy = private.float32_policy_named("mixed_float16")
+    assert (model.compute_dtype, model.variable_dtype) == ("float32", "float32")
+    model.compile("sgd", "mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def test_surroundings_of_a_call_can_be_brought_back():
+    seen = []
+
+    class Asked(keras.layers.Layer):
+        def call(self, x, training=None):
+            seen.append((training, private.autocast_dtype()))
+            return x
+
+    class Outer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__(dtype="mixed_bfloat16")
+            self.asked = Asked(dtype="mixed_bfloat16")
+
+        def call(self, x):
+            seen.append(private.surroundings())
+            return self.asked(x)
+
+    layer = Outer()
+    layer(keras.ops.ones((1,)))
+    seen.clear()  # Of the build.
+    layer(keras.ops.ones((1,)), training=True)
+    with private.surrounded_by(seen[0]):
+        assert private.autocast_dtype() == "bfloat16"
+        layer.asked(keras.ops.ones((1,)))
+    layer.asked(keras.ops.ones((1,)))
+    assert seen[1:] == [(True, "bfloat16"), (True, "bfloat16"), (None, "bfloat16")]
+
+
+def test_a_layer_keeps_the_mode_of_its_remat_scope():
+    with keras.RematScope(mode="full"):
+        inside = keras.layers.Dense(1)
+    assert private.rematerializes(inside) and not private.rematerializes(keras.layers.Dense(1))
+    # `Layer.__call__` asks this method for the function to run.
+    asked = []
+    stock = inside.rematerialized_call
+    vars(inside)["rematerialized_call"] = lambda call, *args, **kwargs: asked.append(1) or stock(call, *args, **kwargs)
+    inside(keras.ops.ones((1, 2)))
+    assert asked == [1]
+
+
+def test_shapes_are_computed_in_a_symbolic_scope():
+    seen = []
+
+    class Asked(keras.layers.Layer):
+        def call(self, x):
+            seen.append(private.in_symbolic_scope())
+            return x
+
+    layer = Asked()
+    layer.compute_output_spec(keras.KerasTensor((2, 3)))
+    layer(keras.ops.ones((2, 3)))
+    assert seen[0] and not seen[-1]
+
+
+@pytest.mark.backends("jax")
+def test_variables_have_no_values_in_a_step_of_fit():
+    seen = []
+
+    class Asking(keras.Model):
+        def train_step(self, state, data):
+            seen.append([private.is_purged(variable) for variable in self.variables])
+            return super().train_step(state, data)
+
+    inputs = keras.Input((2,))
+    model = Asking(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    x = np.ones((2, 2), "float32")
+    assert not any(map(private.is_purged, model.variables))
+    model.fit(x, x[:, :1], verbose=0)
+    assert seen and all(map(all, seen)) and not any(map(private.is_purged, model.variables))
+    with keras.StatelessScope(initialize_variables=False):
+        assert not private.is_purged(keras.Variable(keras.initializers.Zeros(), shape=(1,)))
+
+
+def test_direct_sublayers_are_what_keras_lists_layer_by_layer(nested):
+    shared = keras.layers.Dense(2, name="shared")
+    attention = keras.layers.MultiHeadAttention(2, 4)
+    attention.build((None, 3, 4), (None, 3, 4))
+    two = keras.Sequential([shared, keras.layers.TimeDistributed(keras.layers.Bidirectional(keras.layers.LSTM(2)))])
+    for model in (nested, keras.Sequential([two, nested, shared]), attention, keras.layers.Dense(1)):
+        listed = private.flatten_layers(model, include_self=True)
+        assert listed == model._flatten_layers()
+        for layer in listed:
+            held = layer._flatten_layers(include_self=False, recursive=False)
+            assert list(map(id, private.direct_sublayers(layer))) == list(map(id, held))

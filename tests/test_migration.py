@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.policies import registry
-from mpkeras.training.autoprepare import _active as active_autoprepares
+from mpkeras.training import covered_compile, global_policy
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
 SECTIONS = dict(re.findall(r"^## (?:From )?(.*?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL))
@@ -157,12 +156,12 @@ def test_what_stands_on_the_right_runs(cells):
     names = modules if all(names_in(code) <= set(modules) for code in run_here) else namespace(codes)
     for code in codes:
         if code.startswith("MPKERAS_POLICY="):
-            assert registry.ENVIRONMENT_VARIABLE + "=mixed_float16" == code
+            assert global_policy.ENVIRONMENT_VARIABLE + "=mixed_float16" == code
         else:
             assert is_code(code), code
             exec(code, names)
-            for automatic in list(active_autoprepares):
-                automatic.undo()
+            for follow in list(covered_compile._in_force):
+                covered_compile.leave(follow)
     # Whole expressions in the remarks run; a bare name such as `keras.distribution` has to exist.
     for code in filter(is_code, re.findall(r"`(.*?)`", remark)):
         exec(code, names)

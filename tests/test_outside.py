@@ -73,7 +73,7 @@ FAULTS = {
                 "test_what_is_not_run_is_said_with_the_numbers_and_the_way_to_run_it",
             ],
             "demo/test_summary.py": ["test_what_was_shortened_or_left_out_gets_a_footnote_and_its_first_step"],
-            "insight/test_hardware.py": [
+            "tools/advise/test_hardware.py": [
                 "test_what_the_probe_finds_slower_is_not_called_native",
                 "test_of_this_process_what_is_native_is_what_was_probed",
             ],
@@ -236,7 +236,7 @@ FAULTS = {
     "23": (
         "`NumericsMonitor` undid `steps_per_execution`",
         {
-            "callbacks/test_numerics_monitor.py": [
+            "tools/numerics/test_numerics_monitor.py": [
                 "test_several_steps_per_execution_stay_one_call",
                 "test_the_batch_is_found_among_several_of_any_structure",
             ]
@@ -271,7 +271,7 @@ FAULTS = {
     "28": (
         "a saved, compiled model did not load in plain Keras",
         {
-            "export/test_without_mpkeras.py": ["test_a_compiled_model_goes_on_in_plain_keras"],
+            "tools/export/test_without_mpkeras.py": ["test_a_compiled_model_goes_on_in_plain_keras"],
             "scaling/test_saving.py": ["test_plain_keras_makes_its_own_optimizer_of_the_config"],
         },
     ),
@@ -304,7 +304,7 @@ FAULTS = {
     "31": (
         "`trace_numerics` alarmed on healthy models",
         {
-            "insight/test_numerics.py": [
+            "tools/numerics/test_numerics.py": [
                 "test_a_healthy_language_model_raises_no_alarm",
                 "test_a_layer_whose_gradient_is_lost_raises_an_alarm_that_is_true",
                 "test_that_no_loss_scale_suits_is_true",
@@ -314,7 +314,7 @@ FAULTS = {
     "32": (
         "`audit` took 64 for open sizes, let torch write to standard error, and had no short form",
         {
-            "insight/test_audit.py": [
+            "tools/audit/test_audit.py": [
                 "test_open_sizes_are_said_and_may_be_given",
                 "test_what_torch_says_of_a_failure_is_in_the_note_alone",
                 "test_the_summary_has_the_sums_and_what_is_more_than_a_note",
@@ -333,7 +333,7 @@ FAULTS = {
                 "test_of_a_model_without_names_of_inputs_x_alone_is_asked_for",
                 "test_bad_files",
             ],
-            "insight/test_advice.py": [
+            "tools/advise/test_advice.py": [
                 "test_the_guess_is_a_setting_in_which_16_bits_have_been_seen_to_gain",
                 "test_the_guess_says_stay_only_of_what_the_model_has",
             ],
@@ -342,7 +342,7 @@ FAULTS = {
     "34": (
         "`NumericsMonitor()` alone did nothing, and `mpkeras` alone was an error",
         {
-            "callbacks/test_numerics_monitor.py": ["test_alone_it_names_the_layer_and_training_goes_on"],
+            "tools/numerics/test_numerics_monitor.py": ["test_alone_it_names_the_layer_and_training_goes_on"],
             "cli/test_main.py": ["test_status_0"],
         },
     ),

@@ -34,6 +34,7 @@ PROGRAMS = {
     "graph_network": (("torch", "tensorflow", "jax"), 0.1),
     "language_model": (("torch", "tensorflow", "jax"), 0.5),
     "multi_task": (("torch", "tensorflow", "jax"), 0.6),
+    "one_line": (("torch", "tensorflow", "jax"), 0.4),
     "own_loop": (("torch", "tensorflow", "jax"), 0.4),
     "own_loop_jax": (("jax",), 0.3),
     "own_loop_tensorflow": (("tensorflow",), 0.3),

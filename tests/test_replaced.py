@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import re
 import weakref
 from pathlib import Path
@@ -60,6 +61,19 @@ def test_kinds_lie_over_each_other_and_go_in_any_order(layer, first):
     restore(layer, "call", kind=first)
     assert layer.call is (print if first == "layer" else ours)
     restore(layer, "call", kind="observed" if first == "layer" else "layer")
+    assert layer.call is users and not listed(layer)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("layer", "observed", "outputs"))), ids="-".join)
+def test_three_kinds_over_each_other_go_in_any_order(layer, order):
+    vars(layer)["call"] = users
+    functions = {"layer": ours, "observed": print, "outputs": repr}
+    for kind, function in functions.items():
+        replace(layer, "call", function, kind=kind)
+    for kind in order:
+        assert layer.call is list(functions.values())[-1]
+        restore(layer, "call", kind=kind)
+        del functions[kind]
     assert layer.call is users and not listed(layer)
 
 

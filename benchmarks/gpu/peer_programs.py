@@ -16,12 +16,12 @@ from gpu import keras_models
 from gpu.cases import case_of
 from gpu.keras_trainer import StockStep
 from mpkeras.devices._jax import compile_devices
-from mpkeras.devices.targets import find_target
-from mpkeras.insight.compiling import facts_of
+from mpkeras.tools.forecast.compiling import facts_of
+from mpkeras.tools.forecast.targets import find_target
 
 
 def compile_step(model: str, device: str, policy: str, step: str, is_tiny: bool) -> dict:
-    """Returns what the compiler says of one step, as `mpkeras.insight.compiling` says it of ours.
+    """Returns what the compiler says of one step, as `mpkeras.tools.forecast.compiling` says it of ours.
 
     A TPU multiplies no float16 where stock Keras asks for sums in float32: then it is `{"refused": the reason}`.
 

@@ -1,4 +1,4 @@
-"""`MixedPrecision`: the one line for `model.fit`."""
+"""`MixedPrecision`: mixed precision for one `fit`."""
 
 import keras
 
@@ -6,30 +6,32 @@ from mpkeras.policies import loss_scaling
 from mpkeras.policies.loss_scaling import LossScale, number
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
-from mpkeras.training import guard, inventory
-from mpkeras.training.guard import SkipWatch
+from mpkeras.training import for_one_fit, guard, inventory, prepared
 from mpkeras.training.prepare import check_switches, prepare_to_train
+from mpkeras.training.validations import Look
+from mpkeras.training.watch import SkipWatch
 
 _ON_MIN_SCALE = ("warn", "raise", "stop")
 
 
 class MixedPrecision(SkipWatch):
-    """Trains the model in mixed precision; a step that is not finite is skipped and leaves no trace.
+    """Trains the model in mixed precision for one `fit`; a step that is not finite is skipped and leaves no trace.
 
     On the way in it does what `mpkeras.prepare` does, in `evaluate` and `predict`, too. On the way out the train step
     and `jit_compile` are put back, while the optimizer and the layers' policies stay: they are the model's now. Keras
-    tells no callback of a `fit` that an exception ends: the step stays guarded then until the next `fit` with the
-    callback, or `callback.on_train_end()`. The logs gain `loss_scale` (the scale for the next step) and `skipped_steps`
-    (all so far), which Keras shows in the progress bar and hands to History, CSVLogger and TensorBoard.
+    tells no callback of a `fit` that an exception ends: the step stays guarded then until the next `fit`, with the
+    callback or without it, or `callback.on_train_end()`. The logs gain `loss_scale` (the scale for the next step) and
+    `skipped_steps` (all so far), which Keras shows in the progress bar and hands to History, CSVLogger and TensorBoard.
 
     As the train step is put back, each `fit` traces and compiles it anew. Where `fit` is called many times, call
-    `mpkeras.prepare(model)` once instead.
+    `mpkeras.prepare(model)` once instead. A model that is built under `mpkeras.set_global_policy` needs neither.
 
     Args:
         policy, loss_scale, jit_compile, rollback: As in `mpkeras.prepare`.
-        on_min_scale: What happens when gradients still overflow at the lowest scale, so that training no
-            longer moves: `"warn"` warns once at the epoch's end, `"raise"` raises `FloatingPointError`,
-            `"stop"` ends `fit` cleanly. The last two look after every batch, which waits for the device.
+        on_min_scale: What happens when gradients still overflow at the lowest scale, or those of two first
+            batches at every scale down to it, so that training no longer moves: `"warn"` warns once at the
+            epoch's end, `"raise"` raises `FloatingPointError`, `"stop"` ends `fit` cleanly. The last two look
+            after every batch, which waits for the device.
 
     Raises:
         ValueError: If `policy`, `loss_scale` or `on_min_scale` is not known.
@@ -69,6 +71,7 @@ class MixedPrecision(SkipWatch):
         self._on_min_scale = on_min_scale
         self._warns_at_min_scale = on_min_scale == "warn"
         self._is_in_training = False
+        self._is_on_model = False
         # `jit_compile` of the model before, and as it was given.
         self._switched: tuple | None = None
         # What `fit` would otherwise wait for on every batch is only looked at where it is asked for.
@@ -76,13 +79,14 @@ class MixedPrecision(SkipWatch):
             self.on_train_batch_end = self._check_scale_after_batch
 
     def set_model(self, model):
-        if self._switched is not None:
-            # After a `fit` that raised.
+        if self._is_on_model:
+            # After a `fit` of another model that raised.
             self._put_back()
         # Here and not in `on_train_begin`: callbacks that restore a checkpoint when training begins must
         # find the optimizer whose state they restore.
         super().set_model(model)
         self._is_in_training = False
+        self.validations.let_monitors_be()
         before = None if self._jit_compile is None else model.jit_compile
         prepare_to_train(
             model,
@@ -93,6 +97,9 @@ class MixedPrecision(SkipWatch):
         )
         if self._jit_compile is not None:
             self._switched = before, model.jit_compile
+        prepared.look_at_evaluations(model, self)
+        self._is_on_model = True
+        for_one_fit.begin(model, self._put_back)
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
@@ -101,20 +108,27 @@ class MixedPrecision(SkipWatch):
     def on_test_end(self, logs=None):
         # Keras gives the model to the callbacks of `evaluate` and `predict`, too. In `fit` this is a validation.
         if not self._is_in_training:
+            look = Look()
+            look.on_test_end(logs)
+            self.validations.note_evaluation(look)
             self._put_back()
 
     def on_predict_end(self, logs=None):
-        self.on_test_end(logs)
+        if not self._is_in_training:
+            self._put_back()
 
     def on_train_end(self, logs=None):
         self._put_back()
 
     def _put_back(self):
-        self._is_in_training = False
+        self._is_in_training = self._is_on_model = False
+        for_one_fit.ended(self.model, self._put_back)
+        self.validations.let_monitors_be()
+        prepared.let_evaluations_be(self.model)
         for model in (self.model, *inventory.compiled_parts(self.model)):
             guard.uninstall(model)
         # What `mpkeras.prepare` guards stays guarded.
-        guard.guard_again(self.model)
+        prepared.guard_again(self.model)
         if self._switched is not None:
             before, given = self._switched
             self._switched = None

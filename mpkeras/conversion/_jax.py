@@ -26,7 +26,7 @@ def dot_product_attention(query, key, value, scale: float, mask=None, is_causal:
     Args:
         query: A 16-bit tensor of shape `(batch, queries, heads, depth)`.
         key, value: Of its dtype, of shape `(batch, keys, heads, depth)`.
-        scale: What the scores are multiplied by.
+        scale: The factor of the scores.
         mask: bools, of a shape that broadcasts to `(batch, heads, queries, keys)`: what is looked at.
         is_causal: Whether a query looks at no later key.
 
@@ -76,6 +76,31 @@ def softmax_from_probabilities(softmax, axis, scores):
     return probabilities(scores)
 
 
+@jax.custom_vjp
+def product_with_float32_sums(inputs, kernel):
+    """Returns the product of two 16-bit matrices, summed and returned in float32.
+
+    Its derivative multiplies the gradient in 16 bits, as that of a product which returns 16 bits.
+
+    Args:
+        inputs, kernel: 16-bit, shapes `(rows, summed)` and `(summed, columns)`.
+    """
+    return jnp.matmul(inputs, kernel, preferred_element_type=jnp.float32)
+
+
+def _multiply_with_float32_sums(inputs, kernel):
+    return product_with_float32_sums(inputs, kernel), (inputs, kernel)
+
+
+def _differentiate_sums(operands, gradient):
+    inputs, kernel = operands
+    gradient = gradient.astype(inputs.dtype)
+    return jnp.matmul(gradient, kernel.T), jnp.matmul(inputs.T, gradient)
+
+
+product_with_float32_sums.defvjp(_multiply_with_float32_sums, _differentiate_sums)
+
+
 # Float8 operands and sums in float32. Without an algorithm XLA prefers a fusion of its own, which may multiply the
 # operands as float16 (seen in the PTX of JAX 0.10.2 for an H100); with it it calls cuBLASLt.
 _ALGORITHM = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
@@ -86,30 +111,34 @@ def float8_product(inputs, kernel, training, state=()):
 
     Args:
         inputs, kernel: bfloat16, shapes `(rows, summed)` and `(summed, columns)`.
-        training: Whether all devices take part. On JAX they do in any case: the arrays are those of all.
+        training: Whether a tensor is scaled as a whole. Outside training each row of the inputs is scaled by itself, so
+            that what it becomes does not depend on the rows that share its batch.
         state: The `history` of `rounded` for the inputs, the kernel and the gradient, joined; what these become is
             their gradient. `()`: each is scaled by itself.
     """
-    del training
-    return _float8_product(inputs, kernel, tuple(state))
+    return _float8_product(not training, inputs, kernel, tuple(state))
 
 
-@jax.custom_vjp
-def _float8_product(inputs, kernel, state):
-    return _round_and_multiply(inputs, kernel, state)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _float8_product(by_row, inputs, kernel, state):
+    return _round_and_multiply(by_row, inputs, kernel, state)[0]
 
 
-def _round_and_multiply(inputs, kernel, state):
-    inputs, of_inputs, by_inputs = rounded(inputs, OPERAND_DTYPE, state[:2])
+def _round_and_multiply(by_row, inputs, kernel, state):
+    inputs, of_inputs, by_inputs = rounded(inputs, OPERAND_DTYPE, state[:2], by_row=by_row)
     kernel, of_kernel, by_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
     outputs = _multiply_float8(inputs, kernel, (1, 0), of_inputs * of_kernel)
     return outputs, (inputs, of_inputs, kernel, of_kernel, (*by_inputs, *by_kernel), state[4:])
 
 
-def _differentiate_product(kept, gradient):
+def _differentiate_product(by_row, kept, gradient_as_given):
     inputs, of_inputs, kernel, of_kernel, state, history = kept
-    gradient, of_gradient, by_gradient = rounded(gradient, GRADIENT_DTYPE, history)
+    gradient, of_gradient, by_gradient = rounded(gradient_as_given, GRADIENT_DTYPE, history)
     by_inputs = _multiply_float8(gradient, kernel, (1, 1), of_gradient * of_kernel)
+    if by_row and not history:
+        # The product sums over rows, each of which has a scale of its own: the gradient takes it along.
+        gradient, of_gradient, _ = rounded(gradient_as_given * of_inputs.astype(jnp.bfloat16), GRADIENT_DTYPE)
+        of_inputs = 1.0
     by_kernel = _multiply_float8(inputs, gradient, (0, 0), of_inputs * of_gradient)
     return once(by_inputs), once(by_kernel), (*state, *by_gradient)
 
@@ -118,7 +147,10 @@ _float8_product.defvjp(_round_and_multiply, _differentiate_product)
 
 
 def _multiply_float8(left, right, summed, inverse):
-    """Returns the product of two float8 matrices over the axes `summed` of each, times `inverse`, in bfloat16."""
+    """Returns the product of two float8 matrices over the axes `summed` of each, times `inverse`, in bfloat16.
+
+    `inverse` is a scalar, or has one number for each row of the product.
+    """
     axes = (((summed[0],), (summed[1],)), ((), ()))
     algorithm = _ALGORITHM
     if not has_float8_units():

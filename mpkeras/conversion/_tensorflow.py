@@ -1,5 +1,7 @@
 """TensorFlow's part of a conversion: attention that keeps its probabilities in 16 bits, and the float8 product."""
 
+import functools
+
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -53,6 +55,19 @@ def _barrier(values):
     return hidden, lambda upstream: upstream
 
 
+@tf.custom_gradient
+def product_with_float32_sums(inputs, kernel):
+    """As in `_jax.py`. Outside of XLA, TensorFlow has no such kernel, and multiplies the 16-bit numbers as float32."""
+
+    def gradient(upstream):
+        upstream = tf.cast(upstream, inputs.dtype)
+        return tf.matmul(upstream, kernel, transpose_b=True), tf.matmul(inputs, upstream, transpose_a=True)
+
+    if in_xla():
+        return tf.raw_ops.BatchMatMulV3(x=inputs, y=kernel, Tout=tf.float32), gradient
+    return tf.matmul(tf.cast(inputs, tf.float32), tf.cast(kernel, tf.float32)), gradient
+
+
 def float8_product(inputs, kernel, training, state=()):
     """As in `_jax.py`. In training replicas scale by the largest value of all of them."""
     # TensorFlow follows neither float8 nor bits, and would take the gradient for a constant.
@@ -61,16 +76,22 @@ def float8_product(inputs, kernel, training, state=()):
     @tf.custom_gradient
     def product(inputs, kernel, *state):
         inputs, of_inputs, next_of_inputs = rounded(
-            inputs, OPERAND_DTYPE, state[:2], _over_replicas if training else None
+            inputs, OPERAND_DTYPE, state[:2], _over_replicas if training else None, by_row=not training
         )
         kernel, of_kernel, next_of_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
 
         def backward(gradient_as_given):
-            gradient, of_gradient, next_of_gradient = rounded(
-                gradient_as_given, GRADIENT_DTYPE, state[4:], _over_replicas, cast=_to_e5m2
+            round_gradient = functools.partial(
+                rounded, dtype=GRADIENT_DTYPE, over_devices=_over_replicas, cast=_to_e5m2
             )
+            gradient, of_gradient, next_of_gradient = round_gradient(gradient_as_given, history=state[4:])
             by_inputs = _multiply(gradient, kernel, of_gradient * of_kernel, transpose_b=True)
-            by_kernel = _multiply(inputs, gradient, of_inputs * of_gradient, transpose_a=True)
+            of_rows = of_inputs
+            if not training and not state:
+                # As in `_jax.py`.
+                gradient, of_gradient, _ = round_gradient(gradient_as_given * tf.cast(of_inputs, tf.bfloat16))
+                of_rows = 1.0
+            by_kernel = _multiply(inputs, gradient, of_rows * of_gradient, transpose_a=True)
             by_matrices = once(by_inputs, gradient_as_given, tied), once(by_kernel, gradient_as_given, tied)
             return (*by_matrices, *next_of_inputs, *next_of_kernel, *next_of_gradient)
 

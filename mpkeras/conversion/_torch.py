@@ -29,9 +29,29 @@ def let_module_follow(layer):
     replace(layer, "call", call_under_autocast, kind="layer")
 
 
+def product_with_float32_sums(inputs, kernel):
+    """As in `_jax.py`. Outside of CUDA, torch has no such kernel, and multiplies the 16-bit numbers as float32."""
+    return _ProductWithFloat32Sums.apply(inputs, kernel)
+
+
+class _ProductWithFloat32Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, kernel):
+        ctx.save_for_backward(inputs, kernel)
+        if inputs.device.type == "cuda":
+            return torch.mm(inputs, kernel, out_dtype=torch.float32)
+        return torch.matmul(inputs.float(), kernel.float())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, kernel = ctx.saved_tensors
+        gradient = gradient.to(inputs.dtype)
+        return torch.matmul(gradient, kernel.t()), torch.matmul(inputs.t(), gradient)
+
+
 def float8_product(inputs, kernel, training, state=()):
     """As in `_jax.py`. In training ranks scale by the largest value of all of them."""
-    # What is saved in float8 is no function of the arguments to torch.
+    # To torch, tensors saved in float8 are no functions of the arguments.
     tied = tie(inputs, kernel)
     return _Product.apply(inputs, kernel, tied, training, *state)
 
@@ -41,7 +61,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, inputs, kernel, tied, training, *state):
-        inputs, of_inputs, by_inputs = rounded(inputs, OPERAND_DTYPE, state[:2], _over_ranks if training else None)
+        over_devices = _over_ranks if training else None
+        inputs, of_inputs, by_inputs = rounded(inputs, OPERAND_DTYPE, state[:2], over_devices, by_row=not training)
         kernel, of_kernel, by_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
         ctx.save_for_backward(inputs, of_inputs, kernel, of_kernel, tied, *by_inputs, *by_kernel, *state[4:])
         return _multiply(inputs, kernel, of_inputs, of_kernel)
@@ -49,12 +70,17 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         inputs, of_inputs, kernel, of_kernel, tied, *state = ctx.saved_tensors
-        gradient, of_gradient, by_gradient = rounded(gradient, GRADIENT_DTYPE, tuple(state[4:]), _over_ranks)
+        rounded_gradient, of_gradient, by_gradient = rounded(gradient, GRADIENT_DTYPE, tuple(state[4:]), _over_ranks)
         state[4:] = by_gradient
-        by_kernel = once(_multiply(inputs.t(), gradient, of_inputs, of_gradient), tied)
-        if not ctx.needs_input_grad[0]:
-            return None, by_kernel, None, None, *state
-        by_inputs = once(_multiply(gradient, kernel.t(), of_gradient, of_kernel), tied)
+        by_inputs = None
+        if ctx.needs_input_grad[0]:
+            by_inputs = once(_multiply(rounded_gradient, kernel.t(), of_gradient, of_kernel), tied)
+        if of_inputs.ndim:
+            # As in `_jax.py`.
+            with_rows = gradient * of_inputs.to(torch.bfloat16)
+            rounded_gradient, of_gradient, _ = rounded(with_rows, GRADIENT_DTYPE, (), _over_ranks)
+            of_inputs = torch.ones_like(of_kernel)
+        by_kernel = once(_multiply(inputs.t(), rounded_gradient, of_inputs, of_gradient), tied)
         return by_inputs, by_kernel, None, None, *state
 
 
@@ -65,8 +91,14 @@ def _over_ranks(largest):
 
 
 def _multiply(left, right, of_left, of_right):
-    """Returns the product of two float8 matrices, times both scalars, in bfloat16."""
+    """Returns the product of two float8 matrices, times both numbers, in bfloat16.
+
+    `of_left` is a scalar, or has one number for each row; `of_right` is a scalar.
+    """
     if has_float8_units(left.device):
+        if of_left.ndim:
+            # cuBLASLt takes numbers for rows only beside numbers for columns.
+            return _scaled_mm(left, right, torch.ones_like(of_right), of_right) * of_left.to(torch.bfloat16)
         return _scaled_mm(left, right, of_left, of_right)
     product = torch.matmul(left.to(torch.bfloat16), right.to(torch.bfloat16))
     return product * (of_left * of_right).to(torch.bfloat16)

@@ -10,11 +10,17 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras._replaced import is_replaced, replace, replaced_attributes, restore
+from mpkeras._replaced import is_replaced, replace, replaced_attributes, replaced_on_all, restore
+from mpkeras.conversion.again import compute_again_alike
 from mpkeras.conversion.float8 import CURRENT, GIVEN, KEPT, OWN, multiply_in_float8
+from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
 from mpkeras.conversion.mixing import name_mixed_dtypes
+from mpkeras.conversion.outputs import compute_metrics_in_float32, return_float32, widen
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
-from mpkeras.policies.rules import has_own_call, is_quantized
+from mpkeras.policies.heads import has_own_call, has_own_step, models_used_by
+from mpkeras.policies.own_state import callers_of, kept_for_state
+from mpkeras.policies.rules import is_quantized
+from mpkeras.policies.survey import Survey
 
 # The part of the active backend: only that may be imported.
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
@@ -36,10 +42,19 @@ def _fitting(model, layer) -> Iterator[str]:
     # torch's fused attention keeps no probabilities at all.
     if backend in ("tensorflow", "jax") and _keras.is_stock_attention(layer, _keras.ATTENTION_METHOD):
         yield "attention memory"
+    # Elsewhere an assignment goes past the 16-bit copy; a state that comes from 16-bit arithmetic loses nothing there.
+    if backend == "torch" and isinstance(layer, keras.layers.RNN) and layer.stateful:
+        yield "states kept"
     if _takes_raw_inputs(model, layer):
         yield "raw inputs"
-    if _is_part(model, layer):
+
+
+def _of_outputs(model, layer) -> Iterator[str]:
+    """Yields the changes by which a `model` with 16-bit layers returns float32, where no graph can end in a cast."""
+    if layer is model and _has_call_without_graph(model) or _is_part(model, layer):
         yield "float32 outputs"
+    if isinstance(layer, keras.Model) and has_own_step(layer):
+        yield "float32 metrics"
 
 
 def _is_stock(layer) -> bool:
@@ -60,14 +75,18 @@ def _takes_raw_inputs(model, layer) -> bool:
     return is_passing_on and not _keras.casts_no_inputs(layer) and not _keras.own_variables(layer)
 
 
-def _is_part(model, layer) -> bool:
-    """Whether `layer` is a part of a model without a `call`, whose own `train_step` computes with the parts' outputs.
+def _has_call_without_graph(model) -> bool:
+    is_graph = isinstance(model, keras.Sequential) or _keras.graph_of(model) is not None
+    return isinstance(model, keras.Model) and not is_graph and type(model).call is not keras.Model.call
 
-    There they meet the data and each other, and on TensorFlow float32 minus float16 is an error. The last product
-    stays in 16 bits, as in a model that `apply_policy` converts.
+
+def _is_part(model, layer) -> bool:
+    """Whether `layer` is a part of a model whose own step computes with what its parts return.
+
+    There they meet the data, metrics and each other, and on TensorFlow float32 minus float16 is an error.
     """
-    is_model = isinstance(layer, keras.Model) and not has_own_call(layer)
-    return is_model and type(model).call is keras.Model.call and layer in _keras.direct_sublayers(model)
+    is_stepping = isinstance(model, keras.Model) and (type(model).call is keras.Model.call or has_own_step(model))
+    return is_stepping and layer in models_used_by(model)
 
 
 def _add_penalties_in_float32(layer):
@@ -83,7 +102,7 @@ def _add_penalties_in_float32(layer):
 
         @functools.wraps(add_loss)
         def add_float32_loss(loss):
-            return add_loss(keras.tree.map_structure(_widen, loss))
+            return add_loss(keras.tree.map_structure(widen, loss))
 
         replace(layer, "add_loss", add_float32_loss, kind="layer")
 
@@ -102,7 +121,7 @@ def _float32_regularizer(regularizer):
         __class__ = property(lambda self: type(regularizer))
 
         def __call__(self, x):
-            return regularizer(_widen(x))
+            return regularizer(widen(x))
 
         def __getattr__(self, name):
             return getattr(regularizer, name)
@@ -110,22 +129,59 @@ def _float32_regularizer(regularizer):
     return StandIn()
 
 
-def _widen(value):
-    return ops.cast(value, "float32") if tensor_dtype(value) in SIXTEEN_BIT_DTYPES else value
-
-
 def _pass_inputs_on(model):
     replace(model, "autocast", False, kind="inputs")
 
 
-def _return_float32(part):
-    call = part.call
+def _keep_states(layer):
+    """Lets a stateful recurrent layer assign to its states themselves, not to their copies in 16 bits."""
+    call = layer.call
 
     @functools.wraps(call)
-    def call_and_cast(*args, **kwargs):
-        return keras.tree.map_structure(_widen, call(*args, **kwargs))
+    def call_and_keep(*args, **kwargs):
+        with replaced_on_all(_keras.recurrent_states(layer), _keras.AUTOCAST, lambda state, autocast: False):
+            return call(*args, **kwargs)
 
-    replace(part, "call", call_and_cast, kind="layer")
+    replace(layer, "call", call_and_keep, kind="states")
+
+
+def _return_to_caller(layer, dtype: str):
+    """Makes `layer` return floats in `dtype`, which the layer that runs it computes in."""
+
+    def as_caller(value):
+        if tensor_dtype(value) not in ("float32", *SIXTEEN_BIT_DTYPES) or tensor_dtype(value) == dtype:
+            return value
+        output = ops.cast(value, dtype)
+        _keras.copy_mask(value, output)
+        return output
+
+    # It may have returned another dtype so far.
+    restore(layer, "call", kind="caller")
+    call = layer.call
+
+    @functools.wraps(call)
+    def call_for_caller(*args, **kwargs):
+        return keras.tree.map_structure(as_caller, call(*args, **kwargs))
+
+    replace(layer, "call", call_for_caller, kind="caller")
+
+
+def _for_callers(survey, dtypes, heads, kept) -> dict:
+    """Returns `{id: name}` of the changes for layers that return another dtype than the one they are run in.
+
+    A layer that writes state stays in float32 among 16-bit ones. Of what it runs it takes float32, and where a 16-bit
+    `call` of the user's runs it, it returns 16 bits: to add float32 to float16 is an error on TensorFlow.
+    """
+    found: dict = {}
+    # A layer that makes an output of the model is not rounded.
+    narrowed = kept.keys() - {id(head) for head in heads}
+    for layer, caller, is_direct in callers_of(survey):
+        returned, taken = dtypes[id(layer)], dtypes[id(caller)]
+        is_narrowed = id(layer) in narrowed and returned == "float32" and taken in SIXTEEN_BIT_DTYPES
+        is_widened = id(caller) in kept and taken == "float32" and returned in SIXTEEN_BIT_DTYPES and is_direct
+        if is_narrowed or is_widened:
+            found[id(layer)] = f"outputs in {taken}"
+    return found
 
 
 def _save_softmax_memory(layer):
@@ -193,32 +249,55 @@ class _Change(NamedTuple):
     attributes: tuple
 
 
-CHANGES = {
-    "penalties in float32": _Change(_add_penalties_in_float32, "layer", ("activity_regularizer", "add_loss")),
-    "mixed dtypes named": _Change(name_mixed_dtypes, "layer", ("call",)),
-    # A function of torch's part alone.
-    "torch.autocast": _Change(lambda layer: _backend.let_module_follow(layer), "layer", ("call",)),
-    "softmax memory": _Change(_save_softmax_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
-    "attention memory": _Change(_save_attention_memory, "attention", (_keras.ATTENTION_METHOD,)),
-    "raw inputs": _Change(_pass_inputs_on, "inputs", ("autocast",)),
-    "float32 outputs": _Change(_return_float32, "layer", ("call",)),
-    CURRENT: _Change(multiply_in_float8, "layer", ("call",)),
-} | {
-    name: _Change(functools.partial(multiply_in_float8, change=name), "layer", ("quantized_call",))
-    for name in (GIVEN, OWN, KEPT)
-}
+CHANGES = (
+    {
+        "penalties in float32": _Change(_add_penalties_in_float32, "layer", ("activity_regularizer", "add_loss")),
+        "mixed dtypes named": _Change(name_mixed_dtypes, "layer", ("call",)),
+        # A function of torch's part alone.
+        "torch.autocast": _Change(lambda layer: _backend.let_module_follow(layer), "layer", ("call",)),
+        "softmax memory": _Change(_save_softmax_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
+        "attention memory": _Change(_save_attention_memory, "attention", (_keras.ATTENTION_METHOD,)),
+        "raw inputs": _Change(_pass_inputs_on, "inputs", ("autocast",)),
+        "float32 outputs": _Change(return_float32, "outputs", ("call",)),
+        "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
+        "states kept": _Change(_keep_states, "states", ("call",)),
+        "computed again alike": _Change(compute_again_alike, "remat", ("rematerialized_call",)),
+        WITH_FLOAT32_SUMS: _Change(sum_in_float32, "layer", ("call",)),
+        CURRENT: _Change(multiply_in_float8, "layer", ("call",)),
+    }
+    | {
+        name: _Change(functools.partial(multiply_in_float8, change=name), "layer", ("quantized_call",))
+        for name in (GIVEN, OWN, KEPT)
+    }
+    | {
+        f"outputs in {dtype}": _Change(functools.partial(_return_to_caller, dtype=dtype), "caller", ("call",))
+        for dtype in ("float32", *SIXTEEN_BIT_DTYPES)
+    }
+)
 
 
-def planned_changes(model, dtypes, in_float8) -> dict:
+def planned_changes(model, dtypes, products, heads=(), kept=None) -> dict:
     """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in, `dtypes[id]`.
 
-    `in_float8` has those changes, `{id: name}`, that only the policy knows.
+    `products` has those changes to products, `{id: name}`, that only the policy knows; `heads` the layers that make
+    outputs of the model, as calls have told; `kept` what `kept_for_state` returned, where that is known.
     """
     found = {}
-    for layer in _keras.flatten_layers(model, include_self=True):
+    survey = Survey.of(model)
+    model = survey.model
+    any_in_16_bits = not set(SIXTEEN_BIT_DTYPES).isdisjoint(dtypes.values())
+    kept = kept_for_state(survey) if kept is None and any_in_16_bits else kept
+    callers = _for_callers(survey, dtypes, heads, kept) if any_in_16_bits else {}
+    # JAX traces both computations at once, and in one scope.
+    computes_again = any_in_16_bits and keras.backend.backend() != "jax"
+    for layer in survey.layers:
         in_16_bits = dtypes[id(layer)] in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
         names = [*_fitting(model, layer)] if in_16_bits else []
-        found[id(layer)] = (*names, *([in_float8[id(layer)]] if id(layer) in in_float8 else []))
+        names += _of_outputs(model, layer) if any_in_16_bits else []
+        if computes_again and _keras.rematerializes(layer):
+            names.append("computed again alike")
+        names += [callers[id(layer)]] if id(layer) in callers else []
+        found[id(layer)] = (*names, *([products[id(layer)]] if id(layer) in products else []))
     return found
 
 

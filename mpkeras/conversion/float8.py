@@ -3,7 +3,8 @@
 Operands are rounded to e4m3 and gradients to e5m2, each tensor after a multiplication by a power of two that brings its
 largest value to the top of the range (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433). The
 products are summed in float32 and returned in bfloat16. A power of two changes no bit but those of the exponent: the
-rounding to float8 is the only one, so every backend and device gets the same operands.
+rounding to float8 is the only one, so every backend and device gets the same operands. Outside training each row of the
+inputs has a power of its own: a bad row of a batch spoils no other.
 """
 
 import collections
@@ -19,7 +20,9 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras._replaced import replace, replaced_attributes, restore
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, factor_by_history, passing_on
-from mpkeras.policies.rules import first_match, has_own_call, is_quantized
+from mpkeras.policies.heads import has_own_call
+from mpkeras.policies.rules import first_match, is_quantized
+from mpkeras.policies.survey import Survey
 
 # The layers that multiply their inputs with a kernel in a way that may be done in float8. Keras gives a float8 state to
 # these classes alone, to none of their subclasses.
@@ -29,7 +32,7 @@ _MULTIPLE = 16
 # Rules of `keep_16_bits` that go by the place of a layer, and name none.
 ENDS = ("first", "last")
 # On a `call` of ours, to be known again: the name of the change.
-_MARK = "_mpkeras_float8"
+_MARK = "_mpkeras_product"
 # What Keras' `quantize("float8")` gives a `Dense` or `EinsumDense`: for each operand by what it is divided, and the
 # largest magnitudes of past steps.
 STATE = tuple(f"{name}_{of}" for name in ("inputs", "kernel", "outputs_grad") for of in ("scale", "amax_history"))
@@ -71,14 +74,15 @@ def reasons_against(model, policy, dtypes) -> dict:
         policy: A `Policy` with `float8`.
         dtypes: `{id: dtype}`: what each layer computes in.
     """
-    layers = _in_order(model)
-    multiplying = [layer for layer in layers if has_product(layer) or _has_weights_to_multiply(layer)]
+    survey = Survey.of(model)
+    layers = _in_order(survey)
+    multiplying = [layer for layer in layers if has_product(layer) or _has_weights_to_multiply(survey, layer)]
     ends = dict(zip(ENDS, (multiplying[:1], multiplying[-1:]), strict=True))
     kept: dict = {}
     for rule in policy.keep_16_bits:
-        for layer in ends[rule] if rule in ends else _named(layers, rule):
+        for layer in ends[rule] if rule in ends else _named(survey, layers, rule):
             kept.setdefault(id(layer), rule)
-    repeated = _run_several_times(model) if policy.float8 == "delayed" else {}
+    repeated = _run_several_times(survey) if policy.float8 == "delayed" else {}
     found = {}
     for layer in layers:
         if has_product(layer):
@@ -98,10 +102,10 @@ def changes_in_float8(layers, float8: str, reasons) -> dict:
     return found
 
 
-def _run_several_times(model) -> dict:
+def _run_several_times(survey) -> dict:
     """Returns `{id: reason}` of layers whose gradients are sums over several calls: their next state would be a sum."""
     found: dict = {}
-    for layer in _keras.flatten_layers(model, include_self=True):
+    for layer in survey.layers:
         graph = _keras.graph_of(layer)
         calls: dict = collections.Counter() if graph is None else _keras.calls_in(graph)
         loops = isinstance(layer, (keras.layers.RNN, keras.layers.TimeDistributed, keras.layers.Bidirectional))
@@ -109,43 +113,41 @@ def _run_several_times(model) -> dict:
             if times > 1:
                 reason = f"it is run {times} times in a step, and its state is for one"
                 found |= {id(each): reason for each in _keras.flatten_layers(inner, include_self=True)}
-        for inner in _keras.flatten_layers(layer) if loops else ():
+        for inner in survey.within(layer)[1:] if loops else ():
             found[id(inner)] = f"{type(layer).__name__} runs it several times in a step, and its state is for one"
     return found
 
 
-def _in_order(model) -> list:
+def _in_order(survey) -> list:
     """Returns each layer of `model` once, in the order in which they run; without a graph, in that of attributes."""
     found: dict = {}
 
     def walk(layer):
         found.setdefault(id(layer), layer)
-        for inner in layer.layers if isinstance(layer, keras.Model) else _keras.direct_sublayers(layer):
+        for inner in layer.layers if isinstance(layer, keras.Model) else survey.direct(layer):
             if id(inner) not in found:
                 walk(inner)
 
-    walk(model)
+    walk(survey.model)
     # What a model holds beside its graph.
-    for layer in _keras.flatten_layers(model, include_self=True):
+    for layer in survey.layers:
         found.setdefault(id(layer), layer)
     return list(found.values())
 
 
-def _has_weights_to_multiply(layer) -> bool:
+def _has_weights_to_multiply(survey, layer) -> bool:
     """Whether `layer` is a convolution or an embedding: it may be the first or the last of a model."""
-    return isinstance(layer, keras.layers.Embedding) or (
-        hasattr(layer, "kernel_size") and not _keras.direct_sublayers(layer)
-    )
+    return isinstance(layer, keras.layers.Embedding) or (hasattr(layer, "kernel_size") and not survey.direct(layer))
 
 
-def _named(layers, rule) -> list:
+def _named(survey, layers, rule) -> list:
     """Returns the layers that `rule` names, and those in them."""
     named = [layer for layer in layers if first_match((rule,), layer) is not None]
-    return [inner for layer in named for inner in _keras.flatten_layers(layer, include_self=True)]
+    return [inner for layer in named for inner in survey.within(layer)]
 
 
 def _reason_against(layer, rule, dtype, float8) -> str | None:
-    # What Keras quantized to float8 itself goes on with its state.
+    # A layer that Keras quantized to float8 itself goes on with its state.
     if is_quantized(layer) and (float8, layer.quantization_mode) != ("delayed", "float8"):
         return f"it is quantized ({layer.quantization_mode})"
     if float8 == "delayed" and type(layer) not in _MULTIPLYING:
@@ -207,12 +209,13 @@ def multiply_in_float8(layer, change: str = CURRENT):
         # It may have moved to float32 since.
         if change == KEPT or layer.compute_dtype != "bfloat16" or _misfit(labels, kernel.shape) is not None:
             return passing_on(call(inputs, training=training), state)
-        outputs = _einsum(labels, ops.cast(inputs, layer.compute_dtype), kernel, training, state)
+        product = functools.partial(_backend.float8_product, training=training not in (None, False), state=state)
+        outputs = einsum_by_matrices(labels, ops.cast(inputs, layer.compute_dtype), kernel, product)
         if layer.bias is not None:
             outputs = ops.add(outputs, layer.bias)
         return outputs if layer.activation is None else layer.activation(outputs)
 
-    vars(call_in_float8)[_MARK] = change
+    mark_product(call_in_float8, change)
     replace(layer, attribute, call_in_float8, kind="layer")
 
 
@@ -239,6 +242,16 @@ def float8_factors(layer) -> list | None:
     return [float(factor_by_history(state[2 * i : 2 * i + 2], dtype)[0]) for i, dtype in enumerate(dtypes)]
 
 
+def mark_product(call, change: str):
+    """Marks what takes the place of the `call` of a layer, to be known again by the name of the change."""
+    vars(call)[_MARK] = change
+
+
+def product_change(layer) -> str | None:
+    """Returns which of the changes to its product is in force on `layer`: one of these, another's, or none."""
+    return _change_of(layer, "call") or _change_of(layer, "quantized_call")
+
+
 def _change_of(layer, attribute: str) -> str | None:
     names = [getattr(entry.given, _MARK, None) for entry in replaced_attributes(layer) if entry.name == attribute]
     return next((name for name in names if name is not None), None)
@@ -246,7 +259,8 @@ def _change_of(layer, attribute: str) -> str | None:
 
 def float8_change(layer) -> str | None:
     """Returns which of the changes is in force on `layer`: `CURRENT`, `GIVEN`, `OWN`, `KEPT`, or none."""
-    return _change_of(layer, "call") or _change_of(layer, "quantized_call")
+    change = product_change(layer)
+    return change if change in (CURRENT, GIVEN, OWN, KEPT) else None
 
 
 def multiplies_in_float8(layer) -> bool:
@@ -254,8 +268,8 @@ def multiplies_in_float8(layer) -> bool:
     return layer.compute_dtype == "bfloat16" and float8_change(layer) in (CURRENT, GIVEN, OWN)
 
 
-def _einsum(labels: Labels, inputs, kernel, training, state):
-    """Returns the `einsum` of bfloat16 tensors, computed as a product of two float8 matrices."""
+def einsum_by_matrices(labels: Labels, inputs, kernel, product):
+    """Returns the `einsum` of two tensors, computed as `product(matrix, matrix)`."""
     several = tuple(f"{i}" for i in range(len(inputs.shape) - len(labels.inputs) + 1))
 
     def axes(names):
@@ -267,8 +281,7 @@ def _einsum(labels: Labels, inputs, kernel, training, state):
     length = math.prod(sizes[name] for name in summed)
     matrix = ops.reshape(_transposed(inputs, of_inputs, [*rows, *summed]), (-1, length))
     kernel = ops.reshape(_transposed(kernel, of_kernel, [*summed, *columns]), (length, -1))
-    outputs = _backend.float8_product(matrix, kernel, training not in (None, False), state)
-    outputs = ops.reshape(outputs, [sizes[name] for name in (*rows, *columns)])
+    outputs = ops.reshape(product(matrix, kernel), [sizes[name] for name in (*rows, *columns)])
     return _transposed(outputs, [*rows, *columns], of_outputs)
 
 

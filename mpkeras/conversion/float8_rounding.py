@@ -39,8 +39,10 @@ def tie(inputs, kernel):
     return ops.sum(inputs[:1, :1]) + ops.sum(kernel[:1, :1])
 
 
-def rounded(values, dtype: str, history=(), over_devices=None, cast=ops.cast):
+def rounded(values, dtype: str, history=(), over_devices=None, cast=ops.cast, by_row: bool = False):
     """Returns bfloat16 values rounded to float8, and by what to multiply them to have the values back.
+
+    A value that is not finite becomes NaN, and no other one: the scale is that of the finite values.
 
     Args:
         values: bfloat16 tensor.
@@ -50,14 +52,17 @@ def rounded(values, dtype: str, history=(), over_devices=None, cast=ops.cast):
         over_devices: Function from the largest magnitude here, a float32 scalar, to that on all devices. `None`: the
             values are those of all.
         cast: Function of values in range and `dtype` that rounds them to the nearest.
+        by_row: Whether each row of a matrix is scaled by its own largest value. With a `history` it means nothing.
 
     Returns:
-        `(values * scale` in `dtype, 1 / scale, next history)`. The second is a float32 scalar: a power of two, such
-        that the largest value is at most the largest finite one of `dtype` and more than half of it; NaN where a value
-        is not finite, so that nothing that overflowed is hidden by the rounding. The third is `history` after this
-        step, as `keras.layers.Dense` under `"float8"` computes it.
+        `(values * scale` in `dtype, 1 / scale, next history)`. The second is in float32, a scalar or of the shape
+        `(rows, 1)`: a power of two, such that the largest finite value is at most the largest one of `dtype` and more
+        than half of it. The third is `history` after this step, as `keras.layers.Dense` under `"float8"` computes it.
     """
-    present = ops.cast(ops.max(ops.abs(values)), "float32")
+    is_finite = ops.isfinite(values)
+    magnitudes = ops.where(is_finite, ops.abs(values), ops.zeros_like(values))
+    over_rows = {"axis": -1, "keepdims": True} if by_row and not history else {}
+    present = ops.cast(ops.max(magnitudes, **over_rows), "float32")
     if over_devices is not None:
         present = over_devices(present)
     if history:
@@ -68,8 +73,9 @@ def rounded(values, dtype: str, history=(), over_devices=None, cast=ops.cast):
         # As if a tensor of zeros were very small.
         factor = _power_of_two(LARGEST[dtype] / ops.maximum(present, LARGEST[dtype] / _LARGEST_SCALE))
         scaled = values * factor
-    inverse = ops.where(ops.isfinite(present), 1.0 / ops.cast(factor, "float32"), float("nan"))
-    return cast(scaled, dtype), inverse, history
+    # NaN for inf as well: e4m3 has no inf, and the casts of some devices saturate.
+    scaled = ops.where(is_finite, scaled, ops.full_like(scaled, float("nan")))
+    return cast(scaled, dtype), 1.0 / ops.cast(factor, "float32"), history
 
 
 def factor_by_history(history, dtype: str):

@@ -65,10 +65,10 @@ def in_silence():
 
 def refused(layer, args, kwargs, error) -> str | None:
     """Returns what `layer` mixes where its `call` raised `error`, in a sentence; `None` for another error."""
-    # What a layer inside has said, as an error or as a warning taken for one, is no refusal of this layer.
+    # An error of a layer inside, or a warning taken for one, is no refusal of this layer.
     if isinstance(error, (MixedDtypesError, Warning)):
         return None
-    # What is made inside `call` is in nobody's reach: only the message says its dtype, and that dtypes are the matter.
+    # Tensors made inside `call` are in nobody's reach: only the message says its dtype, and that dtypes are the matter.
     both = _dtypes_in(str(error))
     if len(both) < 2 or layer.compute_dtype not in both:
         return None

@@ -8,16 +8,20 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion.changes import planned_changes
+from mpkeras.conversion.exact_inputs import handing_on
 from mpkeras.conversion.float8 import GIVEN, KEPT, changes_in_float8, reasons_against
+from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, can_sum_in_float32
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
+from mpkeras.policies.heads import OUTPUTS, has_own_call, is_large
+from mpkeras.policies.own_state import kept_for_state
 from mpkeras.policies.rules import (
     FLOAT8_STATE_MARK,
     bound_layers,
-    has_own_call,
     is_quantized,
     kept_in_float32,
     layer_policy,
 )
+from mpkeras.policies.survey import Survey
 
 _CONVERTIBLE = ("float32", "float16", "bfloat16")
 
@@ -29,7 +33,8 @@ class Row(NamedTuple):
         layer: The layer.
         before, after: The policy that it has, and the one that it gets; the same object where nothing changes.
         without_rule: The policy that it would get if no rule kept it in float32.
-        rule: The rule that keeps it in float32, or the class for which there is no kernel in 16 bits; otherwise `None`.
+        rule: The rule that keeps it in float32, the class for which there is no kernel in 16 bits, or "writes state";
+            otherwise `None`.
         reason: Why it gets `after`.
         changes: Names of the other changes that go with `after`: keys of `changes.CHANGES`.
     """
@@ -49,7 +54,7 @@ class Row(NamedTuple):
 
 
 class Conversion:
-    """What is known of the conversion of one model: from it, layers that come into being later follow.
+    """The knowledge of the conversion of one model: from it, layers that come into being later follow.
 
     Attributes:
         policy: The `Policy` that the model is converted to.
@@ -61,24 +66,34 @@ class Conversion:
         unstored: Rows that were carried out, whose weights are still stored as before.
         times_stored: How often weights of the model were stored in another dtype.
         told: What the user was told of rules that match nothing.
+        heads: Layers that make outputs of the model, as calls of layers with a `call` of their own have told.
+        asked_for_heads: The layers with a `call` of their own that have told.
     """
 
     def __init__(self, model, policy, converts: bool = True, earlier: "Conversion | None" = None):
-        """Begins a conversion of `model`, after an `earlier` one; with `converts=False` by the float32 rules alone."""
+        """Begins a conversion after an `earlier` one; with `converts=False` by the float32 rules alone.
+
+        `model` is a model or a `Survey` of it.
+        """
+        survey = Survey.of(model)
         self.policy = policy
-        self.made_with = model.dtype_policy
+        self.made_with = survey.model.dtype_policy
         self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.left_float8: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.asked_for: keras.DTypePolicy | None = None
         self.unstored: list[Row] = []
         self.times_stored: int = 0
         self.told: set[str] = set()
+        self.heads: weakref.WeakSet = weakref.WeakSet()
+        self.asked_for_heads: weakref.WeakSet = weakref.WeakSet()
+        self._knows_all_heads = True
         self._known: Collection = ()
         # The dtypes from which layers are converted that are made later; `None` before the first conversion.
         self._lasting_sources: tuple[str, ...] | None = None
         kept: dict = {}
         if earlier is not None:
             self.asked_for, self.told = earlier.asked_for, earlier.told
+            self.heads, self.asked_for_heads = earlier.heads, earlier.asked_for_heads
             self.unstored, self.times_stored = earlier.unstored, earlier.times_stored
             self._known, self._lasting_sources = earlier.seen, earlier._lasting_sources
             # The rules of the policy before go with it. Where layers keep their dtypes, what rules have done stays.
@@ -91,7 +106,7 @@ class Conversion:
         self.kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary(kept if converts else {})
         self._kept_before: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary({} if converts else kept)
         # Among 16-bit layers a float32 layer is there on purpose; alone, it is what Keras does by default.
-        has_16_bits = computes_in(model, SIXTEEN_BIT_DTYPES)
+        has_16_bits = computes_in(survey, SIXTEEN_BIT_DTYPES)
         is_to_16_bits = policy.compute_dtype in SIXTEEN_BIT_DTYPES
         sources = SIXTEEN_BIT_DTYPES if has_16_bits or not is_to_16_bits else _CONVERTIBLE
         self._sources: tuple[str, ...] = sources if converts else ()
@@ -114,10 +129,23 @@ class Conversion:
         return new.stock() or new if is_other and is_convertible else before
 
     def is_up_to_date(self, layers) -> bool:
-        return all(layer in self.seen and self.seen[layer] == layer.path for layer in layers)
+        is_seen = all(layer in self.seen and self.seen[layer] == layer.path for layer in layers)
+        return is_seen and self._knows_all_heads
+
+    def note_heads(self, asked, layers):
+        """Takes down that a call of `asked` has shown `layers` to make its outputs; they are converted next time."""
+        self.asked_for_heads.add(asked)
+        self._knows_all_heads &= self.heads.issuperset(layers)
+        self.heads.update(layers)
+
+    def withdraw_heads(self, layers):
+        """Takes back `note_heads`; the layers are converted next time."""
+        self.heads.difference_update(layers)
+        self._knows_all_heads = False
 
     def note(self, rows):
         """Takes down what was carried out."""
+        self._knows_all_heads = True
         self.seen.update((row.layer, row.layer.path) for row in rows)
         for row in rows:
             self.kept.pop(row.layer, None)
@@ -127,55 +155,71 @@ class Conversion:
         self.unstored = [*self.unstored, *(row for row in rows if row.stores_anew)]
 
 
-def plan(model, policy, conversion: Conversion | None = None) -> list[Row]:
+def plan(model, policy, conversion: Conversion | None = None, heads=()) -> list[Row]:
     """Returns what `policy` makes of each layer of `model`, in the order of `layers_of(model)`.
 
     Args:
-        model: A `keras.Model` of any kind, built or not.
+        model: A `keras.Model` of any kind, built or not, or a `Survey` of it.
         policy: A `Policy`.
-        conversion: What is known of the model; without it no layer follows the policy's dtype, and what the rows say is
+        conversion: The conversion that is planned; without it no layer follows the policy's dtype, and the rows say
             what its float32 rules make of the model as it is.
+        heads: Layers that make outputs of the model, beside those that its graph and the conversion show.
     """
-    layers = layers_of(model)
+    survey = Survey.of(model)
+    model, layers = survey.model, survey.layers
     before = {id(layer): layer_policy(layer) for layer in layers}
     followed = dict(before)
     if conversion is not None:
-        bound = bound_layers(model, policy.compute_dtype)
+        bound = bound_layers(survey, policy.compute_dtype)
         followed |= {
             id(layer): conversion.followed(layer, before[id(layer)]) for layer in layers if id(layer) not in bound
         }
-    kept = kept_in_float32(model, policy, {key: followed[key].compute_dtype for key in followed})
+    heads = [*heads, *(() if conversion is None else conversion.heads)]
+    dtypes = {key: followed[key].compute_dtype for key in followed}
+    writing = kept_for_state(survey) if not set(SIXTEEN_BIT_DTYPES).isdisjoint(dtypes.values()) else {}
+    kept = {**writing, **handing_on(survey, policy), **kept_in_float32(survey, policy, dtypes, heads)}
     after = dict(followed)
     for layer in layers:
         key = id(layer)
         if key in kept and followed[key].compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer):
-            after[key] = keras.DTypePolicy("float32")
+            after[key] = _float32_policy(layer, followed[key])
     # Keras' `compile` wraps the optimizer of a model whose own policy is "mixed_float16", and of no other. To how a
     # Sequential or Functional model computes, its own policy is nothing.
     if not has_own_call(model) and after[id(model)].compute_dtype not in SIXTEEN_BIT_DTYPES:
         if any(policy_after.compute_dtype == "float16" for policy_after in after.values()):
             after[id(model)] = keras.DTypePolicy("mixed_float16")
     dtypes = {key: after[key].compute_dtype for key in after}
-    in_float8 = planned_float8(model, conversion, dtypes)
-    changes = planned_changes(model, dtypes, in_float8)
+    products = planned_products(survey, conversion, dtypes)
+    changes = planned_changes(survey, dtypes, products, heads, writing)
     rows = []
     for layer in layers:
         key = id(layer)
         new = after[key]
         if conversion is not None and not is_quantized(layer):
-            new = with_float8_state(new, in_float8.get(key) in (GIVEN, KEPT))
+            new = with_float8_state(new, products.get(key) in (GIVEN, KEPT))
         new = before[key] if _is_same(new, before[key]) else new
         _, rule, reason = kept.get(key, (layer, None, _reason(layer, new, policy)))
         rows.append(Row(layer, before[key], new, followed[key], rule, reason, changes[key]))
     return rows
 
 
-def planned_float8(model, conversion, dtypes) -> dict:
-    """Returns `{id: name}`: which of the changes that have to do with float8 each layer gets; most get none."""
+def _float32_policy(layer, policy) -> keras.DTypePolicy:
+    # A model of float16 layers that is compiled later is to scale its loss.
+    if isinstance(layer, keras.Model) and policy.name == "mixed_float16":
+        return _keras.float32_policy_named(policy.name)
+    return keras.DTypePolicy("float32")
+
+
+def planned_products(model, conversion, dtypes) -> dict:
+    """Returns `{id: name}`: which of the changes to its product each layer gets; most get none."""
     if conversion is None:
         return {}
-    reasons = why_not_float8(model, conversion, dtypes)
-    return changes_in_float8(layers_of(model), conversion.policy.float8, reasons)
+    survey = Survey.of(model)
+    reasons = why_not_float8(survey, conversion, dtypes)
+    in_float8 = changes_in_float8(survey.layers, conversion.policy.float8, reasons)
+    heads = [*survey.heads.layers, *conversion.heads] if OUTPUTS in conversion.policy.keep_float32 else []
+    large = [layer for layer in heads if dtypes.get(id(layer)) in SIXTEEN_BIT_DTYPES and is_large(layer)]
+    return {id(layer): WITH_FLOAT32_SUMS for layer in large if can_sum_in_float32(layer)} | in_float8
 
 
 def why_not_float8(model, conversion, dtypes) -> dict:
@@ -203,7 +247,8 @@ def with_float8_state(policy, has_state: bool, is_given: bool = True):
 
 def _is_same(policy, other) -> bool:
     names = ("compute_dtype", "variable_dtype", "quantization_mode")
-    return all(getattr(policy, name) == getattr(other, name) for name in names)
+    scales_loss = (policy.name == "mixed_float16") == (other.name == "mixed_float16")
+    return scales_loss and all(getattr(policy, name) == getattr(other, name) for name in names)
 
 
 def _reason(layer, after, policy) -> str:
@@ -213,7 +258,8 @@ def _reason(layer, after, policy) -> str:
 
 
 def layers_of(model) -> list:
-    return _keras.flatten_layers(model, include_self=True)
+    """Returns `model`, or what a `Survey` has looked at, and all layers in it, each once."""
+    return Survey.of(model).layers
 
 
 def compute_dtypes(model) -> set[str]:

@@ -13,15 +13,12 @@ import traceback
 import keras
 from keras import ops
 
-from mpkeras.callbacks import MixedPrecision
 from mpkeras.demo import summary
 from mpkeras.demo.summary import BASELINE
 from mpkeras.demo.tasks import TASKS
-from mpkeras.devices import environment
-from mpkeras.insight.bench import orders_in_turn
-from mpkeras.policies.dtypes import bytes_of
-from mpkeras.policies.kernels import missing_kernel_rules
-from mpkeras.policies.registry import get_policy, policy_scope
+from mpkeras.policies.registry import get_policy
+from mpkeras.seams import MixedPrecision, devices, dtypes, missing_kernel_rules, policy_alone
+from mpkeras.tools.advise.bench import orders_in_turn
 from mpkeras.training.prepare import prepare
 from mpkeras.training.step import make_train_step
 
@@ -39,7 +36,7 @@ def run_demo(
     started = time.perf_counter()
     tasks = [TASKS[name](quick=quick) for name in task_names]
     data_sets = [task.load() for task in tasks]
-    where = environment()
+    where = devices.environment()
     heading = f"mpkeras demo: Keras {where['keras']}, {where['backend']} on {where['device']}, {where['cpu']}"
     print(f"{len(tasks) * len(policies) * seeds} runs of `fit`: {', '.join(policies)}", flush=True)
     records, step_times_ms, plans = compare(
@@ -177,7 +174,7 @@ def _is_about_the_device(error: Exception) -> bool:
 def _compiled(task, data_set, seed, epochs):
     keras.utils.set_random_seed(seed)
     # Under float32 whatever the process' global policy is: the callback alone brings the policy in.
-    with policy_scope("float32"):
+    with policy_alone("float32", compile_left_alone=True):
         model = task.build()
         model.compile(
             optimizer=_optimizer(task, data_set, epochs),
@@ -361,7 +358,7 @@ def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
             symbolic.extend(keras.tree.flatten(operation.output))
     outputs = keras.Model(model.inputs, symbolic)(ops.convert_to_tensor(x[:1]))
     found = [(tensor.shape, keras.backend.standardize_dtype(tensor.dtype)) for tensor in keras.tree.flatten(outputs)]
-    return batch_size * sum(bytes_of(shape, dtype) for shape, dtype in found)
+    return batch_size * sum(dtypes.bytes_of(shape, dtype) for shape, dtype in found)
 
 
 def xla_temporary_bytes(model, task, data_set) -> int | None:

@@ -7,7 +7,7 @@ import math
 import statistics
 import textwrap
 
-from mpkeras.insight.report import bytes_text, make_figure, quartiles, text_table
+from mpkeras.tools.shared.report import bytes_text, make_figure, quartiles, text_table
 
 BASELINE = "float32"
 

@@ -1,4 +1,4 @@
-"""What `mixed_auto` stands for: the 16-bit dtype that the devices compute natively, or float32."""
+"""The meaning of `mixed_auto`: the 16-bit dtype that the devices compute natively, or float32."""
 
 import dataclasses
 import importlib
@@ -23,7 +23,7 @@ FLOAT8_CAPABILITY = (8, 9)
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What is known of one device.
+    """One device.
 
     Args:
         kind: `"tpu"`, `"gpu"` or `"cpu"`.

@@ -1,1 +1,1 @@
-"""Files: a saved model converted to the dtypes of a policy, saved again or exported."""
+"""The documented place of `convert`, which `mpkeras.tools.export` holds."""

@@ -1,1 +1,1 @@
-"""Seeing what a model and a machine do in mixed precision: reports for people and for programs."""
+"""The documented places of what public functions return; the classes are in `mpkeras.tools`."""

@@ -12,7 +12,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, float_dtype, tensor_dtype
-from mpkeras.policies.registry import global_policy, policy_scope
+from mpkeras.policies.registry import global_in_scope, global_policy
 
 if TYPE_CHECKING:
     # Its attributes and `super()` are those of the Keras layer that comes after it in the bases.
@@ -56,7 +56,7 @@ class Float32Mixin(LayerMixin):
         # The policy, not a cast inside `call`: Keras casts the *inputs* to the policy's compute dtype before
         # `call` runs, and 7e4 is already inf by then.
         kwargs["dtype"] = "float32"
-        with policy_scope("float32"):
+        with global_in_scope("float32"):
             super().__init__(*args, **kwargs)
         # `LayerNormalization` and `GroupNormalization` turn it off, and then round their float32 result to
         # the dtype of the input.

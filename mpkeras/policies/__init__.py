@@ -5,11 +5,8 @@ from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import (
     get_policy,
     global_policy,
-    install_from_environment,
-    policy_scope,
     register_policy,
     registered_policies,
-    set_global_policy,
 )
 from mpkeras.policies.rules import (
     DEFAULT_RULES,
@@ -27,13 +24,10 @@ __all__ = [
     "describe_rules",
     "get_policy",
     "global_policy",
-    "install_from_environment",
     "layer_policy",
     "layers_to_keep",
     "missing_kernel_rules",
-    "policy_scope",
     "register_policy",
     "registered_policies",
-    "set_global_policy",
     "set_layer_policy",
 ]

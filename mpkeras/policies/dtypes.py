@@ -8,7 +8,7 @@ from keras import ops
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
-# What an optimizer updates may be stored in it to save memory. The range of float16 is too small.
+# Weights and optimizer state may be stored in it to save memory. The range of float16 is too small.
 SMALL_DTYPE = "bfloat16"
 SLOT_DTYPES = ("auto", "float32", SMALL_DTYPE)
 

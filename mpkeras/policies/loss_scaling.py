@@ -115,7 +115,7 @@ class LossScale:
 @keras.saving.register_keras_serializable(package="mpkeras")
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale(LossScale):
-    """One scale for the whole training; non-finite steps are still found and skipped.
+    """The same scale for the whole training; non-finite steps are still found and skipped.
 
     Args:
         scale: The factor on the loss, in `[2**-126, 2**126]`. A power of two scales without rounding.
@@ -176,8 +176,8 @@ class DynamicLossScale(LossScale):
         growth_factor: Above 1. A power of two scales without rounding.
         backoff_factor: Between 0 and 1, both excluded.
         dynamic_growth_steps: At least 1, in optimizer steps.
-        min_scale, max_scale: Positive, in `[2**-126, 2**126]`. `min_scale` may be below 1, for models
-            whose gradients are beyond float16's 65504 unscaled.
+        min_scale, max_scale: Positive, in `[2**-126, 2**126]`. The default floor is far below 1, for models
+            whose gradients are beyond float16's 65504 unscaled: it keeps the scale from 0, and stops no training.
         hysteresis: At least 1. How many non-finite steps in a row it takes for the scale to back off.
 
     Raises:
@@ -206,7 +206,7 @@ class DynamicLossScale(LossScale):
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     dynamic_growth_steps: int = 2000
-    min_scale: float = _DefaultBound(1.0)
+    min_scale: float = _DefaultBound(2.0**-24)
     max_scale: float = _DefaultBound(2.0**24)
     hysteresis: int = 1
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -22,7 +22,7 @@ from mpkeras.policies.dtypes import (
 REGISTERED: dict = {}
 # How the operands of products in float8 may be scaled.
 FLOAT8_SCALES = ("current", "delayed")
-# What the config of a policy cannot do without: mpkeras 0.1 wrote the rest otherwise, or not at all.
+# Keys that the config of a policy cannot do without: mpkeras 0.1 wrote the rest otherwise, or not at all.
 _NEEDED = ("name", "compute_dtype", "variable_dtype", "keep_float32", "loss_scale")
 # The inputs of the first layer are the data, and what the last one returns is the loss's: neither bears rounding well.
 DEFAULT_KEEP_16_BITS = ("first", "last")
@@ -312,8 +312,14 @@ class Policy(keras.DTypePolicy):
             f'<Policy "{self.name}": compute_dtype={self.compute_dtype}, variable_dtype={self.variable_dtype}, '
             + ("" if self.slot_dtype == "auto" else f"slot_dtype={self.slot_dtype}, ")
             + ("" if self.float8 is None else f"float8={self.float8}, ")
-            + f"{len(self.keep_float32)} float32 rules, loss_scale={self.loss_scale}>"
+            + f"{len(self.keep_float32)} float32 rules, loss_scale={self.loss_scale}"
+            + "".join(f"; {note}" for note in (describe(self) for describe in NOTES_FOR_REPR) if note)
+            + ">"
         )
+
+
+# The texts of what is in force because of a policy, for its `repr`: functions of the policy that return a text or "".
+NOTES_FOR_REPR: list[Callable[["Policy"], str]] = []
 
 
 @keras.saving.register_keras_serializable(package="mpkeras")

@@ -1,22 +1,50 @@
 """Policies by name, and the one that is global."""
 
 import contextlib
-import os
+import dataclasses
 import threading
 import warnings
 from collections.abc import Iterator
 
 import keras
 
+from mpkeras import _keras
 from mpkeras._arguments import check_switch
 from mpkeras.devices import native
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.policy import REGISTERED, LayerPolicy, Policy, registered
 
-ENVIRONMENT_VARIABLE = "MPKERAS_POLICY"
 
-# As Keras keeps its global policy per thread, so do we: `.policy` is ours, `.installed` what Keras was given.
+@dataclasses.dataclass
+class _Setting:
+    """A policy that was made global through mpkeras.
+
+    Attributes:
+        policy: The `Policy`.
+        installed: What Keras was given: the same dtypes.
+        keras_state: Where Keras keeps it, `None` in a Keras that does not tell. `clear_session` drops that.
+    """
+
+    policy: Policy
+    installed: keras.DTypePolicy
+    keras_state: object
+
+    def was_dropped(self) -> bool:
+        """Whether `clear_session` has taken this policy away, and nobody has set another before or since."""
+        now = _keras.global_state()
+        if now is self.keras_state or _keras.dtype_policy_in(self.keras_state) is not self.installed:
+            return False
+        return _is_default(keras.config.dtype_policy())
+
+
+# As Keras keeps its global policy per thread, so do we: `.setting` is that of this thread. New threads begin with
+# Keras' default; to say so, that of the main thread is known to all.
 _global = threading.local()
+_of_main_thread: list[_Setting] = []
+# `(Keras' default policy after a `clear_session`, the `Policy` that it took away)`: a layer with this very default
+# was made in between.
+_made_in_between: list[tuple[keras.DTypePolicy, Policy]] = []
+_told: set = set()
 
 
 def register_policy(policy: Policy, *, overwrite: bool = False) -> Policy:
@@ -113,50 +141,147 @@ def get_policy(identifier=None) -> Policy:
     )
 
 
-def set_global_policy(identifier) -> Policy:
-    """Makes a policy global in Keras and mpkeras, and returns it.
+class _MadeUnder(str):
+    """The name of Keras' policy that was made global for a `Policy`.
 
-    Keras is given its own policy wherever one has the same dtypes, so that models built under it are saved
-    without any mention of mpkeras. Rules and loss scale stay with mpkeras, until Keras' global policy is set
-    to something else. A warning says what training needs under a policy with 16-bit variables.
-
-    Args:
-        identifier: As for `get_policy`.
-
-    Raises:
-        ValueError, TypeError: As `get_policy` does; then nothing has changed.
-
-    Returns:
-        The `Policy`.
-
-    Example:
-
-    >>> policy = mpkeras.set_global_policy("mixed_bfloat16")
-    >>> keras.layers.Dense(2).compute_dtype
-    'bfloat16'
+    A layer has the policy that is global when it is made, and of that Keras hands on to a clone of the layer the name
+    alone. Files, copies and pickles hold the plain name.
     """
+
+    policy: Policy
+
+    def __reduce__(self):
+        return str, (str(self),)
+
+
+def made_under(layer) -> Policy | None:
+    """Returns the `Policy` that mpkeras had made global when `layer`, or the layer that it is a clone of, was made.
+
+    A policy that `clear_session` has taken away counts, too.
+    """
+    policy = layer.dtype_policy
+    if isinstance(policy, Policy):
+        return _plain(policy)
+    for default, taken_away in _made_in_between:
+        if policy is default:
+            return taken_away
+    name = getattr(policy, "name", None)
+    return name.policy if isinstance(name, _MadeUnder) else None
+
+
+def _marked(policy: Policy):
+    """Returns what Keras is given for `policy`: its own policy of these dtypes, if it has one."""
+    stock = policy.stock()
+    if stock is None:
+        return policy
+    name = _MadeUnder(stock.name)
+    name.policy = policy
+    return _keras.named_policy(name)
+
+
+def make_global(identifier) -> Policy:
+    """Makes a policy global in Keras and mpkeras, and returns it: `mpkeras.set_global_policy`, `compile` left alone."""
     policy = get_policy(identifier)
     if policy.variable_dtype == "float16":
         warnings.warn(
             f"Under policy '{policy.name}' layers make float16 variables, for inference: mpkeras refuses to train "
             "them, and in plain Keras small updates are lost, with Adam all of them. To train, use 'mixed_float16'.",
-            stacklevel=2,
+            stacklevel=3,
         )
     elif policy.variable_dtype == SMALL_DTYPE:
         warnings.warn(
-            f"Under policy '{policy.name}' layers make bfloat16 variables. Train them through mpkeras (`prepare`, the "
-            "`MixedPrecision` callback, `make_train_step`, or a `LossScaleOptimizer` in a loop of your own), which "
-            "rounds stochastically; in a plain `fit` small updates are lost, with Adam all of them.",
-            stacklevel=2,
+            f"Under policy '{policy.name}' layers make bfloat16 variables. A model that is compiled trains them with "
+            "stochastic rounding, and so do `make_train_step` and a `LossScaleOptimizer`; with a stock optimizer in a "
+            "loop of your own small updates are lost, with Adam all of them.",
+            stacklevel=3,
         )
-    installed = policy.stock() or policy
+    _told.clear()
+    installed = _marked(policy)
     keras.config.set_dtype_policy(installed)
-    _global.policy, _global.installed = policy, installed
+    _note(_Setting(policy, installed, _keras.global_state()))
     return policy
+
+
+def is_global(policy: Policy) -> bool:
+    """Whether it is this very policy that was made global last through mpkeras, in this thread."""
+    setting = getattr(_global, "setting", None)
+    return setting is not None and setting.policy is policy
+
+
+def forget_global():
+    """Makes Keras' default policy global, as if no other had been, in this thread."""
+    _told.clear()
+    _made_in_between.clear()
+    keras.config.set_dtype_policy(keras.config.floatx())
+    _note(None)
+
+
+def _note(setting: _Setting | None):
+    """Remembers what this thread's global policy was set to through mpkeras; `None`: to nothing."""
+    _global.setting = setting
+    if threading.current_thread() is threading.main_thread():
+        _of_main_thread[:] = [] if setting is None else [setting]
+
+
+def _is_default(policy) -> bool:
+    return policy == keras.DTypePolicy(keras.config.floatx())
+
+
+def look_for_clear_session():
+    """Makes the policy of this thread global again if `clear_session` has taken it away, and warns of that."""
+    setting = getattr(_global, "setting", None)
+    if setting is not None and setting.was_dropped():
+        _install_again(setting)
+
+
+def _have_same_dtypes(policy, other) -> bool:
+    return (policy.compute_dtype, policy.variable_dtype) == (other.compute_dtype, other.variable_dtype)
+
+
+def _install_again(setting: _Setting):
+    """Makes a policy that `clear_session` has taken away global again, and says so where the default is another one."""
+    default = keras.config.dtype_policy()
+    is_same = _have_same_dtypes(default, setting.installed)
+    _made_in_between.append((default, setting.policy))
+    keras.config.set_dtype_policy(setting.installed)
+    setting.keras_state = _keras.global_state()
+    if not is_same:
+        _warn_once(
+            "clear_session",
+            f"`keras.utils.clear_session()` has reset the global policy '{setting.policy.name}', which was set through "
+            "mpkeras, to Keras' default. It is in force again from here on; layers that were made in between have the "
+            "default until their model is compiled. Call `mpkeras.set_global_policy` after `clear_session`, also to "
+            "choose the default.",
+        )
+
+
+def _warn_of_new_thread(current):
+    """Warns where the main thread's global policy is from mpkeras, and this thread has Keras' default."""
+    if not _of_main_thread or not _is_default(current) or hasattr(_global, "setting"):
+        return
+    policy = _of_main_thread[0].policy
+    if not _have_same_dtypes(current, policy):
+        _warn_once(
+            "thread",
+            f"The global policy of this thread is Keras' default, '{current.name}', while that of the main thread is "
+            f"'{policy.name}', set through mpkeras: Keras keeps it by thread. Call `mpkeras.set_global_policy` in this "
+            "thread, too, also to choose the default, or pass the policy.",
+        )
+
+
+def _warn_once(key: str, message: str):
+    if key not in _told:
+        _told.add(key)
+        warnings.warn(message, stacklevel=4)
 
 
 def global_policy() -> Policy:
     """Returns the global `Policy`: the one set last, through mpkeras or through Keras.
+
+    Keras keeps it by thread, and `keras.utils.clear_session()` resets it to the default. A policy that was set through
+    mpkeras is in force again when it is asked for, here or by a function of mpkeras that goes by the global policy; a
+    warning says so, as layers made in between have the default. In another thread than the main one a warning says
+    where the default differs from the main thread's policy.
 
     Raises:
         ValueError: If Keras was given a policy whose dtypes are not floating point.
@@ -167,9 +292,15 @@ def global_policy() -> Policy:
     >>> mpkeras.global_policy().loss_scale.initial_scale
     32768.0
     """
+    look_for_clear_session()
+    setting = getattr(_global, "setting", None)
     current = keras.config.dtype_policy()
-    if current is getattr(_global, "installed", None):
-        return _global.policy
+    if setting is not None and current is setting.installed:
+        return setting.policy
+    if setting is not None:
+        # Set through Keras since.
+        _note(None)
+    _warn_of_new_thread(current)
     if isinstance(current, Policy):
         return _plain(current)
     # Asking for the global policy must not fail: of a map the default counts, of a quantized one its dtypes.
@@ -179,48 +310,29 @@ def global_policy() -> Policy:
 
 
 @contextlib.contextmanager
-def policy_scope(identifier) -> Iterator[Policy]:
-    """Context manager: the policy is global inside, and what was global before is so again afterwards.
-
-    Args:
-        identifier: As for `get_policy`.
-
-    Yields:
-        The `Policy`.
-
-    Raises:
-        ValueError, TypeError: As `get_policy` does; then nothing has changed.
-
-    Example:
-
-    >>> with mpkeras.policy_scope("mixed_float16") as policy:
-    ...     inside = keras.layers.Dense(2).compute_dtype
-    >>> policy.name, inside, keras.layers.Dense(2).compute_dtype
-    ('mixed_float16', 'float16', 'float32')
-    """
+def global_in_scope(identifier) -> Iterator[Policy]:
+    """Context manager: `mpkeras.policy_scope`, with `compile` left alone."""
+    look_for_clear_session()
+    around = getattr(_global, "setting", None)
     keras_policy = keras.config.dtype_policy()
-    remembered = getattr(_global, "policy", None), getattr(_global, "installed", None)
-    policy = set_global_policy(identifier)
+    policy = make_global(identifier)
+    inside = _global.setting
     try:
         yield policy
     finally:
+        if inside.was_dropped() and not _have_same_dtypes(keras.config.dtype_policy(), inside.installed):
+            _made_in_between.append((keras.config.dtype_policy(), policy))
+            _warn_once(
+                "clear_session",
+                f"`keras.utils.clear_session()` was called in a `mpkeras.policy_scope` and has ended it: layers made "
+                f"since have Keras' default policy, not '{policy.name}', until their model is compiled. Open the scope "
+                "after `clear_session`.",
+            )
         # The same objects, not equal ones: that is how `global_policy` knows its own.
         keras.config.set_dtype_policy(keras_policy)
-        _global.policy, _global.installed = remembered
-
-
-def install_from_environment() -> Policy | None:
-    """Makes the policy that the environment variable `MPKERAS_POLICY` names global, if it is set and not empty."""
-    name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
-    if not name:
-        return None
-    try:
-        return set_global_policy(name)
-    except ValueError as error:
-        raise ValueError(
-            f"Expected the environment variable {ENVIRONMENT_VARIABLE} to name a registered policy. "
-            f"Received: {ENVIRONMENT_VARIABLE}={name!r}. {error} Correct or unset {ENVIRONMENT_VARIABLE}."
-        ) from error
+        if around is not None:
+            around.keras_state = _keras.global_state()
+        _note(around)
 
 
 def _from_keras(policy: keras.DTypePolicy) -> Policy:

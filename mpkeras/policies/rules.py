@@ -8,6 +8,8 @@ import keras
 from mpkeras import _keras
 from mpkeras.policies import kernels
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.heads import OUTPUTS, has_own_call, is_large
+from mpkeras.policies.survey import Survey
 
 # On the policy of a layer that has its float8 state from a conversion. No file and no config holds it.
 FLOAT8_STATE_MARK = "_mpkeras_gave_state"
@@ -99,6 +101,19 @@ DEFAULT_RULES = (
     ("GlobalAveragePooling1D", "with a mask, the sum overflows float16 (4096 steps of 305: inf)"),
     # Regularizers.
     ("ActivityRegularization", "float16: the penalty of 512 activations of 300 is inf instead of 14400"),
+    # Numbers that are names. Bins and codes follow from them, and a mask is where one of them equals a value.
+    # `Embedding` is not here: it casts none of its inputs, and its rows may be 16-bit.
+    (
+        "CategoryEncoding",
+        "a graph of TensorFlow casts its inputs, integers too: code 2049 is encoded as 2048 in float16, 257 as 256 in "
+        "bfloat16",
+    ),
+    (
+        "Discretization",
+        "in a graph of TensorFlow the years 2048 and 2049 fall into one bin, and `count` raises in 16 bits; elsewhere "
+        "3001 numbers in a bin count as 3000 in float16, 3008 in bfloat16",
+    ),
+    ("Masking", "beside `mask_value=2052`, steps of 2051 are masked in float16, and those of 2044 to 2056 in bfloat16"),
     # Preprocessing: the data as it comes, not yet in a range that suits 16 bits.
     ("Normalization", "a mean of 7e4 or a variance of 1e6 is inf in float16: NaN for every input"),
     ("Rescaling", _moves(float16=0.2, bfloat16=3.6)),
@@ -135,6 +150,12 @@ DEFAULT_RULES = (
     ("RandomShear", _draws(222)),
     ("MelSpectrogram", "off by 0.29 dB in bfloat16, 0.03 dB in float16; samples of 1e5 leave float16 as NaN"),
     ("STFTSpectrogram", "bfloat16 raises on every backend; float16 is off by 5e-3 of the largest"),
+    # By their place in the model, whatever their class.
+    (
+        OUTPUTS,
+        "an output in 16 bits is rounded for good: a regression of years ends with an error of 2.35 in bfloat16 and "
+        "0.35 in float16 instead of 0.17, and prices of 80000 are inf in float16",
+    ),
 )
 
 
@@ -212,7 +233,8 @@ def matches(rule, layer) -> bool:
 
     A class, or its name, matches subclasses too; so do all names under which `keras.layers` has a class. `activation:`
     compares `layer.activation` with the Keras activation of that name. `path:` searches the expression anywhere in
-    `layer.path`, or in `layer.name` until the layer is built; `^` and `$` tie it to the ends.
+    `layer.path`, or in `layer.name` until the layer is built; `^` and `$` tie it to the ends. The rule "outputs" goes
+    by the place of a layer in its model, which a layer alone does not know: it matches none here.
     """
     if not isinstance(rule, str):
         return isinstance(layer, rule) if isinstance(rule, type) else layer is rule
@@ -244,7 +266,8 @@ def unmatched(model, rules, argument: str) -> list[str]:
 
     Not for default rules.
     """
-    layers = _reachable(model)
+    survey = Survey.of(model)
+    model, layers = survey.model, _reachable(survey)
     return [
         f"Expected each rule of `{argument}` to match a layer. Received: rule {written(rule)!r}, which matches none "
         f"of model '{model.name}'. {_suggestion(rule, layers)}Correct the rule, or leave it out."
@@ -253,18 +276,18 @@ def unmatched(model, rules, argument: str) -> list[str]:
     ]
 
 
-def _reachable(model) -> list:
+def _reachable(survey) -> list:
     """Returns the layers that rules are compared with: all but those inside attention layers."""
     found: dict = {}
 
     def walk(parent):
-        for layer in _keras.direct_sublayers(parent):
+        for layer in survey.direct(parent):
             if id(layer) not in found:
                 found[id(layer)] = layer
                 if not isinstance(layer, _KEEP_OWN_PRECISION):
                     walk(layer)
 
-    walk(model)
+    walk(survey.model)
     return list(found.values())
 
 
@@ -284,7 +307,7 @@ def _suggestion(rule, layers) -> str:
     return f"Did you mean {f'{kind}:{near[0]}' if kind else near[0]!r}? " if near else ""
 
 
-def layers_to_keep(model, rules) -> list:
+def layers_to_keep(model, rules, heads=()) -> list:
     """Returns `(layer, rule)` for every layer in `model` that `rules` keep in float32; the first that matches counts.
 
     A rule on a layer holds for everything inside it, unless the layer runs quantized layers that compute in 16 bits:
@@ -292,19 +315,25 @@ def layers_to_keep(model, rules) -> list:
     their own precision.
 
     Args:
-        model: A `keras.Model` of any kind, or a layer.
+        model: A `keras.Model` of any kind, or a layer, or a `Survey` of it.
         rules: As in `Policy.keep_float32`.
+        heads: Layers that make outputs of the model, beside those that its graph shows.
 
     Returns:
         The rules are strings, those of classes and layers in the form in which they are saved.
     """
-    rules = tuple(rules)
-    fixed = {id(layer) for layer in running_quantized(model, "float32")}
+    rules, survey = tuple(rules), Survey.of(model)
+    model = survey.model
+    fixed = {id(layer) for layer in running_quantized(survey, "float32")}
+    makes_outputs = [*survey.heads.layers, *heads] if OUTPUTS in rules else []
+    by_place = {id(layer) for layer in makes_outputs if not is_large(layer)}
     kept: dict = {}
     seen = set()
 
     def walk(layer, inherited):
         rule = first_match(rules, layer) if inherited is None else inherited
+        if rule is None and id(layer) in by_place:
+            rule = OUTPUTS
         if id(layer) in fixed:
             rule = None
         # A layer used in two places is walked again when only the second one is kept in float32.
@@ -314,53 +343,49 @@ def layers_to_keep(model, rules) -> list:
         if rule is not None:
             kept.setdefault(id(layer), (layer, written(rule)))
         if rule is not None or not isinstance(layer, _KEEP_OWN_PRECISION):
-            for inner in _keras.direct_sublayers(layer):
+            for inner in survey.direct(layer):
                 walk(inner, rule)
 
-    for layer in _keras.direct_sublayers(model) if isinstance(model, keras.Model) else [model]:
+    for layer in survey.direct(model) if isinstance(model, keras.Model) else [model]:
         walk(layer, None)
     return list(kept.values())
 
 
-def kept_in_float32(model, policy, dtypes) -> dict:
+def kept_in_float32(model, policy, dtypes, heads=()) -> dict:
     """Returns `{id: (layer, rule, reason)}` for the layers that a rule, or a missing kernel, keeps in float32.
 
     Args:
-        model: A `keras.Model` of any kind, or a layer.
+        model: A `keras.Model` of any kind, or a layer, or a `Survey` of it.
         policy: The `Policy` with the rules.
         dtypes: `{id: dtype}`, what each layer computes in without them.
+        heads: As in `layers_to_keep`.
     """
-    reasons = dict(DEFAULT_RULES)
+    reasons, survey = dict(DEFAULT_RULES), Survey.of(model)
     kept = {
         id(layer): (layer, rule, reasons.get(rule, f"kept in float32 by the policy {policy.name!r}"))
-        for layer, rule in layers_to_keep(model, policy.keep_float32)
+        for layer, rule in layers_to_keep(survey, policy.keep_float32, heads)
     }
     others = {dtype for key, dtype in dtypes.items() if key not in kept}
     for dtype in SIXTEEN_BIT_DTYPES:
         # A trial takes time, and a model in float32 needs none.
-        for layer, rule, reason in _without_kernel(model, dtype) if dtype in others else []:
+        for layer, rule, reason in _without_kernel(survey, dtype) if dtype in others else []:
             if dtypes[id(layer)] in (dtype, "float32"):
                 kept.setdefault(id(layer), (layer, rule, reason))
     return kept
 
 
-def _without_kernel(model, dtype: str) -> list:
+def _without_kernel(survey, dtype: str) -> list:
     """Returns `(layer, class name, reason)` for the layers that the backend and device cannot run in `dtype`."""
-    layers = _keras.flatten_layers(model, include_self=True)
+    layers = survey.layers
     classes = {base.__name__ for layer in layers for base in type(layer).__mro__}
     missing = dict(kernels.missing_kernel_rules(dtype, among=classes))
-    found: list = [(layer, rule, missing[rule]) for layer, rule in layers_to_keep(model, missing)]
+    found: list = [(layer, rule, missing[rule]) for layer, rule in layers_to_keep(survey, missing)]
     for lacking in layers:
         reason = kernels.missing_kernel_of(lacking, dtype)
         # With a wrapper around it.
-        for layer, _ in layers_to_keep(model, [lacking]) if reason is not None else []:
+        for layer, _ in layers_to_keep(survey, [lacking]) if reason is not None else []:
             found.append((layer, type(lacking).__name__, reason))
     return found
-
-
-def has_own_call(layer) -> bool:
-    """Whether the arithmetic of `layer` is the user's own."""
-    return not type(layer).call.__module__.startswith("keras.") or isinstance(layer, keras.layers.Lambda)
 
 
 # Quantized layers, and those whose arithmetic meets theirs, keep the policies that they have. A quantized layer returns
@@ -384,19 +409,19 @@ def has_float8_state(layer) -> bool:
 
 def running_quantized(model, dtype: str) -> list:
     """Returns the layers of `model` that run quantized layers of another compute dtype than `dtype` in their `call`."""
-    found = []
+    found, survey = [], Survey.of(model)
     holds: dict = {}  # `id` of a layer -> whether it is, or has in it, such a quantized layer.
 
     def walk(layer) -> bool:
         if id(layer) not in holds:
             holds[id(layer)] = is_quantized(layer) and layer.compute_dtype != dtype
-            if any([walk(inner) for inner in _keras.direct_sublayers(layer)]):
+            if any([walk(inner) for inner in survey.direct(layer)]):
                 holds[id(layer)] = True
-                if not _is_graph(layer):
+                if not is_graph(layer):
                     found.append(layer)
         return holds[id(layer)]
 
-    walk(model)
+    walk(survey.model)
     return found
 
 
@@ -405,13 +430,15 @@ def bound_layers(model, dtype: str) -> set[int]:
 
     The quantized ones; and those that run some of another dtype, with all else that they run.
     """
-    bound = {id(layer) for layer in _keras.flatten_layers(model, include_self=True) if is_quantized(layer)}
-    for layer in running_quantized(model, dtype):
-        bound |= {id(inner) for inner in _keras.flatten_layers(layer, include_self=True)}
+    survey = Survey.of(model)
+    bound = {id(layer) for layer in survey.layers if is_quantized(layer)}
+    for layer in running_quantized(survey, dtype):
+        bound |= {id(inner) for inner in survey.within(layer)}
     return bound
 
 
-def _is_graph(layer) -> bool:
+def is_graph(layer) -> bool:
+    """Whether `layer` is a model that passes tensors from layer to layer, and computes nothing itself."""
     is_graph = isinstance(layer, keras.Sequential) or _keras.graph_of(layer) is not None
     return is_graph and not has_own_call(layer)
 

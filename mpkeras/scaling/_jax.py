@@ -26,6 +26,19 @@ def build_scope():
     return contextlib.nullcontext()
 
 
+def unshare(variables):
+    """Gives each variable an array of its own: one that two hold cannot be donated to the next step.
+
+    Where Keras' `Variable.assign` is given another variable, or an array, it holds that very one.
+    """
+    seen = set()
+    for variable in variables:
+        value = _keras.stored_value(variable)
+        if id(value) in seen and value is not None:
+            _keras.put(variable, jnp.copy(value))
+        seen.add(id(value))
+
+
 def traces() -> list:
     """Returns the innermost trace that this code is compiled in; `[]` in eager code, that of a gradient included."""
     program = _present_program()
@@ -43,7 +56,7 @@ def scale_loss(optimizer, loss, facts):
     # What does not depend on a differentiated value belongs to the program around the derivative: after `stop_gradient`
     # the flag is of the train step itself, in a function that `jax.value_and_grad` takes, too.
     flag = jnp.isfinite(jnp.sum(jax.lax.stop_gradient(loss)))
-    # One flag for each program: a loop that scales op by op, and applies in compiled code, never takes them.
+    # A flag for each program: a loop that scales op by op, and applies in compiled code, never takes them.
     before = [f for f in facts.loss_flags if _program_of(f) is _program_of(flag)]
     facts.loss_flags = [f for f in facts.loss_flags if _program_of(f) is not _program_of(flag)]
     facts.loss_flags.append(jnp.all(jnp.stack([*before, flag])))
@@ -54,7 +67,7 @@ def _known_loss_flag(facts):
     """Returns whether the losses scaled since the last step are finite, or `None` where this is not known.
 
     A flag of another program (a `jax.jit`, `jax.checkpoint` or `jax.lax.scan` inside the step, another trace) is
-    out of reach, and an error to use. One that is no tracer was computed before the program that is traced
+    out of reach, and an error to use. A flag that is no tracer was computed before the program that is traced
     now: as a constant it would decide every later step.
     """
     now = _present_program()
@@ -91,7 +104,7 @@ def _widened(values):
 def grads_are_finite(grads):
     """Returns whether all gradients are finite: a bool scalar of shape `()`.
 
-    One float32 sum a gradient, tested once: inf and NaN survive every addition, and no boolean tensor of
+    A single float32 sum of each gradient, tested once: inf and NaN survive every addition, and no boolean tensor of
     the size of the gradients is written.
     """
     total = jnp.zeros((), jnp.float32)

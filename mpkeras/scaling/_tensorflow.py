@@ -20,6 +20,10 @@ def build_scope():
     return contextlib.nullcontext() if tf.distribute.has_strategy() else tf.init_scope()
 
 
+def unshare(variables):
+    """Gives each variable a value of its own: they always have one here."""
+
+
 def traces() -> list:
     """Returns the graphs that this code is traced into, the innermost first; `[]` in eager code."""
     found: list = []
@@ -157,7 +161,11 @@ def _apply_across_replicas(facts, strategy, optimizer, grads, variables, checks,
     def in_each_replica(function, *arguments):
         # The conditional stands outside the replicas, as a branch inside one could not call the others. So does what
         # holds for the update: each replica runs in a thread of its own, and the first one out must not end it.
-        with _no_second_sum(optimizer), _keras.one_update(optimizer.inner_optimizer), _in_float32(optimizer, rounding):
+        with (
+            _no_second_sum(optimizer),
+            _keras.one_update(optimizer.inner_optimizer),
+            _small_through_scope(optimizer, rounding),
+        ):
             strategy.extended.call_for_each_replica(function, args=arguments)
 
     if optimizer.window is None:
@@ -224,8 +232,8 @@ def _unscaled(optimizer, grads, variables, scale):
 def _update_inner(optimizer, grads, variables, scale=None, is_applied=None):
     """Lets the inner optimizer update, in float32 where variables are small.
 
-    Where a bool scalar `is_applied` is given, what it assigns to small variables, and beside them, takes effect only
-    where that is true.
+    Where a bool scalar `is_applied` is given, what it assigns takes effect only where that is true: chosen at the
+    assignment, as `UpdateScope` says.
     """
     grads = _unscaled(optimizer, grads, variables, scale)
     rounding = optimizer.rounding()
@@ -233,18 +241,15 @@ def _update_inner(optimizer, grads, variables, scale=None, is_applied=None):
         if rounding.small:
             # Copies of all: TensorFlow sums over replicas what is of one graph, and this may be a branch of another.
             grads = [_copied(_with_values(_widened, grad)) for grad in grads]
-            stack.enter_context(_in_float32(optimizer, rounding))
+        if rounding.small or is_applied is not None:
+            stack.enter_context(_through_scope(optimizer, rounding))
             stack.enter_context(_WritingScope(rounding, is_applied))
         optimizer.inner_optimizer.apply(grads, variables)
 
 
 def _update_selecting(optimizer, grads, variables, is_due, scale):
-    inner, is_small = optimizer.inner_optimizer, bool(optimizer.rounding().small)
-    if is_small and _is_of_keras(inner):
+    if _is_of_keras(optimizer.inner_optimizer):
         _update_inner(optimizer, grads, variables, scale, is_due)
-    elif not is_small and _assigns_through_keras(inner):
-        with selecting_assignments(inner, is_due):
-            _update_inner(optimizer, grads, variables, scale)
     else:
         _update_then_select(optimizer, grads, variables, is_due, scale)
 
@@ -297,121 +302,37 @@ def _known_loss_flag(facts):
     return tf.reduce_all(tf.stack(flags)) if usable else None
 
 
-def _assigns_through_keras(inner_optimizer) -> bool:
-    """Whether every write of this optimizer goes through its `assign*` methods or a Keras variable.
-
-    Read for all optimizers of Keras 3.15.1. Accumulation and the overwriting of weights with their average
-    write to TensorFlow variables directly, and so may an optimizer of the user's own. One that has its own form
-    of a method that is covered here, on its class (Muon decays two kinds of variables) or on itself, keeps it.
-    """
-    return _is_of_keras(inner_optimizer) and all(
-        not any(_has_its_own(optimizer, name) for name in _COVERED_METHODS)
-        and not optimizer.gradient_accumulation_steps
-        and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
-        for optimizer in small_state.parts_of(inner_optimizer)
+def _is_of_keras(inner_optimizer) -> bool:
+    """Whether no class or object of the user's may write to native variables, which no scope sees."""
+    return all(
+        type(part).__module__.partition(".")[0] == "keras" and not vars(part).keys() & set(_ASSIGNING)
+        for part in small_state.parts_of(inner_optimizer)
     )
 
 
-def _is_of_keras(inner_optimizer) -> bool:
-    """Whether no class of the user's may write to native variables, which no scope sees."""
-    return all(type(o).__module__.partition(".")[0] == "keras" for o in small_state.parts_of(inner_optimizer))
-
-
-_COVERED_METHODS = ("assign", "assign_add", "assign_sub", _keras.WEIGHT_DECAY_METHOD)
-
-
-def _has_its_own(optimizer, name: str) -> bool:
-    return name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(keras.optimizers.Optimizer, name)
-
-
-class _SelectingScope(keras.StatelessScope):
-    """Sends what is assigned to Keras variables through a selection; reading is as outside."""
-
-    def __init__(self, assign):
-        super().__init__()
-        self._assign = assign
-
-    def add_update(self, update):
-        variable, value = update
-        self._assign(variable, value)
+_ASSIGNING = ("assign", "assign_add", "assign_sub", _keras.WEIGHT_DECAY_METHOD)
 
 
 @contextlib.contextmanager
-def selecting_assignments(inner_optimizer, is_applied):
-    """Within this context every assignment of `inner_optimizer` takes effect only where `is_applied`.
-
-    Selecting at the assignment leaves nothing that needs the old values: XLA fuses it into the update, and no buffer is
-    copied. (`where` on every variable after the update is the slowest form: 2 to 5 times bare.)
-    """
-
-    def native(variable):
-        return variable.value if isinstance(variable, keras.Variable) else variable
-
-    def assign(variable, value):
-        variable = native(variable)
-        if isinstance(value, tf.IndexedSlices):
-            old = tf.gather(variable, value.indices)
-            chosen = tf.where(is_applied, tf.cast(value.values, variable.dtype), old)
-            variable.scatter_update(tf.IndexedSlices(chosen, value.indices))
-        else:
-            value = tf.cast(value, variable.dtype)
-            variable.assign(tf.where(is_applied, value, variable))
-
-    def assign_change(variable, value, sign):
-        variable = native(variable)
-        value = tf.cast(value, variable.dtype)
-        if isinstance(value, tf.IndexedSlices):
-            # Adding 0 changes -0.0, and flushes subnormal numbers: rows are chosen whole.
-            zeros = tf.zeros_like(value.values)
-            change = tf.where(is_applied, sign * value.values, zeros)
-            kept = tf.gather(variable, value.indices)
-            variable.scatter_add(tf.IndexedSlices(change, value.indices))
-            after = tf.gather(variable, value.indices)
-            variable.scatter_update(tf.IndexedSlices(tf.where(is_applied, after, kept), value.indices))
-        else:
-            changed = variable + value if sign > 0 else variable - value
-            variable.assign(tf.where(is_applied, changed, variable))
-
-    def weight_decay(optimizer):
-        def apply_weight_decay(variables):
-            if optimizer.weight_decay is None:
-                return
-            for variable in variables:
-                if _keras.decays(optimizer, variable):
-                    variable = native(variable)
-                    rate = tf.cast(optimizer.learning_rate, variable.dtype)
-                    decay = tf.cast(optimizer.weight_decay, variable.dtype)
-                    assign_change(variable, variable * decay * rate, -1)
-
-        return apply_weight_decay
-
-    def methods_of(optimizer):
-        changes = functools.partial(assign_change, sign=1), functools.partial(assign_change, sign=-1)
-        return dict(zip(_COVERED_METHODS, (assign, *changes, weight_decay(optimizer)), strict=True))
-
-    with small_state.replaced_methods(inner_optimizer, methods_of), _SelectingScope(assign):
-        yield
-
-
-@contextlib.contextmanager
-def _in_float32(optimizer, rounding):
-    """Within this context the inner optimizer updates small variables through the `_WritingScope` of its thread."""
-    # Around all replicas, as in `_no_second_sum`: the methods find in the scope what differs.
-    if not rounding.small:
-        yield
-        return
-    methods = small_state.replaced_methods(optimizer.inner_optimizer, _methods_in_float32)
+def _through_scope(optimizer, rounding):
+    """Within this context the inner optimizer updates variables through the `_WritingScope` of its thread."""
+    methods = small_state.replaced_methods(optimizer.inner_optimizer, _methods_through_scope)
     with methods, rounding.variables_as_float32():
         yield
 
 
-def _methods_in_float32(optimizer) -> dict:
+def _small_through_scope(optimizer, rounding):
+    # Around all replicas, as in `_no_second_sum`: the methods find in the scope what differs.
+    return _through_scope(optimizer, rounding) if rounding.small else contextlib.nullcontext()
+
+
+def _methods_through_scope(optimizer) -> dict:
     """Returns what replaces the methods of `optimizer` that hand on native variables, as they are stored."""
     keys = {
         id(variable): getattr(optimizer, _keras.KEY_METHOD)(variable)
         for variable in _keras.optimizer_trainable_variables(optimizer)
     }
-    # What the replicas, each in a thread of its own, hand to the update of all; it is the same for each.
+    # The replicas, each in a thread of its own, hand it to the update of all; it is the same for each.
     handed: dict = {}
 
     def update(grads, variables, learning_rate):
@@ -448,6 +369,9 @@ def _methods_in_float32(optimizer) -> dict:
 def _assign(variable, value):
     if isinstance(value, tf.IndexedSlices):
         rows = tf.cast(value.values, variable.dtype)
+        if _keras.stateless_scope().writes_rows_of(variable):
+            _keras.stateless_scope().write_rows(variable, tf.IndexedSlices(rows, value.indices))
+            return
         value = tf.tensor_scatter_nd_update(variable.value, value.indices[:, tf.newaxis], rows)
     variable.assign(value)
 
@@ -455,6 +379,9 @@ def _assign(variable, value):
 def _assign_change(sign: int, variable, value):
     if isinstance(value, tf.IndexedSlices):
         rows = sign * tf.cast(value.values, variable.dtype)
+        if _keras.stateless_scope().writes_rows_of(variable):
+            _keras.stateless_scope().add_to_rows(variable, tf.IndexedSlices(rows, value.indices))
+            return
         value = tf.tensor_scatter_nd_add(variable.value, value.indices[:, tf.newaxis], rows)
     else:
         value = variable.value + sign * tf.cast(value, variable.dtype)
@@ -475,6 +402,30 @@ class _WritingScope(small_state.UpdateScope):
             stored.assign(value)
         else:
             context.merge_call(_assign_all_copies, args=(stored, value))
+
+    def writes_rows_of(self, variable) -> bool:
+        """Whether rows of `variable` are written alone, without a pass over all of it: nothing is to be rounded."""
+        return not self.rounding.covers(variable) and _decides_alone(tf.distribute.get_strategy())
+
+    def write_rows(self, variable, rows):
+        """Stores new rows, `tf.IndexedSlices` of the dtype of `variable`."""
+        stored = _keras.stored_value(variable)
+        if self.is_applied is not None:
+            chosen = tf.where(self.is_applied, rows.values, tf.gather(stored, rows.indices))
+            rows = tf.IndexedSlices(chosen, rows.indices)
+        stored.scatter_update(rows)
+
+    def add_to_rows(self, variable, rows):
+        """Adds to rows, of which one may be named several times."""
+        stored = _keras.stored_value(variable)
+        if self.is_applied is None:
+            stored.scatter_add(rows)
+            return
+        before = tf.gather(stored, rows.indices)
+        stored.scatter_add(tf.IndexedSlices(tf.where(self.is_applied, rows.values, 0), rows.indices))
+        # To add 0 changes -0.0, and flushes subnormal numbers: rows are chosen whole.
+        after = tf.gather(stored, rows.indices)
+        stored.scatter_update(tf.IndexedSlices(tf.where(self.is_applied, after, before), rows.indices))
 
 
 def _assign_all_copies(strategy, stored, value):

@@ -22,7 +22,7 @@ GRADIENT_LOG_NAMES = ("grad_norm", "zero_grad_fraction")
 
 @dataclasses.dataclass
 class StepFacts:
-    """What is known of one step of one optimizer, on one replica. On JAX the flags are values of the traced step."""
+    """The facts of one step of one optimizer, on one replica. On JAX the flags are values of the traced step."""
 
     # Set by whoever runs the step, and the same until its end. `is_nested`: within another guarded step.
     is_guarded: bool = False

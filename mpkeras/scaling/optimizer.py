@@ -2,14 +2,17 @@
 
 import functools
 import warnings
+import weakref
 from typing import Any
 
 import keras
 from keras import ops
 
-from mpkeras import _keras, _replaced
+from mpkeras import _keras
 from mpkeras.policies.dtypes import SMALL_DTYPE, check_slot_dtype
-from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale, number, resolve, scalars
+from mpkeras.policies.loss_scaling import FixedLossScale, LossScale, number, scalars
+from mpkeras.scaling import files
+from mpkeras.scaling.arguments import check_parts, checked_inner_optimizer, refuse_inner_arguments, rule_from_arguments
 from mpkeras.scaling.facts import (
     FactsOfReplicas,
     StepFacts,
@@ -17,6 +20,7 @@ from mpkeras.scaling.facts import (
     ended_update,
     gradient_statistics,
 )
+from mpkeras.scaling.record import Record
 from mpkeras.scaling.small_state import Rounding, parts_of, replaced_methods, slot_dtypes
 from mpkeras.scaling.window import Decision, GradientWindow, checked_steps, single_step
 
@@ -33,23 +37,9 @@ else:
     )
 
 
-# Arguments of every Keras optimizer that mean nothing on the wrapper, with the neutral values that configurations of
-# early Keras 3 contain.
-_INNER_ARGUMENTS = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "global_clipnorm": None,
-    "clipvalue": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "loss_scale_factor": None,
-    "gradient_accumulation_steps": None,
-}
-# Stock Keras' scale grows after so many steps: never. It compares a counter that is int32 on JAX and torch.
-_NEVER = 2**31 - 1
-# Where the configuration holds what only mpkeras knows: beside what plain Keras reads of the inner optimizer.
-_EXTRA = "mpkeras"
+_alive: weakref.WeakSet = weakref.WeakSet()
+# Functions of an optimizer and its variables: called with its first update in a loop that mpkeras does not run.
+ON_FIRST_UNGUARDED_UPDATE: list = []
 
 
 def _of_inner(name: str) -> property:
@@ -92,6 +82,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     A gradient whose float32 *sum* overflows (values near 1e38) counts as not finite.
 
+    In a loop of your own `mpkeras.apply_policy(model)` goes before the first step: an optimizer knows no layers, and
+    so cannot keep those in float32 that the policy names. Where they were made under `mpkeras.set_global_policy` or
+    `mpkeras.policy_scope` and compute in 16 bits, the first update names them in a warning.
+
     Args:
         inner_optimizer: A Keras optimizer, its name or its configuration.
         initial_scale: The first loss scale; with `dynamic=False` the only one. Default 2**15.
@@ -102,9 +96,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         on_overflow: With `gradient_accumulation_steps` on the inner optimizer, what a step that is not finite
             takes from the update: itself (`"drop_micro"`, the default) or all of it (`"drop_window"`).
         slot_dtype: The dtype of what the inner optimizer keeps beside each weight (moments, accumulators):
-            `"bfloat16"`, `"float32"`, or `"auto"`, that of the weight; `None` is `"auto"`. Whatever it is, and whatever
-            the weights are stored in, the inner optimizer computes in float32, and what it assigns to a bfloat16
-            variable is rounded stochastically: up or down with the probability of its distance. Moving averages of the
+            `"bfloat16"`, `"float32"`, or `"auto"`, that of the weight; `None` is `"auto"`. The inner optimizer computes
+            in float32 in any case, and each value that it assigns to a bfloat16 variable is rounded
+            stochastically: up or down with the probability of its distance. Moving averages of the
             weights and sums of accumulated gradients stay in float32.
         all_reduce_dtype: `"float16"` or `"bfloat16"`: under a `tf.distribute` strategy the scaled gradients are
             summed over replicas in this dtype, and a sum that overflows is a skipped step. Clipping then sees
@@ -140,10 +134,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     built: bool
     window: GradientWindow | None = None
-    # Whether a guard around the train step undoes what a skipped step did to the rest of the model.
-    _is_guarded = False
-    # Whether it was so in the model that this optimizer was saved with.
-    _was_guarded = False
+    record: Record
 
     def __init__(
         self,
@@ -159,13 +150,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         all_reduce_dtype: str | None = None,
         **kwargs,
     ) -> None:
-        _refuse_inner_arguments(kwargs)
+        refuse_inner_arguments(kwargs)
         slot_dtype = check_slot_dtype("auto" if slot_dtype is None else slot_dtype)
         _backend.check_all_reduce_dtype(all_reduce_dtype)
-        inner_optimizer = _checked_inner_optimizer(inner_optimizer)
-        rule = _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
+        inner_optimizer = checked_inner_optimizer(inner_optimizer)
+        rule = rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic)
         factor = inner_optimizer.loss_scale_factor
-        # Whoever passes a whole rule has decided what holds.
+        # A whole rule is a decision.
         if factor is not None and not isinstance(loss_scale, LossScale):
             warnings.warn(
                 f"`loss_scale_factor={factor}` of the inner optimizer gives way to {rule!r}, or the loss would be "
@@ -176,23 +167,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Keras' constructor takes it from the inner optimizer, which is the user's. It is out of force in `apply`.
         inner_optimizer.loss_scale_factor = factor
         self._rule = rule
-        # Such a rule gives way to what the next policy asks for; one of the user's own does not.
-        self._chosen_by_prepare = False
+        self.record = Record()
         self.facts_of_replicas = FactsOfReplicas()
         self._saved_beside = _keras.SavedBeside(self)
         # Not in `build`: a train step is traced with these counters before it builds the optimizer.
         self._skipped_steps = self._add_scalar("skipped_steps", 0)
         self._consecutive_skips = self._add_scalar("consecutive_skips", 0)
-        self._last_step_skipped = self._add_scalar("last_step_skipped", False)
+        # Flags are 0 or 1: Keras' `OrbaxCheckpoint` stores no bools.
+        self._last_step_skipped = self._add_scalar("last_step_skipped", 0)
         self._nonfinite_losses = self._add_scalar("nonfinite_losses", 0)
-        self._skipped_in_step = self._add_scalar("skipped_in_step", False)
-        self._accepted_in_step = self._add_scalar("accepted_in_step", False)
+        self._skipped_in_step = self._add_scalar("skipped_in_step", 0)
+        self._accepted_in_step = self._add_scalar("accepted_in_step", 0)
         # The variables that the rule moves; `build` makes them.
         self._state: dict = {}
         self._slot_dtype = slot_dtype
-        # As for the rule.
-        self._slots_chosen_by_prepare = False
         self.all_reduce_dtype = all_reduce_dtype
+        _alive.add(self)
         self._take_over_accumulation(on_overflow)
 
     # ---------------------------------------------------------------------------------------------- state
@@ -218,7 +208,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self._build_inner(list(variables))
             self.store_slots()
             if self.window is not None:
-                self._build_window(self.window)
+                self.window.build(self, self.trainable_variables)
         # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
         # optimizer through this one and create averages and accumulators a second time.
         self.built = True
@@ -250,7 +240,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @slot_dtype.setter
     def slot_dtype(self, value):
         check_slot_dtype(value)
-        self._slot_dtype, self._slots_chosen_by_prepare = value, False
+        self._slot_dtype, self.record.slots_are_chosen_by_prepare = value, False
         if self.built:
             self.store_slots()
 
@@ -267,8 +257,26 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
             return {} if self._slot_dtype == "auto" else {"add_variable": add_slot}
 
+        excluded = self.record.excluded_from_weight_decay
+        missing = self._exclude_again([(self.inner_optimizer, variables)], excluded[:1])
         with replaced_methods(self.inner_optimizer, slot_maker):
             self.inner_optimizer.build(variables)
+        parts = [(part, _keras.optimizer_trainable_variables(part)) for part in parts_of(self.inner_optimizer)[1:]]
+        missing += self._exclude_again(parts, excluded[1:])
+        self.record.excluded_from_weight_decay = []
+        if missing:
+            warnings.warn(
+                f"`{self.name}` was saved with weights that do not decay, and {missing[:3]} among them are not where "
+                "they were: they decay now. Before the optimizer is built, call `optimizer.exclude_from_weight_decay`.",
+                stacklevel=4,
+            )
+
+    @staticmethod
+    def _exclude_again(parts, exclusions) -> list:
+        """Excludes from weight decay what a config says; returns the names of what is not found."""
+        pairs = [pair for pair in zip(parts, exclusions, strict=False) if pair[1]]
+        missing = [_keras.exclude_again(part, told, variables) for (part, variables), told in pairs]
+        return [name for names in missing for name in names]
 
     def store_slots(self):
         """Stores each slot in `slot_dtype`, its value kept; averages and single numbers in float32."""
@@ -279,6 +287,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def finalize_variable_values(self, var_list) -> None:
         """Gives the weights their averages, where the inner optimizer keeps them (`use_ema`). `fit` ends with it.
+
+        Before the first update there are no averages yet, and the weights stay as they are.
 
         Args:
             var_list: List of the `keras.Variable`s that the optimizer was built on, in that order.
@@ -294,6 +304,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         >>> float(keras.ops.convert_to_numpy(variable)[0])  # 6 after one step, 4 after two: 0.75 * 6 + 0.25 * 4
         5.5
         """
+        # Where an error ends `fit` on JAX, Keras asks for them while no variable has a value.
+        if _keras.is_purged(self._inner_calls):
+            return
+        is_known = not _backend.traces() and not _keras.in_stateless_scope()
+        if is_known and not number(self._inner_calls):
+            # Every step was skipped. Averages begin at zero with the first update: there is nothing to give.
+            return
         is_small = bool(self.rounding().small)
 
         def portable(part):
@@ -303,6 +320,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         with replaced_methods(self.inner_optimizer, portable):
             self.inner_optimizer.finalize_variable_values(var_list)
+        _backend.unshare([*self.trainable_variables, *self.variables])
 
     def rounding(self) -> Rounding:
         """Returns how the assignments of one update are rounded; its `small` is empty where none is."""
@@ -328,7 +346,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def variables(self) -> list:
         """The variables of this optimizer and of the inner one, in a fixed order."""
-        # Those of the window come last among its own, although its counters are made first.
+        # Variables of the window come last among its own, although its counters are made first.
         of_window = [] if self.window is None else self.window.variables
         known = {id(variable) for variable in of_window}
         own = [variable for variable in self._variables if id(variable) not in known]
@@ -422,8 +440,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def last_step_skipped(self):
         """Whether the last step was left out: bool scalar tensor of shape `()`."""
-        # A value: a Keras variable cannot be asked `if optimizer.last_step_skipped`. Copied: the next step assigns it.
-        return ops.copy(self._last_step_skipped.value)
+        # A value: a Keras variable cannot be asked `if optimizer.last_step_skipped`.
+        return ops.not_equal(self._last_step_skipped.value, 0)
 
     @property
     def accepted_steps(self):
@@ -528,7 +546,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with ended_update(self, _backend.traces()) as facts:
             variables = self._checked_variables(grads, trainable_variables)
             check_loss_was_scaled(self, facts)
-            self._warn_of_lost_guard(facts.is_guarded)
+            self.record.warn_of_lost_guard(facts.is_guarded)
+            self._look_at_own_loop(facts.is_guarded, variables)
             self._note_statistics(grads, facts)
             _backend.apply(self, grads, variables, facts)
 
@@ -584,7 +603,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with ended_update(self, _backend.traces()) as facts:
             self._check_values(optimizer_variables, grads, trainable_variables)
             check_loss_was_scaled(self, facts)
-            self._warn_of_lost_guard(facts.is_guarded)
+            self.record.warn_of_lost_guard(facts.is_guarded)
+            self._look_at_own_loop(facts.is_guarded, self.trainable_variables)
             variables, own = self.trainable_variables, self.variables
             mapping = [*zip(variables, trainable_variables, strict=True), *zip(own, optimizer_variables, strict=True)]
             with keras.StatelessScope(state_mapping=mapping):
@@ -616,7 +636,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def facts(self) -> StepFacts:
-        """What is known of the step that is under way, on this replica."""
+        """The facts of the step that is under way, on this replica."""
         return self.facts_of_replicas.here
 
     @facts.setter
@@ -677,9 +697,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def step_outcome(self) -> tuple:
         """Whether a call of `apply` was skipped, and whether one was not, since the guarded step was opened.
 
-        Two bool variables of shape `()`: whoever guards a step clears them at its end. No part of `StepFacts`, as an
-        update may happen in a function, a branch or a loop that is compiled by itself: only variables reach the step
-        around.
+        Two int32 variables of shape `()`, 0 or 1: whoever guards a step clears them at its end. No part of `StepFacts`,
+        as an update may happen in a function, a branch or a loop that is compiled by itself: only variables reach the
+        step around.
         """
         return self._skipped_in_step, self._accepted_in_step
 
@@ -692,12 +712,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         skipped, row, lost = self._skipped_steps, self._consecutive_skips, self._nonfinite_losses
         values = [(skipped, skipped.value + ops.cast(is_skipped, skipped.dtype))]
         values.append((row, scalars.where(is_accepted, scalars.zeros_like(row.value), row.value + 1)))
-        values.append((self._last_step_skipped, is_skipped))
+        values.append((self._last_step_skipped, ops.cast(is_skipped, "int32")))
         if lost_its_loss is not None:
             values.append((lost, lost.value + ops.cast(lost_its_loss, lost.dtype)))
         if facts.wants_outcome:
             pairs = zip(self.step_outcome, (is_skipped, is_accepted), strict=True)
-            values += [(variable, scalars.logical_or(variable.value, flag)) for variable, flag in pairs]
+            values += [(variable, ops.maximum(variable.value, ops.cast(flag, "int32"))) for variable, flag in pairs]
         return values
 
     # ---------------------------------------------------------------------------------------- accumulation
@@ -721,8 +741,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
             steps: At least 1, in calls of `apply`; 1 updates at every call.
-            on_overflow: What a call whose loss or gradients are not finite takes from the update: itself
-                (`"drop_micro"`) or all of it (`"drop_window"`).
+            on_overflow: A call whose loss or gradients are not finite takes itself from the update
+                (`"drop_micro"`), or all of it (`"drop_window"`).
 
         Raises:
             ValueError: If an argument is out of its range, or this optimizer accumulates otherwise already.
@@ -752,30 +772,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         self.window = GradientWindow(self, steps, on_overflow)
         if self.built:
-            self._build_window(self.window)
-
-    def _build_window(self, window: GradientWindow):
-        window.build(self, self.trainable_variables)
-        self._take_sums(window)
-
-    def _take_sums(self, window: GradientWindow):
-        """Takes over the half-full sums of an inner optimizer that has accumulated by itself."""
-        sums, calls = _keras.accumulated_gradients(self.inner_optimizer), self._inner_calls
-        if not sums:
-            return
-        steps = self.inner_optimizer.gradient_accumulation_steps or window.steps
-        position = ops.cast(ops.mod(calls.value, steps), "int32")
-        # Copies: JAX cannot donate a buffer twice, and torch's would change with the variable it is of.
-        window.position.assign(ops.copy(position))
-        window.accepted.assign(ops.copy(position))
-        for total, old in zip(window.sums, sums, strict=True):
-            total.assign(ops.copy(ops.cast(old.value, total.dtype)))
-            old.assign(ops.zeros_like(old.value))
-        calls.assign(calls.value - ops.cast(position, calls.dtype))
+            self.window.build(self, self.trainable_variables)
 
     @property
     def _inner_calls(self):
-        """What counts the steps of the inner optimizer: its calls, where that one is set to accumulate."""
+        """The counter of the inner optimizer's steps: its calls, where that one is set to accumulate."""
         return _keras.step_count(self.inner_optimizer)
 
     @property
@@ -817,6 +818,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             super().__setattr__(name, value)
 
     def exclude_from_weight_decay(self, var_list: list | None = None, var_names: list[str] | None = None) -> None:
+        # As in Keras, a call takes the place of what was said before.
+        self.record.excluded_from_weight_decay = []
         self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     def set_weights(self, weights) -> None:
@@ -850,36 +853,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         for variable, weight in zip(self.variables, weights, strict=True):
             variable.assign(weight)
 
-    # ---------------------------------------------------------------------------------- guarded train steps
-
-    def _note_guard(self, is_guarded: bool | None = None):
-        """Notes whether the model's `train_step` is guarded now, for the copies that files make of the model.
-
-        `None`: another step guards this optimizer, whatever becomes of the model's `train_step`.
-        """
-        if is_guarded is not None:
-            self._is_guarded = is_guarded
-        # Whoever guards the step, or takes the guard away, has decided.
-        self._was_guarded = False
-
-    def _warn_of_lost_guard(self, in_guarded_step: bool):
-        """Warns once where an optimizer of a guarded model trains a copy of it that is not guarded."""
-        if not self._was_guarded:
+    def _look_at_own_loop(self, in_guarded_step: bool, variables):
+        if self.record.had_update:
             return
-        self._was_guarded = False
+        self.record.had_update = True
         if not in_guarded_step:
-            warnings.warn(
-                "This optimizer comes from a model whose train step was guarded by `mpkeras.prepare` or the "
-                "`MixedPrecision` callback. The model that it trains now (loaded, unpickled or copied) is not: a "
-                "skipped step leaves its traces in BatchNormalization statistics, metrics and random generators. Call "
-                "`mpkeras.prepare(model)` before `fit`; in a loop of your own use `mpkeras.make_train_step`.",
-                stacklevel=4,
-            )
+            for look in ON_FIRST_UNGUARDED_UPDATE:
+                look(self, variables)
 
     # ------------------------------------------------------------------------------------ configuration, files
-
-    # What is saved is a stock `LossScaleOptimizer`, configuration and arrays, so that a compiled model loads where
-    # mpkeras is not installed. What only we know (other rules, counters, windows) lies where Keras does not look.
 
     @property  # type: ignore[misc]
     def __class__(self):
@@ -891,63 +873,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return vars(type(self)).get("_written_class", type(self))
 
     def get_config(self) -> dict:
-        inner_config = keras.saving.serialize_keras_object(self.inner_optimizer)
-        if self.window is not None:
-            # Of this optimizer's `accumulate`, too: stock Keras reads it there.
-            inner_config["config"]["gradient_accumulation_steps"] = self.gradient_accumulation_steps
-        config = {"name": self.name, "inner_optimizer": inner_config, **self._stock_rule()}
-        extra = self._extra_config(config)
-        if extra:
-            inner_config[_EXTRA] = extra
-        return config
-
-    def _stock_rule(self) -> dict:
-        """Returns the settings with which stock Keras' wrapper, which doubles and halves, comes closest to the rule."""
-        rule = self.loss_scale_rule
-        growth_steps = getattr(rule, "dynamic_growth_steps", 2000) if rule.dynamic else _NEVER
-        return {"initial_scale": rule.initial_scale, "dynamic_growth_steps": min(growth_steps, _NEVER)}
-
-    def _extra_config(self, config: dict) -> dict:
-        rule, extra = self.loss_scale_rule, {}
-        said = DynamicLossScale(config["initial_scale"], dynamic_growth_steps=config["dynamic_growth_steps"])
-        if rule != said:
-            extra["loss_scale"] = keras.saving.serialize_keras_object(rule)
-        if self.window is not None and self.window.on_overflow != "drop_micro":
-            extra["on_overflow"] = self.window.on_overflow
-        if self._slot_dtype != "auto":
-            extra["slot_dtype"] = self._slot_dtype
-        if self.all_reduce_dtype is not None:
-            extra["all_reduce_dtype"] = self.all_reduce_dtype
-        if self.scale_is_one and self._chosen_by_prepare:
-            # Or a model saved in bfloat16 would train in float16 without loss scaling.
-            extra["chosen_by_prepare"] = True
-        if self._is_guarded or self._was_guarded:
-            extra["was_guarded"] = True
-        return extra
+        return files.config_of(self)
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
-        config = dict(config)
-        inner_config = config.pop("inner_optimizer")
-        inner_optimizer = keras.saving.deserialize_keras_object(inner_config, custom_objects=custom_objects)
-        # Files of 0.1.0 have the same keys beside the inner optimizer, in what stock Keras reads.
-        config |= inner_config.get(_EXTRA, {}) if isinstance(inner_config, dict) else {}
-        chosen_by_prepare = config.pop("chosen_by_prepare", False)
-        was_guarded = config.pop("was_guarded", False)
-        if isinstance(config.get("loss_scale"), dict):
-            config["loss_scale"] = keras.saving.deserialize_keras_object(
-                config["loss_scale"], custom_objects=custom_objects
-            )
-            # They say for plain Keras what the rule says for us.
-            config.pop("initial_scale", None)
-            config.pop("dynamic_growth_steps", None)
-        arguments = {name: config.pop(name, None) for name in ("initial_scale", "dynamic_growth_steps", "dynamic")}
-        # As one whole rule: a `loss_scale_factor` of the inner optimizer has given way to it before.
-        rule = _rule_from_arguments(**arguments, loss_scale=config.pop("loss_scale", "dynamic"))
-        optimizer = cls(inner_optimizer, loss_scale=rule, **config)
-        optimizer._chosen_by_prepare = chosen_by_prepare
-        optimizer._was_guarded = was_guarded
-        return optimizer
+        return files.optimizer_from(cls, config, custom_objects)
 
     def save_own_variables(self, store) -> None:
         """Saves what stock Keras' `LossScaleOptimizer` would, by number; the other variables lie beside it, by name.
@@ -965,7 +895,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         >>> int(store["skipped_steps"]), float(store["dynamic_scale"])
         (0, 1024.0)
         """
-        for i, variable in enumerate([*self._stock_own_variables(), *self.inner_optimizer.variables]):
+        for i, variable in enumerate([*files.stock_variables(self), *self.inner_optimizer.variables]):
             store[str(i)] = variable.numpy()
         if isinstance(store, dict):
             self._saved_beside.save_own_variables(store)
@@ -988,53 +918,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         >>> float(optimizer.loss_scale)
         1024.0
         """
-        if isinstance(store, dict):
-            self._load_numbered({key: value for key, value in store.items() if key.isdigit()})
+        is_dict = isinstance(store, dict)
+        numbered = {key: value for key, value in store.items() if key.isdigit()} if is_dict else store
+        if not files.load_numbered(self, numbered):
+            super().load_own_variables(numbered)
+        if is_dict:
             self._saved_beside.load_own_variables(store)
-        else:
-            self._load_numbered(store)
-
-    def _load_numbered(self, store):
-        targets = self._numbered_variables(store)
-        if targets is None:
-            super().load_own_variables(store)
-            return
-        for i, variable in enumerate(targets):
-            variable.assign(store[str(i)])
-        sums = _keras.accumulated_gradients(self.inner_optimizer)
-        lasting = len(self.variables) - len(self.step_outcome)
-        if self.window is not None and sums and len(targets) < lasting:
-            # Of an optimizer that accumulates by itself its sums, of any other the count of its updates.
-            if any(variable is sums[0] for variable in targets):
-                self._take_sums(self.window)
-            else:
-                self._inner_calls.assign(self._inner_calls.value * self.inner_optimizer.gradient_accumulation_steps)
-        if len(targets) == len(self.inner_optimizer.variables):
-            _expect_nothing(self.inner_optimizer)
-
-    def _numbered_variables(self, store):
-        """Returns the variables whose values the numbered arrays of `store` are, in their order, or `None`."""
-        # First come those of stock Keras' wrapper, which is what we write, too; all of ours, as mpkeras 0.1.0 wrote
-        # them, with a window or without; or none, in the file of a plain optimizer. Then those of an inner optimizer
-        # that has sums of its own, or has none.
-        inner = self.inner_optimizer.variables
-        sums = {id(variable) for variable in _keras.accumulated_gradients(self.inner_optimizer)}
-        of_step = {id(variable) for variable in self.step_outcome}
-        own = self.variables[: len(self.variables) - len(inner)]
-        own = [variable for variable in own if id(variable) not in of_step]
-        of_window = 0 if self.window is None else len(self.window.variables)
-        firsts = [self._stock_own_variables(), own, own[: len(own) - of_window], *([[]] if self.built else [])]
-        shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]
-        for first in firsts:
-            for rest in (inner, [variable for variable in inner if id(variable) not in sums]):
-                if [tuple(variable.shape) for variable in [*first, *rest]] == shapes:
-                    return [*first, *rest]
-        return None
-
-    def _stock_own_variables(self) -> list:
-        """Returns the variables that stock Keras' wrapper has beside those of the inner optimizer, in its order."""
-        # The first two are its own iteration and learning_rate, which mean nothing.
-        return self.variables[:2] + ([self.step_counter, self.dynamic_scale] if self.built else [])
 
     def _variables_beside(self) -> dict:
         """Returns the variables of this optimizer, by the names that files give them."""
@@ -1057,162 +946,6 @@ def _check_some_gradient(grads):
         )
 
 
-def _expect_nothing(inner_optimizer):
-    """Lets the next call of its `load_own_variables` find nothing in the file, where Keras would warn."""
-
-    # The file is of a plain optimizer, whose arrays the wrapper has given to the inner one. Keras goes on to ask that
-    # one, too, for which there is no place in such a file.
-    def load_own_variables(store):
-        _replaced.restore(inner_optimizer, "load_own_variables", kind="loading")
-        if len(store.keys()):
-            inner_optimizer.load_own_variables(store)
-
-    _replaced.replace(inner_optimizer, "load_own_variables", load_own_variables, kind="loading")
-
-
-def checked_optimizer(optimizer, argument: str):
-    """Returns the optimizer that `optimizer` is or names; `argument` is what the caller calls it."""
-    if isinstance(optimizer, dict) and "class_name" not in optimizer:
-        raise ValueError(
-            f"Expected the configuration of a Keras optimizer. Received: {argument}={optimizer!r}, which has no "
-            "'class_name'. Pass what `keras.optimizers.serialize` returns."
-        )
-    if isinstance(optimizer, (str, dict)):
-        optimizer = keras.optimizers.get(optimizer)
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"Expected `{argument}` to be a Keras optimizer, its name or its configuration. Received: "
-            f"{argument}={optimizer!r} (of type {type(optimizer).__name__}). "
-            "Pass for example `keras.optimizers.Adam()`."
-        )
-    return optimizer
-
-
-def _checked_inner_optimizer(inner_optimizer):
-    inner_optimizer = checked_optimizer(inner_optimizer, "inner_optimizer")
-    if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            "Expected an `inner_optimizer` that does not scale the loss itself, or it would be scaled twice. "
-            f"Received: inner_optimizer={inner_optimizer!r}. Pass its own `inner_optimizer`."
-        )
-    return inner_optimizer
-
-
-def check_parts(inner_optimizer):
-    """Raises `ValueError` where an optimizer within a `MultiOptimizer` accumulates: steps are counted for all."""
-    for part in parts_of(inner_optimizer)[1:]:
-        if part.gradient_accumulation_steps:
-            raise ValueError(
-                "Expected optimizers in a `MultiOptimizer` that do not accumulate gradients themselves. Received: "
-                f"'{part.name}' with gradient_accumulation_steps={part.gradient_accumulation_steps}. Make it without, "
-                "and call `LossScaleOptimizer.accumulate(steps)` for all of them."
-            )
-
-
-def _refuse_inner_arguments(kwargs: dict):
-    for name, default in _INNER_ARGUMENTS.items():
-        if name in kwargs and kwargs.pop(name) != default:
-            raise ValueError(
-                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the `inner_optimizer`."
-            )
-    if kwargs:
-        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(kwargs)}`.")
-
-
-def _rule_from_arguments(initial_scale, dynamic_growth_steps, loss_scale, dynamic) -> LossScale:
-    """Returns the rule that the constructor's arguments ask for, which are those of three generations of Keras."""
-    if isinstance(loss_scale, keras.optimizers.Optimizer):
-        raise TypeError(
-            "Expected a `loss_scale` of 'dynamic', a number, a `LossScale` or None: each optimizer has a scale of its "
-            f"own. Received: loss_scale={loss_scale!r}, an optimizer, whose scale is not shared any more. Give each "
-            "optimizer its own, for example `loss_scale=mpkeras.DynamicLossScale()`, or use one optimizer for the sum "
-            "of the losses."
-        )
-    if dynamic is not None and not isinstance(dynamic, bool):
-        raise TypeError(
-            "Expected `dynamic` to be True or False. Received: "
-            f"dynamic={dynamic!r} (of type {type(dynamic).__name__}). Leave it out for a scale that moves, or pass "
-            "False, and the fixed scale as `initial_scale`."
-        )
-    if dynamic is False:
-        if initial_scale is None:
-            raise ValueError(
-                "Expected `initial_scale` with `dynamic=False`: it is the fixed scale. Received: none. Pass "
-                "`initial_scale=` (where stock Keras would have you set `loss_scale_factor`: here the finite "
-                "check stays)."
-            )
-        if dynamic_growth_steps is not None or loss_scale != "dynamic":
-            raise ValueError(
-                "Expected only `initial_scale` with `dynamic=False`, as a fixed scale never grows. Received: "
-                f"dynamic_growth_steps={dynamic_growth_steps}, loss_scale={loss_scale!r}. Leave them out."
-            )
-        return FixedLossScale(initial_scale)
-    if isinstance(loss_scale, str) and loss_scale == "dynamic":
-        settings = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
-        return DynamicLossScale(**{name: value for name, value in settings.items() if value is not None})
-    if initial_scale is not None or dynamic_growth_steps is not None:
-        raise ValueError(
-            "Expected the scale to be given once. Received: "
-            f"loss_scale={loss_scale!r}, initial_scale={initial_scale}, "
-            f"dynamic_growth_steps={dynamic_growth_steps}. Put the settings into `loss_scale`."
-        )
-    rule = resolve(loss_scale)
-    if rule is not None and dynamic is True and not rule.dynamic:
-        raise ValueError(
-            f"Expected a moving scale with `dynamic=True`. Received: loss_scale={loss_scale!r}. "
-            "Leave `dynamic` out, or use `loss_scale='dynamic'`."
-        )
-    # No scaling: the finite check and the skip stay.
-    return FixedLossScale(1.0) if rule is None else rule
-
-
-def rewrapped(optimizer, rule: LossScale, slot_dtype: str = "auto") -> LossScaleOptimizer:
-    """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
-
-    Args:
-        optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
-        rule: The rule of the result. Counters are carried over, and the current scale unless it was fixed.
-        slot_dtype: That of the result.
-    """
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        result = LossScaleOptimizer(optimizer, loss_scale=rule, slot_dtype=slot_dtype)
-        if optimizer.built:
-            result.build(_keras.optimizer_trainable_variables(optimizer))
-        return result
-    result = LossScaleOptimizer(
-        optimizer.inner_optimizer,
-        name=optimizer.name,
-        loss_scale=rule,
-        slot_dtype=slot_dtype,
-        all_reduce_dtype=getattr(optimizer, "all_reduce_dtype", None),
-    )
-    window = getattr(optimizer, "window", None)
-    if window is not None:
-        result.accumulate(window.steps, window.on_overflow)
-    if optimizer.built:
-        result.build(_keras.optimizer_trainable_variables(optimizer.inner_optimizer))
-        if _has_found_its_scale(optimizer):
-            for name in ("step_counter", "dynamic_scale"):
-                _copy(getattr(optimizer, name), getattr(result, name))
-    if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
-        for name in ("_skipped_steps", "_consecutive_skips", "_last_step_skipped", "_nonfinite_losses"):
-            _copy(getattr(optimizer, name), getattr(result, name))
-        if window is not None and result.window is not None:
-            for new, old in zip(result.window.variables, window.variables, strict=True):
-                _copy(old, new)
-    return result
-
-
-def _copy(source, target):
-    """Assigns a copy: on JAX the array itself would be one buffer of two variables, which cannot be donated twice."""
-    target.assign(ops.copy(source.value))
-
-
-def _has_found_its_scale(optimizer) -> bool:
-    """Whether the scale of a built optimizer is one that training has moved, and so worth more than a default."""
-    if isinstance(optimizer, LossScaleOptimizer) and not optimizer.dynamic:
-        # 1.0 of a bfloat16 model would stay with float16 for thousands of steps.
-        return False
-    # Keras' `fit` builds an optimizer before any callback is asked: without a step, nothing has been found.
-    values = (optimizer.step_counter, optimizer.inner_optimizer.iterations)
-    return any(number(value) for value in values) or number(optimizer.dynamic_scale) != optimizer.initial_scale
+def optimizers_alive() -> list:
+    """Returns every `LossScaleOptimizer` of this process that is still in use, for those that look for one."""
+    return list(_alive)

@@ -32,7 +32,7 @@ def sum_dtype(dtype) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What one call of `apply` does. The first five are bool scalars of shape `()`.
+    """The effects of one call of `apply`. The first five are bool scalars of shape `()`.
 
     Without accumulation a window is one step: it is the last, and due where accepted.
     """
@@ -71,14 +71,15 @@ class GradientWindow:
         self.on_overflow = on_overflow
 
         # Not in `build`: a train step is traced with these counters before it builds the optimizer.
-        def add(name, dtype):
-            return optimizer.add_variable(shape=(), initializer="zeros", dtype=dtype, aggregation="none", name=name)
+        def add(name):
+            return optimizer.add_variable(shape=(), initializer="zeros", dtype="int32", aggregation="none", name=name)
 
-        self.position = add("window_position", "int32")
-        self.accepted = add("window_accepted", "int32")
-        self.overflowed = add("window_overflowed", "bool")
+        self.position = add("window_position")
+        self.accepted = add("window_accepted")
+        # 0 or 1, no bool: as the flags of the optimizer.
+        self.overflowed = add("window_overflowed")
         # All calls whose gradients counted: what tells an accepted call from a skipped one.
-        self.accepted_steps = add("accepted_steps", "int32")
+        self.accepted_steps = add("accepted_steps")
         self.sums: list = []
 
     @property
@@ -99,6 +100,22 @@ class GradientWindow:
             for i, variable in enumerate(variables)
         ]
         self._sum_of = {id(variable): total for variable, total in zip(variables, self.sums, strict=True)}
+        self.take_sums_of(optimizer.inner_optimizer)
+
+    def take_sums_of(self, inner_optimizer):
+        """Takes over the half-full sums of an inner optimizer that has accumulated by itself."""
+        sums, calls = _keras.accumulated_gradients(inner_optimizer), _keras.step_count(inner_optimizer)
+        if not sums:
+            return
+        steps = inner_optimizer.gradient_accumulation_steps or self.steps
+        position = ops.cast(ops.mod(calls.value, steps), "int32")
+        # Copies: JAX cannot donate a buffer twice, and torch's would change with the variable it is of.
+        self.position.assign(ops.copy(position))
+        self.accepted.assign(ops.copy(position))
+        for total, old in zip(self.sums, sums, strict=True):
+            total.assign(ops.copy(ops.cast(old.value, total.dtype)))
+            old.assign(ops.zeros_like(old.value))
+        calls.assign(calls.value - ops.cast(position, calls.dtype))
 
     def sums_of(self, variables) -> list:
         """Returns the sum of each of `variables`, which may lack those frozen since `build`."""
@@ -110,7 +127,7 @@ class GradientWindow:
         overflowed_now = scalars.logical_not(grads_are_finite)
         if loss_is_finite is not None:
             overflowed_now = scalars.logical_and(overflowed_now, loss_is_finite)
-        overflowed = scalars.logical_or(self.overflowed.value, overflowed_now)
+        overflowed = scalars.logical_or(scalars.greater_equal(self.overflowed.value, 1), overflowed_now)
         counted = ops.cast(single.is_accepted, "int32")
         accepted = self.accepted.value + counted
         position = self.position.value + 1
@@ -128,7 +145,7 @@ class GradientWindow:
             values=[
                 (self.position, scalars.where(is_last, 0, position)),
                 (self.accepted, scalars.where(is_last, 0, accepted)),
-                (self.overflowed, scalars.logical_and(overflowed, scalars.logical_not(is_last))),
+                (self.overflowed, ops.cast(scalars.logical_and(overflowed, scalars.logical_not(is_last)), "int32")),
                 (self.accepted_steps, self.accepted_steps.value + counted),
             ],
         )

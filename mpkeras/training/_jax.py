@@ -2,24 +2,29 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
+from jax.experimental import sparse
 
 from mpkeras._keras import put
 from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling.facts import opened_step
-from mpkeras.training import metric_states
+from mpkeras.training import defaults, metric_states
 from mpkeras.training.defaults import (  # noqa: F401
     check_scope,
     ensure_built,
+    first_batch,
     global_random_states,
     has_rows,
     in_replica_context,
     is_distributed,
     native_states,
     replicas,
+    runs_on_host,
     set_global_random_states,
     track_random_states,
     variable_scope,
@@ -67,20 +72,29 @@ def step_without_trace(found, optimizers, train_step, state, data, holds=False):
         return _without_leaks(model, optimizers, train_step, state, data)
     if len(state) > 4:
         return _step_ahead(found, optimizers, train_step, state, data)
+    run = functools.partial(_without_leaks, model, optimizers, train_step)
+    logs, state, _ = _run_without_trace(optimizer, model.metrics, run, model.get_metrics_result, state, data, holds)
+    return logs, state
+
+
+def _run_without_trace(optimizer, metrics, run, results, state, data, holds=False):
+    """Runs a step, `run(state, data)`; where its update was skipped, takes all other state from before.
+
+    Returns:
+        The logs, the state, and whether the step was skipped, a bool scalar of shape `()`.
+    """
     trainable, old_non_trainable, optimizer_variables, old_metrics = state
-    begun = _metrics_at_begin(model.metrics, old_metrics)
+    begun = _metrics_at_begin(metrics, old_metrics)
     optimizer.facts.wants_outcome = True
-    state = (trainable, old_non_trainable, optimizer_variables, begun)
-    result = _without_leaks(model, optimizers, train_step, state, data)
-    logs, (trainable, non_trainable, optimizer_variables, metrics) = result
+    result = run((trainable, old_non_trainable, optimizer_variables, begun), data)
+    logs, (trainable, non_trainable, optimizer_variables, new_metrics) = result
     any_skipped, step_is_skipped, optimizer_variables = _closed(optimizer, optimizer_variables)
     any_skipped, step_is_skipped = any_skipped | holds, step_is_skipped | holds
-
     non_trainable = _restored(non_trainable, old_non_trainable, step_is_skipped)
-    logs, metrics = _metrics_without_trace(
-        model.metrics, (old_metrics, begun, metrics), any_skipped, step_is_skipped, logs, model.get_metrics_result
+    logs, new_metrics = _metrics_without_trace(
+        metrics, (old_metrics, begun, new_metrics), any_skipped, step_is_skipped, logs, results
     )
-    return logs, (trainable, non_trainable, optimizer_variables, metrics)
+    return logs, (trainable, non_trainable, optimizer_variables, new_metrics), step_is_skipped
 
 
 def can_run_ahead(model, optimizers) -> bool:
@@ -204,8 +218,8 @@ def _without_leaks(model, optimizers, train_step, state, data):
 def _closed(optimizer, values):
     """Returns whether a call of `apply` was skipped, whether all were, and `values` without the outcome of the step."""
     by_id = _by_id(optimizer.variables, values)
-    any_skipped, any_accepted = (by_id[id(flag)] for flag in optimizer.step_outcome)
-    by_id |= {id(flag): jnp.zeros((), bool) for flag in optimizer.step_outcome}
+    any_skipped, any_accepted = (by_id[id(flag)] > 0 for flag in optimizer.step_outcome)
+    by_id |= {id(flag): jnp.zeros((), flag.dtype) for flag in optimizer.step_outcome}
     return any_skipped, any_skipped & ~any_accepted, list(by_id.values())
 
 
@@ -319,8 +333,23 @@ class CompiledStep:
 
     def _pure_step(self, state, x, y, sample_weight):
         parts = self._parts
+        run = self._no_update if parts.checks and not has_rows(x) else self._update
+        with opened_step([parts.optimizer] if parts.checks else []):
+            if parts.guards:
+                logs, new_state, skipped = _run_without_trace(
+                    parts.optimizer, parts.metrics, run, parts.metric_results, state, (x, y, sample_weight)
+                )
+            else:
+                logs, new_state = run(state, (x, y, sample_weight))
+                with _scope(parts.optimizer.variables, new_state[2]):
+                    skipped = parts.last_step_skipped()
+        return list(new_state), {**logs, parts.BEFORE: self._moving_values(state), "skipped": skipped}
+
+    def _update(self, state, data):
+        """A train step as Keras' own: returns the logs, and the state after it."""
+        parts, (x, y, sample_weight) = self._parts, data
         model, optimizer = parts.model, parts.optimizer
-        trainable, non_trainable, optimizer_values, _ = state
+        trainable, non_trainable, optimizer_values, metric_values = state
 
         def scaled_loss_of(trainable):
             y_pred, updated, losses = model.stateless_call(
@@ -331,45 +360,26 @@ class CompiledStep:
                 scaled_loss = optimizer.scale_loss(loss)
             return scaled_loss, (loss, y_pred, updated)
 
-        with opened_step([optimizer] if parts.checks else []) as facts:
-            for of_optimizer in facts:
-                of_optimizer.wants_outcome = True
-            if parts.checks and not has_rows(x):
-                new_state = [trainable, non_trainable, _skipped(optimizer, optimizer_values)]
-                return self._after_step(state, new_state, jnp.full((), jnp.nan), lambda: None)
-            (_, (loss, y_pred, updated)), grads = jax.value_and_grad(scaled_loss_of, has_aux=True)(trainable)
-            trainable, new_optimizer = self._applied(grads, trainable, non_trainable, optimizer_values)
-        return self._after_step(
-            state,
-            [trainable, updated, new_optimizer],
-            loss,
-            lambda: parts.objective.update_metrics(y, y_pred, sample_weight),
-        )
-
-    def _after_step(self, state, new_state, loss, update_metrics):
-        """Returns the state after a step, as before where it was skipped, and what the step returns."""
-        parts = self._parts
-        optimizer = parts.optimizer
-        _, non_trainable, _, metric_values = state
-        trainable, updated, new_optimizer = new_state
-        metric_variables = self._variables()[3]
+        (_, (loss, y_pred, updated)), grads = jax.value_and_grad(scaled_loss_of, has_aux=True)(trainable)
+        trainable, optimizer_values = self._applied(grads, trainable, non_trainable, optimizer_values)
+        metric_variables = parts.objective.metric_variables
         with _scope(metric_variables, metric_values) as scope:
-            update_metrics()
+            parts.objective.update_metrics(y, y_pred, sample_weight)
             results = parts.metric_results()
-        new_metrics = [scope.get_current_value(variable) for variable in metric_variables]
-        skipped = jnp.zeros((), bool)
-        if parts.checks:
-            any_skipped, skipped, new_optimizer = _closed(optimizer, new_optimizer)
-        if parts.guards:
-            updated = _restored(updated, non_trainable, skipped)
-            states = metric_values, metric_values, new_metrics
-            results, new_metrics = _metrics_without_trace(
-                parts.metrics, states, any_skipped, skipped, results, parts.metric_results
-            )
-        with _scope(optimizer.variables, new_optimizer):
-            result = {"loss": loss, "loss_scale": parts.loss_scale(), **results, "skipped": skipped}
-        result[parts.BEFORE] = self._moving_values(state)
-        return [trainable, updated, new_optimizer, new_metrics], result
+        metric_values = [scope.get_current_value(variable) for variable in metric_variables]
+        return self._logs(loss, optimizer_values, results), (trainable, updated, optimizer_values, metric_values)
+
+    def _no_update(self, state, data):
+        """The step for a batch without rows, as `_update`."""
+        *rest, optimizer_values, metric_values = state
+        optimizer_values = _skipped(self._parts.optimizer, optimizer_values)
+        with _scope(self._parts.objective.metric_variables, metric_values):
+            results = self._parts.metric_results()
+        return self._logs(jnp.full((), jnp.nan), optimizer_values, results), (*rest, optimizer_values, metric_values)
+
+    def _logs(self, loss, optimizer_values, results) -> dict:
+        with _scope(self._parts.optimizer.variables, optimizer_values):
+            return {"loss": loss, "loss_scale": self._parts.loss_scale(), **results}
 
     def _moving_values(self, state) -> dict:
         _, _, of_optimizer, of_metrics = map(_by_id, self._variables(), state)
@@ -388,6 +398,61 @@ class CompiledStep:
             optimizer.apply(grads, variables)
         trainable = [scope.get_current_value(variable) for variable in variables]
         return trainable, [scope.get_current_value(variable) for variable in optimizer.variables]
+
+
+class HeldState(defaults.HeldState):
+    """What `fit` holds between two steps: the values that it hands on, or where it hands on none, the variables."""
+
+    def __init__(self, model, arguments, returned=()):
+        super().__init__(model, arguments)
+        # Beside what Keras hands on there is what steps that run ahead are given, and what they return.
+        state = tuple(arguments[0]) if arguments else ()
+        self._state, self._given = [list(values) for values in state[:4]], state[4:]
+        self._returned = returned
+        groups = []
+        if state:
+            groups = [model.trainable_variables, model.non_trainable_variables]
+            groups += [model.optimizer.variables, model.metrics_variables]
+        self._places = {id(v): (i, j) for i, group in enumerate(groups) for j, v in enumerate(group)}
+
+    def arguments(self):
+        return [(*self._state, *self._given)] if self._state else []
+
+    def after(self, result):
+        if not self._state:
+            return result, self
+        logs, state = result
+        return logs, HeldState(self._model, [(*state[:4], *self._given)], tuple(state[4:]))
+
+    def returned(self, logs):
+        return (logs, (*self._state, *self._returned)) if self._state else logs
+
+    def read(self, variable):
+        # A copy: the next step is given the value to overwrite.
+        return [np.array(self._value(variable))]
+
+    def write(self, variable, values):
+        present = self._value(variable)
+        value = jnp.asarray(values[0], present.dtype)
+        if present.committed:
+            # Where it was, or the step is compiled once more.
+            value = jax.device_put(value, present.sharding)
+        if id(variable) in self._places:
+            i, j = self._places[id(variable)]
+            self._state[i][j] = value
+        else:
+            put(variable, value)
+
+    def _value(self, variable):
+        if id(variable) not in self._places:
+            return variable.value
+        i, j = self._places[id(variable)]
+        return self._state[i][j]
+
+
+def held_batches(data, steps: int) -> tuple:
+    """As in `_tensorflow.py`; `fit` hands on an iterator of Python."""
+    return list(itertools.islice(data, steps)), lambda batches: lambda: iter(batches)
 
 
 def local_tensors(structure):
@@ -409,7 +474,7 @@ def _each_once(state):
 
 
 def _as_array(value):
-    if value is None or isinstance(value, jax.Array):
+    if value is None or isinstance(value, (jax.Array, sparse.JAXSparse)):
         return value
     value = as_array(value)
     distribution = keras.distribution.distribution()

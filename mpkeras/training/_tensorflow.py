@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import weakref
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from mpkeras import _keras
 from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling._tensorflow import in_xla
 from mpkeras.scaling.facts import opened_step
-from mpkeras.training import metric_states
+from mpkeras.training import defaults, metric_states
 from mpkeras.training.defaults import global_random_states, set_global_random_states  # noqa: F401
 from mpkeras.training.inventory import (
     Found,
@@ -50,7 +53,7 @@ def ensure_built(model, own_step, data):
         model: The model that is trained.
         own_step: The train step, where it is the user's own: it may call parts of the model and never the model
             itself. `None` for Keras' own, which calls the model and updates all its weights.
-        data: What the step is given.
+        data: The arguments of the step.
     """
     is_single = model.distribute_strategy.num_replicas_in_sync == 1
     if own_step is not None:
@@ -86,7 +89,7 @@ def _trace_in_vain(step, data):
     # Outside of `init_scope`, in which no tape records.
     with graph.as_default():
         data = tf.nest.map_structure(_placeholder, data, expand_composites=True)
-        # What fails here fails again in the step itself, where nothing of ours stands between. Only a step that must
+        # An error here comes again in the step itself, where nothing of ours stands between. Only a step that must
         # run eagerly goes on from here: it builds its parts as it runs.
         with contextlib.suppress(Exception):
             step(data)
@@ -94,6 +97,23 @@ def _trace_in_vain(step, data):
 
 def _placeholder(value):
     return tf.compat.v1.placeholder(value.dtype, value.shape) if tf.is_tensor(value) else value
+
+
+def first_batch(model, data):
+    """As in `defaults.py`; `None` for the batch where it is distributed, or is no more than traced.
+
+    In the place of an iterator of `tf.data` stands another one of the same batches and shapes: of a batch in Python
+    Keras would trace the step for its very shape, and again for another one.
+    """
+    if not tf.executing_eagerly() or isinstance(data, tf.distribute.DistributedIterator):
+        return None, data
+    if not isinstance(data, tf.data.Iterator):
+        return defaults.first_batch(model, data)
+    batches = list(itertools.islice(data, model.steps_per_execution))
+    if not batches:
+        raise StopIteration
+    again = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=data.element_spec)
+    return batches[0], iter(again)
 
 
 def variable_scope(model):
@@ -275,10 +295,11 @@ class _Step(StepInVariables):
     def copy(self, held):
         return tf.identity(held)
 
-    read = copy
+    def read(self, flag):
+        return tf.greater(tf.identity(flag), 0)
 
     def assign(self, held, value):
-        held.assign(value)
+        held.assign(tf.cast(value, held.dtype))
 
     def is_traced(self):
         return not tf.executing_eagerly()
@@ -403,7 +424,7 @@ class CompiledStep:
         return {"loss": loss, "loss_scale": parts.loss_scale()}
 
     def _no_update(self, x, y, sample_weight):
-        """What `_update` is for a batch without rows."""
+        """The step for a batch without rows, as `_update`."""
         skip(self._parts.optimizer)
         return {"loss": tf.constant(float("nan")), "loss_scale": self._parts.loss_scale()}
 
@@ -427,6 +448,53 @@ class CompiledStep:
         )
         parts = self._parts
         return {**result, **metric_states.shown(parts.metrics, parts.metric_results(), nothing_counted)}
+
+
+def runs_on_host() -> bool:
+    """Whether Python runs the step now, and traces no program of it."""
+    return tf.executing_eagerly()
+
+
+class HeldState(defaults.HeldState):
+    """The state between two steps of `fit`: all of it is in the variables, which each replica may have for itself."""
+
+    def read(self, variable):
+        return [np.array(part.numpy()) for part in self._parts(variable)]
+
+    def write(self, variable, values):
+        parts = self._parts(variable)
+        for part, value in zip(parts, values * len(parts) if len(values) == 1 else values, strict=True):
+            part.assign(tf.cast(value, part.dtype))
+
+    def _parts(self, variable):
+        return self._model.distribute_strategy.experimental_local_results(variable.value)
+
+
+def held_batches(data, steps: int) -> tuple:
+    """Takes the next batches of what `fit` hands on.
+
+    Args:
+        data: The argument of the train function: an iterator.
+        steps: How many batches it would take.
+
+    Returns:
+        The batches, fewer or none at the end of the data; and a function that turns some of them into a function that
+        returns an iterator of the kind of `data`, anew at each call.
+    """
+    if not isinstance(data, tf.data.Iterator):
+        return list(itertools.islice(data, steps)), lambda batches: lambda: iter(batches)
+    optionals = [data.get_next_as_optional() for _ in range(steps)]
+    batches = [optional.get_value() for optional in optionals if optional.has_value()]
+
+    def handed_on(batches):
+        datasets = [tf.data.Dataset.from_tensors(batch) for batch in batches]
+        dataset = functools.reduce(tf.data.Dataset.concatenate, datasets)
+        # With the shapes that the iterator says, unknown lengths too: Keras' function is traced for these.
+        variant = tf.data.experimental.to_variant(dataset)
+        dataset = tf.data.experimental.from_variant(variant, data.element_spec)
+        return lambda: iter(dataset)
+
+    return batches, handed_on
 
 
 def replicas(model=None) -> int:

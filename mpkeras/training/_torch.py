@@ -10,12 +10,14 @@ from mpkeras import _keras
 from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training.defaults import (  # noqa: F401
+    HeldState,
     check_scope,
     ensure_built,
     has_rows,
     in_replica_context,
     is_distributed,
     replicas,
+    runs_on_host,
     track_random_states,
     variable_scope,
 )
@@ -35,6 +37,11 @@ def set_global_random_states(states: dict):
     for device, state in states.items():
         setter = torch.set_rng_state if device == "cpu" else torch.cuda.set_rng_state
         setter(torch.from_numpy(state))
+
+
+def first_batch(model, data):
+    """As in `defaults.py`; Keras hands over a list of one batch here."""
+    return data[0], data
 
 
 def step_without_trace(found, optimizers, train_step, data):
@@ -152,7 +159,7 @@ def native_states(model) -> list:
 def _keep_finite(pairs):
     """Gives values that became non-finite their old ones."""
     floats = [pair for pair in pairs if pair[0].is_floating_point()]
-    # One sum over all of them decides whether a closer look is needed.
+    # The sum over all of them decides whether a closer look is needed.
     if not floats or _is_finite([value for value, _ in floats]):
         return
     for value, old in floats:
@@ -229,9 +236,14 @@ class CompiledStep:
         return {"loss": loss.detach(), "loss_scale": parts.loss_scale()}
 
     def _no_update(self):
-        """What `_update` is for a batch without rows."""
+        """The step for a batch without rows, as `_update`."""
         skip(self._parts.optimizer)
         return {"loss": torch.tensor(float("nan")), "loss_scale": self._parts.loss_scale()}
+
+
+def held_batches(data, steps: int) -> tuple:
+    """As in `_tensorflow.py`; `fit` hands on one batch in a list."""
+    return [data], lambda batches: lambda: batches[0]
 
 
 @torch.no_grad()

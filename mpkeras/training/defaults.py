@@ -1,8 +1,11 @@
-"""What a backend answers where it has nothing of its own: no strategy owns models, and Keras draws from variables."""
+"""The answers of a backend that has nothing of its own: no strategy owns models, and Keras draws from variables."""
 
 import contextlib
+import itertools
 
 import keras
+import numpy as np
+from keras import ops
 
 
 def check_scope(model, variables):
@@ -45,6 +48,12 @@ def native_states(model) -> list:
     return []
 
 
+def first_batch(model, data):
+    """Returns the first batch that a train function is given, and what to give it in the place of `data`."""
+    first = next(data)
+    return first, itertools.chain([first], data)
+
+
 def track_random_states(model):
     """`state_dict` carries the random generators here."""
 
@@ -56,3 +65,44 @@ def global_random_states() -> dict:
 
 def set_global_random_states(states: dict):
     """Keras draws from variables."""
+
+
+def runs_on_host() -> bool:
+    """Whether Python runs the step now, and traces no program of it."""
+    return True
+
+
+class HeldState:
+    """The state of a model that `fit` holds between two steps: here all of it is in the variables.
+
+    Args:
+        model: The model that is trained.
+        arguments: A list of what the train function is given before its data.
+    """
+
+    def __init__(self, model, arguments):
+        self._model = model
+
+    def arguments(self) -> list:
+        """Returns what the train function is given before its data."""
+        return []
+
+    def after(self, result) -> tuple:
+        """Returns the logs in what a train function returned, and the state that is held then."""
+        return result, self
+
+    def returned(self, logs):
+        """Returns what the train function returns with these logs and this state."""
+        return logs
+
+    def read(self, variable) -> list:
+        """Returns copies of the value of `variable` as NumPy arrays, one for each of its copies on replicas."""
+        return [np.array(ops.convert_to_numpy(variable.value))]
+
+    def write(self, variable, values):
+        """Gives each copy of `variable` its value; all of them the same where there is one."""
+        variable.assign(values[0])
+
+    def number(self, variable):
+        """Returns the value of a variable of shape `()` as a Python number."""
+        return self.read(variable)[0].item()

@@ -1,4 +1,4 @@
-"""What a model holds that a step may change: optimizers, variables, states."""
+"""The inventory of what a step may change: optimizers, variables, states."""
 
 import itertools
 import operator
@@ -7,29 +7,113 @@ from collections.abc import Callable
 import keras
 
 from mpkeras import _keras
+from mpkeras.policies.survey import Survey
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.training import metric_states
 
 
 def compiled_parts(model) -> list:
-    """Returns the models inside `model` that hold optimizers of their own: `gan.discriminator.compile(...)`."""
-    layers = _keras.flatten_layers(model)
-    return [layer for layer in layers if isinstance(layer, keras.Model) and find_optimizers(layer)]
+    """Returns the models inside `model` that hold optimizers of their own: `gan.discriminator.compile(...)`.
+
+    Here and below `model` is a model or a `Survey` of it.
+    """
+    return [layer for layer in layers(model)[1:] if isinstance(layer, keras.Model) and find_optimizers(layer)]
 
 
-def all_optimizers(model) -> list:
-    """Returns the Keras optimizers of `model` and of the compiled models inside it, each once."""
-    models = [part for part in _keras.flatten_layers(model, include_self=True) if isinstance(part, keras.Model)]
+def all_optimizers(model, held_elsewhere=None) -> list:
+    """Returns the Keras optimizers that train `model`, each once: its own, those of the models inside it, and others.
+
+    Args:
+        held_elsewhere: The result of `optimizers_held_elsewhere`, where that is known.
+    """
+    model = Survey.of(model)
+    models = [part for part in model.layers if isinstance(part, keras.Model)]
     found = {id(optimizer): optimizer for part in models for optimizer in find_optimizers(part).values()}
+    others = optimizers_held_elsewhere(model) if held_elsewhere is None else held_elsewhere
+    return list((found | {id(optimizer): optimizer for optimizer in others}).values())
+
+
+def checking_optimizers(model, held_elsewhere=None) -> list:
+    """Returns those of `all_optimizers` that check for finite steps."""
+    optimizers = all_optimizers(model, held_elsewhere)
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, LossScaleOptimizer)]
+
+
+def optimizers_held_elsewhere(model) -> list:
+    """Returns the Keras optimizers that layers of `model` hold which are no models, and helper objects."""
+    holders = [holder for holder in holders_of_optimizers(model) if not isinstance(holder, keras.Model)]
+    found = {id(optimizer): optimizer for holder in holders for optimizer in find_optimizers(holder).values()}
     return list(found.values())
 
 
+def layers(model) -> list:
+    """Returns `model` and the layers in it, on which `optimizers_held_elsewhere` depends for the most part."""
+    return Survey.of(model).layers
+
+
+def holders_of_optimizers(model) -> list:
+    """Returns the objects whose attributes may be optimizers that train `model`.
+
+    They are the model, its layers, and the plain objects that these hold, as an agent or a trainer that is an attribute
+    of the model, and what those hold in turn. No other models: their optimizers train them.
+    """
+    reached = layers(model)
+    seen = {id(holder) for holder in reached}
+    last = reached
+    for _ in range(_DEPTH):
+        last = [value for holder in last for value in _held(holder) if _is_helper(value)]
+        last = list({id(value): value for value in last if id(value) not in seen}.values())
+        seen |= {id(value) for value in last}
+        reached = [*reached, *last]
+    return reached
+
+
+# How far a helper object may be away from the model or the layer that reaches it.
+_DEPTH = 3
+# Objects of these packages are no helpers of the user's.
+_PACKAGES = (
+    "builtins",
+    "collections",
+    "functools",
+    "jax",
+    "jaxlib",
+    "keras",
+    "mpkeras",
+    "numpy",
+    "tensorflow",
+    "threading",
+    "torch",
+    "weakref",
+)
+# Whether objects of a class may be helpers: there are many objects, and few classes.
+_are_helpers: dict = {}
+
+
+def _is_helper(value) -> bool:
+    cls = type(value)
+    if cls not in _are_helpers:
+        is_known = issubclass(cls, (type, keras.layers.Layer, keras.optimizers.Optimizer, keras.callbacks.Callback))
+        is_of_package = cls.__module__.partition(".")[0] in _PACKAGES
+        has_attributes = bool(getattr(cls, "__dictoffset__", 0))
+        _are_helpers[cls] = has_attributes and not is_known and not is_of_package
+    return _are_helpers[cls]
+
+
+def _held(holder) -> list:
+    """Returns the values of the attributes of `holder`, and the items of those that are lists or so."""
+    values = [value for _, value in _own_attributes(holder)]
+    return [*values, *(item for value in values for _, item in _items(value))]
+
+
 def find_optimizers(model) -> dict:
-    """Returns the Keras optimizers that `model` holds itself, each once, by where it holds them.
+    """Returns the Keras optimizers that `model`, or any other object, holds itself, each once, by where it holds them.
 
     They are attributes, or in lists, tuples and dictionaries that are. `optimizer` comes first; models with
     several (a GAN's two) keep them under names of their own: `"d_optimizer"`, `"optimizers['d']"`.
     """
     found: dict = {}
-    for name, value in [("optimizer", getattr(model, "optimizer", None)), *_own_attributes(model)]:
+    first = getattr(model, "optimizer", None) if isinstance(model, keras.Model) else None
+    for name, value in [("optimizer", first), *_own_attributes(model)]:
         if isinstance(value, keras.optimizers.Optimizer):
             found.setdefault(id(value), (name, value))
         for key, item in _items(value):
@@ -78,6 +162,30 @@ def unlisted_states(model) -> list:
     # Most models have none, and torch asks at every step: only then is it worth to list all variables.
     listed = {id(variable) for variable in model.variables} if states else ()
     return [state for state in states if id(state) not in listed]
+
+
+def moving_variables(optimizers, metrics) -> list:
+    """Returns the variables that a skipped step changes, and those that count updates; all hold single numbers."""
+    found = []
+    for optimizer in optimizers:
+        of_others = {id(variable) for variable in (*optimizer.inner_optimizer.variables, *optimizer.step_outcome)}
+        own = [variable for variable in optimizer.variables if id(variable) not in of_others]
+        found += [variable for variable in own if len(variable.shape) == 0]
+        found.append(_keras.step_count(optimizer.inner_optimizer))
+    for metric in metric_states.flat(metrics):
+        if metric_states.tracks_losses(metric):
+            found += metric.variables
+    return found
+
+
+def initial_values(optimizers) -> dict:
+    """Returns the values of the loss scales' variables before the very first step, which makes them, by `id`."""
+    rules = [(optimizer.scale_state, optimizer.loss_scale_rule.initial_state()) for optimizer in optimizers]
+    return {
+        id(variable): {"step_counter": 0, **values}[name]
+        for variables, values in rules
+        for name, variable in variables.items()
+    }
 
 
 def weights_and_others(model) -> tuple[list, list]:

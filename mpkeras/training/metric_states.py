@@ -119,7 +119,7 @@ def replaced(logs, in_step: dict, shown_now: dict):
     A train step of the user's own may report what else it likes: an entry is a metric's if it has its name and value.
 
     Args:
-        logs: What a train step returned; anything but a dictionary comes back as it is.
+        logs: The result of a train step; anything but a dictionary comes back as it is.
         in_step, shown_now: Results of the metrics by name, before they took their old values and after.
     """
     if not isinstance(logs, dict):

@@ -19,7 +19,7 @@ class Objective:
         # As its user gave them, for the file of a failed step.
         self.given = loss_fn, metrics
         self._losses = _checked_losses(loss_fn)
-        # One list, or a list for each output that has one.
+        # A list, or a list for each output that has one.
         self._metrics = _checked_metrics(metrics)
         _check_names(self.metrics)
 
@@ -44,7 +44,7 @@ class Objective:
         losses = []
         if self._losses is not None:
             losses = [loss(*arguments) for loss, *arguments in _by_output(self._losses, y, y_pred, sample_weight)]
-        # What an average over the batch is divided by on every replica, the model's own losses are, too.
+        # The model's own losses are divided by the same number as an average over the batch, on every replica.
         replicas = training_backend.replicas()
         losses += [ops.sum(ops.cast(loss, "float32")) / replicas for loss in model_losses]
         if not losses:

@@ -7,15 +7,24 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
-from mpkeras.conversion.apply import converted_by, converting, layer_converter, store_weights, unstored_dtypes
-from mpkeras.conversion.plan import compute_dtypes, computes_in, layers_of
+from mpkeras.conversion.converter import layer_converter
+from mpkeras.conversion.graphs import refresh_graphs
+from mpkeras.conversion.last import converted_by
+from mpkeras.conversion.outputs import end_in_float32
+from mpkeras.conversion.plan import compute_dtypes, computes_in
+from mpkeras.conversion.store_weights import store_weights, unstored_dtypes
+from mpkeras.conversion.undo import converting
 from mpkeras.policies import loss_scaling
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
-from mpkeras.scaling.optimizer import LossScaleOptimizer, check_parts, rewrapped
+from mpkeras.policies.survey import Survey
+from mpkeras.scaling.arguments import check_parts
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.scaling.rewrap import rewrapped
 from mpkeras.training import guard, inventory, training_backend
+from mpkeras.training.prepared import Prepared, forget, keep_prepared, prepared_of
 
 # The class of the user's model: a type checker knows it after `prepare`, too.
 _Model = TypeVar("_Model")
@@ -31,20 +40,27 @@ def prepare(
 ) -> _Model:
     """Makes a compiled model train in mixed precision, and returns it.
 
-    - Layers compute in the policy's dtype, except those its `keep_float32` rules name. A model whose layers
+    It is for a model that exists; one that is built under `mpkeras.set_global_policy` is prepared when it is compiled.
+
+    - Layers compute in the policy's dtype, except those its `keep_float32` rules name and those that write state in
+      their `call` (a counter, a running mean), which compute in float32. A model whose layers
       already compute in 16 bits keeps the float32 layers its author chose; in a float32 model all layers
       change.
     - Every optimizer of the model is wrapped in a `mpkeras.LossScaleOptimizer` (stock Keras' one is replaced,
-      with its state). Whether the loss is scaled is decided by what the layers compute in.
+      with its state): one that the model, a layer of it, or an object that these hold has as an attribute, or in a
+      list or dictionary that is one. `fit` warns where another optimizer moves the weights. Whether the loss is
+      scaled is decided by what the layers compute in.
     - The train step, the user's own included, is guarded: after a step whose loss or gradients are not finite
       every variable of the model is as before.
+    - Until a first step has counted, a batch for which only a guessed dynamic loss scale is too large is taken again.
     - The logs of `fit` gain `loss_scale` (the scale for the next step) and `skipped_steps` (all so far), and an epoch
-      that learned nothing is warned of, as by `mpkeras.callbacks.MixedPrecision`.
+      that learned nothing is warned of, as by `mpkeras.callbacks.MixedPrecision`. So is a validation that is not finite
+      while training is; callbacks do not take its epoch for the best one.
     - Compiled again, the model is prepared again, with the same arguments.
 
     Models inside the model that are compiled themselves (`gan.discriminator.compile(...)`) are prepared with it. For
-    all this the methods `train_step`, `compile`, `fit` and `make_train_function` of the model are covered. Calling
-    `prepare` again changes only what differs.
+    all this the methods `train_step`, `compile`, `fit`, `evaluate` and `make_train_function` of the model are covered.
+    Calling `prepare` again changes only what differs.
 
     Args:
         model: A compiled `keras.Model`, built or not.
@@ -83,32 +99,31 @@ def prepare(
 
 def prepare_model(model, policy, *, loss_scale=None, jit_compile=None, rollback=True, is_explicit: bool = True):
     """`prepare`; `is_explicit` says whether the user named this very model, and not all models that are compiled."""
-    guard_again = prepare_to_train(model, policy, loss_scale=loss_scale, jit_compile=jit_compile, rollback=rollback)
+    guards = prepare_to_train(model, policy, loss_scale=loss_scale, jit_compile=jit_compile, rollback=rollback)
     options = {"loss_scale": loss_scale, "rollback": rollback, "is_explicit": is_explicit}
 
-    def keep(part, jit_compile):
+    def keep(part, guard_again, jit_compile):
         if not guard.is_guarded(part) and jit_compile is None:
             # Nothing is left to do: a float32 or bfloat16 model without the guard.
-            guard.forget(part)
+            forget(part)
             return
 
         def prepare_again():
-            # What the layers compute in by now decides, where it was not asked for or `apply_policy` has changed it.
+            # The dtype of the layers decides, where none was asked for or `apply_policy` has changed it.
             is_as_asked = policy is not None and computes_in(part, (get_policy(policy).compute_dtype,))
             prepare_model(part, policy if is_as_asked else None, jit_compile=jit_compile, **options)
 
-        guard.keep_prepared(part, guard.Prepared(prepare_again, functools.partial(guard_again, part), is_explicit))
+        keep_prepared(part, Prepared(prepare_again, guard_again, is_explicit))
 
-    keep(model, jit_compile)
-    for part in inventory.compiled_parts(model):
-        keep(part, None)
+    for part, guard_again in guards:
+        keep(part, guard_again, jit_compile if part is model else None)
 
 
 def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollback=True):
     """`prepare` until the guard is taken off again: what the callback does for one `fit`.
 
     Returns:
-        Function that puts the guard around the train step of `model`, or of a compiled model inside it, once more.
+        `model` and the compiled models inside it, each with a function that puts the guard around its train step again.
     """
     check_model(model)
     if not inventory.find_optimizers(model):
@@ -116,40 +131,49 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
             f"Expected a compiled model. Received: model '{model.name}', which has no optimizer. "
             "Call `model.compile(...)` first."
         )
-    chosen = chosen_policy(model, policy)
+    survey = Survey(model)
+    chosen = chosen_policy(survey, policy)
     explicit_rule = loss_scaling.resolve(loss_scale)
     check_switches(jit_compile, rollback)
     check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)
-    converts = policy is not None or not computes_in(model, SIXTEEN_BIT_DTYPES)
-    check_variables(model, chosen, converts)
+    converts = policy is not None or not computes_in(survey, SIXTEEN_BIT_DTYPES)
+    check_variables(survey, chosen, converts)
 
-    convert_layers = layer_converter(model, chosen, converts=converts, optimizers=inventory.all_optimizers(model))
+    optimizers = inventory.all_optimizers(survey)
+    convert_layers = layer_converter(model, chosen, converts=converts, optimizers=optimizers, survey=survey)
 
-    def store():
-        store_weights(model, inventory.all_optimizers(model))
+    def store(optimizers):
+        store_weights(model, optimizers)
+        end_in_float32(model)
         training_backend.track_random_states(model)
 
     def convert_new_layers():
-        with converting(model):
+        with converting(model, refreshes=True):
             has_new = convert_layers()
+            if has_new:
+                refresh_graphs(model)
         if has_new:
-            store()
+            store(inventory.all_optimizers(model))
 
-    with converting(model):
+    with converting(model, refreshes=True, survey=survey):
         convert_layers()
-        optimizers = inventory.all_optimizers(model)
-        rules = [rule_for(optimizer, model, chosen, explicit_rule, rollback) for optimizer in optimizers]
+        refresh_graphs(model)
+        # Layers may have been built.
+        survey = Survey(model)
+        optimizers = inventory.all_optimizers(survey)
+        rules = [rule_for(optimizer, survey, chosen, explicit_rule, rollback) for optimizer in optimizers]
         for optimizer, rule in zip(optimizers, rules, strict=True):
             if rule is not None:
                 check_parts(getattr(optimizer, "inner_optimizer", optimizer))
     # Last, as it cannot be taken back: weights are rounded, and a wrapper stores the state of what it wraps anew.
-    store()
+    store(optimizers)
     with training_backend.variable_scope(model):
         wrappers = [wrapped(*pair, chosen.slot_dtype) for pair in zip(optimizers, rules, strict=True)]
-    parts = (model, *inventory.compiled_parts(model))
+    parts = (model, *inventory.compiled_parts(survey))
     new = {id(old): wrapper for old, wrapper in zip(optimizers, wrappers, strict=True) if wrapper is not old}
+    for holder in inventory.holders_of_optimizers(survey):
+        inventory.replace_optimizers(holder, new)
     for part in parts:
-        inventory.replace_optimizers(part, new)
         if getattr(part, "optimizer", None) is not None:
             _keras.replace_compiled_optimizer(part, part.optimizer)
     if jit_compile is not None:
@@ -164,21 +188,23 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
             return
         # What the parts' `train_on_batch` returns goes into the step of `model`: without logs of ours, unless the part
         # is prepared and can tell it from `fit`.
-        add_logs = part is model or guard.prepared_of(part) is not None
+        add_logs = part is model or prepared_of(part) is not None
         guard.install(part, guard.Guard(rollback, convert_new_layers, add_logs))
 
-    for part in parts:
-        guard_again(part)
-    return guard_again
+    guards = [(part, functools.partial(guard_again, part)) for part in parts]
+    for _, put_around in guards:
+        put_around()
+    return guards
 
 
 def chosen_policy(model, policy):
-    """Returns the `Policy` whose rules and loss scale hold for `model`."""
+    """Returns the `Policy` whose rules and loss scale hold for `model`, a model or a `Survey` of it."""
     if policy is not None:
         return get_policy(policy)
     global_policy = get_policy(None)
-    dtypes = compute_dtypes(model) & set(SIXTEEN_BIT_DTYPES)
-    converted = converted_by(model)
+    survey = Survey.of(model)
+    dtypes = compute_dtypes(survey) & set(SIXTEEN_BIT_DTYPES)
+    converted = converted_by(survey.model)
     if converted is not None and converted.compute_dtype in dtypes:
         # Its rules and loss scale were chosen for this model.
         return converted
@@ -238,11 +264,15 @@ def check_variables(model, policy, converts: bool = False):
 
 
 def _weights_of(model, dtype: str, built_only: bool = False) -> list:
-    """Returns the names of the trainable weights of a dtype, those that layers would make when built included."""
-    unstored = unstored_dtypes(model)
-    found = [v.path for v in model.trainable_variables if unstored.get(id(v), v.dtype) == dtype]
+    """Returns the names of the trainable weights of a dtype, those that layers would make when built included.
+
+    `model` is a model or a `Survey` of it.
+    """
+    survey = Survey.of(model)
+    unstored = unstored_dtypes(survey.model)
+    found = [v.path for v in survey.model.trainable_variables if unstored.get(id(v), v.dtype) == dtype]
     if not built_only:
-        unbuilt = [layer for layer in layers_of(model) if not layer.built and layer.trainable]
+        unbuilt = [layer for layer in survey.layers if not layer.built and layer.trainable]
         found += [f"of layer {layer.name}" for layer in unbuilt if layer.variable_dtype == dtype]
     return found
 
@@ -252,7 +282,7 @@ def rule_for(optimizer, model, policy, explicit_rule, must_wrap: bool):
 
     Args:
         optimizer: Any Keras optimizer.
-        model: The model that it trains.
+        model: The model that it trains, or a `Survey` of it.
         policy: The `Policy` that holds for the model.
         explicit_rule: What the user asked for in the call; `None` without.
         must_wrap: Whether it is wrapped where there is nothing to scale, too.
@@ -266,14 +296,15 @@ def rule_for(optimizer, model, policy, explicit_rule, must_wrap: bool):
     if policy.loss_scale is None and policy.compute_dtype == "float16":
         # Every float16 policy scales unless it is told not to.
         return FixedLossScale(1.0)
-    if is_ours and not optimizer._chosen_by_prepare:
+    if is_ours and not optimizer.record.rule_is_chosen_by_prepare:
         return optimizer.loss_scale_rule
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not is_ours:
         return _rule_of(optimizer, DynamicLossScale, "initial_scale", "dynamic_growth_steps")
     # Of one that was wrapped here before, too: the setting stays on the inner optimizer.
     if optimizer.loss_scale_factor is not None:
         return _rule_of(optimizer, lambda loss_scale_factor: FixedLossScale(loss_scale_factor), "loss_scale_factor")
-    if computes_in(model, ("float16",)):
+    # Where rules keep every layer of a small model in float32, the policy still says it.
+    if computes_in(model, ("float16",)) or (policy.compute_dtype == "float16" and policy.loss_scale is not None):
         is_scaling = is_ours and optimizer.loss_scale_rule != FixedLossScale(1.0)
         return optimizer.loss_scale_rule if is_scaling else DynamicLossScale()
     # Nothing to scale, but float32 and bfloat16 steps are checked and skipped, and what is stored small is rounded.
@@ -304,12 +335,12 @@ def wrapped(optimizer, rule, slot_dtype: str = "auto"):
         return optimizer
     is_ours = isinstance(optimizer, LossScaleOptimizer)
     is_same_rule = is_ours and optimizer.loss_scale_rule == rule
-    if is_ours and slot_dtype == "auto" and not optimizer._slots_chosen_by_prepare:
+    if is_ours and slot_dtype == "auto" and not optimizer.record.slots_are_chosen_by_prepare:
         slot_dtype = optimizer.slot_dtype
     is_same_slot_dtype = is_ours and optimizer.slot_dtype == slot_dtype
     if is_same_rule and is_same_slot_dtype:
         return optimizer
     wrapper = rewrapped(optimizer, rule, slot_dtype)
-    wrapper._chosen_by_prepare = not is_same_rule or optimizer._chosen_by_prepare
-    wrapper._slots_chosen_by_prepare = not is_same_slot_dtype or optimizer._slots_chosen_by_prepare
+    wrapper.record.rule_is_chosen_by_prepare = not is_same_rule or optimizer.record.rule_is_chosen_by_prepare
+    wrapper.record.slots_are_chosen_by_prepare = not is_same_slot_dtype or optimizer.record.slots_are_chosen_by_prepare
     return wrapper

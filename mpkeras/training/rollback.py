@@ -45,7 +45,7 @@ class StepInVariables:
         raise NotImplementedError
 
     def read(self, flag):
-        """Returns a flag of the outcome, as Python or a graph can decide by it."""
+        """Returns a flag of the outcome as a bool, as Python or a graph can decide by it."""
         raise NotImplementedError
 
     def assign(self, held, value):
@@ -72,9 +72,9 @@ class StepInVariables:
         What this step did, it did for a guarded step around it, too.
         """
         outcomes = [[self.read(flag) for flag in flags] for flags in self._flags]
-        for flags, around in zip(self._flags, self._around, strict=True):
+        for flags, around, outcome in zip(self._flags, self._around, outcomes, strict=True):
             for i, flag in enumerate(flags):
-                self.assign(flag, False if around is None else flag | around[i])
+                self.assign(flag, False if around is None else outcome[i] | around[i])
         return outcomes
 
     def put_back(self, restore):

@@ -32,7 +32,7 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
     Args:
         model: A built `keras.Model`. During `fit` on JAX its variables are brought up to date.
         optimizers: The optimizers whose state belongs to it, in an order of your own; by default those that
-            `model` holds. One that is not built is built on the trainable variables of `model`.
+            `model` holds. An optimizer that is not built is built on the trainable variables of `model`.
         extra: Further Keras variables.
 
     Returns:
@@ -157,7 +157,7 @@ def named_variables(model, optimizers=None, extra=()) -> dict:
     groups = {"model": model.variables, "metrics": model.metrics_variables}
     for i, optimizer in enumerate(optimizers):
         _build(optimizer, model)
-        # What a step notes of itself is of that step alone.
+        # Notes of a step on itself are of that step alone.
         of_step = {id(variable) for variable in getattr(optimizer, "step_outcome", ())}
         groups[f"optimizers/{i}"] = [variable for variable in optimizer.variables if id(variable) not in of_step]
     groups["states"] = unlisted_states(model)
@@ -204,6 +204,9 @@ def _checked_value(key: str, value, shape: tuple, dtype: str):
     # NumPy knows bfloat16 only through ml_dtypes: `numpy.load` gives the same bytes without a type.
     if dtype == "bfloat16" and value.dtype == np.dtype("V2"):
         value = value.view(ml_dtypes.bfloat16)
+    if dtype == "int32" and value.dtype.name == "bool":
+        # Flags, as earlier versions stored them.
+        value = value.astype(dtype)
     if value.shape != shape or value.dtype.name != dtype:
         raise ValueError(
             f"Expected shape {shape} and dtype {dtype} for '{key}'. Received: shape {value.shape} and dtype "

@@ -3,18 +3,26 @@
 import inspect
 
 import keras
+import numpy as np
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras._arguments import check_switch
-from mpkeras.conversion.apply import converted_by, converting, layer_converter, store_weights, times_stored
+from mpkeras._arguments import check_switch, checked_path
+from mpkeras.conversion.converter import layer_converter
+from mpkeras.conversion.graphs import refresh_graphs
+from mpkeras.conversion.last import converted_by, times_stored
+from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import layers_of
+from mpkeras.conversion.store_weights import store_weights
+from mpkeras.conversion.undo import converting
 from mpkeras.policies.loss_scaling import scalars
-from mpkeras.scaling.optimizer import LossScaleOptimizer, checked_optimizer
+from mpkeras.scaling.arguments import checked_optimizer
+from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.scaling.small_state import follow_weights
 from mpkeras.scaling.window import checked_steps
 from mpkeras.training import training_backend
-from mpkeras.training.capsule_file import BEFORE, as_numpy, capsule_of_step, moving_variables
+from mpkeras.training.inventory import moving_variables
+from mpkeras.training.last_step import BEFORE, SkippedStep, write_capsule
 from mpkeras.training.objective import Objective
 from mpkeras.training.prepare import (
     check_jit_compile,
@@ -25,7 +33,9 @@ from mpkeras.training.prepare import (
     rule_for,
     wrapped,
 )
+from mpkeras.training.retake import FirstSteps
 from mpkeras.training.state import load_state_dict, state_dict
+from mpkeras.training.whole_numbers import warn_of_rounding
 
 
 def make_train_step(
@@ -44,7 +54,8 @@ def make_train_step(
     `step(x, y=None, sample_weight=None)` runs the forward pass in training mode, adds the model's own losses
     (regularizers, `add_loss`) in float32, scales the loss, and updates the model's variables in place. A step
     whose loss or gradients are not finite is skipped: afterwards every variable of the model, the optimizer,
-    the metrics and the random generators is as before, and only the loss scale's own state has moved. It
+    the metrics and the random generators is as before, and only the loss scale's own state has moved. While no
+    step has counted, a batch for which only a guessed dynamic scale is too large is taken again instead. It
     returns a dictionary of scalar tensors:
 
     - `"loss"`: float32, the unscaled loss of this batch, infinite or NaN where it was.
@@ -62,7 +73,7 @@ def make_train_step(
 
     Args:
         model: A `keras.Model` of any kind, compiled or not, built or not.
-        optimizer: A Keras optimizer, its name or its configuration. One that scales no loss is wrapped in a
+        optimizer: A Keras optimizer, its name or its configuration. An optimizer that scales no loss is wrapped in a
             `mpkeras.LossScaleOptimizer` when the model computes in float16, and, with `rollback`, to check
             the steps under every other policy.
         loss_fn: A `keras.losses.Loss` or its name, a function `loss_fn(y, y_pred)` that returns a scalar or
@@ -77,8 +88,8 @@ def make_train_step(
             compute in float16 is not checked at all.
         accumulate_steps: Calls of the step to one update, with the mean of their gradients, summed in
             float32. The loss scale does not move in between.
-        on_overflow: What a call that is not finite takes from the update: itself (`"drop_micro"`) or all of
-            it (`"drop_window"`).
+        on_overflow: A call that is not finite takes itself from the update (`"drop_micro"`), or all of it
+            (`"drop_window"`).
         metrics: A list of `keras.metrics.Metric`, one alone, or `None`; for several outputs a list or dictionary of
             such lists.
 
@@ -139,9 +150,12 @@ class TrainStep:
         jit_compile = _resolved_jit_compile(model, jit_compile)
         self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow)
         self._steps = 0
+        self._has_looked = False
+        parts = self._parts
+        self._first_steps = FirstSteps(model, lambda: [parts.optimizer] if parts.guards else [], lambda: parts.metrics)
         # The last batch with what its step returned, and the numbers that it changed.
         self._last: tuple | None = None
-        with converting(model):
+        with converting(model, refreshes=True):
             self._parts.apply_rules()
             self._compiled = training_backend.CompiledStep(self._parts)
             if training_backend.is_distributed(model) and not self._lacks_variables():
@@ -167,6 +181,9 @@ class TrainStep:
         # Before the step: one that raises is not the one before it, whose batch need not stay in memory either.
         self._last = None
         self._get_ready(x, y)
+        if not self._has_looked and not training_backend.in_replica_context():
+            self._has_looked = True
+            warn_of_rounding(self.model, x)
         return self.run_as_made(x, y, sample_weight)
 
     def run_as_made(self, x, y=None, sample_weight=None) -> dict:
@@ -180,7 +197,10 @@ class TrainStep:
         Returns:
             What the step returns.
         """
-        result = self._compiled(x, y, sample_weight)
+        if self._first_steps.are_over or not training_backend.runs_on_host():
+            result = self._compiled(x, y, sample_weight)
+        else:
+            result, _ = self._first_steps.take(lambda: self._compiled(x, y, sample_weight), [])
         self._last = (x, y, sample_weight), result, result.pop(BEFORE)
         self._steps += 1
         return result
@@ -198,6 +218,7 @@ class TrainStep:
         Raises:
             ValueError: If the last step was not skipped, ran on several replicas or without `rollback`, or its batch
                 cannot be held.
+            TypeError: If `path` is no path.
 
         Example:
 
@@ -210,6 +231,7 @@ class TrainStep:
         >>> bool(mpkeras.load_capsule(path).run()["skipped"])
         True
         """
+        path = checked_path("path", path, "Pass the file to write, `.mpk` by custom.")
         if not self._parts.guards or training_backend.is_distributed(self.model):
             raise ValueError(
                 "Expected a step that undoes skipped steps, on one replica: what it leaves is the state before them. "
@@ -223,8 +245,9 @@ class TrainStep:
                 '`bool(result["skipped"])`.'
             )
         batch, result, values = self._last
-        before = self._parts.unpacked(values)
-        return capsule_of_step(path, self._parts, before, batch=batch, result=result, step=self._steps - 1)
+        moving_before = self._parts.unpacked(values)
+        options = {"batch": batch, "result": result, "number": self._steps - 1}
+        return write_capsule(path, SkippedStep.of_parts(self._parts, moving_before, **options))
 
     def compiler_ir(self, x, y=None, sample_weight=None, *, optimized: bool = True) -> str:
         """Returns the HLO text of the step compiled for this batch. Runs no step.
@@ -334,7 +357,7 @@ class TrainStep:
                     metric.update_state(training_backend.local_tensors(y), y_pred)
                     metric.reset_state()
         # Building may have brought new layers.
-        with converting(self.model):
+        with converting(self.model, refreshes=True):
             self._build_optimizer()
             self._parts.follow_model()
             self._parts.look_for_frozen_weights()
@@ -354,7 +377,7 @@ class TrainStep:
 
 
 class StepParts:
-    """What the backends' steps are made of: model, optimizer, losses and metrics."""
+    """The parts of the backends' steps: model, optimizer, losses and metrics."""
 
     # Under which their results hold the values of `moving` before the step.
     BEFORE = BEFORE
@@ -373,7 +396,7 @@ class StepParts:
         # What the next step trains, in the order of the model, and the `id`s of it.
         self._trained_variables: list = []
         self.trained: tuple = ()
-        # What programs are made for, beside the weights that they train, and the programs.
+        # The programs, and the key that they are made for beside the weights that they train.
         self._made_for: tuple = ()
         self._programs: dict = {}
         # Before the layers are touched: what is wrong with the optimizer is said here.
@@ -403,13 +426,15 @@ class StepParts:
 
     def unpacked(self, packed: dict) -> dict:
         """Returns what `packed` was given, as NumPy arrays by the `id` of the variable."""
-        rows = {dtype: iter(as_numpy(values)) for dtype, values in packed.items()}
+        rows = {dtype: iter(np.array(ops.convert_to_numpy(values))) for dtype, values in packed.items()}
         return {id(variable): next(rows[variable.dtype]) for variable in self.moving}
 
     def apply_rules(self):
         """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""
         if layer_converter(self.model, chosen_policy(self.model, None), converts=False)():
+            refresh_graphs(self.model)
             store_weights(self.model, [self.optimizer])
+            end_in_float32(self.model)
         self.wrap_optimizer()
 
     def _present(self) -> tuple:
@@ -477,7 +502,7 @@ class StepParts:
                 self.optimizer.accumulate(*self._window)
         self._moving = None
         if self.checks:
-            self.optimizer._note_guard()
+            self.optimizer.record.note_guard()
 
     @property
     def metrics(self) -> list:
@@ -512,7 +537,11 @@ def _resolved_jit_compile(model, jit_compile) -> bool:
         return bool(jit_compile)
     refusing = [layer.name for layer in layers_of(model) if not layer.supports_jit]
     if jit_compile is None:
-        return not refusing and not training_backend.is_distributed(model)
+        # XLA has no sparse tensors on TensorFlow; JAX makes them of arrays.
+        inputs = keras.tree.flatten(getattr(model, "inputs", ()))
+        has_sparse = any(getattr(tensor, "sparse", False) for tensor in inputs)
+        takes_sparse = keras.backend.backend() != "tensorflow" or not has_sparse
+        return takes_sparse and not refusing and not training_backend.is_distributed(model)
     if jit_compile and refusing:
         raise ValueError(
             "Expected layers that XLA can compile with `jit_compile=True`. Received: "

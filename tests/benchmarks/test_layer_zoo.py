@@ -50,6 +50,8 @@ NEEDED_ON = {
     "AdaptiveAveragePooling2D": ("tensorflow", "jax"),
     "AdaptiveAveragePooling3D": ("tensorflow", "jax"),
     "activation:sparse_plus": ("jax", "torch"),
+    # Only a graph of TensorFlow casts what it is given.
+    "CategoryEncoding": ("tensorflow",),
     # Keras 3.15 computes it in float32 whatever the policy: there the rule changes no number.
     "GroupNormalization": ("tensorflow", "jax", "torch") if IS_OLD else (),
 }

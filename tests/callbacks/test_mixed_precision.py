@@ -9,6 +9,7 @@ import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
+from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 
 X = np.linspace(-1, 1, 48, dtype="float32").reshape(8, 6)
@@ -238,26 +239,28 @@ def test_at_the_lowest_scale_it_warns_once():
     with pytest.warns(UserWarning) as warned:
         fit(
             model,
-            MixedPrecision("mixed_float16", loss_scale=DynamicLossScale(4.0, min_scale=1.0)),
+            MixedPrecision(without_outputs("mixed_float16"), loss_scale=DynamicLossScale(4.0, min_scale=1.0)),
             y=overflowing_targets(),
             epochs=3,
         )
     messages = [str(w.message) for w in warned if w.category is UserWarning]
     assert sum("All 4 steps of epoch 1 were skipped" in m for m in messages) == 1
-    assert sum("with the loss scale at its lowest, 1.0" in m for m in messages) == 1
+    assert sum("4 steps in a row were skipped at every loss scale down to its lowest, 1:" in m for m in messages) == 1
     assert len(messages) == 2
 
 
 def test_at_the_lowest_scale_it_raises():
     model = compiled()
-    with pytest.raises(FloatingPointError, match="at its lowest, 1.0"):
+    with pytest.raises(FloatingPointError, match="down to its lowest, 1:"):
         fit(
             model,
-            MixedPrecision("mixed_float16", loss_scale=DynamicLossScale(4.0), on_min_scale="raise"),
+            MixedPrecision(
+                without_outputs("mixed_float16"), loss_scale=DynamicLossScale(4.0, min_scale=1.0), on_min_scale="raise"
+            ),
             y=overflowing_targets(),
         )
-    # 4 -> 2 -> 1, then one more at the floor
-    assert int(model.optimizer.skipped_steps) <= 3
+    # Each was tried at 4, 2 and 1.
+    assert int(model.optimizer.skipped_steps) == 2
     assert "train_step" not in vars(model)
 
 
@@ -266,7 +269,9 @@ def test_at_the_lowest_scale_it_stops_cleanly():
     with pytest.warns(UserWarning) as warned:
         history = fit(
             model,
-            MixedPrecision("mixed_float16", loss_scale=DynamicLossScale(4.0), on_min_scale="stop"),
+            MixedPrecision(
+                without_outputs("mixed_float16"), loss_scale=DynamicLossScale(4.0, min_scale=1.0), on_min_scale="stop"
+            ),
             y=overflowing_targets(),
             epochs=5,
         )
@@ -315,7 +320,8 @@ def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflo
         model.compile("sgd", "mse")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            precision = MixedPrecision(loss_scale=rule or mpkeras.DynamicLossScale(2.0**10))
+            rule = rule or mpkeras.DynamicLossScale(2.0**10)
+            precision = MixedPrecision(without_outputs("mixed_float16"), loss_scale=rule)
             model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[precision])
         found = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
         return found, float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))
@@ -327,7 +333,9 @@ def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflo
     assert message.startswith("1 of 3 steps skipped in epoch 1: each time the loss itself was not finite: the forward")
     assert scale == 2.0**10
     assert messages(x, overflowing) == ([], 2.0**9)
-    (message,), scale = messages(x, y + 1e4)
+    # 2 * 1e4 / 4 * 2**5 is over 65504.
+    (message, stuck), scale = messages(x, y + 1e4, mpkeras.DynamicLossScale(2.0**10, min_scale=2.0**5))
+    assert stuck.startswith("3 steps in a row were skipped at every loss scale down to its lowest, 32:")
     assert message.startswith("All 3 steps of epoch 1 were skipped, nothing was learned: the loss was finite, but grad")
     assert scale == 2.0**7
     assert "The loss scale has come down" in message
@@ -337,7 +345,7 @@ def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflo
     assert scale == 2.0**10
     # 2 * 1.6e5 / 4 is over 65504 by itself: there is nothing to lower.
     (message,), scale = messages(x, y + 1.6e5, mpkeras.FixedLossScale(1.0))
-    assert "gradients overflowed. Train in 'mixed_bfloat16'" in message
+    assert "gradients were not. Train in 'mixed_bfloat16'" in message
 
 
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_lowest_scale():

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
+from _mpkeras_cli.saved_model import random_inputs
 from mpkeras.devices.native import Device
-from mpkeras.export.saved_model import random_inputs
 from tests.cli.lines import lines_of
 
 # What is tested here knows no backend: once is enough.

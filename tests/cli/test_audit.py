@@ -31,15 +31,17 @@ def test_a_file_and_what_a_policy_would_make_of_it(capsys, tmp_path, backend):
     text = printed(capsys, path)
     assert text.startswith(f"Audit of 'small' on the {backend} backend") and "No layer computes in 16 bits" in text
     text = printed(capsys, path, "--policy", "mixed_bfloat16")
-    assert "bfloat16" in text and "100 % in 16 bits" in text
+    # 8 * 16 products of 8 * 16 + 16 * 504: the others make the outputs.
+    assert "bfloat16" in text and " 1.6 % in 16 bits" in text
     assert (tmp_path / "model.keras").read_bytes() == before
 
 
 def test_json(capsys, tmp_path):
     report = json.loads(printed(capsys, saved(tmp_path / "model.keras"), "--json", "--policy", "mixed_bfloat16"))
-    assert report["model"] == "small" and report["half_share"] == 1.0
-    # Batches of 8: 8 * 16 and 16 * 8 products.
-    assert report["flops"] == {"bfloat16": 2 * 8 * (8 * 16 + 16 * 504)}
+    # Batches of 8: 8 * 16 products, and 16 * 504 that make the outputs, in float32.
+    assert report["flops"] == {"bfloat16": 2 * 8 * 8 * 16, "float32": 2 * 8 * 16 * 504}
+    assert report["model"] == "small" and report["half_share"] == 1 / 64
+    assert [layer["rule"] for layer in report["layers"] if layer["class_name"] == "Dense"] == [None, "outputs"]
 
 
 def test_the_summary_and_open_sizes(capsys, tmp_path, backend):
@@ -83,7 +85,7 @@ def test_an_optimizer_that_cannot_be_read_is_said(capsys, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*HDF5 file:UserWarning", "ignore::UserWarning")
 def test_an_h5_file(capsys, tmp_path):
     text = printed(capsys, saved(tmp_path / "model.h5", "adam"), "--policy", "mixed_bfloat16")
-    assert "100 % in 16 bits" in text and "a '.h5' file holds it in another form" in text
+    assert " 1.6 % in 16 bits" in text and "a '.h5' file holds it in another form" in text
 
 
 def test_missing_and_broken_files_are_status_2(capsys, tmp_path):

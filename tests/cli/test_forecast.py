@@ -53,6 +53,6 @@ def test_a_file_as_it_was_saved(capsys, tmp_path, saved):
 def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, saved, arguments, message):
     monkeypatch.chdir(tmp_path)
     # All of it is said before anything is compiled, and leaves no file.
-    monkeypatch.setattr("mpkeras.insight.forecast.Compiler", None)
+    monkeypatch.setattr("mpkeras.tools.forecast.forecast.Compiler", None)
     assert message in failing_line(capsys, saved, *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["small.keras"]

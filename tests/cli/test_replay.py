@@ -8,7 +8,7 @@ import pytest
 
 import mpkeras
 from tests.cli.lines import lines_of
-from tests.insight import faults
+from tests.tools.blackbox import faults
 
 printed, failing_line = lines_of("replay")
 
@@ -36,7 +36,7 @@ def test_a_line_of_the_user(capsys, tmp_path, monkeypatch):
     path = capsule(tmp_path, faults.Log(name="fault", dtype="float32"))
     assert "custom_objects" in failing_line(capsys, path) or "--import" in failing_line(capsys, path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    text = printed(capsys, path, "--import", "tests.insight.faults")
+    text = printed(capsys, path, "--import", "tests.tools.blackbox.faults")
     assert "faults.py:" in text and "in Log.call: return inputs + ops.log(shifted)" in text.replace(
         "in call", "in Log.call"
     )
@@ -59,7 +59,7 @@ def test_the_batch_is_named(capsys, tmp_path):
 
 @pytest.mark.backends("tensorflow")
 def test_a_run_with_other_bits_names_the_version(tmp_path):
-    from mpkeras.export.saved_model import Replay
+    from _mpkeras_cli.saved_model import Replay
 
     run = {"loss": 1.5, "loss_scale": 2.0, "skipped": True, "same_bits": False, "different": ["logs/loss"]}
     run["versions"] = {"keras": ("3.10.0", "3.15.1")}

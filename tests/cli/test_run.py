@@ -24,7 +24,7 @@ import numpy as np
 keras.config.set_dtype_policy("{policy}")
 
 if __name__ == "__main__":
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     history = model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0).history
     found = dict(backend=keras.backend.backend(), dtype=model.layers[0].compute_dtype, logs=sorted(history))

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.conversion.apply import apply_policy, recorded
+from mpkeras.conversion.apply import apply_policy
+from mpkeras.conversion.undo import recorded
+from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
@@ -46,7 +48,8 @@ def softmax_head():
 def shared():
     layer = keras.layers.Dense(3, activation="tanh")
     a, b = keras.Input((8, 8, 3)), keras.Input((8, 8, 3))
-    return keras.Model([a, b], [keras.layers.Subtract()([layer(a), layer(b)]), layer(a)])
+    ends = [keras.layers.Dense(2)(keras.layers.Subtract()([layer(a), layer(b)])), keras.layers.Dense(2)(layer(a))]
+    return keras.Model([a, b], ends)
 
 
 def wrappers():
@@ -147,15 +150,18 @@ def test_symbolic_dtypes_within_nested_models():
     model = apply_policy(nested(), "mixed_bfloat16")
     for inner in model.layers[1:3]:
         symbolic, real = layer_outputs(inner, IMAGES)
-        assert symbolic == real and real[-1] == "bfloat16"
+        assert symbolic == real and real[-2:] == ["bfloat16", "float32"]
 
 
-def test_the_last_product_stays_in_16_bits():
-    model = apply_policy(functional(), "mixed_bfloat16")
+def test_an_output_in_16_bits_ends_in_a_cast_and_one_in_float32_in_none():
+    model = apply_policy(functional(), without_outputs("mixed_bfloat16"))
     dense = model.layers[-1]
     assert (dense.compute_dtype, dense.output.dtype, model.output.dtype) == ("bfloat16", "bfloat16", "float32")
-    # A head whose softmax is in float32 needs no cast.
-    model = apply_policy(softmax_head(), "mixed_bfloat16")
+    model = apply_policy(functional(), "mixed_bfloat16")
+    dense = model.layers[-1]
+    assert (dense.compute_dtype, dense.output.dtype) == ("float32", "float32") and dense.output is model.output
+    # A softmax is in float32 by a rule of its own.
+    model = apply_policy(softmax_head(), without_outputs("mixed_bfloat16"))
     assert model.layers[-1].output is model.output
 
 
@@ -163,9 +169,15 @@ def test_from_one_policy_to_another_and_twice():
     model = functional()
     operations = len(model.operations)
     for policy in ("mixed_float16", "mixed_bfloat16", "mixed_bfloat16"):
-        apply_policy(model, policy)
+        apply_policy(model, without_outputs(policy))
         assert len(model.operations) == operations + 1
+    assert model.layers[2].compute_dtype == model.layers[-1].compute_dtype == "bfloat16"
+    for policy, casts in [("mixed_float16", 0), (without_outputs("mixed_float16"), 1), ("mixed_bfloat16", 0)]:
+        apply_policy(model, policy)
+        assert len(model.operations) == operations + casts
+        assert model.layers[-1].compute_dtype == ("float16" if casts else "float32")
     assert model.layers[2].compute_dtype == "bfloat16"
+    apply_policy(model, without_outputs("mixed_bfloat16"))
     apply_policy(model, "float32")
     assert len(model.operations) == operations
 
@@ -255,7 +267,7 @@ def test_a_sequential_keeps_its_layers():
     layers = [keras.Input((4,)), keras.layers.Dense(4, name="body"), keras.layers.Dense(3, name="head")]
     model = keras.Sequential(layers)
     head = model.layers[-1]
-    apply_policy(model, "mixed_bfloat16")
+    apply_policy(model, without_outputs("mixed_bfloat16"))
     assert model.layers[-1] is head and len(model.layers) == 2
     assert [output.dtype for output in model.outputs] == ["float32"] == real_dtypes(model(VECTORS))
     assert model.get_layer(index=-1) is head and head.compute_dtype == "bfloat16"
@@ -263,7 +275,7 @@ def test_a_sequential_keeps_its_layers():
     model.add(keras.layers.Dense(7, name="new"))
     assert [layer.name for layer in model.layers] == ["body", "new"]
     assert model(VECTORS).shape == (5, 7)
-    apply_policy(model, "mixed_bfloat16")
+    apply_policy(model, without_outputs("mixed_bfloat16"))
     assert real_dtypes(model(VECTORS)) == ["float32"]
 
 
@@ -272,7 +284,7 @@ def test_a_sequential_of_which_the_last_layer_is_used_twice():
     inputs = keras.Input((4,))
     model = keras.Model(inputs, layer(layer(inputs)))
     expected = numpy(model(VECTORS))
-    apply_policy(model, "mixed_bfloat16")
+    apply_policy(model, without_outputs("mixed_bfloat16"))
     assert real_dtypes(model(VECTORS)) == ["float32"] and real_dtypes(layer(VECTORS)) == ["bfloat16"]
     np.testing.assert_allclose(numpy(model(VECTORS)), expected, atol=5e-2)
     apply_policy(model, "float32")
@@ -296,13 +308,14 @@ def test_subclassed_models(built):
     assert apply_policy(model, "mixed_bfloat16") is model
     assert snapshot(model.variables) == weights
     assert real_dtypes(model.hidden(IMAGES)) == ["bfloat16"]
-    # Nothing stands behind its `call`.
-    assert real_dtypes(model(IMAGES)) == ["bfloat16"]
+    # Its first call tells that the head makes what it returns.
+    assert real_dtypes(model(IMAGES)) == ["float32"]
+    assert (model.hidden.compute_dtype, model.head.compute_dtype) == ("bfloat16", "float32")
     assert all(v.dtype == "float32" for v in model.variables)
 
 
 def test_a_sequential_that_is_not_built():
-    model = apply_policy(keras.Sequential([keras.layers.Dense(3)]), "mixed_bfloat16")
+    model = apply_policy(keras.Sequential([keras.layers.Dense(3)]), without_outputs("mixed_bfloat16"))
     outputs = model(IMAGES)
     assert model.layers[-1].compute_dtype == "bfloat16"
     # It ends in float32 once there is an end.
@@ -362,7 +375,7 @@ def test_converted_twice_a_model_converts_layers_that_are_made_later(made_under,
         apply_policy(model, again)
         model.build((None, 4))
     dtype = "float16" if again == "mixed_float16" else "bfloat16"
-    assert model.layers[-1].compute_dtype == dtype
+    assert model.layers[-1].compute_dtype == "float32"
     # Among 16-bit layers one in float32 is so on purpose; alone it is so by default.
     expected = dtype if made_under == "float32" else "float32"
     assert (kept.compute_dtype, model.layers[0].inner.compute_dtype) == (expected, expected)
@@ -376,6 +389,7 @@ def test_layers_that_are_added_to_a_converted_model_follow(door):
     apply_policy(model, "mixed_bfloat16") if door == "apply_policy" else mpkeras.prepare(model, "mixed_bfloat16")
     by_hand.dtype_policy = "float32"
     model.pop()
+    model.add(keras.layers.Dense(4))
     model.add(keras.layers.Dense(2))
     model.add(keras.layers.Softmax())
     model.compile("sgd", "mse")  # which prepares a prepared model again
@@ -386,7 +400,25 @@ def test_layers_that_are_added_to_a_converted_model_follow(door):
     callbacks = [mpkeras.callbacks.MixedPrecision("mixed_bfloat16")] if door == "callback" else []
     model.fit(VECTORS, np.ones((5, 2), "float32"), verbose=0, callbacks=callbacks)
     # What was there before, and the rules, stay.
-    assert [layer.compute_dtype for layer in model.layers] == ["float32", "bfloat16", "bfloat16", "float32"]
+    assert [layer.compute_dtype for layer in model.layers] == ["float32", *["bfloat16"] * 2, *["float32"] * 2]
+
+
+@pytest.mark.parametrize("door", ["apply_policy", "prepare", "compile", "callback"])
+def test_a_head_that_another_layer_is_put_behind_follows_the_policy_from_then_on(door):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    apply_policy(model, "mixed_bfloat16") if door == "apply_policy" else mpkeras.prepare(model, "mixed_bfloat16")
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]
+    model.add(keras.layers.Dense(2))
+    model.compile("sgd", "mse")
+    if door == "apply_policy":
+        apply_policy(model, "mixed_bfloat16")
+    elif door == "prepare":
+        mpkeras.prepare(model)
+    callbacks = [mpkeras.callbacks.MixedPrecision("mixed_bfloat16")] if door == "callback" else []
+    model.fit(VECTORS, np.ones((5, 2), "float32"), verbose=0, callbacks=callbacks)
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16", "float32"]
+    assert real_dtypes(model(VECTORS)) == ["float32"]
 
 
 def test_a_float32_layer_that_is_added_to_a_model_made_in_16_bits_stays():
@@ -403,7 +435,8 @@ def test_a_float32_layer_that_is_added_to_a_model_made_in_16_bits_stays():
 @pytest.mark.parametrize("door", ["apply_policy", "prepare", "callback"])
 def test_rules_go_with_the_policy_that_has_them(door):
     model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(3, name=name) for name in "abcd")])
-    model.compile("sgd", "mse")
+    # What trains small weights, too: of another `apply_policy` says that they are lost.
+    model.compile(mpkeras.LossScaleOptimizer("sgd", 1.0), "mse")
 
     def give(name, *rules):
         policy = mpkeras.Policy(name, keep_float32=rules)
@@ -427,16 +460,19 @@ def test_rules_go_with_the_policy_that_has_them(door):
 
 @pytest.mark.backends("tensorflow")
 def test_what_a_rule_did_stays_where_the_next_door_gives_no_policy():
-    with mpkeras.policy_scope("mixed_bfloat16"):
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2, name="last")])
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    layers = [keras.layers.Dense(3), keras.layers.Dense(2, name="ruled"), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    keras.config.set_dtype_policy("float32")
     model.compile("sgd", "mse")
-    with mpkeras.policy_scope(mpkeras.Policy("mixed_bfloat16", keep_float32=("path:/last$",))):
+    with mpkeras.policy_scope(mpkeras.Policy("mixed_bfloat16", keep_float32=("path:/ruled$",))):
         mpkeras.prepare(model)
     for _ in range(2):
         mpkeras.prepare(model)
-        assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]
+        # The last layer by a rule of the policy that the model was made with.
+        assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32", "float32"]
     mpkeras.prepare(model, "mixed_bfloat16")
-    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16"]
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16", "float32"]
 
 
 def test_rules_of_an_earlier_conversion_are_forgotten_when_the_model_is_built():
@@ -486,7 +522,7 @@ def test_path_rules_are_matched_when_there_is_a_path(door, rule, expected):
     model.compile("sgd", "mse")
     with pytest.MonkeyPatch.context() as patch:
         # That a rule matches nothing is told in another test.
-        patch.setattr("mpkeras.conversion.apply.unmatched", lambda model, rules, argument: [])
+        patch.setattr("mpkeras.conversion.converter.unmatched", lambda model, rules, argument: [])
         if door == "apply_policy":
             apply_policy(model, policy)(VECTORS)
         elif door == "prepare":
@@ -571,6 +607,52 @@ def test_float16_on_a_compiled_model_without_loss_scaling_is_said():
     apply_policy(model, "mixed_float16")
 
 
+class SmallParts(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = keras.layers.Dense(6, "relu"), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+
+def built_parts():
+    model = SmallParts()
+    model(np.zeros((1, 5), "float32"))
+    return model
+
+
+SMALL_STATE = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("make", [functional, SmallParts, built_parts])
+@pytest.mark.parametrize(
+    ("optimizer", "policy", "message"),
+    [
+        ("adam", "bfloat16", "trainable bfloat16 variables.*Adam: there small updates are lost.*mpkeras.prepare"),
+        (keras.optimizers.LossScaleOptimizer, "bfloat16", "bfloat16 variables.*`mpkeras.LossScaleOptimizer`"),
+        ("sgd", SMALL_STATE, "optimizer state in bfloat16.*SGD, which keeps it in float32.*mpkeras.prepare"),
+    ],
+)
+def test_p40_small_state_that_the_compiled_optimizer_cannot_train_is_said(make, optimizer, policy, message):
+    """Its `fit` would lose small updates, with Adam all of them. What can train it says nothing."""
+    model = make()
+    model.compile(optimizer if isinstance(optimizer, str) else optimizer(keras.optimizers.SGD()), "mse")
+    with pytest.warns(UserWarning, match=message) as told:
+        apply_policy(model, policy)
+    assert len(told) == 1
+    mpkeras.prepare(model)
+    apply_policy(model, policy)
+    ours = make()
+    ours.compile(mpkeras.LossScaleOptimizer("adam"), "mse")
+    apply_policy(ours, policy)
+    apply_policy(make(), policy)
+    frozen = make()
+    frozen.trainable = False
+    frozen.compile("adam", "mse")
+    apply_policy(frozen, "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("make", "policy", "error", "message"),
     [
@@ -624,12 +706,20 @@ def picture(model):
     ] + [[tensor.dtype for tensor in model.outputs], model.output_names, sorted(vars(model))]
 
 
-def test_after_an_error_the_model_is_as_it_was():
+@pytest.mark.parametrize("door", ["apply_policy", "prepare", "callback"])
+def test_after_an_error_the_model_is_as_it_was(door):
     model = refusing()
-    before, expected = picture(model), numpy(model(VECTORS))
+    model.compile("sgd", "mse")
+    before, expected, optimizer = picture(model), numpy(model(VECTORS)), model.optimizer
     with pytest.raises(TypeError, match="only float32"):
-        apply_policy(model, "mixed_bfloat16")
-    assert picture(model) == before
+        if door == "callback":
+            callbacks = [mpkeras.callbacks.MixedPrecision("bfloat16")]
+            model.fit(VECTORS, np.ones((5, 2), "float32"), verbose=0, callbacks=callbacks)
+        else:
+            (apply_policy if door == "apply_policy" else mpkeras.prepare)(model, "bfloat16")
+    # Of the model itself, `fit` keeps what it was called with.
+    assert picture(model)[:-1] == before[:-1] and (door == "callback" or picture(model)[-1] == before[-1])
+    assert {variable.dtype for variable in model.variables} == {"float32"} and model.optimizer is optimizer
     np.testing.assert_array_equal(numpy(model(VECTORS)), expected)
 
 
@@ -680,7 +770,7 @@ class SeesDtype(keras.layers.Layer):
 @pytest.mark.parametrize("function", ["predict", "evaluate", "fit"])
 def test_what_keras_has_compiled_before_is_compiled_anew(function):
     layer = SeesDtype()
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), layer])
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), layer, keras.layers.Dense(3)])
     model.compile("sgd", "mse")
     arguments = (VECTORS,) if function == "predict" else (VECTORS, np.ones((len(VECTORS), 3), "float32"))
     getattr(model, function)(*arguments, verbose=0)
@@ -776,9 +866,11 @@ def test_a_torch_module_made_under_a_policy_follows_once_prepared():
 
 def pure(dtype):
     keras.utils.set_random_seed(0)
-    with pytest.warns(UserWarning, match="for inference"), mpkeras.policy_scope(dtype):
-        first = [keras.Input((4,)), keras.layers.Dense(3, "relu"), keras.layers.BatchNormalization()]
-        return keras.Sequential([*first, keras.layers.Dense(2, activation="softmax")])
+    keras.config.set_dtype_policy(dtype)
+    first = [keras.Input((4,)), keras.layers.Dense(3, "relu"), keras.layers.BatchNormalization()]
+    model = keras.Sequential([*first, keras.layers.Dense(2, activation="softmax")])
+    keras.config.set_dtype_policy("float32")
+    return model
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras._replaced import is_replaced
+from tests.sixteen_bits import without_outputs
 
 pytestmark = pytest.mark.backends("jax", "tensorflow")
 rng = np.random.default_rng(0)
@@ -38,7 +39,7 @@ def model_of(make, policy, shape=(5, 8)):
     inputs = keras.Input(shape)
     model = keras.Model(inputs, make()(inputs, inputs))
     if policy is not None:
-        mpkeras.apply_policy(model, policy)
+        mpkeras.apply_policy(model, without_outputs(policy))
     return model
 
 
@@ -124,7 +125,7 @@ def test_forward_is_stock_and_the_gradient_as_near_to_float32(name, options):
     differences = [gradient(m, X, **options) - exact for m in (ours, stock)]
     our_error, stock_error = map(np.linalg.norm, differences)
     assert our_error < 1.25 * stock_error
-    assert our_error < 0.02 * np.linalg.norm(exact)
+    assert our_error < 0.03 * np.linalg.norm(exact)
     assert np.abs(differences[0]).max() < 0.03 * np.abs(exact).max()
 
 
@@ -194,7 +195,7 @@ def test_whoever_asks_for_a_kernel_gets_keras_own(flash_attention):
     except Exception as error:
         expected = error
     model = model_of(make, None)
-    mpkeras.apply_policy(model, "mixed_bfloat16")
+    mpkeras.apply_policy(model, without_outputs("mixed_bfloat16"))
     assert is_applied(attention_layer(model))
     if isinstance(expected, Exception):
         with pytest.raises(type(expected)):

@@ -7,9 +7,10 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
+from tests.sixteen_bits import without_outputs
 from tests.training.one_step import loss_of_one_step
 
-POLICIES = ["mixed_float16", "mixed_bfloat16"]
+POLICIES = [pytest.param(without_outputs(name), id=name) for name in ("mixed_float16", "mixed_bfloat16")]
 X = np.full((1, 512), 400.0, "float32")  # one example: Keras 3.10 does not divide by their number
 
 
@@ -50,14 +51,14 @@ def test_a_converted_layer_is_saved_with_the_regularizer_itself(regularizer):
     inputs = keras.Input((4,))
     model = keras.Model(inputs, layers.Dense(4, activity_regularizer=regularizer)(inputs))
     before = model.get_config()
-    mpkeras.apply_policy(model, "mixed_float16")
+    mpkeras.apply_policy(model, without_outputs("mixed_float16"))
     stood_in_for = model.layers[-1].activity_regularizer
     assert isinstance(stood_in_for, type(regularizer)) and stood_in_for is not regularizer
     assert model.layers[-1].get_config()["activity_regularizer"] == keras.regularizers.serialize(regularizer)
     copy = keras.Model.from_config(model.get_config())
     assert type(copy.layers[-1].activity_regularizer) is type(regularizer)
     # Once more changes nothing, and the way back takes it out.
-    mpkeras.apply_policy(model, "mixed_float16")
+    mpkeras.apply_policy(model, without_outputs("mixed_float16"))
     assert model.layers[-1].activity_regularizer is stood_in_for
     mpkeras.apply_policy(model, "float32")
     assert model.layers[-1].activity_regularizer is regularizer
@@ -72,7 +73,7 @@ def test_a_function_is_a_regularizer_as_well():
     inputs = keras.Input((512,))
     outputs = identity(activity_regularizer=a_function_of_the_users_own)(inputs)
     model = keras.Model(inputs, outputs)
-    loss = loss_of_one_step(model, "mixed_float16", "fit", X, X)
+    loss = loss_of_one_step(model, without_outputs("mixed_float16"), "fit", X, X)
     assert loss == pytest.approx(400**2 * 512 * 1e-4, rel=1e-6)
     assert model.layers[1].activity_regularizer.__name__ == "a_function_of_the_users_own"
 

@@ -12,9 +12,11 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras._replaced import replaced_attributes
-from mpkeras.conversion.apply import float8_products, leave_float8
+from mpkeras.conversion.converter import leave_float8
 from mpkeras.conversion.float8 import labels_of, multiplies_in_float8
 from mpkeras.conversion.float8_rounding import rounded
+from mpkeras.conversion.last import float8_products
+from tests.sixteen_bits import without_outputs
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -31,10 +33,13 @@ def in_bfloat16(values):
     return np.asarray(values, "float32").astype(ml_dtypes.bfloat16).astype("float64")
 
 
-def in_float8(values, dtype):
-    """The values that float8 has in the place of bfloat16 ones: multiplied by a power of two, then rounded."""
+def in_float8(values, dtype, axes=None):
+    """The values that float8 has in the place of bfloat16 ones: multiplied by a power of two, then rounded.
+
+    The power goes by the largest over `axes`; `None`: over all.
+    """
     values = in_bfloat16(values)
-    scale = 2.0 ** np.floor(np.log2(LARGEST[dtype] / np.abs(values).max()))
+    scale = 2.0 ** np.floor(np.log2(LARGEST[dtype] / np.abs(values).max(axes, keepdims=True)))
     return (values * scale).astype("float32").astype(dtype).astype("float64") / scale
 
 
@@ -58,7 +63,7 @@ def reasons(model):
 
 
 def every_layer():
-    return mpkeras.Policy("mixed_float8", keep_16_bits=())
+    return without_outputs("mixed_float8", keep_16_bits=())
 
 
 # What is computed.
@@ -102,12 +107,17 @@ def test_a_layer_multiplies_rounded_operands_and_nothing_else(case):
         layer.bias.assign(rng.normal(size=layer.bias.shape))
         bias = in_bfloat16(layer.bias.numpy())
     x = rng.normal(size=shape).astype("float32") * 3
-    exact = np.einsum(equation, in_float8(x, E4M3), in_float8(layer.kernel.numpy(), E4M3))
-    expected = in_bfloat16(in_bfloat16(exact) + bias)
-    if layer.activation is keras.activations.tanh:
-        expected = in_bfloat16(np.tanh(expected))
-    # Sums of float32 in another order, rounded to bfloat16 up to three times.
-    assert np.allclose(numpy(model(x)), expected, rtol=3 * HALF_UNIT_BFLOAT16, atol=1e-2 * np.abs(exact).max())
+    # In training the inputs have one scale; outside of it each row has its own, whatever the others are.
+    labels = labels_of(layer)
+    summed = tuple(i for i, label in enumerate(equation.split(",")[0]) if label in labels.summed)
+    for training, rows in ((True, None), (False, summed)):
+        exact = np.einsum(equation, in_float8(x, E4M3, rows), in_float8(layer.kernel.numpy(), E4M3))
+        expected = in_bfloat16(in_bfloat16(exact) + bias)
+        if layer.activation is keras.activations.tanh:
+            expected = in_bfloat16(np.tanh(expected))
+        # Sums of float32 in another order, rounded to bfloat16 up to three times.
+        found = numpy(model(x, training=training))
+        assert np.allclose(found, expected, rtol=3 * HALF_UNIT_BFLOAT16, atol=1e-2 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("outlier", [1.0, 300.0])
@@ -247,10 +257,73 @@ def test_what_is_not_finite_stays_visible(bad):
     model = mpkeras.apply_policy(mlp(), "mixed_float8")
     x = np.ones((4, 16), "float32")
     x[1, 2] = bad
-    assert np.isnan(numpy(model(x))).any()
-    # Of the tensor itself each value, as the product of the others would look as if nothing had happened.
+    assert np.isnan(numpy(model(x, training=True))[1]).all()
+    # As NaN, which all of float8 has, and no other value with it.
     values = ops.convert_to_tensor(np.r_[1.0, 2.0, bad], "bfloat16")
-    assert np.isnan(float(rounded(values, "float8_e4m3fn")[1]))
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        found, inverse, _ = rounded(values, dtype)
+        np.testing.assert_array_equal(numpy(ops.cast(found, "bfloat16")) * float(inverse), [1.0, 2.0, np.nan])
+
+
+@pytest.mark.every_case("jax", "torch")
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_gradients_that_are_not_finite_stay_visible(bad):
+    model = mpkeras.apply_policy(keras.Sequential([keras.Input((16,)), layers.Dense(32)]), every_layer())
+    upstream = np.ones((5, 32), "float32")
+    upstream[3, 7] = bad
+    by_x, by_kernel, _ = gradients(model, np.ones((5, 16), "float32"), upstream)
+    np.testing.assert_array_equal(np.isnan(by_x), np.arange(5)[:, None] == np.full(16, 3))
+    np.testing.assert_array_equal(np.isnan(by_kernel), np.full((16, 1), 7) == np.arange(32))
+
+
+def heads():
+    x = keras.Input((3, 16))
+    joined = layers.MultiHeadAttention(2, 16)(x, x)
+    return keras.Model(x, layers.EinsumDense("abc,cde->abde", (None, 2, 16), activation="tanh")(joined))
+
+
+SHARING = {"dense": (mlp, 16, every_layer()), "attention and heads": (heads, (3, 16), every_layer())}
+SHARING["delayed"] = (mlp, 16, mpkeras.Policy("mixed_float8", float8="delayed", keep_16_bits=()))
+
+
+@pytest.mark.every_case("jax", "torch")
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, 1e30])
+@pytest.mark.parametrize("case", SHARING)
+def test_a_bad_row_spoils_only_itself_outside_training(case, bad):
+    make, shape, policy = SHARING[case]
+    model = make()
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, policy)
+    x = rng.normal(size=(6, *np.atleast_1d(shape))).astype("float32")
+    without, others = x.copy(), np.arange(6) != 2
+    x[2].flat[5], without[2] = bad, 0.0
+    for outputs_of in (model, functools.partial(model, training=False), functools.partial(model.predict, verbose=0)):
+        found, expected = numpy(outputs_of(x)), numpy(outputs_of(without))
+        np.testing.assert_array_equal(found[others], expected[others])
+        # The values are there: they were not rounded to zero beside the large one.
+        assert np.abs(found[others]).max() > 0.01 and (bad == 1e30 or not np.isfinite(found[2]).any())
+
+
+def test_the_gradient_of_rows_that_were_scaled_one_by_one_is_that_of_all_rows():
+    """As in a step of the user's own without `training=True`. The rows differ by powers of two: nothing is lost."""
+    layer = layers.Dense(32, use_bias=False)
+    mpkeras.apply_policy(keras.Sequential([keras.Input((16,)), layer]), every_layer())
+    x = rng.choice([-1.0, 1.0, 0.5, 3.0], (6, 16)) * 2.0 ** np.array([[0], [9], [-12], [3], [20], [1]])
+    upstream = rng.choice([1.0, -2.0, 0.5], (6, 32)) * 2.0 ** np.array([[0], [-9], [12], [-3], [-20], [-1]])
+
+    def model(inputs, training):
+        return layer(inputs, training=False)
+
+    model.trainable_variables, model.non_trainable_variables = [layer.kernel], []
+    model.stateless_call = lambda values, _, inputs, training: (_stateless(layer, values, inputs), None)
+    layer.kernel.assign(np.sign(layer.kernel.numpy()))
+    by_x, by_kernel = gradients(model, x.astype("float32"), upstream.astype("float32"))
+    np.testing.assert_array_equal(by_kernel, x.T @ upstream)
+    np.testing.assert_array_equal(by_x, in_float8(upstream, E5M2) @ layer.kernel.numpy().T)
+
+
+def _stateless(layer, values, inputs):
+    return layer.stateless_call(values, [], inputs, training=False)[0]
 
 
 @pytest.mark.slow
@@ -271,9 +344,14 @@ def test_a_skipped_step_leaves_no_trace(bad):
 
 
 def test_the_first_and_the_last_layer_stay_in_16_bits():
-    model = prepared(mlp())
+    model = prepared(mlp(), without_outputs("mixed_float8"))
     found = list(reasons(model).values())
     assert found == ["the rule 'first' keeps it in 16 bits", None, None, "the rule 'last' keeps it in 16 bits"]
+    assert [multiplies_in_float8(layer) for layer in model.layers] == [False, True, True, False]
+    # A last layer in float32 is the last one all the same: the one before it multiplies in float8.
+    model = prepared(mlp())
+    found = list(reasons(model).values())
+    assert found == ["the rule 'first' keeps it in 16 bits", None, None, "it computes in float32"]
     assert [multiplies_in_float8(layer) for layer in model.layers] == [False, True, True, False]
 
 
@@ -285,14 +363,14 @@ def test_first_and_last_go_by_the_order_of_computation():
     inner = keras.Sequential([keras.Input((32,)), layers.Dense(64, name="up"), layers.Dense(32, name="down")])
     x = layers.TimeDistributed(inner)(x)
     model = keras.Model(codes, layers.Dense(16, name="head")(x))
-    mpkeras.apply_policy(model, "mixed_float8")
+    mpkeras.apply_policy(model, without_outputs("mixed_float8"))
     found = reasons(model)
     assert found.pop("head") == "the rule 'last' keeps it in 16 bits"
     assert set(found) == {"query", "key", "value", "attention_output", "up", "down"} and not any(found.values())
 
     image = keras.Input((8, 8, 16))
     x = layers.Dense(16, name="hidden")(layers.Conv2D(16, 3, name="stem")(image))
-    model = mpkeras.apply_policy(keras.Model(image, layers.Conv2D(1, 1)(x)), "mixed_float8")
+    model = mpkeras.apply_policy(keras.Model(image, layers.Conv2D(1, 1)(x)), without_outputs("mixed_float8"))
     assert reasons(model) == {"hidden": None}
 
 
@@ -431,9 +509,8 @@ def by_train_step_after_prepare():
 
 def by_scope():
     with mpkeras.policy_scope("mixed_float8"):
-        model = compiled(mlp())
-        mpkeras.prepare(model)
-    return model
+        model = mlp()
+    return compiled(model)
 
 
 def by_autoprepare():
@@ -455,7 +532,7 @@ def compiled_again():
 def test_every_door_leads_to_the_same_layers(door):
     model = door()
     assert [multiplies_in_float8(layer) for layer in model.layers] == [False, True, True, False]
-    assert {layer.compute_dtype for layer in model.layers} == {"bfloat16"}
+    assert [layer.compute_dtype for layer in model.layers] == [*["bfloat16"] * 3, "float32"]
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
@@ -554,7 +631,7 @@ def test_a_step_that_accumulates_skips_the_bad_batch_alone():
 
 
 def test_audit_counts_the_layers_and_gives_the_reasons():
-    report = mpkeras.audit(prepared(mlp()))
+    report = mpkeras.audit(prepared(mlp(), without_outputs("mixed_float8")))
     assert [row.float8 for row in report.layers if row.class_name == "Dense"] == [
         "the rule 'first' keeps it in 16 bits",
         "yes",
@@ -564,6 +641,9 @@ def test_audit_counts_the_layers_and_gives_the_reasons():
     text = str(report)
     assert "Products in float8: those of 2 of 4 layers." in text
     assert text.count("keeps it in 16 bits") == 2
+    text = str(mpkeras.audit(prepared(mlp())))
+    assert "Products in float8: those of 2 of 4 layers." in text
+    assert (text.count("keeps it in 16 bits"), text.count("it computes in float32")) == (1, 1)
     assert "float8" not in str(mpkeras.audit(mpkeras.apply_policy(mlp(), "mixed_bfloat16")))
 
 
@@ -603,7 +683,7 @@ def test_a_layer_that_float8_is_too_coarse_for_gets_a_rule():
 
 @pytest.mark.backends("tensorflow")
 def test_the_share_that_rounds_to_zero_by_hand():
-    from mpkeras.insight.ranges import rounding_losses
+    from mpkeras.tools.numerics.losses import rounding_losses
 
     # Scaled by 2**8, as 448 / 1.5 lies between 256 and 512; half of e4m3's smallest number is 2**-10.
     values = np.r_[1.5, np.full(3, 2.0**-18), np.full(2, 2.0**-17), 0.0, np.inf]
@@ -623,9 +703,10 @@ def test_a_layer_that_overflows_leaves_float8_first_and_then_16_bits():
     name = model.layers[1].path
     fallback = mpkeras.callbacks.Float32Fallback(patience=1)
     x = rng.normal(size=(8, 16)).astype("float32")
-    bad = model.layers[1].kernel
+    # More than bfloat16 holds, and not more than float32 does.
+    bad = model.layers[1].bias
     good = bad.numpy()
-    bad.assign(np.full(bad.shape, 3e38))
+    bad.assign(np.full(bad.shape, 3.4e38))
     fit = functools.partial(model.fit, x, x, batch_size=8, verbose=0, shuffle=False, callbacks=[fallback])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

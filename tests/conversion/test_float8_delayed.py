@@ -10,10 +10,11 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.conversion.apply import leave_float8
+from mpkeras.conversion.converter import leave_float8
 from mpkeras.conversion.float8 import STATE, float8_change, float8_state, multiplies_in_float8
 from mpkeras.policies.rules import is_quantized
 from tests.conversion.test_float8 import E4M3, E5M2, Later, reasons
+from tests.sixteen_bits import without_outputs
 
 LARGEST = {E4M3: np.float32(448.0), E5M2: np.float32(57344.0)}
 rng = np.random.default_rng(1)
@@ -23,7 +24,7 @@ def delayed(**options):
     return mpkeras.Policy("mixed_float8", float8="delayed", **options)
 
 
-every_layer = functools.partial(delayed, keep_16_bits=())
+every_layer = functools.partial(without_outputs, "mixed_float8", float8="delayed", keep_16_bits=())
 
 
 def numpy(value):
@@ -230,7 +231,7 @@ def test_a_layer_whose_state_would_be_a_sum_is_kept_out():
     assert "RNN" in found["in_cell"] or "Bidirectional" in found["in_cell"]
     assert found["mine"] == "Keras gives no float8 state to a MyDense"
     # Each tensor by itself needs no state.
-    found = reasons(mpkeras.apply_policy(compiled(model), mpkeras.Policy("mixed_float8", keep_16_bits=())))
+    found = reasons(mpkeras.apply_policy(compiled(model), without_outputs("mixed_float8", keep_16_bits=())))
     assert found["shared"] is None and found["mine"] is None
 
 
@@ -295,7 +296,7 @@ def test_another_policy_takes_the_state_back():
     mpkeras.apply_policy(model, delayed())
     assert len(model.variables) == len(before) + 2 * len(STATE)
     assert [layer.dtype_policy.name for layer in model.layers] == [
-        "mixed_bfloat16", "float8_from_mixed_bfloat16", "float8_from_mixed_bfloat16", "mixed_bfloat16"
+        "mixed_bfloat16", "float8_from_mixed_bfloat16", "float8_from_mixed_bfloat16", "float32"
     ]  # fmt: skip
     for policy in ("mixed_float8", delayed(), "float32"):
         mpkeras.apply_policy(model, policy)
@@ -335,7 +336,8 @@ def test_an_error_gives_the_state_back():
                 raise TypeError("no float16 here")
             return x
 
-    model = keras.Sequential([*mlp().layers, Mixing()])
+    *parts, last = mlp().layers
+    model = keras.Sequential([*parts, Mixing(), last])
     model.build((None, 16))
     mpkeras.apply_policy(model, delayed())
     history = model.layers[1].kernel_amax_history
@@ -443,11 +445,14 @@ def test_a_layer_that_overflows_moves_with_its_state():
     x = rng.normal(size=(8, 16)).astype("float32")
     fit = functools.partial(model.fit, x, x, batch_size=8, verbose=0, shuffle=False, callbacks=[fallback])
     fit(epochs=1)
-    kernel = model.layers[1].kernel
-    good = numpy(kernel)
-    kernel.assign(np.full(kernel.shape, 3e38))
+    # What it is given is 1, once, and what it makes of that float32 holds, and bfloat16 does not.
+    before_it, kernel = model.layers[0], model.layers[1].kernel
+    good = [numpy(variable) for variable in (before_it.kernel, before_it.bias, kernel)]
+    before_it.kernel.assign(np.zeros(before_it.kernel.shape))
+    before_it.bias.assign(np.eye(1, before_it.units)[0])
+    kernel.assign(np.full(kernel.shape, 3.4e38))
     # Seen before, or they would saturate.
-    model.layers[1].kernel_amax_history.assign(np.eye(1, 1024)[0] * 3e38)
+    model.layers[1].kernel_amax_history.assign(np.eye(1, 1024)[0] * 3.4e38)
     before = state_of(model.layers[1])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -457,9 +462,10 @@ def test_a_layer_that_overflows_moves_with_its_state():
     assert ["float8 to bfloat16" in moves[0], "bfloat16 to float32" in moves[1]] == [True, True]
     assert (fallback.moved_from_float8, fallback.moved) == ([name], [name])
     assert model.layers[1].compute_dtype == "float32"
-    kernel.assign(good)
+    for variable, value in zip((before_it.kernel, before_it.bias, kernel), good, strict=True):
+        variable.assign(value)
     fit(epochs=2)
-    assert not np.array_equal(numpy(kernel), good)
+    assert not np.array_equal(numpy(kernel), good[-1])
     assert_equal(list(state_of(model.layers[1]).values()), list(before.values()))
 
 

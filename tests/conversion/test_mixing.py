@@ -9,6 +9,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.conversion.mixing import MixedDtypesError
+from tests.sixteen_bits import without_outputs
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
 X = np.ones((2, 4), "float32")
@@ -147,7 +148,7 @@ def test_a_wrong_layer_is_named_with_what_it_mixes_and_both_dtypes(name, policy)
     layer = make()
     model = Model(layer)
     model(X)  # It works in float32.
-    mpkeras.apply_policy(model, policy)
+    mpkeras.apply_policy(model, without_outputs(policy))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if raises(name, policy):
@@ -176,7 +177,7 @@ def test_the_same_layer_passes_as_a_float32_island(name, policy):
 
     model = Model(Right())
     expected = ops.convert_to_numpy(model(X))
-    mpkeras.apply_policy(model, policy)
+    mpkeras.apply_policy(model, without_outputs(policy))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
@@ -220,7 +221,7 @@ def test_other_errors_pass_as_they_are():
             raise RuntimeError("no disk, no float")
 
     model = Model(Broken())
-    mpkeras.apply_policy(model, "mixed_float16")
+    mpkeras.apply_policy(model, without_outputs("mixed_float16"))
     with pytest.raises(RuntimeError, match="no disk") as error:
         model(X)
     assert not isinstance(error.value, MixedDtypesError)
@@ -232,14 +233,56 @@ def test_a_layer_that_casts_on_purpose_is_left_in_peace():
             return ops.cast(x, "float32") * 2.0
 
     model = Model(Logits())
-    mpkeras.apply_policy(model, "mixed_bfloat16")
+    mpkeras.apply_policy(model, without_outputs("mixed_bfloat16"))
     assert keras.backend.standardize_dtype(model(X).dtype) == "float32"  # Warnings are errors here.
+
+
+class Around(keras.Model):
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = parts
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", [Attribute, Matrix])
+def test_a_layer_that_makes_the_outputs_is_in_float32_and_mixes_nothing(make, policy):
+    """Also where only a call tells, which is traced while the layer is in 16 bits: warnings are errors here."""
+    inputs = keras.Input((4,))
+    own = [make() for _ in range(2)]
+    hidden = [layers.Dense(4) for _ in range(3)]
+    graph = keras.Model(inputs, own[0](hidden[0](inputs)))
+    around = Around(hidden[1], hidden[2], own[1])
+    around(X)
+    for model in (graph, around):
+        mpkeras.apply_policy(model, policy)
+        assert keras.backend.standardize_dtype(model(X).dtype) == "float32"
+    assert [layer.compute_dtype for layer in own] == ["float32"] * 2
+    assert hidden[1].compute_dtype == policy.removeprefix("mixed_")
+
+
+def test_a_hidden_layer_is_named_where_only_a_call_tells_what_makes_the_outputs():
+    hidden = Matrix(name="hidden")
+    model = Around(hidden, layers.Dense(3))
+    model(X)
+    mpkeras.apply_policy(model, "mixed_float16")
+    what = "Layer 'hidden'.*attribute `matrix` is float32"
+    with (
+        pytest.warns(UserWarning, match=what)
+        if keras.backend.backend() == "jax"
+        else pytest.raises(MixedDtypesError, match=what)
+    ):
+        model(X)
 
 
 def test_the_way_back_leaves_nothing_on_the_layer():
     model = Model(Attribute())
     model(X)
-    mpkeras.apply_policy(model, "mixed_bfloat16")
+    mpkeras.apply_policy(model, without_outputs("mixed_bfloat16"))
     assert "call" in vars(model.wrong)
     mpkeras.apply_policy(model, "float32")
     assert not {"call", "add_loss"} & set(vars(model.wrong))

@@ -88,7 +88,8 @@ class Unwilling(layers.Dense):
 @pytest.mark.parametrize("door", ["apply_policy", "prepare", "callback"])
 def test_an_error_before_the_last_row_leaves_the_model_as_it_was(door):
     inputs = keras.Input((8,))
-    model = keras.Model(inputs, Unwilling(2)(Own()(layers.Dense(8, activity_regularizer="l2")(inputs))))
+    x = Unwilling(3)(Own()(layers.Dense(8, activity_regularizer="l2")(inputs)))
+    model = keras.Model(inputs, layers.Dense(2)(x))
     model.compile("sgd", "mse")
     x, y = np.ones((2, 8), "float32"), np.ones((2, 2), "float32")
     expected = model.predict(x, verbose=0)

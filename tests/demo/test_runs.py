@@ -15,7 +15,8 @@ from mpkeras.policies.dtypes import bytes_of
 
 def linear_model():
     inputs = keras.Input((2,), name="inputs")
-    return keras.Model(inputs, keras.layers.Dense(2, name="outputs")(inputs))
+    x = keras.layers.Dense(2, name="hidden")(inputs)
+    return keras.Model(inputs, keras.layers.Dense(2, name="outputs")(x))
 
 
 def tiny_task(build=linear_model, epochs=2):
@@ -119,8 +120,8 @@ def test_record_of_a_run(policy, compute_dtype, loss_scale):
     assert (record["skipped_steps"], record["loss_scale"]) == (0, loss_scale)
     assert record["quality"] == record["history"]["quality"][-1] == record["history"]["val_loss"][-1]
     assert record["history"]["loss_scale"] == [loss_scale, loss_scale]
-    assert record["compute_dtypes"]["outputs"] == compute_dtype
-    assert record["layer_output_bytes"] == 2 * 2 * (4 if policy == "float32" else 2)
+    assert record["compute_dtypes"] == {"inputs": compute_dtype, "hidden": compute_dtype, "outputs": "float32"}
+    assert record["layer_output_bytes"] == 2 * 2 * (4 if policy == "float32" else 2) + 2 * 2 * 4
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
@@ -152,7 +153,7 @@ def test_the_global_policy_has_no_say():
     keras.config.set_dtype_policy("mixed_float16")
     record = runs.run(task, data_set, "mixed_bfloat16", seed=0, epochs=1, verbose=0)
     assert built_under == ["float32"]
-    assert record["compute_dtypes"]["outputs"] == "bfloat16"
+    assert record["compute_dtypes"]["hidden"] == "bfloat16"
     assert keras.config.dtype_policy().name == "mixed_float16"
 
 
@@ -349,14 +350,14 @@ def test_the_first_step_compiles_and_the_second_does_not(fakes):
 
 def test_a_real_model_is_timed_under_its_policy(backend):
     inputs = keras.Input((2,))
-    model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Dense(3)(inputs)))
     model.compile("sgd", "mse", jit_compile=backend == "jax")
     compile_s, step_s = runs.first_steps(model, "mixed_float16", EXAMPLES / 14, EXAMPLES / 14, batch_size=3)
     assert step_s > 0 and compile_s >= 0
     times = runs.interleaved_step_times({"mixed_float16": model}, EXAMPLES / 14, EXAMPLES / 14, batch_size=3, rounds=2)
     assert len(times["mixed_float16"]) == 2
     assert min(times["mixed_float16"]) > 0
-    assert model.layers[-1].compute_dtype == "float16"
+    assert [layer.compute_dtype for layer in model.layers[1:]] == ["float16", "float32"]
     assert int(model.optimizer.iterations) == 2 + runs.WARM_UP_ROUNDS + 2
 
 

@@ -5,9 +5,8 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras import _keras, layers
+from mpkeras import Policy, _keras, layers, policy_scope, set_global_policy
 from mpkeras.layers import Activation, Float32Mixin, float32_island
-from mpkeras.policies import Policy, policy_scope, set_global_policy
 
 
 @keras.saving.register_keras_serializable("mpkeras_tests")

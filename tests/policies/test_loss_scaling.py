@@ -120,7 +120,7 @@ TRAJECTORIES = [
 
 @pytest.mark.parametrize(("steps", "scales"), TRAJECTORIES)
 def test_trajectory_is_the_same_on_every_backend(steps, scales):
-    rule = DynamicLossScale(8.0, dynamic_growth_steps=3, max_scale=32.0)
+    rule = DynamicLossScale(8.0, dynamic_growth_steps=3, min_scale=1.0, max_scale=32.0)
     state, seen = rule.initial_state(), []
     for step in steps:
         state = rule.next_state(state, step == ".")
@@ -152,9 +152,9 @@ def test_fixed_scale_never_moves_and_ignores_a_restored_one():
 @pytest.mark.parametrize(
     ("initial_scale", "bounds"),
     [
-        pytest.param(2.0**15, (1.0, 2.0**24), id="inside the default bounds"),
-        pytest.param(0.125, (0.125, 2.0**24), id="below: the floor gives way"),
-        pytest.param(2.0**30, (1.0, 2.0**30), id="above: the ceiling gives way"),
+        pytest.param(2.0**15, (2.0**-24, 2.0**24), id="inside the default bounds"),
+        pytest.param(2.0**-30, (2.0**-30, 2.0**24), id="below: the floor gives way"),
+        pytest.param(2.0**30, (2.0**-24, 2.0**30), id="above: the ceiling gives way"),
     ],
 )
 def test_initial_scale_widens_default_bounds(initial_scale, bounds):

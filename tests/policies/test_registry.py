@@ -1,17 +1,14 @@
+import threading
+import warnings
+
 import keras
 import pytest
 
-from mpkeras.policies import (
-    Policy,
-    get_policy,
-    global_policy,
-    install_from_environment,
-    policy_scope,
-    register_policy,
-    registered_policies,
-    set_global_policy,
-)
+import mpkeras
+from mpkeras import policy_scope, set_global_policy
+from mpkeras.policies import Policy, get_policy, global_policy, register_policy, registered_policies
 from mpkeras.policies.loss_scaling import FixedLossScale
+from mpkeras.training.global_policy import install_from_environment
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
@@ -109,7 +106,10 @@ def test_keras_gets_its_own_policy_where_it_has_one():
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("float16", "refuses to train.*'mixed_float16'"), ("bfloat16", "Train them through mpkeras.*plain `fit`")],
+    [
+        ("float16", "refuses to train.*'mixed_float16'"),
+        ("bfloat16", "compiled trains them with stochastic rounding.*stock optimizer"),
+    ],
 )
 def test_p40_a_policy_with_16_bit_variables_says_how_to_train_them(name, remedy):
     message = f"'{name}' layers make {name} variables.*{remedy}"
@@ -173,6 +173,111 @@ def test_scope_restores_after_an_exception():
         raise RuntimeError("inside")
     assert keras.config.dtype_policy() == keras.DTypePolicy("float64")
     assert global_policy() == Policy("float64")
+
+
+# What Keras resets.
+
+
+def small_model():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def by_prepare(model):
+    return mpkeras.prepare(model)
+
+
+def by_callback(model):
+    x = keras.ops.zeros((2, 3))
+    model.fit(x, x[:, :1], verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision()])
+    return model
+
+
+def by_autoprepare(model):
+    with mpkeras.autoprepare():
+        model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("door", [by_prepare, by_callback, by_autoprepare, mpkeras.apply_policy])
+def test_a_policy_that_clear_session_took_away_is_in_force_again_and_that_is_said_once(door):
+    set_global_policy(mine(loss_scale=4.0))
+    keras.utils.clear_session(free_memory=False)
+    with pytest.warns(UserWarning, match=r"clear_session.*'mine'.*`mpkeras.set_global_policy` after"):
+        model = door(small_model())
+    assert model.layers[0].compute_dtype == keras.layers.Dense(1).compute_dtype == "bfloat16"
+    keras.utils.clear_session(free_memory=False)
+    assert global_policy() == mine(loss_scale=4.0)
+    assert door(small_model()).layers[0].compute_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("after_clear", [False, True])
+def test_a_policy_set_through_keras_stays_through_clear_session_the_later_word(after_clear):
+    set_global_policy("mixed_float16")
+    if after_clear:
+        keras.utils.clear_session(free_memory=False)
+    keras.config.set_dtype_policy("mixed_bfloat16" if after_clear else "float32")
+    if not after_clear:
+        # Keras' default is now what was there before, too.
+        keras.utils.clear_session(free_memory=False)
+    assert global_policy() == Policy("mixed_bfloat16" if after_clear else "float32")
+
+
+def test_what_clear_session_cannot_change_is_not_said():
+    set_global_policy("float32")
+    keras.utils.clear_session(free_memory=False)
+    assert global_policy() == Policy("float32")
+    with policy_scope("float32"):
+        keras.utils.clear_session(free_memory=False)
+    set_global_policy("mixed_float16")
+    keras.utils.clear_session(free_memory=False)
+    set_global_policy("mixed_bfloat16")
+    assert global_policy() == Policy("mixed_bfloat16")
+
+
+def test_a_scope_that_clear_session_ends_says_so_and_restores_what_was_around_it():
+    set_global_policy(mine(loss_scale=4.0))
+    with pytest.warns(UserWarning, match=r"clear_session.*policy_scope.*not 'mixed_float16'") as told:
+        with policy_scope("mixed_float16"):
+            keras.utils.clear_session(free_memory=False)
+            assert keras.layers.Dense(1).compute_dtype == "float32"
+        assert global_policy() == mine(loss_scale=4.0) and keras.layers.Dense(1).compute_dtype == "bfloat16"
+    assert len(told) == 1
+    # Inside, it is in force again from what asks for it on.
+    with pytest.warns(UserWarning, match="clear_session") as told, policy_scope("mixed_float16"):
+        keras.utils.clear_session(free_memory=False)
+        assert by_prepare(small_model()).layers[0].compute_dtype == "float16"
+    assert len(told) == 1 and global_policy() == mine(loss_scale=4.0)
+    keras.config.set_dtype_policy("float64")
+    with pytest.warns(UserWarning, match="clear_session"), policy_scope("mixed_float16"):
+        keras.utils.clear_session(free_memory=False)
+    assert global_policy() == Policy("float64")
+
+
+def in_thread(function):
+    """Returns what `function()` returns in a new thread, and what was said there."""
+    result = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=lambda: result.append(function()))
+        thread.start()
+        thread.join()
+    return result[0], [str(warning.message) for warning in told]
+
+
+def test_a_new_thread_has_the_default_and_that_is_said():
+    set_global_policy("mixed_float16")
+    policy, told = in_thread(global_policy)
+    assert policy == Policy("float32") and len(told) == 1
+    assert "of this thread is Keras' default, 'float32'" in told[0] and "'mixed_float16'" in told[0]
+    assert in_thread(lambda: set_global_policy("mixed_float16")) == (Policy("mixed_float16"), [])
+    assert in_thread(lambda: mpkeras.prepare(small_model(), "mixed_bfloat16").layers[0].compute_dtype)[0] == "bfloat16"
+    with policy_scope("float32"):
+        assert in_thread(global_policy) == (Policy("float32"), [])
+    keras.config.set_dtype_policy("float32")
+    global_policy()
+    assert in_thread(global_policy) == (Policy("float32"), [])
 
 
 @pytest.mark.parametrize(

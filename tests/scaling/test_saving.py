@@ -1,7 +1,9 @@
 """Files and copies of a compiled model: stock where they can be, and with a word where the guard is not in them."""
 
 import copy
+import functools
 import pickle
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -112,7 +114,7 @@ def test_configs_of_an_earlier_version_load(rule, options):
     loaded = keras.saving.deserialize_keras_object(config)
     assert type(loaded) is LossScaleOptimizer
     assert loaded.loss_scale_rule == rule
-    assert loaded._chosen_by_prepare == options.get("chosen_by_prepare", False)
+    assert loaded.record.rule_is_chosen_by_prepare == options.get("chosen_by_prepare", False)
     assert (loaded.window and loaded.window.on_overflow) == options.get("on_overflow")
 
 
@@ -122,12 +124,18 @@ def lasting_variables(optimizer) -> list:
     return [variable for variable in optimizer.variables if id(variable) not in of_step]
 
 
+FLAGS = ("last_step_skipped", "skipped_in_step", "accepted_in_step", "window_overflowed")
+
+
+def as_once(variable):
+    """The value of a variable as versions stored it in which flags were bools."""
+    return variable.numpy().astype(bool) if variable.name in FLAGS else variable.numpy()
+
+
 def away_from_defaults(optimizer):
     for i, variable in enumerate(optimizer.variables):
-        if variable.dtype == "bool":
-            variable.assign(True)
-        else:
-            variable.assign(keras.ops.full(variable.shape, i + 2, dtype=variable.dtype))
+        value = 1 if variable.name in FLAGS else i + 2
+        variable.assign(keras.ops.full(variable.shape, value, dtype=variable.dtype))
     return optimizer
 
 
@@ -141,14 +149,15 @@ def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch)
         # All variables in one group, in our order, as the base class of all optimizers writes them.
         def save_own_variables(self, store):
             for i, variable in enumerate(lasting_variables(self)):
-                store[str(i)] = variable.numpy()
+                store[str(i)] = as_once(variable)
 
         monkeypatch.setattr(LossScaleOptimizer, "save_own_variables", save_own_variables)
         del model.optimizer.__dict__["_saved_beside"]
     if written_by == "before the scale had a name":
         named = model.optimizer._variables_beside()
         del named["step_counter"], named["dynamic_scale"]
-        monkeypatch.setitem(model.optimizer.__dict__, "_variables_beside", lambda: named)
+        as_saved = {name: SimpleNamespace(numpy=functools.partial(as_once, v)) for name, v in named.items()}
+        monkeypatch.setitem(model.optimizer.__dict__, "_variables_beside", lambda: as_saved)
     (model.save if file_name.endswith(".keras") else model.save_weights)(tmp_path / file_name)
     if file_name.endswith(".keras"):
         loaded = keras.saving.load_model(tmp_path / file_name)
@@ -159,6 +168,24 @@ def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch)
     assert type(loaded.optimizer) is LossScaleOptimizer
     assert snapshot(lasting_variables(loaded.optimizer)) == snapshot(lasting_variables(model.optimizer))
     assert loaded.optimizer.window.on_overflow == "drop_window"
+
+
+def test_no_variable_is_a_bool_and_state_dictionaries_with_bools_load():
+    """Keras' `OrbaxCheckpoint` stores no bools."""
+    model = compiled(every_option_set())
+    model.optimizer.build(model.trainable_variables)
+    away_from_defaults(model.optimizer)
+    assert not [variable.path for variable in model.optimizer.variables if variable.dtype == "bool"]
+    state = mpkeras.state_dict(model)
+    flags = {name for name in state if name.endswith(FLAGS)}
+    assert len(flags) == 2
+    old = {name: array.astype(bool) if name in flags else array for name, array in state.items()}
+    other = compiled(every_option_set())
+    other.optimizer.build(other.trainable_variables)
+    mpkeras.load_state_dict(other, old)
+    assert snapshot(lasting_variables(other.optimizer)) == snapshot(lasting_variables(model.optimizer))
+    assert bool(other.optimizer.last_step_skipped) is True
+    assert keras.backend.standardize_dtype(other.optimizer.last_step_skipped.dtype) == "bool"
 
 
 def test_what_only_we_know_is_found_by_name(tmp_path):
@@ -304,3 +331,97 @@ def test_a_new_optimizer_in_a_loop_of_ones_own_says_nothing():
     optimizer = LossScaleOptimizer.from_config(LossScaleOptimizer("sgd").get_config())
     optimizer.scale_loss(keras.ops.array(1.0))
     optimizer.apply([keras.ops.array([1024.0])], [variable])
+
+
+def decaying(optimizer):
+    """A model of two layers whose weights are of ones, compiled."""
+    layers = [keras.layers.Dense(3, kernel_initializer="ones", bias_initializer="ones", name=name) for name in "ab"]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    model.compile(optimizer(model), "mse")
+    return model
+
+
+def adamw(**excluded):
+    def make(model):
+        optimizer = keras.optimizers.AdamW(0.02, weight_decay=2.0)
+        lists = {"var_list": [model.layers[0].kernel, model.layers[1].bias]} if "var_list" in excluded else {}
+        optimizer.exclude_from_weight_decay(**{**excluded, **lists})
+        return optimizer
+
+    return make
+
+
+def multi(model):
+    parts = [keras.optimizers.AdamW(0.02, weight_decay=2.0), keras.optimizers.SGD(0.02, weight_decay=2.0)]
+    parts[0].exclude_from_weight_decay(var_names=["bias"])
+    parts[1].exclude_from_weight_decay(var_list=[model.layers[1].kernel])
+    optimizer_map = keras.optimizers.OptimizerMap(parts[0])
+    optimizer_map["b"] = parts[1]
+    return keras.optimizers.MultiOptimizer(optimizer_map)
+
+
+EXCLUDING = [
+    pytest.param(adamw(var_names=["ker", "nothing"]), id="by name"),
+    pytest.param(adamw(var_list=True), id="as objects"),
+    pytest.param(adamw(var_list=True, var_names=["b/bia", "bias"]), id="both"),
+    pytest.param(
+        multi,
+        id="in a MultiOptimizer",
+        marks=pytest.mark.skipif(not hasattr(keras.optimizers, "OptimizerMap"), reason="Keras has none"),
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", EXCLUDING)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_what_does_not_decay_does_not_decay_after_a_file(policy, optimizer, tmp_path):
+    x = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
+    model = mpkeras.prepare(decaying(optimizer), policy)
+    model.train_on_batch(x, np.zeros((8, 3)))
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    loaded = mpkeras.prepare(keras.saving.load_model(path))
+    # Once more, before it has trained; and under another wrapper.
+    loaded.save(path)
+    loaded = mpkeras.prepare(keras.saving.load_model(path), loss_scale=2.0)
+    weights = []
+    for one in (model, loaded):
+        for _ in range(3):
+            one.train_on_batch(x, np.zeros((8, 3)))
+        weights.append(snapshot(one.weights))
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_the_configuration_says_what_does_not_decay(is_built):
+    def weights():
+        return [keras.Variable([1.0], name=name) for name in ("kernel", "bias", "scale")]
+
+    variables, others = weights(), weights()
+    inner = keras.optimizers.SGD(0.5, weight_decay=0.5)
+    inner.exclude_from_weight_decay(var_names=["bias"], var_list=variables[2:] if is_built else None)
+    optimizer = LossScaleOptimizer(inner, loss_scale=1.0)
+    if is_built:
+        optimizer.build(variables)
+    made = LossScaleOptimizer.from_config(optimizer.get_config())
+    assert made.get_config() == optimizer.get_config()
+    made.apply([keras.ops.zeros(1)] * 3, others)
+    # 1 - 0.5 * 0.5 of those that decay.
+    assert [variable.numpy().tolist() for variable in others] == [[0.75], [1.0], [1.0 if is_built else 0.75]]
+    plain = keras.optimizers.deserialize(optimizer.get_config()["inner_optimizer"])
+    assert type(plain) is type(inner) and plain.weight_decay == 0.5
+
+
+def test_what_did_not_decay_and_is_not_there_is_named():
+    inner = keras.optimizers.SGD(0.5, weight_decay=0.5)
+    variables = [keras.Variable([1.0], name=name) for name in ("kernel", "gain")]
+    inner.exclude_from_weight_decay(var_list=variables[1:])
+    optimizer = LossScaleOptimizer(inner, loss_scale=1.0)
+    optimizer.build(variables)
+    made, told = (LossScaleOptimizer.from_config(optimizer.get_config()) for _ in range(2))
+    with pytest.warns(UserWarning, match="gain.*they decay now"):
+        made.build(variables[:1])
+    # What the user says now takes the place of it.
+    told.exclude_from_weight_decay(var_names=["other"])
+    told.build(variables[:1])

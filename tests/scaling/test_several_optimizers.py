@@ -7,8 +7,9 @@ from keras import layers, ops
 
 from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.training.guard import find_optimizers
+from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.prepare import prepare
+from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 
 STEPS = 5
@@ -187,7 +188,7 @@ def test_train_step_in_float32_is_exact():
 def test_fit_in_float16_is_close():
     gan = new_gan()
     gan.compile_with(sgd(), sgd())
-    prepare(gan, "mixed_float16", loss_scale=DynamicLossScale(SCALE))
+    prepare(gan, without_outputs("mixed_float16"), loss_scale=DynamicLossScale(SCALE))
     noise, real, weight = (np.concatenate(arrays) for arrays in zip(*batches(2.0**12), strict=True))
     gan.fit(noise, real, sample_weight=weight, batch_size=8, shuffle=False, verbose=0)
     check_scales(gan.optimizers["d"], gan.optimizers["g"])

@@ -8,7 +8,8 @@ import pytest
 
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.scaling.facts import StepFacts
-from mpkeras.scaling.optimizer import LossScaleOptimizer, rewrapped
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.scaling.rewrap import rewrapped
 from tests.step_modes import MODES, applier, snapshot
 
 # The tests hand over gradients that are scaled already.

@@ -68,6 +68,7 @@ def picture():
 def nothing_is_left():
     compile = keras.Model.compile
     yield
+    mpkeras.set_global_policy(None)
     assert keras.Model.compile is compile
 
 
@@ -75,7 +76,7 @@ def nothing_is_left():
 def test_every_compile_is_followed_by_prepare_until_the_block_ends(policy):
     with mpkeras.autoprepare(policy):
         model = compiled()
-        assert {layer.compute_dtype for layer in model.layers} == {policy.removeprefix("mixed_")}
+        assert [layer.compute_dtype for layer in model.layers] == [policy.removeprefix("mixed_"), "float32"]
         assert isinstance(model.optimizer, LossScaleOptimizer)
         assert guard.is_guarded(model)
         history = model.fit(X, Y, verbose=0).history
@@ -86,6 +87,23 @@ def test_every_compile_is_followed_by_prepare_until_the_block_ends(policy):
     # What was prepared stays prepared.
     model.compile("adam", "mse")
     assert isinstance(model.optimizer, LossScaleOptimizer)
+
+
+def test_a_model_that_was_prepared_by_hand_keeps_what_it_was_prepared_with():
+    model = mpkeras.apply_policy(compiled(), "mixed_bfloat16")
+    with mpkeras.autoprepare("mixed_float16"):
+        # By the dtype that its layers have by then.
+        mpkeras.prepare(model, loss_scale=2.0, rollback=False)
+        model.compile("adam", "mse")
+    assert model.layers[0].compute_dtype == "bfloat16"
+    assert model.optimizer.loss_scale_rule == FixedLossScale(2.0)
+    assert not guard.guard_of(model).rollback
+    # One that was not is prepared anew.
+    with mpkeras.autoprepare("mixed_bfloat16"):
+        other = compiled()
+    with mpkeras.autoprepare("mixed_float16"):
+        other.compile("adam", "mse")
+    assert other.layers[0].compute_dtype == "float16"
 
 
 def test_the_global_policy_is_the_default():

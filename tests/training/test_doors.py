@@ -14,11 +14,12 @@ from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import guard
 from mpkeras.training.prepare import prepare
+from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 
 X = np.linspace(-1, 1, 48, dtype="float32").reshape(8, 6)
 Y = np.full((8, 1), 0.1, "float32")
-COVERED = ("train_step", "compile", "fit", "make_train_function")
+COVERED = ("train_step", "compile", "fit", "evaluate", "make_train_function")
 
 
 def sequential():
@@ -33,10 +34,11 @@ def functional():
 class Subclassed(keras.Model):
     def __init__(self, **options):
         super().__init__(**options)
-        self.dense = layers.Dense(1)
+        self.dense = layers.Dense(4)
+        self.head = layers.Dense(1)
 
     def call(self, x):
-        return self.dense(x)
+        return self.head(self.dense(x))
 
 
 MODELS = [sequential, functional, Subclassed]
@@ -134,7 +136,8 @@ def test_a_float32_model_that_the_callback_made_float16_is_wrapped_by_the_next_c
 
 
 def test_a_model_of_float16_layers_is_wrapped_by_the_next_compile_wherever_the_policy_was_set():
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(1, dtype="mixed_float16")])
+    options = {"dtype": "mixed_float16"}
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(3, **options), layers.Dense(1, **options)])
     model.compile("sgd", "mse")
     fit(model, MixedPrecision())
     model.compile("sgd", "mse")
@@ -223,9 +226,10 @@ def both_doors(y, **options):
     found = []
     for door in ("callback", "prepare"):
         model = compiled()
-        callbacks = [MixedPrecision("mixed_float16", **options)] if door == "callback" else []
+        policy = without_outputs("mixed_float16")
+        callbacks = [MixedPrecision(policy, **options)] if door == "callback" else []
         if door == "prepare":
-            prepare(model, "mixed_float16", **options)
+            prepare(model, policy, **options)
         histories = []
         said = messages(lambda m=model, c=callbacks, h=histories: h.append(fit(m, *c, y=y, epochs=3).history))
         found.append((histories[0], said))
@@ -266,7 +270,7 @@ def test_prepare_logs_and_warns_as_the_callback_does(y, options, expected):
 
 def test_it_warns_once_over_several_fits():
     model = compiled()
-    prepare(model, "mixed_float16", loss_scale=FixedLossScale(2.0))
+    prepare(model, without_outputs("mixed_float16"), loss_scale=FixedLossScale(2.0))
     bad = np.full((8, 1), 1e6, "float32")
     assert len(messages(lambda: fit(model, y=bad))) == 1
     assert messages(lambda: fit(model, y=bad)) == []
@@ -308,7 +312,7 @@ def test_the_same_trace_serves_one_fit_after_the_other():
 
 def test_the_callback_on_a_prepared_model_warns_once_and_leaves_it_prepared():
     model = compiled()
-    prepare(model, "mixed_float16", loss_scale=FixedLossScale(2.0), rollback=False)
+    prepare(model, without_outputs("mixed_float16"), loss_scale=FixedLossScale(2.0), rollback=False)
     bad = np.full((8, 1), 1e6, "float32")
     said = messages(lambda: fit(model, MixedPrecision(loss_scale=FixedLossScale(2.0)), y=bad))
     assert len(said) == 1

@@ -57,6 +57,12 @@ def by_autoprepare():
     return model, fit(model)
 
 
+def by_the_line():
+    mpkeras.set_global_policy(POLICY)
+    model = compiled(made())
+    return model, fit(model)
+
+
 def by_apply_policy_and_step():
     model = mpkeras.apply_policy(made(), POLICY)
     with mpkeras.policy_scope(POLICY):
@@ -74,7 +80,7 @@ def in_float32_without_the_bad_batch():
     return model.get_layer("head").kernel.numpy()
 
 
-DOORS = [by_callback, by_prepare, by_autoprepare, by_apply_policy_and_step]
+DOORS = [by_callback, by_prepare, by_autoprepare, by_the_line, by_apply_policy_and_step]
 
 
 @pytest.mark.every_case
@@ -83,6 +89,7 @@ DOORS = [by_callback, by_prepare, by_autoprepare, by_apply_policy_and_step]
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 def test_layers_rules_checks_and_logs(door):
     model, logs = door()
+    mpkeras.set_global_policy(None)
     assert {layer.name: layer.compute_dtype for layer in model.layers if layer.weights} == {
         "narrow": "float16",
         model.layers[1].name: "float32",

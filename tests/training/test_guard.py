@@ -7,6 +7,7 @@ import pytest
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.training.prepare import prepare
+from tests.sixteen_bits import without_outputs
 from tests.step_modes import FIT_MODES, snapshot
 
 rng = np.random.default_rng(3)
@@ -187,7 +188,7 @@ def test_a_loss_that_is_not_finite_leaves_the_scale_alone(options):
     """P7: the forward pass is at fault; gradients that overflow alone do lower the scale."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     model.compile(keras.optimizers.SGD(0.1), "mse", **options)
-    prepare(model, "mixed_float16", loss_scale="dynamic")
+    prepare(model, without_outputs("mixed_float16"), loss_scale="dynamic")
     good, target = np.ones((2, 4), "float32"), np.full((2, 1), 0.1, "float32")
     model.train_on_batch(good, target)
     for _ in range(3):
@@ -213,7 +214,9 @@ def test_a_metric_whose_name_ends_in_loss_has_no_say_in_why_a_step_was_skipped(o
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     aux_loss = keras.metrics.MeanMetricWrapper(infinite, name="aux_loss")
     model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[aux_loss], **options)
-    prepare(model, "mixed_float16", loss_scale=DynamicLossScale(2.0**24, max_scale=2.0**24))
+    prepare(model, without_outputs("mixed_float16"), loss_scale=DynamicLossScale(2.0**24, max_scale=2.0**24))
+    # Its gradient is 0, and counts: from then on no batch is taken again.
+    model.train_on_batch(np.full((4, 4), 0.01, "float32"), np.zeros((4, 1), "float32"))
     # The loss is 1e4, its gradient at the output of each of four rows is -2 * 100 / 4 = -50, at the bias their sum.
     for _ in range(20):
         model.train_on_batch(np.full((4, 4), 0.01, "float32"), np.full((4, 1), 100.0, "float32"))
@@ -309,7 +312,7 @@ def test_a_users_jax_step_knows_the_loss_that_it_scaled(name, options):
     model = JaxStep(differentiate)
     model(np.ones((2, 4), "float32"))
     model.compile(keras.optimizers.SGD(0.1), "mse", **options)
-    prepare(model, "mixed_float16", loss_scale=DynamicLossScale(2.0**10))
+    prepare(model, without_outputs("mixed_float16"), loss_scale=DynamicLossScale(2.0**10))
     good, target = np.ones((2, 4), "float32"), np.full((2, 1), 0.5, "float32")
     model.train_on_batch(good, target)
     assert int(model.optimizer.skipped_steps) == 0
@@ -345,7 +348,7 @@ def test_user_written_train_step_is_honoured_and_unscaled_gradients_are_taken_as
         model.compile(keras.optimizers.SGD(0.05), "mse")
         if policy != "float32":
             with pytest.warns(UserWarning, match="not scaled since the last step: its gradients are taken as"):
-                prepare(model, policy)
+                prepare(model, without_outputs(policy))
                 model.train_on_batch(X[0], Y[0])
         else:
             model.train_on_batch(X[0], Y[0])

@@ -9,6 +9,7 @@ import pytest
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.training.prepare import prepare
+from tests.sixteen_bits import without_outputs
 from tests.step_modes import FIT_MODES, snapshot
 
 BACKEND = keras.backend.backend()
@@ -40,7 +41,11 @@ def data(targets, rows=4):
 
 def fit(model, x, y, **options):
     logs = BatchLogs()
-    callbacks = [MixedPrecision("mixed_float16", loss_scale=SCALE), logs, *options.pop("callbacks", [])]
+    callbacks = [
+        MixedPrecision(without_outputs("mixed_float16"), loss_scale=SCALE),
+        logs,
+        *options.pop("callbacks", []),
+    ]
     history = model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=callbacks, **options)
     return history.history, logs.seen
 
@@ -86,7 +91,7 @@ def test_an_epoch_of_skipped_steps_reports_their_mean_by_rows(options):
 @pytest.mark.parametrize("options", FIT_MODES)
 def test_train_on_batch_says_what_its_own_batch_did(options):
     model = zero_model(**options)
-    prepare(model, "mixed_float16", loss_scale=SCALE)
+    prepare(model, without_outputs("mixed_float16"), loss_scale=SCALE)
     losses = [model.train_on_batch(*data([target])) for target in (100.0, np.inf, 200.0, 3.0, 100.0)]
     np.testing.assert_array_equal(losses, [[1e4, np.nan], [np.nan, np.nan], [4e4, np.nan], [9.0, 3.0], [1e4, np.nan]])
 
@@ -126,12 +131,14 @@ def test_callbacks_that_look_at_the_loss_do_not_take_nothing_learned_for_the_bes
     model = zero_model(0.1, **options)
     best, log = tmp_path / "best.weights.h5", tmp_path / "log.csv"
     callbacks = [
-        MixedPrecision("mixed_float16", loss_scale=mpkeras.DynamicLossScale(2.0**10)),
+        MixedPrecision(without_outputs("mixed_float16"), loss_scale=mpkeras.DynamicLossScale(2.0**10)),
         keras.callbacks.ModelCheckpoint(best, monitor="loss", save_best_only=True, save_weights_only=True),
         keras.callbacks.EarlyStopping(monitor="loss", patience=4, restore_best_weights=True),
         keras.callbacks.TerminateOnNaN(),
         keras.callbacks.CSVLogger(log),
     ]
+    # A step that counts and moves nothing: behind it no batch is taken again.
+    model.fit(*data([0.0]), verbose=0, callbacks=callbacks[:1])
     # The gradient at the bias, -200, overflows at scales of 2^10 and 2^9.
     x, y = data([100.0])
     history = model.fit(x, y, epochs=6, verbose=0, callbacks=callbacks).history
@@ -250,7 +257,7 @@ def test_metrics_of_make_train_step_are_nan_until_a_step_counts(jit_compile):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     metrics = [keras.metrics.MeanAbsoluteError(name="mae"), keras.metrics.RootMeanSquaredError(name="rmse")]
     optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.0), loss_scale=SCALE)
-    mpkeras.apply_policy(model, "mixed_float16")
+    mpkeras.apply_policy(model, without_outputs("mixed_float16"))
     step = mpkeras.make_train_step(model, optimizer, "mse", metrics=metrics, jit_compile=jit_compile)
     results = [step(*data([target])) for target in (100.0, np.inf, 3.0, 100.0)]
     metrics[0].reset_state()

@@ -7,6 +7,7 @@ from mpkeras.policies import Policy
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
+from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(4, 6)
@@ -25,7 +26,7 @@ def compute_dtypes(model):
     return {layer.name: layer.compute_dtype for layer in model.layers if layer.name != "x"}
 
 
-MIXED = {"hidden": "float16", "norm": "float32", "logits": "float16", "head": "float32"}
+MIXED = {"hidden": "float16", "norm": "float32", "logits": "float32", "head": "float32"}
 
 
 def test_layers_follow_the_policy_and_its_float32_rules():
@@ -56,7 +57,7 @@ def test_back_to_float32():
 
 
 def test_the_global_policy_is_the_default_for_a_float32_model():
-    from mpkeras.policies import policy_scope
+    from mpkeras import policy_scope
 
     model = classifier()
     model.compile("sgd", "mse")
@@ -67,10 +68,11 @@ def test_the_global_policy_is_the_default_for_a_float32_model():
 
 def test_a_model_that_computes_in_16_bits_keeps_its_own_dtypes_by_default():
     """P18: what the layers compute in decides, not a name."""
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, dtype="mixed_float16")])
+    dense = [keras.layers.Dense(units, dtype="mixed_float16") for units in (3, 2)]
+    model = keras.Sequential([keras.Input((6,)), *dense])
     model.compile("sgd", "mse")
     prepare(model)
-    assert model.layers[0].compute_dtype == "float16"
+    assert [layer.compute_dtype for layer in model.layers] == ["float16", "float32"]
     assert model.optimizer.loss_scale_rule == DynamicLossScale()
 
 
@@ -281,7 +283,8 @@ def accumulating_part():
     ],
 )
 def test_an_optimizer_that_cannot_be_wrapped_leaves_the_model_as_before(door, make, message):
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, name="dense")])
+    dense = [keras.layers.Dense(3, name="dense"), keras.layers.Dense(2, name="end")]
+    model = keras.Sequential([keras.Input((6,)), *dense])
     model.compile(make(), "mse")
     model.other_optimizer = keras.optimizers.Adam()
     for optimizer in (model.optimizer, model.other_optimizer):
@@ -296,7 +299,7 @@ def test_an_optimizer_that_cannot_be_wrapped_leaves_the_model_as_before(door, ma
             prepare(model, "bfloat16")
         else:
             model.fit(X, Y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("bfloat16")])
-    assert compute_dtypes(model) == {"dense": "float32"} and {v.dtype for v in model.variables} == {"float32"}
+    assert set(compute_dtypes(model).values()) == {"float32"} and {v.dtype for v in model.variables} == {"float32"}
     assert snapshot(model.variables) == weights
     assert (model.optimizer, model.other_optimizer) == optimizers
     assert door == "callback" or set(vars(model)) == attributes
@@ -304,18 +307,20 @@ def test_an_optimizer_that_cannot_be_wrapped_leaves_the_model_as_before(door, ma
     model.compile("sgd", "mse")
     model.other_optimizer = None
     prepare(model, "mixed_bfloat16")
-    assert compute_dtypes(model) == {"dense": "bfloat16"} and snapshot(model.variables) == weights
+    assert compute_dtypes(model) == {"dense": "bfloat16", "end": "float32"} and snapshot(model.variables) == weights
 
 
 @pytest.mark.backends("tensorflow")
 def test_after_an_error_an_earlier_conversion_goes_on_as_it_was():
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, name="dense")])
+    dense = [keras.layers.Dense(3, name="dense"), keras.layers.Dense(2, name="end")]
+    model = keras.Sequential([keras.Input((6,)), *dense])
     model.compile(keras.optimizers.SGD(loss_scale_factor=-8.0), "mse")
     mpkeras.apply_policy(model, "mixed_bfloat16")
     with pytest.raises(ValueError, match="loss_scale_factor=-8.0"):
         prepare(model, "bfloat16")
     prepare(model, loss_scale=4.0)
-    assert compute_dtypes(model) == {"dense": "bfloat16"} and {v.dtype for v in model.variables} == {"float32"}
+    assert compute_dtypes(model) == {"dense": "bfloat16", "end": "float32"}
+    assert {v.dtype for v in model.variables} == {"float32"}
 
 
 class NearOne(keras.layers.Layer):
@@ -343,8 +348,9 @@ def test_what_ran_before_runs_in_the_new_dtypes(door):
     model = keras.Sequential([inner])
     model.compile(keras.optimizers.SGD(0.0), "mse")
     x, y = np.ones((4, 1), "float32"), np.zeros((4, 1), "float32")
+    policy = without_outputs("mixed_bfloat16")
     if door == "first step":
-        prepare(model, "mixed_bfloat16")
+        prepare(model, policy)
     results = {
         "predict": lambda: float(model.predict(x, verbose=0)[0, 0]),
         "predict of a part": lambda: float(inner.predict(x, verbose=0)[0, 0]),
@@ -353,14 +359,14 @@ def test_what_ran_before_runs_in_the_new_dtypes(door):
     exact = [NEAR_ONE, NEAR_ONE, NEAR_ONE**2]
     assert [result() for result in results.values()] == pytest.approx(exact, rel=1e-6)
     if door == "callback":
-        model.fit(x, y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_bfloat16")])
+        model.fit(x, y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision(policy)])
     elif door == "apply_policy":
-        mpkeras.apply_policy(model, "mixed_bfloat16")
+        mpkeras.apply_policy(model, policy)
     elif door == "first step":
         model.fit(x, y, batch_size=2, verbose=0, validation_data=(x, y))
     else:
         assert model.train_on_batch(x, y) == pytest.approx(NEAR_ONE**2, rel=1e-6)
-        prepare(model, "mixed_bfloat16", rollback=door == "prepare")
+        prepare(model, policy, rollback=door == "prepare")
         model.reset_metrics()  # Keras 3.10 returns the mean since then.
         assert model.train_on_batch(x, y) == 1.0
     assert [result() for result in results.values()] == [1.0, 1.0, 1.0]
@@ -435,16 +441,17 @@ def test_a_subclassed_model_passes_its_inputs_on_as_they_are():
             super().__init__()
             self.rescale = keras.layers.Rescaling(1e-5)
             self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+            self.head = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
 
         def call(self, x):
-            return self.dense(self.rescale(x))
+            return self.head(self.dense(self.rescale(x)))
 
     model = Model()
     model.compile("sgd", "mse")
     prepare(model, "mixed_float16")
     out = model(np.array([[70000.0, 30000.0]], "float32"))
-    assert keras.backend.standardize_dtype(out.dtype) == "float16"
-    np.testing.assert_allclose(keras.ops.convert_to_numpy(out), [[1.0]], rtol=2e-3)
+    assert (model.dense.compute_dtype, keras.backend.standardize_dtype(out.dtype)) == ("float16", "float32")
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(out), [[1.0]], rtol=2e-3)  # float16 has 11 significant bits
 
 
 class Block(keras.layers.Layer):
@@ -467,10 +474,10 @@ def test_layers_made_while_building_get_their_dtypes_too(way):
     class Model(keras.Model):
         def __init__(self):
             super().__init__()
-            self.block = Block()
+            self.block, self.head = Block(), keras.layers.Dense(2)
 
         def call(self, x, training=False):
-            return self.block(x, training=training)
+            return self.head(self.block(x, training=training))
 
     if way == "global policy":
         keras.config.set_dtype_policy("mixed_float16")
@@ -565,3 +572,24 @@ def test_a_rule_starts_at_its_own_scale_where_the_optimizer_took_no_step():
     optimizer.build(model.trainable_variables)
     prepare(model, loss_scale=mpkeras.DynamicLossScale(64.0))
     assert float(keras.ops.convert_to_numpy(model.optimizer.loss_scale)) == 64.0
+
+
+class Weighing(keras.layers.Layer):
+    """Reads a weight in its `call`, and says no shape of its own."""
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight((input_shape[-1], 2), name="kernel", initializer="ones")
+
+    def call(self, x):
+        return keras.ops.matmul(x, self.kernel)
+
+
+def test_a_layer_of_the_users_own_is_built_by_the_first_step():
+    """On JAX variables have no values while Keras traces it."""
+    model = keras.Sequential([Weighing(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    prepare(model, "mixed_bfloat16")
+    x = np.ones((4, 3), "float32")
+    history = model.fit(x, x[:, :1], epochs=2, verbose=0).history
+    assert history["skipped_steps"] == [0, 0] and np.isfinite(history["loss"]).all()
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]

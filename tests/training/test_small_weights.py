@@ -154,6 +154,33 @@ def test_frozen_weights_and_lora():
     assert np.abs(keras.ops.convert_to_numpy(keras.ops.cast(adapters[1].value, "float32"))).max() > 0
 
 
+@pytest.mark.parametrize("is_back", [False, True], ids=["bfloat16", "and back to mixed_bfloat16"])
+def test_weights_that_were_frozen_when_they_became_small_train_once_they_are_freed(is_back):
+    keras.utils.set_random_seed(4)
+    deep, frozen_alone = keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(4)
+    base = keras.Sequential([keras.Input((8,)), deep], name="base")
+    model = keras.Sequential([keras.Input((8,)), base, frozen_alone, keras.layers.Dense(1)])
+    base.trainable = frozen_alone.trainable = False
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    mpkeras.prepare(model, "bfloat16")
+    if is_back:
+        mpkeras.prepare(model, "mixed_bfloat16")
+    freed = [deep.kernel, deep.bias, frozen_alone.kernel, frozen_alone.bias]
+    weights = snapshot(freed)
+    model.fit(X, Y, batch_size=32, verbose=0)
+    assert snapshot(freed) == weights
+    base.trainable = frozen_alone.trainable = True
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    model.fit(X, Y, batch_size=32, verbose=0)
+    assert all(now != then for now, then in zip(snapshot(freed), weights, strict=True))
+    # Frozen again, they stand still again.
+    base.trainable = False
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    weights = snapshot(freed)
+    model.fit(X, Y, batch_size=32, verbose=0)
+    assert [now == then for now, then in zip(snapshot(freed), weights, strict=True)] == [True, True, False, False]
+
+
 def test_without_rollback_it_is_wrapped_all_the_same():
     model = classifier()
     model.compile("adam", "sparse_categorical_crossentropy")

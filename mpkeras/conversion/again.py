@@ -1,0 +1,66 @@
+"""Layers that Keras computes again in the backward pass (`keras.RematScope`): the second time as the first."""
+
+import functools
+
+import keras
+from keras import ops
+
+from mpkeras import _keras
+from mpkeras._replaced import replace
+
+
+def compute_again_alike(layer):
+    """Makes `layer` compute the second time what it computed the first time.
+
+    Keras runs `call` again outside of everything that `Layer.__call__` opens around it. Weights would be read in
+    float32 there (torch and TensorFlow raise), `training` would be forgotten by the layers inside, random generators
+    would draw other numbers, and statistics would move twice.
+    """
+    rematerialized_call = layer.rematerialized_call
+
+    @functools.wraps(rematerialized_call)
+    def rematerialized_call_alike(layer_call, *args, **kwargs):
+        # Shapes are computed once. TensorFlow recomputes nothing in a graph, and raises.
+        if _keras.in_symbolic_scope():
+            return layer_call
+        return rematerialized_call(_alike(layer, layer_call), *args, **kwargs)
+
+    replace(layer, "rematerialized_call", rematerialized_call_alike, kind="remat")
+
+
+def _alike(layer, layer_call):
+    """Returns `layer_call` for one call of `layer`: what it found the first time is there each time."""
+    first: list = []
+
+    @functools.wraps(layer_call)
+    def call_alike(*args, **kwargs):
+        if not first:
+            first.append((_keras.surroundings(), [(v, ops.copy(_keras.unscoped_value(v))) for v in _states(layer)]))
+            return layer_call(*args, **kwargs)
+        surroundings, states = first[0]
+        with _Again(state_mapping=states), _keras.surrounded_by(surroundings):
+            return layer_call(*args, **kwargs)
+
+    return call_alike
+
+
+class _Again(keras.StatelessScope):
+    """The scope of a repeated call: states are what they were before the first, and nothing is written for good.
+
+    Other variables, weights first of all, were written by the first call: they are read.
+    """
+
+    def add_update(self, update):
+        if id(update[0]) in self.state_mapping:
+            super().add_update(update)
+
+
+def _states(layer) -> list:
+    """Returns the variables that a call of `layer` may change: statistics, random generators, recurrent states."""
+    layers = _keras.flatten_layers(layer, include_self=True)
+    weights = _keras.frozen_weights(layer)
+    generator = _keras.made_global_seed_generator()
+    states = [variable for variable in layer.variables if id(variable) not in weights]
+    states += [state for part in layers for state in _keras.recurrent_states(part)] + layer.metrics_variables
+    states += [] if generator is None else [generator.state]
+    return list({id(variable): variable for variable in states}.values())

@@ -1,0 +1,137 @@
+"""One layer, as its conversion left it: what there is to ask of it alone, and what can be done to it alone."""
+
+import keras
+from keras import ops
+
+from mpkeras import _keras
+from mpkeras.conversion.changes import regularizes_in_16_bits
+from mpkeras.conversion.converter import leave_float8
+from mpkeras.conversion.float8 import (
+    CURRENT,
+    float8_change,
+    float8_factors,
+    has_product,
+    multiplies_in_float8,
+    product_change,
+)
+from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE
+from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS
+from mpkeras.conversion.layer import move_to_float32
+from mpkeras.conversion.outputs import CAST_NAME
+from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
+from mpkeras.policies.heads import has_own_call, is_large
+from mpkeras.policies.rules import is_quantized, set_layer_policy
+
+
+class ConvertedLayer:
+    """A layer of any model, converted or not."""
+
+    # What the operands and the gradient of a product in float8 are rounded to.
+    FLOAT8_OPERANDS, FLOAT8_GRADIENT = OPERAND_DTYPE, GRADIENT_DTYPE
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    @property
+    def own_variables(self) -> list:
+        """Its variables, without those of the layers in it."""
+        return _keras.own_variables(self.layer)
+
+    @property
+    def direct(self) -> list:
+        """The layers that it holds itself."""
+        return _keras.direct_sublayers(self.layer)
+
+    @property
+    def inner(self) -> list:
+        """All layers in it, without itself."""
+        return _keras.flatten_layers(self.layer)
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether it has random generators of its own."""
+        return bool(_keras.own_seed_generators(self.layer))
+
+    @property
+    def has_own_call(self) -> bool:
+        """Whether its `call` is the user's own."""
+        return has_own_call(self.layer)
+
+    @property
+    def is_output_cast(self) -> bool:
+        """Whether a conversion put it at the end of a model, whose outputs it casts to float32."""
+        return self.layer.name.startswith(CAST_NAME)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its product is so large that outputs which it makes are multiplied in 16 bits."""
+        return is_large(self.layer)
+
+    @property
+    def sums_in_float32(self) -> bool:
+        """Whether it multiplies in 16 bits and sums in float32, as a large layer that makes outputs does."""
+        return product_change(self.layer) == WITH_FLOAT32_SUMS
+
+    @property
+    def regularizes_in_16_bits(self) -> bool:
+        """Whether its activity regularizer, if it has one, is computed in 16 bits."""
+        return regularizes_in_16_bits(self.layer)
+
+    @property
+    def has_product(self) -> bool:
+        """Whether it multiplies in a way that may be done in float8."""
+        return has_product(self.layer)
+
+    @property
+    def multiplies_in_float8(self) -> bool:
+        """Whether it does so now."""
+        return multiplies_in_float8(self.layer)
+
+    @property
+    def scales_by_past_steps(self) -> bool:
+        """Of one that multiplies in float8: whether its factors come from the steps before."""
+        return float8_change(self.layer) != CURRENT
+
+    @property
+    def float8_factors(self) -> list | None:
+        """What inputs, kernel and gradient are multiplied by in the next step; `None` where each has its own scale."""
+        return float8_factors(self.layer)
+
+    def outputs_in_float32(self, args, kwargs):
+        """Returns the outputs for the same inputs in float32; `None` where they cannot be compared."""
+        layer = self.layer
+        layers = _keras.flatten_layers(layer, include_self=True)
+        # Of a quantized one there are no other kernels; others would draw other numbers.
+        if any(map(is_quantized, layers)) or any(map(_keras.own_seed_generators, layers)):
+            return None
+        if any(isinstance(inner.dtype_policy, keras.dtype_policies.DTypePolicyMap) for inner in layers):
+            return None
+
+        def wide(value):
+            return ops.stop_gradient(ops.cast(value, "float32")) if tensor_dtype(value) in FLOAT_DTYPES else value
+
+        before = [(inner, inner.dtype_policy) for inner in layers if inner.compute_dtype in SIXTEEN_BIT_DTYPES]
+        try:
+            for inner, _ in before:
+                inner.dtype_policy = keras.DTypePolicy("float32")
+            with _keras.autocast_scope("float32"):
+                args, kwargs = keras.tree.map_structure(wide, (args, kwargs))
+                # The class's own: on the instance it may multiply in 16 bits.
+                return type(layer).call(layer, *args, **kwargs)
+        except Exception:  # A layer of the user's that cannot do float32 has no reference.
+            return None
+        finally:
+            for inner, policy in before:
+                inner.dtype_policy = policy
+
+    def set_policy(self, policy: keras.DTypePolicy):
+        """Gives it `policy`, built or not, with what it keeps in the compute dtype."""
+        set_layer_policy(self.layer, policy)
+
+    def leave_float8(self, model, reason: str):
+        """Moves its product from float8 to bfloat16, for later conversions of `model`, too."""
+        leave_float8(model, self.layer, reason)
+
+    def move_to_float32(self):
+        """Moves its arithmetic to float32; its variables stay as they are."""
+        move_to_float32(self.layer)

@@ -1,0 +1,187 @@
+"""Layers that hand numbers of the data on as they are, to layers that read them as names or must see them whole."""
+
+from typing import NamedTuple
+
+import keras
+
+from mpkeras import _keras
+from mpkeras.policies.rules import DEFAULT_RULES, default_rules, layers_to_keep, written
+from mpkeras.policies.survey import Survey
+
+# They move or pick numbers, and compute nothing with them. Where Keras has several names for a class it is one class.
+MOVING = (
+    keras.layers.Concatenate,
+    keras.layers.Cropping1D,
+    keras.layers.Cropping2D,
+    keras.layers.Cropping3D,
+    keras.layers.Flatten,
+    keras.layers.GlobalMaxPooling1D,
+    keras.layers.GlobalMaxPooling2D,
+    keras.layers.GlobalMaxPooling3D,
+    keras.layers.Identity,
+    keras.layers.Masking,
+    keras.layers.MaxPooling1D,
+    keras.layers.MaxPooling2D,
+    keras.layers.MaxPooling3D,
+    keras.layers.Maximum,
+    keras.layers.Minimum,
+    keras.layers.Permute,
+    keras.layers.RepeatVector,
+    keras.layers.Reshape,
+    keras.layers.UpSampling1D,
+    keras.layers.UpSampling3D,
+    keras.layers.ZeroPadding1D,
+    keras.layers.ZeroPadding2D,
+    keras.layers.ZeroPadding3D,
+)
+# Their inputs were computed by a layer with weights in most models, or are weighed by them.
+_OF_NO_RAW_DATA = ("Softmax",)
+
+
+def only_moves(layer) -> bool:
+    """Whether a stock layer returns numbers that it was given, and no others but zeros."""
+    if isinstance(layer, keras.layers.Activation):
+        return layer.activation is keras.activations.linear
+    return isinstance(layer, MOVING)
+
+
+def reads_names(layer) -> bool:
+    """Whether `layer` takes numbers for names, and so casts none on the way in: an `Embedding`, or one of a user's."""
+    if isinstance(layer, keras.layers.TimeDistributed):
+        return reads_names(layer.layer)
+    if isinstance(layer, keras.layers.Embedding):
+        return True
+    is_stock = type(layer).__module__.startswith("keras.")
+    return not is_stock and not isinstance(layer, keras.Model) and not layer.autocast
+
+
+class _End(NamedTuple):
+    """A call in a graph whose inputs are to arrive whole.
+
+    Attributes:
+        name: The class of the layer, or the name of the operation.
+        what: A clause: who needs them, and for what.
+        of_names: Whether it reads names, to which a layer without weights may have computed its way.
+    """
+
+    name: str
+    what: str
+    of_names: bool
+
+
+def handing_on(model, policy) -> dict:
+    """Returns `{id: (layer, class name, reason)}` of layers that stay in float32 for the data that they hand on.
+
+    A layer between an input of a Functional or Sequential model and one that reads names (`Embedding`), that turns
+    numbers into whole ones or compares them, or that a rule keeps in float32 for the data that it gets, would round
+    that data first. It stays in float32 if it only moves numbers; before one that reads names also if it computes
+    without weights of its own, as a `Lambda` does.
+
+    Args:
+        model: A `keras.Model` of any kind, or a layer, or a `Survey` of it.
+        policy: The `Policy` with the rules.
+    """
+    survey = Survey.of(model)
+    graphs = [layer for layer in survey.layers if _keras.graph_of(layer) is not None]
+    walk = _Walk(_by_rule(survey, policy))
+    inner = {id(layer) for graph in graphs for layer in survey.within(graph)[1:]}
+    # Outer graphs first: what an inner one is given is known there. Calls inside a layer of the user's are its affair.
+    for graph in sorted(graphs, key=lambda graph: id(graph) in inner):
+        if id(graph) not in walk.seen:
+            walk.look_at(graph, ())
+    return walk.found
+
+
+def _by_rule(survey, policy) -> dict:
+    """Returns `{id: rule}` of the layers that a rule keeps in float32 for the sake of what they are given."""
+    by_default = {rule for rule, _ in DEFAULT_RULES if hasattr(keras.layers, rule)} - set(_OF_NO_RAW_DATA)
+    own = {written(rule) for rule in policy.keep_float32} - set(default_rules())
+    return {id(layer): rule for layer, rule in layers_to_keep(survey, policy.keep_float32) if rule in by_default | own}
+
+
+class _Walk:
+    """Walks back through a graph, and the graphs in it, from each end to the inputs of the outermost one.
+
+    A place in a graph is known by the calls of models that lead to it: a model may be called in several places.
+    """
+
+    def __init__(self, by_rule):
+        self.found: dict = {}
+        # The `id`s of the models that were looked at.
+        self.seen: set[int] = set()
+        self._by_rule = by_rule
+        self._reached: dict = {}
+
+    def look_at(self, model, calls):
+        self.seen.add(id(model))
+        for node in _keras.nodes_of(_keras.graph_of(model)):
+            layer = node.operation
+            if _keras.graph_of(layer) is not None:
+                self.look_at(layer, (*calls, node))
+                continue
+            end = self._end(node)
+            if end is None:
+                continue
+            reaches = [self._comes_from_input(tensor, calls, end) for tensor in node.input_tensors]
+            if any(reaches) and end.of_names:
+                self._keep(layer, end)
+
+    def _end(self, node) -> _End | None:
+        layer = node.operation
+        if isinstance(layer, keras.layers.Layer) and reads_names(layer):
+            return _End(type(layer).__name__, f"layer '{layer.name}' looks up rows by them", True)
+        if id(layer) in self._by_rule:
+            return _End(self._by_rule[id(layer)], f"layer '{layer.name}' stays in float32 to see them whole", False)
+        if any(_is_float(tensor) for tensor in node.input_tensors) and not any(map(_is_float, node.outputs)):
+            return _End(type(layer).__name__, f"'{layer.name}' makes whole numbers of them, or compares them", True)
+        return None
+
+    def _comes_from_input(self, tensor, calls, end) -> bool:
+        """Whether a tensor holds numbers of the data that nothing has weighed; notes the layers that handed them on."""
+        key = (id(tensor), tuple(map(id, calls)), end.of_names)
+        if key not in self._reached:
+            self._reached[key] = False
+            self._reached[key] = self._ask(tensor, calls, end)
+        return self._reached[key]
+
+    def _ask(self, tensor, calls, end) -> bool:
+        layer, node_index = _keras.made_by(tensor)
+        if isinstance(layer, keras.layers.InputLayer):
+            if not calls:
+                return True
+            *around, call = calls
+            graph = _keras.graph_of(call.operation)
+            inputs = keras.tree.flatten(_keras.input_structure(graph))
+            given = dict(zip(map(id, inputs), call.input_tensors, strict=False))
+            return id(tensor) in given and self._comes_from_input(given[id(tensor)], tuple(around), end)
+        node = _keras.node_of(layer, node_index)
+        graph = _keras.graph_of(layer)
+        if graph is not None:
+            outputs = dict(zip(map(id, node.outputs), keras.tree.flatten(_keras.output_structure(graph)), strict=True))
+            return self._comes_from_input(outputs[id(tensor)], (*calls, node), end)
+        if isinstance(layer, keras.layers.Layer) and not _passes(layer, end):
+            return False
+        # All of them: each path is noted.
+        if not any([self._comes_from_input(given, calls, end) for given in node.input_tensors]):
+            return False
+        self._keep(layer, end)
+        return True
+
+    def _keep(self, layer, end):
+        if isinstance(layer, keras.layers.TimeDistributed):
+            # It casts what it hands on, and the layer in it computes in the dtype of this one.
+            layers = _keras.flatten_layers(layer, include_self=True)
+        else:
+            layers = [layer] if isinstance(layer, keras.layers.Layer) and not layer.variables else []
+        for kept in layers:
+            reason = f"it hands numbers on and {end.what}: 2049 would be 2048 in float16, 257 would be 256 in bfloat16"
+            self.found.setdefault(id(kept), (kept, end.name, reason))
+
+
+def _passes(layer, end) -> bool:
+    """Whether what a layer returns are still numbers of the data."""
+    return not layer.variables if end.of_names else only_moves(layer)
+
+
+def _is_float(tensor) -> bool:
+    return "float" in keras.backend.standardize_dtype(tensor.dtype)

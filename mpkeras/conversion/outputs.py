@@ -1,0 +1,287 @@
+"""Outputs of a model are float32: the layers that make its outputs are found, and 16-bit outputs end in a cast."""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+
+import keras
+
+from mpkeras import _keras
+from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
+from mpkeras.conversion.mixing import in_silence
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
+from mpkeras.policies.heads import Heads, has_own_call, heads_behind, passes_numbers_on
+from mpkeras.policies.rules import is_quantized
+
+# What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
+CAST_NAME = "mpkeras_float32_output"
+
+
+def widen(value):
+    """Returns a 16-bit tensor in float32, with its mask; anything else as it is."""
+    if tensor_dtype(value) not in SIXTEEN_BIT_DTYPES:
+        return value
+    widened = keras.ops.cast(value, "float32")
+    _keras.copy_mask(value, widened)
+    return widened
+
+
+def return_float32(layer):
+    """Ends in float32 what the `call` of a model returns, in whatever structure."""
+    call = layer.call
+
+    @functools.wraps(call)
+    def call_and_widen(*args, **kwargs):
+        return keras.tree.map_structure(widen, call(*args, **kwargs))
+
+    replace(layer, "call", call_and_widen, kind="outputs")
+
+
+def compute_metrics_in_float32(model):
+    """Hands the metrics of a model float32, which its user's own step may compute from layers in 16 bits.
+
+    Keras casts what a loss gets, and hands a metric what the step has: the mean absolute error of prices of 80000 is
+    inf in float16.
+    """
+    compute_metrics = model.compute_metrics
+
+    @functools.wraps(compute_metrics)
+    def compute_float32_metrics(x, y, y_pred, sample_weight=None):
+        return compute_metrics(x, y, keras.tree.map_structure(widen, y_pred), sample_weight)
+
+    replace(model, "compute_metrics", compute_float32_metrics, kind="outputs")
+
+
+def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
+    """Calls `tell` with the layers inside `layer` that make its outputs, before it computes for the first time.
+
+    Where the `call` then mixes dtypes that the backend refuses, as the arithmetic behind a head is in 16 bits,
+    `withdraw` is called, and the layers are as before.
+
+    Args:
+        layer: A layer or model whose `call` is its user's: no graph shows which of the layers inside makes an output.
+            Its first call is traced once before it runs, for shapes alone.
+        tell, withdraw: Functions of the `Heads` inside `layer`.
+    """
+    call = layer.call
+    left_unbuilt: set | None = None
+
+    @functools.wraps(call)
+    def call_and_tell(*args, **kwargs):
+        nonlocal left_unbuilt
+        # Keras builds what is not built by a run of its own, which comes this way first. Its results are not used.
+        if _unbuilt(layer) in (set(), left_unbuilt):
+            restore(layer, "call", kind="heads")
+            heads = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
+            tell(heads)
+            if heads.layers and not _runs(layer, args, kwargs):
+                withdraw(heads)
+        outputs = call(*args, **kwargs)
+        left_unbuilt = _unbuilt(layer)
+        return outputs
+
+    replace(layer, "call", call_and_tell, kind="heads")
+
+
+def _runs(layer, args, kwargs) -> bool:
+    """Whether the `call` of `layer` can be traced as its layers compute now."""
+    with _keras.kept_losses(_keras.flatten_layers(layer, include_self=True)), in_silence():
+        try:
+            _keras.trace_for_shapes(value_below(layer, "call"), layer.variables, args, kwargs)
+        except Exception:
+            return False
+    return True
+
+
+def let_heads_tell(model, *args, **kwargs):
+    """Lets the layers of `model` that wait for their first call tell their heads, by a call for shapes alone.
+
+    `args` and `kwargs` are what the model takes: arrays or tensors, symbolic ones included.
+    """
+
+    def as_tensor(value):
+        return value if isinstance(value, keras.KerasTensor) else keras.ops.convert_to_tensor(value)
+
+    if any(is_replaced(layer, "call", "heads") for layer in _keras.flatten_layers(model, include_self=True)):
+        args, kwargs = keras.tree.map_structure(as_tensor, (args, kwargs))
+        with in_silence():
+            _keras.trace_for_shapes(model, model.variables, args, kwargs)
+
+
+def _unbuilt(layer) -> set:
+    return {id(inner) for inner in _keras.flatten_layers(layer) if not inner.built}
+
+
+def _heads_in_call(layer, call, args, kwargs) -> Heads:
+    """Returns the layers inside `layer` that make what `call` returns; nothing is computed."""
+    inside = _keras.flatten_layers(layer, include_self=True)
+    # In float32, where a head mixes no dtypes: it may do so in 16 bits, in which it will not compute.
+    with _keras.kept_losses(inside), _keras.kept_graphs(inside), _in_float32(inside), in_silence():
+        try:
+            with _keras.autocast_scope("float32"):
+                outputs = _keras.call_symbolically(call, layer.variables, args, kwargs)
+            symbolic = [value for value in keras.tree.flatten(outputs) if isinstance(value, keras.KerasTensor)]
+            return heads_behind(layer, symbolic)
+        except Exception:
+            # A function of the backend's own refuses a symbolic tensor, by whatever error. It takes traced ones.
+            pass
+        try:
+            return Heads(_heads_in_trace(layer, call, args, kwargs), [])
+        except Exception:
+            # The call itself says if something is wrong with it; or quantized layers mix with float32.
+            return Heads([], [])
+
+
+@contextlib.contextmanager
+def _in_float32(layers):
+    """Context manager: of `layers`, those in 16 bits compute in float32; what is quantized stays as it is."""
+    policies = [
+        (layer, layer.dtype_policy)
+        for layer in layers
+        if layer.compute_dtype in SIXTEEN_BIT_DTYPES and layer.quantization_mode is None and not is_quantized(layer)
+    ]
+    try:
+        for layer, _ in policies:
+            layer.dtype_policy = "float32"
+        yield
+    finally:
+        for layer, policy in policies:
+            layer.dtype_policy = policy
+
+
+def _heads_in_trace(layer, call, args, kwargs) -> list:
+    """Returns the layers inside `layer` that make what `call` returns, as far as tensors tell that they pass on."""
+    runs: list[tuple] = []
+    makers: list = []
+
+    def observed(inner, replacement):
+        inner_call = inner.call if replacement is None else replacement
+
+        @functools.wraps(inner_call)
+        def call_and_note(*args, **kwargs):
+            outputs = inner_call(*args, **kwargs)
+            runs.append((inner, _tensors((args, kwargs)), _tensors(outputs)))
+            return outputs
+
+        return call_and_note
+
+    def run(*args, **kwargs):
+        # Keras traces it twice where a size is not known.
+        runs.clear()
+        outputs = call(*args, **kwargs)
+        makers[:] = _makers(_tensors(outputs), runs)
+        return outputs
+
+    with replaced_on_all(_running_layers(layer), "call", observed), _keras.autocast_scope("float32"):
+        _keras.trace_for_shapes(run, layer.variables, args, kwargs)
+    return makers
+
+
+def _running_layers(layer) -> list:
+    """Returns the layers that run inside `layer`, but for models around others, and for what is inside stock layers."""
+    found: dict = {}
+
+    def walk(whole):
+        for inner in _keras.direct_sublayers(whole):
+            if id(inner) in found or isinstance(inner, keras.layers.InputLayer):
+                continue
+            is_around_others = isinstance(inner, keras.Model) or has_own_call(inner) and _keras.direct_sublayers(inner)
+            found[id(inner)] = None if is_around_others else inner
+            if is_around_others:
+                walk(inner)
+
+    walk(layer)
+    return [inner for inner in found.values() if inner is not None]
+
+
+def _tensors(structure) -> list:
+    return [value for value in keras.tree.flatten(structure) if keras.ops.is_tensor(value)]
+
+
+def _makers(outputs, runs) -> list:
+    """Returns the layers that make `outputs`, followed back through what has no weights and leads there alone.
+
+    Args:
+        outputs: Tensors.
+        runs: `(layer, tensors it was given, tensors it returned)`, in the order in which they ended.
+    """
+    made_in = {id(tensor): run for run in runs for tensor in run[2]}
+    uses = [id(tensor) for tensor in outputs] + [id(tensor) for _, given, _ in runs for tensor in given]
+    waiting = [made_in[id(output)] for output in outputs if id(output) in made_in]
+    if runs and len(waiting) < len(outputs):
+        # Arithmetic of the user's made an output: of the layer that ran last, or of one beside it.
+        given_last = {id(tensor) for tensor in runs[-1][1]}
+        ends = [run for run in runs if not any(id(tensor) in uses for tensor in run[2])]
+        waiting += [run for run in ends if run is runs[-1] or any(id(tensor) in given_last for tensor in run[1])]
+    found: dict = {}
+    while waiting:
+        maker, given, _ = waiting.pop()
+        if id(maker) in found:
+            continue
+        found[id(maker)] = maker
+        if passes_numbers_on(maker):
+            waiting += [made_in[id(t)] for t in given if id(t) in made_in and uses.count(id(t)) == 1]
+    return list(found.values())
+
+
+def end_in_float32(model, in_file: bool = False):
+    """Casts 16-bit outputs of a Functional or Sequential model to float32; takes out casts that are not needed.
+
+    With `in_file` the casts are layers, which files of all formats can hold.
+    """
+    graph = _keras.graph_of(model)
+    if graph is None:
+        return
+    restore(graph, "get_config", kind="converted")
+    structure = _keras.output_structure(graph)
+    old_outputs = keras.tree.flatten(structure)
+    plain_outputs = [without_cast(output) for output in old_outputs]
+    cast = _cast_by_layer if in_file else _keras.cast_to_float32
+    outputs = [
+        cast(output, i) if output.dtype in SIXTEEN_BIT_DTYPES else output for i, output in enumerate(plain_outputs)
+    ]
+    if any(new is not old for new, old in zip(outputs, old_outputs, strict=True)):
+        # The names that Keras gives outputs are those of what made them.
+        names = [_keras.made_by(output)[0].name for output in (outputs if in_file else plain_outputs)]
+        _keras.replace_outputs(graph, keras.tree.pack_sequence_as(structure, outputs), names)
+        if graph is not model:
+            _keras.replace_last_layers(model, _cast_layers(old_outputs), _cast_layers(outputs))
+    cast_outputs = [plain for plain, new in zip(plain_outputs, outputs, strict=True) if new is not plain]
+    if not in_file and any(map(_loses_in_file, cast_outputs)):
+        _save_without_casts(graph, keras.tree.pack_sequence_as(structure, plain_outputs))
+
+
+def _loses_in_file(output) -> bool:
+    """Whether an output would lose something of its user's by a cast behind it in plain Keras: its name, or a mask."""
+    maker = _keras.made_by(output)[0]
+    named_by_keras = re.sub(r"_\d+$", "", maker.name).replace("_", "") == type(maker).__name__.lower()
+    return not named_by_keras or _keras.has_mask(output)
+
+
+def _save_without_casts(graph, plain_outputs):
+    get_config = graph.get_config
+
+    @functools.wraps(get_config)
+    def get_config_without_casts():
+        with _keras.replaced_outputs(graph, plain_outputs):
+            return get_config()
+
+    replace(graph, "get_config", get_config_without_casts, kind="converted")
+
+
+def _cast_layers(outputs) -> list:
+    layers = [_keras.made_by(output)[0] for output in outputs]
+    return [layer for layer in layers if layer.name.startswith(CAST_NAME)]
+
+
+def _cast_by_layer(output, index: int):
+    return keras.layers.Activation("linear", dtype="float32", name=f"{CAST_NAME}_{index}")(output)
+
+
+def without_cast(output):
+    """Returns what the cast of an earlier conversion was given; any other output as it is."""
+    layer, node_index = _keras.made_by(output)
+    if layer.name.startswith(CAST_NAME) or _keras.is_float32_cast(output):
+        return _keras.inputs_of_call(layer, node_index)[0]
+    return output

@@ -1,0 +1,61 @@
+"""The dtypes that the weights of converted layers are stored in."""
+
+from mpkeras import _keras
+from mpkeras.conversion.last import conversion_of, last_conversion
+from mpkeras.conversion.plan import Conversion, plan
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
+from mpkeras.scaling.small_state import following
+
+
+def store(model, dtypes):
+    """Stores variables of `model` in other dtypes, given as `(variable, dtype)`."""
+    for variable, dtype in dtypes:
+        _keras.retype(variable, dtype)
+    if dtypes:
+        _keras.track_parameters_again(model)
+
+
+def store_weights(model, optimizers):
+    """Stores the weights of each layer that was converted in the dtype that its policy says, to the nearest.
+
+    A layer that computes in float32 from now on has all of its variables in float32. Of one that only trains in
+    float32, frozen weights stay small: they need no room for updates. In bfloat16 a layer has its weights, trained or
+    frozen; statistics stay in float32. The state of `optimizers` that are built on the weights follows.
+    """
+    conversion = conversion_of(model)
+    rows, conversion.unstored = conversion.unstored, []
+    changed = _weight_dtypes(rows)
+    if not changed:
+        return
+    conversion.times_stored += 1
+    with following(optimizers, [variable for variable, _ in changed]):
+        store(model, changed)
+
+
+def _weight_dtypes(rows) -> list:
+    """Returns `(variable, dtype)` of the weights that rows of a plan store in another dtype; see `store_weights`."""
+    found: dict = {}
+    for row in rows:
+        dtype = row.after.variable_dtype
+        weights = [v for v in _keras.own_weights(row.layer) if not _keras.overwrites_with_gradient(v)]
+        variables = weights if dtype == SMALL_DTYPE else _keras.own_variables(row.layer)
+        if row.after.compute_dtype in SIXTEEN_BIT_DTYPES and dtype == "float32":
+            frozen = {id(v) for v in weights if not (v.trainable and row.layer.trainable)}
+            variables = [v for v in variables if id(v) not in frozen]
+        # A variable of several rows, of layers that share it or of one conversion after another, follows the last.
+        found |= {id(v): (v, dtype) for v in variables if dtype in ("float32", SMALL_DTYPE)}
+    stored = [(v, dtype, _keras.stored_dtype(v)) for v, dtype in found.values()]
+    return [(v, dtype) for v, dtype, old in stored if old != dtype and old in ("float32", *SIXTEEN_BIT_DTYPES)]
+
+
+def unstored_dtypes(model) -> dict:
+    """Returns `{id(variable): dtype}` of the weights that `store_weights` is to store anew."""
+    conversion = last_conversion(model)
+    rows = [] if conversion is None else conversion.unstored
+    return {id(variable): dtype for variable, dtype in _weight_dtypes(rows)}
+
+
+def planned_weight_dtypes(model, policy) -> dict:
+    """Returns `{id(variable): dtype}` of the weights that `apply_policy(model, policy)` would store anew."""
+    rows = plan(model, policy, Conversion(model, policy, earlier=last_conversion(model)))
+    return {id(variable): dtype for variable, dtype in _weight_dtypes([row for row in rows if row.stores_anew])}

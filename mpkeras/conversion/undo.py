@@ -1,0 +1,98 @@
+"""The way back from a conversion: after an error, or at the end of a trial."""
+
+import contextlib
+
+import keras
+
+from mpkeras import _keras
+from mpkeras._replaced import restore
+from mpkeras.conversion.changes import changes_of, make_changes, planned_changes
+from mpkeras.conversion.float8 import float8_state, product_change
+from mpkeras.conversion.graphs import refresh_graphs
+from mpkeras.conversion.last import dtypes_of, last_conversion, set_last_conversion
+from mpkeras.conversion.layer import give_policy, is_with_state, save_as_made
+from mpkeras.conversion.plan import layers_of
+from mpkeras.conversion.store_weights import store
+from mpkeras.policies.rules import is_quantized, layer_policy
+from mpkeras.policies.survey import Survey
+
+
+@contextlib.contextmanager
+def converting(model, refreshes: bool = False, survey=None):
+    """Context manager around a conversion: where it raises, the layers of `model` are as before.
+
+    Where they change, Keras makes what `evaluate` and `predict` run anew. Not the train function: in the middle of a
+    first step, where layers are converted, too, it must stay. `refreshes` says whether the conversion brings symbolic
+    dtypes up to date; `survey` is one of the model as it is, if there is one.
+    """
+    survey = Survey(model) if survey is None else survey
+    before = _computed(survey)
+    with put_back_on_error(model, refreshes, survey):
+        yield
+    survey = Survey(model)
+    if _computed(survey) != before:
+        forget_functions(survey, "test_function", "predict_function")
+
+
+@contextlib.contextmanager
+def put_back_on_error(model, refreshes: bool = False, survey=None):
+    put_back, earlier = recorded(model, survey=survey), last_conversion(model)
+    try:
+        yield
+    except Exception:
+        put_back(refresh=refreshes)
+        set_last_conversion(model, earlier)
+        raise
+
+
+def _computed(survey) -> list:
+    return [
+        (layer, layer.compute_dtype, layer.variable_dtype, changes_of(layer), product_change(layer))
+        for layer in survey.layers
+    ]
+
+
+def forget_functions(model, *names):
+    # Functions that Keras compiled before hold the old dtypes; so do the functions of models inside.
+    for part in layers_of(model):
+        if isinstance(part, keras.Model):
+            for name in names:
+                setattr(part, name, None)
+
+
+def recorded(model, on=None, survey=None):
+    """Returns a function that gives every layer of `model`, or of `on`, a copy of it, what it computes in now.
+
+    `survey` is one of `model` as it is, if there is one. Called with `refresh=False`, the function leaves the symbolic
+    dtypes as they are, which only new graphs are made of: on a large model that is quick.
+    """
+    on = model if on is None else on
+    layers = layers_of(model if survey is None else survey)
+    before = [
+        (target, layer_policy(layer), float8_state(target), changes_of(layer), product_change(layer))
+        for layer, target in zip(layers, layers if on is model else layers_of(on), strict=True)
+    ]
+    stored = [(v, _keras.stored_dtype(v)) for v in on.variables]
+    earlier = last_conversion(on)
+
+    def put_back(refresh: bool = True):
+        with_new_weights = False
+        for layer, policy, state, *_ in before:
+            if not is_quantized(layer) and layer_policy(layer) is not policy:
+                with_new_weights |= is_with_state(layer_policy(layer), policy)
+                give_policy(layer, policy, state)
+        products = {id(layer): change for layer, *_, change in before if change is not None}
+        names = planned_changes(on, dtypes_of(on), products, () if earlier is None else earlier.heads)
+        for layer, *_, changes, _ in before:
+            make_changes(layer, names[id(layer)])
+            # A layer that was made in 16 bits, and never converted, has had none.
+            for name, kind in changes_of(layer) - changes:
+                restore(layer, name, kind=kind)
+        if with_new_weights:
+            _keras.track_parameters_again(on)
+        store(on, [(variable, dtype) for variable, dtype in stored if _keras.stored_dtype(variable) != dtype])
+        save_as_made(on, on.dtype_policy)
+        if refresh:
+            refresh_graphs(on)
+
+    return put_back

@@ -1,0 +1,348 @@
+"""Layers that need float32, as their `call` writes variables: found by reading its code. Nothing is run."""
+
+import collections
+import contextlib
+import dis
+import functools
+import sys
+import types
+from typing import NamedTuple
+
+import keras
+
+from mpkeras import _keras
+from mpkeras.policies.rules import has_own_call, is_graph
+from mpkeras.policies.survey import Survey
+
+STATE_RULE = "writes state"
+REMAT_RULE = "keras.remat"
+# How a `keras.Variable` is given another value.
+_ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
+# The instructions that look up an attribute: of Python 3.10 and 3.11 the second, too.
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+# Writes to a user's variable by these packages are looked for in the code that calls them.
+_FOREIGN = frozenset({"keras", "mpkeras", "tensorflow", "jax", "jaxlib", "flax", "torch", "numpy", "ml_dtypes"})
+_FOREIGN |= sys.stdlib_module_names - {"__main__"}
+
+
+class _Write(NamedTuple):
+    """An assignment in code: the name of the attribute that is assigned to, or `None`, and the function it is in."""
+
+    attribute: str | None
+    function: str
+
+
+class _Code(NamedTuple):
+    """What one function's code names, the functions inside it included."""
+
+    names: frozenset
+    writes: tuple
+
+
+def kept_for_state(model) -> dict:
+    """Returns `{id: (layer, rule, reason)}` for the layers that stay in float32 for the variables their `call` uses.
+
+    They write state in it, or use `keras.remat`.
+
+    Inside `call` Keras reads a layer's float variables in the layer's compute dtype. A counter stops at 256 in bfloat16
+    and at 2048 in float16, a running mean takes no small step, and torch assigns into the 16-bit copy, which is lost.
+
+    A function under `keras.remat` is run again in the backward pass, where nothing says that variables are read in 16
+    bits: torch and TensorFlow raise. JAX has traced it by then.
+
+    The layer itself computes in float32; layers that it runs keep their dtypes. Those of Keras that run such a layer
+    step by step (`TimeDistributed`, `RNN`) compute in float32 with it, and with all else that they run.
+
+    Args:
+        model: A `keras.Model` of any kind, or a layer, or a `Survey` of it.
+    """
+    found: dict = {}
+    survey = Survey.of(model)
+    layers = survey.layers
+    for layer in layers:
+        if has_own_call(layer):
+            reach = _Reach(layer)
+            states = _states_written(layer, reach)
+            if states:
+                reason = f"{_sentence(states)} in its `call`: 16 bits lose what is added to it"
+                found[id(layer)] = layer, STATE_RULE, reason
+            elif reach.recomputes and (not layer.built or any(map(_is_cast, _keras.own_variables(layer)))):
+                found[id(layer)] = (
+                    layer,
+                    REMAT_RULE,
+                    "reads its variables under `keras.remat`: the second time in float32",
+                )
+    # From the inside out: a wrapper may be in a wrapper.
+    for layer in reversed(layers) if found else ():
+        if id(layer) in found or has_own_call(layer) or isinstance(layer, keras.Model):
+            continue
+        inside = [inner for inner in survey.direct(layer) if id(inner) in found]
+        if inside:
+            _, rule, reason = found[id(inside[0])]
+            for part in survey.within(layer):
+                found.setdefault(id(part), (part, rule, f"runs layer '{inside[0].name}', which {reason}"))
+    return found
+
+
+def callers_of(model) -> list:
+    """Returns `(layer, caller, is_direct)` of each layer of `model` that a layer with a `call` of its user's runs.
+
+    Between them may be models that pass on what their layers return: then `is_direct` is false.
+    """
+    found: list = []
+    seen = set()
+    survey = Survey.of(model)
+
+    def walk(parent, caller, is_direct):
+        if has_own_call(parent):
+            caller, is_direct = parent, True
+        elif not is_graph(parent):
+            # Calls inside Keras' own layers, and inside models without a `call`, are their matter.
+            caller = None
+        else:
+            is_direct = False
+        if (id(parent), id(caller), is_direct) in seen:
+            return
+        seen.add((id(parent), id(caller), is_direct))
+        for layer in survey.direct(parent):
+            if caller is not None:
+                found.append((layer, caller, is_direct))
+            walk(layer, caller, is_direct)
+
+    walk(survey.model, None, False)
+    return found
+
+
+def states_written(layer) -> list[str]:
+    """Returns the names of the float variables that the `call` of `layer` assigns to, or of functions that assign."""
+    return _states_written(layer, _Reach(layer))
+
+
+def _states_written(layer, reach) -> list[str]:
+    names: dict = {}
+    for write in reach.writes:
+        if write.attribute is None:
+            if not layer.built or reach.holds_cast_variable():
+                names[f"`{write.function}`"] = None
+            continue
+        values = reach.values_of(write.attribute)
+        is_unknown = not (values and all(map(_is_known, values)))
+        if any(map(_is_cast, values)) or (is_unknown and (not layer.built or reach.holds_cast_variable())):
+            names[f"'{write.attribute}'"] = None
+    return [*names, *(f"'{name}'" for name in reach.metrics)]
+
+
+def _sentence(states) -> str:
+    own = [name for name in states if not name.startswith("`")]
+    return f"writes its own state {', '.join(own)}" if own else f"writes state, by {', '.join(states)},"
+
+
+def _is_cast(value) -> bool:
+    """Whether a value is a float variable that is read in the compute dtype inside `call`."""
+    if isinstance(value, (list, tuple, dict)):
+        return any(_is_cast(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, keras.Variable) and _keras.follows_autocast(value)
+
+
+def _is_known(value) -> bool:
+    """Whether a value is a variable that is read as it is stored: integers, `autocast=False`, native variables."""
+    if isinstance(value, (list, tuple, dict)):
+        items = [*(value.values() if isinstance(value, dict) else value)]
+        return bool(items) and all(_is_known(item) for item in items)
+    return isinstance(value, keras.Variable) or hasattr(value, "assign")
+
+
+class _Reach:
+    """The code that the `call` of a layer can reach: by name, and so rather too much than too little.
+
+    Attributes:
+        writes: The assignments in it, each a `_Write`.
+        metrics: The names of the metrics in it: their variables are written.
+        recomputes: Whether it uses `keras.remat` on a backend that runs a function twice.
+    """
+
+    def __init__(self, layer):
+        self.writes: list = []
+        self.metrics: list = []
+        self.recomputes = False
+        self._layer = layer
+        self._objects: dict = {id(layer): layer}
+        self._names: set = set()
+        # Variables that functions know as global ones, or as those of a function around them.
+        self._variables: dict = {}
+        self._codes: set = set()
+        self._waiting: collections.deque = collections.deque()
+        call = layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call
+        self._look_at(call)
+        for base in type(layer).__mro__:
+            # `super().call`, too.
+            self._look_at(vars(base).get("call"))
+        self._follow()
+
+    def values_of(self, name: str) -> list:
+        """Returns what the objects in reach have as their attribute `name`."""
+        found = [_own_attributes(owner).get(name) for owner in self._objects.values()]
+        return [value for value in [*found, self._variables.get(name)] if value is not None]
+
+    def holds_cast_variable(self) -> bool:
+        attributes = [value for owner in self._objects.values() for value in _own_attributes(owner).values()]
+        return any(map(_is_cast, [*self._layer.variables, *attributes, *self._variables.values()]))
+
+    def _follow(self):
+        asked: set = set()
+        while self._waiting:
+            while self._waiting:
+                self._read(self._waiting.popleft())
+            # A name that one function says may be a method of an object that another has in reach.
+            for name in list(self._names):
+                for owner in list(self._objects.values()):
+                    if (id(owner), name) not in asked:
+                        asked.add((id(owner), name))
+                        self._ask(owner, name)
+
+    def _read(self, function):
+        code = _code_of(function.__code__)
+        self.writes += code.writes
+        self._names |= code.names
+        around = {}
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # A name that has no value yet.
+                around[name] = cell.cell_contents
+        known = {name: function.__globals__[name] for name in code.names if name in function.__globals__}
+        # Imported in the function.
+        imported = {name: sys.modules[name] for name in code.names if name in sys.modules}
+        if "remat" in code.names and any(_has_remat(value) for value in known.values()):
+            self.recomputes = _runs_twice()
+        for name, value in (imported | known | around).items():
+            self._look_at(value)
+            if isinstance(value, keras.Variable):
+                self._variables[name] = value
+
+    def _ask(self, owner, name: str):
+        """Looks at what `name` is of an object in reach."""
+        if isinstance(owner, types.ModuleType):
+            self._look_at(vars(owner).get(name))
+            return
+        value = _own_attributes(owner).get(name)
+        if value is not None:
+            self._look_at(value)
+        for base in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
+            self._look_at(vars(base).get(name))
+
+    def _look_at(self, value):
+        """Takes down a value in reach: a function's code is read, an object's methods are asked for by name."""
+        if value is None or isinstance(value, (bool, int, float, str, bytes, keras.Variable)):
+            return
+        if isinstance(value, keras.metrics.Metric):
+            self.metrics += [] if value.name in self.metrics else [value.name]
+            return
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            if isinstance(value, types.MethodType):
+                self._look_at(value.__self__)
+            value = value.__func__
+        elif isinstance(value, (property, functools.cached_property)):
+            value = value.fget if isinstance(value, property) else value.func
+        elif isinstance(value, functools.partial):
+            self._look_at_all(value.args)
+            value = value.func
+        elif hasattr(type(value), "python_function"):  # A `tf.function`.
+            value = value.python_function
+        if callable(value) and hasattr(value, "__dict__") and _is_rematerialized(value):
+            self.recomputes |= _runs_twice()
+        while hasattr(value, "__wrapped__") and not isinstance(value, type):
+            self._take_function(value)
+            value = value.__wrapped__
+        if isinstance(value, types.FunctionType):
+            self._take_function(value)
+        elif isinstance(value, types.MethodType):
+            self._look_at(value)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            self._look_at_all(value)
+        elif isinstance(value, dict):
+            self._look_at_all(value.values())
+        elif id(value) not in self._objects and not _is_foreign(value):
+            self._objects[id(value)] = value
+            if not isinstance(value, (type, types.ModuleType, keras.layers.Layer)):
+                self._names.add("__call__")
+            self._waiting.append(_nothing)
+
+    def _look_at_all(self, values):
+        for value in list(values)[:1000]:
+            self._look_at(value)
+
+    def _take_function(self, value):
+        if isinstance(value, types.FunctionType) and value.__code__ not in self._codes:
+            self._codes.add(value.__code__)
+            if not _is_of_foreign_package(value.__globals__.get("__name__") or ""):
+                self._waiting.append(value)
+                return
+            # What a decorator was given.
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):
+                    if isinstance(cell.cell_contents, (types.FunctionType, types.MethodType)):
+                        self._look_at(cell.cell_contents)
+
+
+def _runs_twice() -> bool:
+    return keras.backend.backend() in ("tensorflow", "torch")
+
+
+def _has_remat(value) -> bool:
+    is_module = isinstance(value, types.ModuleType)
+    return value is keras.remat or (is_module and getattr(value, "remat", None) is keras.remat)
+
+
+def _is_rematerialized(value) -> bool:
+    """Whether `keras.remat` returned `value`: on torch a function, on TensorFlow an object that holds one."""
+    functions = [item for item in (value, *vars(value).values()) if isinstance(item, types.FunctionType)]
+    return any(
+        function.__qualname__.startswith(("remat.<locals>", "recompute_grad.<locals>")) for function in functions
+    )
+
+
+def _nothing():
+    """Read in the place of an object: names are compared with what is in reach once more."""
+
+
+def _is_foreign(value) -> bool:
+    if isinstance(value, types.ModuleType):
+        return _is_of_foreign_package(value.__name__)
+    if isinstance(value, keras.layers.Layer):
+        return False
+    return _is_of_foreign_package((value if isinstance(value, type) else type(value)).__module__ or "")
+
+
+def _is_of_foreign_package(module: str) -> bool:
+    return module.partition(".")[0] in _FOREIGN
+
+
+def _own_attributes(owner) -> dict:
+    """Returns what an object has itself; on torch a layer has other layers in a dictionary of its own."""
+    try:
+        attributes = vars(owner)
+    except TypeError:
+        return {name: getattr(owner, name) for name in getattr(type(owner), "__slots__", ()) if hasattr(owner, name)}
+    if isinstance(owner, (type, types.ModuleType)):
+        return {}
+    modules = attributes.get("_modules")
+    return {**modules, **attributes} if isinstance(modules, dict) else dict(attributes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_of(code: types.CodeType) -> _Code:
+    names: set[str] = set()
+    writes: list = []
+    waiting = [code]
+    while waiting:
+        part = waiting.pop()
+        names.update(part.co_names)
+        waiting += [constant for constant in part.co_consts if isinstance(constant, types.CodeType)]
+        before = None
+        for instruction in dis.get_instructions(part):
+            if instruction.opname in _ATTRIBUTES and instruction.argval in _ASSIGNMENTS and before is not None:
+                is_named = before.opname in (*_ATTRIBUTES, "LOAD_GLOBAL", "LOAD_DEREF")
+                # A method of a layer that is called so is among the code that is read.
+                if before.argval != "self":
+                    writes.append(_Write(before.argval if is_named else None, code.co_name))
+            before = instruction
+    return _Code(frozenset(names), tuple(writes))

@@ -1,0 +1,148 @@
+"""What files hold of a `LossScaleOptimizer`: a stock one, so that a compiled model loads without mpkeras.
+
+Other rules, counters and windows, which only mpkeras knows, lie where plain Keras does not look.
+"""
+
+import keras
+
+from mpkeras import _keras, _replaced
+from mpkeras.policies.loss_scaling import DynamicLossScale
+from mpkeras.scaling.arguments import rule_from_arguments
+from mpkeras.scaling.small_state import parts_of
+
+# Where the configuration holds what only mpkeras knows: beside what plain Keras reads of the inner optimizer.
+_EXTRA = "mpkeras"
+# Stock Keras' scale grows after so many steps: never. It compares a counter that is int32 on JAX and torch.
+_NEVER = 2**31 - 1
+
+
+def config_of(optimizer) -> dict:
+    """Returns the configuration of a `LossScaleOptimizer`, from which plain Keras makes its own."""
+    inner_config = keras.saving.serialize_keras_object(optimizer.inner_optimizer)
+    if optimizer.window is not None:
+        # Of this optimizer's `accumulate`, too: stock Keras reads it there.
+        inner_config["config"]["gradient_accumulation_steps"] = optimizer.gradient_accumulation_steps
+    config = {"name": optimizer.name, "inner_optimizer": inner_config, **_stock_rule(optimizer.loss_scale_rule)}
+    extra = _extra_config(optimizer, config)
+    if extra:
+        inner_config[_EXTRA] = extra
+    return config
+
+
+def _stock_rule(rule) -> dict:
+    """Returns the settings with which stock Keras' wrapper, which doubles and halves, comes closest to the rule."""
+    growth_steps = getattr(rule, "dynamic_growth_steps", 2000) if rule.dynamic else _NEVER
+    return {"initial_scale": rule.initial_scale, "dynamic_growth_steps": min(growth_steps, _NEVER)}
+
+
+def _extra_config(optimizer, config: dict) -> dict:
+    rule, record, extra = optimizer.loss_scale_rule, optimizer.record, {}
+    said = DynamicLossScale(config["initial_scale"], dynamic_growth_steps=config["dynamic_growth_steps"])
+    if rule != said:
+        extra["loss_scale"] = keras.saving.serialize_keras_object(rule)
+    if optimizer.window is not None and optimizer.window.on_overflow != "drop_micro":
+        extra["on_overflow"] = optimizer.window.on_overflow
+    parts = parts_of(optimizer.inner_optimizer)
+    exclusions = record.excluded_from_weight_decay or [_keras.decay_exclusions(part) for part in parts]
+    if any(exclusions):
+        extra["excluded_from_weight_decay"] = exclusions
+    if optimizer.slot_dtype != "auto":
+        extra["slot_dtype"] = optimizer.slot_dtype
+    if optimizer.all_reduce_dtype is not None:
+        extra["all_reduce_dtype"] = optimizer.all_reduce_dtype
+    if optimizer.scale_is_one and record.rule_is_chosen_by_prepare:
+        # Or a model saved in bfloat16 would train in float16 without loss scaling.
+        extra["chosen_by_prepare"] = True
+    if record.is_guarded or record.was_guarded:
+        extra["was_guarded"] = True
+    return extra
+
+
+def optimizer_from(optimizer_class, config: dict, custom_objects=None):
+    """Returns the optimizer that a configuration describes: ours, stock Keras', or one of mpkeras 0.1.0."""
+    config = dict(config)
+    inner_config = config.pop("inner_optimizer")
+    inner_optimizer = keras.saving.deserialize_keras_object(inner_config, custom_objects=custom_objects)
+    # Files of 0.1.0 have the same keys beside the inner optimizer, in what stock Keras reads.
+    config |= inner_config.get(_EXTRA, {}) if isinstance(inner_config, dict) else {}
+    noted = {
+        "rule_is_chosen_by_prepare": config.pop("chosen_by_prepare", False),
+        "was_guarded": config.pop("was_guarded", False),
+        "excluded_from_weight_decay": config.pop("excluded_from_weight_decay", []),
+    }
+    if isinstance(config.get("loss_scale"), dict):
+        config["loss_scale"] = keras.saving.deserialize_keras_object(
+            config["loss_scale"], custom_objects=custom_objects
+        )
+        # They say for plain Keras what the rule says for us.
+        config.pop("initial_scale", None)
+        config.pop("dynamic_growth_steps", None)
+    arguments = {name: config.pop(name, None) for name in ("initial_scale", "dynamic_growth_steps", "dynamic")}
+    # As one whole rule: a `loss_scale_factor` of the inner optimizer has given way to it before.
+    rule = rule_from_arguments(**arguments, loss_scale=config.pop("loss_scale", "dynamic"))
+    optimizer = optimizer_class(inner_optimizer, loss_scale=rule, **config)
+    for name, value in noted.items():
+        setattr(optimizer.record, name, value)
+    return optimizer
+
+
+def stock_variables(optimizer) -> list:
+    """Returns the variables that stock Keras' wrapper has beside those of the inner optimizer, in its order."""
+    # The first two are its own iteration and learning_rate, which mean nothing.
+    scale = [optimizer.step_counter, optimizer.dynamic_scale] if optimizer.built else []
+    return [*optimizer.variables[:2], *scale]
+
+
+def load_numbered(optimizer, store) -> bool:
+    """Loads the numbered arrays of `store`; returns whether they are those of one of the files that we know."""
+    targets = _numbered_variables(optimizer, store)
+    if targets is None:
+        return False
+    for i, variable in enumerate(targets):
+        variable.assign(store[str(i)])
+    inner, window = optimizer.inner_optimizer, optimizer.window
+    sums = _keras.accumulated_gradients(inner)
+    lasting = len(optimizer.variables) - len(optimizer.step_outcome)
+    if window is not None and sums and len(targets) < lasting:
+        # Of an optimizer that accumulates by itself its sums, of any other the count of its updates.
+        if any(variable is sums[0] for variable in targets):
+            window.take_sums_of(inner)
+        else:
+            calls = _keras.step_count(inner)
+            calls.assign(calls.value * inner.gradient_accumulation_steps)
+    if len(targets) == len(inner.variables):
+        _expect_nothing(inner)
+    return True
+
+
+def _numbered_variables(optimizer, store) -> list | None:
+    """Returns the variables whose values the numbered arrays of `store` are, in their order, or `None`."""
+    # First come those of stock Keras' wrapper, which is what we write, too; all of ours, as mpkeras 0.1.0 wrote
+    # them, with a window or without; or none, in the file of a plain optimizer. Then those of an inner optimizer
+    # that has sums of its own, or has none.
+    inner = optimizer.inner_optimizer.variables
+    sums = {id(variable) for variable in _keras.accumulated_gradients(optimizer.inner_optimizer)}
+    of_step = {id(variable) for variable in optimizer.step_outcome}
+    ours = optimizer.variables[: len(optimizer.variables) - len(inner)]
+    ours = [variable for variable in ours if id(variable) not in of_step]
+    of_window = 0 if optimizer.window is None else len(optimizer.window.variables)
+    firsts = [stock_variables(optimizer), ours, ours[: len(ours) - of_window], *([[]] if optimizer.built else [])]
+    shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]
+    for first in firsts:
+        for rest in (inner, [variable for variable in inner if id(variable) not in sums]):
+            if [tuple(variable.shape) for variable in [*first, *rest]] == shapes:
+                return [*first, *rest]
+    return None
+
+
+def _expect_nothing(inner_optimizer):
+    """Lets the next call of its `load_own_variables` find nothing in the file, where Keras would warn."""
+
+    # The file is of a plain optimizer, whose arrays the wrapper has given to the inner one. Keras goes on to ask that
+    # one, too, for which there is no place in such a file.
+    def load_own_variables(store):
+        _replaced.restore(inner_optimizer, "load_own_variables", kind="loading")
+        if len(store.keys()):
+            inner_optimizer.load_own_variables(store)
+
+    _replaced.replace(inner_optimizer, "load_own_variables", load_own_variables, kind="loading")

@@ -1,0 +1,65 @@
+"""`rewrapped`: another loss-scaling rule around the same inner optimizer, its state kept."""
+
+import keras
+from keras import ops
+
+from mpkeras import _keras
+from mpkeras.policies.loss_scaling import LossScale, number
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+
+
+def rewrapped(optimizer, rule: LossScale, slot_dtype: str = "auto") -> LossScaleOptimizer:
+    """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
+
+    Args:
+        optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
+        rule: The rule of the result. Counters are carried over, and the current scale unless it was fixed.
+        slot_dtype: That of the result.
+    """
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        result = LossScaleOptimizer(optimizer, loss_scale=rule, slot_dtype=slot_dtype)
+        if optimizer.built:
+            result.build(_keras.optimizer_trainable_variables(optimizer))
+            result.record.steps_before_scale = number(result.accepted_steps)
+        return result
+    result = LossScaleOptimizer(
+        optimizer.inner_optimizer,
+        name=optimizer.name,
+        loss_scale=rule,
+        slot_dtype=slot_dtype,
+        all_reduce_dtype=getattr(optimizer, "all_reduce_dtype", None),
+    )
+    window = getattr(optimizer, "window", None)
+    if isinstance(optimizer, LossScaleOptimizer):
+        result.record.excluded_from_weight_decay = optimizer.record.excluded_from_weight_decay
+    if window is not None:
+        result.accumulate(window.steps, window.on_overflow)
+    if optimizer.built:
+        result.build(_keras.optimizer_trainable_variables(optimizer.inner_optimizer))
+        if _has_found_its_scale(optimizer):
+            for name in ("step_counter", "dynamic_scale"):
+                _copy(getattr(optimizer, name), getattr(result, name))
+        else:
+            result.record.steps_before_scale = number(result.accepted_steps)
+    if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
+        for name in ("_skipped_steps", "_consecutive_skips", "_last_step_skipped", "_nonfinite_losses"):
+            _copy(getattr(optimizer, name), getattr(result, name))
+        if window is not None and result.window is not None:
+            for new, old in zip(result.window.variables, window.variables, strict=True):
+                _copy(old, new)
+    return result
+
+
+def _copy(source, target):
+    """Assigns a copy: on JAX the array itself would be one buffer of two variables, which cannot be donated twice."""
+    target.assign(ops.copy(source.value))
+
+
+def _has_found_its_scale(optimizer) -> bool:
+    """Whether the scale of a built optimizer is one that training has moved, and so worth more than a default."""
+    if isinstance(optimizer, LossScaleOptimizer) and not optimizer.dynamic:
+        # 1.0 of a bfloat16 model would stay with float16 for thousands of steps.
+        return False
+    # Keras' `fit` builds an optimizer before any callback is asked: without a step, nothing has been found.
+    values = (optimizer.step_counter, optimizer.inner_optimizer.iterations)
+    return any(number(value) for value in values) or number(optimizer.dynamic_scale) != optimizer.initial_scale

@@ -1,0 +1,1 @@
+"""What a model and a machine take: `advise`, `hardware` and `ResourceMonitor`."""

@@ -1,0 +1,1 @@
+"""A skipped step in a file: written by `BlackBox`, and run again by `load_capsule`."""

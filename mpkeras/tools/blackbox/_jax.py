@@ -1,0 +1,289 @@
+"""On JAX: the numbers that a skipped step changes, steps that run ahead, and the operations of a step one by one."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from mpkeras.seams import ModelInFit
+from mpkeras.tools.blackbox.origins import user_line
+from mpkeras.tools.shared._jax import scope
+from mpkeras.tools.shared.flops import owner_name, owner_of
+from mpkeras.tools.shared.ranges import is_finite
+
+
+def steps_ahead(model, optimizers):
+    """Returns what runs the steps of `fit` ahead; `None` where each is to be looked at before the next one."""
+    return StepsAhead(model) if ModelInFit(model).can_run_ahead(optimizers) else None
+
+
+class StepsAhead:
+    """Runs each step before anybody has looked at the last one; `_step_ahead` says how.
+
+    Args:
+        model: A model in `fit`, of which `can_run_ahead` is true.
+    """
+
+    def __init__(self, model):
+        self._numbers = ModelInFit(model).numbers_ahead()
+        self._skips = model.optimizer.skipped_steps
+        self._place = [variable is self._skips for variable in model.optimizer.variables].index(True)
+        self._known_skips = np.int32(0)
+        self._left: list = []
+
+    def goes_on_with(self, state) -> bool:
+        """Whether `state` is what the last step has left: not in a new epoch, nor where a callback sets variables."""
+        # As a rule the same object: a second look at all of its arrays takes as long as the rest on the host.
+        return state is self._left or (
+            len(self._left) == len(state)
+            and all(
+                value is own for pair in zip(state, self._left, strict=True) for value, own in zip(*pair, strict=True)
+            )
+        )
+
+    def begin(self, state):
+        """Begins anew with `state`; waits for what computes it."""
+        self._known_skips = np.array(state[2][self._place])
+
+    def run(self, run_step, state) -> tuple:
+        """Runs a step by `run_step(state)`; returns its logs, the state, and what `skipped` and `read` are given."""
+        logs, (*state, seen) = run_step((*state, self._known_skips))
+        self._left = state
+        for value in seen.values():
+            if not _is_on_cpu(value):
+                value.copy_to_host_async()
+        return logs, state, seen
+
+    def skipped(self, seen) -> bool:
+        """Whether the step was skipped; waits for it. The one that was run since did nothing then."""
+        known, self._known_skips = self._known_skips, np.array(seen[self._skips.dtype])[-1]
+        return bool(self._known_skips != known)
+
+    def read(self, seen) -> dict:
+        """Returns the numbers before the step as arrays, by `id` of the variable."""
+        rest = {dtype: np.array(values) for dtype, values in seen.items()}
+        numbers = {}
+        for variable in self._numbers:
+            size = math.prod(variable.shape)
+            numbers[id(variable)] = rest[variable.dtype][:size].reshape(variable.shape)
+            rest[variable.dtype] = rest[variable.dtype][size:]
+        return numbers
+
+
+class NumberCopies:
+    """Copies what a skipped step changes, as the step is given its state to overwrite.
+
+    Args:
+        model: A model in `fit`.
+        variables: Its variables that hold the numbers, each of shape `()`.
+        skip_counts: Those of them that count skipped steps.
+    """
+
+    def __init__(self, model, variables, skip_counts):
+        groups = {1: model.non_trainable_variables, 2: model.optimizer.variables, 3: model.metrics_variables}
+        places = {id(v): (i, j) for i, group in groups.items() for j, v in enumerate(group)}
+        # `fit` hands on no state of optimizers beside `model.optimizer`: a step that runs op by op assigns it.
+        self._places = [(variable, places.get(id(variable))) for variable in variables]
+        self._counts = [i for i, v in enumerate(variables) if any(v is count for count in skip_counts)]
+        # Those of the last step, after it: as a rule the next one is given the same arrays.
+        self._last: _Numbers | None = None
+
+    def before_step(self, state):
+        """Returns the numbers in `state`; waits for the step that computes them."""
+        values = self._values(state)
+        if self._last is None or not self._last.are_of(values):
+            # The first step of an epoch, or a callback has set a variable.
+            self._last = _Numbers(values)
+        # The step overwrites what has not been copied by then.
+        self._last.copies()
+        return self._last
+
+    def after_step(self, before, state):
+        """Returns what `skipped` needs; nothing is waited for."""
+        del before
+        self._last = _Numbers(self._values(state))
+        self._last.send()
+        return self._last
+
+    def skipped(self, before, after) -> bool:
+        """Whether the step was skipped; waits for it."""
+        return any(after.copies()[i] > before.copies()[i] for i in self._counts)
+
+    def read(self, copies) -> list:
+        """Returns the numbers as NumPy arrays of shape `()`, in the order of the variables."""
+        return copies.copies()
+
+    def _values(self, state) -> list:
+        return [variable.value if place is None else state[place[0]][place[1]] for variable, place in self._places]
+
+
+class _Numbers:
+    def __init__(self, values):
+        self._values = values
+        self._copies: list | None = None
+
+    def are_of(self, values) -> bool:
+        return all(value is own for value, own in zip(values, self._values, strict=True))
+
+    def send(self):
+        """Lets the device send the numbers to the host as soon as it has them; on a CPU they are there."""
+        for value in self._values:
+            if not _is_on_cpu(value):
+                value.copy_to_host_async()
+
+    def copies(self) -> list:
+        """Returns the numbers as NumPy arrays; the first call waits for them."""
+        if self._copies is None:
+            # One by one: a CPU takes a tenth of the time of `jax.device_get`, and no program has to run on the device.
+            self._copies = [np.array(value) for value in self._values]
+        return self._copies
+
+
+def _is_on_cpu(value) -> bool:
+    return all(device.platform == "cpu" for device in value.devices())
+
+
+def first_operation(step, state, data, gradients, origins, watch_layers):
+    """As in `_torch.py`; the program of the step is interpreted, into what it calls, branches and loops."""
+    paths: list = []
+
+    def around(path, call):
+        paths.append(path)
+        with scope(len(paths) - 1):
+            return call()
+
+    def traced(state, data):
+        gradients.clear()
+        first, second = step(state, data)
+        # Keras' train step returns the logs first, ours the state.
+        logs = first if isinstance(first, dict) else second
+        return [grad for grad in gradients if grad is not None], logs
+
+    with watch_layers(around):
+        closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, data)
+    interpreter = _Interpreter(origins, paths)
+    values = interpreter.run(closed.jaxpr, closed.consts, jax.tree_util.tree_leaves((state, data)))
+    number = len(shapes[0])
+    logs = _floats(values[number:])
+    operation = origins.first([*_floats(values[:number]), *logs])
+    if operation is not None and operation.side == "forward" and all(is_finite(array) for _, array in logs):
+        # JAX computes slopes along with the forward pass: what reaches gradients alone is of the backward one.
+        return dataclasses.replace(operation, side="backward")
+    return operation
+
+
+class _Interpreter:
+    """Runs the equations of a program one by one, and those of the programs that they call."""
+
+    def __init__(self, origins, paths):
+        self._origins = origins
+        self._paths = paths
+        # The layer of the equation before.
+        self._last_owner = None
+
+    def run(self, jaxpr, consts, arguments, owner=None, is_backward=False) -> list:
+        """Returns the outputs of `jaxpr`.
+
+        Args:
+            jaxpr, consts, arguments: The program, and what it takes.
+            owner, is_backward: Layer and side of the equation that calls it, where its own equations do not say.
+        """
+        values: dict = {}
+
+        def read(atom):
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        values.update(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, arguments, strict=True))
+        literals = [atom.val for equation in jaxpr.eqns for atom in equation.invars if isinstance(atom, Literal)]
+        for constant in _floats([*consts, *literals]):
+            self._origins.know_constant(constant)
+        for equation in jaxpr.eqns:
+            inputs = [read(atom) for atom in equation.invars]
+            outputs = self._evaluated(equation, inputs, owner, is_backward)
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _evaluated(self, equation, inputs, owner, is_backward) -> list:
+        name, params, scopes = equation.primitive.name, equation.params, str(equation.source_info.name_stack)
+        # What is within a function names its scopes from there on.
+        owner = owner_of(scopes, owner)
+        is_backward = is_backward or "transpose(" in scopes
+        if owner != self._last_owner:
+            self._last_owner = owner
+            around = [path for i, path in enumerate(self._paths) if owner_name(i) in scopes]
+            self._origins.enter(None if owner is None else self._paths[owner], around)
+
+        def inner(jaxpr, arguments):
+            consts = getattr(jaxpr, "consts", [])
+            return self.run(getattr(jaxpr, "jaxpr", jaxpr), consts, arguments, owner, is_backward)
+
+        if name == "scan":
+            return _scan(params, inputs, inner)
+        if name == "while":
+            return _while(params, inputs, inner)
+        if name == "cond":
+            index = int(np.clip(np.asarray(inputs[0]), 0, len(params["branches"]) - 1))
+            return inner(params["branches"][index], inputs[1:])
+        called = _called(params, len(inputs), len(equation.outvars))
+        if called is not None:
+            return inner(called, inputs)
+        bound = equation.primitive.get_bind_params(params)
+        # Older JAX returns the functions beside the parameters.
+        functions, bound = bound if isinstance(bound, tuple) else ((), bound)
+        with equation.ctx.manager:
+            outputs = equation.primitive.bind(*functions, *inputs, **bound)
+        outputs = list(outputs) if equation.primitive.multiple_results else [outputs]
+
+        def place():
+            traceback = equation.source_info.traceback
+            frames = [] if traceback is None else traceback.frames
+            line = user_line((frame.file_name, frame.line_num, frame.function_name) for frame in frames)
+            return "backward" if is_backward else "forward", name, None if owner is None else self._paths[owner], line
+
+        self._origins.note(lambda: _floats(inputs), _floats(outputs), place)
+        return outputs
+
+
+def _scan(params, inputs, run) -> list:
+    consts, carried = params["num_consts"], params["num_carry"]
+    fixed, carry, sequences = inputs[:consts], inputs[consts : consts + carried], inputs[consts + carried :]
+    collected: list = []
+    steps = range(params["length"])
+    for i in reversed(steps) if params["reverse"] else steps:
+        outputs = run(params["jaxpr"], [*fixed, *carry, *(sequence[i] for sequence in sequences)])
+        carry = outputs[:carried]
+        collected.append(outputs[carried:])
+    if params["reverse"]:
+        collected.reverse()
+    if not collected:
+        shapes = [variable.aval for variable in params["jaxpr"].jaxpr.outvars[carried:]]
+        return [*carry, *(jnp.zeros((0, *aval.shape), aval.dtype) for aval in shapes)]
+    return [*carry, *(jnp.stack(parts) for parts in zip(*collected, strict=True))]
+
+
+def _while(params, inputs, run) -> list:
+    of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+    fixed, body = inputs[:of_condition], inputs[of_condition : of_condition + of_body]
+    carry = inputs[of_condition + of_body :]
+    while bool(run(params["cond_jaxpr"], [*fixed, *carry])[0]):
+        carry = run(params["body_jaxpr"], [*body, *carry])
+    return carry
+
+
+def _called(params, inputs: int, outputs: int):
+    """Returns the jaxpr that an equation calls with its own inputs: of `jit`, `checkpoint`, custom derivatives."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        called = params.get(key)
+        jaxpr = getattr(called, "jaxpr", called)
+        if hasattr(jaxpr, "eqns") and (len(jaxpr.invars), len(jaxpr.outvars)) == (inputs, outputs):
+            return called
+    return None
+
+
+def _floats(values) -> list:
+    floats = [value for value in values if jnp.issubdtype(jnp.result_type(value), jnp.floating)]
+    return [(value, np.asarray(value)) for value in floats]

@@ -1,0 +1,221 @@
+"""`BlackBox`: a file for each skipped step, from which it can be run again elsewhere."""
+
+import functools
+import importlib
+import itertools
+import re
+from pathlib import Path
+
+import keras
+
+from mpkeras.seams import ModelInFit, SkippedStep, checked_count, checked_path, number
+from mpkeras.tools.blackbox.capsule_file import capsule_of_fit
+from mpkeras.tools.shared.skipped_steps import SkippedSteps
+
+# What Keras calls before it gives the state of a model to a function of its own, whatever is asked for.
+_TAKING_STATE = ("make_train_function", "make_test_function", "make_predict_function")
+
+
+class BlackBox(SkippedSteps):
+    """Writes a capsule of every skipped step: batch, all state before it, and how to make the model anew.
+
+    `mpkeras.load_capsule(path)` runs the step again, and `mpkeras replay FILE` names the first operation that is not
+    finite. At most `keep` files of one `fit` are kept, the first ones, as what comes after a failure often follows from
+    it; but a step whose loss was finite, as when a dynamic loss scale settles, gives way to one whose loss was not.
+
+    A capsule is as large as the batch, the weights and the optimizer's state together. It holds your data: see
+    docs/black_box.md before you send one. The file is there whole or not at all. Where it cannot be written, a warning
+    says why and training goes on.
+
+    Nothing is copied of a step but a handful of single numbers: all else is still there after a skipped step. Each step
+    is looked at before the next one begins, so the device is waited for; but compiled steps on JAX run one ahead, and
+    one that comes behind a skipped step changes nothing and is run again. Steps of one execution
+    (`steps_per_execution`) run one by one.
+
+    A model whose train step is not guarded, by `MixedPrecision` or `mpkeras.prepare`, is guarded for this `fit` as
+    `MixedPrecision()` does.
+
+    Args:
+        folder: Where the files go; it is made when there is one to write.
+        keep: Files to keep, 1 or more.
+
+    Attributes:
+        capsules: List of the paths of the files that were kept, the oldest first.
+
+    Raises:
+        ValueError: If `keep` is out of range; or, when training begins, if the guard was taken away, does not undo
+            skipped steps (`rollback=False`), or the model trains on several replicas.
+        TypeError: If `folder` is no path.
+
+    Example:
+
+    >>> import tempfile
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> box = mpkeras.callbacks.BlackBox(tempfile.mkdtemp())
+    >>> history = model.fit(np.full((4, 2), 0.5), np.ones((4, 1)), verbose=0, callbacks=[box])
+    >>> box.capsules
+    []
+    """
+
+    # Keras would otherwise wait on JAX for what this callback looks at itself.
+    async_safe = True
+
+    def __init__(self, folder, keep: int = 3):
+        super().__init__(self._run_step)
+        self.capsules: list[Path] = []
+        self._folder = checked_path("folder", folder, "Pass the folder that the files go into.")
+        self._keep = checked_count("keep", keep, "Leave it out for 3 files.")
+        # Whether the loss of a capsule's step was not finite.
+        self._lost_its_loss: dict[Path, bool] = {}
+        self._numbers: _MovingNumbers | None = None
+        # The last step, until it is looked at.
+        self._unseen: tuple | None = None
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        present = ModelInFit(self.model).guard
+        if present is not None and not present.rollback:
+            raise ValueError(
+                "Expected a guard that undoes skipped steps: what it leaves is the state before them. Received: "
+                "rollback=False. Leave `rollback` out of `prepare` or `MixedPrecision`."
+            )
+        if ModelInFit(self.model).replicas > 1:
+            raise ValueError(
+                "Expected a model that trains on one replica, whose batch can be kept. Received: "
+                f"{ModelInFit(self.model).replicas} replicas. Find the batch on one of them, or use "
+                "`NumericsMonitor`."
+            )
+        self.capsules, self._lost_its_loss, self._numbers, self._unseen = [], {}, None, None
+        # On JAX, what a callback evaluates, predicts or trains takes over the state that is still to be looked at.
+        for name in _TAKING_STATE if keras.backend.backend() == "jax" else ():
+            make_function = self._looking(getattr(self._trained, name))
+            self._in_fit.put_in_front(name, make_function)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._look()
+        super().on_epoch_end(epoch, logs)
+
+    def on_train_end(self, logs=None):
+        self._look()
+        super().on_train_end(logs)
+
+    def _looking(self, make_function):
+        @functools.wraps(make_function)
+        def look_and_make(*args, **kwargs):
+            self._look()
+            return make_function(*args, **kwargs)
+
+        return look_and_make
+
+    def _leave(self):
+        for name in _TAKING_STATE:
+            self._in_fit.take_away(name)
+        self._numbers = self._unseen = None
+        super()._leave()
+
+    def _run_step(self, run, step, batch, state=None):
+        numbers = self._numbers
+        if numbers is not None and numbers.ahead is not None and numbers.ahead.goes_on_with(state):
+            return self._run_ahead(numbers.ahead, run, step, batch, state)
+        # Whatever takes time on the host comes before `_look`, which waits for the device: behind it the device idles.
+        if numbers is None or not numbers.are_all():
+            numbers = self._numbers = _MovingNumbers(self._trained)
+        ahead = numbers.ahead if self._kept.is_innermost(self._trained) else None
+        self._look()
+        if ahead is not None:
+            ahead.begin(state)
+            return self._run_ahead(ahead, run, step, batch, state)
+        given = [] if state is None else [state]
+        before = numbers.copies.before_step(*given)
+        result = run(*given)
+        logs, *state = result if isinstance(result, tuple) else (result,)
+        seen = before, numbers.copies.after_step(before, *state)
+        self._unseen = numbers, seen, step, batch, logs, state
+        # On JAX steps run on while `fit` gets the next batch, and the state is there until that step begins.
+        if not state:
+            self._look()
+        return result
+
+    def _run_ahead(self, ahead, run, step, batch, state):
+        """Runs a step, and looks at the last one meanwhile: where that was skipped, this one has changed nothing."""
+        logs, state, seen = ahead.run(run, state)
+        if self._look(state):
+            logs, state, seen = ahead.run(run, state)
+        self._unseen = ahead, seen, step, batch, logs, [state]
+        return logs, state
+
+    def _look(self, state=None) -> bool:
+        """Looks at the last step, unless that was done; returns whether it was skipped.
+
+        `state`: where it is now what the step has left, if it is not where that was any more.
+        """
+        if self._unseen is None:
+            return False
+        numbers, seen, step, batch, logs, left = self._unseen
+        self._unseen = None
+        if not numbers.skipped(seen):
+            return False
+        self._write(step, batch, logs, numbers.read(seen), *(left if state is None else [state]))
+        return True
+
+    def _write(self, step, batch, logs, before, state=None):
+        with self._in_fit.held_by_variables(state):
+            optimizers = self._in_fit.optimizers
+            lost = any(number(o.nonfinite_losses) > before[id(o.nonfinite_losses)] for o in optimizers)
+            given_way = [path for path in self.capsules if not self._lost_its_loss[path]]
+            if len(self.capsules) >= self._keep and not (lost and given_way):
+                return
+            path = self._new_path(step)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                options = {"batch": batch, "logs": logs, "number": step}
+                skipped = SkippedStep.of_fit(self._trained, optimizers, before, **options)
+                capsule_of_fit(path, skipped, epoch=self._epoch)
+            except Exception as error:  # of a folder, a batch, or a layer of the user's
+                self._warn(type(error).__name__, step, f", and its capsule could not be written: {error}")
+                return
+        if len(self.capsules) >= self._keep:
+            self.capsules.remove(given_way[-1])
+            given_way[-1].unlink(missing_ok=True)
+        self.capsules.append(path)
+        self._lost_its_loss[path] = lost
+        if lost:
+            self._warn("loss", step, f", as its loss was not finite. To see it again: `mpkeras replay {path}`.")
+
+    def _new_path(self, step) -> Path:
+        name = re.sub(r"[^\w.-]", "_", self._trained.name)
+        stem = f"{name}-epoch{self._epoch + 1}-step{step}"
+        # Files of an earlier training stay.
+        endings = itertools.chain([""], (f"-{i}" for i in itertools.count(2)))
+        paths = (self._folder / f"{stem}{ending}.mpk" for ending in endings)
+        return next(path for path in paths if not path.exists())
+
+
+class _MovingNumbers:
+    """The numbers that a skipped step changes: copied before each step, and written of a skipped one alone."""
+
+    def __init__(self, model):
+        self._model = model
+        self._optimizers = ModelInFit(model).optimizers
+        self._variables = ModelInFit(model).moving_variables(self._optimizers)
+        self._are_built = all(optimizer.built for optimizer in self._optimizers)
+        self._metrics = len(model.metrics)
+        backend = importlib.import_module(f"mpkeras.tools.blackbox._{keras.backend.backend()}")
+        skip_counts = [optimizer.skipped_steps for optimizer in self._optimizers]
+        self.copies = backend.NumberCopies(model, self._variables, skip_counts)
+        # Where a step need not wait for the last one.
+        self.ahead = backend.steps_ahead(model, self._optimizers)
+
+    def are_all(self) -> bool:
+        """Whether optimizers and metrics are those that there are now: some come into being in the first step."""
+        return self._are_built and self._metrics == len(self._model.metrics)
+
+    def skipped(self, seen) -> bool:
+        """Whether a step was skipped; waits for it. `seen`: what `copies` returned before the step, and after it."""
+        return self.copies.skipped(*seen)
+
+    def read(self, seen) -> dict:
+        """Returns the numbers before the step as arrays, by `id` of the variable."""
+        ids = [id(variable) for variable in self._variables]
+        return dict(zip(ids, self.copies.read(seen[0]), strict=True))

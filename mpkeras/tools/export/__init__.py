@@ -1,0 +1,1 @@
+"""`convert`: the file of a model in, one under another policy out."""

@@ -1,0 +1,262 @@
+"""The process of its own in which `forecast` compiles: `python -m mpkeras.tools.forecast.compiling`, on JAX.
+
+One JSON object a line. It reads what to compile, then, for each `{"policy": name, "batch": rows}`, writes what the
+compiler says of that step. No variable gets a value, so a model needs no more memory than the compiler.
+"""
+
+import ast
+import codeop
+import contextlib
+import copy
+import dataclasses
+import importlib
+import json
+import os
+import re
+import sys
+import traceback
+import types
+
+import keras
+
+from mpkeras.conversion.apply import apply_policy
+from mpkeras.seams import Blueprint, ModelView, devices
+from mpkeras.tools.forecast.hlo import read_program
+from mpkeras.tools.forecast.targets import find_target
+from mpkeras.training.step import make_train_step
+
+_BYTES = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main():
+    """Answers requests until there are no more."""
+    # What the user's code prints goes to the log: only answers go where they are read.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(what):
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        steps = Steps(json.loads(sys.stdin.readline()))
+    except Exception as error:  # Whatever the model's own code raises.
+        answer(failure(error))
+        return
+    answer({"ready": True})
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer(steps.compiled(request["policy"], request["batch"]))
+        except Exception as error:
+            answer(failure(error))
+
+
+def failure(error: Exception) -> dict:
+    """Returns an error as an answer: what it says, where it came from, or the memory that is too much."""
+    text = str(error)
+    traceback.print_exception(error)
+    if "RESOURCE_EXHAUSTED" in text:
+        used = _BYTES.search(text)
+        return {"too_large": round(float(used[1]) * _UNITS[used[2]]) if used else 0}
+    layer = _layer_of(error)
+    running = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    # A layer runs when its model is made, too, and a name may be missing as late as in its call.
+    is_made = layer is not None or running.isdisjoint((define.__code__, _made.__code__))
+    is_made = is_made and not isinstance(error, NameError)
+    cause = error
+    while not is_made and isinstance(cause.__context__, type(error)):
+        # Keras puts the configs of all that holds it before it.
+        cause = cause.__context__
+    return {"error": type(error).__name__, "message": str(cause), "layer": layer, "is_made": is_made}
+
+
+def _layer_of(error: Exception) -> str | None:
+    """Returns the name of the innermost layer of the user's or of Keras that was running."""
+    name = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        running = frame.f_locals.get("self")
+        if isinstance(running, keras.layers.Layer) and not isinstance(running, keras.Model):
+            # It has none before `Layer.__init__` has run.
+            name = getattr(running, "name", name)
+    return name
+
+
+def define(source: str, names: dict):
+    """Runs the imports, definitions and constants of a script, without doing its work, and puts them into `names`."""
+    compiled = codeop.Compile()  # Knows what was imported from `__future__`, and takes trees as `compile` does.
+    for node in ast.parse(source).body:
+        if _is_definition(node):
+            # It may need what is left out, and the model may not need it: then nothing is missing.
+            with contextlib.suppress(NameError):
+                exec(compiled(ast.Module([node], []), "__main__", "exec"), names)  # type: ignore[arg-type]
+
+
+def _is_definition(node) -> bool:
+    """Whether a statement imports, defines or names something, and calls nothing for it."""
+    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [name for target in targets for name in getattr(target, "elts", [target])]
+        return all(isinstance(name, ast.Name) for name in names) and not _calls(node)
+    if isinstance(node, ast.Try) or (isinstance(node, ast.If) and not _calls(node.test)):
+        blocks = [node, *getattr(node, "handlers", [])]
+        fields = ("body", "orelse", "finalbody")
+        return all(_is_definition(part) for block in blocks for field in fields for part in getattr(block, field, []))
+    kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
+    return isinstance(node, kept)
+
+
+def _calls(node) -> bool:
+    """Whether a statement calls something when it runs."""
+    if isinstance(node, ast.Lambda):
+        return False
+    return isinstance(node, (ast.Call, ast.Await)) or any(_calls(part) for part in ast.iter_child_nodes(node))
+
+
+class Steps:
+    """The guarded train steps of one model, one for each policy. `wanted`: what `forecast` asks for."""
+
+    def __init__(self, wanted):
+        keras.config.set_floatx(wanted["floatx"])
+        keras.config.set_image_data_format(wanted["image_data_format"])
+        # The frames that Keras hides say which layer was running.
+        keras.config.disable_traceback_filtering()
+        keras.config.enable_unsafe_deserialization()  # The model is the user's own, and was not read from a file.
+        if wanted["main"] is not None:
+            main_module = types.ModuleType("__main__")
+            sys.modules["__main__"] = main_module
+            define(wanted["main"], vars(main_module))
+        # A config names classes and functions of the user's without the modules that they are in.
+        for name in wanted["modules"]:
+            objects = vars(importlib.import_module(name))
+            keras.saving.get_custom_objects().update({key: thing for key, thing in objects.items() if callable(thing)})
+        self._wanted = wanted
+        self._target = find_target(wanted["device"])
+        backend = devices.backend_module()
+        targets = backend.compile_devices(self._target, wanted["devices"])
+        # Which layers have a kernel in 16 bits is asked of this device, not of the CPU that compiles.
+        backend.try_for(targets[0])
+        self._device = self._distribution = None
+        if wanted["mesh"] is None:
+            self._device = targets[0]
+        else:
+            mesh = backend.MeshOfDevices(wanted["mesh"]["shape"], wanted["mesh"]["axis_names"], targets)
+            self._distribution = _distribution(wanted, mesh)
+        self._policies = _made(wanted["policies"])
+        self._batch = _made(wanted["x"]), _made(wanted["y"])
+        self._steps: dict = {}
+
+    def compiled(self, policy: str, batch: int) -> dict:
+        """Returns what the compiler says of the step of `policy` on a batch of so many rows."""
+        x, y = (_of_rows(structure, batch) for structure in self._batch)
+        if policy not in self._steps:
+            self._steps[policy] = self._step(policy, x)
+        step = self._steps[policy]
+        with _without_values():
+            if y is None:
+                y = self._targets(step.model(x))
+            # Only here: what an optimizer begins with could not be put on a device that is not there.
+            with contextlib.nullcontext() if self._distribution is None else self._distribution.scope():
+                traced = step.traced_for(self._device, x, y)
+                program = traced.lower().compile()
+        facts = facts_of(program)
+        if "float8" not in self._target.matrix_rates:
+            # The compiler leaves out casts before a product: a device without units for it widens what it reads.
+            for counted in (facts["matrix_flops"], facts["products"]):
+                if "float8" in counted:
+                    counted["bfloat16"] = counted.get("bfloat16", 0) + counted.pop("float8")
+        if self._policies[policy].float8 is not None:
+            facts["float8"] = _in_float8(step.model, traced, facts["float8_call_flops"])
+        return facts
+
+    def _step(self, policy, x):
+        wanted = self._wanted
+        with _without_values():
+            model = _made(wanted["model"])
+            if not ModelView(model).is_built:
+                model(x)
+            Blueprint(wanted["paths"], wanted["float8_given"]).give(model)
+            apply_policy(model, self._policies[policy])
+            if self._distribution is not None:
+                # Before there are slots, which lie as their weights do.
+                Blueprint.lay_out(model.variables, self._distribution)
+        loss = keras.tree.pack_sequence_as(ast.literal_eval(wanted["loss_structure"]), _made(wanted["losses"]))
+        # An optimizer begins with a few numbers, which it has to get.
+        optimizer = _made(wanted["optimizer"])
+        return make_train_step(model, optimizer, loss, jit_compile=True)
+
+    def _targets(self, outputs):
+        """Returns targets for what the model returns: as it, or class numbers where the loss takes them."""
+        sparse = self._wanted["sparse"]
+        flat = keras.tree.flatten(outputs)
+        sparse = sparse if len(sparse) == len(flat) else [sparse[0]] * len(flat)
+        classes = [keras.KerasTensor(output.shape[:-1], "int32") for output in flat]
+        values = [keras.KerasTensor(output.shape, "float32") for output in flat]
+        targets = [c if takes_classes else v for c, v, takes_classes in zip(classes, values, sparse, strict=True)]
+        return keras.tree.pack_sequence_as(outputs, targets)
+
+
+def _without_values():
+    """Context manager: variables are made without values, and get none when it ends."""
+    return keras.StatelessScope(initialize_variables=False)
+
+
+def _of_rows(structure, batch):
+    """Returns `KerasTensor`s for a batch of so many rows; `None` for what is not there."""
+
+    def of_rows(tensor):
+        return None if tensor is None else keras.KerasTensor((batch, *tensor.shape[1:]), tensor.dtype)
+
+    return keras.tree.map_structure(of_rows, structure)
+
+
+def facts_of(program) -> dict:
+    """Returns what the compiler says of a program of a state and a batch, by the keys of `Forecast.to_dict`."""
+    memory = program.memory_analysis()
+    arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    found = read_program(program.as_text())
+    return {
+        "persistent_bytes": arguments - importlib.import_module("mpkeras.tools.shared._jax").batch_bytes_of(program),
+        "temporary_bytes": temporary,
+        # What is donated is not there twice.
+        "peak_bytes": arguments + outputs + temporary + memory.generated_code_size_in_bytes,
+        # Read and written once at the least.
+        "moved_bytes": arguments + memory.output_size_in_bytes,
+        **dataclasses.asdict(found),
+        "float8": None,
+    }
+
+
+def _in_float8(model, traced, compiled_flops) -> dict:
+    """Returns what was asked for in float8, and what the compiler made: the key `"float8"` of `Forecast.to_dict`."""
+    products = importlib.import_module("mpkeras.tools.shared._jax").program_of(traced.jaxpr.jaxpr).products
+    asked_for = [product.flops for product in products if product.dtype.startswith("float8")]
+    reasons = ModelView(model).float8_products()
+    layers = [layer for layer in ModelView(model).layers if id(layer) in reasons]
+    return {
+        "products": len(asked_for),
+        "flops": sum(asked_for),  # The compiler merges products that share an operand: only FLOPs can be compared.
+        "compiled_flops": compiled_flops,
+        "layers": [{"path": layer.path, "reason": reasons[id(layer)]} for layer in layers],
+    }
+
+
+def _made(config):
+    """Returns what a config stands for."""
+    # Keras takes apart what it reads.
+    return keras.saving.deserialize_keras_object(copy.deepcopy(config))
+
+
+def _distribution(wanted, mesh):
+    if wanted["layout_map"] is None:
+        return keras.distribution.DataParallel(device_mesh=mesh)
+    layouts = keras.distribution.LayoutMap(mesh)
+    for path, axes in wanted["layout_map"]:
+        layouts[path] = keras.distribution.TensorLayout(axes, mesh)
+    return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name=wanted["mesh"]["batch_dim_name"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""`forecast`: what an accelerator that need not be there would give a model, as its compiler says it."""
+
+import dataclasses
+import math
+import time
+
+import keras
+import numpy as np
+
+from mpkeras.seams import check_model, check_switch
+from mpkeras.tools.forecast.compiler import Compiler, CompileRequest
+from mpkeras.tools.forecast.targets import Target
+from mpkeras.tools.shared.arguments import check_seconds
+from mpkeras.tools.shared.report import Figure, Report, float8_text, make_figure
+
+# The largest batch is found to within one part in so many.
+_RESOLUTION = 64
+# From so many times the FLOPs of an example on, activations are computed again; below, products were merged otherwise.
+_RECOMPUTES = 1.05
+
+
+def forecast(
+    model,
+    x,
+    y=None,
+    *,
+    device: str = "h100",
+    devices=1,
+    policies=("float32", "mixed_bfloat16", "mixed_float16"),
+    optimizer=None,
+    loss=None,
+    largest_batch: bool = False,
+    budget_s: float | None = None,
+    verbose: int = 1,
+) -> "Forecast":
+    """Says what memory and arithmetic the training step of a model takes on an accelerator that need not be there.
+
+    The step that `make_train_step` makes, with loss scaling, check and rollback, is compiled under each policy by the
+    accelerator's own compiler, through JAX, whatever backend Keras runs on. Nothing is run and no weight is made.
+    What it says is what XLA will allocate: a program of TensorFlow or torch without XLA is another one.
+
+    Args:
+        model: A `keras.Model` that has a config (`get_config`) and whose layers JAX can trace. It is left as it is.
+        x: A batch: arrays, tensors, `keras.KerasTensor`s, or shapes such as `(32, 224, 224, 3)`, in the structure that
+            the model takes. The first size is that of the whole batch, over all devices. A shape has the dtype that
+            the model's input says, or float32.
+        y: Its targets, likewise. By default as the outputs, or class numbers where the loss is a sparse one.
+        device: `"t4"`, `"a100"` (80 GB), `"l4"`, `"h100"`, `"h200"`, `"b200"`, `"v5e"`, `"v5p"`, `"v6e"` or `"cpu"`.
+        devices: How many of them share a batch, the weights on each; or a `keras.distribution.DataParallel` or
+            `ModelParallel`, whose mesh and layouts are taken and whose devices need not exist either.
+        policies: Names or `mpkeras.Policy` objects.
+        optimizer: A Keras optimizer or its name; by default the one that the model is compiled with, or Adam.
+        loss: A Keras loss, its name, or a function, as `make_train_step` takes it; by default the one that the model is
+            compiled with, or the mean squared error.
+        largest_batch: Whether to look for the largest batch that fits, by bisection, to within 1.5 %. Each try is
+            compiled.
+        budget_s: Seconds for all; what was found until then is returned, and the report says what is missing.
+        verbose: 1 shows Keras' progress bar, 0 nothing.
+
+    Returns:
+        A `Forecast`: `str()` is a table, `.to_dict()` is what JSON can hold, `.plot()` a matplotlib figure.
+
+    Raises:
+        ValueError: If the device or a policy is not known, JAX cannot trace a layer, or an argument is out of range.
+        TypeError: If an argument is of a wrong type.
+        ModuleNotFoundError: If the compiler of the device is not installed.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(8)])
+    >>> report = mpkeras.forecast(model, (32, 64), device="cpu", policies=["float32", "bfloat16"], verbose=0)
+    >>> report.to_dict()["policies"]["float32"]["conditionals"]
+    0
+    >>> print(report)
+    What this machine's CPU would give model 'sequential...
+    """
+    check_model(model)
+    check_switch("largest_batch", largest_batch)
+    request = CompileRequest(model, x, y, device, devices, policies, optimizer, loss)
+    if budget_s is not None:
+        check_seconds("budget_s", budget_s, "Leave it out for as long as it takes.")
+    deadline = math.inf if budget_s is None else time.monotonic() + budget_s
+    report = Forecast(model.name, request.target, request.devices, request.batch)
+    progress = keras.utils.Progbar(len(request.policies), verbose=verbose, unit_name="policy")
+    try:
+        with Compiler(request, deadline) as compiler:
+            for name in request.policies:
+                tried = {request.batch: compiler.compile(name, request.batch)}
+                report.add(name, tried[request.batch])
+                if largest_batch:
+
+                    def room(batch, name=name, tried=tried):
+                        if batch not in tried:
+                            tried[batch] = compiler.compile(name, batch)
+                        return report.room(tried[batch])
+
+                    found = largest_that_fits(room, request.batch, request.rows_split)
+                    report.add_largest_batch(name, found, tried)
+                progress.add(1)
+    except TimeoutError:
+        report.missing = [name for name in request.policies if name not in report.policies]
+        report.out_of_time = budget_s
+    return report
+
+
+def largest_that_fits(room, first: int, unit: int) -> int:
+    """Returns the largest batch that fits, to within 1.5 %: a multiple of `unit`; 0 where not even `unit` rows fit.
+
+    `room(batch)` returns the bytes that a batch leaves. Memory grows nearly in proportion to the batch: the line
+    through two tries says where to try next, and every third time what is left is halved, so that a program that does
+    not keep to the line costs a few tries more.
+    """
+    known: dict = {}
+    fits, too_large, batch = 0, None, first
+    while True:
+        known[batch] = room(batch)
+        fits, too_large = (batch, too_large) if known[batch] >= 0 else (fits, batch)
+        guess = _on_the_line(known) // unit * unit
+        if too_large is None:
+            batch = max(2 * batch, min(guess, 64 * batch))
+            continue
+        near = max(1, fits // _RESOLUTION // unit) * unit
+        if too_large - fits <= near:
+            return fits
+        if len(known) % 3 == 0:
+            guess = (fits + too_large) // 2 // unit * unit
+        # Near what is known there is little to learn.
+        batch = max(fits + unit, min(max(guess, fits + near), too_large - near))
+
+
+def _on_the_line(known) -> int:
+    """Returns where the line through the two tries nearest to the limit has no room left; 0 without two."""
+    if len(known) < 2:
+        return 0
+    (a, room_a), (b, room_b) = sorted(known.items(), key=lambda pair: abs(pair[1]))[:2]
+    return int(a + room_a * (b - a) / (room_a - room_b)) if room_a != room_b else 0
+
+
+@dataclasses.dataclass
+class Forecast(Report):
+    """What an accelerator would give a model.
+
+    Attributes:
+        model_name: The model's name.
+        target: The device, a `Target`.
+        devices: How many share a batch.
+        batch: Rows of a batch, over all devices.
+        policies: For each policy the dictionary of `to_dict`.
+        missing: Policies that time was up for.
+        out_of_time: The seconds that were not enough, or `None`.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> report = mpkeras.forecast(model, (8, 4), device="cpu", policies=["float32"], verbose=0)
+    >>> report.policies["float32"]["fits"]
+    True
+    """
+
+    model_name: str
+    target: Target
+    devices: int
+    batch: int
+    policies: dict = dataclasses.field(default_factory=dict)
+    missing: list = dataclasses.field(default_factory=list)
+    out_of_time: float | None = None
+
+    def __post_init__(self):
+        many = f"{self.devices} x " if self.devices > 1 else ""
+        self.title = f"What {many}{self.target.title} would give model '{self.model_name}', batch {self.batch}"
+
+    def room(self, found: dict) -> int:
+        """Returns the bytes that a program leaves of what one device has for it; negative where it does not fit.
+
+        Args:
+            found: What the compiler said of it.
+        """
+        if "too_large" in found:
+            return min(-1, self._usable_bytes - found["too_large"])
+        return self._usable_bytes - found["peak_bytes"]
+
+    @property
+    def _usable_bytes(self) -> int:
+        return self.target.memory_bytes - self.target.reserved_bytes
+
+    def add(self, policy: str, found: dict):
+        """Adds what the compiler said of the step of one policy.
+
+        Args:
+            policy: Its name.
+            found: What the compiler said.
+        """
+        fits = self.room(found) >= 0
+        if "too_large" in found:
+            # The compiler of a TPU makes no program that does not fit, and says of its memory alone.
+            found = {"peak_bytes": found["too_large"] or None}
+        self.policies[policy] = {
+            **{name: found.get(name) for name in _OF_A_PROGRAM},
+            "fits": fits,
+            "largest_batch": None,
+            "largest_batch_flops_factor": None,
+            "step_time_lower_bound_ms": self._bound_ms(found),
+        }
+
+    def add_largest_batch(self, policy: str, batch: int, tried: dict):
+        """Adds the largest batch that fits under one policy, and what it costs to make it fit.
+
+        Args:
+            policy: Its name.
+            batch: The largest batch.
+            tried: `{batch: what the compiler said}` of all that were tried.
+        """
+        programs = {n: found for n, found in tried.items() if "too_large" not in found}
+        of_a_row = {n: sum(found["matrix_flops"].values()) / n for n, found in programs.items()}
+        fewest = min(of_a_row.values(), default=0.0)
+        factor = of_a_row[batch] / fewest if batch and fewest else None
+        self.policies[policy] |= {"largest_batch": batch, "largest_batch_flops_factor": factor}
+
+    def _bound_ms(self, found) -> float | None:
+        """Returns the time that one step takes at the least: its products at full rate, or each byte moved once."""
+        if not self.target.bandwidth or "matrix_flops" not in found:
+            return None
+        # A dtype whose rate no data sheet tells takes some time, too: the bound holds without.
+        rates = self.target.matrix_rates
+        products_s = sum(flops / rates[dtype] for dtype, flops in found["matrix_flops"].items() if dtype in rates)
+        return 1e3 * max(products_s, found["moved_bytes"] / self.target.bandwidth)
+
+    def table(self) -> tuple[list, list]:
+        """Returns `(header, rows)`, a row for each policy; bytes are those of one device."""
+        header = [
+            "policy",
+            "state\nGiB",
+            "temporary\nGiB",
+            "peak\nGiB",
+            "fits",
+            "largest\nbatch",
+            "products",
+            "at least\nms",
+        ]
+        rows = [
+            [
+                name,
+                _gib(found["persistent_bytes"]),
+                _gib(found["temporary_bytes"]),
+                _gib(found["peak_bytes"]),
+                "yes" if found["fits"] else "no",
+                "" if found["largest_batch"] is None else str(found["largest_batch"]),
+                _products_text(found["products"]),
+                "" if found["step_time_lower_bound_ms"] is None else f"{found['step_time_lower_bound_ms']:.2f}",
+            ]
+            for name, found in self.policies.items()
+        ]
+        shown = [i for i in range(len(header)) if i < 5 or any(row[i] for row in rows)]
+        return [header[i] for i in shown], [[row[i] for i in shown] for row in rows]
+
+    def notes(self) -> list:
+        """Returns the lines under the table: what stands out, and what the figures are not."""
+        of_float32 = self.policies.get("float32", {}).get("temporary_bytes")
+        notes = [
+            f"{name}: {found['temporary_bytes'] / of_float32:.2f} of float32's temporary bytes."
+            for name, found in self.policies.items()
+            if name != "float32" and of_float32 and found["temporary_bytes"]
+        ]
+        fitting = [(name, found["largest_batch"]) for name, found in self.policies.items() if found["largest_batch"]]
+        if fitting:
+            first, *others = sorted(fitting, key=lambda pair: -pair[1])
+            also = "".join(f", {batch} in {name}" for name, batch in others)
+            notes.append(f"Batch {first[1]} fits {self.target.title} in {first[0]}{also}.")
+        for name, found in self.policies.items():
+            factor = found["largest_batch_flops_factor"]
+            if factor is not None and factor > _RECOMPUTES:
+                notes.append(
+                    f"{name}: to fit {found['largest_batch']}, XLA computes activations again: {factor:.2f} times the "
+                    "FLOPs of an example in a smaller batch."
+                )
+            if found["float8"]:
+                made, *reasons = self._float8_lines(found["float8"])
+                notes += [f"{name}: {made}", *reasons]
+            if found["conditionals"] or found["host_transfers"]:
+                notes.append(
+                    f"{name}: {found['conditionals']} conditionals and {found['host_transfers']} host transfers in the "
+                    "program; each may empty the device's queue."
+                )
+            if found["loops_of_unknown_length"]:
+                notes.append(
+                    f"{name}: loops that do not say how often they run: {found['loops_of_unknown_length']}. The "
+                    "products in them are counted once, so FLOPs and the time are too low."
+                )
+            if found["collectives"]:
+                summed = ", ".join(
+                    f"{part['kind']} {part['dtype']} {part['bytes'] / 2**20:.1f} MiB" for part in found["collectives"]
+                )
+                notes.append(f"{name}: devices exchange {summed} a step.")
+        if self.missing:
+            notes.append(f"Not compiled within {self.out_of_time:g} s: {', '.join(self.missing)}.")
+        elif self.out_of_time is not None:
+            notes.append(f"{self.out_of_time:g} s were not enough to find the largest batch under every policy.")
+        memory = f"One device has {_gib(self.target.memory_bytes)} GiB"
+        if self.target.reserved_bytes:
+            memory += f", of which {_gib(self.target.reserved_bytes)} are left to CUDA and its libraries"
+        notes.append(f"{memory}. Compiled, not run; bytes are XLA's own, of one device.")
+        if self.target.bandwidth:
+            notes.append(
+                "The time is a lower bound, from the maker's peak rates: a real step takes longer, often several times."
+            )
+        return notes
+
+    def _float8_lines(self, found) -> list:
+        asked_for, flops, compiled = (found[name] for name in ("products", "flops", "compiled_flops"))
+        if "float8" not in self.target.matrix_rates:
+            return [
+                "no product in float8, as this device has no units for it; operands are rounded to float8 and "
+                "multiplied in bfloat16."
+            ]
+        lines = float8_text([(layer["path"], layer["reason"]) for layer in found["layers"]])
+        if not asked_for:
+            return lines
+        if compiled >= flops:
+            made = f"{asked_for} of {asked_for} products that the layers ask for are in float8."
+        else:
+            share = f"{compiled / flops:.0%} of their FLOPs"
+            made = f"{asked_for} products are asked for in float8; the program has {share} in it."
+        return [made, *lines]
+
+    def to_dict(self) -> dict:
+        """Returns all of it as what JSON can hold."""
+        return {
+            "model": self.model_name,
+            "device": self.target.name,
+            "devices": self.devices,
+            "device_memory_bytes": self.target.memory_bytes,
+            "device_reserved_bytes": self.target.reserved_bytes,
+            "batch": self.batch,
+            "policies": self.policies,
+            "missing": self.missing,
+        }
+
+    def plot(self) -> Figure:
+        """Returns a `matplotlib.figure.Figure`: bytes of one device under each policy, beside what it has."""
+        figure = make_figure(figsize=(6.4, 2.0 + 0.5 * len(self.policies)))
+        axes = figure.subplots()
+        names = list(self.policies)
+        state, temporary, peak = (
+            np.array([(found[key] or 0) / 2**30 for found in self.policies.values()])
+            for key in ("persistent_bytes", "temporary_bytes", "peak_bytes")
+        )
+        held = state + temporary
+        axes.barh(names, state, label="weights and optimizer", color="#4c72b0")
+        axes.barh(names, temporary, left=state, label="temporary", color="#dd8452")
+        axes.barh(names, np.maximum(peak - held, 0), left=held, label="batch, outputs, program", color="#8c8c8c")
+        limit = self._usable_bytes / 2**30
+        if max(np.maximum(peak, held), default=0.0) > limit / 8:
+            axes.axvline(limit, color="black", linestyle="--", label="memory of the device")
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB on one device")
+        axes.set_title(self.title, fontsize="medium")
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+        return figure
+
+
+# What is said of a program, by the keys of `to_dict`.
+_OF_A_PROGRAM = (
+    "persistent_bytes",
+    "temporary_bytes",
+    "peak_bytes",
+    "matrix_flops",
+    "products",
+    "collectives",
+    "conditionals",
+    "host_transfers",
+    "loops_of_unknown_length",
+    "float8",
+)
+
+
+def _gib(n) -> str:
+    return "" if n is None else f"{n / 2**30:.2f}"
+
+
+def _products_text(products) -> str:
+    ordered = sorted((products or {}).items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{n} {dtype}" for dtype, n in ordered)

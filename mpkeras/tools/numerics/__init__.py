@@ -1,0 +1,1 @@
+"""The range of every layer: `trace_numerics`, and the callbacks that act on what it shows."""

@@ -1,0 +1,121 @@
+"""On JAX: what a model computes, and gradients by the tensors inside it."""
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.extend.core import Literal
+
+from mpkeras.tools.shared.flops import Program, owner_name, owner_of, size
+
+
+def run_with_gradients(run, variables):
+    """As in `_tensorflow.py`; traced twice, as JAX differentiates by arguments: here by zeros that are added."""
+    shapes = []
+
+    def note_shape(tensor):
+        shapes.append((tensor.shape, tensor.dtype))
+        return tensor
+
+    def run_in_scope(values, *taps):
+        mapping = list(zip(variables, values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
+            return run(*taps)
+
+    values = [variable.value for variable in variables]
+    has_loss = jax.eval_shape(lambda values: run_in_scope(values, note_shape, note_shape), values)[0] is not None
+
+    def loss_of(zeros, values):
+        remaining = iter(zeros)
+
+        def tap(tensor):
+            return tensor + next(remaining)
+
+        loss, results = run_in_scope(values, tap, tap)
+        return (loss if has_loss else jnp.zeros(())), results
+
+    zeros = [jnp.zeros(shape, dtype) for shape, dtype in shapes]
+    # Op by op, as what is compiled for one operation serves the next batch, too: `jit` would begin anew each time.
+    _, backward, results = jax.vjp(loss_of, zeros, values, has_aux=True)
+    if not has_loss:
+        return results, [None] * len(zeros), [None] * len(variables)
+    return results, *backward(jnp.ones(()))
+
+
+def scope(index: int):
+    return jax.named_scope(owner_name(index))
+
+
+def trace(function, inputs) -> Program:
+    """Returns what `function`, of a list of tensors of these `(shape, dtype)`, computes; nothing is run."""
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in inputs]
+    return program_of(jax.make_jaxpr(function)(structs).jaxpr)
+
+
+def program_of(jaxpr) -> Program:
+    """Returns what a traced function computes."""
+    program = Program()
+    _walk(jaxpr, program, owner=None, times=1)
+    return program
+
+
+def batch_bytes_of(program) -> int:
+    """Returns the bytes on one device of what a compiled program takes after its first argument, the state."""
+
+    def bytes_of(argument, sharding):
+        # An argument that nothing reads is left out of the program, and has no sharding.
+        return 0 if sharding is None else size(sharding.shard_shape(argument.shape)) * argument.dtype.itemsize
+
+    counted = jax.tree.map(bytes_of, program.in_avals[0][1:], program.input_shardings[0][1:])
+    return sum(jax.tree.leaves(counted))
+
+
+def _walk(jaxpr, program, owner, times):
+    for equation in _used(jaxpr):
+        name = equation.primitive.name
+        # Inner jaxprs name their scopes from the equation on that holds them.
+        inside = owner_of(str(equation.source_info.name_stack), owner)
+        if name in _FLOPS:
+            dtypes = [str(operand.aval.dtype) for operand in equation.invars[:2]]
+            program.add_product(inside, dtypes, _FLOPS[name](equation), times)
+        elif name == "convert_element_type":
+            source, target = (variables[0].aval for variables in (equation.invars, equation.outvars))
+            program.add_cast(inside, str(source.dtype), str(target.dtype), size(target.shape), times)
+        times_inside = times * equation.params["length"] if name == "scan" else times
+        for part in [part for value in equation.params.values() for part in _jaxprs(value)]:
+            before = len(program.products)
+            _walk(part, program, inside, times_inside)
+            program.uncounted += name == "while" and len(program.products) > before
+
+
+def _jaxprs(value) -> list:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    values = [getattr(value, "jaxpr", value) for value in values]
+    return [value for value in values if hasattr(value, "eqns")]
+
+
+def _used(jaxpr) -> list:
+    """Returns the equations that an output depends on, in their order; a compiler leaves out the others."""
+    needed = {id(variable) for variable in jaxpr.outvars}
+    used = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(id(variable) in needed for variable in equation.outvars):
+            needed.update(id(variable) for variable in equation.invars if not isinstance(variable, Literal))
+            used.append(equation)
+    return used[::-1]
+
+
+def _dot_general(equation) -> int:
+    (contracting, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    return 2 * size(equation.outvars[0].aval.shape) * size(left[axis] for axis in contracting)
+
+
+def _convolution(equation) -> int:
+    kernel = equation.invars[1].aval.shape
+    filters = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    # A transposed convolution has zeros between its inputs: they cost nothing anywhere else.
+    zeros = size(equation.params["lhs_dilation"])
+    return 2 * size(equation.outvars[0].aval.shape) * size(kernel) // (filters * zeros)
+
+
+_FLOPS = {"dot_general": _dot_general, "conv_general_dilated": _convolution}

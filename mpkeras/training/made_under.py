@@ -1,0 +1,47 @@
+"""The policy that the layers of a model were made under."""
+
+import collections
+
+import keras
+
+from mpkeras import _keras
+from mpkeras.conversion.last import converted_by
+from mpkeras.policies import registry
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.policy import Policy
+from mpkeras.policies.rules import is_quantized
+
+
+def policy_made_under(model) -> Policy | None:
+    """Returns the `Policy` that most layers of `model` were made under, or have been given since; `None` for none."""
+    converted = converted_by(model)
+    if converted is not None:
+        return converted
+    made = [policy for policy in map(registry.made_under, _computing(model)) if policy is not None]
+    # By identity: equal policies are as good as the same one, and not all can be hashed.
+    counts = collections.Counter(map(id, made))
+    return next((policy for policy in made if id(policy) == counts.most_common(1)[0][0]), None)
+
+
+def _computing(model) -> list:
+    """Returns the layers of `model` that compute. A graph has the policy that was global when it was drawn."""
+    layers = [layer for layer in _keras.flatten_layers(model) if _keras.graph_of(layer) is None]
+    layers = [layer for layer in layers if not isinstance(layer, keras.layers.InputLayer | keras.Sequential)]
+    return layers or [model]
+
+
+def comes_from_a_file(model) -> bool:
+    """Whether the 16-bit layers of `model` have their policies from a file, and not from a program.
+
+    In the text of a file each layer has the name of its policy to itself. A name in a program is one string: for all
+    layers under one global policy of Keras', the model included, and for their clones. `load_model` is known for what
+    it is in any case.
+    """
+    small = [layer for layer in _computing(model) if layer.compute_dtype in SIXTEEN_BIT_DTYPES]
+    # Keras has made a name for each layer that it has quantized.
+    small = [layer for layer in small if not is_quantized(layer)]
+    if not small or _keras.is_deserializing():
+        return bool(small)
+    direct = [layer for layer in _keras.direct_sublayers(model) if layer in small]
+    names = [id(layer.dtype_policy.name) for layer in (model, *direct)]
+    return len(set(names)) == len(names)

@@ -1,0 +1,88 @@
+"""A model while `fit` trains it, as callbacks see it that look at its steps."""
+
+from mpkeras import _keras, _replaced
+from mpkeras.training import for_one_fit, guard, retake, training_backend
+from mpkeras.training.inventory import moving_variables
+from mpkeras.training.validations import not_finite
+
+
+class ModelInFit:
+    """A model in `fit`. Holds nothing but the model: each answer is of now."""
+
+    def __init__(self, model):
+        self.model = model
+
+    @property
+    def guard(self):
+        """The `Guard` around its train step, or `None`."""
+        return guard.guard_of(self.model)
+
+    @property
+    def optimizers(self) -> list:
+        """Its optimizers that check for finite steps; warns where there is none."""
+        return guard.scaling_optimizers(self.model)
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas average their losses together."""
+        return training_backend.replicas(self.model)
+
+    @property
+    def is_in_fit(self) -> bool:
+        """Whether `fit` runs now."""
+        return _keras.is_in_fit(self.model)
+
+    @property
+    def seen_batch_size(self) -> int | None:
+        """The examples in a full batch of the guarded step; `None` where none was seen, or replicas share it."""
+        return guard.seen_batch_size(self.model)
+
+    def add_logs(self, *, gradients: bool):
+        """Lets the guarded step report loss scale and skipped steps among its logs, and the norm of the gradients."""
+        guard.add_logs(self.model, gradients=gradients)
+
+    def trace_again(self):
+        """Lets the next step be traced anew, after what it computes has changed."""
+        guard.trace_again(self.model)
+
+    def begin(self, leave):
+        """Lets `leave`, a function without arguments that calls `ended`, be called when this `fit` has ended."""
+        for_one_fit.begin(self.model, leave)
+
+    def ended(self, leave):
+        """Notes that `leave` was called."""
+        for_one_fit.ended(self.model, leave)
+
+    def put_in_front(self, name: str, method):
+        """Puts `method` in the place of a method of the model, until `take_away`."""
+        _replaced.replace(self.model, name, method, kind="callback")
+
+    def take_away(self, name: str):
+        """Puts the method back as it was; does nothing where none was put in its place."""
+        _replaced.restore(self.model, name, kind="callback")
+
+    def moving_variables(self, optimizers) -> list:
+        """Returns the variables that a skipped step changes, and those that count updates: single numbers."""
+        return moving_variables(optimizers, self.model.metrics)
+
+    def held_by_variables(self, state):
+        """Context manager: on JAX the variables hold `state`, which `fit` hands on, instead of their own values."""
+        return _keras.held_by_variables(self.model, state)
+
+    def can_run_ahead(self, optimizers) -> bool:
+        """Whether, on JAX, a step may begin before anybody has looked at the last one."""
+        return training_backend.can_run_ahead(self.model, optimizers)
+
+    def numbers_ahead(self) -> list:
+        """Returns the variables whose values before the step a step that runs ahead returns."""
+        return training_backend.numbers_of(self.model)
+
+    @staticmethod
+    def takes_batches_again(function) -> bool:
+        """Whether a train function may take a batch again, and so is to be given one at a time."""
+        return retake.takes_batches_again(function)
+
+    @staticmethod
+    def not_finite(logs) -> list:
+        """Returns the names of the logs whose values are not finite."""
+        return not_finite(logs)

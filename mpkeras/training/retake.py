@@ -1,0 +1,325 @@
+"""The first batches of a training, taken again where only the guessed loss scale was too large for them.
+
+A dynamic scale begins with a guess, and each step in which it comes down to what the model needs would lose a batch.
+So while no step has counted, a batch whose gradients alone overflowed is run again with a smaller scale: on the host,
+by the program that is there. The rollback has put the model back; here the optimizer's own numbers are put back, so
+that nothing is left of the attempt but the scale. From the first counted step on nobody looks any more.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from keras import ops
+
+from mpkeras import _keras
+from mpkeras.policies.loss_scaling import SMALLEST_SCALE, number
+from mpkeras.training import training_backend
+from mpkeras.training.inventory import initial_values, moving_variables, unlisted_states
+
+# A batch that no scale cures is skipped as ever. After so many of them, batches are not taken again any more.
+MOST_LOST = 2
+# The gradients of one batch are easily two or three times those of the batch before. Where the scale had to come down,
+# it stays so far below what the first batch takes, but not below 1 for this reason alone.
+HEADROOM = 4.0
+# For a rule of the user's that lowers its scale very slowly.
+_MOST_ATTEMPTS = 300
+
+
+def retaking(function: Callable, first_steps: "FirstSteps") -> Callable:
+    """Returns a train function that does what `function` does, and takes the first batches again."""
+
+    @functools.wraps(function)
+    def train_function(*args):
+        if first_steps.are_over or not training_backend.runs_on_host():
+            return function(*args)
+        *state, data = args
+        batches, handed_on = training_backend.held_batches(data, first_steps.model.steps_per_execution)
+        if not batches:
+            # At the end of the data, of which Keras' own function tells.
+            return function(*args)
+        # Singly, until a step has counted: a later step of the same execution changes what an earlier one needs.
+        while batches and not first_steps.are_over:
+            run = functools.partial(_run_on, function, handed_on(batches[:1]))
+            result, state = first_steps.take(run, state)
+            batches = batches[1:]
+        return function(*state, handed_on(batches)()) if batches else result
+
+    vars(train_function)["mpkeras_first_steps"] = first_steps
+    return train_function
+
+
+def _run_on(function, data, *state):
+    return function(*state, data())
+
+
+def takes_batches_again(function) -> bool:
+    """Whether a train function still waits for a step that counts, and runs the steps of an execution one by one."""
+    first_steps = getattr(function, "mpkeras_first_steps", None)
+    return first_steps is not None and not first_steps.are_over
+
+
+def end(function):
+    """Lets a train function run each batch once from now on."""
+    first_steps = getattr(function, "mpkeras_first_steps", None)
+    if first_steps is not None:
+        first_steps.are_over = True
+
+
+class FirstSteps:
+    """Runs steps, and runs them again, until one has counted.
+
+    Args:
+        model: The model that is trained.
+        optimizers: Function that returns the `LossScaleOptimizer`s of the step, whose skipped updates leave no trace.
+        metrics: Function that returns the metrics of the step.
+
+    Attributes:
+        are_over: Whether each batch is run once from now on.
+    """
+
+    def __init__(self, model, optimizers: Callable[[], list], metrics: Callable[[], list]):
+        self.model = model
+        self.are_over = False
+        self._optimizers, self._metrics = optimizers, metrics
+
+    def take(self, run: Callable, state: list) -> tuple:
+        """Runs a step on a batch, and runs it again while only the scale is too large for it.
+
+        Args:
+            run: Function that runs the step on `*state`, and returns logs; on JAX in `fit` logs and the new state.
+            state: On JAX in `fit` a list of the state that the step is given; otherwise an empty list.
+
+        Returns:
+            What the last run returned, and the state after it, as a list again.
+        """
+        held = training_backend.HeldState(self.model, state)
+        optimizers = self._optimizers()
+        waiting = [optimizer for optimizer in optimizers if _awaits_first_step(optimizer, held)]
+        if not waiting:
+            self.are_over = True
+            logs, held = held.after(run(*held.arguments()))
+            return held.returned(logs), held.arguments()
+        before = _Before(self.model, optimizers, self._metrics, held)
+        scales: dict = {}
+        for _ in range(_MOST_ATTEMPTS):
+            logs, held, changes = self._attempt(run, held, before)
+            counted = [optimizer for optimizer in optimizers if changes[optimizer].counted]
+            overflowed = [optimizer for optimizer in waiting if changes[optimizer].overflowed]
+            if not overflowed or (counted and not before.are_all):
+                break
+            tried = {optimizer: scales.get(optimizer) for optimizer in overflowed}
+            scales |= {o: lowered_scale(o, before.scale_state(o), scale) for o, scale in tried.items()}
+            incurable = [optimizer for optimizer in overflowed if scales[optimizer] is None]
+            scales = {optimizer: scale for optimizer, scale in scales.items() if scale is not None}
+            before.put_back(held, scales)
+            if incurable:
+                # The gradients are finite at no scale: the step is skipped as ever.
+                logs, held, changes = self._attempt(run, held, before)
+                counted = [optimizer for optimizer in optimizers if changes[optimizer].counted]
+                self._note_incurable(incurable)
+                break
+        self.are_over |= bool(counted)
+        logs = _with_headroom(logs, held, optimizers, {o: s for o, s in scales.items() if changes[o].counted})
+        return held.returned(logs), held.arguments()
+
+    def _attempt(self, run, held, before):
+        try:
+            logs, after = held.after(run(*held.arguments()))
+        except BaseException:
+            # A program that catches it may go on from any state.
+            self.are_over = True
+            raise
+        return logs, after, {optimizer: before.change(optimizer, after) for optimizer in self._optimizers()}
+
+    def _note_incurable(self, optimizers):
+        for optimizer in optimizers:
+            optimizer.record.incurable_batches += 1
+        self.are_over |= any(optimizer.record.incurable_batches >= MOST_LOST for optimizer in optimizers)
+
+
+class _Change(NamedTuple):
+    """What a step did to an optimizer: whether an update counted, and whether one overflowed for its scale alone."""
+
+    counted: bool
+    overflowed: bool
+
+
+class _Before:
+    """What a skipped step changes, as it was before the step; with several optimizers all state.
+
+    Some of them may have taken their step where others skipped, and no rollback puts that back. A copy on the host
+    takes no memory of the device.
+    """
+
+    def __init__(self, model, optimizers, metrics, held):
+        self._model, self._optimizers, self._metrics = model, optimizers, metrics
+        # Of a weight that the step makes nobody knows what it was.
+        are_there = not training_backend.is_distributed(model) and _keras.is_built(model)
+        self.are_all = len(optimizers) > 1 and are_there
+        self._unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
+        self._values = {id(variable): held.read(variable) for variable in self._variables()}
+        self._natives = [(state, np.array(ops.convert_to_numpy(state.value))) for state in self._native_states()]
+        self._random = training_backend.global_random_states() if self.are_all else {}
+
+    def _variables(self) -> list:
+        found = moving_variables(self._optimizers, self._metrics())
+        found += [flag for optimizer in self._optimizers for flag in optimizer.step_outcome]
+        if self.are_all:
+            found += [*self._model.variables, *unlisted_states(self._model), *self._model.metrics_variables]
+            found += [variable for optimizer in self._optimizers for variable in optimizer.variables]
+        return list({id(variable): variable for variable in found}.values())
+
+    def _native_states(self) -> list:
+        return training_backend.native_states(self._model) if self.are_all else []
+
+    def _value(self, variable):
+        """Returns the values that `variable` had in each of its copies, or the one with which it was made since."""
+        if id(variable) in self._values:
+            return self._values[id(variable)]
+        return [np.full(tuple(variable.shape), initial_values(self._optimizers).get(id(variable), 0))]
+
+    def _number(self, variable):
+        return self._value(variable)[0].item()
+
+    def scale_state(self, optimizer) -> dict:
+        """Returns the state of the rule of `optimizer`, as numbers."""
+        names = optimizer.loss_scale_rule.initial_state()
+        return {name: self._number(optimizer.scale_state[name]) for name in names}
+
+    def change(self, optimizer, after) -> _Change:
+        """Returns what the step did to `optimizer`; `after` is the state that it has left."""
+
+        def grew(variable):
+            return after.number(variable) > self._number(variable)
+
+        moving = list(optimizer.scale_state.values())
+        if optimizer.window is not None:
+            # The scale moves when the window ends.
+            moving.append(optimizer.window.overflowed)
+        # A batch without rows is skipped, too, and neither its loss nor the scale has a part in that.
+        has_moved = any(after.number(variable) != self._number(variable) for variable in moving)
+        overflowed = has_moved and grew(optimizer.skipped_steps) and not grew(optimizer.nonfinite_losses)
+        return _Change(grew(optimizer.accepted_steps), overflowed)
+
+    def put_back(self, held, scales: dict):
+        """Gives `held` the values from before the step, and optimizers their new scales."""
+        for variable in self._variables():
+            held.write(variable, self._value(variable))
+        for state, value in self._natives:
+            state.assign(value)
+        if self.are_all:
+            training_backend.set_global_random_states(self._random)
+            self._put_back_unbuilt(held)
+        for optimizer, scale in scales.items():
+            held.write(optimizer.dynamic_scale, [np.array(scale)])
+
+    def _put_back_unbuilt(self, held):
+        """Gives the optimizers that the step has built the state that they had then."""
+        for optimizer in self._unbuilt:
+            if not optimizer.built:
+                continue
+            inner = optimizer.inner_optimizer
+            anew = type(inner).from_config(inner.get_config())
+            with training_backend.variable_scope(self._model):
+                anew.build(optimizer.trainable_variables)
+            for variable, initial in zip(inner.variables, anew.variables, strict=True):
+                if id(variable) not in self._values:
+                    held.write(variable, [ops.convert_to_numpy(initial.value)])
+
+
+def _awaits_first_step(optimizer, held) -> bool:
+    """Whether no step has counted at the scale of `optimizer`, which is where its rule begins.
+
+    Only what files hold decides: a training that goes on from a file decides as one that never stopped.
+    """
+    if not optimizer.dynamic or held.number(optimizer.accepted_steps) != optimizer.record.steps_before_scale:
+        return False
+    if not optimizer.scale_state:
+        return True
+    rule = optimizer.loss_scale_rule
+    expected = rule.initial_state()
+    present = {name: held.number(optimizer.scale_state[name]) for name in expected}
+    # The scale has backed off once for each batch that no scale cured.
+    for _ in range(MOST_LOST):
+        if present == expected:
+            return True
+        expected = _after_overflow(rule, expected)
+    return False
+
+
+def is_stuck(optimizer) -> bool:
+    """Whether no step has counted, and the gradients of several batches have overflowed at every scale."""
+    counted = number(optimizer.accepted_steps) != optimizer.record.steps_before_scale
+    return not counted and optimizer.record.incurable_batches >= MOST_LOST
+
+
+def lowered_scale(optimizer, state: dict, scale: float | None = None) -> float | None:
+    """Returns the next smaller loss scale by the rule of `optimizer`; `None` where there is none.
+
+    Args:
+        optimizer: A `LossScaleOptimizer`.
+        state: The state of its rule, as numbers.
+        scale: The present scale; by default that of `state`.
+    """
+    rule = optimizer.loss_scale_rule
+    if scale is not None:
+        state = {**state, "dynamic_scale": scale}
+    scale = number(rule.current_scale(_tensors(state)))
+    # With hysteresis it takes several steps.
+    for _ in range(_MOST_ATTEMPTS):
+        new_state = _after_overflow(rule, state)
+        new_scale = number(rule.current_scale(_tensors(new_state)))
+        if new_scale < scale:
+            # Below it, the reciprocal overflows.
+            return new_scale if new_scale >= SMALLEST_SCALE else None
+        if new_state == state:
+            break
+        state = new_state
+    return None
+
+
+def _after_overflow(rule, state: dict) -> dict:
+    new_state = rule.next_state(_tensors(state), ops.convert_to_tensor(False))
+    return {name: number(value) for name, value in new_state.items()}
+
+
+def _tensors(state: dict) -> dict:
+    return {
+        name: ops.convert_to_tensor(value, "int32" if isinstance(value, int) else "float32")
+        for name, value in state.items()
+    }
+
+
+def _with_headroom(logs, held, optimizers, scales: dict):
+    """Lowers the `scales` that a first batch has found, and returns the logs with the scale of the next step."""
+    for optimizer, found in scales.items():
+        lowest = max(found / HEADROOM, min(found, 1.0))
+        state = {name: held.number(optimizer.scale_state[name]) for name in optimizer.loss_scale_rule.initial_state()}
+        scale = present = held.number(optimizer.dynamic_scale)
+        while (lower := lowered_scale(optimizer, state, scale)) is not None and lower >= lowest:
+            scale = lower
+        if scale < present:
+            held.write(optimizer.dynamic_scale, [np.array(scale)])
+        warn_below_one(optimizer, scale)
+    in_use = [optimizer for optimizer in optimizers if optimizer.built]
+    if in_use and in_use[0] in scales and isinstance(logs, dict) and "loss_scale" in logs:
+        scale = held.number(in_use[0].dynamic_scale)
+        shown = logs["loss_scale"]
+        logs = {**logs, "loss_scale": scale if isinstance(shown, float) else ops.convert_to_tensor(scale, "float32")}
+    return logs
+
+
+def warn_below_one(optimizer, scale: float):
+    """Warns, once for an optimizer, where its loss scale has come down below 1."""
+    if scale >= 1 or optimizer.initial_scale < 1 or optimizer.record.is_told_below_one:
+        return
+    optimizer.record.is_told_below_one = True
+    warnings.warn(
+        f"The loss scale of optimizer '{optimizer.name}' has come down to {scale:.3g}: its gradients are larger than "
+        "float16 holds, even unscaled. Training goes on, but small gradients are lost. 'mixed_bfloat16' needs no "
+        "scale; smaller sample weights or a mean in place of a sum help, too.",
+        stacklevel=3,
+    )

@@ -1,0 +1,351 @@
+"""Whole numbers in the data that 16 bits would round before a layer reads them: ids, codes, positions, dates."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable
+
+import keras
+import ml_dtypes
+import numpy as np
+
+from mpkeras import _keras
+from mpkeras._replaced import replaced
+from mpkeras.conversion.exact_inputs import only_moves, reads_names
+from mpkeras.conversion.plan import layers_of
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.rules import DEFAULT_RULES, first_match, has_own_call, is_quantized, layer_policy, path_rule
+from mpkeras.training import training_backend
+
+# Arithmetic that Keras does not know: what it makes of a number, only its author can say.
+_OF_USERS = tuple(
+    getattr(keras.layers, name)
+    for name in ("TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLayer")
+    if hasattr(keras.layers, name)
+)
+# In float32 every number from here on is whole, whatever it counts.
+_ALL_WHOLE = 2.0**24
+# So many layers are named in one warning.
+_NAMED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """A whole number that is rounded before a layer reads it.
+
+    Attributes:
+        layer: Path of the layer that casts the number.
+        reader: Path of the layer that reads the number: the same one, or another one behind it.
+        dtype: The 16-bit dtype that it is cast to.
+        before, after: The number, and what it becomes.
+    """
+
+    layer: str
+    reader: str
+    dtype: str
+    before: float
+    after: float
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The float32 rules under which the number arrives as it is."""
+        return tuple(dict.fromkeys((path_rule(self.layer), path_rule(self.reader))))
+
+    def shown_with(self, paths: dict) -> "Rounded":
+        """Returns the same with other paths, by those that the layers have now."""
+        return dataclasses.replace(
+            self, layer=paths.get(self.layer, self.layer), reader=paths.get(self.reader, self.reader)
+        )
+
+    def sentences(self) -> tuple[str, str]:
+        """Returns a sentence with the numbers, and one with the remedy."""
+        becomes = f"{self.before:.15g} becomes {self.after:.15g}"
+        if self.layer == self.reader:
+            what = f"Layer '{self.layer}' is given whole numbers that {self.dtype} cannot hold, rounded: {becomes}."
+        else:
+            what = (
+                f"Layer '{self.layer}' rounds whole numbers that {self.dtype} cannot hold, and hands them on to layer "
+                f"'{self.reader}': {becomes}."
+            )
+        rules = " and ".join(map(repr, self.rules))
+        remedy = f"If they are ids, codes, positions or dates, keep them whole with the `keep_float32` rule {rules}."
+        return what, remedy
+
+
+def rounded_whole_numbers(model, x) -> list[Rounded]:
+    """Returns the whole numbers of a batch that `model` rounds before a layer reads them; `[]` for most batches.
+
+    Named are layers of the user's own, and stock ones that hand numbers on to those or to an `Embedding`. Numbers that
+    a `Dense` or a convolution weighs are features, and not named; nor are integers, which Keras does not cast. Where
+    the batch holds such numbers the model runs once, and is exactly as before afterwards.
+
+    Args:
+        model: A built `keras.Model`.
+        x: The arguments of the model, as arrays or tensors; anything else has no values, and returns `[]`.
+    """
+    observed = _Observed(model)
+    if not observed.dtypes or not any(_lost(array, dtype) for array in _arrays(x) for dtype in observed.dtypes):
+        return []
+    with contextlib.suppress(Exception):  # An error here comes again in the step, where nothing of ours stands between.
+        observed.run(x)
+    return observed.found()
+
+
+def _arrays(structure) -> list:
+    """Returns the numbers in a structure as arrays on the host, as float32 where Keras makes that of them."""
+    found = []
+    for value in keras.tree.flatten(structure):
+        if not hasattr(value, "shape") or isinstance(value, keras.KerasTensor):
+            continue
+        try:
+            array = np.asarray(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value)
+        except Exception:  # Parts of it are in other processes, or it is sparse.
+            continue
+        if array.dtype.name in ("float64", "bfloat16"):
+            array = array.astype("float32")
+        if array.dtype.kind in "iuf":
+            found.append(array)
+    return found
+
+
+def _lost(array, dtype: str) -> tuple[float, float] | None:
+    """Returns a whole number of an array and what `dtype` makes of it, if that is another one; `None` if there is none.
+
+    An array of whole numbers alone counts, and a column of them beside others: in a table one may be an id.
+    """
+    array = np.asarray(array)
+    columns = array.reshape(-1, array.shape[-1]) if array.ndim > 1 else array.reshape(-1, 1)
+    if not columns.size:
+        return None
+    limit = 2.0 ** (ml_dtypes.finfo(dtype).nmant + 1)
+    with np.errstate(invalid="ignore"):
+        # The cheap question first: most data stays below.
+        is_large = np.maximum(columns.max(axis=0), -columns.min(axis=0)) > limit
+        is_large |= np.isnan(columns).any(axis=0) if columns.dtype.kind == "f" else False
+    for column in columns[:, is_large].T:
+        values = column[np.isfinite(column)].astype("float64")
+        if not values.size or (values != np.round(values)).any():
+            continue
+        with np.errstate(over="ignore"):
+            rounded = values.astype(dtype).astype("float64")
+        is_lost = np.abs(rounded - values) >= 0.5
+        if array.dtype.kind == "f":
+            is_lost &= np.abs(values) < _ALL_WHOLE
+        if is_lost.any():
+            first = int(np.argmax(is_lost))
+            return float(values[first]), float(rounded[first])
+    return None
+
+
+class _Observed:
+    """The layers of a model that may read whole numbers, and what they were given in one run.
+
+    Attributes:
+        dtypes: The 16-bit dtypes to which numbers are cast before such a layer reads them; empty where there is none.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
+        # Layers inside a layer of the user's are given what that layer computed, or has cast already.
+        self._casting = [layer for layer in layers if _casts_to_16_bits(layer) and _reads(layer)]
+        self._moving = [layer for layer in layers if _casts_to_16_bits(layer) and only_moves(layer)]
+        self._reading = [layer for layer in layers if _reads(layer) or _reads_names(layer)] if self._moving else []
+        if not self._reading:
+            self._moving = []
+        self.dtypes = {layer.compute_dtype for layer in [*self._casting, *self._moving]}
+        # By the `id` of the layer: what it casts first, and all that a moving one makes of such numbers.
+        self._lost: dict = {}
+        self._handed_on: dict = {}
+        self._read: list = []
+
+    def run(self, x):
+        """Runs the model once, as in inference. Nothing shows afterwards that it ran."""
+        model = self._model
+        options = {"training": False} if "training" in inspect.signature(model.call).parameters else {}
+        random_states = training_backend.global_random_states()
+        natives = [(state, keras.ops.convert_to_numpy(state.value)) for state in training_backend.native_states(model)]
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(keras.StatelessScope())
+                stack.enter_context(_keras.kept_losses(layers_of(model)))
+                for layer in [*self._casting, *self._moving]:
+                    stack.enter_context(_noting_casts(layer, functools.partial(self._note_cast, layer)))
+                for layer in self._reading:
+                    stack.enter_context(replaced(layer, "call", self._noting_inputs(layer), kind="observed"))
+                model(keras.tree.map_structure(_as_tensor, x), **options)
+        finally:
+            training_backend.set_global_random_states(random_states)
+            for state, value in natives:
+                state.assign(value)
+
+    def _note_cast(self, layer, tensor, dtype: str):
+        for array in _arrays([tensor]):
+            lost = _lost(array, dtype)
+            if lost is not None:
+                self._lost.setdefault(id(layer), lost)
+                before = array.astype("float64")
+                with np.errstate(over="ignore"):
+                    after = before.astype(dtype).astype("float64")
+                changed = np.abs(after - before) >= 0.5
+                # The first of those that become the same number.
+                pairs = zip(after[changed].tolist()[::-1], before[changed].tolist()[::-1], strict=True)
+                known = self._handed_on.get(id(layer), {})
+                self._handed_on[id(layer)] = {**dict(pairs), **known}
+
+    def _noting_inputs(self, layer) -> Callable:
+        call = layer.call
+
+        @functools.wraps(call)
+        def noting(*args, **kwargs):
+            self._read += [(layer, array) for array in _arrays((args, kwargs)) if array.dtype.kind not in "iu"]
+            return call(*args, **kwargs)
+
+        return noting
+
+    def found(self) -> list[Rounded]:
+        """Returns what the run has shown, each reader once, in the order in which they ran."""
+        rounded = {
+            id(layer): Rounded(_path(layer), _path(layer), layer.compute_dtype, *self._lost[id(layer)])
+            for layer in self._casting
+            if id(layer) in self._lost
+        }
+        for reader, array in self._read:
+            if id(reader) in rounded:
+                continue
+            for layer in self._moving:
+                pair = self._arrived(layer, array)
+                if pair is not None and layer is not reader:
+                    rounded[id(reader)] = Rounded(_path(layer), _path(reader), layer.compute_dtype, *pair)
+                    break
+        return list(rounded.values())
+
+    def _arrived(self, layer, array) -> tuple | None:
+        """Returns a number before and after `layer` rounded it, if `array` holds it and nothing that is not rounded."""
+        pairs = self._handed_on.get(id(layer))
+        if not pairs:
+            return None
+        values = array.astype("float64").ravel()
+        with np.errstate(over="ignore"):
+            is_rounded = np.array_equal(values.astype(layer.compute_dtype).astype("float64"), values, equal_nan=True)
+        after = next((value for value in values.tolist() if value in pairs), None) if is_rounded else None
+        return None if after is None else (pairs[after], after)
+
+
+def _path(layer) -> str:
+    return layer.path or layer.name
+
+
+def _casts_to_16_bits(layer) -> bool:
+    is_in_16_bits = layer.compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
+    return is_in_16_bits and layer.autocast and not _keras.casts_no_inputs(layer)
+
+
+def _reads(layer) -> bool:
+    """Whether the arithmetic of a layer is the user's own, or is a difference, in which nothing is weighed."""
+    if isinstance(layer, keras.layers.TimeDistributed):
+        return _reads(layer.layer) or reads_names(layer.layer)
+    if isinstance(layer, keras.layers.RNN):
+        return has_own_call(layer.cell)
+    return has_own_call(layer) or isinstance(layer, (*_OF_USERS, keras.layers.Subtract))
+
+
+def _reads_names(layer) -> bool:
+    """Whether a layer takes numbers as they are: an `Embedding`, or one that a rule of its class keeps in float32."""
+    rules = [rule for rule, _ in DEFAULT_RULES if ":" not in rule and rule != "Softmax"]
+    return reads_names(layer) or (layer.compute_dtype == "float32" and first_match(rules, layer) is not None)
+
+
+class _NotingPolicy(keras.DTypePolicy):
+    """The policy of a layer for one run, which tells what the layer casts on the way in."""
+
+    def __init__(self, policy, note):
+        self.__dict__.update(vars(policy))
+        self._note = note
+
+    def convert_input(self, x, autocast, dtype):
+        if autocast and keras.ops.is_tensor(x) and "float" in keras.backend.standardize_dtype(x.dtype):
+            self._note(x, keras.backend.standardize_dtype(dtype))
+        return super().convert_input(x, autocast, dtype)
+
+
+@contextlib.contextmanager
+def _noting_casts(layer, note):
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        # Of a map that layers share an entry of one alone could not be taken back.
+        yield
+        return
+    layer.dtype_policy = _NotingPolicy(layer_policy(layer), note)
+    try:
+        yield
+    finally:
+        layer.dtype_policy = policy
+
+
+def _as_tensor(value):
+    return keras.ops.convert_to_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
+
+
+# Layers that were named already.
+_told: weakref.WeakSet = weakref.WeakSet()
+
+
+def warn_of_rounding(model, x):
+    """Warns, once of each layer, of whole numbers in a batch that `model` rounds before a layer reads them."""
+    if training_backend.is_distributed(model) or not _keras.is_built(model):
+        return
+    layers = {_path(layer): layer for layer in layers_of(model)}
+    found = [rounded for rounded in rounded_whole_numbers(model, x) if layers[rounded.reader] not in _told]
+    if not found:
+        return
+    _told.update(layers[rounded.reader] for rounded in found)
+    others = len(found) - _NAMED
+    message = " ".join(sentence for rounded in found[:_NAMED] for sentence in rounded.sentences())
+    message += f" So it is with {others} more layers." if others > 0 else ""
+    message += " Or pass integers, which are not cast, to a `keras.Input(..., dtype='int32')`."
+    warnings.warn(message, stacklevel=3)
+
+
+def looking_at_first_batch(model, function):
+    """Returns a train function of `model` that looks at the first batch for `warn_of_rounding`, then runs `function`.
+
+    The model may be built by the first step alone: then it is looked at once more, behind it.
+    """
+    is_first = True
+
+    def train_function(*args):
+        nonlocal is_first
+        if not is_first:
+            return function(*args)
+        is_first = False
+        if model.train_function is train_function:
+            model.train_function = function
+        was_built = _keras.is_built(model)
+        if was_built and not _Observed(model).dtypes:
+            return function(*args)
+        *state, data = args
+        batch, data = training_backend.first_batch(model, data)
+        if batch is None:
+            return function(*state, data)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if was_built:
+            _look(model, x, *state)
+        result = function(*state, data)
+        if not was_built:
+            _look(model, x, *(result[1:] if isinstance(result, tuple) else ()))
+        return result
+
+    # It is in front for one step, and of the function behind it others ask whether it takes batches again.
+    marks = ("mpkeras_hides_logs", "mpkeras_first_steps")
+    vars(train_function).update({mark: vars(function)[mark] for mark in marks if mark in vars(function)})
+    return train_function
+
+
+def _look(model, x, state=None):
+    # Behind the four groups of `fit`'s state a callback may hand on numbers of its own.
+    with _keras.held_by_variables(model, None if state is None else state[:4]):
+        warn_of_rounding(model, x)

@@ -1,0 +1,150 @@
+"""Codes arrive whole where a graph looks rows up by them, however layers hand them on; everything else in 16 bits."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.conversion.plan import plan
+from tests.sixteen_bits import without_outputs
+
+CODES = np.array([[4097.0, 2909.0, 259.0, 5555.0]], "float32")
+
+
+def table(inputs):
+    return layers.Embedding(6000, 1, embeddings_initializer="zeros", name="table")(inputs)
+
+
+def moved(x):
+    return layers.Reshape((4,), name="moving")(x)
+
+
+class Half(layers.Layer):
+    """Computes codes without weights."""
+
+    def call(self, x):
+        return ops.floor(x * 2) / 2
+
+
+def joined():
+    first, second = keras.Input((2,)), keras.Input((2,))
+    return keras.Model([first, second], table(layers.Concatenate(name="moving")([first, second])))
+
+
+def of_one_input(function, shape=(4,)):
+    inputs = keras.Input(shape)
+    return keras.Model(inputs, function(inputs))
+
+
+def inner(function):
+    return of_one_input(function)
+
+
+GRAPHS = {
+    "Reshape": lambda: of_one_input(lambda x: table(moved(x))),
+    "Sequential": lambda: keras.Sequential(
+        [keras.Input((4,)), layers.Activation("linear", name="moving"), layers.Embedding(6000, 1, "zeros")]
+    ),
+    "a slice behind it": lambda: of_one_input(lambda x: table(moved(x)[:, 1:])),
+    "two inputs": joined,
+    "Lambda": lambda: of_one_input(lambda x: table(layers.Lambda(lambda t: t[:, :3], name="moving")(x))),
+    "a layer of the user's": lambda: of_one_input(lambda x: table(Half(name="moving")(x))),
+    "an addition": lambda: of_one_input(lambda x: table(layers.Add(name="moving")([x, ops.ones_like(x)]))),
+    "cast by an operation": lambda: of_one_input(lambda x: table(ops.cast(moved(x), "int32"))),
+    "in an inner model": lambda: of_one_input(inner(lambda x: table(moved(x)))),
+    "before an inner model": lambda: of_one_input(lambda x: inner(table)(moved(x))),
+    "made by an inner model": lambda: of_one_input(lambda x: table(inner(moved)(x))),
+    "a long way": lambda: of_one_input(
+        lambda x: table(layers.Flatten()(layers.ZeroPadding1D(1)(layers.RepeatVector(1)(moved(x)))))
+    ),
+    "TimeDistributed": lambda: of_one_input(
+        lambda x: layers.TimeDistributed(layers.Embedding(6000, 1, "zeros"), name="moving")(layers.Reshape((4, 1))(x))
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_the_rows_of_float32_are_trained(graph, policy):
+    def trained(policy):
+        model = GRAPHS[graph]()
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+        if policy is not None:
+            mpkeras.prepare(model, without_outputs(policy), loss_scale=1.0)
+        x = [CODES[:, :2], CODES[:, 2:]] if graph == "two inputs" else CODES
+        shape = (1, *model.output_shape[1:])
+        model.train_on_batch(x, np.full(shape, 0.01, "float32"))
+        (weights,) = model.get_weights()
+        return np.nonzero(weights[:, 0])[0].tolist(), model
+
+    rows, _ = trained(None)
+    assert len(rows) >= 3
+    found, model = trained(policy)
+    assert found == rows
+    by_name = {layer.name: layer for layer in model._flatten_layers()}
+    assert by_name["moving"].compute_dtype == "float32"
+    if "table" in by_name:
+        # The rows themselves are 16-bit.
+        assert by_name["table"].compute_dtype == policy.removeprefix("mixed_")
+
+
+def row_of(model, name):
+    return next(row for row in plan(model, mpkeras.Policy("mixed_float16")) if row.layer.name == name)
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_row_says_why():
+    row = row_of(GRAPHS["Reshape"](), "moving")
+    assert row.rule == "Embedding"
+    assert row.reason.startswith("it hands numbers on and layer 'table' looks up rows by them: 2049 would be 2048")
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.Normalization(mean=7e4, variance=1e6)(moved(x))),
+            "Normalization",
+            id="by a rule",
+        ),
+        pytest.param(lambda x: layers.Dense(2)(moved(x)), None, id="weighed"),
+        pytest.param(lambda x: layers.Dense(2, "softmax")(moved(x)), None, id="a head"),
+        pytest.param(
+            lambda x: table(ops.argmax(moved(layers.Dense(4)(x)), axis=1)), None, id="of a layer with weights"
+        ),
+        pytest.param(lambda x: layers.BatchNormalization()(Half(name="moving")(x)), None, id="computed, for no names"),
+    ],
+)
+def test_what_is_kept_and_what_is_not(function, expected):
+    assert row_of(of_one_input(function), "moving").rule == expected
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        pytest.param(lambda: layers.CategoryEncoding(6000), CODES, id="CategoryEncoding"),
+        pytest.param(lambda: layers.CategoryEncoding(6000), CODES.astype("int32"), id="CategoryEncoding of integers"),
+        pytest.param(
+            lambda: layers.Discretization(bin_boundaries=[258.5, 4096.5]), CODES, id="Discretization into numbers"
+        ),
+        pytest.param(
+            lambda: layers.Discretization(bin_boundaries=[258.5, 4096.5], output_mode="count"),
+            CODES,
+            id="Discretization",
+        ),
+        pytest.param(lambda: layers.Masking(4096.0), CODES[..., None], id="Masking"),
+        pytest.param(lambda: layers.IntegerLookup(vocabulary=[4097, 4096]), CODES, id="IntegerLookup"),
+    ],
+)
+def test_layers_to_which_numbers_are_names_return_what_float32_returns(layer, x, policy):
+    def predicted(policy):
+        inputs = keras.Input(x.shape[1:], dtype=str(x.dtype))
+        model = keras.Model(inputs, layer()(inputs))
+        if policy is not None:
+            mpkeras.apply_policy(model, policy)
+        return model.predict(x, verbose=0)
+
+    np.testing.assert_array_equal(predicted(policy), predicted(None))

@@ -1,0 +1,439 @@
+"""What leaves a model is float32, computed in float32 by the layers that make it, and metrics are those of float32."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.policies.heads import heads_of
+
+# Keras says so of a model with a layer that its call does not use.
+pytestmark = pytest.mark.filterwarnings("ignore:.build.*looks like it has unbuilt state")
+
+X = np.random.default_rng(5).normal(size=(12, 3)).astype("float32")
+# A multiple of neither 4 nor 32, the steps of float16 and bfloat16 there.
+LEVEL = 5003.0
+
+
+def head(**options):
+    return layers.Dense(1, bias_initializer=keras.initializers.Constant(LEVEL), **options)
+
+
+def hidden():
+    return layers.Dense(4, activation="tanh")
+
+
+def single():
+    return keras.Sequential([keras.Input((3,)), hidden(), head()])
+
+
+def functional(make_outputs):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, make_outputs(hidden()(inputs)))
+
+
+def reshaped():
+    return functional(lambda h: layers.Reshape((1, 1))(layers.Activation("linear")(head()(h))))
+
+
+def by_lambda():
+    return functional(lambda h: layers.Lambda(lambda t: t[:, 0], output_shape=())(head()(h)))
+
+
+def by_operations():
+    return functional(lambda h: ops.squeeze(head()(h) * 1.5, -1) - 7.0)
+
+
+def summed():
+    return functional(lambda h: layers.Add()([head()(h), layers.Dense(1)(h)]))
+
+
+def nested_outputs():
+    return functional(lambda h: {"a": [head()(h), (head()(h),)], "b": head()(h)})
+
+
+def with_weights_of_its_own():
+    return functional(lambda h: layers.PReLU()(head()(h)))
+
+
+def nested_model():
+    inner_input = keras.Input((4,))
+    inner = keras.Model(inner_input, layers.Dropout(0.5)(head()(inner_input)))
+    return functional(lambda h: inner(hidden()(h)))
+
+
+def sequential_inside():
+    return functional(lambda h: keras.Sequential([hidden(), head()])(h))
+
+
+def time_distributed():
+    return functional(lambda h: layers.TimeDistributed(head())(layers.Reshape((2, 2))(h)))
+
+
+def not_built():
+    return keras.Sequential([hidden(), head(), layers.Flatten()])
+
+
+class Subclassed(keras.Model):
+    """Outputs in a structure of its own: from a layer, and from arithmetic behind one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.one, self.other = hidden(), head(), head()
+
+    def call(self, x):
+        h = self.body(x)
+        return {"one": self.one(h), "other": (ops.squeeze(self.other(h), -1),)}
+
+
+class Towers(keras.Model):
+    """Two outputs that share nothing, by arithmetic behind the last layer of each, and a layer that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.unused = [hidden(), head()], [hidden(), head()], head()
+
+    def call(self, x):
+        left, right = (tower[1](tower[0](x)) for tower in (self.left, self.right))
+        return [ops.squeeze(left, -1) + 1.0, ops.mean(right, -1)]
+
+
+class RawTowers(Towers):
+    """The same by functions of the backend, which take no symbolic tensors: of one output it shows what makes it."""
+
+    def call(self, x):
+        left, right = (tower[1](tower[0](x)) for tower in (self.left, self.right))
+        return [left, raw_squeeze(right)]
+
+
+def raw_squeeze(tensor):
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.squeeze(tensor, -1)
+    if keras.backend.backend() == "jax":
+        import jax.numpy as jnp
+
+        return jnp.squeeze(tensor, -1)
+    return tensor.squeeze(-1)
+
+
+class Around(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.body, self.end = hidden(), keras.Sequential([hidden(), head()])
+
+    def call(self, x, training=False):
+        return self.end(self.body(x), training=training)
+
+
+class Block(layers.Layer):
+    """A layer of the user's own with layers inside, the last of which makes the output."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.wide, self.last = hidden(), head()
+
+    def build(self, input_shape):
+        self.wide.build(input_shape)
+        self.last.build((*input_shape[:-1], 4))
+
+    def call(self, x):
+        return ops.reshape(self.last(self.wide(x)), (-1,))
+
+
+def own_layer_at_the_end():
+    return functional(lambda h: Block()(h))
+
+
+KINDS = [
+    single,
+    reshaped,
+    by_lambda,
+    by_operations,
+    summed,
+    nested_outputs,
+    with_weights_of_its_own,
+    nested_model,
+    sequential_inside,
+    time_distributed,
+    not_built,
+    Subclassed,
+    Towers,
+    RawTowers,
+    Around,
+    own_layer_at_the_end,
+]
+
+
+def made(kind, policy, door):
+    """Returns a model of a kind under a policy, through a door, and the same model in float32."""
+    keras.utils.set_random_seed(11)
+    reference = kind()
+    expected = reference.predict(X, verbose=0)
+    keras.utils.set_random_seed(11)
+    if door == "the line":
+        mpkeras.set_global_policy(policy)
+    model = kind()
+    targets = keras.tree.map_structure(lambda array: array + 1, expected)
+    arguments = {"optimizer": keras.optimizers.SGD(0.0), "loss": keras.tree.map_structure(lambda _: "mse", targets)}
+    if kind in (nested_outputs, Subclassed):
+        # Keras takes no nested structure of losses for a model of the user's own.
+        arguments["loss"] = None
+        targets = None
+    if door == "apply_policy":
+        mpkeras.apply_policy(model, policy)
+    elif door == "autoprepare":
+        with mpkeras.autoprepare(policy):
+            model.compile(**arguments)
+    else:
+        model.compile(**arguments)
+        if door == "prepare":
+            mpkeras.prepare(model, policy)
+        elif door == "callback":
+            model.predict(X, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision(policy)])
+    return model, expected
+
+
+def check(predicted, expected):
+    keras.tree.assert_same_structure(predicted, expected)
+    for array, right in zip(keras.tree.flatten(predicted), keras.tree.flatten(expected), strict=True):
+        array = ops.convert_to_numpy(array)
+        assert array.dtype == np.float32
+        # Hidden activations are rounded: 4 of them of size 1, by at most 2^-9 of their size.
+        np.testing.assert_allclose(array, right, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_outputs_are_computed_in_float32(kind, policy):
+    model, expected = made(kind, policy, "prepare")
+    check(model.predict(X, verbose=0), expected)
+    check(model(X), expected)
+    # The rest still computes in 16 bits.
+    dtypes = {layer.compute_dtype for layer in model._flatten_layers() if layer.weights}
+    assert policy.removeprefix("mixed_") in dtypes
+
+
+@pytest.mark.parametrize("kind", [nested_outputs, Subclassed, not_built], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("door", ["apply_policy", "callback", "autoprepare", "the line"])
+def test_through_every_door(kind, door):
+    model, expected = made(kind, "mixed_bfloat16", door)
+    check(model.predict(X, verbose=0), expected)
+
+
+def test_a_train_step_of_ours_and_its_metrics():
+    keras.utils.set_random_seed(3)
+    with mpkeras.policy_scope("mixed_float16"):
+        model = Around()
+        model(X)
+    metric = keras.metrics.MeanAbsoluteError()
+    step = mpkeras.make_train_step(
+        model, keras.optimizers.SGD(0.0), lambda y, y_pred: ops.mean(ops.abs(y - y_pred)), metrics=[metric]
+    )
+    y = np.full((12, 1), 80000.0, "float32")
+    step(X, y)
+    # 80000 is beyond float16.
+    assert 74000 < float(metric.result()) < 76000
+    assert model.end.layers[-1].compute_dtype == "float32" and model.body.compute_dtype == "float16"
+
+
+def test_the_way_back_leaves_nothing():
+    model, expected = made(Subclassed, "mixed_bfloat16", "prepare")
+    model.predict(X, verbose=0)
+    assert {model.one.compute_dtype, model.other.compute_dtype} == {"float32"}
+    mpkeras.apply_policy(model, "float32")
+    assert {layer.compute_dtype for layer in model._flatten_layers()} == {"float32"}
+    np.testing.assert_array_equal(model.predict(X, verbose=0)["one"], expected["one"])
+    assert "call" not in vars(model)
+
+
+def test_a_policy_without_the_rule_casts_behind_the_rounding():
+    policy = mpkeras.Policy("mixed_bfloat16", keep_float32=())
+    model, _ = made(single, policy, "prepare")
+    predicted = model.predict(X, verbose=0)
+    assert predicted.dtype == np.float32
+    # XLA on a CPU leaves out the rounding in between.
+    assert keras.backend.backend() == "jax" or set(predicted.ravel() % 32) == {0.0}
+    assert model.layers[-1].compute_dtype == "bfloat16"
+
+
+class Mixing(keras.Model):
+    """Multiplies what a layer returns with its own weights: in 16 bits, as they are read within its `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.end = head()
+
+    def build(self, input_shape):
+        self.scale = self.add_weight((1,), name="scale", initializer="ones")
+        self.end.build(input_shape)
+
+    def call(self, x):
+        outputs = self.end(x)
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            return tf.multiply(outputs, self.scale)  # refuses two dtypes
+        return outputs * self.scale
+
+
+@pytest.mark.parametrize("door", ["prepare", "callback", "apply_policy"])
+def test_a_program_that_cannot_take_float32_from_a_head_goes_on(door):
+    model, expected = made(Mixing, "mixed_bfloat16", door)
+    predicted = model.predict(X, verbose=0)
+    assert predicted.dtype == np.float32
+    if keras.backend.backend() == "tensorflow":
+        assert model.end.compute_dtype == "bfloat16"
+        np.testing.assert_allclose(predicted, expected, rtol=4e-3)  # bfloat16 has 8 significant bits
+    else:
+        check(predicted, expected)
+
+
+class OwnStep(keras.Model):
+    """Computes with its parts in its own steps; one of them is a layer in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.end = keras.Sequential([keras.Input((3,)), hidden()]), head()
+
+    def call(self, x):
+        return self.end(self.body(x))
+
+    def test_step(self, *args):
+        x, y = args[-1]
+        if keras.backend.backend() != "jax":
+            return self.compute_metrics(x, y, ops.cast(self.end(self.body(x)), "float16"))
+        *others, _ = args[0]
+        groups = (self.trainable_variables, self.non_trainable_variables, self.metrics_variables)
+        mapping = [pair for pairs in zip(groups, args[0], strict=True) for pair in zip(*pairs, strict=True)]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            logs = self.compute_metrics(x, y, ops.cast(self.end(self.body(x)), "float16"))
+        return logs, (*others, [scope.get_current_value(variable) for variable in self.metrics_variables])
+
+
+@pytest.mark.parametrize("metric", ["mae", keras.losses.mean_absolute_error, keras.metrics.MeanAbsoluteError()])
+def test_metrics_of_a_step_of_the_users_own(metric):
+    keras.utils.set_random_seed(8)
+    model = OwnStep()
+    model(X)
+    model.compile("sgd", "mse", metrics=[metric])
+    mpkeras.prepare(model, "mixed_float16")
+    y = np.full((12, 1), 90000.0, "float32")
+    value = model.evaluate(X, y, verbose=0, return_dict=True)
+    # The mean absolute error of 5000 and 90000.
+    assert 84000 < next(v for name, v in value.items() if name != "loss") < 86000
+
+
+def sizes_of(heads):
+    return [layer.name for layer in heads.layers]
+
+
+@pytest.mark.backends("tensorflow")  # a graph is the same everywhere
+def test_heads_are_followed_back_only_where_they_lead_to_the_output_alone():
+    inputs = keras.Input((8, 4))
+    h = layers.Dense(4, name="stream")(inputs)
+    branch = layers.Dense(4, name="branch")(h)
+    out = layers.Flatten(name="flat")(layers.Add(name="sum")([h, branch]))
+    heads = heads_of(keras.Model(inputs, out))
+    # "stream" leads to the branch, too.
+    assert sorted(sizes_of(heads)) == ["branch", "flat", "sum"] and heads.unknown == []
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_hidden_tensor_that_is_an_output_is_made_in_float32():
+    inputs = keras.Input((4,))
+    h = layers.Dense(4, name="hidden")(inputs)
+    model = keras.Model(inputs, [h, layers.Dense(2, name="end")(layers.Dense(3, name="middle")(h))])
+    assert sorted(sizes_of(heads_of(model))) == ["end", "hidden"]
+
+
+class Frozen(layers.Layer):
+    """Computes with weights of its own behind a layer inside: all of it is one layer."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(4)
+
+    def build(self, input_shape):
+        self.inner.build(input_shape)
+        self.kernel = self.add_weight((4, 1), name="kernel", initializer="ones")
+
+    def call(self, x):
+        return ops.matmul(self.inner(x), self.kernel) + 5003.0
+
+
+def test_a_layer_with_weights_of_its_own_and_layers_inside():
+    model = functional(lambda h: Frozen(name="frozen")(h))
+    expected = model.predict(X, verbose=0)
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    check(model.predict(X, verbose=0), expected)
+
+
+@pytest.fixture
+def small_is_large(monkeypatch):
+    monkeypatch.setattr("mpkeras.policies.heads._LARGE", 12)
+
+
+def vocabulary():
+    keras.utils.set_random_seed(2)
+    bias = keras.initializers.Constant([300.25, 30.5, -7.125])
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3, bias_initializer=bias, name="vocabulary")])
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_large_head_multiplies_in_16_bits_and_sums_in_float32(small_is_large, policy, jit_compile):
+    if keras.backend.backend() == "torch" and jit_compile:
+        pytest.skip("torch has no XLA")
+    dtype = policy.removeprefix("mixed_")
+    x = np.random.default_rng(4).normal(size=(6, 4)).astype("float32")
+    model = vocabulary()
+    model.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=jit_compile)
+    mpkeras.prepare(model, policy, loss_scale=4.0)
+    layer = model.get_layer("vocabulary")
+    assert layer.compute_dtype == dtype
+
+    def rounded(array):
+        return np.asarray(ops.convert_to_numpy(ops.cast(ops.cast(array, dtype), "float32")), "float64")
+
+    kernel, bias = (np.asarray(array, "float64") for array in layer.get_weights())
+    logits = rounded(x) @ rounded(kernel) + bias
+    predicted = model.predict(x, verbose=0)
+    assert predicted.dtype == np.float32
+    np.testing.assert_allclose(predicted, logits, rtol=1e-6)  # sums in float32
+    y = (logits - np.random.default_rng(6).normal(size=(6, 3))).astype("float32")
+    grads = 2 * (logits - y) / 18
+    model.fit(x, y, batch_size=6, verbose=0)
+    new_kernel, new_bias = layer.get_weights()
+    # Gradients are those of 16-bit products: 8 significant bits in bfloat16.
+    np.testing.assert_allclose(new_kernel, kernel - 0.5 * rounded(x).T @ grads, atol=2e-2)
+    np.testing.assert_allclose(new_bias, bias - 0.5 * grads.sum(0), rtol=1e-5)
+
+
+def test_a_large_head_is_large_again_after_a_file_and_on_the_way_back(small_is_large, tmp_path):
+    model = vocabulary()
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    x = np.ones((2, 4), "float32")
+    model.fit(x, np.ones((2, 3)), verbose=0)
+    expected = model.predict(x, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = mpkeras.prepare(keras.saving.load_model(tmp_path / "model.keras"))
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), expected)
+    mpkeras.apply_policy(model, "float32")
+    assert model.layers[-1].compute_dtype == "float32" and "call" not in vars(model.layers[-1])
+
+
+def test_what_is_not_large_or_no_product_of_two_matrices(small_is_large):
+    inputs = keras.Input((4, 4))
+    # A kernel of 4 x 2 and its bias are 10 weights; a convolution of 3 x 4 x 2 is large, and Keras' own arithmetic.
+    heads = [layers.Dense(2), layers.Conv1D(2, 3), layers.Dense(9, activation="relu")]
+    model = keras.Model(inputs, [layer(inputs) for layer in heads])
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert [layer.compute_dtype for layer in heads] == ["float32", "bfloat16", "bfloat16"]
+    assert ["call" in vars(layer) for layer in heads] == [False, False, True]
+    outputs = model(np.ones((1, 4, 4), "float32"))
+    assert {keras.backend.standardize_dtype(output.dtype) for output in outputs} == {"float32"}

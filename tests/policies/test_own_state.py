@@ -1,0 +1,395 @@
+"""A layer that writes state in its `call` keeps it as in float32, and nothing else leaves 16 bits."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.conversion.plan import plan
+from mpkeras.policies.own_state import REMAT_RULE, STATE_RULE, kept_for_state, states_written
+from tests.sixteen_bits import without_outputs
+from tests.step_modes import FIT_MODES
+
+STEPS = 300  # bfloat16 counts to 256.
+X = np.random.default_rng(5).normal(loc=2.73, size=(2 * STEPS, 4)).astype("float32")
+POLICY = mpkeras.Policy("mixed_bfloat16")
+WITH_HEADS_IN_16_BITS = without_outputs()
+
+
+def follow(average, x, decay):
+    average.assign(average * decay + (1 - decay) * ops.mean(x, axis=0))
+
+
+class Stateful(layers.Layer):
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
+
+
+class ByMethod(Stateful):
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign_add(1.0)
+            self.mean.assign(self.mean * 0.99 + 0.01 * ops.mean(x, axis=0))
+        return x - self.mean
+
+
+class ByFunction(Stateful):
+    """Takes care of dtypes by itself."""
+
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign_sub(-1.0)
+            follow(self.mean, x, decay=0.99)
+        return x - ops.cast(self.mean, self.compute_dtype)
+
+
+class Holder(Stateful):
+    def call(self, x):
+        return x + self.mean
+
+
+class ForAnother(layers.Layer):
+    """Writes what a layer inside owns."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner, self.dense = Holder(), layers.Dense(4)
+
+    def call(self, x, training=False):
+        outputs = x + self.dense(self.inner(x))
+        if training:
+            for state in [self.inner.steps]:
+                state.assign_add(1.0)
+            follow(self.inner.mean, x, decay=0.99)
+        return outputs
+
+
+class Around(layers.Layer):
+    """Adds what a stateful layer returns to its own 16 bits: TensorFlow takes no two dtypes."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner, self.chain = ByMethod(), keras.Sequential([layers.Dense(4), ByFunction()])
+
+    def call(self, x):
+        return x * (1 + 0.01 * self.inner(x)) + 0.01 * self.chain(x)
+
+
+class WithWeights(Stateful):
+    def build(self, shape):
+        super().build(shape)
+        self.scale = self.add_weight(shape=(4,), initializer="ones", name="scale")
+
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign_add(1.0)
+            follow(self.mean, x, decay=0.99)
+            self.scale.assign(self.scale * 0.9999)
+        return x * self.scale
+
+
+class Network(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = layers.Dense(4), layers.Dense(1)
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
+        self.mean = self.add_weight(shape=(4,), initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign_add(1.0)
+            follow(self.mean, x, decay=0.99)
+        return self.head(x - self.mean + self.inner(x))
+
+
+def in_sequential(cls):
+    return lambda: keras.Sequential([keras.Input((4,)), cls(), layers.Dense(1, name="head")])
+
+
+def in_functional(cls):
+    def made():
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, layers.Dense(1, name="head")(inputs + cls()(inputs)))
+
+    return made
+
+
+def unbuilt():
+    return keras.Sequential([ByMethod(), layers.Dense(1, name="head")])
+
+
+MODELS = {
+    "in Sequential": in_sequential(ByMethod),
+    "in Functional": in_functional(ByFunction),
+    "of another layer": in_sequential(ForAnother),
+    "in a layer": in_functional(Around),
+    "weights": in_sequential(WithWeights),
+    "a model's own": Network,
+    "built late": unbuilt,
+}
+EACH_MODEL = pytest.mark.parametrize("made", MODELS.values(), ids=MODELS)
+
+
+def by_fit(model, options, batches, policy=POLICY):
+    model.compile(keras.optimizers.SGD(1e-4), "mse", **options)
+    mpkeras.prepare(model, policy)
+    model.fit(X[: 2 * batches], X[: 2 * batches, :1], batch_size=2, shuffle=False, verbose=0)
+
+
+def by_callback(model, batches):
+    model.compile(keras.optimizers.SGD(1e-4), "mse")
+    callbacks = [mpkeras.callbacks.MixedPrecision(POLICY)]
+    model.fit(X[: 2 * batches], X[: 2 * batches, :1], batch_size=2, shuffle=False, verbose=0, callbacks=callbacks)
+
+
+def by_step(model, batches):
+    mpkeras.apply_policy(model, POLICY)
+    step = mpkeras.make_train_step(model, keras.optimizers.SGD(1e-4), "mse")
+    for start in range(0, 2 * batches, 2):
+        step(X[start : start + 2], X[start : start + 2, :1])
+
+
+def states_of(model):
+    """Returns the counters, and by how much each running mean is off."""
+    steps = [float(ops.convert_to_numpy(v)) for v in model.variables if v.name == "steps"]
+    mean = np.zeros(4)
+    for start in range(0, 2 * STEPS, 2):
+        mean = mean * 0.99 + 0.01 * X[start : start + 2].mean(axis=0, dtype="float64")
+    means = [ops.convert_to_numpy(v) for v in model.variables if v.name == "mean"]
+    return steps, np.max(np.abs(np.stack(means) - mean), axis=1)
+
+
+@EACH_MODEL
+def test_state_moves_as_in_float32(made):
+    keras.utils.set_random_seed(3)
+    model = made()
+    by_fit(model, {}, STEPS, WITH_HEADS_IN_16_BITS)
+    steps, off = states_of(model)
+    assert set(steps) == {STEPS}
+    # That of `Around` is of activations in part: the mean of the raw inputs is one of them.
+    assert off.min() < 3e-3
+    # Products stay in 16 bits.
+    dense = [layer for layer in model._flatten_layers() if isinstance(layer, layers.Dense)]
+    assert {layer.compute_dtype for layer in dense} == {"bfloat16"}
+    assert {v.dtype for v in model.variables if v.name in ("steps", "mean")} == {"float32"}
+
+
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_in_every_mode_of_fit(options):
+    model = in_functional(Around)()
+    by_fit(model, options, STEPS)
+    assert set(states_of(model)[0]) == {STEPS}
+
+
+@pytest.mark.parametrize("door", [by_callback, by_step], ids=lambda door: door.__name__)
+def test_through_other_doors(door):
+    model = Network() if door is by_callback else in_sequential(ByMethod)()
+    door(model, STEPS)
+    steps, off = states_of(model)
+    assert steps == [STEPS] and off.max() < 3e-3
+
+
+def test_a_skipped_step_puts_it_back():
+    data = X[:8].copy()
+    data[4] = 1e38
+    model, other = in_sequential(WithWeights)(), in_sequential(WithWeights)()
+    other.set_weights(model.get_weights())
+    for each in (model, other):
+        each.compile(keras.optimizers.SGD(1e-4), "mse")
+        mpkeras.prepare(each, "mixed_float16", loss_scale=8.0)
+    with pytest.warns(UserWarning, match="1 of 4 steps skipped"):
+        model.fit(data, np.zeros((8, 1)), batch_size=2, shuffle=False, verbose=0)
+    other.fit(np.delete(data, [4, 5], axis=0), np.zeros((6, 1)), batch_size=2, shuffle=False, verbose=0)
+    for value, expected in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_the_plan_and_the_audit_say_why():
+    model = mpkeras.apply_policy(in_sequential(ByMethod)(), POLICY)
+    row = next(row for row in plan(model, POLICY) if isinstance(row.layer, ByMethod))
+    assert (row.layer.compute_dtype, row.rule) == ("float32", STATE_RULE)
+    assert row.reason.startswith("writes its own state 'steps', 'mean' in its `call`")
+    assert row.reason in str(mpkeras.audit(model))
+    assert row.reason not in str(mpkeras.audit(in_sequential(ByMethod)()))
+    with mpkeras.policy_scope(POLICY):
+        made_in_16_bits = in_sequential(ByMethod)()
+    assert "It computes in bfloat16 and writes its own state" in str(mpkeras.audit(made_in_16_bits))
+
+
+def test_the_way_back():
+    model = mpkeras.apply_policy(in_functional(Around)(), POLICY)
+    mpkeras.apply_policy(model, "float32")
+    assert {layer.dtype_policy.name for layer in model._flatten_layers()} == {"float32"}
+    assert not any("_mpkeras_replaced" in vars(layer) for layer in model._flatten_layers())
+
+
+def test_a_model_that_is_compiled_later_scales_its_loss():
+    model = mpkeras.apply_policy(Network(), "mixed_float16")
+    assert (model.compute_dtype, model.inner.compute_dtype) == ("float32", "float16")
+    model.compile("sgd", "mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    mpkeras.apply_policy(model, "float32")
+    assert model.dtype_policy == keras.DTypePolicy("float32")
+
+
+class Ema:
+    def __init__(self):
+        self.value = keras.Variable(0.0, trainable=False)
+
+    def update(self, x):
+        self.value.assign(0.9 * self.value + 0.1 * x)
+
+
+class ByHelper(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.ema = Ema()
+
+    def call(self, x):
+        self.ema.update(ops.mean(x))
+        return x
+
+
+class ByMetric(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.norm = keras.metrics.Mean(name="norm")
+
+    def call(self, x):
+        self.norm.update_state(ops.norm(x))
+        return x
+
+
+class InCondition(Stateful):
+    def call(self, x):
+        ops.cond(ops.mean(x) > 0, lambda: self.steps.assign(1.0), lambda: self.steps.value)
+        return x
+
+
+class Inherited(ByMethod):
+    def call(self, x):
+        return super().call(x, training=True)
+
+
+class OfOwnMethod(Stateful):
+    def assign(self, x):
+        return ops.argmax(x)
+
+    def call(self, x):
+        return ops.cast(self.assign(x), x.dtype) + x
+
+
+class Counting(Stateful):
+    def call(self, x):
+        self.calls.assign_add(1)
+        return x
+
+
+class Uncast(layers.Layer):
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, autocast=False)
+
+    def call(self, x):
+        self.steps.assign_add(1.0)
+        return x
+
+
+class Resetting(Stateful):
+    def reset(self):
+        self.steps.assign(0.0)
+
+    def call(self, x):
+        return x
+
+
+GLOBAL = keras.Variable(0.0, trainable=False)
+
+
+class OfAGlobal(layers.Layer):
+    def call(self, x):
+        GLOBAL.assign_add(1.0)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (ByMethod, ["'steps'", "'mean'"]),
+        (ByFunction, ["'steps'", "`follow`"]),
+        (ByHelper, ["'value'"]),
+        (ByMetric, ["'norm'"]),
+        (InCondition, ["'steps'"]),
+        (Inherited, ["'steps'", "'mean'"]),
+        (OfAGlobal, ["'GLOBAL'"]),
+        (lambda: layers.Lambda(lambda x: x + GLOBAL.assign_add(1.0)), ["'GLOBAL'"]),
+        (Holder, []),
+        (OfOwnMethod, []),
+        (Counting, []),
+        (Uncast, []),
+        (Resetting, []),
+    ],
+)
+def test_what_a_call_writes(made, expected):
+    layer = made()
+    if not isinstance(layer, layers.Lambda):
+        layer.build((None, 4))
+    assert states_written(layer) == expected
+    assert bool(kept_for_state(layer)) == bool(expected)
+
+
+def test_a_wrapper_follows_the_layer_that_it_runs():
+    model = keras.Sequential([keras.Input((3, 4)), layers.TimeDistributed(ByMethod()), layers.Dense(2)])
+    mpkeras.apply_policy(model, WITH_HEADS_IN_16_BITS)
+    assert [layer.compute_dtype for layer in model.layers] == ["float32", "bfloat16"]
+    assert model(np.ones((2, 3, 4))).shape == (2, 3, 2)
+
+
+def test_layers_that_only_read_stay_in_16_bits():
+    model = mpkeras.apply_policy(in_sequential(Holder)(), WITH_HEADS_IN_16_BITS)
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16"]
+
+
+def test_integers_are_counted_in_16_bits():
+    model = keras.Sequential([Counting(), layers.Dense(1)])
+    by_fit(model, {}, 4, WITH_HEADS_IN_16_BITS)
+    assert {layer.compute_dtype for layer in model.layers} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_states_of_stock_recurrent_layers(policy):
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential([keras.Input(batch_shape=(2, 3, 4)), layers.LSTM(5, stateful=True)])
+    sequences = X[:12].reshape(2, 6, 4)
+    whole = keras.Sequential([keras.Input((6, 4)), layers.LSTM(5)])
+    whole.set_weights(model.get_weights()[: len(whole.weights)])
+    expected = ops.convert_to_numpy(whole(sequences))
+    mpkeras.apply_policy(model, without_outputs(policy))
+    model(sequences[:, :3])
+    outputs = ops.convert_to_numpy(model(sequences[:, 3:]))
+    np.testing.assert_allclose(outputs, expected, atol=3e-2)  # 8 bits
+    assert model.layers[0].compute_dtype == policy.removeprefix("mixed_")
+
+
+class UnderRemat(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(4, 4), name="kernel")
+        self.product = keras.remat(self.multiplied)
+
+    def multiplied(self, x):
+        return ops.tanh(ops.matmul(x, self.kernel))
+
+    def call(self, x):
+        return x + self.product(x)
+
+
+def test_a_function_under_remat():
+    model = in_sequential(UnderRemat)()
+    model.compile("sgd", "mse", run_eagerly=True)
+    mpkeras.prepare(model, POLICY)
+    model.fit(X[:8], X[:8, :1], verbose=0)
+    runs_twice = keras.backend.backend() != "jax"
+    assert model.layers[0].compute_dtype == ("float32" if runs_twice else "bfloat16")
+    assert (plan(model, POLICY)[-2].rule == REMAT_RULE) == runs_twice

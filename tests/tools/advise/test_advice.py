@@ -1,0 +1,590 @@
+"""`advise`: models stay as they were, the report says what was found, and the choice is that of the numbers."""
+
+import json
+import random
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras.devices.native import Device
+from mpkeras.tools.advise import advice
+from mpkeras.tools.advise.advice import AdviceReport, decide, grid_of, measured_advice, rounds_won, storage_choices
+from mpkeras.tools.advise.bench import (
+    ESTIMATE,
+    TEMPORARY,
+    Bench,
+    Cell,
+    NotTrainable,
+    estimated_output_bytes,
+    trainable_copy,
+)
+from mpkeras.tools.shared.compiled import loss_and_targets
+from mpkeras.tools.shared.report import Report
+from mpkeras.training.state import bytes_of_training
+from tests.step_modes import snapshot
+
+# What is left alone, and which loss is whose, knows no backend; on JAX the other tests measure.
+NOT_ON_JAX = pytest.mark.backends("tensorflow", "torch")
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(8, 3)).astype("float32")
+
+
+def stack():
+    return [
+        keras.layers.Dense(6, activation="relu"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5),
+        keras.layers.Dense(3, activation="softmax"),
+    ]
+
+
+class Subclassed(keras.Model):
+    def __init__(self, units=3, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.stack = [*stack()[:-1], keras.layers.Dense(units)]
+
+    def call(self, x, training=False):
+        for layer in self.stack:
+            x = layer(x, training=training) if isinstance(layer, keras.layers.Dropout) else layer(x)
+        return x
+
+    def get_config(self):
+        return {"units": self.units}
+
+
+class WithoutConfig(Subclassed):
+    def get_config(self):
+        raise NotImplementedError
+
+
+class LosesItsConfig(Subclassed):
+    """The copy has other weights than the model."""
+
+    def get_config(self):
+        return {"units": 2}
+
+
+def functional():
+    inputs = x = keras.Input((4,))
+    for layer in stack():
+        x = layer(x)
+    return keras.Model(inputs, x)
+
+
+KINDS = {
+    "functional": functional,
+    "sequential": lambda: keras.Sequential([keras.Input((4,)), *stack()]),
+    "subclassed": Subclassed,
+    "subclassed without get_config": WithoutConfig,
+    "subclassed that loses its configuration": LosesItsConfig,
+}
+
+
+def everything(model):
+    """All that advice might change, as values that compare."""
+    optimizer = model.optimizer
+    variables = [*model.variables, *optimizer.variables, *model.metrics_variables]
+    generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
+    layers = model._flatten_layers()
+    random_state = np.random.get_state()
+    content = {
+        "values": [np.array(keras.ops.convert_to_numpy(v)).tobytes() for v in variables],
+        "variables": [id(v) for v in variables],
+        "policies": [
+            (layer.name, layer.dtype_policy.name, layer.compute_dtype, "call" in vars(layer)) for layer in layers
+        ],
+        "compiled": (id(optimizer), id(model.train_function), id(model.loss), model.jit_compile),
+        "train_step": "train_step" in vars(model),
+        "optimizer": (optimizer.built, type(optimizer)),
+        "python": random.getstate(),
+        "numpy": (random_state[1].tobytes(), random_state[2]),
+        "keras": generator if generator is None else keras.ops.convert_to_numpy(generator.state).tolist(),
+        "global policy": keras.config.dtype_policy().name,
+    }
+    if keras.backend.backend() == "torch":
+        import torch
+
+        content["torch"] = torch.get_rng_state().numpy().tobytes()
+        content["grads"] = [None if v.value.grad is None else id(v.value.grad) for v in model.trainable_variables]
+    return content
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_stays_as_it_was(kind, policy):
+    model = KINDS[kind]()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    if policy is not None:
+        mpkeras.prepare(model, policy)
+    model.fit(X, Y, verbose=0)
+    before = everything(model)
+    with trainable_copy(model, X) as (trained, is_copy):
+        assert is_copy == (kind in ("functional", "sequential", "subclassed"))
+        assert (trained is model) != is_copy
+    jit = advice._present_jit(model)
+    report = measured_advice(model, X, Y, "mse", settings=(jit,), rounds=2)
+    assert everything(model) == before
+    assert all(len(cell.times_ms) in (1, 2) for cell in report.cells), [cell.failure for cell in report.cells]
+    # And it trains on as if nothing had been.
+    assert np.isfinite(model.train_on_batch(X, Y))
+
+
+@NOT_ON_JAX
+@pytest.mark.slow
+def test_a_model_that_is_not_built_is_copied_and_stays_so():
+    model = Subclassed()
+    model.compile("adam", "mse")
+    measured_advice(model, X, Y, "mse", settings=(advice._present_jit(model),), rounds=1)
+    assert not model.built and not model.optimizer.built
+
+
+@pytest.mark.slow
+def test_the_model_is_put_back_after_an_error(monkeypatch):
+    model = WithoutConfig()
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    before = everything(model)
+
+    def interrupted(self, cell, steps):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mpkeras.advise(model, X, Y, verbose=0)
+    assert everything(model) == before
+
+
+def test_a_copy_follows_the_policies_of_its_author():
+    with mpkeras.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6), keras.layers.Dense(3, dtype="float32")])
+    model.compile("adam", "mse")
+    with trainable_copy(model, X) as (trained, is_copy):
+        bench = Bench(trained, X, Y, keras.optimizers.Adam, "mse")
+        found = {}
+        for policy in ("float32", "mixed_bfloat16", "mixed_float16", "float32"):
+            bench._change_to(policy)
+            found[policy] = [layer.compute_dtype for layer in trained.layers]
+    assert is_copy
+    assert found == {
+        "float32": ["float32", "float32"],
+        "mixed_bfloat16": ["bfloat16", "float32"],
+        "mixed_float16": ["float16", "float32"],
+    }
+
+
+@pytest.mark.slow
+def test_a_whole_run(backend, capsys):
+    model = functional()
+    model.compile("adam", "mse")
+    report = mpkeras.advise(model, X, Y, budget_s=20.0)
+    assert "stage" in capsys.readouterr().out  # Keras' progress bar
+    settings = {(cell.policy, cell.jit_compile) for cell in report.cells}
+    assert {policy for policy, _ in settings} == {"float32", "mixed_bfloat16", "mixed_float16"}
+    assert {jit for _, jit in settings} == ({False} if backend == "torch" else {False, True})
+    assert isinstance(report, Report)
+    assert report.policy in ("float32", "mixed_bfloat16", "mixed_float16")
+    assert (report.policy, report.jit_compile) in settings
+    text = str(report)
+    assert ("Do not bother with 16 bits: " in text) == (not report.bother)
+    assert "Speed is against float32" in text and "A copy of the model trained on 8 examples a step" in text
+    assert "Why: " in text and "Memory is " in text
+    content = json.loads(json.dumps(report.to_dict()))
+    assert content["policy"] == report.policy and len(content["cells"]) == len(report.cells)
+    assert report.plot().axes
+
+
+def test_without_measurement_nothing_is_run():
+    model = functional()
+    report = mpkeras.advise(model, None, measure=False)
+    assert report.sureness == "not measured" and report.cells == [] and report.decision is None
+    assert "Not measured, and so not sure" in str(report)
+    assert "Step (ms)" not in str(report) and "Leave out `measure=False`" in str(report)
+    assert report.policy in (mpkeras.hardware().policy, "float32")
+    assert report.plot().axes and json.dumps(report.to_dict())
+
+
+GPU = Device("gpu", "A100", compute_capability=(8, 0))
+EPYC = Device("cpu", "CPU", instruction_sets=frozenset({"avx512_bf16"}))
+
+
+@pytest.mark.parametrize(
+    ("device", "present_jit", "expected"),
+    [
+        # XLA's compiler for CPUs widens bfloat16.
+        pytest.param(EPYC, True, False, id="under XLA a CPU gains nothing", marks=pytest.mark.backends("tensorflow")),
+        pytest.param(EPYC, False, False, id="a CPU in graph mode", marks=pytest.mark.backends("tensorflow")),
+        pytest.param(GPU, True, True, id="a GPU under XLA"),
+        pytest.param(GPU, False, False, id="a GPU without"),
+    ],
+)
+def test_the_guess_is_a_setting_in_which_16_bits_have_been_seen_to_gain(device, present_jit, expected):
+    report = AdviceReport(functional(), [], present_jit, [device])
+    assert (report.policy, report.jit_compile) == ("mixed_bfloat16", expected)
+    assert f"Try mixed_bfloat16 with jit_compile={expected}." in str(report)
+
+
+def test_the_guess_says_stay_only_of_what_the_model_has():
+    plain = Device("cpu", "CPU")
+    model = functional()
+    stays = "Do not bother with 16 bits: stay with float32 with jit_compile=False."
+    assert stays in str(AdviceReport(model, [], False, [plain]))
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert stays.replace("stay with", "use") in str(AdviceReport(model, [], False, [plain]))
+
+
+def test_failures_are_in_the_table():
+    class FloatOnly(keras.layers.Layer):
+        def call(self, x):
+            if keras.backend.standardize_dtype(x.dtype) != "float32":
+                raise NotImplementedError("float32 only")
+            return x
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), FloatOnly(), keras.layers.Dense(3)])
+    model.compile("adam", "mse")
+    report = measured_advice(model, X, Y, "mse", settings=(advice._present_jit(model),), rounds=3)
+    assert report.policy == "float32" and not report.bother
+    assert "No 16-bit policy could be measured" in str(report)
+    assert all("float32 only" in cell.failure for cell in report.cells[1:])
+    assert "raises: " in str(report)
+
+
+def test_a_loss_that_is_not_finite_is_said():
+    model = functional()
+    bench = Bench(model, X * np.inf, Y, keras.optimizers.Adam, "mse")
+    with pytest.raises(NotTrainable, match="loss not finite"):
+        bench.begin(Cell("float32", False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        pytest.param({"x": X, "y": Y, "budget_s": 0}, ValueError, "budget_s=0.*Leave it out", id="no time"),
+        pytest.param({"x": X, "y": Y, "measure": 1}, TypeError, "measure=1", id="measure"),
+        pytest.param({"x": X, "y": Y, "jit_compile": "auto"}, TypeError, "jit_compile='auto'", id="jit_compile"),
+        pytest.param({"x": X, "y": Y, "jit_compile": ()}, TypeError, "jit_compile=()", id="no setting"),
+        pytest.param({"x": [X, X[:2]], "y": Y}, ValueError, r"same number of examples.*x\[:128\]", id="not one batch"),
+        pytest.param({"x": iter([X]), "y": Y}, ValueError, "one batch", id="a generator"),
+        pytest.param({"x": X[:, :2], "y": Y}, ValueError, "none of.*train_on_batch", id="does not fit"),
+    ],
+)
+def test_bad_input(arguments, error, match):
+    model = functional()
+    model.compile("adam", "mse")
+    with pytest.raises(error, match=match):
+        mpkeras.advise(model, verbose=0, **arguments)
+
+
+def test_a_model_without_a_loss_is_refused():
+    with pytest.raises(ValueError, match="compile"):
+        mpkeras.advise(functional(), X, Y)
+    with pytest.raises(TypeError, match="keras.Model"):
+        mpkeras.advise(keras.layers.Dense(2), X, Y)
+
+
+@NOT_ON_JAX
+@pytest.mark.slow
+def test_losses_of_several_outputs_by_position():
+    inputs = keras.Input((4,))
+    outputs = [keras.layers.Dense(3, name="a")(inputs), keras.layers.Dense(3, name="b")(inputs)]
+    model = keras.Model(inputs, outputs)
+    for loss, targets in (
+        ({"a": "mse", "b": "mae"}, {"a": Y, "b": Y}),
+        (["mse", "mae"], [Y, Y]),
+    ):
+        model.compile("adam", loss)
+        found, y = loss_and_targets(model, targets)
+        assert found == {0: "mse", 1: "mae"} and y[0] is Y and y[1] is Y
+        report = measured_advice(model, X, y, found, settings=(advice._present_jit(model),), rounds=1)
+        assert report.cells[0].is_measured
+    single = keras.Model(inputs, outputs[0])
+    single.compile("adam", {"a": "mse"})
+    assert loss_and_targets(single, {"a": Y})[0] == "mse"
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_cannot_be_copied_is_named():
+    class Own(keras.optimizers.SGD):
+        def __init__(self, needed, **kwargs):
+            super().__init__(**kwargs)
+
+    model = functional()
+    model.compile(Own(1), "mse")
+    report = measured_advice(model, X, Y, "mse", settings=(advice._present_jit(model),), rounds=1)
+    assert "Measured with Adam: Own cannot be copied" in str(report)
+
+
+def test_estimated_memory_is_of_the_outputs_in_the_dtype_of_each_layer():
+    inputs = keras.Input((4,))
+    x = keras.layers.Dense(6, dtype="mixed_bfloat16")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(3, dtype="float32")(x))
+    # Eight examples of 6 numbers of 2 bytes and 3 of 4.
+    assert estimated_output_bytes(model, X) == 8 * (6 * 2 + 3 * 4)
+    assert estimated_output_bytes(Subclassed(), X) is None
+
+
+# What is chosen from given times: no step is run.
+
+
+def timed(policy, jit=False, times=(), memory=None):
+    return Cell(policy, jit, times_ms=list(times), memory_bytes=memory)
+
+
+def chosen(cells, present_jit=False, **options):
+    return decide(cells, present_jit, **options).chosen.name
+
+
+@pytest.mark.parametrize(
+    ("bfloat16_ms", "expected", "bother"),
+    [
+        pytest.param(5.0, "mixed_bfloat16, jit_compile=False", True, id="twice as fast"),
+        pytest.param(10.0 / 1.05, "mixed_bfloat16, jit_compile=False", True, id="5 % faster"),
+        pytest.param(10.0 / 1.03, "float32, jit_compile=False", False, id="3 % faster is not worth it"),
+        pytest.param(12.0, "float32, jit_compile=False", False, id="slower"),
+    ],
+)
+def test_speed_decides(bfloat16_ms, expected, bother):
+    found = decide([timed("float32", times=[10.0] * 6), timed("mixed_bfloat16", times=[bfloat16_ms] * 6)], False)
+    assert (found.chosen.name, found.bother) == (expected, bother)
+    assert found.speedup[1] == pytest.approx(10.0 / bfloat16_ms)
+    assert found.sureness() == "sure"
+
+
+@pytest.mark.parametrize(
+    ("memory", "ms", "expected"),
+    [
+        pytest.param(800, 10.0, "mixed_bfloat16", id="20 % less at the same speed"),
+        pytest.param(810, 10.0, "float32", id="19 % less is not worth it"),
+        pytest.param(500, 10.0 / 0.96, "float32", id="half of it, but 4 % slower"),
+        pytest.param(500, 10.0 / 0.98, "mixed_bfloat16", id="half of it, 2 % slower"),
+    ],
+)
+def test_memory_decides_at_nearly_the_same_speed(memory, ms, expected):
+    cells = [timed("float32", times=[10.0] * 5, memory=1000), timed("mixed_bfloat16", times=[ms] * 5, memory=memory)]
+    assert decide(cells, False).chosen.policy == expected
+    assert decide(cells, False, memory_counts=False).chosen.policy == "float32"
+
+
+def test_of_two_that_are_alike_the_one_that_asks_for_less_is_chosen():
+    times = {"float32": 20.0, "mixed_float16": 10.0, "mixed_bfloat16": 10.1}
+    cells = [timed(policy, jit, [ms] * 5) for policy, ms in times.items() for jit in (False, True)]
+    # 1 % slower, but without loss scaling, and with the setting the model has.
+    assert chosen(cells, present_jit=True) == "mixed_bfloat16, jit_compile=True"
+    assert chosen(cells, present_jit=False) == "mixed_bfloat16, jit_compile=False"
+    cells[-1].times_ms = cells[-2].times_ms = [10.3] * 5
+    assert chosen(cells, present_jit=False) == "mixed_float16, jit_compile=False"
+
+
+def test_ratios_are_of_the_same_round():
+    # A machine that is three times slower in every other round: medians over all rounds would say nothing.
+    slow = [1.0, 3.0, 1.0, 3.0, 1.0, 3.0]
+    cells = [timed("float32", times=[10.0 * s for s in slow]), timed("mixed_bfloat16", times=[8.0 * s for s in slow])]
+    found = decide(cells, False)
+    assert found.speedup == pytest.approx((1.25, 1.25, 1.25))
+    assert rounds_won(cells[1], cells[0]) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("faster_rounds", "expected"),
+    [
+        pytest.param(20, "sure", id="all"),
+        pytest.param(19, "sure", id="95 %"),
+        pytest.param(18, "fairly sure", id="90 %"),
+        pytest.param(15, "fairly sure", id="75 %"),
+        pytest.param(14, "not sure", id="70 %"),
+    ],
+)
+def test_sureness_is_the_share_of_rounds_that_agree(faster_rounds, expected):
+    times = [5.0] * faster_rounds + [11.0] * (20 - faster_rounds)
+    found = decide([timed("float32", times=[10.0] * 20), timed("mixed_bfloat16", times=times)], False)
+    assert found.bother and found.sureness() == expected
+
+
+def test_few_rounds_are_not_sure():
+    found = decide([timed("float32", times=[10.0] * 2), timed("mixed_bfloat16", times=[5.0] * 2)], False)
+    assert found.sureness() == "not sure"
+
+
+def test_failed_cells_are_left_out():
+    failed = timed("mixed_float16")
+    failed.failure = "loss not finite: inf"
+    assert chosen([timed("float32", times=[10.0]), failed]) == "float32, jit_compile=False"
+    assert chosen([failed, timed("mixed_bfloat16", times=[10.0])]) == "mixed_bfloat16, jit_compile=False"
+    assert decide([failed], False) is None
+
+
+def test_the_grid_begins_with_what_suits():
+    names = [cell.name for cell in grid_of((True, False), "mixed_float16")]
+    assert names == [
+        "float32, jit_compile=True",
+        "mixed_float16, jit_compile=True",
+        "float32, jit_compile=False",
+        "mixed_float16, jit_compile=False",
+        "mixed_bfloat16, jit_compile=True",
+        "mixed_bfloat16, jit_compile=False",
+    ]
+
+
+# What training would keep, by the dtypes of weights and slots: counted by hand, and as it then is.
+
+CPU = Device("cpu", "CPU")
+
+
+def classifier():
+    """Of 362 parameters 216 are in a layer that follows "bfloat16", the others stay in float32; 48 are statistics."""
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(24),  # 8 * 24 + 24 = 216
+            keras.layers.BatchNormalization(),  # 48 trained, 48 not
+            keras.layers.Dense(2, activation="softmax"),  # 24 * 2 + 2 = 50
+        ]
+    )
+
+
+def dense(between=()):
+    """1000 parameters follow "bfloat16", 100 make the outputs and stay in float32."""
+    hidden, head = (keras.layers.Dense(units, use_bias=False) for units in (50, 2))
+    return keras.Sequential([keras.Input((20,)), hidden, *between, head])
+
+
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "not built"])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "expected"),
+    [
+        # 1000 parameters with two moments: 12, 8 and 6 bytes each; 100 of 12, 8 and 12.
+        pytest.param(dense, keras.optimizers.Adam, [(13200, 4400), (8800, 4400), (7200, 2400)], id="Adam"),
+        pytest.param(dense, keras.optimizers.SGD, [(4400, 4400), (4400, 4400), (2400, 2400)], id="no slots"),
+        pytest.param(
+            dense,
+            lambda: keras.optimizers.Adam(use_ema=True),
+            # Four bytes more for each of 1100.
+            [(17600, 4400), (13200, 4400), (11600, 2400)],
+            id="averages of the weights stay float32",
+        ),
+        pytest.param(
+            # 20 * 50 + 50 * 10, and 10 * 2 in float32
+            lambda: dense(between=[keras.layers.Dense(10, use_bias=False)]),
+            keras.optimizers.Adam,
+            [(1520 * 12, 6080), (1520 * 8, 6080), (1500 * 6 + 20 * 12, 3000 + 80)],
+            id="two layers",
+        ),
+        pytest.param(
+            classifier,
+            keras.optimizers.Adam,
+            # 362 * 4 + 2 * 314 * 4; the same with 2 * 314 * 2; of 216 in bfloat16 with their slots and 98 + 48 not.
+            [(3960, 1256), (2704, 1256), (216 * 6 + 98 * 12 + 48 * 4, 216 * 2 + 98 * 4)],
+            id="layers that stay float32",
+        ),
+    ],
+)
+def test_bytes_by_hand(model, optimizer, expected, is_built):
+    model, optimizer = model(), optimizer()
+    if is_built:
+        optimizer.build(model.trainable_variables)
+    found = storage_choices(model, optimizer)
+    assert [way.name for way in found] == ["float32", "bfloat16 slots", "bfloat16 weights and slots"]
+    assert [(way.state_bytes, way.gradient_bytes) for way in found] == expected
+    assert optimizer.built == is_built
+
+
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [
+        (0, "mixed_bfloat16"),
+        (1, mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")),
+        (2, "bfloat16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("before", [None, "bfloat16", "mixed_float16"])
+def test_what_is_told_is_what_is_kept(before, way, policy):
+    model = classifier()
+    model.compile(keras.optimizers.Nadam(), "mse")
+    if before is not None:
+        mpkeras.prepare(model, before)
+    state = snapshot(model.weights), [weight.dtype for weight in model.weights]
+    told = storage_choices(model, model.optimizer)[way]
+    assert (snapshot(model.weights), [weight.dtype for weight in model.weights]) == state
+    mpkeras.prepare(model, policy)
+    model.optimizer.build(model.trainable_variables)
+    held = {group: sum(sums.values()) for group, sums in bytes_of_training(model, model.optimizer).items()}
+    assert (told.state_bytes, told.gradient_bytes) == (held["weights"] + held["slots"], held["gradients"])
+
+
+def test_parts_of_frozen_weights_are_counted_as_weights_alone():
+    model = classifier()
+    model.layers[0].trainable = False
+    found = storage_choices(model, keras.optimizers.Adam())
+    # 362 weights and two slots for 98; in bfloat16 the 216 frozen ones, and no slot.
+    assert [way.state_bytes for way in found] == [362 * 4 + 98 * 8, 362 * 4 + 98 * 4, 216 * 2 + 146 * 4 + 98 * 8]
+
+
+def advised(optimizer=None, cells=(), memory_kind=None, file=None, model=dense):
+    model = model()
+    if optimizer is not None:
+        model.compile(optimizer, "mse")
+    return AdviceReport(model, cells, False, [CPU], memory_kind=memory_kind, file=file)
+
+
+def test_the_report_names_the_ways():
+    text = str(advised(keras.optimizers.Adam()))
+    assert (
+        # 13200, 8800 and 7200 bytes of 1100 parameters.
+        "Weights and optimizer state, with Adam: 12.9 KiB (12.0 bytes a parameter) in float32, 8.6 KiB (8.0 bytes a "
+        'parameter) with `slot_dtype="bfloat16"`, 7.0 KiB (6.5 bytes a parameter) under "bfloat16".'
+    ) in text
+    assert 'short: `mpkeras.prepare(model, mpkeras.Policy("float32", slot_dtype="bfloat16"))`' in text
+    assert '`mpkeras.prepare(model, "bfloat16")` the weights as well' in text
+    # There is no slot to store.
+    text = str(advised(keras.optimizers.SGD()))
+    assert 'short: `mpkeras.prepare(model, "bfloat16")` stores weights' in text and "Policy(" not in text
+    assert "short: `mpkeras run --policy bfloat16 SCRIPT`" in str(advised(keras.optimizers.Adam(), file="m.keras"))
+
+
+@pytest.mark.parametrize(
+    ("step_bytes", "kind", "named"),
+    [
+        # bfloat16 saves 6000 bytes of 13200 and what the step needs.
+        pytest.param(16800, TEMPORARY, True, id="a fifth"),
+        pytest.param(17200, TEMPORARY, False, id="less"),
+        pytest.param(17200, ESTIMATE, True, id="an estimate decides nothing"),
+    ],
+)
+def test_it_is_a_choice_where_the_state_is_much_of_the_memory(step_bytes, kind, named):
+    cell = Cell("float32", False)
+    cell.times_ms, cell.memory_bytes = [1.0, 1.0, 1.0], step_bytes
+    text = str(advised(keras.optimizers.Adam(), [cell], kind))
+    assert ("Where memory is what is short" in text) == named
+    assert ("Small state would save 20% of the memory at most" in text) == (not named)
+
+
+def test_what_is_not_known_is_not_told():
+    class Own(keras.optimizers.SGD):
+        def __init__(self, needed, **kwargs):
+            super().__init__(**kwargs)
+
+    not_built = keras.Sequential([keras.layers.Dense(2)])
+    reports = [advised(), advised(Own(1)), advised(keras.optimizers.Adam(), model=lambda: not_built)]
+    assert all(report.storage == [] and "optimizer state" not in str(report) for report in reports)
+
+
+@pytest.mark.slow
+def test_advise_counts_with_the_optimizer_of_the_model():
+    model = dense()
+    model.compile(keras.optimizers.Adadelta(), "mse")
+    report = mpkeras.advise(model, None, measure=False)
+    assert report.to_dict()["storage"][2] == {
+        "name": "bfloat16 weights and slots",
+        "state_bytes": 7200,
+        "gradient_bytes": 2400,
+    }
+    assert "with Adadelta: 12.9 KiB" in str(report) and not model.optimizer.built
+    x, y = np.ones((8, 20), "float32"), np.ones((8, 2), "float32")
+    measured = mpkeras.advise(model, x, y, verbose=0, jit_compile=False, budget_s=5.0)
+    assert measured.storage == report.storage and not model.optimizer.built

@@ -1,0 +1,200 @@
+"""`ResourceMonitor`: what it puts into the logs of `fit`, and who sees it."""
+
+import contextlib
+import csv
+import math
+
+import keras
+import numpy as np
+import pytest
+
+import mpkeras
+from mpkeras.callbacks import MixedPrecision, ResourceMonitor
+from mpkeras.tools.advise import resource_monitor
+from mpkeras.tools.advise.resource_monitor import process_peak_bytes
+
+X = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
+Y = np.zeros((20, 2), "float32")
+NAMES = {"step_time_ms", "state_bytes", "peak_bytes"}
+# Up to Keras 3.15 `fit` traces the step on TensorFlow for batches of any length; from 3.16 on for the batch at hand.
+IS_OLD = tuple(int(part) for part in keras.__version__.split(".")[:2]) < (3, 16)
+BATCH_IS_SEEN = keras.backend.backend() != "tensorflow" or not IS_OLD
+
+
+def compiled(**options):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+    model.compile("sgd", "mse", **{"metrics": ["mae"], **options})
+    return model
+
+
+class Clock:
+    """Stands for `time.perf_counter`, and moves when told."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(resource_monitor.time, "perf_counter", lambda: self.now)
+
+
+def epoch(monitor, clock, seconds, *, number=0, together=1, validation=0.0):
+    """One epoch of executions that take so many seconds each; returns its logs."""
+    monitor.on_epoch_begin(number)
+    for i, duration in enumerate(seconds):
+        monitor.on_train_batch_begin(i * together)
+        clock.now += duration
+        monitor.on_train_batch_end((i + 1) * together - 1)
+    if validation:
+        monitor.on_test_begin()
+        clock.now += validation
+    logs = {}
+    monitor.on_epoch_end(number, logs)
+    return logs
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def started(steps=None, **options):
+    monitor = ResourceMonitor(**options)
+    model = compiled()
+    monitor.set_model(model)
+    monitor.set_params({"epochs": 2, "steps": steps, "verbose": 0})
+    monitor.on_train_begin()
+    return monitor
+
+
+def test_the_first_batch_compiles_and_is_left_out(clock):
+    monitor = started()
+    assert epoch(monitor, clock, [30.0, 2.0, 4.0])["step_time_ms"] == pytest.approx(3000.0)
+    # From the second epoch on all of them count.
+    assert epoch(monitor, clock, [3.0, 2.0, 4.0], number=1)["step_time_ms"] == pytest.approx(3000.0)
+
+
+def test_the_last_batch_of_the_first_epoch_is_left_out_where_it_is_known(clock):
+    monitor = started(steps=4)
+    assert epoch(monitor, clock, [30.0, 2.0, 4.0, 20.0])["step_time_ms"] == pytest.approx(3000.0)
+    assert epoch(monitor, clock, [1.0, 2.0, 4.0, 1.0], number=1)["step_time_ms"] == pytest.approx(2000.0)
+
+
+def test_validation_is_not_counted(clock):
+    monitor = started()
+    assert epoch(monitor, clock, [9.0, 2.0, 2.0], validation=50.0)["step_time_ms"] == pytest.approx(2000.0)
+
+
+def test_batches_of_one_execution_share_its_time(clock):
+    monitor = started()
+    logs = epoch(monitor, clock, [30.0, 8.0, 8.0], together=4)
+    assert logs["step_time_ms"] == pytest.approx(2000.0)
+
+
+def test_an_epoch_of_one_batch(clock):
+    monitor = started(batch_size=16)
+    logs = epoch(monitor, clock, [30.0])
+    assert math.isnan(logs["step_time_ms"]) and math.isnan(logs["examples_per_s"])
+    assert epoch(monitor, clock, [2.0], number=1)["step_time_ms"] == pytest.approx(2000.0)
+
+
+def test_two_known_batches(clock):
+    monitor = started(steps=2)
+    assert epoch(monitor, clock, [30.0, 2.0])["step_time_ms"] == pytest.approx(2000.0)
+
+
+def test_examples_are_those_of_a_full_batch(clock):
+    monitor = started(batch_size=16)
+    assert epoch(monitor, clock, [9.0, 2.0, 2.0])["examples_per_s"] == pytest.approx(8.0)
+
+
+def test_without_a_batch_size_nothing_is_guessed(clock):
+    assert set(epoch(started(), clock, [9.0, 2.0])) == NAMES
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.5, True, "32"])
+def test_bad_batch_size(batch_size):
+    with pytest.raises(ValueError, match="whole number of at least 1.*leave it out"):
+        ResourceMonitor(batch_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("monitor_first", [True, False])
+def test_history_and_csv_beside_the_loss_scale(monitor_first, tmp_path, capsys):
+    path = tmp_path / "log.csv"
+    callbacks = [MixedPrecision("mixed_float16"), ResourceMonitor()]
+    callbacks = (callbacks[::-1] if monitor_first else callbacks) + [keras.callbacks.CSVLogger(path)]
+    model = compiled()
+    history = model.fit(X, Y, batch_size=8, epochs=2, callbacks=callbacks, validation_data=(X, Y), verbose=2).history
+    expected = {"loss", "mae", "val_loss", "val_mae", "loss_scale", "skipped_steps"} | NAMES
+    if BATCH_IS_SEEN:
+        # Three batches of 8, 8 and 4: the guarded step has seen the larger.
+        expected |= {"examples_per_s"}
+        times, rates = history["step_time_ms"], history["examples_per_s"]
+        assert rates == pytest.approx([8e3 / milliseconds for milliseconds in times])
+    assert set(history) == expected
+    assert all(value > 0 for name in NAMES for value in history[name])
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    assert [float(row["step_time_ms"]) for row in rows] == history["step_time_ms"]
+    assert [int(row["peak_bytes"]) for row in rows] == history["peak_bytes"]
+    shown = capsys.readouterr().out
+    assert "step_time_ms: " in shown and "peak_bytes: " in shown and "loss_scale: " in shown
+
+
+def test_history_has_them_wherever_the_callback_stands(tmp_path):
+    callbacks = [keras.callbacks.CSVLogger(tmp_path / "log.csv"), ResourceMonitor(4)]
+    history = compiled().fit(X, Y, batch_size=4, callbacks=callbacks, verbose=0).history
+    assert set(history) == {"loss", "mae", "examples_per_s"} | NAMES
+
+
+@pytest.mark.parametrize("options", [{"jit_compile": True}, {"steps_per_execution": 3}, {"run_eagerly": True}])
+def test_modes_of_fit(options, backend):
+    if backend == "torch" and "run_eagerly" not in options:
+        pytest.skip("Keras refuses steps_per_execution on torch, and its layers take torch.compile minutes")
+    model = compiled(**options)
+    history = model.fit(X, Y, batch_size=2, epochs=2, callbacks=[ResourceMonitor(2)], verbose=0).history
+    assert all(0 < value < 1e5 for value in history["step_time_ms"])
+
+
+def test_a_generator_of_unknown_length():
+    def batches():
+        for _ in range(3):
+            yield X[:5], Y[:5]
+
+    # Keras 3.16 has nothing to say of it.
+    with pytest.warns(UserWarning, match="ran out of data") if IS_OLD else contextlib.nullcontext():
+        history = compiled().fit(batches(), shuffle=False, callbacks=[ResourceMonitor()], verbose=0).history
+    assert set(history) == {"loss", "mae"} | NAMES
+
+
+def test_keras_goes_on_handing_out_batches_in_its_own_threads():
+    """Or it would wait for the device after every batch."""
+    with_monitor = keras.callbacks.CallbackList([ResourceMonitor()], model=compiled(), steps=1, epochs=1, verbose=0)
+    without = keras.callbacks.CallbackList([], model=compiled(), steps=1, epochs=1, verbose=0)
+    assert with_monitor._async_train == without._async_train
+
+
+@pytest.mark.backends("tensorflow")
+def test_tensorboard_finds_all_of_them(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    callbacks = [MixedPrecision("mixed_float16"), ResourceMonitor(4), keras.callbacks.TensorBoard(tmp_path)]
+    compiled().fit(X, Y, batch_size=4, epochs=2, callbacks=callbacks, verbose=0)
+    events = accumulator.EventAccumulator(str(tmp_path / "train"))
+    events.Reload()
+    names = {"loss", "mae", "loss_scale", "skipped_steps", "examples_per_s"} | NAMES
+    assert {f"epoch_{name}" for name in names} <= set(events.Tags()["tensors"])
+    assert len(events.Tensors("epoch_step_time_ms")) == 2
+
+
+def test_peak_of_the_process_is_in_bytes():
+    # More than Python with Keras takes in any case, and less than a machine has.
+    assert 5e7 < process_peak_bytes() < 1e13
+
+
+def test_the_guard_sees_the_larger_batch():
+    from mpkeras.training.guard import seen_batch_size
+
+    model = compiled()
+    assert seen_batch_size(model) is None
+    mpkeras.prepare(model, "mixed_bfloat16")
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert seen_batch_size(model) == (8 if BATCH_IS_SEEN else None)

@@ -1,0 +1,722 @@
+"""`audit`: the table, the sums, and a finding for each thing that goes wrong in 16 bits."""
+
+import io
+import json
+import logging
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.conversion.plan import layers_of
+from mpkeras.devices.native import Device
+from mpkeras.tools.audit.findings import Finding, in_order
+from mpkeras.tools.shared.report import bytes_text, listed, percent
+
+A100 = Device("gpu", "A100", compute_capability=(8, 0))
+V100 = Device("gpu", "V100", compute_capability=(7, 0))
+P100 = Device("gpu", "P100", compute_capability=(6, 0))
+CPU = Device("cpu", "CPU")
+X = np.ones((2, 8), "float32")
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch):
+    """A device on which all 16-bit dtypes pay, unless a test says otherwise."""
+    here = [A100]
+    monkeypatch.setattr("mpkeras.tools.audit.audit.native.probe", lambda backend: here)
+    return here
+
+
+def image_model():
+    return keras.Sequential(
+        [
+            keras.Input((10, 10, 3)),
+            layers.Rescaling(1 / 255),
+            layers.Conv2D(16, 3, activation="relu", name="conv"),
+            layers.BatchNormalization(name="norm"),
+            layers.Flatten(),
+            layers.Dense(24, activation="softmax", name="head"),
+        ],
+        name="images",
+    )
+
+
+def set_policies(model, policy, names=None):
+    """Gives layers a stock policy as users of plain Keras do."""
+    for layer in layers_of(model):
+        if names is None or layer.name in names:
+            layer.dtype_policy = keras.DTypePolicy(policy)
+    return model
+
+
+def row(report, name):
+    (found,) = [row for row in report.layers if row.layer.name == name]
+    return found
+
+
+def found(report, severity, text=""):
+    return [finding for finding in report.findings if finding.severity == severity and text in str(finding)]
+
+
+def test_the_rows_and_sums_of_a_converted_model(backend):
+    report = mpkeras.audit(mpkeras.apply_policy(image_model(), "mixed_bfloat16"))
+    conv, norm, head = (row(report, name) for name in ("conv", "norm", "head"))
+    conv_flops, head_flops = 2 * 8 * 64 * 16 * 27, 2 * 8 * (64 * 16) * 24
+    assert (conv.compute_dtype, conv.weight_bytes, conv.parameters) == ("bfloat16", {"float32": 4 * 448}, 27 * 16 + 16)
+    assert conv.flops == {"bfloat16": conv_flops}
+    assert (norm.compute_dtype, norm.flops, norm.parameters) == ("float32", {}, 4 * 16)
+    assert (head.compute_dtype, head.flops) == ("float32", {"float32": head_flops})
+    assert report.flops == {"bfloat16": conv_flops, "float32": head_flops}
+    (finding,) = report.findings
+    assert finding.severity == "note" and finding.layer.endswith("head") and 'the rule "outputs"' in finding.remedy
+    assert finding.what == "It makes outputs of the model, and stays in float32: 24,600 parameters, 47 % of all FLOPs."
+    lines = str(report).splitlines()
+    assert lines[0] == f"Audit of 'images' on the {backend} backend"
+    (line,) = [line.split() for line in lines if line.strip().startswith(("images/head", "head"))]
+    assert line[1:] == ["Dense", "float32", "float32", "24,600", "47", "%", "0.0", "%"]
+    assert "835,584 FLOPs in a forward pass on inputs (8, 10, 10, 3), 53 % in 16 bits." in lines
+    assert "Findings: 1 note" in lines
+
+
+class Calling(keras.Model):
+    """Which of its layers makes the outputs, only its call tells."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = parts
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("is_called", [True, False], ids=["called since", "not called since"])
+def test_a_head_that_a_call_has_told_is_there_by_the_rule_for_outputs(is_called):
+    model = Calling(layers.Dense(32), layers.Dense(16, name="end"))
+    model(X)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    if is_called:
+        model(X)
+    report = mpkeras.audit(model, X)
+    assert (row(report, "end").compute_dtype, row(report, "end").rule) == ("float32", "outputs")
+    # 8 * 32 products in 16 bits, 32 * 16 in float32.
+    assert report.half_share == pytest.approx(1 / 3)
+    assert report.findings == []
+
+
+def test_large_products_in_float32_are_named_with_a_remedy_that_holds(monkeypatch):
+    def audited(*parts):
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(72, name="first"), *parts])
+        return mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16")).findings
+
+    # 72 * 64 + 64 parameters.
+    (gate,) = audited(layers.Dense(64, "sigmoid", name="gate"), layers.Dense(8))
+    assert gate.what.startswith("Its activation keeps all of it in float32: 4,672 parameters")
+    assert "a layer of its own" in gate.remedy and "from_logits" not in gate.remedy
+    (end,) = audited(layers.Dense(64, name="end"))
+    assert end.what == "It makes outputs of the model, and stays in float32: 4,672 parameters, 50 % of all FLOPs."
+    assert '"outputs"' in end.remedy
+    monkeypatch.setattr("mpkeras.policies.heads._LARGE", 4672)
+    (end,) = audited(layers.Dense(64, "softmax", name="end"))
+    assert end.what.startswith("Its activation keeps all of it") and "from_logits=True" in end.remedy
+    sums = audited(layers.Dense(64, name="end"))
+    if keras.backend.backend() == "jax":
+        assert sums == []
+    else:
+        (end,) = sums
+        assert (end.severity, "sums in float32" in end.what, "jit_compile=True" in end.remedy) == ("note", True, True)
+
+
+def test_the_report_as_json_and_as_a_figure():
+    pytest.importorskip("matplotlib")
+    report = mpkeras.audit(mpkeras.apply_policy(image_model(), "mixed_bfloat16"))
+    saved = json.loads(json.dumps(report.to_dict()))
+    assert saved["half_share"] == pytest.approx(442368 / 835584) and saved["input_shapes"] == [[8, 10, 10, 3]]
+    (conv,) = [layer for layer in saved["layers"] if layer["path"].endswith("conv")]
+    assert conv["class_name"] == "Conv2D" and conv["flops"] == {"bfloat16": 442368}
+    (axes,) = report.plot().axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [row(report, n).path for n in ("conv", "head")]
+    widths = [patch.get_width() for patch in axes.patches]
+    assert widths == pytest.approx([100 * 442368 / 835584, 100 * 393216 / 835584])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bfloat16", "float32"]
+
+
+class Noisy(layers.Layer):
+    """State, random numbers and a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def build(self, input_shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.count.assign_add(1.0)
+        self.add_loss(ops.mean(x))
+        return x + keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seed_generator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_the_model_stays_exactly_as_it_was(policy):
+    inputs = keras.Input((4,))
+    x = layers.BatchNormalization()(layers.Dense(8, activity_regularizer="l2")(inputs))
+    x = Noisy()(layers.Dropout(0.5, seed=1)(x))
+    model = keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
+    model.compile(mpkeras.LossScaleOptimizer("adam"), "categorical_crossentropy", metrics=["accuracy"])
+    model.fit(np.ones((8, 4), "float32"), np.ones((8, 3), "float32"), verbose=0)
+    if policy is not None:
+        mpkeras.apply_policy(model, policy)
+
+    def picture():
+        every = layers_of(model)
+        variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+        return (
+            model.get_config(),
+            [ops.convert_to_numpy(variable.value) for variable in variables],
+            [{name: id(value) for name, value in vars(layer).items()} for layer in every],
+            [(layer.dtype_policy, layer.losses and len(layer.losses)) for layer in every],
+            [(tensor.dtype, tensor.shape) for tensor in model.outputs],
+        )
+
+    before = picture()
+    mpkeras.audit(model)
+    after = picture()
+    for old, new in zip(before[1], after[1], strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert before[0] == after[0] and before[2:] == after[2:]
+
+
+def test_a_model_in_float32_gets_one_note(devices):
+    report = mpkeras.audit(image_model())
+    assert [finding.severity for finding in report.findings] == ["note"]
+    assert "mixed_bfloat16 suits it (A100" in report.findings[0].what and report.half_share == 0.0
+    devices[:] = [P100]
+    (finding,) = mpkeras.audit(image_model()).findings
+    assert "do not bother (P100 (compute capability 6.0) is older than 7.0" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("device", "policy", "expected"),
+    [
+        pytest.param(A100, "mixed_float16", None, id="float16 pays"),
+        pytest.param(V100, "mixed_float16", None, id="float16 pays on an older one"),
+        pytest.param(V100, "mixed_bfloat16", "bfloat16 is not native on this device", id="no bfloat16"),
+        pytest.param(P100, "mixed_float16", "float16 will not pay on this device, do not bother", id="too old"),
+        pytest.param(CPU, "mixed_float16", "float16 will not pay on this device, do not bother", id="a plain CPU"),
+    ],
+)
+def test_p2_says_do_not_bother_where_that_is_so(devices, device, policy, expected):
+    devices[:] = [device]
+    model = mpkeras.apply_policy(keras.Sequential([keras.Input((8,)), layers.Dense(8)]), policy)
+    warned = [finding.what for finding in found(mpkeras.audit(model), "warning", "this device")]
+    assert len(warned) == (expected is not None) and all(expected in what for what in warned)
+
+
+def test_p2_an_accelerator_hides_the_cpu(devices):
+    devices[:] = [CPU, A100]
+    model = mpkeras.apply_policy(keras.Sequential([keras.Input((8,)), layers.Dense(8)]), "mixed_bfloat16")
+    assert mpkeras.audit(model).findings == []
+
+
+def test_p2_sizes_that_are_no_multiple_of_8():
+    model = keras.Sequential(
+        [
+            keras.Input((16,)),
+            layers.Dense(30, name="odd"),
+            layers.Dense(32, name="even"),
+            layers.Dense(1, name="tiny"),
+            layers.Dense(9, name="end"),
+        ]
+    )
+    report = mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16"))
+    # 480 + 960 + 32 + 9 products; the third layer has 2 % of them. What makes the outputs is in float32.
+    assert [(finding.layer, finding.what.split(":")[0]) for finding in report.findings] == [
+        (row(report, "odd").path, "`units` is 30, no multiple of 8, 32 % of all FLOPs"),
+        (row(report, "tiny").path, "`units` is 1, no multiple of 8, 2.2 % of all FLOPs"),
+    ]
+    assert "`units=32`" in report.findings[0].remedy
+    assert not found(mpkeras.audit(mpkeras.apply_policy(model, "float32")), "note", "multiple of 8")
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_p2_the_size_of_attention_heads(backend):
+    inputs = keras.Input((5, 16))
+    x = layers.MultiHeadAttention(2, 12, name="attention")(inputs, inputs)
+    model = keras.Model(inputs, layers.Dense(16)(x))
+    report = mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16"))
+    # 2 heads of 12: scores and values 2 * 2 * 25 * 12 products, four projections of 5 * 16 * 24, the head 5 * 16 * 16.
+    assert [finding.what[:39] for finding in report.findings] == ["`key_dim` is 12, no multiple of 8, 12 %"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_p26_variables_in_16_bits_are_listed(dtype):
+    keras.config.set_dtype_policy(dtype)
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8, name="moves"), layers.Dense(8, name="frozen")])
+    model.get_layer("frozen").trainable = False
+    (finding,) = found(mpkeras.audit(model), "error" if dtype == "float16" else "warning", "variables")
+    assert finding.layer == model.get_layer("moves").path and f"kernel, bias are {dtype}" in finding.what
+    assert "float32_variables=True" in finding.remedy
+    report = mpkeras.audit(mpkeras.apply_policy(model, f"mixed_{dtype}", float32_variables=True))
+    assert not found(report, "error") and not found(report, "warning", "variables")
+
+
+def test_p26_statistics_count_as_moving():
+    keras.config.set_dtype_policy("float16")
+    model = keras.Sequential([keras.Input((8,)), layers.BatchNormalization(center=False, scale=False, name="norm")])
+    (finding,) = found(mpkeras.audit(model), "error", "variables")
+    assert "moving_mean, moving_variance are float16" in finding.what
+
+
+def test_p29_lora_weights_and_optimizer_state_in_16_bits():
+    keras.config.set_dtype_policy("bfloat16")
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8, name="adapted")])
+    layer = model.get_layer("adapted")
+    layer.enable_lora(2)
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    report = mpkeras.audit(model)
+    lora = [v.name for v in layer.trainable_variables if "lora" in v.name and v.dtype == "bfloat16"]
+    (finding,) = found(report, "warning", "Updates smaller")
+    assert all(name in finding.what for name in lora) and "kernel" not in finding.what.replace("lora_kernel", "")
+    (finding,) = found(report, "warning", "The optimizer keeps")
+    assert "momentum" in finding.what
+
+
+class TestLossScaling:
+    """P18."""
+
+    def model(self, optimizer, policy="mixed_float16"):
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(8, dtype=policy), layers.Dense(8, dtype="float32")])
+        model.compile(optimizer, "mse")
+        return model
+
+    @pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
+    def test_float16_without_it_is_an_error(self, policy):
+        (finding,) = found(mpkeras.audit(self.model("adam", policy)), "error", "optimizer")
+        assert "(Adam) scales no loss" in finding.what and "mpkeras.prepare" in finding.remedy
+
+    def test_that_of_keras_gets_a_note(self):
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+        (finding,) = found(mpkeras.audit(self.model(optimizer)), "note", "LossScaleOptimizer")
+        assert "no `min_scale`" in finding.what
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            pytest.param(lambda: mpkeras.LossScaleOptimizer("adam"), id="ours"),
+            pytest.param(lambda: keras.optimizers.Adam(loss_scale_factor=1024.0), id="fixed"),
+        ],
+    )
+    def test_scaled_is_fine(self, optimizer):
+        report = mpkeras.audit(self.model(optimizer()))
+        assert not found(report, "error") and not found(report, "note", "LossScale")
+
+    def test_bfloat16_needs_none(self):
+        assert not found(mpkeras.audit(self.model("adam", "mixed_bfloat16")), "error")
+
+
+class TestHeads:
+    """P4: layers that the default rules keep in float32."""
+
+    def test_a_probability_head_in_16_bits_is_a_warning_and_a_gate_a_note(self):
+        inputs = keras.Input((8,))
+        gate = layers.Dense(8, activation="sigmoid", name="gate")(inputs)
+        x = layers.Multiply()([inputs, gate])
+        model = keras.Model(inputs, [layers.Dense(8, activation="softmax", name="head")(x), layers.Softmax()(x)])
+        report = mpkeras.audit(set_policies(model, "mixed_float16"))
+        texts = [str(finding) for finding in report.findings if "default rule" in finding.what]
+        assert [text.split(":")[0] for text in texts] == ["warning", "warning", "note"]
+        assert "'activation:softmax' keeps in float32: through the crossentropy, logits [15, 0]" in texts[0]
+        assert "gate" in texts[2] and "logit 10" in texts[2]
+        mpkeras.apply_policy(model, "mixed_float16")
+        assert not [f for f in mpkeras.audit(model).findings if "default rule '" in f.what]
+
+    def test_heads_in_a_nested_model_end_the_outer_one(self):
+        inner = keras.Sequential([keras.Input((8,)), layers.Dense(8, activation="sigmoid", name="head")])
+        inputs = keras.Input((8,))
+        model = set_policies(keras.Model(inputs, inner(inputs)), "mixed_bfloat16")
+        assert found(mpkeras.audit(model), "warning", "activation:sigmoid")
+
+    def test_normalization_in_16_bits(self):
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(8), layers.BatchNormalization(name="norm")])
+        (finding,) = found(mpkeras.audit(set_policies(model, "mixed_float16")), "warning", "default rule")
+        assert "'BatchNormalization'" in finding.what and "NaN in float16" in finding.what
+
+
+class TestIslands:
+    """P36, P2: float32 layers among 16-bit ones."""
+
+    def test_a_frozen_float32_layer_is_named_with_its_cost(self):
+        model = keras.Sequential(
+            [keras.Input((8,)), layers.Dense(16), layers.Dense(24, name="frozen", dtype="float32"), layers.Dense(8)]
+        )
+        mpkeras.apply_policy(set_policies(model, "mixed_bfloat16", {model.layers[0].name}), "mixed_bfloat16")
+        model.layers[2].dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+        report = mpkeras.audit(model)
+        (finding,) = found(report, "warning", "no default rule")
+        assert finding.layer == row(report, "frozen").path
+        # 8 * 16 + 16 * 24 + 24 * 8 = 704 products, 384 of them here; 408 weights and 192 outputs.
+        assert "55 % of all FLOPs, 1.6 KiB of weights and 768 bytes of outputs" in finding.what
+
+    @pytest.mark.backends("tensorflow")
+    @pytest.mark.parametrize("mode", ["int8", "float8"])
+    def test_quantized_ones_get_a_remedy_that_helps(self, mode):
+        def quantized(policy):
+            model = keras.Sequential([keras.Input((16,)), layers.Dense(32, name="first"), layers.Dense(8)])
+            mpkeras.apply_policy(model, policy)
+            for layer in model.layers:
+                layer.quantize(mode)
+            return mpkeras.apply_policy(model, "mixed_bfloat16")
+
+        # 16 * 32 of 16 * 32 + 32 * 8 products.
+        (finding,) = found(mpkeras.audit(quantized("float32")), "warning", "67 % of all FLOPs")
+        assert "It is quantized" in finding.remedy
+        assert 'quantize the model after `apply_policy(model, "mixed_bfloat16")`' in finding.remedy
+        assert not found(mpkeras.audit(quantized("mixed_bfloat16")), "warning", "no default rule")
+
+    def test_cheap_ones_share_a_note_and_rules_have_their_reason(self):
+        inputs = keras.Input((8,))
+        x = layers.Activation("relu", name="first", dtype="float32")(layers.Dense(64)(inputs))
+        x = layers.BatchNormalization(name="norm", dtype="float32")(x)
+        x = layers.Reshape((64,), name="second", dtype="float32")(layers.Dense(64)(x))
+        model = keras.Model(inputs, layers.Dense(8, dtype="float32", activation="softmax")(x))
+        set_policies(model, "mixed_bfloat16", {layer.name for layer in model.layers if "dense" in layer.name} - {"x"})
+        model.layers[-1].dtype_policy = keras.DTypePolicy("float32")
+        (finding,) = found(mpkeras.audit(model), "note", "no default rule")
+        assert "first (Activation), second (Reshape)" in finding.what and "norm" not in finding.what
+
+    def test_a_layer_that_multiplies_in_float32_whatever_its_policy(self):
+        class Projection(layers.Layer):
+            def build(self, input_shape):
+                self.kernel = self.add_weight(shape=(input_shape[-1], 8), autocast=False)
+
+            def call(self, x):
+                return ops.cast(ops.cast(x, "float32") @ self.kernel.value, self.compute_dtype)
+
+        model = keras.Sequential([keras.Input((8,)), Projection(name="mine"), layers.Dense(8)])
+        report = mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16"))
+        (finding,) = found(report, "warning", "yet their products are in float32")
+        assert "mine (Projection), 50 % of all FLOPs" in finding.what and finding.layer.endswith("mine")
+
+    def test_a_product_between_layers_is_in_the_dtype_of_its_operands(self):
+        inputs = keras.Input((4, 8))
+        products = ops.matmul(inputs, ops.transpose(inputs, (0, 2, 1)))
+        model = keras.Model(inputs, layers.Dense(8)(products), name="gram")
+        report = mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16"))
+        # 4 * 8 * 4 products in float32, and as many after them.
+        (finding,) = found(report, "warning", "products are in float32")
+        assert "operations between the layers of gram (Functional), 50 % of all FLOPs" in finding.what
+
+    @pytest.mark.backends("tensorflow")
+    def test_a_saved_model_from_elsewhere_keeps_its_dtypes(self, tmp_path):
+        inner = keras.Sequential([keras.Input((8,)), layers.Dense(64)])
+        inner.export(tmp_path / "saved", verbose=False)
+        inputs = keras.Input((8,))
+        frozen = layers.TFSMLayer(str(tmp_path / "saved"), call_endpoint="serve", name="elsewhere", dtype="float32")
+        model = keras.Model(inputs, layers.Dense(8, dtype="mixed_bfloat16")(frozen(inputs)))
+        report = mpkeras.audit(model)
+        (finding,) = found(report, "warning", "no default rule")
+        assert "elsewhere" in finding.layer and "50 % of all FLOPs" in finding.what
+        assert "make that anew in 16 bits" in finding.remedy
+
+
+class Attribute(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.scales = ops.convert_to_tensor(np.full(8, 2.0, "float32"))
+
+    def call(self, x):
+        return ops.multiply(x, self.scales)
+
+
+class Model(keras.Model):
+    def __init__(self, layer):
+        super().__init__()
+        self.before = layers.Dense(8)
+        self.mine = layer
+        self.after = layers.Dense(8)
+
+    def call(self, x):
+        return self.after(self.mine(self.before(x)))
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_p11_a_layer_that_lets_float32_in_is_named_with_the_tensor(converted):
+    model = Model(Attribute(name="mine"))
+    model(X)
+    if converted:
+        mpkeras.apply_policy(model, "mixed_bfloat16")
+    else:
+        set_policies(model, "mixed_bfloat16")
+    for _ in range(2):
+        (finding,) = found(mpkeras.audit(model), "warning", "mixes it with")
+        assert "Layer 'mine' (Attribute) computes in bfloat16 and mixes it with float32" in finding.what
+        assert "its attribute `scales` is float32" in finding.what and "float32_island" in finding.remedy
+    if converted:
+        with pytest.warns(UserWarning, match="attribute `scales`"):  # An audit takes no warning away.
+            model(X)
+
+
+class Matrix(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.matrix = ops.convert_to_tensor(np.eye(8, dtype="float32"))
+
+    def call(self, x):
+        return x @ self.matrix
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize("converted", [True, False])
+def test_p11_what_the_backend_refuses_is_an_error_with_the_culprit(converted):
+    model = Model(Matrix(name="mine"))
+    model(X)
+    if converted:
+        mpkeras.apply_policy(model, "mixed_float16")
+    else:
+        set_policies(model, "mixed_float16")
+    report = mpkeras.audit(model)
+    (finding,) = found(report, "error", "The backend refuses it")
+    assert "attribute `matrix` is float32" in finding.what and finding.layer == model.mine.path
+    assert report.flops is None and "?" in str(report)
+
+
+class TestLosses:
+    """P21."""
+
+    def test_a_loss_in_float16(self):
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(8)])
+        model.compile("sgd", keras.losses.MeanSquaredError(dtype="float16"))
+        (finding,) = found(mpkeras.audit(model), "error")
+        assert "MeanSquaredError) is computed in float16" in finding.what
+
+    def test_floatx(self):
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(8, dtype="mixed_bfloat16")])
+        keras.config.set_floatx("float16")
+        assert found(mpkeras.audit(model), "error", "set_floatx")
+
+    def test_an_activity_regularizer(self):
+        layer = layers.Dense(8, activity_regularizer="l2", dtype="mixed_float16")
+        model = keras.Sequential([keras.Input((8,)), layer])
+        assert found(mpkeras.audit(model), "warning", "activity regularizer sums in float16")
+        assert not found(mpkeras.audit(mpkeras.apply_policy(model, "mixed_float16")), "warning", "regularizer")
+
+    def test_outputs_in_16_bits(self):
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(8, dtype="mixed_bfloat16")])
+        assert found(mpkeras.audit(model), "note", "The model returns bfloat16")
+
+
+class Unbuilt(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(8, dtype="mixed_bfloat16", name="inner")
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class Positions(layers.Layer):
+    """Adds a table of 32 positions: for sequences of 32 alone."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(32, 8), name="table")
+
+    def call(self, x):
+        return x + self.table
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def sequences():
+    inputs = keras.Input((None, 8))
+    return keras.Model(inputs, layers.Dense(8)(Positions(name="positions")(inputs)))
+
+
+def test_open_sizes_are_said_and_may_be_given():
+    report = mpkeras.audit(sequences())
+    assert report.flops is None and report.open_size == 64
+    (note,) = found(report, "note", "could not be traced")
+    assert note.remedy.endswith("Open sizes were taken as 64; `open_size` gives another.")
+    report = mpkeras.audit(sequences(), batch_size=2, open_size=32)
+    assert report.flops == {"float32": 2 * 2 * 32 * 8 * 8} and report.input_shapes == [(2, 32, 8)]
+    assert " on inputs (2, 32, 8), 0.0 % in 16 bits. Open sizes were taken as 32; `open_size` gives" in str(report)
+    assert report.to_dict()["open_size"] == 32
+    # Nothing is open but the batch.
+    report = mpkeras.audit(image_model(), open_size=32)
+    assert report.to_dict()["open_size"] is None and "Open sizes" not in str(report)
+
+
+@pytest.mark.backends("torch")
+def test_what_torch_says_of_a_failure_is_in_the_note_alone():
+    # What torch writes to standard error goes through this logger, which has a handler of its own.
+    log, written = logging.getLogger("torch._subclasses.fake_tensor"), io.StringIO()
+    handler = logging.StreamHandler(written)
+    log.addHandler(handler)
+    try:
+        assert found(mpkeras.audit(sequences()), "note", "could not be traced")
+        assert written.getvalue() == ""
+        log.error("of another")
+        assert written.getvalue() == "of another\n"
+    finally:
+        log.removeHandler(handler)
+
+
+def test_the_summary_has_the_sums_and_what_is_more_than_a_note():
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(12, name="body"), layers.Dense(8, "softmax")], name="net")
+    model.compile("adam", "mse")
+    summary = mpkeras.audit(set_policies(model, "mixed_float16", names=["body"])).summary().splitlines()
+    report = mpkeras.audit(model)
+    grave = [str(finding) for finding in report.findings if finding.severity != "note"]
+    notes = [str(finding) for finding in report.findings if finding.severity == "note"]
+    assert len(grave) >= 1 and len(notes) >= 1
+    assert summary[:2] == [report.title, "Layers: 1 in float16, 1 in float32."]
+    assert summary[2].startswith("3,072 FLOPs in a forward pass") and summary[3].startswith(
+        "Casts between float dtypes"
+    )
+    assert [line for line in summary if line.startswith("Findings: ")][0].endswith(f"{len(notes)} note")
+    assert summary[-len(grave) :] == grave and not set(notes) & set(summary)
+
+
+def test_casts_are_counted_where_they_cost():
+    inputs = x = keras.Input((64, 64, 8))
+    for _ in range(3):
+        x = layers.Activation("relu", dtype="float32")(layers.Activation("relu", dtype="bfloat16")(x))
+    # Each pair reads 4 and writes 2 bytes a number, then the other way round, beside outputs of 2 and 4.
+    numbers = 8 * 64 * 64 * 8
+    text = str(mpkeras.audit(keras.Model(inputs, x)))
+    assert "Casts between float dtypes: 3 bfloat16 to float32, 3 float32 to bfloat16; they read and write " in text
+    assert f"{36 * numbers / 2**20:.1f} MiB, beside {18 * numbers / 2**20:.1f} MiB of weights and outputs." in text
+    assert "matters where steps are not compiled" in text
+
+    def deep(length):
+        """One layer of 12 bytes a number of casts beside `length` outputs of 4 and one of 2."""
+        inputs = x = keras.Input((64, 64, 8))
+        for _ in range(length - 1):
+            x = layers.Activation("relu", dtype="float32")(x)
+        x = layers.Activation("relu", dtype="bfloat16")(x)
+        return keras.Model(inputs, layers.Activation("relu", dtype="float32")(x))
+
+    # 12 / (4 * 29 + 2) is more than a tenth, 12 / (4 * 30 + 2) less.
+    assert "they read and write" in str(mpkeras.audit(deep(29)))
+    assert "Casts between float dtypes: few, which cost little." in str(mpkeras.audit(deep(30)))
+    assert "Casts between float dtypes: none." in str(mpkeras.audit(image_model()))
+
+
+def test_of_a_model_that_is_not_built_what_is_known_is_said():
+    model = Unbuilt()
+    report = mpkeras.audit(model)
+    assert row(report, "inner").compute_dtype == "bfloat16"
+    (finding,) = found(report, "note", "could not be traced")
+    assert "not built" in finding.what and "Call the model once" in finding.remedy
+    assert not model.dense.built and report.half_share is None
+    assert json.loads(json.dumps(report.to_dict()))["flops"] is None
+    pytest.importorskip("matplotlib")
+    report.plot()
+    model(X)
+    assert mpkeras.audit(model).half_share == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:`build\\(\\)` was called on layer:UserWarning")  # Keras, of the unused layer
+def test_a_layer_that_is_never_called_is_named():
+    model = Unbuilt()
+    model.unused = layers.Dense(3, name="unused")
+    model(X)
+    (finding,) = found(mpkeras.audit(model), "note", "could not be traced")
+    assert "'unused'" in finding.what and not model.unused.built
+    model.unused.build((None, 8))
+    assert mpkeras.audit(model).half_share == 1.0
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_model_of_text():
+    vectorize = layers.TextVectorization(output_sequence_length=4, vocabulary=["a", "b"])
+    inputs = keras.Input((1,), dtype="string")
+    x = layers.Embedding(8, 16)(vectorize(inputs))
+    model = keras.Model(inputs, layers.Dense(4)(layers.Dense(8)(x)))
+    report = mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16"))
+    (finding,) = report.findings
+    # Of each of the two products.
+    assert "in places: 2. Such a loop counts once" in finding.what and "lower bound" in finding.remedy
+    # The program does not know the batch that comes out of the text, nor (after Keras 3.10) its four words.
+    words = report.flops["bfloat16"] // (2 * 8 * 16 * 8)
+    assert words in (1, 4) and report.flops == {
+        "bfloat16": 2 * 8 * words * 16 * 8,
+        "float32": 2 * 8 * words * 8 * 4,
+    }
+    assert all(not layer.built for layer in layers_of(vectorize)[1:])
+
+
+def test_a_layer_that_raises_is_named():
+    class Broken(layers.Layer):
+        def call(self, x):
+            if not isinstance(x, keras.KerasTensor) and self.broken:
+                raise RuntimeError("no disk")
+            return x
+
+    layer = Broken(name="mine")
+    layer.broken = False
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8), layer])
+    layer.broken = True
+    (finding,) = found(mpkeras.audit(model), "note", "could not be traced")
+    assert finding.layer == layer.path and "RuntimeError: no disk" in finding.what
+    assert "call" not in vars(layer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "expected"),
+    [
+        pytest.param({"model": layers.Dense(3)}, TypeError, "Expected a `keras.Model`", id="a layer"),
+        pytest.param({"batch_size": 0}, ValueError, "batch_size=0", id="no batch"),
+        pytest.param({"batch_size": 2.5}, ValueError, "batch_size=2.5", id="half a batch"),
+        pytest.param({"open_size": True}, ValueError, "open_size=True. Leave it out for 64", id="no size"),
+        pytest.param({"inputs": [3, 4]}, ValueError, "Expected `inputs` to be arrays", id="numbers"),
+        pytest.param({"inputs": {}}, ValueError, "at least one array in `inputs`. Received: {}", id="nothing"),
+    ],
+)
+def test_bad_arguments(arguments, error, expected):
+    arguments = {"model": image_model(), **arguments}
+    with pytest.raises(error, match=expected):
+        mpkeras.audit(**arguments)
+
+
+def test_words():
+    findings = [Finding(name, None, "What.", "Remedy.") for name in ("note", "error", "warning")]
+    assert [finding.severity for finding in in_order(findings)] == ["error", "warning", "note"]
+    assert str(Finding("note", "a/b", "What.", "Remedy.")) == "note: a/b: What. Remedy."
+    assert listed("abcdef") == "a, b, c, d and 2 more" and listed("ab") == "a, b"
+    assert [percent(share) for share in (0, 0.0004, 0.022, 0.33, 0.999, 1)] == [
+        "0.0 %",
+        "< 0.1 %",
+        "2.2 %",
+        "33 %",
+        "> 99 %",
+        "100 %",
+    ]
+    assert [bytes_text(n) for n in (768, 2048, 3 * 2**20)] == ["768 bytes", "2.0 KiB", "3.0 MiB"]
+
+
+def test_p40_small_weights_are_a_finding_unless_they_are_rounded():
+    keras.config.set_dtype_policy("bfloat16")
+    dense = [keras.layers.Dense(4, name="first"), keras.layers.Dense(3, name="end")]
+    model = keras.Sequential([keras.Input((8,)), *dense], name="net")
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    found = [finding for finding in mpkeras.audit(model).findings if "Updates smaller" in finding.what]
+    assert [(f.severity, "rounds weights stochastically" in f.remedy) for f in found] == [("warning", True)] * 2
+    mpkeras.prepare(model)
+    report = mpkeras.audit(model)
+    assert not [f for f in report.findings if "Updates smaller" in f.what or "optimizer keeps" in f.what]
+    # 36 numbers of 2 bytes, 15 of 4; Adam keeps two for each.
+    assert report.to_dict()["training_bytes"] == {
+        "weights": {"bfloat16": 72, "float32": 60},
+        "slots": {"bfloat16": 144, "float32": 120},
+        "gradients": {"bfloat16": 72, "float32": 60},
+    }
+    assert "144 B bfloat16 of optimizer state" in str(report) or "144 bytes bfloat16" in str(report)

@@ -1,0 +1,129 @@
+"""A layer that keeps overflowing moves to float32, alone, and training goes on with all its state."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from sklearn.datasets import load_digits
+
+import mpkeras
+from mpkeras.callbacks import Float32Fallback, MixedPrecision
+from tests.sixteen_bits import without_outputs
+from tests.tools.numerics.test_numerics import Times, name
+from tests.tools.numerics.test_numerics_monitor import X, Y, six_layers
+
+SAYS = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        ".*was skipped",
+        ".*has moved from float16",
+        "All .* steps of epoch",
+        ".* steps skipped in epoch",
+        ".* in a row",
+    )
+]
+
+
+def quiet(test):
+    for mark in SAYS:
+        test = mark(test)
+    return test
+
+
+def fit(model, *callbacks, loss_scale=2.0**-8, **options):
+    callbacks = [MixedPrecision(without_outputs("mixed_float16"), loss_scale=loss_scale), *callbacks]
+    return model.fit(X, Y, **{"batch_size": 4, "verbose": 0, "shuffle": False, "callbacks": callbacks, **options})
+
+
+@pytest.mark.slow
+@quiet
+@pytest.mark.parametrize("k", [1, 4])
+def test_the_culprits_alone_move_and_what_they_learned_stays(k):
+    model = six_layers(k, learning_rate=0.0, up=1e3)
+    weights = [np.array(w) for w in model.get_weights()]
+    fallback = Float32Fallback()
+    # So small a scale that no gradient overflows, which would move the layers before it.
+    fit(model, fallback, loss_scale=2.0**-28, epochs=10)
+    # The layer that multiplies, and all after it, which are given what it made; none before it.
+    assert [name(path) for path in fallback.moved] == [f"layer_{i}" for i in range(k, 7)]
+    dtypes = [layer.compute_dtype for layer in model.layers]
+    assert dtypes == ["float16"] * (k - 1) + ["float32"] * (7 - k)
+    assert len(fallback.findings) == 2 * len(fallback.moved)
+    steps = keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(model.optimizer.accepted_steps))
+    assert int(steps) == 30 - len(fallback.findings)
+    for new, old in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(new, old)
+    again = mpkeras.trace_numerics(model, X[:4], Y[:4])
+    assert again.culprit is None
+
+
+def classifier():
+    """Its third layer reaches 1e5 and more; after it LayerNormalization brings all back in range."""
+    keras.utils.set_random_seed(0)
+    stack = [keras.Input((64,)), layers.Rescaling(1 / 16), layers.Dense(32, "relu"), Times(up=300.0, name="boom")]
+    stack += [layers.LayerNormalization(), layers.Dense(32, "relu"), layers.Dense(10, activation="softmax")]
+    model = keras.Sequential(stack)
+    model.compile(keras.optimizers.Adam(3e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+# JAX compiles all three models anew; that a moved layer trains on there is in the test above.
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.slow
+@quiet
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_dies_in_stock_keras_reaches_float32_quality():
+    x, y = load_digits(return_X_y=True)
+    options = {"batch_size": 64, "epochs": 8, "verbose": 0, "shuffle": False}
+
+    def accuracy(model, *callbacks):
+        model.fit(x[:1408], y[:1408], callbacks=list(callbacks), **options)
+        return model.evaluate(x[1408:], y[1408:], verbose=0)[1]
+
+    keras.config.set_dtype_policy("mixed_float16")
+    stock = accuracy(classifier())
+    keras.config.set_dtype_policy("float32")
+    reference = accuracy(classifier())
+    fallback = Float32Fallback()
+    healed = accuracy(classifier(), MixedPrecision("mixed_float16"), fallback)
+    assert stock < 0.2 < 0.85 < reference
+    assert [name(path) for path in fallback.moved] == ["boom"]  # what LayerNormalization reads is not cast
+    assert healed > reference - 0.03
+
+
+@pytest.mark.slow
+@quiet
+def test_gradients_that_overflow_move_their_layer_when_the_scale_is_at_its_lowest():
+    rule = mpkeras.DynamicLossScale(initial_scale=256.0, min_scale=64.0)
+    model = six_layers(4, learning_rate=0.0, down=200.0)
+    fallback = Float32Fallback()
+    fit(model, fallback, loss_scale=rule, epochs=10)
+    assert name(fallback.moved[0]) == "layer_4"
+    # Of the first two batches, each of which was tried at 256, 128 and 64.
+    findings = [found for found in fallback.findings if name(found.culprit.path) == "layer_4"]
+    assert [(found.batch, found.loss_scale) for found in findings[:2]] == [(0, 128.0), (1, 64.0)]
+    assert model.layers[4].compute_dtype == "float16"  # the layer after it
+
+
+def test_says_what_it_moved_and_when_it_moves_no_more():
+    fallback = Float32Fallback(max_layers=1, patience=1)
+    with pytest.warns(UserWarning) as warned:
+        fit(six_layers(2, up=1e3), fallback, epochs=2)
+    said = [str(w.message) for w in warned]
+    assert any("layer_2' has moved from float16 to float32, in step 0 of epoch 1" in text for text in said)
+    assert any("no more are moved" in text for text in said)
+    assert len(fallback.moved) == 1 and fallback.rules[0].endswith("/layer_2$")
+
+
+def test_a_clean_model_stays():
+    fallback = Float32Fallback()
+    model = six_layers()
+    fit(model, fallback, loss_scale=1.0)
+    assert fallback.moved == [] and fallback.rules == ()
+    assert {layer.compute_dtype for layer in model.layers} == {"float16"}
+
+
+@pytest.mark.parametrize("arguments", [{"patience": 0}, {"patience": True}, {"max_layers": 0}, {"max_layers": 2.5}])
+def test_bad_arguments(arguments):
+    with pytest.raises(ValueError, match="whole number of at least 1"):
+        Float32Fallback(**arguments)

@@ -1,0 +1,482 @@
+"""P1, P27: `trace_numerics` names the layer, the number and the remedy, and leaves the model as it was."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.tools.numerics.losses import Range, lost_share, rounded, underflow_limit
+from mpkeras.tools.numerics.scale_window import smallest_safe_exponent, with_rounded_gradient
+from mpkeras.tools.shared.ranges import overflow_limit
+from tests.sixteen_bits import without_outputs
+from tests.step_modes import snapshot
+
+X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(4, 8)).astype("float32")
+POLICIES = ["mixed_float16", "mixed_bfloat16"]
+
+
+class Times(layers.Layer):
+    """Multiplies its input by `up` twice, and the gradient on its way back by `1 + down` squared as well."""
+
+    def __init__(self, up=1.0, down=0.0, **kwargs):
+        super().__init__(**kwargs)
+        self.up, self.down = up, down
+
+    def call(self, x):
+        # The second term is zero; its gradient is what is to be added.
+        return x * self.up * self.up + (x - ops.stop_gradient(x)) * self.down * self.down
+
+
+def name(path):
+    return path.rpartition("/")[2]
+
+
+def six_layers(k=None, policy="mixed_float16", *, loss_scale=1.0, **fault):
+    """Dense layers of which the k-th is followed by a fault."""
+    keras.utils.set_random_seed(0)
+    policy = without_outputs(policy)
+    with mpkeras.policy_scope(policy):
+        stack = [keras.Input((8,))]
+        for i in range(1, 7):
+            stack.append(Times(name=f"layer_{i}", **fault) if i == k else layers.Dense(8, name=f"layer_{i}"))
+        model = keras.Sequential(stack)
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return mpkeras.prepare(model, policy, loss_scale=loss_scale)
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_p1_an_overflow_forward_is_named_with_number_and_remedy(k):
+    report = mpkeras.trace_numerics(six_layers(k, up=1e3), X, Y)
+    assert report.culprit.side == "output" and name(report.culprit.path) == f"layer_{k}"
+    named = next(layer for layer in report.layers if name(layer.path) == f"layer_{k}")
+    assert 0 < named.overflow <= 1 and named.true_outputs.max_abs > 65504
+    assert any(rule.endswith(f"/layer_{k}$") for rule in report.rules)
+    assert f"Layer '{named.path}': its output reaches {named.true_outputs.max_abs:.3g}, over float16's 65504" in str(
+        report
+    )
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_p1_an_overflow_backward_is_named(k):
+    report = mpkeras.trace_numerics(six_layers(k, down=200.0, loss_scale=64.0), X, Y)
+    assert report.culprit.side == "gradient" and name(report.culprit.path) == f"layer_{k}"
+    assert all(layer.overflow == 0 for layer in report.layers)
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_a_weight_that_is_not_finite_is_named(k):
+    model = six_layers(policy="mixed_bfloat16")
+    kernel = model.layers[k - 1].kernel
+    kernel.assign(np.where(np.eye(8), np.nan, ops.convert_to_numpy(kernel.value)))
+    report = mpkeras.trace_numerics(model, X, Y)
+    assert report.culprit.side == "weight" and name(report.culprit.path) == f"layer_{k}"
+    assert "kernel" in report.culprit.message
+
+
+def test_data_and_loss_are_named():
+    model = six_layers()
+    bad = X.copy()
+    bad[0, 0] = np.inf
+    culprit = mpkeras.trace_numerics(model, bad, Y).culprit
+    assert culprit.side == "input" and "look into the data" in culprit.message
+    culprit = mpkeras.trace_numerics(model, X * 1e5, Y).culprit
+    assert culprit.side == "input" and name(culprit.path) == "layer_1" and "more than float16 holds" in culprit.message
+    report = mpkeras.trace_numerics(model, X, np.full_like(Y, np.nan))
+    assert report.culprit.side == "loss" and "look at the loss and the labels" in str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [*POLICIES, "float32"])
+def test_a_clean_model_has_no_culprit_and_is_as_it_was(policy):
+    keras.utils.set_random_seed(0)
+    stack = [keras.Input((8,)), layers.Dense(8, "relu", activity_regularizer="l2"), layers.BatchNormalization()]
+    model = keras.Sequential([*stack, layers.Dropout(0.5), layers.Dense(8)])
+    model.compile("adam", "mse", metrics=["mae"])
+    mpkeras.prepare(model, policy, loss_scale=1.0)
+    model.train_on_batch(X, Y)
+    before = snapshot(model.variables), snapshot(model.optimizer.variables), snapshot(model.metrics_variables)
+    config, methods = model.get_config(), [layer.call for layer in model.layers]
+    report = mpkeras.trace_numerics(model, X, Y)
+    assert report.culprit is None and report.rules == () and "Everything is finite" in str(report)
+    assert before == (
+        snapshot(model.variables),
+        snapshot(model.optimizer.variables),
+        snapshot(model.metrics_variables),
+    )
+    assert model.get_config() == config and [layer.call for layer in model.layers] == methods
+    assert model.losses == [] or len(model.losses) == 1
+    model.train_on_batch(X, Y)
+
+
+def test_numbers_are_those_of_numpy():
+    kernel = np.array([[2.0, 0.0], [0.0, -3e-9]], "float32")
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2, use_bias=False, name="dense")])
+    model.layers[0].set_weights([kernel])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, without_outputs("mixed_float16"), loss_scale=8.0)
+    x = np.array([[1.0, 1.0], [-4.0, 0.5]], "float32")
+    report = mpkeras.trace_numerics(model, x, np.zeros((2, 2), "float32"))
+    (dense,) = report.layers
+    # Outputs [[2, 0], [-8, 0]]: of four, the two of -3e-9 and -1.5e-9 are zero in float16 (its smallest is 6e-8).
+    assert (dense.outputs.min, dense.outputs.max, dense.outputs.max_abs) == (-8, 2, 8)
+    assert dense.underflow == 0.5 and dense.overflow == 0
+    # d mse / d output = 2 y / 4: 1, -4 and the tiny ones; kernel: x'g = [[17, ..], [-1, ..]].
+    assert dense.true_weight_grads.max_abs == 17 and dense.weight_grads.max_abs == 17 * 8
+    # By output 4, by input 2 * 4: the largest of what the layer sends back is 8, times the scale 64.
+    assert dense.true_grads.max_abs == 8 and dense.grads.max_abs == 64
+    # 65520 rounds to inf: 17 * 2048 is below, 17 * 4096 above.
+    assert report.window[1] == 2048
+    assert report.loss == pytest.approx((4 + 64) / 4)
+
+
+def test_a_regularized_weight_is_in_the_loss_and_in_the_gradient():
+    dense = layers.Dense(2, use_bias=False, kernel_regularizer=keras.regularizers.L2(0.25))
+    model = keras.Sequential([keras.Input((2,)), dense])
+    dense.set_weights([np.array([[2.0, 0.0], [0.0, -0.5]])])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, without_outputs("mixed_float16"), loss_scale=8.0)
+    x = np.array([[1.0, 0.0], [0.0, 2.0]], "float32")
+    report = mpkeras.trace_numerics(model, x, np.zeros((2, 2), "float32"))
+    # Outputs [[2, 0], [0, -1]]; a quarter of 2^2 + 0.5^2 is added.
+    assert report.loss == 5 / 4 + 4.25 / 4
+    # d mse / d kernel = x' 2 y / 4 = [[1, 0], [0, -1]]; of the regularizer, half the kernel: [[1, 0], [0, -0.25]].
+    (traced,) = report.layers
+    assert (traced.true_weight_grads.max, traced.true_weight_grads.min) == (2, -1.25)
+    assert (traced.weight_grads.max, traced.weight_grads.min) == (16, -10)
+
+
+def test_each_pass_draws_what_the_next_step_draws():
+    model = keras.Sequential([keras.Input((8,)), layers.Dropout(0.25), layers.Dense(8)])
+    model.compile("sgd", "mse")
+    before = mpkeras.state_dict(model)
+    dropout = mpkeras.trace_numerics(model, X, Y).layers[0]
+    # In float32 both passes are the same.
+    assert dropout.outputs.to_dict() == dropout.true_outputs.to_dict()
+    after = mpkeras.state_dict(model)
+    assert [key for key in before if before[key].tobytes() != after[key].tobytes()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")
+def test_the_window_is_where_training_neither_overflows_nor_loses_gradients():
+    model = six_layers()
+    _, highest = mpkeras.trace_numerics(model, X, Y).window
+    for factor, is_skipped in ((0.5, False), (4.0, True)):
+        model = six_layers(loss_scale=highest * factor)
+        model.train_on_batch(X, Y)
+        assert bool(ops.convert_to_numpy(model.optimizer.last_step_skipped)) == is_skipped
+
+
+def test_p27_gradients_that_are_lost_are_counted_and_the_scale_is_named():
+    model = six_layers()
+    model.compile(keras.optimizers.SGD(0.01), lambda y, p: 1e-9 * keras.losses.mean_squared_error(y, p))
+    mpkeras.prepare(model, loss_scale=1.0)
+    report = mpkeras.trace_numerics(model, X, Y)
+    assert min(layer.grad_underflow for layer in report.layers) > 0.99
+    # A 1/32 of 1e-9 is 2^-35: 2^-25 rounds to zero.
+    assert report.window[0] >= 2.0**10 and "is too small" in str(report)
+    assert set(report.lost) == {layer.path for layer in report.layers} and min(report.lost.values()) > 0.99
+    better = mpkeras.trace_numerics(model, X, Y, loss_scale=report.window[0])
+    assert better.lost == {} and "is too small" not in str(better)
+    # Half of it is not enough: the smallest was searched for.
+    assert mpkeras.trace_numerics(model, X, Y, loss_scale=report.window[0] / 2).lost
+
+
+def language_model(policy, weights=None, tokens=40):
+    """A model of tokens, most of them rare, trained until most are easy: what is left of the loss is in a few."""
+    rng = np.random.default_rng(0)
+    text = np.zeros((16, 13), "int32")
+    text[:, 0] = rng.zipf(1.5, 16) % tokens
+    for i in range(12):
+        text[:, i + 1] = np.where(rng.random(16) < 0.97, (text[:, i] * 3 + 1) % tokens, rng.integers(0, tokens, 16))
+    x, y = text[:, :-1], text[:, 1:]
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None,), dtype="int32")
+    h = layers.Embedding(tokens, 16)(inputs)
+    h = layers.Add()([h, layers.Dense(16, "relu")(layers.LayerNormalization()(h))])
+    model = keras.Model(inputs, layers.Dense(tokens)(layers.LayerNormalization()(h)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if weights is None:
+        model.compile(keras.optimizers.Adam(0.05), loss)
+        for _ in range(60):
+            model.train_on_batch(x, y)
+    else:
+        model.set_weights(weights)
+    model.compile(keras.optimizers.Adam(3e-3), loss)
+    return mpkeras.prepare(model, without_outputs(policy)), x, y
+
+
+@pytest.mark.slow
+def test_a_healthy_language_model_raises_no_alarm():
+    """Most of its gradients are tiny, as most tokens are easy; together they are nothing beside those of the others."""
+    model, x, y = language_model("mixed_float16")
+    other, _, _ = language_model("float32", model.get_weights())
+    report = mpkeras.trace_numerics(model, x, y)
+    assert max(layer.grad_underflow for layer in report.layers) > 0.01  # more than 1 in 100 rounds to zero
+    assert report.window[0] <= report.loss_scale <= report.window[1] and report.lost == {}
+    (about,) = report.remedies()
+    assert about.startswith("Loss scales from ") and "suit" in about
+    losses, expected = ([float(m.train_on_batch(x, y)) for _ in range(4)] for m in (model, other))
+    np.testing.assert_allclose(losses, expected, rtol=2e-3)  # float16 has 11 significant bits
+
+
+class Backward(layers.Layer):
+    """Returns its input; its gradient is multiplied by `factor` on the way back."""
+
+    def __init__(self, factor, **kwargs):
+        super().__init__(**kwargs)
+        self.factor = factor
+
+    def call(self, x):
+        def multiplied(*args, upstream=None):
+            grad = args[0] if upstream is None else upstream
+            # Plain products by two constants TensorFlow makes one of, which float16 has no number for.
+            return ops.abs(grad * self.factor) * ops.sign(grad)
+
+        return ops.custom_gradient(lambda x: (x + 0.0, multiplied))(x)
+
+
+def two_layers(*factors, policy="mixed_float16", loss_scale=1.0, loss_weight=1.0):
+    """Two dense layers with factors on the gradient between them, in the order of the way back."""
+    keras.utils.set_random_seed(0)
+    between = [Backward(factor) for factor in factors[::-1]]
+    stack = [keras.Input((8,)), layers.Dense(8, name="early"), *between, layers.Dense(8, name="late")]
+    model = keras.Sequential(stack, name="net")
+    # Without this `epsilon` Adam itself takes such gradients for zeros.
+    model.compile(keras.optimizers.Adam(0.01, epsilon=1e-20), lambda y, p: loss_weight * ops.mean(ops.square(y - p)))
+    return mpkeras.prepare(model, policy, loss_scale=loss_scale if policy == "mixed_float16" else None)
+
+
+def steps_of_early(model):
+    before = ops.convert_to_numpy(model.get_layer("early").kernel.value).copy()
+    model.train_on_batch(X, Y)
+    return ops.convert_to_numpy(model.get_layer("early").kernel.value) - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "factors",
+    [
+        pytest.param([2.0**-13] * 2, id="small where it arrives"),
+        pytest.param([2.0**-13] * 2 + [2.0**12] * 2, id="small on the way, large where it arrives"),
+    ],
+)
+def test_a_layer_whose_gradient_is_lost_raises_an_alarm_that_is_true(factors):
+    report = mpkeras.trace_numerics(two_layers(*factors), X, Y)
+    assert {name(path) for path in report.lost} == {"early"}
+    assert "The loss scale of 1 is too small: layer '" in str(report) and "of its gradient. Scale the loss" in str(
+        report
+    )
+    expected = steps_of_early(two_layers(*factors, policy="float32"))
+    assert np.abs(expected).min() > 0.009  # Adam's first step is the learning rate
+    lost = steps_of_early(two_layers(*factors)) == 0
+    assert lost.mean() > 0.25
+    found = steps_of_early(two_layers(*factors, loss_scale=report.window[0]))
+    assert np.mean(np.abs(found - expected) < 1e-4) > 0.8  # a tenth may be lost
+
+
+def test_a_gradient_that_is_lost_beside_a_large_one_is_no_alarm():
+    """As in a residual stream: nothing of it would be left in the sum."""
+
+    def make(policy):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((8,))
+        h = layers.Dense(8, name="early")(inputs)
+        branch = Backward(2.0**-12)(Backward(2.0**-13, name="last")(h))
+        model = keras.Model(inputs, layers.Dense(8, name="late")(layers.Add()([h, branch])))
+        model.compile(keras.optimizers.Adam(0.01, epsilon=1e-20), "mse")
+        return mpkeras.prepare(model, policy, loss_scale=1.0 if policy == "mixed_float16" else None)
+
+    report = mpkeras.trace_numerics(make("mixed_float16"), X, Y)
+    last = next(layer for layer in report.layers if name(layer.path) == "last")
+    assert last.grad_underflow > 0.4  # its gradient is lost on the way through it
+    assert "too small" not in str(report) and "No loss scale" not in str(report)
+    assert report.lost == {} and report.window[0] <= 1.0
+    found, expected = steps_of_early(make("mixed_float16")), steps_of_early(make("float32"))
+    assert np.mean(np.abs(found - expected) < 1e-4) > 0.95
+
+
+def test_that_no_loss_scale_suits_is_true():
+    # The gradients of the last layer are 2^48 times those of the first.
+    case = {"loss_weight": 2.0**16}
+    factors = [2.0**-12] * 4
+    report = mpkeras.trace_numerics(two_layers(*factors, **case), X, Y)
+    smallest, highest = report.window
+    assert smallest > highest and "No loss scale suits: from " in str(report) and "'mixed_bfloat16'" in str(report)
+    model = two_layers(*factors, **case, loss_scale=highest)
+    lost = steps_of_early(model) == 0
+    assert not bool(ops.convert_to_numpy(model.optimizer.last_step_skipped)) and lost.mean() > 0.25
+    model = two_layers(*factors, **case, loss_scale=2 * highest)
+    steps_of_early(model)
+    assert bool(ops.convert_to_numpy(model.optimizer.last_step_skipped))
+
+
+@pytest.mark.parametrize("exponent", [10, 13, 16])
+def test_a_scale_is_called_too_large_if_steps_are_skipped_at_it(exponent):
+    """LayerNormalization sums the gradient of its weights in float32: beyond 65504 it is still finite."""
+
+    def make():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((8,)), layers.LayerNormalization(name="norm")])
+        model.compile("sgd", lambda y, p: ops.sum(p * y))
+        return mpkeras.prepare(model, without_outputs("mixed_float16"), loss_scale=2.0**exponent)
+
+    x, y = np.tile(X, (64, 1)), np.tile(X, (64, 1))
+    report, model = mpkeras.trace_numerics(make(), x, y), make()
+    model.train_on_batch(x, y)
+    is_skipped = bool(ops.convert_to_numpy(model.optimizer.last_step_skipped))
+    assert is_skipped == (report.culprit is not None) == ("is too large" in str(report))
+    assert is_skipped or report.window[1] >= 2.0**exponent
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_not_lost():
+    class Shift(layers.Layer):
+        def build(self, input_shape):
+            self.shift = self.add_weight(shape=(1,), initializer="zeros")
+
+        def call(self, x):
+            return x + self.shift
+
+    keras.utils.set_random_seed(0)
+    # A normalization takes the shift away again.
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8), Shift(name="shift"), layers.LayerNormalization()])
+    model.compile("sgd", "mse")
+    report = mpkeras.trace_numerics(mpkeras.prepare(model, "mixed_float16", loss_scale=1.0), X, Y)
+    shift = next(layer for layer in report.layers if name(layer.path) == "shift")
+    assert shift.true_weight_grads.max_abs < 1e-6 and report.lost == {}
+
+
+def test_what_is_lost_is_what_a_cast_loses():
+    # float16's smallest numbers are multiples of 2^-24, from 2^-14 on they have 11 bits.
+    grad = np.array([2.0**-25, 2.0**-25 * 1.01, 1.4 * 2**-24, -2.6 * 2.0**-24, 0.0, 1.0, 3.0001], "float32")
+    expected = [0.0, 2.0**-24, 2.0**-24, -3 * 2.0**-24, 0.0, 1.0, np.float32(3.0001)]
+    np.testing.assert_array_equal(rounded(grad, "float16", 1.0), expected)
+    np.testing.assert_array_equal(rounded(grad / 64, "float16", 64.0), np.array(expected) / 64)
+    # 3 and 4: of [3, 4] the 3 is lost.
+    assert lost_share([np.array([3e-9]), np.array([4.0, np.nan]) * 1e-9], "float16", 1.0) == 1.0
+    assert lost_share([np.array([3e-9, 4.0])], "float16", 1.0) == pytest.approx(7.5e-10)
+    assert lost_share([np.array([3e-9, 4.0])], "float16", 2.0**20) < 1e-12
+    assert lost_share([np.zeros(3)], "float16", 1.0) == 0.0
+
+
+@pytest.mark.parametrize("exponent", [-40, -24, 3])
+def test_from_a_safe_scale_on_nothing_that_matters_is_lost(exponent):
+    grad = np.random.default_rng(0).normal(size=1000) * 2.0**exponent
+    # A million that are tiny beside it change nothing, a thousand that are the half of it do.
+    tiny, half = np.full(10**6, 2.0 ** (exponent - 30)), grad * 2.0**-8
+    scale = smallest_safe_exponent([grad], "float16")
+    assert lost_share([grad], "float16", 2.0**scale) < 0.015
+    assert lost_share([grad], "float16", 2.0 ** (scale - 2)) > 0.015
+    assert smallest_safe_exponent([grad, tiny], "float16") == scale
+    assert smallest_safe_exponent([half], "float16") == scale + 8
+    assert smallest_safe_exponent([np.zeros(3), np.array([np.nan])], "float16") is None
+
+
+def test_a_gradient_that_is_rounded_on_its_way_back():
+    grad = np.array([[2.0**-25, 1.4 * 2**-24, -0.7 * 2.0**-24], [1.0, 0.0, 2.0**-14]], "float32") / 8
+    layer = layers.Dense(3, use_bias=False)
+    model = keras.Sequential([keras.Input((2,)), layer])
+    layer.set_weights([np.zeros((2, 3), "float32")])
+
+    class Rounding(layers.Layer):
+        def call(self, x):
+            return with_rounded_gradient(x, "float16", 8.0)
+
+    model.add(Rounding())
+    model.compile(keras.optimizers.SGD(1.0), lambda y, p: ops.sum(y * p))
+    model.train_on_batch(np.eye(2, dtype="float32"), grad)
+    np.testing.assert_array_equal(-layer.get_weights()[0] * 8, [[0.0, 2.0**-24, -(2.0**-24)], [1.0, 0.0, 2.0**-14]])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_proposed_policy_cures_the_model(policy):
+    if policy == "mixed_float16":
+        model = six_layers(3, up=1e3)
+        report = mpkeras.trace_numerics(model, X, Y)
+        keras.utils.set_random_seed(0)
+        mpkeras.prepare(model, report.policy(), loss_scale=1.0)
+        again = mpkeras.trace_numerics(model, X, Y)
+        assert again.culprit is None or again.culprit.side == "gradient"
+        assert all(layer.overflow == 0 for layer in again.layers)
+    else:
+        assert mpkeras.trace_numerics(six_layers(3, policy, up=1e3), X, Y).rules == ()
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.shared = layers.Dense(8, name="shared")
+        self.boom = Times(1e3, name="boom")
+        self.block = keras.Sequential([layers.Dense(8, "relu"), layers.Dense(8)], name="block")
+
+    def call(self, x):
+        return self.boom(self.block(self.shared(self.shared(x))))
+
+
+def test_layers_called_twice_and_inner_models():
+    with mpkeras.policy_scope("mixed_float16"):
+        model = Subclassed()
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, without_outputs("mixed_float16"))
+    report = mpkeras.trace_numerics(model, X, Y)
+    calls = [(name(layer.path), layer.number) for layer in report.layers]
+    assert calls[:2] == [("shared", 0), ("shared", 1)] and len(calls) == 5
+    assert name(report.culprit.path) == "boom" and "(call 2)" in str(report)
+
+
+def test_sequences_attention_and_wrappers(backend):
+    inputs = keras.Input((6, 8))
+    x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(inputs)
+    x = layers.TimeDistributed(layers.Dense(8))(x)
+    x = layers.Add()([x, layers.MultiHeadAttention(2, 4)(x, x)])
+    x = Times(3e3, name="boom")(layers.LayerNormalization()(x))
+    model = keras.Model(inputs, layers.Dense(3, activation="softmax")(layers.Flatten()(x)))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    mpkeras.prepare(model, "mixed_float16")
+    report = mpkeras.trace_numerics(model, np.ones((2, 6, 8), "float32"), np.array([0, 2]))
+    assert name(report.culprit.path) == "boom"
+    classes = [layer.class_name for layer in report.layers]
+    assert {"LSTM", "TimeDistributed", "MultiHeadAttention", "EinsumDense"} <= set(classes)
+    assert "LSTMCell" not in classes
+
+
+def test_what_people_see(tmp_path):
+    report = mpkeras.trace_numerics(six_layers(3, up=1e3), X, Y)
+    json.dumps(report.to_dict(), allow_nan=False)
+    text = str(report)
+    assert "First culprit: the output of layer 'sequential" in text and "/layer_3' is not finite" in text
+    assert "/layer_3$'" in text and "Largest gradient" in text
+    figure = report.plot()
+    assert len(figure.axes) == 2 and len(figure.axes[0].get_yticklabels()) == 6
+    figure.savefig(tmp_path / "numerics.png")
+    forward = mpkeras.trace_numerics(six_layers(), X)
+    assert forward.loss is None and "gradient" not in str(forward) and len(forward.plot().axes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((layers.Dense(2), X), TypeError, "keras.Model"),
+        ((keras.Sequential([keras.Input((8,)), layers.Dense(8)]), X, Y), ValueError, "compiled with a loss"),
+    ],
+)
+def test_bad_input(arguments, error, message):
+    with pytest.raises(error, match=message):
+        mpkeras.trace_numerics(*arguments)
+    with pytest.raises(ValueError, match="positive finite number"):
+        mpkeras.trace_numerics(six_layers(), X, Y, loss_scale=0.0)
+
+
+def test_ranges_of_hand_worked_arrays():
+    found = Range.of([np.array([0.0, -4.0, 0.25, np.inf, np.nan], "float32"), None])
+    assert (found.min, found.max, found.max_abs, found.nonfinite, found.zeros, found.size) == (-4, 0.25, 4, 2, 1, 5)
+    assert found.exponents.sum() == 2 and found.exponents[45 + 2] == 1 and found.exponents[45 - 2] == 1
+    with np.errstate(over="ignore"):
+        assert np.isinf(np.float16(overflow_limit("float16"))) and np.isfinite(np.float16(65519.0))
+    assert overflow_limit("float16") == 65520
+    assert np.float16(underflow_limit("float16")) == 0 and np.float16(underflow_limit("float16") * 1.001) > 0

@@ -1,0 +1,566 @@
+"""The one line: a model that is built under a policy of mpkeras' trains as after `prepare`, whenever it is compiled."""
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import mpkeras
+from mpkeras import _keras
+from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.training import covered_compile, guard
+from mpkeras.training.global_policy import policy_alone
+from tests.step_modes import snapshot
+from tests.training.test_autoprepare import Gan, picture
+
+rng = np.random.default_rng(5)
+X = rng.normal(size=(40, 8)).astype("float32")
+Y = rng.normal(size=(40, 2)).astype("float32")
+BAD = slice(16, 24)
+
+
+def stack(*inner, outputs=2):
+    return keras.Sequential([keras.Input((8,)), *inner, layers.Dense(outputs, name="head")])
+
+
+def plain():
+    return stack(layers.Dense(16, "tanh"))
+
+
+def with_statistics():
+    return stack(layers.Dense(16), layers.BatchNormalization(), layers.Dropout(0.3, seed=3))
+
+
+def nested():
+    inputs = keras.Input((8,))
+    features = keras.Sequential([keras.Input((8,)), layers.Dense(16, "tanh"), layers.BatchNormalization()])
+    return keras.Model(inputs, layers.Dense(2)(layers.add([features(inputs), layers.Dense(16)(inputs)])))
+
+
+def unbuilt():
+    return keras.Sequential([layers.Dense(16, "tanh"), layers.BatchNormalization(), layers.Dense(2)])
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.normalization, self.head = layers.Dense(16), layers.BatchNormalization(), layers.Dense(2)
+
+    def call(self, x, training=False):
+        return self.head(self.normalization(self.hidden(x), training=training))
+
+
+MODELS = [plain, with_statistics, nested, unbuilt, Subclassed]
+
+
+def fitted(model, rows, **options):
+    x, y = X.copy(), Y
+    x[BAD] = np.inf
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* steps skipped in epoch", UserWarning)
+        history = model.fit(x[rows], y[rows], batch_size=8, shuffle=False, verbose=0, epochs=2, **options).history
+    return history
+
+
+# With a scale that no healthy batch overflows at.
+FLOAT16 = mpkeras.Policy("mixed_float16", loss_scale=mpkeras.DynamicLossScale(128.0))
+EVERY_ROW = np.arange(40)
+GOOD_ROWS = np.delete(EVERY_ROW, BAD)
+
+
+def by_the_line(make, policy, **options):
+    keras.utils.set_random_seed(21)
+    with mpkeras.policy_scope(policy):
+        model = make()
+    return compiled(model, **options)
+
+
+def by_prepare(make, policy, **options):
+    keras.utils.set_random_seed(21)
+    return mpkeras.prepare(compiled(make(), **options), policy)
+
+
+def compiled(model, optimizer=None, **options):
+    model.compile(optimizer or keras.optimizers.Adam(0.01), "mse", metrics=["mae"], **options)
+    return model
+
+
+def compute_dtypes(model):
+    if not model.built:
+        model(X[:1])
+    return {layer.name: layer.compute_dtype for layer in _keras.flatten_layers(model) if layer.weights}
+
+
+CASES = [
+    *[pytest.param(make, FLOAT16, {}, id=make.__name__) for make in MODELS],
+    pytest.param(nested, "mixed_bfloat16", {}, id="bfloat16"),
+    pytest.param(with_statistics, FLOAT16, {"run_eagerly": True}, id="eager"),
+    pytest.param(with_statistics, FLOAT16, {"jit_compile": False}, id="without XLA"),
+    pytest.param(with_statistics, mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16"), {}, id="small slots"),
+    pytest.param(
+        lambda: stack(layers.Dense(32, "tanh"), layers.Dense(32, "tanh"), layers.Dense(32, "tanh")),
+        "mixed_float8",
+        {},
+        id="float8",
+    ),
+    pytest.param(
+        plain,
+        mpkeras.Policy("mixed_float16", keep_float32=[layers.Dense], loss_scale=64.0),
+        {},
+        id="rules of one's own",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.every_case
+@pytest.mark.parametrize(("make", "policy", "options"), CASES)
+def test_it_trains_as_after_prepare_and_a_skipped_step_leaves_no_trace(make, policy, options, backend):
+    if backend == "torch" and options.get("jit_compile") is None:
+        options = {**options, "jit_compile": False}
+    model, expected = (door(make, policy, **options) for door in (by_the_line, by_prepare))
+    history, expected_history = fitted(model, EVERY_ROW), fitted(expected, EVERY_ROW)
+    assert list(compute_dtypes(model).values()) == list(compute_dtypes(expected).values())
+    assert history == expected_history and history["skipped_steps"] == [1, 2]
+    assert snapshot(model.variables) == snapshot(expected.variables)
+    assert snapshot(model.optimizer.inner_optimizer.variables) == snapshot(expected.optimizer.inner_optimizer.variables)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), expected.predict(X, verbose=0))
+    # The same run without the fault.
+    without = by_the_line(make, policy, **options)
+    without_history = fitted(without, GOOD_ROWS)
+    assert snapshot(model.variables) == snapshot(without.variables)
+    assert history["mae"] == without_history["mae"]
+
+
+def test_accumulated_gradients_and_a_window():
+    found = {}
+    for rows in (EVERY_ROW, GOOD_ROWS):
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        model = by_the_line(plain, "mixed_float16", optimizer=optimizer)
+        assert type(model.optimizer) is LossScaleOptimizer
+        history = fitted(model, rows)
+        found[len(rows)] = np.isfinite(history["loss"]).all(), np.isfinite(model.get_weights()[0]).all()
+    assert set(found.values()) == {(True, True)}
+
+
+def test_several_optimizers_in_a_compile_of_ones_own():
+    with mpkeras.policy_scope("mixed_float16"):
+        gan = Gan()
+    gan.compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1))
+    assert gan.dtype_in_compile == "float16"
+    assert [type(o) for o in (gan.optimizer, gan.d_optimizer, gan.g_optimizer)] == [LossScaleOptimizer] * 3
+    assert [layer.compute_dtype for layer in gan.generator.layers] == ["float16", "float32"]
+
+
+def is_guarded(model, policy="float16"):
+    return (
+        guard.is_guarded(model)
+        and type(model.optimizer) is LossScaleOptimizer
+        and [layer.compute_dtype for layer in model.layers if layer.weights] == [policy, "float32"]
+    )
+
+
+def is_stock(model):
+    return not guard.is_guarded(model) and not isinstance(model.optimizer, LossScaleOptimizer)
+
+
+# Where, and when, it is compiled.
+
+
+def test_in_the_scope_behind_it_and_after_the_policy_was_set_back():
+    mpkeras.set_global_policy("mixed_bfloat16")
+    with mpkeras.policy_scope("mixed_float16"):
+        inside, behind, later = plain(), plain(), plain()
+        assert is_guarded(compiled(inside))
+    assert is_guarded(compiled(behind))
+    mpkeras.set_global_policy("float32")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    assert is_guarded(compiled(later))
+    # Not by what is in force now, but by what they were made under.
+    mpkeras.set_global_policy("mixed_float16")
+    keras.config.set_dtype_policy("float32")
+    assert is_stock(compiled(plain()))
+
+
+def test_compiled_again_and_after_another_policy_was_applied():
+    model = by_the_line(plain, "mixed_float16")
+    assert is_guarded(compiled(model))
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert is_guarded(compiled(model), "bfloat16")
+    mpkeras.apply_policy(model, "float32")
+    assert {layer.compute_dtype for layer in compiled(model).layers} == {"float32"}
+
+
+def test_an_explicit_prepare_stays():
+    model = by_the_line(plain, "mixed_float16")
+    mpkeras.prepare(model, "mixed_bfloat16", loss_scale=2.0)
+    compiled(model)
+    assert is_guarded(model, "bfloat16") and float(model.optimizer.loss_scale) == 2.0
+
+
+def test_a_layer_that_its_author_keeps_in_float32_stays():
+    with mpkeras.policy_scope("mixed_float16"):
+        model = stack(layers.Dense(4), layers.Dense(4, dtype="float32", name="mine"), layers.Dense(4))
+    compiled(model)
+    assert [layer.compute_dtype for layer in model.layers] == ["float16", "float32", "float16", "float32"]
+
+
+@pytest.mark.parametrize("set_back", [False, True])
+def test_clones_and_copies(set_back):
+    mpkeras.set_global_policy(mpkeras.Policy("mixed_float16", loss_scale=32.0))
+    model = plain()
+    if set_back:
+        mpkeras.set_global_policy("float32")
+    for other in (keras.models.clone_model(model), keras.models.clone_model(compiled(model))):
+        assert is_guarded(compiled(other)) and float(other.optimizer.loss_scale) == 32.0
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_load_model(tmp_path, compile):
+    model = by_the_line(plain, "mixed_float16")
+    fitted(model, GOOD_ROWS)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras", compile=compile)
+    if not compile:
+        compiled(loaded)
+    assert is_guarded(loaded)
+    assert snapshot(loaded.variables) == snapshot(model.variables)
+    np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+    if compile:
+        for trained in (model, loaded):
+            keras.utils.set_random_seed(1)
+            fitted(trained, EVERY_ROW)
+        assert snapshot(loaded.variables) == snapshot(model.variables)
+    mpkeras.set_global_policy(None)
+    # The optimizer of the file is what scales its loss; nothing else is done to the model.
+    assert not guard.is_guarded(keras.models.load_model(tmp_path / "model.keras"))
+
+
+def test_what_is_saved_and_pickled_is_plain_keras(tmp_path):
+    with mpkeras.policy_scope("mixed_float16"):
+        model = plain()
+        dense = model.layers[0]
+    model.save(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as file:
+        assert "mpkeras" not in file.read("config.json").decode()
+    name = dense.dtype_policy.name
+    assert json.dumps(name) == '"mixed_float16"'
+    assert type(pickle.loads(pickle.dumps(name))) is type(copy.deepcopy(name)) is str
+    assert b"mpkeras" not in pickle.dumps(dense.get_config())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_dtypes_of_tensors_are_plain_strings(dtype, recwarn):
+    with mpkeras.policy_scope(dtype):
+        model = plain()
+    clone = keras.models.clone_model(model)
+    for layer in (model.layers[0], clone.layers[0]):
+        assert (layer.compute_dtype, layer.variable_dtype, layer.kernel.dtype) == (dtype,) * 3
+    losses = [fitted(compiled(part), GOOD_ROWS)["loss"] for part in (model, clone)]
+    assert np.isfinite(losses).all() and guard.is_guarded(model) and guard.is_guarded(clone)
+
+
+# Stock stays stock.
+
+
+def test_models_of_keras_are_left_alone():
+    before_the_line = plain()
+    keras.config.set_dtype_policy("mixed_float16")
+    under_keras = [plain(), stack(layers.Dense(4, dtype="mixed_float16")), Subclassed()]
+    keras.config.set_dtype_policy("float32")
+    mpkeras.set_global_policy("mixed_float16")
+    keras.config.set_dtype_policy("mixed_float16")
+    later = plain()
+    keras.config.set_dtype_policy("float32")
+    by_hand = stack(layers.Dense(4, dtype="mixed_float16"), layers.Dense(4, dtype="mixed_float16"))
+    models = [before_the_line, *under_keras, later, by_hand, keras.models.clone_model(later)]
+    for model in models:
+        attributes = set(vars(model))
+        assert is_stock(compiled(model))
+        added = set(vars(model)) - attributes
+        assert not {name for name in added if "mpkeras" in name or name in ("train_step", "compile", "fit")}
+        assert set(fitted(model, GOOD_ROWS)) == {"loss", "mae"}
+    wrapped = [type(model.optimizer) is keras.optimizers.LossScaleOptimizer for model in models]
+    assert wrapped == [False, True, True, True, True, False, False]
+
+
+def test_a_model_that_keras_has_quantized_is_left_alone():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = stack(layers.Dense(16, "tanh"), layers.Dense(16))
+    keras.config.set_dtype_policy("float32")
+    for layer in model.layers:
+        layer.quantize("int8")
+    mpkeras.set_global_policy("mixed_bfloat16")
+    model.compile("sgd", "mse")
+    assert is_stock(model)
+    assert {layer.dtype_policy.name for layer in model.layers if layer.weights} == {"int8_from_mixed_bfloat16"}
+
+
+def test_float32_covers_nothing_and_none_takes_all_back():
+    compiled(plain())  # Keras imports its optimizers when they are asked for.
+    before = picture()
+    mpkeras.set_global_policy("float32")
+    with mpkeras.policy_scope("float32"):
+        assert picture() == before
+    policy = mpkeras.set_global_policy("mixed_float16")
+    model = compiled(plain())
+    assert "keras.src.models.model.Model.__init_subclass__" in repr(policy) and "compile" in repr(policy)
+    assert repr(policy) == repr(mpkeras.global_policy())
+    assert picture() != before
+    assert mpkeras.set_global_policy(None) == mpkeras.Policy("float32")
+    assert picture() == before and keras.config.dtype_policy() == keras.DTypePolicy("float32")
+    assert "compile" not in repr(policy)
+    assert is_guarded(model) and is_guarded(compiled(model))
+    # A second time there is nothing to take back.
+    mpkeras.set_global_policy(None)
+    assert picture() == before
+
+
+def test_a_wrong_name_changes_nothing():
+    before = picture()
+    for wrong in ("mixed_float61", 16):
+        with pytest.raises((ValueError, TypeError)):
+            mpkeras.set_global_policy(wrong)
+        with pytest.raises((ValueError, TypeError)), mpkeras.policy_scope(wrong):
+            pass
+    assert picture() == before and keras.config.dtype_policy() == keras.DTypePolicy("float32")
+
+
+def test_keras_default_is_the_floatx_of_the_user():
+    keras.config.set_floatx("float64")
+    mpkeras.set_global_policy("mixed_float16")
+    mpkeras.set_global_policy(None)
+    assert keras.config.dtype_policy() == keras.DTypePolicy("float64")
+
+
+def test_float16_variables_are_refused_when_they_are_compiled():
+    with pytest.warns(UserWarning, match="for inference"), mpkeras.policy_scope("float16"):
+        model = plain()
+    with pytest.raises(ValueError, match="float16 variables"):
+        compiled(model)
+    model.compile(None, "mse")
+    assert np.isfinite(np.asarray(model.evaluate(X, Y, verbose=0), "float32")).all()
+
+
+# Beside other ways in.
+
+
+def test_with_autoprepare_the_innermost_decides():
+    mpkeras.set_global_policy("mixed_float16")
+    with mpkeras.autoprepare("mixed_bfloat16"):
+        assert is_guarded(compiled(plain()), "bfloat16")
+        with mpkeras.policy_scope("mixed_float16"):
+            assert is_guarded(compiled(plain()), "float16")
+            # Not one of those that are built under it.
+            keras.config.set_dtype_policy("float32")
+            assert is_guarded(compiled(plain()), "bfloat16")
+        assert is_guarded(compiled(plain()), "bfloat16")
+    assert covered_compile.position_of(covered_compile._in_force[0]) == 0 and len(covered_compile._in_force) == 1
+    keras.config.set_dtype_policy("float32")
+    assert is_stock(compiled(plain()))
+
+
+def test_a_callback_of_one_fit_leaves_the_model_as_it_was():
+    model = by_the_line(plain, "mixed_float16")
+    expected = by_the_line(plain, "mixed_float16")
+    fitted(model, EVERY_ROW, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float16")])
+    fitted(expected, EVERY_ROW)
+    assert is_guarded(model) and snapshot(model.variables) == snapshot(expected.variables)
+    assert fitted(model, GOOD_ROWS).keys() == {"loss", "mae", "loss_scale", "skipped_steps"}
+
+
+def test_make_train_step_of_a_compiled_model():
+    losses = []
+    for compiles in (True, False):
+        keras.utils.set_random_seed(2)
+        with mpkeras.policy_scope("mixed_float16"):
+            model = with_statistics()
+        if compiles:
+            compiled(model)
+        step = mpkeras.make_train_step(model, keras.optimizers.Adam(0.01), "mse")
+        losses.append([float(step(X[i : i + 8], Y[i : i + 8])["loss"]) for i in range(0, 16, 8)])
+        assert [layer.compute_dtype for layer in model.layers] == ["float16", "float32", "float16", "float32"]
+    assert losses[0] == losses[1]
+
+
+PROGRAM = """
+import keras, numpy as np, mpkeras
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+print(sorted(model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0).history), model.layers[0].compute_dtype)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("policy", "printed"),
+    [
+        ("mixed_bfloat16", "['loss', 'loss_scale', 'skipped_steps'] bfloat16"),
+        ("", "['loss'] float32"),
+        ("float32", "['loss'] float32"),
+    ],
+)
+def test_the_environment_variable_guards(policy, printed):
+    environment = {**os.environ, "MPKERAS_POLICY": policy}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == printed, done.stderr[-2000:]
+
+
+# Loops of one's own.
+
+
+def own_loop(model, optimizer, steps=2):
+    optimizer.build(model.trainable_variables)
+    for _ in range(steps):
+        optimizer.scale_loss(1.0)
+        zeros = [keras.ops.zeros(variable.shape) for variable in model.trainable_variables]
+        optimizer.apply(zeros, model.trainable_variables)
+
+
+def test_a_loop_of_ones_own_is_told_once_which_layers_should_be_in_float32():
+    with mpkeras.policy_scope("mixed_float16"):
+        inner = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(4, name="feature"), layers.LayerNormalization(name="norm")]
+        )
+        model = stack(layers.Dense(4, name="first"), inner, layers.Dense(3, name="wide"), outputs=2)
+        model = keras.Sequential([model, layers.Softmax(name="soft")])
+        bystander = stack(layers.BatchNormalization(name="bystander"))
+    with pytest.warns(UserWarning, match="trains layers in 16 bits") as told:
+        own_loop(model, mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1), name="mine"))
+    (message,) = [str(warning.message) for warning in told]
+    for name in ("'mine'", "norm'", "head'", "soft'", "apply_policy(model, 'mixed_float16')", "make_train_step"):
+        assert name in message
+    assert not any(name in message for name in ("bystander", "first'", "wide'", "feature'"))
+    assert bystander.built
+
+
+@pytest.mark.parametrize(
+    "carried_out", ["apply_policy", "a policy of one's own", "make_train_step", "compile", "stock"]
+)
+def test_a_loop_whose_model_obeys_its_policy_is_told_nothing(carried_out):
+    if carried_out == "stock":
+        keras.config.set_dtype_policy("mixed_float16")
+        model = with_statistics()
+        mpkeras.set_global_policy("mixed_bfloat16")
+    else:
+        with mpkeras.policy_scope("mixed_float16"):
+            model = with_statistics()
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    if carried_out == "apply_policy":
+        mpkeras.apply_policy(model, "mixed_float16")
+    elif carried_out == "a policy of one's own":
+        mpkeras.apply_policy(model, mpkeras.Policy("mixed_float16", keep_float32=()))
+    elif carried_out == "make_train_step":
+        mpkeras.make_train_step(model, optimizer, "mse")(X[:8], Y[:8])
+    elif carried_out == "compile":
+        compiled(model)
+    own_loop(model, optimizer)
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "XLA"])
+def test_a_loop_in_a_tf_function_is_told_too(options):
+    import tensorflow as tf
+
+    with mpkeras.policy_scope("mixed_float16"):
+        model = with_statistics()
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(**options)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.cast(model(x, training=True), "float32") - y) ** 2)
+            scaled_loss = optimizer.scale_loss(loss)
+        optimizer.apply(tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    with pytest.warns(UserWarning, match="batch_normalization.*head") as told:
+        losses = [float(step(X[:8], Y[:8])) for _ in range(3)]
+    assert len(told) == 1 and losses[-1] < losses[0]
+
+
+def test_nobody_looks_before_the_line():
+    with mpkeras.policy_scope("mixed_float16"):
+        model = with_statistics()
+    mpkeras.set_global_policy(None)
+    own_loop(model, mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+
+
+# What `clear_session` takes away.
+
+
+def test_after_clear_session_the_line_holds_for_what_is_compiled_next():
+    before_the_line = plain()
+    mpkeras.set_global_policy("mixed_float16")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            keras.utils.clear_session(free_memory=False)
+            model, second = plain(), plain()
+            assert compute_dtypes(model)["head"] == "float32"
+            assert is_guarded(compiled(model)) and is_guarded(compiled(second))
+    (message,) = [str(warning.message) for warning in told]
+    assert "clear_session" in message and "'mixed_float16'" in message
+    assert is_stock(compiled(before_the_line)) and is_guarded(compiled(plain()))
+
+
+def test_after_clear_session_in_a_scope_too():
+    with pytest.warns(UserWarning, match="policy_scope.*until their model is compiled"):
+        with mpkeras.policy_scope("mixed_float16"):
+            keras.utils.clear_session(free_memory=False)
+            model = plain()
+    other = plain()
+    assert is_guarded(compiled(model)) and is_stock(compiled(other))
+
+
+# Odd places of `compile`.
+
+
+class CompiledAtOnce(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+        self.hidden, self.head = layers.Dense(8, "tanh"), layers.Dense(2)
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+
+def test_a_model_that_compiles_itself_before_it_has_layers():
+    with mpkeras.policy_scope("mixed_float16"):
+        model = CompiledAtOnce()
+    history = fitted(model, EVERY_ROW)
+    assert history["skipped_steps"] == [1, 2] and np.isfinite(history["loss"]).all()
+    assert [model.hidden.compute_dtype, model.head.compute_dtype] == ["float16", "float32"]
+
+
+def test_a_part_from_before_the_line_keeps_its_dtype():
+    trunk = keras.Sequential([keras.Input((8,)), layers.Dense(16, "tanh", name="trunk")])
+    mpkeras.set_global_policy("mixed_float16")
+    model = keras.Sequential([trunk, layers.Dense(8, name="new"), layers.Dense(2, name="head")])
+    compiled(model)
+    found = compute_dtypes(model)
+    assert [found[name] for name in ("trunk", "new", "head")] == ["float32", "float16", "float32"]
+    assert guard.is_guarded(model)
+
+
+@pytest.mark.parametrize("left_alone", [False, True])
+def test_a_policy_alone_is_in_force_for_layers_and_prepares_no_model(left_alone):
+    mpkeras.set_global_policy("mixed_float16")
+    with mpkeras.autoprepare("mixed_bfloat16"), policy_alone("float32", compile_left_alone=left_alone):
+        model = compiled(stack())
+    # An `autoprepare` that began before goes on, unless `compile` is left alone.
+    assert guard.is_guarded(model) is not left_alone
+    assert model.layers[0].compute_dtype == "float32"
+    assert mpkeras.global_policy().name == "mixed_float16"

@@ -1,0 +1,541 @@
+"""G18: while no step has counted, a batch for which only the guessed loss scale is too large is taken again."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.callbacks import BlackBox, Float32Fallback, MixedPrecision, NumericsMonitor
+from mpkeras.policies.loss_scaling import DynamicLossScale, number
+from mpkeras.training import retake
+from tests.scaling.test_several_optimizers import Gan
+from tests.step_modes import FIT_MODES
+
+BACKEND = keras.backend.backend()
+BATCH, BATCHES = 8, 4
+RNG = np.random.default_rng(3)
+X = RNG.normal(size=(BATCH * BATCHES, 6)).astype("float32")
+IMAGES = RNG.normal(size=(BATCH * BATCHES, 6, 6, 2)).astype("float32")
+SERIES = RNG.normal(size=(BATCH * BATCHES, 5, 3)).astype("float32")
+WORDS = RNG.integers(0, 12, size=(BATCH * BATCHES, 5))
+CLASSES = RNG.integers(0, 3, size=BATCH * BATCHES)
+# A scale of 32768 brings gradients of size 2 to 65536, more than float16 holds; these are of several hundreds.
+Y = (400 * X[:, :1] + 100).astype("float32")
+EAGER = {"run_eagerly": True} if BACKEND != "torch" else {}
+
+
+def model_of(*stack, shape=(6,)):
+    keras.utils.set_random_seed(5)
+    return keras.Sequential([keras.Input(shape), *stack])
+
+
+def everything():
+    """A model with all that a skipped step must leave alone."""
+    keras.utils.set_random_seed(5)
+    stack = [layers.Dense(8, "relu"), layers.BatchNormalization(momentum=0.5), layers.Dropout(0.25, seed=9)]
+    return model_of(*stack, layers.GaussianNoise(0.1, seed=8), layers.Dense(1))
+
+
+def prepared(model=None, policy="mixed_float16", optimizer=None, loss_scale=None, rollback=True, **options):
+    model = everything() if model is None else model
+    optimizer = keras.optimizers.Adam(0.02) if optimizer is None else optimizer
+    options = {"loss": "mse", "metrics": ["mae"], **options}
+    model.compile(optimizer, **options)
+    return mpkeras.prepare(model, policy, loss_scale=loss_scale, rollback=rollback)
+
+
+def fit(model, x=X, y=Y, **options):
+    return model.fit(x, y, **{"batch_size": BATCH, "shuffle": False, "verbose": 0, **options}).history
+
+
+def counters(optimizer):
+    names = ("iterations", "skipped_steps", "consecutive_skips", "nonfinite_losses", "last_step_skipped")
+    return [int(number(ops.convert_to_tensor(getattr(optimizer, name)))) for name in names]
+
+
+def dense(*units):
+    return lambda: model_of(*[layers.Dense(n, "relu") for n in units], layers.Dense(1))
+
+
+def two_inputs():
+    keras.utils.set_random_seed(5)
+    first, second = keras.Input((6,)), keras.Input((6,))
+    return keras.Model([first, second], layers.Dense(1)(layers.Concatenate()([first, layers.Dense(4)(second)])))
+
+
+def autoencoder():
+    return model_of(layers.Dense(3, "tanh"), layers.Dense(6))
+
+
+def residual():
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((6,))
+    x = layers.LayerNormalization()(inputs + layers.Dense(6, "gelu")(inputs))
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+class OfTheUsersOwn(keras.Model):
+    def __init__(self):
+        super().__init__()
+        keras.utils.set_random_seed(5)
+        self.hidden, self.head = layers.Dense(8, "silu"), layers.Dense(1)
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+
+def of_images(*stack):
+    return lambda: model_of(*stack, layers.Flatten(), layers.Dense(1), shape=(6, 6, 2))
+
+
+def of_series(*stack):
+    return lambda: model_of(*stack, layers.Dense(1), shape=(5, 3))
+
+
+HEALTHY = {
+    "one layer": (dense(), X, Y, "mse", "sgd"),
+    "two layers": (dense(8), X, Y, "mse", "adam"),
+    "four layers": (dense(8, 8, 8), X, 3 * Y, "mse", "adamw"),
+    "small targets": (dense(8), X, Y / 100, "mse", "rmsprop"),
+    "absolute error": (dense(8), X, 30 * Y, "mae", "adam"),
+    "huber": (dense(8), X, Y, keras.losses.Huber(50.0), "nadam"),
+    "a sum": (dense(8), X, Y / 10, keras.losses.MeanSquaredError(reduction="sum"), "adam"),
+    "log cosh": (dense(4), X, Y, "log_cosh", "lion"),
+    "logarithms": (dense(4), X, np.abs(Y), "mean_squared_logarithmic_error", "adam"),
+    "everything": (everything, X, Y, "mse", "adam"),
+    "of the user's own": (OfTheUsersOwn, X, Y, "mse", "adam"),
+    "two inputs": (two_inputs, [X, X[::-1]], Y, "mse", "adagrad"),
+    "residual": (residual, X, Y, "mse", "adam"),
+    "autoencoder": (autoencoder, X, 100 * X, "mse", "adamax"),
+    "classifier": (lambda: model_of(layers.Dense(3, "softmax")), X, CLASSES, "sparse_categorical_crossentropy", "adam"),
+    "convolutions": (of_images(layers.Conv2D(3, 3, activation="relu")), IMAGES, Y, "mse", "adam"),
+    "separable": (of_images(layers.SeparableConv2D(3, 3), layers.MaxPooling2D()), IMAGES, Y, "mse", "adam"),
+    "lstm": (of_series(layers.LSTM(4)), SERIES, Y, "mse", "adam"),
+    "gru": (of_series(layers.GRU(4, dropout=0.2, seed=2)), SERIES, Y, "mse", "adam"),
+    "embedding": (
+        lambda: model_of(layers.Embedding(12, 4), layers.GlobalAveragePooling1D(), layers.Dense(1), shape=(5,)),
+        WORDS,
+        Y,
+        "mse",
+        "adam",
+    ),
+}
+
+
+def optimizer_of(name):
+    # So slow that gradients stay what they are: whether a rate is too high is another question.
+    optimizer = keras.optimizers.get(name)
+    optimizer.learning_rate = 1e-5 if name == "sgd" else 1e-3
+    return optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_batch_of_a_healthy_model_is_lost(name):
+    make, x, y, loss, optimizer = HEALTHY[name]
+    model = prepared(make(), optimizer=optimizer_of(optimizer), loss=loss, metrics=None, **EAGER)
+    history = fit(model, x, y)
+    assert (history["skipped_steps"], int(model.optimizer.iterations)) == ([0], BATCHES)
+
+    model = make()
+    mpkeras.apply_policy(model, "mixed_float16")
+    loss = keras.losses.get(loss)
+    loss = loss if isinstance(loss, keras.losses.Loss) else lambda y, y_pred, loss=loss: loss(y, y_pred)
+    step = mpkeras.make_train_step(model, optimizer_of(optimizer), loss, jit_compile=False)
+    skipped = []
+    for i in range(0, len(y), BATCH):
+        part = [array[i : i + BATCH] for array in x] if isinstance(x, list) else x[i : i + BATCH]
+        skipped.append(bool(step(part, y[i : i + BATCH])["skipped"]))
+    assert (skipped, int(step.optimizer.iterations)) == ([False] * BATCHES, BATCHES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warmed_up():
+    """The first products of a process are rounded in another way by torch on a CPU."""
+    if BACKEND == "torch":
+        everything()(X[:BATCH], training=True)
+        fit(prepared(), X[:BATCH], Y[:BATCH])
+
+
+def bits(model):
+    state = mpkeras.state_dict(model)
+    return {name: value.tobytes() for name, value in state.items() if "dynamic_scale" not in name}
+
+
+@pytest.mark.filterwarnings("ignore:All 1 steps of epoch 1 were skipped")
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_nothing_is_left_of_an_attempt_but_the_smaller_scale(options):
+    """The first batch trains as in a model whose scale begins where this one's came to."""
+    models = [prepared(**options)]
+    history = fit(models[0], X[:BATCH], Y[:BATCH])
+    assert history["loss_scale"] == [number(models[0].optimizer.loss_scale)]
+    found = number(models[0].optimizer.loss_scale) * retake.HEADROOM
+    assert 2.0 < found < 2.0**13
+    models.append(prepared(loss_scale=DynamicLossScale(found), **options))
+    expected = fit(models[1], X[:BATCH], Y[:BATCH])
+    assert bits(models[0]) == bits(models[1])
+    assert {**history, "loss_scale": None} == {**expected, "loss_scale": None}
+    assert counters(models[0].optimizer) == [1, 0, 0, 0, 0]
+    # And twice the scale would have been too much.
+    once = prepared(loss_scale=found * 2, **options)
+    assert fit(once, X[:BATCH], Y[:BATCH])["skipped_steps"] == [1]
+
+
+@pytest.mark.parametrize("jit_compile", [True, False] if BACKEND != "torch" else [False])
+def test_in_a_loop_of_ones_own(jit_compile):
+    def first_step(optimizer):
+        model = everything()
+        mpkeras.apply_policy(model, "mixed_float16")
+        metrics = [keras.metrics.MeanAbsoluteError()]
+        step = mpkeras.make_train_step(model, optimizer, "mse", jit_compile=jit_compile, metrics=metrics)
+        result = {name: float(value) for name, value in step(X[:BATCH], Y[:BATCH]).items()}
+        assert counters(step.optimizer) == [1, 0, 0, 0, 0]
+        assert result.pop("loss_scale") == number(step.optimizer.loss_scale)
+        return step, result
+
+    step, result = first_step(keras.optimizers.Adam(0.02))
+    found = number(step.optimizer.loss_scale) * retake.HEADROOM
+    expected, expected_result = first_step(mpkeras.LossScaleOptimizer(keras.optimizers.Adam(0.02), found))
+    assert result == expected_result and not result["skipped"]
+    states = [one.state_dict() for one in (step, expected)]
+    assert all(states[0][name].tobytes() == states[1][name].tobytes() for name in states[0] if "scale" not in name)
+
+
+def counting(x, y, drawn):
+    for i in range(0, len(x), BATCH):
+        drawn.append(i)
+        yield x[i : i + BATCH], y[i : i + BATCH]
+
+
+def drawn_by_python():
+    drawn: list = []
+    return (lambda: counting(X, Y, drawn)), drawn
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data", "ignore:.*shuffle=True")
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_each_batch_of_a_generator_is_drawn_once(options):
+    drawn: list = []
+    model = prepared(**options)
+    fit(model, counting(X, Y, drawn), None, batch_size=None, steps_per_epoch=BATCHES)
+    assert counters(model.optimizer)[:2] == [BATCHES, 0]
+    assert drawn[:BATCHES] == list(range(0, len(X), BATCH))
+    expected = prepared(**options)
+    fit(expected)
+    assert bits(model) == bits(expected)
+
+
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_the_steps_of_an_execution_are_taken_one_by_one_until_one_counts(options):
+    together, alone = (prepared(steps_per_execution=steps, **options) for steps in (3, 1))
+    assert fit(together, epochs=2)["skipped_steps"] == [0, 0]
+    fit(alone, epochs=2)
+    assert bits(together) == bits(alone)
+    assert counters(together.optimizer) == [2 * BATCHES, 0, 0, 0, 0]
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.filterwarnings("ignore:.*ran out of data", "ignore:.*shuffle=True")
+def test_datasets_of_unknown_length_and_of_ragged_rows():
+    import tensorflow as tf
+
+    spec = (tf.TensorSpec((None, 6)), tf.TensorSpec((None, 1)))
+    make, drawn = drawn_by_python()
+    model = prepared(jit_compile=False)
+    fit(model, tf.data.Dataset.from_generator(make, output_signature=spec), None, batch_size=None)
+    assert (counters(model.optimizer)[:2], len(drawn)) == ([BATCHES, 0], BATCHES)
+
+    class Bag(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = layers.Embedding(12, 4), layers.Dense(1)
+
+        def call(self, words):
+            words = words.to_tensor() if hasattr(words, "to_tensor") else words
+            return self.head(ops.mean(self.embedding(words), axis=1))
+
+    rows = tf.ragged.constant([list(range(1 + i % 4)) for i in range(len(Y))])
+    data = tf.data.Dataset.from_tensor_slices((rows, Y)).batch(BATCH)
+    model = prepared(Bag(), metrics=None, jit_compile=False)
+    fit(model, data, None, batch_size=None)
+    assert counters(model.optimizer)[:2] == [BATCHES, 0]
+
+
+class CountsTraces(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.traces = 0
+
+    def call(self, x):
+        self.traces += 1
+        return x
+
+
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("options", [mode for mode in FIT_MODES if mode.id in ("graph", "xla", "jit")])
+def test_there_is_no_second_program(options, steps):
+    traces = []
+    for scale in ("dynamic", 4.0):
+        model = prepared(
+            model_of(CountsTraces(), layers.Dense(1)), loss_scale=scale, steps_per_execution=steps, **options
+        )
+        fit(model, epochs=2)
+        assert counters(model.optimizer)[:2] == [2 * BATCHES, 0]
+        traces.append(model.layers[0].traces)
+    assert traces[0] == traces[1]
+
+
+@pytest.mark.parametrize("way", ["fit", "step"])
+def test_nobody_looks_any_more_once_a_step_has_counted(way, monkeypatch):
+    looks = []
+    take = retake.FirstSteps.take
+    monkeypatch.setattr(retake.FirstSteps, "take", lambda self, *args: looks.append(1) or take(self, *args))
+    if way == "fit":
+        fit(prepared(**EAGER), epochs=2)
+    else:
+        step = mpkeras.make_train_step(everything(), "sgd", "mse", jit_compile=False)
+        for _ in range(3):
+            step(X[:BATCH], Y[:BATCH])
+    assert len(looks) == 1
+
+
+def test_train_on_batch_and_the_callback():
+    model = prepared(**EAGER)
+    assert model.train_on_batch(X, Y, return_dict=True).keys() == {"loss", "mae"}
+    assert counters(model.optimizer) == [1, 0, 0, 0, 0]
+    model = everything()
+    model.compile(keras.optimizers.Adam(0.02), "mse", **EAGER)
+    for epochs in (1, 2):
+        assert fit(model, callbacks=[MixedPrecision("mixed_float16")])["skipped_steps"] == [0]
+        assert counters(model.optimizer) == [epochs * BATCHES, 0, 0, 0, 0]
+    assert "make_train_function" not in vars(model)
+
+
+@pytest.mark.filterwarnings("ignore:1 of 4 steps skipped in epoch 1")
+def test_a_batch_whose_loss_is_not_finite_is_skipped_and_the_next_one_taken_again():
+    spoiled = X.copy()
+    spoiled[2] = np.nan
+    model = prepared(**EAGER)
+    assert fit(model, spoiled)["skipped_steps"] == [1]
+    assert counters(model.optimizer) == [BATCHES - 1, 1, 0, 1, 0]
+
+
+def test_a_batch_without_rows_is_skipped_and_the_next_one_taken_again():
+    step = mpkeras.make_train_step(mpkeras_model(), keras.optimizers.Adam(0.02), "mse", jit_compile=False)
+    assert bool(step(X[:0], Y[:0])["skipped"]) and float(step(X[:0], Y[:0])["loss_scale"]) == 2.0**15
+    assert not bool(step(X[:BATCH], Y[:BATCH])["skipped"])
+
+
+def mpkeras_model():
+    model = model_of(layers.Dense(4), layers.Dense(1))
+    mpkeras.apply_policy(model, "mixed_float16")
+    return model
+
+
+def first_batch_is_skipped(model, scale):
+    return fit(model, X[:BATCH], Y[:BATCH])["skipped_steps"] == [1] and number(model.optimizer.loss_scale) == scale
+
+
+@pytest.mark.filterwarnings("ignore:All 1 steps of epoch 1 were skipped")
+def test_what_is_no_first_step_or_cannot_be_taken_again_is_as_ever():
+    assert first_batch_is_skipped(prepared(loss_scale=2.0**15, **EAGER), 2.0**15)
+    assert first_batch_is_skipped(prepared(rollback=False, **EAGER), 2.0**14)
+    model = prepared(**EAGER)
+    fit(model, X[:BATCH], 0 * Y[:BATCH])
+    model.optimizer.dynamic_scale.assign(2.0**15)
+    model.make_train_function(force=True)
+    assert first_batch_is_skipped(model, 2.0**14)
+    # A scale that somebody has restored, and that no step has counted at.
+    model = prepared(**EAGER)
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.dynamic_scale.assign(2.0**13)
+    assert first_batch_is_skipped(model, 2.0**12)
+
+
+def test_an_optimizer_that_is_wrapped_later_begins_with_a_guess():
+    model = everything()
+    model.compile(keras.optimizers.Adam(0.02), "mse", **EAGER)
+    fit(model)
+    mpkeras.prepare(model, "mixed_float16")
+    assert fit(model)["skipped_steps"] == [0]
+    assert counters(model.optimizer) == [2 * BATCHES, 0, 0, 0, 0]
+
+
+@keras.saving.register_keras_serializable("tests")
+class NoGradient(layers.Layer):
+    """Its gradient is infinity times 0 for rows that begin with a negative number, whatever the scale."""
+
+    def call(self, x):
+        first = x[:, :1]
+        return x + ops.sqrt(first * ops.cast(first > 0, x.dtype))
+
+
+POSITIVE = np.abs(X)
+
+
+def incurable(**options):
+    return prepared(model_of(layers.Dense(4, kernel_initializer="ones"), NoGradient(), layers.Dense(1)), **options)
+
+
+@pytest.mark.filterwarnings("ignore:All 3 steps of epoch 1 were skipped", "ignore:.*its lowest")
+def test_a_batch_that_no_scale_cures_is_skipped_as_ever():
+    model = incurable(metrics=None, **EAGER)
+    history = fit(model, -POSITIVE[: 3 * BATCH], Y[: 3 * BATCH])
+    assert counters(model.optimizer) == [0, 3, 3, 0, 1]
+    assert history["skipped_steps"] == [3] and history["loss_scale"] == [2.0**12]
+    assert np.isfinite(history["loss"][0])
+
+
+def test_a_batch_after_one_that_no_scale_cures_is_taken_again():
+    model = incurable(metrics=None, **EAGER)
+    x = np.concatenate([-POSITIVE[:BATCH], POSITIVE[: 2 * BATCH]])
+    assert fit(model, x, Y[: 3 * BATCH])["skipped_steps"] == [1]
+    assert counters(model.optimizer) == [2, 1, 0, 0, 0]
+
+
+def test_training_that_stands_still_is_told_at_once():
+    with pytest.raises(
+        FloatingPointError, match="2 steps in a row were skipped at every loss scale down to its lowest"
+    ):
+        model = model_of(layers.Dense(4, kernel_initializer="ones"), NoGradient(), layers.Dense(1))
+        model.compile("sgd", "mse", **EAGER)
+        fit(model, -POSITIVE, callbacks=[MixedPrecision("mixed_float16", on_min_scale="raise")])
+    assert counters(model.optimizer)[1] == 2
+    with pytest.warns(UserWarning, match="All 4 steps of epoch 1 were skipped"):
+        with pytest.warns(UserWarning, match="at every loss scale"):
+            fit(incurable(**EAGER), -POSITIVE)
+
+
+def test_who_goes_on_from_a_file_decides_as_who_never_stopped(tmp_path):
+    x = np.concatenate([-POSITIVE[:BATCH], POSITIVE[: 2 * BATCH]])
+    steps = []
+    for _ in range(2):
+        model = model_of(layers.Dense(4, kernel_initializer="ones"), NoGradient(), layers.Dense(1))
+        mpkeras.apply_policy(model, "mixed_float16")
+        steps.append(mpkeras.make_train_step(model, keras.optimizers.SGD(1e-6), "mse", jit_compile=False))
+    one, other = steps
+    assert bool(one(x[:BATCH], Y[:BATCH])["skipped"])
+    np.savez(tmp_path / "state.npz", **one.state_dict())
+    with np.load(tmp_path / "state.npz") as state:
+        other.load_state_dict(state)
+    for step in steps:
+        assert not bool(step(x[BATCH : 2 * BATCH], Y[:BATCH])["skipped"])
+    states = [step.state_dict() for step in steps]
+    assert all(states[0][name].tobytes() == states[1][name].tobytes() for name in states[0])
+
+
+@pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
+def test_accumulation(on_overflow):
+    model = everything()
+    mpkeras.apply_policy(model, "mixed_float16")
+    options = {"jit_compile": False, "accumulate_steps": 2, "on_overflow": on_overflow}
+    step = mpkeras.make_train_step(model, keras.optimizers.SGD(1e-4), "mse", **options)
+    skipped = [bool(step(X[i : i + BATCH], Y[i : i + BATCH])["skipped"]) for i in range(0, len(X), BATCH)]
+    assert skipped == [False] * BATCHES
+    assert counters(step.optimizer)[:2] == [BATCHES // 2, 0] and number(step.optimizer.accepted_steps) == BATCHES
+
+    inner = keras.optimizers.SGD(1e-4, gradient_accumulation_steps=2)
+    model = prepared(optimizer=inner, **EAGER)
+    assert fit(model)["skipped_steps"] == [0]
+    assert number(model.optimizer.accepted_steps) == BATCHES
+
+
+@keras.saving.register_keras_serializable("tests")
+class Thirds(mpkeras.LossScale):
+    """A rule of a user's own, with a count of its own, that backs off at every second bad step."""
+
+    def initial_state(self):
+        return {"dynamic_scale": 3.0**10, "bad": 0}
+
+    def next_state(self, state, is_finite):
+        bad = ops.where(is_finite, 0, state["bad"] + 1)
+        backs_off = ops.equal(bad, 2)
+        scale = ops.where(backs_off, state["dynamic_scale"] / 3.0, state["dynamic_scale"])
+        return {"dynamic_scale": scale, "bad": ops.where(backs_off, 0, bad)}
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.parametrize(
+    "rule", [Thirds(), DynamicLossScale(2.0**20, hysteresis=3), DynamicLossScale(2.0**15, backoff_factor=0.75)]
+)
+def test_other_rules(rule):
+    model = prepared(loss_scale=rule, **EAGER)
+    assert fit(model)["skipped_steps"] == [0]
+    assert counters(model.optimizer) == [BATCHES, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("steps", [1, 2] if BACKEND != "torch" else [1])
+def test_what_was_taken_again_is_no_fault(steps, tmp_path):
+    box, monitor, fallback = BlackBox(tmp_path), NumericsMonitor(), Float32Fallback(patience=1)
+    model = everything()
+    options = {"jit_compile": False} if BACKEND == "tensorflow" else {}
+    model.compile(keras.optimizers.Adam(0.02), "mse", **options)
+    if steps > 1:
+        model.steps_per_execution = steps
+    for callbacks in ([box], [monitor], [fallback], [box, monitor, fallback]):
+        keras.utils.set_random_seed(5)
+        model = keras.models.clone_model(model)
+        model.compile(keras.optimizers.Adam(0.02), "mse", steps_per_execution=steps, **options)
+        history = fit(model, callbacks=[MixedPrecision("mixed_float16"), *callbacks])
+        assert history["skipped_steps"] == [0]
+    assert (box.capsules, monitor.findings, fallback.findings, fallback.moved) == ([], [], [], [])
+
+
+@pytest.mark.filterwarnings("ignore:All 2 steps of epoch 1 were skipped", "ignore:.*its lowest")
+def test_a_capsule_of_a_first_step_is_run_once(tmp_path):
+    box = BlackBox(tmp_path)
+    model = model_of(layers.Dense(4, kernel_initializer="ones"), NoGradient(), layers.Dense(1))
+    model.compile("sgd", "mse", **EAGER)
+    fit(model, -POSITIVE[: 2 * BATCH], Y[: 2 * BATCH], callbacks=[MixedPrecision("mixed_float16"), box])
+    run = mpkeras.load_capsule(box.capsules[0]).run()
+    assert (bool(run["skipped"]), run["loss_scale"], run["same_bits"]) == (True, 2.0**14, True)
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_of_two_optimizers_each_finds_its_scale(options):
+    rng = np.random.default_rng(4)
+    noise, real = rng.normal(size=(24, 6)).astype("float32"), rng.normal(size=(24, 8, 8, 1)).astype("float32")
+    weight = np.full(24, 300.0, "float32")
+    trained = {}
+    for policy in ("float32", "mixed_float16"):
+        keras.utils.set_random_seed(11)
+        gan = Gan()
+        d_optimizer = keras.optimizers.SGD(1e-4, momentum=0.5)
+        gan.compile_with(d_optimizer, keras.optimizers.Adagrad(0.01, initial_accumulator_value=0.3))
+        for name, value in options.items():
+            setattr(gan, name, value)
+        mpkeras.prepare(gan, policy)
+        fit(gan, noise, real, sample_weight=weight)
+        trained[policy] = gan
+    d, g = (trained["mixed_float16"].optimizers[name] for name in "dg")
+    assert counters(d) == counters(g) == [3, 0, 0, 0, 0]
+    assert number(d.loss_scale) < number(g.loss_scale) == 2.0**15
+    for weights in zip(*(gan.get_weights() for gan in trained.values()), strict=True):
+        np.testing.assert_allclose(*weights, rtol=0, atol=2e-3)  # weights of 0.1 to 1; float16 has 11 bits
+
+
+def weighted(policy=None):
+    keras.utils.set_random_seed(0)
+    model = model_of(layers.Dense(8, "selu"), layers.Dense(1))
+    model.compile(keras.optimizers.AdamW(0.02), "mse", **EAGER)
+    callbacks = [] if policy is None else [MixedPrecision(policy)]
+    weights = np.full(len(X), 1e6, "float32")
+    return fit(model, X, X[:, :1] * 2, sample_weight=weights, epochs=8, callbacks=callbacks)
+
+
+def test_a_scale_below_one_is_told_once_and_trains():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = weighted("mixed_float16")
+    told = [str(w.message) for w in caught if "loss scale" in str(w.message)]
+    assert len(told) == 1 and "has come down to" in told[0] and "mixed_bfloat16" in told[0]
+    assert history["skipped_steps"][-1] == 0 and history["loss_scale"][-1] < 1
+    np.testing.assert_allclose(history["loss"], weighted()["loss"], rtol=0.02)

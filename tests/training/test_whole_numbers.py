@@ -1,0 +1,346 @@
+"""Ids, codes and positions in float data arrive whole, or the layer that rounds them is named at the first batch."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras._replaced import replaced_attributes
+from mpkeras.callbacks import MixedPrecision, NumericsMonitor
+from mpkeras.training.whole_numbers import Rounded, rounded_whole_numbers
+
+POLICIES = ["mixed_float16", "mixed_bfloat16"]
+# 4097 lies between two numbers of both 16-bit dtypes.
+CODES = np.array([[4097.0, 7.0, 258.0], [4093.0, 3001.0, 4999.0]], "float32")
+
+
+class Rows(layers.Layer):
+    """A user's layer that looks rows up."""
+
+    def __init__(self, size=6000, **kwargs):
+        super().__init__(**kwargs)
+        self.table = layers.Embedding(size, 2)
+
+    def build(self, shape):
+        self.table.build(shape)
+
+    def call(self, codes):
+        return self.table(codes)
+
+
+class Wave(layers.Layer):
+    """A user's layer to which numbers are positions."""
+
+    def call(self, steps):
+        return ops.sin(steps * 0.1)
+
+
+class Calling(keras.Model):
+    """Hands what it is called with to `reading`, which `take` takes it from."""
+
+    def __init__(self, reading, take=lambda x: x, before=None):
+        super().__init__()
+        self.before, self.reading, self.head = before, reading, layers.Dense(1)
+        self.take = take
+
+    def call(self, x):
+        x = self.take(x)
+        x = x if self.before is None else self.before(x)
+        x = self.head(self.reading(x))
+        return ops.sum(ops.cast(x, "float32"), axis=tuple(range(1, len(x.shape))))
+
+
+def functional(reading, shape=(3,), before=None):
+    inputs = keras.Input(shape)
+    x = reading(inputs if before is None else before(inputs))
+    return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))
+
+
+def said_by(run) -> list:
+    """Returns the warnings of `run()` that are about numbers that are rounded."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if "whole numbers" in str(warning.message)]
+
+
+def prepared(model, policy):
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return mpkeras.prepare(model, policy, loss_scale=1.0)
+
+
+def fit(model, policy, x=CODES, y=None):
+    y = np.ones(2, "float32") if y is None else y
+    return said_by(lambda: prepared(model, policy).fit(x, y, batch_size=2, shuffle=False, verbose=0))
+
+
+EXPECTED = {"mixed_float16": "4097 becomes 4096", "mixed_bfloat16": "4097 becomes 4096"}
+
+
+def by_prepare(model, policy):
+    prepared(model, policy).fit(CODES, np.ones(2), epochs=2, shuffle=False, verbose=0)
+
+
+def by_batch(model, policy):
+    prepared(model, policy)
+    for _ in range(2):
+        model.train_on_batch(CODES, np.ones(2))
+
+
+def by_callback(model, policy):
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    model.fit(
+        CODES, np.ones(2), epochs=2, shuffle=False, verbose=0, callbacks=[MixedPrecision(policy), NumericsMonitor()]
+    )
+
+
+def by_autoprepare(model, policy):
+    with mpkeras.autoprepare(policy):
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    model.fit(CODES, np.ones(2), epochs=2, shuffle=False, verbose=0)
+
+
+def by_step(model, policy):
+    mpkeras.apply_policy(model, policy)
+    step = mpkeras.make_train_step(
+        model, keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError(), jit_compile=False
+    )
+    for _ in range(2):
+        step(CODES, np.ones((2, 1), "float32"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("door", [by_prepare, by_batch, by_callback, by_autoprepare, by_step])
+def test_a_layer_of_the_users_own_is_named_once_through_every_door(door, policy):
+    model = functional(Rows(name="rows"))
+    (message,) = said_by(lambda: door(model, policy))
+    assert message.startswith("Layer 'rows' is given whole numbers that ") and EXPECTED[policy] in message
+    assert "'path:^rows$'" in message and policy.removeprefix("mixed_") in message
+    assert said_by(lambda: model.evaluate(CODES, np.ones(2), verbose=0) if model.compiled else None) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_remedy_that_is_named_trains_the_rows_of_float32(policy):
+    def moved(keep=None):
+        keras.utils.set_random_seed(1)
+        model = functional(Rows(name="rows"), before=layers.Reshape((3,), name="shape"))
+        if keep is None:
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+        else:
+            base = mpkeras.Policy(policy)
+            prepared(model, mpkeras.Policy(policy, keep_float32=(*base.keep_float32, keep)))
+        table = model.get_layer("rows").table
+        before = table.get_weights()[0]
+        said = said_by(lambda: model.fit(CODES, np.ones(2), verbose=0))
+        return np.nonzero((table.get_weights()[0] != before).any(axis=1))[0].tolist(), said
+
+    # What only moves the codes stays in float32 with the layer that reads them.
+    assert moved("path:^rows$") == moved() == ([7, 258, 3001, 4093, 4097, 4999], [])
+
+
+def subclassed(reading, **options):
+    return Calling(reading, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "layer", "reader"),
+    [
+        pytest.param(lambda: subclassed(Rows(name="rows")), CODES, "rows", "rows", id="subclassed"),
+        pytest.param(
+            lambda: subclassed(Wave(name="wave"), take=lambda x: x[:, :1]), CODES, "wave", "wave", id="a column of it"
+        ),
+        pytest.param(
+            lambda: subclassed(Wave(name="wave"), take=lambda x: x["a"][1]),
+            {"a": [CODES * 0.1, CODES]},
+            "wave",
+            "wave",
+            id="nested",
+        ),
+        pytest.param(lambda: functional(Wave(name="wave")), CODES.astype("int64"), "wave", "wave", id="whole to float"),
+        pytest.param(
+            lambda: functional(layers.Lambda(lambda x: x / 10, name="tenth")), CODES, "tenth", "tenth", id="Lambda"
+        ),
+        pytest.param(
+            lambda: functional(Wave(name="wave"), before=layers.Reshape((3,), name="shape")),
+            CODES,
+            "shape",
+            "wave",
+            id="behind one that moves it",
+        ),
+        pytest.param(
+            lambda: subclassed(layers.Embedding(6000, 2, name="table"), before=layers.Reshape((3,), name="shape")),
+            CODES,
+            "shape",
+            "table",
+            id="on the way to an Embedding",
+        ),
+        pytest.param(
+            lambda: functional(Wave(name="wave"), (4,)),
+            np.concatenate([CODES, [[0.5], [0.7]]], axis=1),
+            "wave",
+            "wave",
+            id="a table",
+        ),
+    ],
+)
+def test_who_rounds_and_who_reads(make, x, layer, reader):
+    model = make()
+    model(keras.tree.map_structure(ops.convert_to_tensor, x) if isinstance(x, dict) else x)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    weights = model.get_weights()
+    (found,) = rounded_whole_numbers(model, x)
+    assert (found.layer.split("/")[-1], found.reader.split("/")[-1]) == (layer, reader)
+    assert (found.dtype, found.before, found.after) == ("bfloat16", 4097.0, 4096.0)
+    assert all(np.array_equal(*pair) for pair in zip(weights, model.get_weights(), strict=True))
+    assert {type(part.dtype_policy) for part in model.layers} == {keras.DTypePolicy}
+    assert not any(entry.kind == "observed" for part in model.layers for entry in replaced_attributes(part))
+
+
+def test_what_float16_makes_infinite_is_named():
+    (message,) = fit(functional(Wave(name="wave")), "mixed_float16", CODES * 100)
+    assert "409700 becomes inf" in message
+
+
+def test_audit_and_trace_numerics_name_it():
+    model = functional(Wave(name="wave"))
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    (finding,) = (f for f in mpkeras.audit(model, CODES).findings if "whole numbers" in f.what)
+    assert (finding.severity, finding.layer) == ("warning", "wave") and "4097 becomes 4096" in finding.what
+    assert not any("whole numbers" in f.what for f in mpkeras.audit(model).findings)
+    report = mpkeras.trace_numerics(model, CODES, np.ones(2))
+    assert "4097 becomes 4096" in str(report) and report.rules == ("path:^wave$",)
+    assert report.to_dict()["rounded"][0]["before"] == 4097.0
+    mpkeras.prepare(model, report.policy())
+    assert mpkeras.trace_numerics(model, CODES, np.ones(2)).rounded == []
+
+
+PIXELS = np.arange(768, dtype="float32").reshape(2, 16, 8, 3) % 256
+PRICES = np.array([[81234.0, 2051.0, 1999.0], [9.0, 4097.0, 12345.0]], "float32")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        pytest.param(lambda: functional(Wave(), (16, 8, 3)), PIXELS, id="pixels"),
+        pytest.param(lambda: functional(Wave()), np.eye(3, dtype="float32")[:2], id="one-hot"),
+        pytest.param(lambda: functional(layers.Dense(2)), PRICES, id="what a Dense weighs"),
+        pytest.param(
+            lambda: functional(layers.Dense(2), before=layers.Reshape((3,))), PRICES, id="through one that moves it"
+        ),
+        pytest.param(lambda: functional(layers.Conv1D(2, 2), (3, 1)), PRICES[..., None], id="what a Conv1D weighs"),
+        pytest.param(lambda: functional(Wave()), PRICES + 0.25, id="not whole"),
+        pytest.param(lambda: functional(Wave()), PRICES * 2.0**24, id="so large that all are whole"),
+        pytest.param(lambda: functional(layers.Rescaling(1e-4)), PRICES, id="a float32 layer"),
+        pytest.param(lambda: functional(Wave(), before=layers.Rescaling(1e-4)), PRICES, id="made small before"),
+        pytest.param(lambda: functional(layers.Embedding(90000, 2)), PRICES, id="an Embedding"),
+        pytest.param(lambda: subclassed(Rows(90000)), PRICES.astype("int32"), id="integers"),
+        pytest.param(lambda: functional(Wave(autocast=False)), PRICES, id="a layer that casts nothing"),
+        pytest.param(lambda: functional(Wave()), np.full((2, 3), np.nan, "float32"), id="not a number"),
+    ],
+)
+def test_healthy_data_is_not_named(make, x, policy):
+    model = make()
+    model(x)
+    mpkeras.apply_policy(model, policy)
+    assert rounded_whole_numbers(model, x) == []
+
+
+@pytest.mark.parametrize("kind", ["generator", "PyDataset", "dataset"])
+def test_batches_of_any_kind_are_looked_at_and_all_of_them_trained_on(kind):
+    """The first batch is read before the step, and handed on."""
+    x = np.concatenate([CODES, CODES + 1, CODES[:1]])
+    y = np.arange(5, dtype="float32")
+
+    def batches():
+        for start in range(0, 5, 2):
+            yield x[start : start + 2], y[start : start + 2]
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return x[2 * index : 2 * index + 2], y[2 * index : 2 * index + 2]
+
+    def data():
+        if kind == "generator":
+            return batches()
+        if kind == "PyDataset":
+            return Batches()
+        tf = pytest.importorskip("tensorflow")
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+
+    def trained(model):
+        said = said_by(lambda: model.fit(data(), shuffle=False, verbose=0))
+        return model.get_weights(), int(model.optimizer.iterations), said
+
+    keras.utils.set_random_seed(3)
+    with_a_look = trained(prepared(functional(Rows(name="rows")), "mixed_bfloat16"))
+    keras.utils.set_random_seed(3)
+    model = prepared(functional(Rows(name="rows")), "mixed_bfloat16")
+    # Named already, and so not looked at.
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("guard", "watch"):
+            patch.setattr(f"mpkeras.training.{module}.looking_at_first_batch", lambda model, function: function)
+        without = trained(model)
+    assert with_a_look[1] == without[1] == 3
+    assert all(np.array_equal(*pair) for pair in zip(with_a_look[0], without[0], strict=True))
+    assert len(with_a_look[2]) == 1 and without[2] == []
+
+
+def test_with_a_black_box_training_goes_on_in_a_second_fit(tmp_path):
+    """On JAX it hands numbers of its own on with the state."""
+    model = functional(Rows(name="rows"))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    said = []
+    for _ in range(2):
+        callbacks = [MixedPrecision("mixed_bfloat16"), mpkeras.callbacks.BlackBox(tmp_path)]
+        options = {"epochs": 2, "verbose": 0, "callbacks": callbacks}
+        said += said_by(lambda options=options: model.fit(CODES, np.ones(2), batch_size=1, **options))
+    assert len(said) == 1 and int(model.optimizer.iterations) == 8
+
+
+def test_a_model_that_its_first_step_builds_is_looked_at():
+    model = subclassed(Rows(name="rows"))
+    (message,) = fit(model, "mixed_bfloat16")
+    assert "/rows' is given whole numbers" in message and "4097 becomes 4096" in message
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("rows", [4, 5])
+def test_a_look_costs_no_trace(rows):
+    traced = []
+
+    class Counting(keras.Model):
+        def train_step(self, data):
+            traced.append(1)
+            return super().train_step(data)
+
+    x = np.resize(CODES, (rows, 3)).astype("float32")
+
+    def traces(data):
+        traced.clear()
+        inputs = keras.Input((3,))
+        model = prepared(Counting(inputs, layers.Dense(1)(Wave(name="wave")(inputs))), "mixed_bfloat16")
+        said = said_by(lambda: model.fit(data, np.ones((rows, 1)), batch_size=2, epochs=2, shuffle=False, verbose=0))
+        return len(traced), len(said)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("guard", "watch"):
+            patch.setattr(f"mpkeras.training.{module}.looking_at_first_batch", lambda model, function: function)
+        number, _ = traces(x)
+    assert traces(x) == (number, 1)
+
+
+def test_sentences():
+    what, remedy = Rounded("a", "a", "float16", 2049.0, 2048.0).sentences()
+    assert what == "Layer 'a' is given whole numbers that float16 cannot hold, rounded: 2049 becomes 2048."
+    assert remedy.endswith("keep them whole with the `keep_float32` rule 'path:^a$'.")
+    what, remedy = Rounded("a", "b", "float16", 70000.0, float("inf")).sentences()
+    assert what.endswith("cannot hold, and hands them on to layer 'b': 70000 becomes inf.")
+    assert remedy.endswith("rule 'path:^a$' and 'path:^b$'.")
