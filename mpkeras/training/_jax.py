@@ -57,27 +57,21 @@ def _by_id(variables, values) -> dict:
     return {id(variable): value for variable, value in zip(variables, values, strict=True)}
 
 
-def step_without_trace(found, optimizers, train_step, state, data, holds=False):
+def step_without_trace(found, optimizers, train_step, state, data):
     """Runs `train_step(state, data)`; where its update was skipped, takes all other state from before.
 
     A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
     fed 1e25) keeps its old value, too. Keras' JAX trainer carries the state of `model.optimizer` alone.
-
-    Args:
-        state: What `fit` hands on; and, where it is run ahead, what `_step_ahead` takes.
-        holds: Whether the step is to be skipped whatever it does, a bool scalar of shape `()`.
     """
     model, optimizer = found.model, found.model.optimizer
     if optimizer not in optimizers:
         return _without_leaks(model, optimizers, train_step, state, data)
-    if len(state) > 4:
-        return _step_ahead(found, optimizers, train_step, state, data)
     run = functools.partial(_without_leaks, model, optimizers, train_step)
-    logs, state, _ = _run_without_trace(optimizer, model.metrics, run, model.get_metrics_result, state, data, holds)
+    logs, state, _ = _run_without_trace(optimizer, model.metrics, run, model.get_metrics_result, state, data)
     return logs, state
 
 
-def _run_without_trace(optimizer, metrics, run, results, state, data, holds=False):
+def _run_without_trace(optimizer, metrics, run, results, state, data):
     """Runs a step, `run(state, data)`; where its update was skipped, takes all other state from before.
 
     Returns:
@@ -89,67 +83,11 @@ def _run_without_trace(optimizer, metrics, run, results, state, data, holds=Fals
     result = run((trainable, old_non_trainable, optimizer_variables, begun), data)
     logs, (trainable, non_trainable, optimizer_variables, new_metrics) = result
     any_skipped, step_is_skipped, optimizer_variables = _closed(optimizer, optimizer_variables)
-    any_skipped, step_is_skipped = any_skipped | holds, step_is_skipped | holds
     non_trainable = _restored(non_trainable, old_non_trainable, step_is_skipped)
     logs, new_metrics = _metrics_without_trace(
         metrics, (old_metrics, begun, new_metrics), any_skipped, step_is_skipped, logs, results
     )
     return logs, (trainable, non_trainable, optimizer_variables, new_metrics), step_is_skipped
-
-
-def can_run_ahead(model, optimizers) -> bool:
-    """Whether the train function that Keras makes for a guarded `model` takes what `_step_ahead` does."""
-    return (
-        model.jit_compile
-        and not model.run_eagerly
-        and type(model).make_train_function is keras.Model.make_train_function
-        # Of a window a skipped step may clear the sums.
-        and [id(optimizer) for optimizer in optimizers if optimizer.window is None] == [id(model.optimizer)]
-        and keras.distribution.distribution() is None
-    )
-
-
-def numbers_of(model) -> list:
-    """Returns the variables in the state of `fit` that a skipped step may change, and others with them."""
-    return [v for v in model.optimizer.variables if len(v.shape) == 0] + model.metrics_variables
-
-
-def _step_ahead(found, optimizers, train_step, state, data):
-    """`step_without_trace` for a caller who has not looked yet how the step before this one ended.
-
-    A step overwrites the state that it is given, and what a skipped step has left is to be kept until the caller has
-    looked. So where more steps were skipped than the caller knows of, this one leaves all as it is, and is to be run
-    again. It is skipped as a batch without rows is, in the program that it is anyway: no weight is chosen twice.
-
-    Args:
-        state: What `fit` hands on, and how many steps the caller knows to be skipped, an integer of shape `()`.
-
-    Returns:
-        `(logs, state)`, with a dictionary of arrays of one axis in the place of the last one, by dtype, which no later
-        step overwrites: the values of `numbers_of` before the step, and how many steps are skipped after it.
-    """
-    model, optimizer = found.model, found.model.optimizer
-    *state, known_skips = state
-    before = _by_id(optimizer.variables, state[2]) | _by_id(model.metrics_variables, state[3])
-    holds = before[id(optimizer.skipped_steps)] != known_skips
-    optimizer.facts.batch_has_rows = jnp.logical_and(optimizer.facts.batch_has_rows, ~holds)
-    result = step_without_trace(found, optimizers, train_step, tuple(state), data, holds)
-    logs, (trainable, non_trainable, of_optimizer, metrics) = result
-
-    # What a skipped step does change are single numbers: those that say so, and the trackers of losses. To choose all
-    # else once more would be another program, which may round in another way.
-    def kept(values, old_values):
-        pairs = zip(values, old_values, strict=True)
-        return [jnp.where(holds, old, value) if jnp.ndim(value) == 0 else value for value, old in pairs]
-
-    of_optimizer, metrics = kept(of_optimizer, state[2]), kept(metrics, state[3])
-    skips = _by_id(optimizer.variables, of_optimizer)[id(optimizer.skipped_steps)]
-    # One array for each dtype: each that a program returns takes the host some microseconds.
-    numbers: dict = {}
-    for value in [*(before[id(variable)] for variable in numbers_of(model)), skips]:
-        numbers.setdefault(str(value.dtype), []).append(jnp.ravel(value))
-    numbers = {dtype: jnp.concatenate(values) for dtype, values in numbers.items()}
-    return logs, (trainable, non_trainable, of_optimizer, metrics, numbers)
 
 
 def _metrics_at_begin(metrics, values) -> list:
@@ -403,29 +341,26 @@ class CompiledStep:
 class HeldState(defaults.HeldState):
     """What `fit` holds between two steps: the values that it hands on, or where it hands on none, the variables."""
 
-    def __init__(self, model, arguments, returned=()):
+    def __init__(self, model, arguments):
         super().__init__(model, arguments)
-        # Beside what Keras hands on there is what steps that run ahead are given, and what they return.
-        state = tuple(arguments[0]) if arguments else ()
-        self._state, self._given = [list(values) for values in state[:4]], state[4:]
-        self._returned = returned
+        self._state = [list(values) for values in arguments[0]] if arguments else []
         groups = []
-        if state:
+        if self._state:
             groups = [model.trainable_variables, model.non_trainable_variables]
             groups += [model.optimizer.variables, model.metrics_variables]
         self._places = {id(v): (i, j) for i, group in enumerate(groups) for j, v in enumerate(group)}
 
     def arguments(self):
-        return [(*self._state, *self._given)] if self._state else []
+        return [tuple(self._state)] if self._state else []
 
     def after(self, result):
         if not self._state:
             return result, self
         logs, state = result
-        return logs, HeldState(self._model, [(*state[:4], *self._given)], tuple(state[4:]))
+        return logs, HeldState(self._model, [state])
 
     def returned(self, logs):
-        return (logs, (*self._state, *self._returned)) if self._state else logs
+        return (logs, tuple(self._state)) if self._state else logs
 
     def read(self, variable):
         # A copy: the next step is given the value to overwrite.

@@ -69,14 +69,6 @@ class ModelInFit:
         """Context manager: on JAX the variables hold `state`, which `fit` hands on, instead of their own values."""
         return _keras.held_by_variables(self.model, state)
 
-    def can_run_ahead(self, optimizers) -> bool:
-        """Whether, on JAX, a step may begin before anybody has looked at the last one."""
-        return training_backend.can_run_ahead(self.model, optimizers)
-
-    def numbers_ahead(self) -> list:
-        """Returns the variables whose values before the step a step that runs ahead returns."""
-        return training_backend.numbers_of(self.model)
-
     @staticmethod
     def takes_batches_again(function) -> bool:
         """Whether a train function may take a batch again, and so is to be given one at a time."""

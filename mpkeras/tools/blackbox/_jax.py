@@ -1,76 +1,16 @@
-"""On JAX: the numbers that a skipped step changes, steps that run ahead, and the operations of a step one by one."""
+"""On JAX: the numbers that a skipped step changes, and the operations of a step one by one."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from mpkeras.seams import ModelInFit
 from mpkeras.tools.blackbox.origins import user_line
 from mpkeras.tools.shared._jax import scope
 from mpkeras.tools.shared.flops import owner_name, owner_of
 from mpkeras.tools.shared.ranges import is_finite
-
-
-def steps_ahead(model, optimizers):
-    """Returns what runs the steps of `fit` ahead; `None` where each is to be looked at before the next one."""
-    return StepsAhead(model) if ModelInFit(model).can_run_ahead(optimizers) else None
-
-
-class StepsAhead:
-    """Runs each step before anybody has looked at the last one; `_step_ahead` says how.
-
-    Args:
-        model: A model in `fit`, of which `can_run_ahead` is true.
-    """
-
-    def __init__(self, model):
-        self._numbers = ModelInFit(model).numbers_ahead()
-        self._skips = model.optimizer.skipped_steps
-        self._place = [variable is self._skips for variable in model.optimizer.variables].index(True)
-        self._known_skips = np.int32(0)
-        self._left: list = []
-
-    def goes_on_with(self, state) -> bool:
-        """Whether `state` is what the last step has left: not in a new epoch, nor where a callback sets variables."""
-        # As a rule the same object: a second look at all of its arrays takes as long as the rest on the host.
-        return state is self._left or (
-            len(self._left) == len(state)
-            and all(
-                value is own for pair in zip(state, self._left, strict=True) for value, own in zip(*pair, strict=True)
-            )
-        )
-
-    def begin(self, state):
-        """Begins anew with `state`; waits for what computes it."""
-        self._known_skips = np.array(state[2][self._place])
-
-    def run(self, run_step, state) -> tuple:
-        """Runs a step by `run_step(state)`; returns its logs, the state, and what `skipped` and `read` are given."""
-        logs, (*state, seen) = run_step((*state, self._known_skips))
-        self._left = state
-        for value in seen.values():
-            if not _is_on_cpu(value):
-                value.copy_to_host_async()
-        return logs, state, seen
-
-    def skipped(self, seen) -> bool:
-        """Whether the step was skipped; waits for it. The one that was run since did nothing then."""
-        known, self._known_skips = self._known_skips, np.array(seen[self._skips.dtype])[-1]
-        return bool(self._known_skips != known)
-
-    def read(self, seen) -> dict:
-        """Returns the numbers before the step as arrays, by `id` of the variable."""
-        rest = {dtype: np.array(values) for dtype, values in seen.items()}
-        numbers = {}
-        for variable in self._numbers:
-            size = math.prod(variable.shape)
-            numbers[id(variable)] = rest[variable.dtype][:size].reshape(variable.shape)
-            rest[variable.dtype] = rest[variable.dtype][size:]
-        return numbers
 
 
 class NumberCopies:

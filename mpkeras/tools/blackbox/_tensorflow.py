@@ -8,11 +8,6 @@ from tensorflow.python.framework import op_callbacks
 from mpkeras.tools.blackbox.origins import frames, stack, user_line
 
 
-def steps_ahead(model, optimizers):
-    """As in `_jax.py`: `None`."""
-    del model, optimizers
-
-
 class NumberCopies:
     """As in `_jax.py`; the numbers are in the variables, and `after_step` returns how many more steps were skipped."""
 

@@ -10,11 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpkeras.tools.blackbox.origins import frames_of_text, stack, user_line
 
 
-def steps_ahead(model, optimizers):
-    """As in `_jax.py`: `None`."""
-    del model, optimizers
-
-
 class NumberCopies:
     """As in `_jax.py`; the numbers are in the variables, and `after_step` returns how many more steps were skipped."""
 

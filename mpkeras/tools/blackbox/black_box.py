@@ -28,9 +28,8 @@ class BlackBox(SkippedSteps):
     says why and training goes on.
 
     Nothing is copied of a step but a handful of single numbers: all else is still there after a skipped step. Each step
-    is looked at before the next one begins, so the device is waited for; but compiled steps on JAX run one ahead, and
-    one that comes behind a skipped step changes nothing and is run again. Steps of one execution
-    (`steps_per_execution`) run one by one.
+    is looked at before the next one begins, so the device is waited for. Steps of one execution (`steps_per_execution`)
+    run one by one.
 
     A model whose train step is not guarded, by `MixedPrecision` or `mpkeras.prepare`, is guarded for this `fit` as
     `MixedPrecision()` does.
@@ -116,16 +115,10 @@ class BlackBox(SkippedSteps):
 
     def _run_step(self, run, step, batch, state=None):
         numbers = self._numbers
-        if numbers is not None and numbers.ahead is not None and numbers.ahead.goes_on_with(state):
-            return self._run_ahead(numbers.ahead, run, step, batch, state)
         # Whatever takes time on the host comes before `_look`, which waits for the device: behind it the device idles.
         if numbers is None or not numbers.are_all():
             numbers = self._numbers = _MovingNumbers(self._trained)
-        ahead = numbers.ahead if self._kept.is_innermost(self._trained) else None
         self._look()
-        if ahead is not None:
-            ahead.begin(state)
-            return self._run_ahead(ahead, run, step, batch, state)
         given = [] if state is None else [state]
         before = numbers.copies.before_step(*given)
         result = run(*given)
@@ -137,27 +130,13 @@ class BlackBox(SkippedSteps):
             self._look()
         return result
 
-    def _run_ahead(self, ahead, run, step, batch, state):
-        """Runs a step, and looks at the last one meanwhile: where that was skipped, this one has changed nothing."""
-        logs, state, seen = ahead.run(run, state)
-        if self._look(state):
-            logs, state, seen = ahead.run(run, state)
-        self._unseen = ahead, seen, step, batch, logs, [state]
-        return logs, state
-
-    def _look(self, state=None) -> bool:
-        """Looks at the last step, unless that was done; returns whether it was skipped.
-
-        `state`: where it is now what the step has left, if it is not where that was any more.
-        """
+    def _look(self):
+        """Looks at the last step, unless that was done, and writes it where it was skipped."""
         if self._unseen is None:
-            return False
-        numbers, seen, step, batch, logs, left = self._unseen
-        self._unseen = None
-        if not numbers.skipped(seen):
-            return False
-        self._write(step, batch, logs, numbers.read(seen), *(left if state is None else [state]))
-        return True
+            return
+        (numbers, seen, step, batch, logs, state), self._unseen = self._unseen, None
+        if numbers.skipped(seen):
+            self._write(step, batch, logs, numbers.read(seen), *state)
 
     def _write(self, step, batch, logs, before, state=None):
         with self._in_fit.held_by_variables(state):
@@ -204,8 +183,6 @@ class _MovingNumbers:
         backend = importlib.import_module(f"mpkeras.tools.blackbox._{keras.backend.backend()}")
         skip_counts = [optimizer.skipped_steps for optimizer in self._optimizers]
         self.copies = backend.NumberCopies(model, self._variables, skip_counts)
-        # Where a step need not wait for the last one.
-        self.ahead = backend.steps_ahead(model, self._optimizers)
 
     def are_all(self) -> bool:
         """Whether optimizers and metrics are those that there are now: some come into being in the first step."""

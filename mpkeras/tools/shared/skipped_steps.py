@@ -213,11 +213,6 @@ class KeptBatches:
     def _add(self, step: int, logs, read):
         self.executions.append(Execution(step, logs, read))
 
-    def is_innermost(self, model) -> bool:
-        """Whether what this one runs is the model's own train function, which nobody else watches."""
-        attached = _attached(getattr(model, self._name))
-        return bool(attached) and attached[-1].mpkeras_kept_batches is self
-
     def detach(self, model):
         """Takes this one away from in front of the model's train function, and forgets the batches."""
         functions = _attached(getattr(model, self._name))

@@ -243,7 +243,7 @@ def counted_reads(monkeypatch):
     return reads
 
 
-def test_of_a_step_without_a_failure_one_number_is_read(tmp_path, monkeypatch):
+def test_of_a_step_without_a_failure_single_numbers_are_read(tmp_path, monkeypatch):
     reads = counted_reads(monkeypatch)
 
     def count(steps, *callbacks):
@@ -251,38 +251,16 @@ def test_of_a_step_without_a_failure_one_number_is_read(tmp_path, monkeypatch):
         fit(compiled(), *callbacks, steps=steps, epochs=2)
         return len(reads)
 
-    # Beside one a step, 8 numbers at the first steps, in which weights are looked at by the guard that is there for it.
-    # On JAX how many are known to be skipped, before the first step of an epoch: Keras has put all state back into the
-    # variables.
+    numbers = 1
+    if keras.backend.backend() == "jax":
+        # The next step overwrites what it is given: each number that a skipped step changes is read before that.
+        model = compiled()
+        fit(model, steps=1)
+        numbers = sum(len(v.shape) == 0 for v in [*model.optimizer.variables, *model.metrics_variables])
+    # Beside them, 8 at the first steps, in which weights are looked at by the guard that is there for it; and on JAX
+    # those before the first step of an epoch, as Keras has put all state back into the variables.
     steps = 20
-    assert count(steps, BlackBox(tmp_path)) - count(steps) <= 2 * steps + 8
-
-
-@SKIPS
-@pytest.mark.backends("jax")
-def test_a_step_is_run_before_the_last_one_is_looked_at(tmp_path, monkeypatch):
-    told = []
-
-    def telling(name):
-        function = getattr(StepsAhead, name)
-
-        def tell(*args):
-            told.append(name)
-            result = function(*args)
-            if name == "skipped":
-                told.append(result)
-            return result
-
-        monkeypatch.setattr(StepsAhead, name, tell)
-
-    from mpkeras.tools.blackbox._jax import StepsAhead
-
-    telling("run")
-    telling("skipped")
-    fit(compiled(), BlackBox(tmp_path), bad=[1], steps=4)
-    one = ["run", "skipped"]
-    # The third step, which came behind the skipped one, is run twice.
-    assert told == ["run", *one, False, *one, True, "run", *one, False, "skipped", False]
+    assert count(steps, BlackBox(tmp_path)) - count(steps) <= 2 * (steps + 1) * numbers + 8
 
 
 class _Counting(keras.metrics.Metric):
@@ -318,7 +296,7 @@ def _schedule():
     ],
     ids=["schedule", "moving average", "two an execution", "accumulation", "eager"],
 )
-def test_steps_behind_skipped_ones_change_nothing_until_they_run_again(tmp_path, make, options):
+def test_training_is_the_same_without_it(tmp_path, make, options):
     # One, two in a row, the last one of an epoch; a scale that moves; only gradients, and the loss, too.
     faults_of = {"bad": [1, 4, 7], "large": [5], "steps": 8, "epochs": 2}
     histories, states = [], []
