@@ -215,6 +215,15 @@ def surrounded_by(found: tuple):
         state.set_global_attribute("current_call_ctx", before)
 
 
+def is_training() -> bool:
+    """Whether the layer that is called now was told `training=True`, or one around it was.
+
+    Nothing is known, and so true, in a model that `stateless_call` runs: Keras 3.15.1 calls its `call` there.
+    """
+    context = keras.src.backend.common.global_state.get_global_attribute("current_call_ctx")
+    return context is None or bool(getattr(context, "training", None))
+
+
 def rematerializes(layer) -> bool:
     """Whether `layer` was made in a `keras.RematScope`, of which it keeps the mode."""
     return getattr(layer, "_remat_mode", None) is not None
@@ -616,6 +625,53 @@ def graph_of(model):
     if isinstance(model, keras.Sequential):
         model = model._functional
     return model if isinstance(model, keras.src.models.functional.Functional) else None
+
+
+# The method of a Functional model that runs its calls one by one, each through a function of the operation.
+RUN_GRAPH = "_run_through_graph"
+
+
+def calls_in_order(graph) -> list:
+    """Returns the calls of a Functional model in the order in which Keras 3.15.1 runs them, without its inputs.
+
+    Each has the attributes `operation`, `input_tensors` and `outputs`.
+    """
+    depths = sorted(graph._nodes_by_depth, reverse=True)
+    return [node for depth in depths for node in graph._nodes_by_depth[depth] if not node.is_input]
+
+
+def packed_outputs(graph, tensors):
+    """Returns a flat list of the outputs of a Functional model in their structure."""
+    return keras.tree.pack_sequence_as(graph._outputs_struct, tensors)
+
+
+def stateless_scope():
+    """Returns the `keras.StatelessScope` around the code that runs now, or `None`."""
+    return keras.src.backend.common.stateless_scope.get_stateless_scope()
+
+
+def get_mask(tensor):
+    """Returns the mask of a tensor, or `None`."""
+    return keras.src.backend.common.masking.get_keras_mask(tensor)
+
+
+def set_mask(tensor, mask):
+    """Gives `tensor` a mask, unless that is `None`."""
+    if mask is not None:
+        keras.src.backend.common.masking.set_keras_mask(tensor, mask)
+
+
+def added_losses(layer) -> list:
+    """Returns what `layer` has added with `add_loss` outside of a stateless scope."""
+    return layer._losses
+
+
+def rename_losses(layers, losses, new):
+    """Lets `new` be what `layers` have added as `losses` within a stateless scope: layers know them by `id`."""
+    for loss, value in zip(losses, new, strict=True):
+        for layer in layers:
+            if id(loss) in layer._loss_ids:
+                layer._loss_ids.add(id(value))
 
 
 def calls_in(model) -> collections.Counter:

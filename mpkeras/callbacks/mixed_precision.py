@@ -1,5 +1,7 @@
 """`MixedPrecision`: mixed precision for one `fit`."""
 
+from collections.abc import Iterable
+
 import keras
 
 from mpkeras.policies import loss_scaling
@@ -27,7 +29,7 @@ class MixedPrecision(SkipWatch):
     `mpkeras.prepare(model)` once instead. A model that is built under `mpkeras.set_global_policy` needs neither.
 
     Args:
-        policy, loss_scale, jit_compile, rollback: As in `mpkeras.prepare`.
+        policy, loss_scale, jit_compile, rollback, remat: As in `mpkeras.prepare`.
         on_min_scale: What happens when gradients still overflow at the lowest scale, or those of two first
             batches at every scale down to it, so that training no longer moves: `"warn"` warns once at the
             epoch's end, `"raise"` raises `FloatingPointError`, `"stop"` ends `fit` cleanly. The last two look
@@ -54,6 +56,7 @@ class MixedPrecision(SkipWatch):
         loss_scale: str | float | LossScale | None = None,
         jit_compile: bool | None = None,
         rollback: bool = True,
+        remat: str | Iterable | None = None,
         on_min_scale: str = "warn",
     ) -> None:
         super().__init__()
@@ -68,6 +71,7 @@ class MixedPrecision(SkipWatch):
         check_switches(jit_compile, rollback)
         self._jit_compile = jit_compile
         self._rollback = rollback
+        self._remat = Policy("float32").with_remat(remat).remat
         self._on_min_scale = on_min_scale
         self._warns_at_min_scale = on_min_scale == "warn"
         self._is_in_training = False
@@ -94,6 +98,7 @@ class MixedPrecision(SkipWatch):
             loss_scale=self._loss_scale,
             jit_compile=self._jit_compile,
             rollback=self._rollback,
+            remat=self._remat,
         )
         if self._jit_compile is not None:
             self._switched = before, model.jit_compile

@@ -1,8 +1,9 @@
-"""JAX's part of a conversion: attention that keeps its probabilities in 16 bits, and the float8 product."""
+"""JAX's part of a conversion: attention that keeps 16-bit probabilities, the float8 product, and rematerialization."""
 
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import keras
 
@@ -47,24 +48,27 @@ def dot_product_attention(query, key, value, scale: float, mask=None, is_causal:
         # JAX' own number: where nothing is left to look at, all keys count the same.
         scores = jnp.where(mask, scores, -0.7 * jnp.finfo("float32").max)
 
-    def softmax(scores):
+    def softmax(scores, mask):
+        del mask
         return jax.nn.softmax(scores, axis=-1).astype(query.dtype)
 
     return jnp.einsum("BNTS,BSNH->BTNH", softmax_from_probabilities(softmax, -1, scores), value)
 
 
-def softmax_from_probabilities(softmax, axis, scores):
-    """Returns `softmax(scores)` with a derivative that is computed in float32 from the result.
+def softmax_from_probabilities(softmax, axis, scores, mask=None):
+    """Returns `softmax(scores, mask)` with a derivative that is computed in float32 from the result.
 
     Args:
-        softmax: A function of the scores with a 16-bit result.
+        softmax: A function of scores and mask with a 16-bit result.
         axis: The axis or axes over which the result sums to 1.
+        mask: What `softmax` is to be given beside the scores: a value that it took from around it would leave the
+            checkpoint in which it was made.
     """
 
     @jax.custom_jvp
-    def probabilities(scores):
+    def probabilities(scores, mask):
         # Without the barrier XLA sees that the result is made from a float32 one, and keeps that for the derivative.
-        return jax.lax.optimization_barrier(softmax(scores))
+        return jax.lax.optimization_barrier(softmax(scores, mask))
 
     @probabilities.defjvp
     def derivative(primals, tangents):
@@ -73,7 +77,7 @@ def softmax_from_probabilities(softmax, axis, scores):
         tangent = y * (t - jnp.sum(y * t, axis=axis, keepdims=True))
         return result, tangent.astype(result.dtype)
 
-    return probabilities(scores)
+    return probabilities(scores, mask)
 
 
 @jax.custom_vjp
@@ -158,3 +162,54 @@ def _multiply_float8(left, right, summed, inverse):
         left, right, algorithm = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), None
     product = jax.lax.dot_general(left, right, axes, precision=algorithm, preferred_element_type=jnp.bfloat16)
     return product * inverse.astype(jnp.bfloat16)
+
+
+# Whether products with weights can be kept while all else is computed again.
+CAN_KEEP_PRODUCTS = True
+
+
+def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
+    """Returns `run(tensors)`, of which the backward pass keeps `tensors` alone and computes the rest again.
+
+    State that `run` writes goes through: values that it assigns, losses and masks are results of the checkpoint.
+
+    Args:
+        run: Function of a list of tensors that returns one.
+        layers: The layers that it runs.
+        keeps_products: Whether products with weights are kept, too.
+    """
+    outer = _keras.stateless_scope()
+    if outer is None:
+        # Values of variables are taken as they are: nobody differentiates here.
+        return run(tensors)
+    known = dict(outer.state_mapping)
+    written: list = []
+    added: list = []
+
+    def pure(tensors, masks):
+        for tensor, mask in zip(tensors, masks, strict=True):
+            _keras.set_mask(tensor, mask)
+        scope = keras.StatelessScope(collect_losses=outer.collect_losses)
+        scope.state_mapping.update(known)
+        with scope:
+            outputs = run(tensors)
+        written[:] = [key for key, value in scope.state_mapping.items() if value is not known.get(key)]
+        added[:] = scope.losses
+        values = [scope.state_mapping[key] for key in written]
+        return outputs, list(map(_keras.get_mask, outputs)), values, list(scope.losses)
+
+    policy = _is_product_with_weights if keeps_products else None
+    masks = list(map(_keras.get_mask, tensors))
+    outputs, masks, values, losses = jax.checkpoint(pure, policy=policy)(tensors, masks)
+    for tensor, mask in zip(outputs, masks, strict=True):
+        _keras.set_mask(tensor, mask)
+    outer.state_mapping.update(zip(written, values, strict=True))
+    _keras.rename_losses(layers, added, losses)
+    outer.losses.extend(losses)
+    return outputs
+
+
+def _is_product_with_weights(primitive, *args, **params) -> bool:
+    """The policy of a checkpoint: whether the result of an operation is kept. Products in attention have batch axes."""
+    is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+    return bool(is_product) or primitive is jax.extend.core.primitives.conv_general_dilated_p

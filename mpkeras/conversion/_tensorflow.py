@@ -6,6 +6,7 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from mpkeras import _keras
+from mpkeras.conversion.again import alike
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
 from mpkeras.devices._tensorflow import in_xla
 
@@ -124,3 +125,39 @@ def _over_replicas(largest):
 def _multiply(left, right, inverse, **transposed):
     left, right = tf.cast(left, tf.bfloat16), tf.cast(right, tf.bfloat16)
     return tf.matmul(left, right, **transposed) * tf.cast(inverse, tf.bfloat16)
+
+
+CAN_KEEP_PRODUCTS = False
+
+
+def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
+    """As in `_jax.py`; the backward pass keeps tensors of floats alone, others are given as they are."""
+    del keeps_products
+    added = {id(layer): len(_keras.added_losses(layer)) for layer in layers}
+    is_float = [tensor.dtype.is_floating for tensor in tensors]
+    outputs: list = []
+
+    def run_on_floats(*floats):
+        given = iter(floats)
+        filled = [next(given) if flag else tensor for tensor, flag in zip(tensors, is_float, strict=True)]
+        for tensor, new in zip(tensors, filled, strict=True):
+            _keras.set_mask(new, _keras.get_mask(tensor))
+        results = run(filled)
+        if not outputs:
+            outputs.extend(results)
+        return [tensor for tensor in results if tensor.dtype.is_floating]
+
+    floats = [tensor for tensor, flag in zip(tensors, is_float, strict=True) if flag]
+    results = iter(tf.recompute_grad(alike(layers, run_on_floats))(*floats))
+    for layer in layers:
+        if len(_keras.added_losses(layer)) > added[id(layer)]:
+            raise ValueError(
+                "Expected no layer that adds a loss (`add_loss`, an activity regularizer) where TensorFlow computes "
+                f"again in the backward pass: the gradient of the loss would be lost. Received: '{layer.path}'. Name "
+                "the layers whose outputs are kept, `remat=[...]`, so that it is behind the last one, or train on JAX "
+                "or torch."
+            )
+    found = [next(results) if tensor.dtype.is_floating else tensor for tensor in outputs]
+    for tensor, new in zip(outputs, found, strict=True):
+        _keras.copy_mask(tensor, new)
+    return found

@@ -4,8 +4,10 @@ import functools
 
 import keras
 import torch
+from torch.utils import checkpoint
 
 from mpkeras._replaced import replace
+from mpkeras.conversion.again import alike
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
 from mpkeras.devices._torch import has_float8_units, is_distributed
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
@@ -112,3 +114,25 @@ def _scaled_mm(left, right, of_left, of_right):
         right = torch.nn.functional.pad(right.view(torch.uint8), (0, 0, 0, missing)).view(right.dtype)
     left, right = left.contiguous(), right.t().contiguous().t()
     return torch._scaled_mm(left, right, scale_a=of_left, scale_b=of_right, out_dtype=torch.bfloat16)
+
+
+CAN_KEEP_PRODUCTS = True
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.convolution.default}
+
+
+def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
+    """As in `_jax.py`."""
+    if not torch.is_grad_enabled():
+        return run(tensors)
+    kept = functools.partial(checkpoint.create_selective_checkpoint_contexts, _kept_or_not)
+    options = {"context_fn": kept} if keeps_products else {}
+    # To the end, in the second run, too: what a layer clears at the end of its `call` (the dropout masks of an RNN) would
+    # be found by the next step.
+    with checkpoint.set_checkpoint_early_stop(False):
+        return checkpoint.checkpoint(alike(layers, run), tensors, use_reentrant=False, **options)
+
+
+def _kept_or_not(context, operation, *args, **kwargs):
+    del context, args, kwargs
+    policies = checkpoint.CheckpointPolicy
+    return policies.MUST_SAVE if operation in _PRODUCTS else policies.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""Layers that Keras computes again in the backward pass (`keras.RematScope`): the second time as the first."""
+"""What is computed again in the backward pass, by Keras (`keras.RematScope`) or by us: the second time as the first."""
 
 import functools
 
@@ -23,25 +23,45 @@ def compute_again_alike(layer):
         # Shapes are computed once. TensorFlow recomputes nothing in a graph, and raises.
         if _keras.in_symbolic_scope():
             return layer_call
-        return rematerialized_call(_alike(layer, layer_call), *args, **kwargs)
+        return rematerialized_call(alike([layer], layer_call), *args, **kwargs)
 
     replace(layer, "rematerialized_call", rematerialized_call_alike, kind="remat")
 
 
-def _alike(layer, layer_call):
-    """Returns `layer_call` for one call of `layer`: what it found the first time is there each time."""
+def is_computed_again(tensors) -> bool:
+    """Whether a part of a model that is given `tensors` now is one that the backward pass will need: in training."""
+    symbolic = any(isinstance(tensor, keras.KerasTensor) for tensor in tensors)
+    return not symbolic and not _keras.in_symbolic_scope() and _keras.is_training()
+
+
+def alike(layers, call):
+    """Returns `call`, which runs `layers`, for two calls: what it found the first time is there the second time."""
     first: list = []
 
-    @functools.wraps(layer_call)
+    @functools.wraps(call)
     def call_alike(*args, **kwargs):
         if not first:
-            first.append((_keras.surroundings(), [(v, ops.copy(_keras.unscoped_value(v))) for v in _states(layer)]))
-            return layer_call(*args, **kwargs)
+            states = {id(v): v for layer in layers for v in _states(layer)}
+            before = [(v, ops.copy(_keras.unscoped_value(v))) for v in states.values()]
+            first.append((_keras.surroundings(), before))
+            return call(*args, **kwargs)
         surroundings, states = first[0]
-        with _Again(state_mapping=states), _keras.surrounded_by(surroundings):
-            return layer_call(*args, **kwargs)
+        try:
+            with _Again(state_mapping=states), _keras.surrounded_by(surroundings):
+                return call(*args, **kwargs)
+        finally:
+            # torch stops where it has what it needs, and the next step would find the masks of this one.
+            for layer in layers:
+                _reset_dropout_masks(layer)
 
     return call_alike
+
+
+def _reset_dropout_masks(layer):
+    for cell in _keras.flatten_layers(layer, include_self=True):
+        if hasattr(cell, "reset_dropout_mask"):
+            cell.reset_dropout_mask()
+            cell.reset_recurrent_dropout_mask()
 
 
 class _Again(keras.StatelessScope):

@@ -194,8 +194,7 @@ def _save_softmax_memory(layer):
     def masked_softmax(scores, attention_mask=None):
         if not _is_16_bit(scores):
             return stock(scores, attention_mask)
-        softmax = functools.partial(stock, attention_mask=attention_mask)
-        return _backend.softmax_from_probabilities(softmax, _keras.softmax_axis(layer), scores)
+        return _backend.softmax_from_probabilities(stock, _keras.softmax_axis(layer), scores, attention_mask)
 
     replace(layer, _keras.ATTENTION_SOFTMAX, masked_softmax, kind="attention")
 

@@ -11,6 +11,7 @@ from mpkeras.conversion.last import conversion_of, dtypes_of, last_conversion, s
 from mpkeras.conversion.layer import give_policy, is_with_state, save_as_made
 from mpkeras.conversion.outputs import tell_heads_at_first_call
 from mpkeras.conversion.plan import Conversion, plan, planned_products
+from mpkeras.conversion.remat import place, repeated_parts
 from mpkeras.conversion.undo import put_back_on_error
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import OUTPUTS, heads_of
@@ -37,12 +38,15 @@ def layer_converter(model, policy, converts: bool = True, optimizers=(), survey=
         if conversion.is_up_to_date(survey.layers):
             return False
         rows = plan(survey, policy, conversion)
+        # Before anything changes: a rule may match nothing.
+        parts = repeated_parts(survey, policy.remat)
         with_new_weights = [row.layer for row in rows if row.layer.built and is_with_state(row.before, row.after)]
         _check_not_built(optimizers, with_new_weights)
         for row in rows:
             if row.after is not row.before:
                 give_policy(row.layer, row.after)
             make_changes(row.layer, row.changes)
+        place(survey, parts)
         if with_new_weights:
             _keras.track_parameters_again(model)
         save_as_made(model, conversion.made_with)

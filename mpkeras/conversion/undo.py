@@ -12,6 +12,7 @@ from mpkeras.conversion.graphs import refresh_graphs
 from mpkeras.conversion.last import dtypes_of, last_conversion, set_last_conversion
 from mpkeras.conversion.layer import give_policy, is_with_state, save_as_made
 from mpkeras.conversion.plan import layers_of
+from mpkeras.conversion.remat import place, repeated_parts
 from mpkeras.conversion.store_weights import store
 from mpkeras.policies.rules import is_quantized, layer_policy
 from mpkeras.policies.survey import Survey
@@ -83,6 +84,7 @@ def recorded(model, on=None, survey=None):
                 give_policy(layer, policy, state)
         products = {id(layer): change for layer, *_, change in before if change is not None}
         names = planned_changes(on, dtypes_of(on), products, () if earlier is None else earlier.heads)
+        place(Survey(on), repeated_parts(Survey(on), None if earlier is None else earlier.policy.remat))
         for layer, *_, changes, _ in before:
             make_changes(layer, names[id(layer)])
             # A layer that was made in 16 bits, and never converted, has had none.

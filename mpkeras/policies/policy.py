@@ -22,6 +22,8 @@ from mpkeras.policies.dtypes import (
 REGISTERED: dict = {}
 # How the operands of products in float8 may be scaled.
 FLOAT8_SCALES = ("current", "delayed")
+# What `remat` may be, beside rules.
+REMAT_WORDS = ("products", "blocks")
 # Keys that the config of a policy cannot do without: mpkeras 0.1 wrote the rest otherwise, or not at all.
 _NEEDED = ("name", "compute_dtype", "variable_dtype", "keep_float32", "loss_scale")
 # The inputs of the first layer are the data, and what the last one returns is the loss's: neither bears rounding well.
@@ -38,15 +40,19 @@ class _Settings:
     slot_dtype: str = "auto"
     float8: str | None = None
     keep_16_bits: tuple = ()
+    remat: str | tuple | None = None
     reason: str | None = dataclasses.field(default=None, compare=False)
 
     def comparable(self) -> "_Settings":
         """Returns the same settings with the names of classes, as a file has them."""
-        keep_float32, keep_16_bits = (
-            tuple(rules.written(rule) if isinstance(rule, type) else rule for rule in kept)
-            for kept in (self.keep_float32, self.keep_16_bits)
-        )
-        return dataclasses.replace(self, keep_float32=keep_float32, keep_16_bits=keep_16_bits)
+
+        def named(kept):
+            if not isinstance(kept, tuple):
+                return kept
+            return tuple(rules.written(rule) if isinstance(rule, type) else rule for rule in kept)
+
+        names = ("keep_float32", "keep_16_bits", "remat")
+        return dataclasses.replace(self, **{name: named(getattr(self, name)) for name in names})
 
 
 @keras.saving.register_keras_serializable(package="mpkeras")
@@ -81,11 +87,16 @@ class Policy(keras.DTypePolicy):
         keep_16_bits: Rules for the layers whose products are not in float8: as in `keep_float32`, and `"first"` and
             `"last"`, the first and the last layer of the model that multiplies with weights. `None`: the registered
             rules, and for a new name `("first", "last")`.
+        remat: What of the forward pass is kept for the backward pass, which computes the rest again (Chen et al. 2016,
+            "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174): less memory for more time, with the same
+            numbers. `"blocks"`: what the repeated blocks of a model are given. `"products"`: the products with weights,
+            too, so that little is computed twice. Or rules as in `keep_float32`: the outputs of these layers. `None`:
+            everything, and for a registered name its setting. See docs/memory.md.
 
     Raises:
         ValueError: If the name is unknown and a dtype is missing, if a dtype is not in the list, if a name
-            that Keras knows is given other dtypes, if a rule cannot be read, or if float8 is asked for with another
-            compute dtype.
+            that Keras knows is given other dtypes, if a rule or `remat` cannot be read, or if float8 is asked for with
+            another compute dtype.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -115,6 +126,7 @@ class Policy(keras.DTypePolicy):
         loss_scale: str | float | loss_scaling.LossScale | None = "auto",
         float8: str | None = None,
         keep_16_bits: Iterable | None = None,
+        remat: str | Iterable | None = None,
     ) -> None:
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
         _check_name(name)
@@ -137,6 +149,8 @@ class Policy(keras.DTypePolicy):
         if base is not None and base.float8 is not None:
             float8 = base.float8 if float8 is None else float8
             keep_16_bits = base.keep_16_bits if keep_16_bits is None else keep_16_bits
+        if base is not None and remat is None:
+            remat = base.remat
         self._settings = _checked_settings(
             name,
             compute_dtype,
@@ -146,6 +160,7 @@ class Policy(keras.DTypePolicy):
             slot_dtype=slot_dtype,
             float8=float8,
             keep_16_bits=keep_16_bits,
+            remat=remat,
             reason=None if inherited is None else inherited.reason,
         )
 
@@ -198,6 +213,11 @@ class Policy(keras.DTypePolicy):
     def keep_16_bits(self) -> tuple:
         """The rules for the layers whose products are not in float8; empty if none are."""
         return self._settings.keep_16_bits
+
+    @property
+    def remat(self) -> str | tuple | None:
+        """What is kept for the backward pass: `"blocks"`, `"products"`, rules for layers, or `None`, everything."""
+        return self._settings.remat
 
     @property
     def loss_scale(self) -> loss_scaling.LossScale | None:
@@ -256,6 +276,24 @@ class Policy(keras.DTypePolicy):
         check_keras_name(name, self.compute_dtype, self.variable_dtype)
         return Policy._from_settings(dataclasses.replace(self._settings, name=name, reason=reason))
 
+    def with_remat(self, remat) -> "Policy":
+        """Returns a policy with the same settings and name, but another `remat`.
+
+        Args:
+            remat: As the argument of `mpkeras.Policy`; `None` leaves this policy as it is.
+
+        Raises:
+            ValueError, TypeError: As `mpkeras.Policy`.
+
+        Example:
+
+        >>> mpkeras.Policy("mixed_bfloat16").with_remat("blocks").remat
+        'blocks'
+        """
+        if remat is None:
+            return self
+        return Policy._from_settings(dataclasses.replace(self._settings, remat=_check_remat(remat)))
+
     def get_config(self) -> dict:
         # Everything is written out: reloading depends neither on the registry nor on the machine.
         config = {
@@ -269,6 +307,8 @@ class Policy(keras.DTypePolicy):
         if self.float8 is not None:
             config["float8"] = self.float8
             config["keep_16_bits"] = rules.serialized(self.keep_16_bits)
+        if self.remat is not None:
+            config["remat"] = self.remat if isinstance(self.remat, str) else rules.serialized(self.remat)
         if self.reason is not None:
             config["reason"] = self.reason
         return config
@@ -312,6 +352,7 @@ class Policy(keras.DTypePolicy):
             f'<Policy "{self.name}": compute_dtype={self.compute_dtype}, variable_dtype={self.variable_dtype}, '
             + ("" if self.slot_dtype == "auto" else f"slot_dtype={self.slot_dtype}, ")
             + ("" if self.float8 is None else f"float8={self.float8}, ")
+            + ("" if self.remat is None else f"remat={self.remat!r}, ")
             + f"{len(self.keep_float32)} float32 rules, loss_scale={self.loss_scale}"
             + "".join(f"; {note}" for note in (describe(self) for describe in NOTES_FOR_REPR) if note)
             + ">"
@@ -398,6 +439,7 @@ def _checked_settings(
     slot_dtype="auto",
     float8=None,
     keep_16_bits=None,
+    remat=None,
     reason=None,
 ) -> _Settings:
     check_keras_name(name, compute_dtype, variable_dtype)
@@ -410,6 +452,7 @@ def _checked_settings(
         slot_dtype=check_slot_dtype(slot_dtype),
         float8=_check_float8(float8, compute_dtype),
         keep_16_bits=_check_keep_16_bits(keep_16_bits, float8),
+        remat=_check_remat(remat),
         reason=reason,
     )
 
@@ -426,6 +469,22 @@ def _check_float8(float8, compute_dtype: str) -> str | None:
             f"compute_dtype={compute_dtype!r}, float8={float8!r}. Use 'mixed_float8'."
         )
     return float8
+
+
+def _check_remat(remat) -> str | tuple | None:
+    if remat is None or remat in REMAT_WORDS:
+        return remat
+    if isinstance(remat, str):
+        raise ValueError(
+            f"Expected `remat` to be one of {REMAT_WORDS}, a list of rules for the layers whose outputs are kept, or "
+            f"None. Received: remat={remat!r}. Use 'blocks', or for one rule [{remat!r}]."
+        )
+    kept = rules.validate(remat, "remat")
+    if not kept:
+        raise ValueError(
+            "Expected `remat` to name layers whose outputs are kept. Received: none. Leave it out to keep everything."
+        )
+    return kept
 
 
 def _check_keep_16_bits(keep_16_bits, float8) -> tuple:

@@ -1,6 +1,7 @@
 """`prepare`: makes a compiled model train under a policy, with nothing failing silently."""
 
 import functools
+from collections.abc import Iterable
 from typing import TypeVar
 
 import keras
@@ -37,6 +38,7 @@ def prepare(
     loss_scale: str | float | LossScale | None = None,
     jit_compile: bool | None = None,
     rollback: bool = True,
+    remat: str | Iterable | None = None,
 ) -> _Model:
     """Makes a compiled model train in mixed precision, and returns it.
 
@@ -72,12 +74,14 @@ def prepare(
         rollback: Whether the train step is guarded. Without it a skipped step still updates
             BatchNormalization statistics, metrics and random generators, and a float32 or bfloat16 model is
             not checked at all.
+        remat: What of the forward pass is kept for the backward pass, as in `mpkeras.Policy`; by default what the
+            policy says.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: If the model is not compiled, the policy is not known, trainable variables are float16, an
+        ValueError: If the model is not compiled, the policy is not known, `remat` names no part of it, trainable variables are float16, an
             optimizer cannot be wrapped, or XLA does not work with the model's distribution strategy. The model is then
             as before.
         TypeError: If an argument is of a wrong type.
@@ -93,14 +97,17 @@ def prepare(
     References:
         Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740.
     """
-    prepare_model(model, policy, loss_scale=loss_scale, jit_compile=jit_compile, rollback=rollback)
+    prepare_model(model, policy, loss_scale=loss_scale, jit_compile=jit_compile, rollback=rollback, remat=remat)
     return model
 
 
-def prepare_model(model, policy, *, loss_scale=None, jit_compile=None, rollback=True, is_explicit: bool = True):
+def prepare_model(
+    model, policy, *, loss_scale=None, jit_compile=None, rollback=True, remat=None, is_explicit: bool = True
+):
     """`prepare`; `is_explicit` says whether the user named this very model, and not all models that are compiled."""
-    guards = prepare_to_train(model, policy, loss_scale=loss_scale, jit_compile=jit_compile, rollback=rollback)
-    options = {"loss_scale": loss_scale, "rollback": rollback, "is_explicit": is_explicit}
+    options = {"loss_scale": loss_scale, "rollback": rollback, "remat": remat}
+    guards = prepare_to_train(model, policy, jit_compile=jit_compile, **options)
+    options["is_explicit"] = is_explicit
 
     def keep(part, guard_again, jit_compile):
         if not guard.is_guarded(part) and jit_compile is None:
@@ -119,7 +126,7 @@ def prepare_model(model, policy, *, loss_scale=None, jit_compile=None, rollback=
         keep(part, guard_again, jit_compile if part is model else None)
 
 
-def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollback=True):
+def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollback=True, remat=None):
     """`prepare` until the guard is taken off again: what the callback does for one `fit`.
 
     Returns:
@@ -132,7 +139,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
             "Call `model.compile(...)` first."
         )
     survey = Survey(model)
-    chosen = chosen_policy(survey, policy)
+    chosen = chosen_policy(survey, policy).with_remat(remat)
     explicit_rule = loss_scaling.resolve(loss_scale)
     check_switches(jit_compile, rollback)
     check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)

@@ -48,6 +48,7 @@ def make_train_step(
     accumulate_steps: int = 1,
     on_overflow: str = "drop_micro",
     metrics=(),
+    remat=None,
 ) -> "TrainStep":
     """Returns a function that trains `model` on one batch: compiled, scaled, checked.
 
@@ -92,6 +93,8 @@ def make_train_step(
             (`"drop_window"`).
         metrics: A list of `keras.metrics.Metric`, one alone, or `None`; for several outputs a list or dictionary of
             such lists.
+        remat: What of the forward pass is kept for the backward pass, as in `mpkeras.Policy`; by default what the
+            model's policy says.
 
     Returns:
         A `TrainStep`.
@@ -121,6 +124,7 @@ def make_train_step(
         accumulate_steps=accumulate_steps,
         on_overflow=on_overflow,
         metrics=metrics,
+        remat=remat,
     )
 
 
@@ -139,13 +143,16 @@ class TrainStep:
     True
     """
 
-    def __init__(self, model, optimizer, loss_fn, *, jit_compile, rollback, accumulate_steps, on_overflow, metrics):
+    def __init__(
+        self, model, optimizer, loss_fn, *, jit_compile, rollback, accumulate_steps, on_overflow, metrics, remat
+    ):
         check_model(model)
         with training_backend.variable_scope(model):
             optimizer = checked_optimizer(optimizer, "optimizer")
         check_switches(jit_compile, rollback)
         accumulate_steps = checked_steps(accumulate_steps, on_overflow)
-        check_variables(model, chosen_policy(model, None))
+        policy = chosen_policy(model, None).with_remat(remat)
+        check_variables(model, policy)
         objective = Objective(loss_fn, metrics)
         jit_compile = _resolved_jit_compile(model, jit_compile)
         self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow)
@@ -156,7 +163,7 @@ class TrainStep:
         # The last batch with what its step returned, and the numbers that it changed.
         self._last: tuple | None = None
         with converting(model, refreshes=True):
-            self._parts.apply_rules()
+            self._parts.apply_rules(policy)
             self._compiled = training_backend.CompiledStep(self._parts)
             if training_backend.is_distributed(model) and not self._lacks_variables():
                 # While it can be done: a replica in `strategy.run` makes no variables.
@@ -429,9 +436,12 @@ class StepParts:
         rows = {dtype: iter(np.array(ops.convert_to_numpy(values))) for dtype, values in packed.items()}
         return {id(variable): next(rows[variable.dtype]) for variable in self.moving}
 
-    def apply_rules(self):
-        """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""
-        if layer_converter(self.model, chosen_policy(self.model, None), converts=False)():
+    def apply_rules(self, policy=None):
+        """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for.
+
+        `policy`: that of the model, unless it is given.
+        """
+        if layer_converter(self.model, policy or chosen_policy(self.model, None), converts=False)():
             refresh_graphs(self.model)
             store_weights(self.model, [self.optimizer])
             end_in_float32(self.model)

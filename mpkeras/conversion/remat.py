@@ -1,0 +1,190 @@
+"""Rematerialization: which parts of a model the backward pass computes again, and what is put there for it."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+
+from mpkeras import _keras
+from mpkeras._replaced import replace, restore
+from mpkeras.conversion.again import is_computed_again
+from mpkeras.conversion.segments import Segments, ends_behind, ends_of_blocks
+from mpkeras.policies.rules import first_match
+
+# The part of the active backend: only that may be imported.
+_backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
+# Layers whose output is a product with weights: a convolution has a `kernel_size`.
+_MULTIPLYING = (
+    keras.layers.Dense,
+    keras.layers.EinsumDense,
+    keras.layers.MultiHeadAttention,
+    keras.layers.GroupQueryAttention,
+)
+
+
+class Parts(NamedTuple):
+    """What of a model is computed again.
+
+    Attributes:
+        ends: `{id of a graph: numbers of its calls}`: behind each of them its graph is cut, and what leaves is kept.
+        layers: Layers that are computed again from what they are given.
+        keeps_products: Whether products with weights are kept inside of these parts.
+    """
+
+    ends: dict[int, set[int]]
+    layers: list
+    keeps_products: bool
+
+
+def repeated_parts(survey, remat) -> Parts:
+    """Returns what of a model is computed again under a policy with this `remat`.
+
+    Where none is found in a model that is not built yet, there is none until it is.
+
+    Raises:
+        ValueError: If no blocks are found, or a rule names no layer.
+    """
+    if remat is None:
+        return Parts({}, [], False)
+    try:
+        return _parts(survey, remat)
+    except ValueError:
+        if survey.model.built and all(layer.built for layer in survey.layers):
+            raise
+        return Parts({}, [], False)
+
+
+def _parts(survey, remat) -> Parts:
+    if isinstance(remat, str):
+        products = remat == "products"
+        if products and not _backend.CAN_KEEP_PRODUCTS:
+            return Parts(_behind_products(survey), [], False)
+        return Parts(*_blocks(survey), products)
+    layers = [layer for layer in survey.layers if any(first_match((rule,), layer) is not None for rule in remat)]
+    if not layers:
+        raise ValueError(
+            f"Expected `remat` to name layers of model '{survey.model.name}', whose outputs are kept. Received: "
+            f"remat={remat!r}, which matches none. Look at `layer.path`, or use remat='blocks'."
+        )
+    ends = {id(graph): ends_behind(graph, layers) for graph in _graphs(survey)}
+    in_graphs = {id(layer) for graph in _graphs(survey) for layer in _keras.calls_in(graph)}
+    return Parts({key: found for key, found in ends.items() if found}, [x for x in layers if id(x) not in in_graphs], False)
+
+
+def _graphs(survey) -> list:
+    graphs = [_keras.graph_of(layer) for layer in survey.layers]
+    return list({id(graph): graph for graph in graphs if graph is not None}.values())
+
+
+def _behind_products(survey) -> dict:
+    layers = [x for x in survey.layers if isinstance(x, _MULTIPLYING) or hasattr(x, "kernel_size")]
+    ends = {id(graph): ends_behind(graph, layers) for graph in _graphs(survey)}
+    found = {key: numbers for key, numbers in ends.items() if numbers}
+    if not found:
+        raise ValueError(
+            "Expected a Functional or Sequential model for remat='products' on TensorFlow, which cannot keep what is "
+            f"inside a layer. Received: model '{survey.model.name}', of class {type(survey.model).__name__}. Use "
+            "remat='blocks'."
+        )
+    return found
+
+
+def _blocks(survey) -> tuple[dict, list]:
+    """Returns where graphs are cut, and which layers are computed again, for `remat="blocks"`."""
+    layers = repeated_layers(survey)
+    if layers:
+        return {}, layers
+    ends = {id(graph): ends_of_blocks(graph) for graph in _graphs(survey)}
+    found = {key: numbers for key, numbers in ends.items() if numbers}
+    if not found:
+        raise ValueError(
+            "Expected a model with repeated blocks: layers of one class that hold others, or parts of a graph that are "
+            f"alike. Received: model '{survey.model.name}', of class {type(survey.model).__name__}, in which none were "
+            "found. Name the layers whose outputs are kept: remat=['path:REGEX', layer, ...]."
+        )
+    return found, []
+
+
+def repeated_layers(survey) -> list:
+    """Returns the layers that are blocks: two or more of one class in one layer, which hold layers with weights."""
+    found: dict = {}
+    within: set = set()
+    # Outer layers first.
+    for parent in survey.layers:
+        groups: dict = {}
+        for layer in _children(survey, parent):
+            if id(layer) not in within and _is_block(survey, layer):
+                groups.setdefault(type(layer), []).append(layer)
+        for group in groups.values():
+            if len(group) > 1:
+                found |= {id(layer): layer for layer in group}
+                within |= {id(inner) for layer in group for inner in survey.within(layer)}
+    return list(found.values())
+
+
+def _children(survey, parent) -> list:
+    return parent.layers if isinstance(parent, keras.Model) else survey.direct(parent)
+
+
+def _is_block(survey, layer) -> bool:
+    # What an attention layer or an RNN of Keras holds is its own affair; a model within a model is a block.
+    if type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.Model):
+        return False
+    return any(inner.weights or not inner.built for inner in survey.within(layer)[1:])
+
+
+def place(survey, parts: Parts):
+    """Lets `parts` of a model be computed again, and no others any more."""
+    again = functools.partial(_backend.compute_again, keeps_products=parts.keeps_products)
+    repeated = {id(layer) for layer in parts.layers}
+    for layer in survey.layers:
+        restore(layer, "call", kind="again")
+        if id(layer) in repeated:
+            _compute_layer_again(layer, again)
+    for graph in _graphs(survey):
+        restore(graph, _keras.RUN_GRAPH, kind="again")
+        if id(graph) in parts.ends:
+            _run_in_segments(graph, parts.ends[id(graph)], again, survey)
+
+
+def _compute_layer_again(layer, again: Callable):
+    call = layer.call
+
+    @functools.wraps(call)
+    def call_again(*args, **kwargs):
+        leaves = keras.tree.flatten((args, kwargs))
+        is_tensor = [keras.ops.is_tensor(leaf) for leaf in leaves]
+        if not is_computed_again(leaves):
+            return call(*args, **kwargs)
+
+        def run(tensors):
+            given = iter(tensors)
+            filled = [next(given) if flag else leaf for leaf, flag in zip(leaves, is_tensor, strict=True)]
+            inner_args, inner_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
+            outputs = call(*inner_args, **inner_kwargs)
+            structure.append(outputs)
+            return keras.tree.flatten(outputs)
+
+        structure: list = []
+        tensors = [leaf for leaf, flag in zip(leaves, is_tensor, strict=True) if flag]
+        outputs = again(run, tensors, [layer])
+        return keras.tree.pack_sequence_as(structure[0], outputs)
+
+    replace(layer, "call", call_again, kind="again")
+
+
+def _run_in_segments(graph, ends, again: Callable, survey):
+    stock = getattr(graph, _keras.RUN_GRAPH)
+    segments = Segments(graph, ends, lambda layer: survey.within(layer))
+
+    @functools.wraps(stock)
+    def run_in_segments(inputs, *args, **kwargs):
+        flat = keras.tree.flatten(inputs)
+        # Shapes and dtypes are computed by the same method.
+        if not is_computed_again(flat) or not all(map(keras.ops.is_tensor, flat)):
+            return stock(inputs, *args, **kwargs)
+        return segments.run(flat, again, *args, **kwargs)
+
+    replace(graph, _keras.RUN_GRAPH, run_in_segments, kind="again")

@@ -1,0 +1,143 @@
+"""The graph of a Functional model in segments: calls that follow one another, and are computed again together."""
+
+import functools
+
+import keras
+
+from mpkeras import _keras
+
+
+class Segments:
+    """A graph that is cut behind some of its calls.
+
+    What a segment takes from those before it is kept for the backward pass, and nothing else of it; but the last
+    segment keeps all, as the backward pass begins there.
+
+    Args:
+        graph: A Functional model.
+        ends: Numbers of calls, in the order in which Keras runs them: behind each the graph is cut.
+        within: Function of a layer that returns it and the layers below it.
+    """
+
+    def __init__(self, graph, ends, within):
+        self._graph = graph
+        self._ends = ends
+        self._within = within
+        self._made_for: list = []
+        self._parts: list = []
+
+    def run(self, inputs, again, *args, **kwargs):
+        """Returns the outputs of the graph for a flat list of tensors; `again` as the backends' `compute_again`."""
+        values = dict(zip(map(id, self._graph.inputs), inputs, strict=True))
+        parts = self._present()
+        for function, layers in parts:
+            run = functools.partial(_run_part, function, args, kwargs)
+            tensors = [values[id(tensor)] for tensor in function.inputs]
+            outputs = run(tensors) if function is parts[-1][0] else again(run, tensors, layers)
+            values.update(zip(map(id, function.outputs), outputs, strict=True))
+        return _keras.packed_outputs(self._graph, [values[id(tensor)] for tensor in self._graph.outputs])
+
+    def _present(self) -> list:
+        """Returns the segments of the graph as it is now: a conversion may have given it other outputs."""
+        outputs = list(map(id, self._graph.outputs))
+        if self._made_for != outputs:
+            self._parts = self._made()
+            self._made_for = outputs
+        return self._parts
+
+    def _made(self) -> list:
+        groups: list = [[]]
+        for number, call in enumerate(_keras.calls_in_order(self._graph)):
+            groups[-1].append(call)
+            if number in self._ends:
+                groups.append([])
+        groups = [group for group in groups if group]
+        parts = []
+        known = set(map(id, self._graph.inputs))
+        for number, group in enumerate(groups):
+            later = {id(tensor) for other in groups[number + 1 :] for call in other for tensor in call.input_tensors}
+            later |= set(map(id, self._graph.outputs))
+            made = {id(tensor): tensor for call in group for tensor in call.outputs}
+            taken = {id(x): x for call in group for x in call.input_tensors if id(x) in known}
+            leaving = [tensor for key, tensor in made.items() if key in later]
+            known |= made.keys()
+            if leaving:
+                operations = {id(call.operation): call.operation for call in group}
+                layers = [x for x in operations.values() if isinstance(x, keras.layers.Layer)]
+                inner = {id(each): each for layer in layers for each in self._within(layer)}
+                parts.append((keras.Function(list(taken.values()), leaving), list(inner.values())))
+        return parts
+
+
+def _run_part(function, args, kwargs, tensors) -> list:
+    return getattr(function, _keras.RUN_GRAPH)(tensors, *args, **kwargs)
+
+
+def ends_behind(graph, layers) -> set:
+    """Returns the numbers of the calls in a graph that run one of `layers`."""
+    found = {id(layer) for layer in layers}
+    return {number for number, call in enumerate(_keras.calls_in_order(graph)) if id(call.operation) in found}
+
+
+def ends_of_blocks(graph) -> set:
+    """Returns the numbers of the calls that end the repeated blocks of a graph; empty where there are none.
+
+    A block lies between two places at which a single tensor that depends on weights is handed on. Several such parts
+    that follow each other again and again (attention and the dense layers behind it) are one block.
+    """
+    calls = _keras.calls_in_order(graph)
+    units = _units(graph, calls)
+    names = [frozenset(type(call.operation).__name__ for call in calls[begin:end]) for begin, end in units]
+    start, period, length = _longest_run(names)
+    if length < 2 * period:
+        return set()
+    ends = {end - 1 for _, end in units[start + period - 1 : start + length : period]}
+    # What comes before the first block is no part of it.
+    return ends | ({units[start][0] - 1} if units[start][0] else set())
+
+
+def _units(graph, calls) -> list[tuple[int, int]]:
+    """Returns `(begin, end)` of the parts of a graph between its narrow places, but what leads to the outputs."""
+    weighted = _weighted(calls)
+    last_use = {id(x): number for number, call in enumerate(calls) for x in call.input_tensors}
+    last_use |= {id(x): len(calls) for x in graph.outputs}
+    branching, begin = [], 0
+    widest = 1
+    for number in range(len(calls)):
+        alive = sum(
+            last_use.get(id(x), -1) > number for call in calls[: number + 1] for x in call.outputs if id(x) in weighted
+        )
+        widest = max(widest, alive)
+        if alive == 1:
+            branching.append((begin, number + 1, widest > 1))
+            begin, widest = number + 1, 1
+    if any(is_wide for *_, is_wide in branching):
+        starts = [(begin, end) for begin, end, is_wide in branching if is_wide]
+    else:
+        starts = [(number, number + 1) for number, call in enumerate(calls) if getattr(call.operation, "weights", ())]
+    # Calls between two such parts belong to the first.
+    nexts = [begin for begin, _ in starts[1:]]
+    return [(begin, following) for (begin, _), following in zip(starts, nexts, strict=False)] + starts[-1:]
+
+
+def _weighted(calls) -> set:
+    """Returns ids of the tensors that depend on weights: not masks, positions and the like, which cost nothing."""
+    found: set = set()
+    for call in calls:
+        if getattr(call.operation, "weights", ()) or any(id(x) in found for x in call.input_tensors):
+            found.update(map(id, call.outputs))
+    return found
+
+
+def _longest_run(names: list) -> tuple[int, int, int]:
+    """Returns `(start, period, length)` of the longest part of a list that repeats; the shortest period wins."""
+    best = (0, 1, 0)
+    for period in range(1, 5):
+        for start in range(len(names) - 2 * period + 1):
+            length = period
+            while start + length < len(names) and names[start + length] == names[start + length - period]:
+                length += 1
+            length -= length % period
+            if length >= 2 * period and length > best[2]:
+                best = (start, period, length)
+    return best
