@@ -22,9 +22,8 @@ import harness
 from small_state_quality import cells
 
 PARTS = ("products", "quality")
-DELAYED = "mixed_float8, delayed"
-PRODUCT_KINDS = ("mixed_bfloat16", "stock float8", "mixed_float8", DELAYED)
-QUALITY_KINDS = ("float32", "mixed_bfloat16", "mixed_float8", DELAYED)
+PRODUCT_KINDS = ("mixed_bfloat16", "stock float8", "mixed_float8")
+QUALITY_KINDS = ("float32", "mixed_bfloat16", "mixed_float8")
 GOAL_SHARE = 0.95
 TINY = {"mlp": (64, 3, 32), "transformer": (64, 2, 32), "bert_base": None}
 
@@ -56,12 +55,6 @@ def build(name: str, is_tiny: bool):
     return model, keras.KerasTensor((batch, length), "int32")
 
 
-def policy_of(kind: str):
-    import mpkeras
-
-    return mpkeras.Policy("mixed_float8", float8="delayed") if kind == DELAYED else mpkeras.get_policy(kind)
-
-
 def count_products(name: str, kind: str, is_tiny: bool) -> dict:
     """Returns what is in the program of one training step for an H100."""
     import keras
@@ -74,7 +67,7 @@ def count_products(name: str, kind: str, is_tiny: bool) -> dict:
         model, x = build(name, is_tiny)
     if is_stock:
         model.quantize("float8")
-    policy = policy_of("mixed_bfloat16" if is_stock else kind)
+    policy = mpkeras.get_policy("mixed_bfloat16" if is_stock else kind)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     report = mpkeras.forecast(model, x, device="h100", policies=[policy], optimizer="adam", loss=loss, verbose=0)
     found = report.policies[policy.name]
@@ -97,7 +90,7 @@ def with_shares(results: list[dict]) -> list[dict]:
             added["float8_share"] = min(1.0, result["matrix_flops"].get("float8", 0) / asked_for)
         if bfloat16 is not None and result is not bfloat16:
             added["temporary_share"] = result["temporary_bytes"] / bfloat16["temporary_bytes"]
-        if result["kind"] in ("mixed_float8", DELAYED):
+        if result["kind"] == "mixed_float8":
             added |= {"goal_float8_share": GOAL_SHARE, "goal_temporary_share": 1.0}
         found.append(result | added)
     return found
@@ -167,7 +160,7 @@ def train(task, peak: float, kind: str, seed: int) -> float:
     metrics = ["accuracy"] if task.quality_name == "held-out accuracy" else []
     model.compile(keras.optimizers.Adam(), task.loss(), metrics=metrics, jit_compile=True)
     if kind != "float32":
-        mpkeras.prepare(model, policy_of(kind))
+        mpkeras.prepare(model, kind)
     rates = [tasks.learning_rate(peak, epoch, task.epochs) for epoch in range(task.epochs)]
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rates[epoch])
     x, y, x_held_out, y_held_out = task.load()

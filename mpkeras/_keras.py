@@ -720,32 +720,6 @@ def node_of(layer, node_index: int):
     return layer._inbound_nodes[node_index]
 
 
-def take_variables(layer, variables: dict):
-    """Takes variables, by their names, away from a built layer.
-
-    `del layer.name` is public, and collects Python's garbage each time: 20 seconds for a BERT-base.
-    """
-    for name, variable in variables.items():
-        layer._untrack_variable(variable)
-        super(keras.layers.Layer, layer).__delattr__(name)
-    layer._is_quantized = False
-
-
-def put_first(layer, variables):
-    """Moves trainable variables of `layer` to the front: the order is that of files and of optimizers' slots."""
-    chosen = {id(variable) for variable in variables}
-    layer._trainable_variables[:] = sorted(layer._trainable_variables, key=lambda v: id(v) not in chosen)
-
-
-def give_variables(layer, variables: dict):
-    """Gives a built layer, which is locked, back what `take_variables` took."""
-    layer._tracker.unlock()
-    for name, variable in variables.items():
-        setattr(layer, name, variable)
-    layer._tracker.lock()
-    layer._is_quantized = True
-
-
 def refresh_symbolic_dtypes(model):
     """Gives every symbolic tensor of a Functional model the dtype that its layer returns now.
 

@@ -199,28 +199,6 @@ def test_a_tracker_of_losses_has_a_total_and_a_count_in_this_order():
     assert float(keras.ops.convert_to_numpy(tracker.result())) == 3.0
 
 
-@pytest.mark.parametrize("layer", [keras.layers.Dense(16), keras.layers.EinsumDense("ab,bc->ac", 16)])
-def test_the_float8_state_of_a_layer_can_be_taken_and_given_back(layer):
-    from mpkeras.conversion.float8 import STATE, float8_state
-
-    layer.build((None, 16))
-    weights = list(layer.variables)
-    layer.quantize("float8")
-    # Keras makes these, in this order, and all of them are trainable.
-    assert [v.name for v in layer.variables[-6:]] == list(STATE)
-    state = float8_state(layer)
-    assert [v.name for v in layer.trainable_variables[-6:]] == list(state)
-    private.put_first(layer, state.values())
-    assert [id(v) for v in layer.trainable_variables[:6]] == [id(v) for v in state.values()]
-    private.take_variables(layer, state)
-    assert [id(v) for v in layer.variables] == [id(v) for v in weights] and not hasattr(layer, STATE[0])
-    private.give_variables(layer, state)
-    assert [id(v) for v in layer.variables] == [id(v) for v in [*weights, *state.values()]]
-    # It counts as quantized again: a policy makes no second state.
-    layer.dtype_policy = keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", "mixed_bfloat16")
-    assert float8_state(layer) == state
-
-
 def test_a_graph_knows_how_often_it_calls_each_layer():
     inputs = keras.Input((4,))
     twice, once = keras.layers.Dense(4), keras.layers.Dense(4)

@@ -110,41 +110,38 @@ product_with_float32_sums.defvjp(_multiply_with_float32_sums, _differentiate_sum
 _ALGORITHM = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
-def float8_product(inputs, kernel, training, state=()):
+def float8_product(inputs, kernel, training):
     """Returns the product of two bfloat16 matrices, computed from float8 operands, in bfloat16.
 
     Args:
         inputs, kernel: bfloat16, shapes `(rows, summed)` and `(summed, columns)`.
         training: Whether a tensor is scaled as a whole. Outside training each row of the inputs is scaled by itself, so
             that what it becomes does not depend on the rows that share its batch.
-        state: The `history` of `rounded` for the inputs, the kernel and the gradient, joined; what these become is
-            their gradient. `()`: each is scaled by itself.
     """
-    return _float8_product(not training, inputs, kernel, tuple(state))
+    return _float8_product(not training, inputs, kernel)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _float8_product(by_row, inputs, kernel, state):
-    return _round_and_multiply(by_row, inputs, kernel, state)[0]
+def _float8_product(by_row, inputs, kernel):
+    return _round_and_multiply(by_row, inputs, kernel)[0]
 
 
-def _round_and_multiply(by_row, inputs, kernel, state):
-    inputs, of_inputs, by_inputs = rounded(inputs, OPERAND_DTYPE, state[:2], by_row=by_row)
-    kernel, of_kernel, by_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
+def _round_and_multiply(by_row, inputs, kernel):
+    inputs, of_inputs = rounded(inputs, OPERAND_DTYPE, by_row=by_row)
+    kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
     outputs = _multiply_float8(inputs, kernel, (1, 0), of_inputs * of_kernel)
-    return outputs, (inputs, of_inputs, kernel, of_kernel, (*by_inputs, *by_kernel), state[4:])
+    return outputs, (inputs, of_inputs, kernel, of_kernel)
 
 
 def _differentiate_product(by_row, kept, gradient_as_given):
-    inputs, of_inputs, kernel, of_kernel, state, history = kept
-    gradient, of_gradient, by_gradient = rounded(gradient_as_given, GRADIENT_DTYPE, history)
+    inputs, of_inputs, kernel, of_kernel = kept
+    gradient, of_gradient = rounded(gradient_as_given, GRADIENT_DTYPE)
     by_inputs = _multiply_float8(gradient, kernel, (1, 1), of_gradient * of_kernel)
-    if by_row and not history:
+    if by_row:
         # The product sums over rows, each of which has a scale of its own: the gradient takes it along.
-        gradient, of_gradient, _ = rounded(gradient_as_given * of_inputs.astype(jnp.bfloat16), GRADIENT_DTYPE)
+        gradient, of_gradient = rounded(gradient_as_given * of_inputs.astype(jnp.bfloat16), GRADIENT_DTYPE)
         of_inputs = 1.0
-    by_kernel = _multiply_float8(inputs, gradient, (0, 0), of_inputs * of_gradient)
-    return once(by_inputs), once(by_kernel), (*state, *by_gradient)
+    return once(by_inputs), once(_multiply_float8(inputs, gradient, (0, 0), of_inputs * of_gradient))
 
 
 _float8_product.defvjp(_round_and_multiply, _differentiate_product)

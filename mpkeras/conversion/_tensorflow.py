@@ -69,36 +69,34 @@ def product_with_float32_sums(inputs, kernel):
     return tf.matmul(tf.cast(inputs, tf.float32), tf.cast(kernel, tf.float32)), gradient
 
 
-def float8_product(inputs, kernel, training, state=()):
+def float8_product(inputs, kernel, training):
     """As in `_jax.py`. In training replicas scale by the largest value of all of them."""
     # TensorFlow follows neither float8 nor bits, and would take the gradient for a constant.
     tied = tie(inputs, kernel)
 
     @tf.custom_gradient
-    def product(inputs, kernel, *state):
-        inputs, of_inputs, next_of_inputs = rounded(
-            inputs, OPERAND_DTYPE, state[:2], _over_replicas if training else None, by_row=not training
-        )
-        kernel, of_kernel, next_of_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
+    def product(inputs, kernel):
+        over_devices = _over_replicas if training else None
+        inputs, of_inputs = rounded(inputs, OPERAND_DTYPE, over_devices, by_row=not training)
+        kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
 
         def backward(gradient_as_given):
             round_gradient = functools.partial(
                 rounded, dtype=GRADIENT_DTYPE, over_devices=_over_replicas, cast=_to_e5m2
             )
-            gradient, of_gradient, next_of_gradient = round_gradient(gradient_as_given, history=state[4:])
+            gradient, of_gradient = round_gradient(gradient_as_given)
             by_inputs = _multiply(gradient, kernel, of_gradient * of_kernel, transpose_b=True)
             of_rows = of_inputs
-            if not training and not state:
+            if not training:
                 # As in `_jax.py`.
-                gradient, of_gradient, _ = round_gradient(gradient_as_given * tf.cast(of_inputs, tf.bfloat16))
+                gradient, of_gradient = round_gradient(gradient_as_given * tf.cast(of_inputs, tf.bfloat16))
                 of_rows = 1.0
             by_kernel = _multiply(inputs, gradient, of_rows * of_gradient, transpose_a=True)
-            by_matrices = once(by_inputs, gradient_as_given, tied), once(by_kernel, gradient_as_given, tied)
-            return (*by_matrices, *next_of_inputs, *next_of_kernel, *next_of_gradient)
+            return once(by_inputs, gradient_as_given, tied), once(by_kernel, gradient_as_given, tied)
 
         return _multiply(inputs, kernel, of_inputs * of_kernel), backward
 
-    return product(inputs, kernel, *state)
+    return product(inputs, kernel)
 
 
 def _to_e5m2(values, dtype):

@@ -51,39 +51,38 @@ class _ProductWithFloat32Sums(torch.autograd.Function):
         return torch.matmul(gradient, kernel.t()), torch.matmul(inputs.t(), gradient)
 
 
-def float8_product(inputs, kernel, training, state=()):
+def float8_product(inputs, kernel, training):
     """As in `_jax.py`. In training ranks scale by the largest value of all of them."""
     # To torch, tensors saved in float8 are no functions of the arguments.
     tied = tie(inputs, kernel)
-    return _Product.apply(inputs, kernel, tied, training, *state)
+    return _Product.apply(inputs, kernel, tied, training)
 
 
 class _Product(torch.autograd.Function):
     """The product of two bfloat16 matrices, which keeps float8 ones for the backward pass."""
 
     @staticmethod
-    def forward(ctx, inputs, kernel, tied, training, *state):
+    def forward(ctx, inputs, kernel, tied, training):
         over_devices = _over_ranks if training else None
-        inputs, of_inputs, by_inputs = rounded(inputs, OPERAND_DTYPE, state[:2], over_devices, by_row=not training)
-        kernel, of_kernel, by_kernel = rounded(kernel, OPERAND_DTYPE, state[2:4])
-        ctx.save_for_backward(inputs, of_inputs, kernel, of_kernel, tied, *by_inputs, *by_kernel, *state[4:])
+        inputs, of_inputs = rounded(inputs, OPERAND_DTYPE, over_devices, by_row=not training)
+        kernel, of_kernel = rounded(kernel, OPERAND_DTYPE)
+        ctx.save_for_backward(inputs, of_inputs, kernel, of_kernel, tied)
         return _multiply(inputs, kernel, of_inputs, of_kernel)
 
     @staticmethod
     def backward(ctx, gradient):
-        inputs, of_inputs, kernel, of_kernel, tied, *state = ctx.saved_tensors
-        rounded_gradient, of_gradient, by_gradient = rounded(gradient, GRADIENT_DTYPE, tuple(state[4:]), _over_ranks)
-        state[4:] = by_gradient
+        inputs, of_inputs, kernel, of_kernel, tied = ctx.saved_tensors
+        rounded_gradient, of_gradient = rounded(gradient, GRADIENT_DTYPE, _over_ranks)
         by_inputs = None
         if ctx.needs_input_grad[0]:
             by_inputs = once(_multiply(rounded_gradient, kernel.t(), of_gradient, of_kernel), tied)
         if of_inputs.ndim:
             # As in `_jax.py`.
             with_rows = gradient * of_inputs.to(torch.bfloat16)
-            rounded_gradient, of_gradient, _ = rounded(with_rows, GRADIENT_DTYPE, (), _over_ranks)
+            rounded_gradient, of_gradient = rounded(with_rows, GRADIENT_DTYPE, _over_ranks)
             of_inputs = torch.ones_like(of_kernel)
         by_kernel = once(_multiply(inputs.t(), rounded_gradient, of_inputs, of_gradient), tied)
-        return by_inputs, by_kernel, None, None, *state
+        return by_inputs, by_kernel, None, None
 
 
 def _over_ranks(largest):

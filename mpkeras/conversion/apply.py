@@ -75,7 +75,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     _check_variable_dtypes(model, policy, float32_variables)
     optimizer = getattr(model, "optimizer", None)
     optimizers = [] if optimizer is None else [optimizer]
-    convert = layer_converter(model, policy, optimizers=optimizers)
+    convert = layer_converter(model, policy)
     with converting(model, refreshes=True):
         convert()
         refresh_graphs(model)

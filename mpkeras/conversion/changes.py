@@ -12,7 +12,7 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_attributes, replaced_on_all, restore
 from mpkeras.conversion.again import compute_again_alike
-from mpkeras.conversion.float8 import CURRENT, GIVEN, KEPT, OWN, multiply_in_float8
+from mpkeras.conversion.float8 import IN_FLOAT8, multiply_in_float8
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.conversion.outputs import compute_metrics_in_float32, return_float32, widen
@@ -248,31 +248,24 @@ class _Change(NamedTuple):
     attributes: tuple
 
 
-CHANGES = (
-    {
-        "penalties in float32": _Change(_add_penalties_in_float32, "layer", ("activity_regularizer", "add_loss")),
-        "mixed dtypes named": _Change(name_mixed_dtypes, "layer", ("call",)),
-        # A function of torch's part alone.
-        "torch.autocast": _Change(lambda layer: _backend.let_module_follow(layer), "layer", ("call",)),
-        "softmax memory": _Change(_save_softmax_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
-        "attention memory": _Change(_save_attention_memory, "attention", (_keras.ATTENTION_METHOD,)),
-        "raw inputs": _Change(_pass_inputs_on, "inputs", ("autocast",)),
-        "float32 outputs": _Change(return_float32, "outputs", ("call",)),
-        "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
-        "states kept": _Change(_keep_states, "states", ("call",)),
-        "computed again alike": _Change(compute_again_alike, "remat", ("rematerialized_call",)),
-        WITH_FLOAT32_SUMS: _Change(sum_in_float32, "layer", ("call",)),
-        CURRENT: _Change(multiply_in_float8, "layer", ("call",)),
-    }
-    | {
-        name: _Change(functools.partial(multiply_in_float8, change=name), "layer", ("quantized_call",))
-        for name in (GIVEN, OWN, KEPT)
-    }
-    | {
-        f"outputs in {dtype}": _Change(functools.partial(_return_to_caller, dtype=dtype), "caller", ("call",))
-        for dtype in ("float32", *SIXTEEN_BIT_DTYPES)
-    }
-)
+CHANGES = {
+    "penalties in float32": _Change(_add_penalties_in_float32, "layer", ("activity_regularizer", "add_loss")),
+    "mixed dtypes named": _Change(name_mixed_dtypes, "layer", ("call",)),
+    # A function of torch's part alone.
+    "torch.autocast": _Change(lambda layer: _backend.let_module_follow(layer), "layer", ("call",)),
+    "softmax memory": _Change(_save_softmax_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
+    "attention memory": _Change(_save_attention_memory, "attention", (_keras.ATTENTION_METHOD,)),
+    "raw inputs": _Change(_pass_inputs_on, "inputs", ("autocast",)),
+    "float32 outputs": _Change(return_float32, "outputs", ("call",)),
+    "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
+    "states kept": _Change(_keep_states, "states", ("call",)),
+    "computed again alike": _Change(compute_again_alike, "remat", ("rematerialized_call",)),
+    WITH_FLOAT32_SUMS: _Change(sum_in_float32, "layer", ("call",)),
+    IN_FLOAT8: _Change(multiply_in_float8, "layer", ("call",)),
+} | {
+    f"outputs in {dtype}": _Change(functools.partial(_return_to_caller, dtype=dtype), "caller", ("call",))
+    for dtype in ("float32", *SIXTEEN_BIT_DTYPES)
+}
 
 
 def planned_changes(model, dtypes, products, heads=(), kept=None) -> dict:

@@ -6,14 +6,7 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras.conversion.changes import regularizes_in_16_bits
 from mpkeras.conversion.converter import leave_float8
-from mpkeras.conversion.float8 import (
-    CURRENT,
-    float8_change,
-    float8_factors,
-    has_product,
-    multiplies_in_float8,
-    product_change,
-)
+from mpkeras.conversion.float8 import has_product, multiplies_in_float8, product_change
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS
 from mpkeras.conversion.layer import move_to_float32
@@ -86,16 +79,6 @@ class ConvertedLayer:
     def multiplies_in_float8(self) -> bool:
         """Whether it does so now."""
         return multiplies_in_float8(self.layer)
-
-    @property
-    def scales_by_past_steps(self) -> bool:
-        """Of one that multiplies in float8: whether its factors come from the steps before."""
-        return float8_change(self.layer) != CURRENT
-
-    @property
-    def float8_factors(self) -> list | None:
-        """What inputs, kernel and gradient are multiplied by in the next step; `None` where each has its own scale."""
-        return float8_factors(self.layer)
 
     def outputs_in_float32(self, args, kwargs):
         """Returns the outputs for the same inputs in float32; `None` where they cannot be compared."""

@@ -3,23 +3,22 @@
 import functools
 import warnings
 
-from mpkeras import _keras
 from mpkeras._replaced import restore
 from mpkeras.conversion.changes import make_changes, planned_changes
 from mpkeras.conversion.float8 import ENDS
 from mpkeras.conversion.last import conversion_of, dtypes_of, last_conversion, set_last_conversion
-from mpkeras.conversion.layer import give_policy, is_with_state, save_as_made
+from mpkeras.conversion.layer import save_as_made
 from mpkeras.conversion.outputs import tell_heads_at_first_call
 from mpkeras.conversion.plan import Conversion, plan, planned_products
 from mpkeras.conversion.remat import place, repeated_parts
 from mpkeras.conversion.undo import put_back_on_error
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import OUTPUTS, heads_of
-from mpkeras.policies.rules import unmatched
+from mpkeras.policies.rules import set_layer_policy, unmatched
 from mpkeras.policies.survey import Survey
 
 
-def layer_converter(model, policy, converts: bool = True, optimizers=(), survey=None):
+def layer_converter(model, policy, converts: bool = True, survey=None):
     """Returns a function that gives the layers of `model` their dtypes; called again, the new ones among them.
 
     Layers of a layer often come into being when it is built, in the middle of the first step. The function returns
@@ -27,8 +26,6 @@ def layer_converter(model, policy, converts: bool = True, optimizers=(), survey=
 
     Args:
         converts: Whether layers change to the policy's dtype, or only its float32 rules are applied.
-        optimizers: Those that train the model. If one is built, a conversion that adds weights or takes some away
-            raises `ValueError`.
         survey: A `Survey` of `model` as it is, if there is one.
     """
     conversion = Conversion(survey or model, policy, converts, last_conversion(model))
@@ -38,17 +35,23 @@ def layer_converter(model, policy, converts: bool = True, optimizers=(), survey=
         if conversion.is_up_to_date(survey.layers):
             return False
         rows = plan(survey, policy, conversion)
+<<<<<<< HEAD
         # Before anything changes: a rule may match nothing.
         parts = repeated_parts(survey, policy.remat)
         with_new_weights = [row.layer for row in rows if row.layer.built and is_with_state(row.before, row.after)]
         _check_not_built(optimizers, with_new_weights)
+=======
+>>>>>>> next
         for row in rows:
             if row.after is not row.before:
-                give_policy(row.layer, row.after)
+                set_layer_policy(row.layer, row.after)
             make_changes(row.layer, row.changes)
+<<<<<<< HEAD
         place(survey, parts)
         if with_new_weights:
             _keras.track_parameters_again(model)
+=======
+>>>>>>> next
         save_as_made(model, conversion.made_with)
         if not conversion.seen:
             restore(model, "build", kind="converted")  # An earlier conversion is not to go on.
@@ -82,17 +85,6 @@ def _ask_for_heads(model, conversion, convert):
 
     is_asking = conversion.policy.compute_dtype in SIXTEEN_BIT_DTYPES and OUTPUTS in conversion.policy.keep_float32
     ask(heads_of(model).unknown)
-
-
-def _check_not_built(optimizers, layers):
-    built = [type(optimizer).__name__ for optimizer in optimizers if optimizer.built]
-    if built and layers:
-        raise ValueError(
-            "Expected an optimizer that is not built yet, where layers are given float8 state or lose it: 'delayed' "
-            f"keeps it in variables of the layer, which the optimizer is built on. Received: a built {built[0]} and "
-            f"{len(layers)} such layers, '{layers[0].path}' first. Call `model.compile` with a new optimizer first, "
-            "and build the model before you prepare it."
-        )
 
 
 def _name_unmatched_rules(survey, conversion):

@@ -7,7 +7,6 @@ rounding to float8 is the only one, so every backend and device gets the same op
 inputs has a power of its own: a bad row of a batch spoils no other.
 """
 
-import collections
 import functools
 import importlib
 import math
@@ -17,15 +16,12 @@ from typing import NamedTuple
 import keras
 from keras import ops
 
-from mpkeras import _keras
 from mpkeras._replaced import replace, replaced_attributes, restore
-from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, factor_by_history, passing_on
 from mpkeras.policies.heads import has_own_call
 from mpkeras.policies.rules import first_match, is_quantized
 from mpkeras.policies.survey import Survey
 
-# The layers that multiply their inputs with a kernel in a way that may be done in float8. Keras gives a float8 state to
-# these classes alone, to none of their subclasses.
+# The layers that multiply their inputs with a kernel in a way that may be done in float8.
 _MULTIPLYING = (keras.layers.Dense, keras.layers.EinsumDense)
 # Units for products in float8 take sizes that are multiples of it.
 _MULTIPLE = 16
@@ -33,18 +29,8 @@ _MULTIPLE = 16
 ENDS = ("first", "last")
 # On a `call` of ours, to be known again: the name of the change.
 _MARK = "_mpkeras_product"
-# What Keras' `quantize("float8")` gives a `Dense` or `EinsumDense`: for each operand by what it is divided, and the
-# largest magnitudes of past steps.
-STATE = tuple(f"{name}_{of}" for name in ("inputs", "kernel", "outputs_grad") for of in ("scale", "amax_history"))
-# Names of the changes to a layer, keys of `conversion.changes.CHANGES`. "Given" state is ours to take back; a layer
-# that its user quantized, or that was loaded so, has its "own". Where a layer with state does not multiply in float8,
-# it is "kept": the optimizer may be built on it.
-CURRENT, GIVEN, OWN, KEPT = (
-    "products in float8",
-    "products in float8 by given state",
-    "products in float8 by own state",
-    "float8 state kept",
-)
+# The name of the change, a key of `conversion.changes.CHANGES`.
+IN_FLOAT8 = "products in float8"
 
 # The part of the active backend: only that may be imported.
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
@@ -82,40 +68,11 @@ def reasons_against(model, policy, dtypes) -> dict:
     for rule in policy.keep_16_bits:
         for layer in ends[rule] if rule in ends else _named(survey, layers, rule):
             kept.setdefault(id(layer), rule)
-    repeated = _run_several_times(survey) if policy.float8 == "delayed" else {}
-    found = {}
-    for layer in layers:
-        if has_product(layer):
-            reason = _reason_against(layer, kept.get(id(layer)), dtypes[id(layer)], policy.float8)
-            found[id(layer)] = repeated.get(id(layer)) if reason is None else reason
-    return found
-
-
-def changes_in_float8(layers, float8: str, reasons) -> dict:
-    """Returns `{id: name}` of the change that each layer with a product is given, by what `reasons_against` returns."""
-    found = {}
-    for layer in layers:
-        if reasons.get(id(layer), "") is None:
-            found[id(layer)] = CURRENT if float8 == "current" else OWN if is_quantized(layer) else GIVEN
-        elif float8 == "delayed" and layer.quantization_mode == "float8" and type(layer) in _MULTIPLYING:
-            found[id(layer)] = KEPT
-    return found
-
-
-def _run_several_times(survey) -> dict:
-    """Returns `{id: reason}` of layers whose gradients are sums over several calls: their next state would be a sum."""
-    found: dict = {}
-    for layer in survey.layers:
-        graph = _keras.graph_of(layer)
-        calls: dict = collections.Counter() if graph is None else _keras.calls_in(graph)
-        loops = isinstance(layer, (keras.layers.RNN, keras.layers.TimeDistributed, keras.layers.Bidirectional))
-        for inner, times in calls.items():
-            if times > 1:
-                reason = f"it is run {times} times in a step, and its state is for one"
-                found |= {id(each): reason for each in _keras.flatten_layers(inner, include_self=True)}
-        for inner in survey.within(layer)[1:] if loops else ():
-            found[id(inner)] = f"{type(layer).__name__} runs it several times in a step, and its state is for one"
-    return found
+    return {
+        id(layer): _reason_against(layer, kept.get(id(layer)), dtypes[id(layer)])
+        for layer in layers
+        if has_product(layer)
+    }
 
 
 def _in_order(survey) -> list:
@@ -146,12 +103,9 @@ def _named(survey, layers, rule) -> list:
     return [inner for layer in named for inner in survey.within(layer)]
 
 
-def _reason_against(layer, rule, dtype, float8) -> str | None:
-    # A layer that Keras quantized to float8 itself goes on with its state.
-    if is_quantized(layer) and (float8, layer.quantization_mode) != ("delayed", "float8"):
+def _reason_against(layer, rule, dtype) -> str | None:
+    if is_quantized(layer):
         return f"it is quantized ({layer.quantization_mode})"
-    if float8 == "delayed" and type(layer) not in _MULTIPLYING:
-        return f"Keras gives no float8 state to a {type(layer).__name__}"
     if dtype != "bfloat16":
         return f"it computes in {dtype}"
     if rule is not None:
@@ -186,60 +140,29 @@ def labels_of(layer) -> Labels | None:
     return Labels(inputs, kernel, outputs, rows, summed, columns) if summed and columns else None
 
 
-def multiply_in_float8(layer, change: str = CURRENT):
-    """Computes the product of a `Dense` or `EinsumDense`, and those of its derivative, in float8.
-
-    Args:
-        layer: The layer. A change that needs a state finds it there, at the latest when the layer is built.
-        change: `CURRENT`, `GIVEN`, `OWN` or `KEPT`.
-    """
+def multiply_in_float8(layer):
+    """Computes the product of a `Dense` or `EinsumDense`, and those of its derivative, in float8."""
     labels = labels_of(layer)
-    # The one that Keras runs of a layer with state.
-    attribute = "call" if change == CURRENT else "quantized_call"
-    if labels is None or change == _change_of(layer, attribute):
+    if labels is None or product_change(layer) == IN_FLOAT8:
         return
-    restore(layer, attribute, kind="layer")
+    restore(layer, "call", kind="layer")
     call = layer.call
 
     @functools.wraps(call)
     def call_in_float8(inputs, training=None):
-        state = [] if change == CURRENT else [_read(getattr(layer, name)) for name in STATE]
         # Read once: with LoRA it is a product. The layer may not have been built when its call was replaced.
         kernel = layer.kernel
         # It may have moved to float32 since.
-        if change == KEPT or layer.compute_dtype != "bfloat16" or _misfit(labels, kernel.shape) is not None:
-            return passing_on(call(inputs, training=training), state)
-        product = functools.partial(_backend.float8_product, training=training not in (None, False), state=state)
+        if layer.compute_dtype != "bfloat16" or _misfit(labels, kernel.shape) is not None:
+            return call(inputs, training=training)
+        product = functools.partial(_backend.float8_product, training=training not in (None, False))
         outputs = einsum_by_matrices(labels, ops.cast(inputs, layer.compute_dtype), kernel, product)
         if layer.bias is not None:
             outputs = ops.add(outputs, layer.bias)
         return outputs if layer.activation is None else layer.activation(outputs)
 
-    mark_product(call_in_float8, change)
-    replace(layer, attribute, call_in_float8, kind="layer")
-
-
-def _read(variable):
-    # `ops.convert_to_tensor` hands a variable on as it is on TensorFlow.
-    return ops.reshape(variable, variable.shape)
-
-
-def float8_state(layer) -> dict | None:
-    """Returns `{name: variable}`, what Keras' float8 keeps in `layer`; `None` if it keeps nothing."""
-    found = {name: vars(layer)[name] for name in STATE if name in vars(layer)}
-    return found if type(layer) in _MULTIPLYING and len(found) == len(STATE) else None
-
-
-def float8_factors(layer) -> list | None:
-    """Returns what the inputs, the kernel and the gradient are multiplied by in the next step, as floats.
-
-    `None` where each is scaled by itself.
-    """
-    state = [_read(variable) for variable in (float8_state(layer) or {}).values()]
-    if not state or float8_change(layer) not in (GIVEN, OWN):
-        return None
-    dtypes = (OPERAND_DTYPE, OPERAND_DTYPE, GRADIENT_DTYPE)
-    return [float(factor_by_history(state[2 * i : 2 * i + 2], dtype)[0]) for i, dtype in enumerate(dtypes)]
+    mark_product(call_in_float8, IN_FLOAT8)
+    replace(layer, "call", call_in_float8, kind="layer")
 
 
 def mark_product(call, change: str):
@@ -248,24 +171,14 @@ def mark_product(call, change: str):
 
 
 def product_change(layer) -> str | None:
-    """Returns which of the changes to its product is in force on `layer`: one of these, another's, or none."""
-    return _change_of(layer, "call") or _change_of(layer, "quantized_call")
-
-
-def _change_of(layer, attribute: str) -> str | None:
-    names = [getattr(entry.given, _MARK, None) for entry in replaced_attributes(layer) if entry.name == attribute]
+    """Returns which of the changes to its product is in force on `layer`: `IN_FLOAT8`, another's, or none."""
+    names = [getattr(entry.given, _MARK, None) for entry in replaced_attributes(layer) if entry.name == "call"]
     return next((name for name in names if name is not None), None)
-
-
-def float8_change(layer) -> str | None:
-    """Returns which of the changes is in force on `layer`: `CURRENT`, `GIVEN`, `OWN`, `KEPT`, or none."""
-    change = product_change(layer)
-    return change if change in (CURRENT, GIVEN, OWN, KEPT) else None
 
 
 def multiplies_in_float8(layer) -> bool:
     """Whether a product of `layer` is in float8, by `multiply_in_float8`, and it computes in what that was made for."""
-    return layer.compute_dtype == "bfloat16" and float8_change(layer) in (CURRENT, GIVEN, OWN)
+    return layer.compute_dtype == "bfloat16" and product_change(layer) == IN_FLOAT8
 
 
 def einsum_by_matrices(labels: Labels, inputs, kernel, product):

@@ -139,7 +139,7 @@ def _in_float32(layers):
     policies = [
         (layer, layer.dtype_policy)
         for layer in layers
-        if layer.compute_dtype in SIXTEEN_BIT_DTYPES and layer.quantization_mode is None and not is_quantized(layer)
+        if layer.compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
     ]
     try:
         for layer, _ in policies:

@@ -9,18 +9,12 @@ import keras
 from mpkeras import _keras
 from mpkeras.conversion.changes import planned_changes
 from mpkeras.conversion.exact_inputs import handing_on
-from mpkeras.conversion.float8 import GIVEN, KEPT, changes_in_float8, reasons_against
+from mpkeras.conversion.float8 import IN_FLOAT8, reasons_against
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, can_sum_in_float32
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import OUTPUTS, has_own_call, is_large
 from mpkeras.policies.own_state import kept_for_state
-from mpkeras.policies.rules import (
-    FLOAT8_STATE_MARK,
-    bound_layers,
-    is_quantized,
-    kept_in_float32,
-    layer_policy,
-)
+from mpkeras.policies.rules import bound_layers, is_quantized, kept_in_float32, layer_policy
 from mpkeras.policies.survey import Survey
 
 _CONVERTIBLE = ("float32", "float16", "bfloat16")
@@ -194,10 +188,7 @@ def plan(model, policy, conversion: Conversion | None = None, heads=()) -> list[
     rows = []
     for layer in layers:
         key = id(layer)
-        new = after[key]
-        if conversion is not None and not is_quantized(layer):
-            new = with_float8_state(new, products.get(key) in (GIVEN, KEPT))
-        new = before[key] if _is_same(new, before[key]) else new
+        new = before[key] if _is_same(after[key], before[key]) else after[key]
         _, rule, reason = kept.get(key, (layer, None, _reason(layer, new, policy)))
         rows.append(Row(layer, before[key], new, followed[key], rule, reason, changes[key]))
     return rows
@@ -216,7 +207,7 @@ def planned_products(model, conversion, dtypes) -> dict:
         return {}
     survey = Survey.of(model)
     reasons = why_not_float8(survey, conversion, dtypes)
-    in_float8 = changes_in_float8(survey.layers, conversion.policy.float8, reasons)
+    in_float8 = {key: IN_FLOAT8 for key, reason in reasons.items() if reason is None}
     heads = [*survey.heads.layers, *conversion.heads] if OUTPUTS in conversion.policy.keep_float32 else []
     large = [layer for layer in heads if dtypes.get(id(layer)) in SIXTEEN_BIT_DTYPES and is_large(layer)]
     return {id(layer): WITH_FLOAT32_SUMS for layer in large if can_sum_in_float32(layer)} | in_float8
@@ -228,21 +219,6 @@ def why_not_float8(model, conversion, dtypes) -> dict:
         return {}
     found = reasons_against(model, conversion.policy, dtypes)
     return found | {id(layer): why for layer, why in conversion.left_float8.items() if id(layer) in found}
-
-
-def with_float8_state(policy, has_state: bool, is_given: bool = True):
-    """Returns a policy of the same dtypes under which a layer has the state of Keras' float8, or has none.
-
-    `is_given` says whether it has it from a conversion, which can take it back.
-    """
-    if has_state == (policy.quantization_mode is not None):
-        return policy
-    name = stock_name(policy.compute_dtype, policy.variable_dtype)
-    if not has_state:
-        return keras.DTypePolicy(name)
-    policy = keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", name)
-    vars(policy)[FLOAT8_STATE_MARK] = is_given
-    return policy
 
 
 def _is_same(policy, other) -> bool:

@@ -7,14 +7,14 @@ import keras
 from mpkeras import _keras
 from mpkeras._replaced import restore
 from mpkeras.conversion.changes import changes_of, make_changes, planned_changes
-from mpkeras.conversion.float8 import float8_state, product_change
+from mpkeras.conversion.float8 import product_change
 from mpkeras.conversion.graphs import refresh_graphs
 from mpkeras.conversion.last import dtypes_of, last_conversion, set_last_conversion
-from mpkeras.conversion.layer import give_policy, is_with_state, save_as_made
+from mpkeras.conversion.layer import save_as_made
 from mpkeras.conversion.plan import layers_of
 from mpkeras.conversion.remat import place, repeated_parts
 from mpkeras.conversion.store_weights import store
-from mpkeras.policies.rules import is_quantized, layer_policy
+from mpkeras.policies.rules import is_quantized, layer_policy, set_layer_policy
 from mpkeras.policies.survey import Survey
 
 
@@ -70,18 +70,16 @@ def recorded(model, on=None, survey=None):
     on = model if on is None else on
     layers = layers_of(model if survey is None else survey)
     before = [
-        (target, layer_policy(layer), float8_state(target), changes_of(layer), product_change(layer))
+        (target, layer_policy(layer), changes_of(layer), product_change(layer))
         for layer, target in zip(layers, layers if on is model else layers_of(on), strict=True)
     ]
     stored = [(v, _keras.stored_dtype(v)) for v in on.variables]
     earlier = last_conversion(on)
 
     def put_back(refresh: bool = True):
-        with_new_weights = False
-        for layer, policy, state, *_ in before:
+        for layer, policy, *_ in before:
             if not is_quantized(layer) and layer_policy(layer) is not policy:
-                with_new_weights |= is_with_state(layer_policy(layer), policy)
-                give_policy(layer, policy, state)
+                set_layer_policy(layer, policy)
         products = {id(layer): change for layer, *_, change in before if change is not None}
         names = planned_changes(on, dtypes_of(on), products, () if earlier is None else earlier.heads)
         place(Survey(on), repeated_parts(Survey(on), None if earlier is None else earlier.policy.remat))
@@ -90,8 +88,6 @@ def recorded(model, on=None, survey=None):
             # A layer that was made in 16 bits, and never converted, has had none.
             for name, kind in changes_of(layer) - changes:
                 restore(layer, name, kind=kind)
-        if with_new_weights:
-            _keras.track_parameters_again(on)
         store(on, [(variable, dtype) for variable, dtype in stored if _keras.stored_dtype(variable) != dtype])
         save_as_made(on, on.dtype_policy)
         if refresh:

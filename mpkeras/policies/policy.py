@@ -20,8 +20,6 @@ from mpkeras.policies.dtypes import (
 # Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked for. It is
 # here because `Policy(name)` starts from the registered settings.
 REGISTERED: dict = {}
-# How the operands of products in float8 may be scaled.
-FLOAT8_SCALES = ("current", "delayed")
 # What `remat` may be, beside rules.
 REMAT_WORDS = ("products", "blocks")
 # Keys that the config of a policy cannot do without: mpkeras 0.1 wrote the rest otherwise, or not at all.
@@ -81,9 +79,7 @@ class Policy(keras.DTypePolicy):
             smallest normal number is 6.1e-5, many gradients are smaller), `None` otherwise.
         float8: Whether the products of `Dense` and `EinsumDense` layers, those in attention among them, are computed
             in float8: operands in e4m3, gradients in e5m2. `"current"`: each tensor is scaled by the largest of its
-            values. `"delayed"`: by the largest of past steps, which the layer keeps as Keras' own
-            `quantize("float8")` does. `None`: not, and for a registered name its setting. Needs
-            `compute_dtype="bfloat16"`.
+            values. `None`: not, and for a registered name its setting. Needs `compute_dtype="bfloat16"`.
         keep_16_bits: Rules for the layers whose products are not in float8: as in `keep_float32`, and `"first"` and
             `"last"`, the first and the last layer of the model that multiplies with weights. `None`: the registered
             rules, and for a new name `("first", "last")`.
@@ -206,7 +202,7 @@ class Policy(keras.DTypePolicy):
 
     @property
     def float8(self) -> str | None:
-        """How products in float8 are scaled: `"current"` or `"delayed"`; `None` if none are in float8."""
+        """How products in float8 are scaled: `"current"`; `None` if none are in float8."""
         return self._settings.float8
 
     @property
@@ -458,9 +454,10 @@ def _checked_settings(
 
 
 def _check_float8(float8, compute_dtype: str) -> str | None:
-    if float8 is not None and float8 not in FLOAT8_SCALES:
+    if float8 not in (None, "current"):
         raise ValueError(
-            f"Expected `float8` to be one of {FLOAT8_SCALES}, or None. Received: float8={float8!r}. Use 'current'."
+            f"Expected `float8` to be 'current' or None. Received: float8={float8!r}. Use 'current': 'delayed' was "
+            "removed."
         )
     if float8 is not None and compute_dtype != "bfloat16":
         # float16 does not hold sums of products of values up to 448 and 57344.

@@ -11,8 +11,6 @@ from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import OUTPUTS, has_own_call, is_large
 from mpkeras.policies.survey import Survey
 
-# On the policy of a layer that has its float8 state from a conversion. No file and no config holds it.
-FLOAT8_STATE_MARK = "_mpkeras_gave_state"
 # Their softmax runs between two matrix products: in float32 it would drag the second one into float32 too.
 _KEEP_OWN_PRECISION = (
     keras.layers.MultiHeadAttention,
@@ -395,16 +393,8 @@ def _without_kernel(survey, dtype: str) -> list:
 
 
 def is_quantized(layer) -> bool:
-    """Whether `layer` computes with int8, int4, float8, GPTQ or AWQ kernels, which another policy reads as numbers.
-
-    Not one that a conversion gave Keras' float8 state: its kernel is what it was, and it may be converted again.
-    """
-    return layer.quantization_mode is not None and not has_float8_state(layer)
-
-
-def has_float8_state(layer) -> bool:
-    """Whether a conversion gave `layer` the state of Keras' `quantize("float8")`."""
-    return getattr(layer_policy(layer), FLOAT8_STATE_MARK, False)
+    """Whether `layer` computes with int8, int4, float8, GPTQ or AWQ kernels, which another policy reads as numbers."""
+    return layer.quantization_mode is not None
 
 
 def running_quantized(model, dtype: str) -> list:

@@ -1,38 +1,22 @@
 """What a configuration of a model does not say, and a process needs that makes the model and its step again."""
 
 from mpkeras import _keras
-from mpkeras.policies.rules import FLOAT8_STATE_MARK, has_float8_state, layer_policy
-from mpkeras.policies.survey import Survey
 from mpkeras.scaling.arguments import checked_optimizer
 from mpkeras.training.objective import Objective
 
 
 class Blueprint:
-    """The paths of a model's layers, and which of them a conversion gave the state of float8; as JSON can hold it.
+    """The paths of a model's layers, as JSON can hold them, and what goes with an optimizer, a loss and devices."""
 
-    Attributes:
-        paths: As `_keras.paths_of` returns them.
-        float8_given: The paths of layers.
-    """
+    @staticmethod
+    def paths_of(model) -> dict:
+        """Returns the paths of the layers and weights of a model."""
+        return _keras.paths_of(model)
 
-    def __init__(self, paths: dict, float8_given: list):
-        self.paths, self.float8_given = paths, float8_given
-
-    @classmethod
-    def of(cls, model) -> "Blueprint":
-        """Returns that of a model."""
-        layers = Survey(model).layers
-        given = [layer.path for layer in layers if layer.path and has_float8_state(layer)]
-        return cls(_keras.paths_of(model), given)
-
-    def give(self, model):
-        """Gives it to a model that was made again from its configuration."""
-        # Rules and layouts name layers and weights by their paths.
-        _keras.give_paths(model, self.paths)
-        for layer in Survey(model).layers:
-            if layer.path in self.float8_given:
-                # A conversion takes back what one gave, and nothing else.
-                vars(layer_policy(layer))[FLOAT8_STATE_MARK] = True
+    @staticmethod
+    def give_paths(model, paths: dict):
+        """Gives a model that was made again from its configuration these paths: rules and layouts go by them."""
+        _keras.give_paths(model, paths)
 
     @staticmethod
     def check_loss(loss):

@@ -146,8 +146,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     converts = policy is not None or not computes_in(survey, SIXTEEN_BIT_DTYPES)
     check_variables(survey, chosen, converts)
 
-    optimizers = inventory.all_optimizers(survey)
-    convert_layers = layer_converter(model, chosen, converts=converts, optimizers=optimizers, survey=survey)
+    convert_layers = layer_converter(model, chosen, converts=converts, survey=survey)
 
     def store(optimizers):
         store_weights(model, optimizers)

@@ -16,6 +16,7 @@ from mpkeras.conversion.converter import leave_float8
 from mpkeras.conversion.float8 import labels_of, multiplies_in_float8
 from mpkeras.conversion.float8_rounding import rounded
 from mpkeras.conversion.last import float8_products
+from mpkeras.conversion.layer import move_to_float32
 from tests.sixteen_bits import without_outputs
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -74,7 +75,7 @@ def every_layer():
 def test_values_are_rounded_after_a_power_of_two(dtype, largest):
     values = np.r_[rng.normal(size=200) * largest / 5, largest]
     values = np.clip(values, -largest, largest)
-    found, inverse, _ = rounded(ops.convert_to_tensor(values, "bfloat16"), np.dtype(dtype).name)
+    found, inverse = rounded(ops.convert_to_tensor(values, "bfloat16"), np.dtype(dtype).name)
     assert np.frexp(float(inverse))[0] == 0.5
     assert np.array_equal(numpy(ops.cast(found, "bfloat16")) * float(inverse), in_float8(values, dtype))
     top = np.abs(numpy(ops.cast(found, "bfloat16"))).max()
@@ -82,7 +83,7 @@ def test_values_are_rounded_after_a_power_of_two(dtype, largest):
 
 
 def test_zeros_stay_zeros():
-    found, inverse, _ = rounded(ops.zeros((4, 4), "bfloat16"), "float8_e4m3fn")
+    found, inverse = rounded(ops.zeros((4, 4), "bfloat16"), "float8_e4m3fn")
     assert np.all(numpy(ops.cast(found, "bfloat16")) == 0) and np.isfinite(float(inverse))
 
 
@@ -261,7 +262,7 @@ def test_what_is_not_finite_stays_visible(bad):
     # As NaN, which all of float8 has, and no other value with it.
     values = ops.convert_to_tensor(np.r_[1.0, 2.0, bad], "bfloat16")
     for dtype in ("float8_e4m3fn", "float8_e5m2"):
-        found, inverse, _ = rounded(values, dtype)
+        found, inverse = rounded(values, dtype)
         np.testing.assert_array_equal(numpy(ops.cast(found, "bfloat16")) * float(inverse), [1.0, 2.0, np.nan])
 
 
@@ -283,7 +284,6 @@ def heads():
 
 
 SHARING = {"dense": (mlp, 16, every_layer()), "attention and heads": (heads, (3, 16), every_layer())}
-SHARING["delayed"] = (mlp, 16, mpkeras.Policy("mixed_float8", float8="delayed", keep_16_bits=()))
 
 
 @pytest.mark.every_case("jax", "torch")
@@ -436,12 +436,24 @@ def test_products_of_two_matrices(equation, is_product):
     assert (labels_of(layer) is not None) == is_product
 
 
-def test_quantized_layers_stay():
+@pytest.mark.parametrize("mode", ["int8", "float8"])
+def test_quantized_layers_stay(mode):
     model = mlp()
-    model.layers[1].quantize("int8")
+    model.layers[1].quantize(mode)
     prepared(model)
-    assert reasons(model)[model.layers[1].name] == "it is quantized (int8)"
-    assert not multiplies_in_float8(model.layers[1])
+    assert reasons(model)[model.layers[1].name] == f"it is quantized ({mode})"
+    assert not multiplies_in_float8(model.layers[1]) and not replaced_attributes(model.layers[1])
+    assert model.layers[1].quantization_mode == mode
+
+
+def test_a_layer_that_was_quantized_to_float8_stays_so_in_float32():
+    model = prepared(mlp())
+    layer = model.layers[1]
+    layer.quantize("float8")
+    variables = [id(variable) for variable in layer.variables]
+    move_to_float32(layer)
+    assert (layer.compute_dtype, layer.quantization_mode) == ("float32", "float8")
+    assert [id(variable) for variable in layer.variables] == variables
 
 
 def test_lora_trains_its_matrices_in_float8():
@@ -683,17 +695,17 @@ def test_a_layer_that_float8_is_too_coarse_for_gets_a_rule():
 
 @pytest.mark.backends("tensorflow")
 def test_the_share_that_rounds_to_zero_by_hand():
-    from mpkeras.tools.numerics.losses import rounding_losses
+    from mpkeras.tools.numerics.losses import zeroed_share
 
     # Scaled by 2**8, as 448 / 1.5 lies between 256 and 512; half of e4m3's smallest number is 2**-10.
     values = np.r_[1.5, np.full(3, 2.0**-18), np.full(2, 2.0**-17), 0.0, np.inf]
-    assert rounding_losses([values, None, np.zeros(3)], "float8_e4m3fn") == pytest.approx((3 / 6, 0.0))
+    assert zeroed_share([values, None, np.zeros(3)], "float8_e4m3fn") == pytest.approx(3 / 6)
     # A scale of 2**15, and 2**-17.
     values = np.r_[1.5, np.full(3, 2.0**-32), np.full(5, 2.0**-31)]
-    assert rounding_losses([values], "float8_e5m2") == pytest.approx((3 / 9, 0.0))
-    # By hand: times 256 these are 256, 448 and 512, and a quarter of the smallest number.
+    assert zeroed_share([values], "float8_e5m2") == pytest.approx(3 / 9)
+    # Times 256 the last one is a quarter of the smallest number.
     values = np.array([1.0, 1.75, 2.0, 2.0**-19])
-    assert rounding_losses([values], "float8_e4m3fn", 256.0) == pytest.approx((1 / 4, 1 / 4))
+    assert zeroed_share([values], "float8_e4m3fn", 256.0) == pytest.approx(1 / 4)
 
 
 @pytest.mark.slow

@@ -23,12 +23,12 @@ Y = rng.normal(size=(ROWS, 16)).astype("float32")
 WEIGHTS = np.repeat([1.0, 0.0], ROWS // 2).astype("float32")
 
 
-def built(scales):
+def built():
     keras.utils.set_random_seed(0)
     parts = [keras.layers.Dense(32, "relu", name=f"part{i}") for i in range(3)]
     model = keras.Sequential([keras.Input((16,)), *parts, keras.layers.Dense(16, name="last")])
     model.compile(keras.optimizers.SGD(0.1), "mse")
-    mpkeras.prepare(model, mpkeras.Policy("mixed_float8", float8=scales))
+    mpkeras.prepare(model, "mixed_float8")
     assert sum(map(multiplies_in_float8, model.layers)) == 2
     return model
 
@@ -38,28 +38,28 @@ def fit(model):
     return model
 
 
-def on_tensorflow(scales, is_shared):
+def on_tensorflow(is_shared):
     import tensorflow as tf
 
     if not is_shared:
-        return fit(built(scales))
+        return fit(built())
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = built(scales)
+        model = built()
     return fit(model)
 
 
-def on_jax(scales, is_shared):
+def on_jax(is_shared):
     if is_shared:
         keras.distribution.set_distribution(keras.distribution.DataParallel())
-    return fit(built(scales))
+    return fit(built())
 
 
-def on_torch(scales, rank, port):
+def on_torch(rank, port):
     import torch
 
-    model = built(scales)
+    model = built()
     if rank is None:
         return fit(model)
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -83,22 +83,15 @@ def on_torch(scales, rank, port):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=("alone", "shared"))
-    parser.add_argument("scales", choices=("current", "delayed"))
     parser.add_argument("--rank", type=int)
     parser.add_argument("--port")
     options = parser.parse_args()
     backend = keras.backend.backend()
     if backend == "torch":
-        model = on_torch(options.scales, options.rank, options.port)
+        model = on_torch(options.rank, options.port)
     else:
-        model = {"tensorflow": on_tensorflow, "jax": on_jax}[backend](options.scales, options.way == "shared")
-    # The loss of a rank is the mean over its own half, and its gradients are twice those of the whole.
-    ranks = 1 if options.rank is None else 2
-    weights = [
-        np.asarray(weight, "float64") / (ranks if variable.name.startswith("outputs_grad") else 1)
-        for variable, weight in zip(model.weights, model.get_weights(), strict=True)
-    ]
-    print("RESULT " + json.dumps([weight.tolist() for weight in weights]))
+        model = {"tensorflow": on_tensorflow, "jax": on_jax}[backend](options.way == "shared")
+    print("RESULT " + json.dumps([np.asarray(weight, "float64").tolist() for weight in model.get_weights()]))
 
 
 if __name__ == "__main__":

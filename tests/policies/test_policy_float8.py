@@ -37,6 +37,13 @@ def test_a_config_brings_it_back(rules):
     assert "float8" not in get_policy("mixed_bfloat16").get_config()
 
 
+def test_a_config_with_scales_that_were_removed_says_so():
+    config = keras.saving.serialize_keras_object(get_policy("mixed_float8"))
+    config["config"]["float8"] = "delayed"
+    with pytest.raises(ValueError, match="float8='delayed'. Use 'current': 'delayed' was removed"):
+        keras.saving.deserialize_keras_object(config)
+
+
 def test_keras_is_given_its_own_policy():
     """A layer that is made under it is a stock one; what it multiplies in is decided for the whole model."""
     with mpkeras.policy_scope("mixed_float8"):
@@ -50,6 +57,7 @@ def test_keras_is_given_its_own_policy():
     ("options", "error", "message"),
     [
         ({"name": "mixed_float8", "float8": "past"}, ValueError, "float8='past'"),
+        ({"name": "mixed_float8", "float8": "delayed"}, ValueError, "float8='delayed'.*'delayed' was removed"),
         ({"name": "mixed_float8", "compute_dtype": "float16"}, ValueError, "compute_dtype='float16'"),
         ({"name": "mixed_float16", "float8": "current"}, ValueError, "Use 'mixed_float8'"),
         ({"name": "mixed_bfloat16", "keep_16_bits": ("first",)}, ValueError, "float8=None"),

@@ -66,8 +66,8 @@ def load_capsule(
         A `Capsule`.
 
     Raises:
-        ValueError: If there is no such file, or it is no capsule, damaged, of a newer mpkeras, or of another model than
-            the given one.
+        ValueError: If there is no such file, or it is no capsule, damaged, of a newer mpkeras, of a step in float8 by
+            scales that were removed, or of another model than the given one.
         TypeError: If `path` is no path, `model` no `keras.Model`, or `safe_mode` neither `True` nor `False`.
 
     Example:
@@ -161,6 +161,9 @@ class Capsule:
                 f"Expected the description of a step. Received: '{path}' ({type(error).__name__}: "
                 f"{shortened(str(error), 120)}). Ask for the file again: it is not what mpkeras writes."
             ) from error
+        for scales in {scales for row in self._layers for scales in row[5:]}:
+            # mpkeras 0.2 had others than those of the step. Its files name them; the policy says that they are gone.
+            Policy("mixed_float8", float8=scales)
         self.said, self.state = _group(arrays, "said"), _group(arrays, "state")
         self._after = {**self.state, **_group(arrays, "after")}
 
@@ -374,10 +377,7 @@ class Capsule:
             others = tuple(
                 layer for layer, then in pairs if ConvertedLayer(layer).has_product and "float8" not in then[4:]
             )
-            float8 = "delayed" if any("delayed" in then[4:] for then in self._layers) else "current"
-            policy = Policy(
-                "mixed_float8", variable_dtype=stored[0], keep_float32=(), float8=float8, keep_16_bits=others
-            )
+            policy = Policy("mixed_float8", variable_dtype=stored[0], keep_float32=(), keep_16_bits=others)
             layer_converter(model, policy)()
         # Weights that were made before their layer had its policy, and the slots of an optimizer made with the model.
         by_place = {_place(name): array for name, array in self.state.items()}

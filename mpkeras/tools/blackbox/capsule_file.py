@@ -93,15 +93,12 @@ def _single_values(named: dict) -> dict:
 def layer_dtypes(model) -> list:
     """Returns `[path, class, compute dtype, variable dtype]` of each layer that computes, as JSON can hold it.
 
-    Behind them stands "float8" of those that multiply in it, and "delayed" of those that scale by past steps.
+    Behind them stands "float8" of those that multiply in it.
     """
     rows = []
     for layer in computing_layers(model):
         row = [layer.path or layer.name, type(layer).__name__, layer.compute_dtype, layer.variable_dtype]
-        converted = ConvertedLayer(layer)
-        if converted.multiplies_in_float8:
-            row += ["float8", "delayed"] if converted.scales_by_past_steps else ["float8"]
-        rows.append(row)
+        rows.append([*row, "float8"] if ConvertedLayer(layer).multiplies_in_float8 else row)
     return rows
 
 

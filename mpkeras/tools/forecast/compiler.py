@@ -184,7 +184,6 @@ class CompileRequest:
         optimizer = _optimizer(model, optimizer)
         owners += [optimizer, *keras.tree.flatten(loss)]
         modules = sorted({_module(owner) for owner in owners} - {"", "builtins"})
-        blueprint = Blueprint.of(model)
         self.text = json.dumps(
             {
                 "floatx": keras.config.floatx(),
@@ -192,8 +191,7 @@ class CompileRequest:
                 "modules": modules,
                 "main": _main_source() if "__main__" in modules else None,
                 "model": config,
-                "paths": blueprint.paths,
-                "float8_given": blueprint.float8_given,
+                "paths": Blueprint.paths_of(model),
                 "optimizer": Blueprint.config_of(optimizer),
                 "losses": keras.saving.serialize_keras_object(keras.tree.flatten(loss)),
                 # As text: JSON knows no numbers as keys.

@@ -176,7 +176,7 @@ class Steps:
             model = _made(wanted["model"])
             if not ModelView(model).is_built:
                 model(x)
-            Blueprint(wanted["paths"], wanted["float8_given"]).give(model)
+            Blueprint.give_paths(model, wanted["paths"])
             apply_policy(model, self._policies[policy])
             if self._distribution is not None:
                 # Before there are slots, which lie as their weights do.

@@ -111,16 +111,16 @@ def lost_share(grads, dtype: str, loss_scale: float) -> float:
     return min(relative_error([rounded(grad, dtype, loss_scale) for grad in grads], grads), 1.0)
 
 
-def rounding_losses(arrays, dtype: str, factor: float | None = None) -> tuple[float, float]:
-    """Returns the shares of values, zeros left out, that `dtype` rounds to zero, and that saturate.
+def zeroed_share(arrays, dtype: str, factor: float | None = None) -> float:
+    """Returns the share of values, zeros left out, that `dtype` rounds to zero.
 
     Args:
         arrays: Float arrays; what is not finite is left out, and so are `None`s.
         dtype: A 16-bit dtype, or `"float8_e4m3fn"` or `"float8_e5m2"`.
         factor: What the values are multiplied by before they are rounded. `None`: each array is scaled by its largest
-            value, as products in float8 scale by the present step; nothing saturates.
+            value, as products in float8 scale.
     """
-    nonzero = zeroed = saturated = 0
+    nonzero = zeroed = 0
     for array in arrays:
         values = np.zeros(0) if array is None else np.abs(np.asarray(array, "float64"))
         values = values[np.isfinite(values) & (values > 0)]
@@ -128,5 +128,4 @@ def rounding_losses(arrays, dtype: str, factor: float | None = None) -> tuple[fl
             scaled = values * (2.0 ** np.floor(np.log2(largest(dtype) / values.max())) if factor is None else factor)
             nonzero += values.size
             zeroed += int(np.sum(scaled <= underflow_limit(dtype)))
-            saturated += int(np.sum(scaled > largest(dtype)))
-    return (zeroed / nonzero, saturated / nonzero) if nonzero else (0.0, 0.0)
+    return zeroed / nonzero if nonzero else 0.0

@@ -25,8 +25,8 @@ from mpkeras.tools.numerics.losses import (
     lost_share,
     overflow_share,
     relative_error,
-    rounding_losses,
     underflow_share,
+    zeroed_share,
 )
 from mpkeras.tools.numerics.scale_window import WORTH, scale_window
 from mpkeras.tools.shared.observation import find_culprit, observe
@@ -171,7 +171,7 @@ def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
         underflow=underflow_share(call.outputs, call.references),
         grads=Range.of([*call.input_grads, *call.output_grads]),
         true_grads=Range.of(true_grads),
-        grad_underflow=rounding_losses(true_grads, dtype, loss_scale)[0] if is_small else 0.0,
+        grad_underflow=zeroed_share(true_grads, dtype, loss_scale) if is_small else 0.0,
         grad_loss=lost_share(true_grads, dtype, loss_scale) if is_small else 0.0,
         float8=_in_float8(call) if ConvertedLayer(call.layer).multiplies_in_float8 else None,
         references=Range.of(call.references),
@@ -195,14 +195,8 @@ def _in_float8(call) -> dict:
         "kernel": ([kernel], ConvertedLayer.FLOAT8_OPERANDS),
         "gradients": (call.output_grads, ConvertedLayer.FLOAT8_GRADIENT),
     }
-    factors = ConvertedLayer(call.layer).float8_factors
-    pairs = zip(sides.items(), factors or (None,) * len(sides), strict=True)
-    losses = {name: rounding_losses(*side, factor) for (name, side), factor in pairs}
-    return {
-        **{name: zeroed for name, (zeroed, _) in losses.items()},
-        "output_error": relative_error(call.outputs, call.references),
-        "saturated": None if factors is None else {name: share for name, (_, share) in losses.items()},
-    }
+    found = {name: zeroed_share(*side) for name, side in sides.items()}
+    return found | {"output_error": relative_error(call.outputs, call.references)}
 
 
 @dataclasses.dataclass
@@ -224,10 +218,8 @@ class LayerNumerics:
             a large one are next to nothing.
         float8: Of a layer that multiplies in float8: `"inputs"`, `"kernel"` and `"gradients"` (by its outputs), the
             share of their values that round to zero beside the largest of their tensor, and `"output_error"`, the norm
-            of what its outputs differ by from those in float32 on the same inputs, over the norm of these;
-            `"saturated"`, where the scales are those of past steps, the shares of the three that are larger than any
-            value of these, and `None` where nothing saturates, as the scale is that of the present values. `None` for
-            other layers.
+            of what its outputs differ by from those in float32 on the same inputs, over the norm of these. Nothing
+            saturates: the scale is that of the present values. `None` for other layers.
         references: `Range` of the outputs in float32 on the same inputs; of zero values where that is not known.
     """
 
@@ -338,15 +330,12 @@ class NumericsReport(Report):
         if any(layer.float8 for layer in self.layers):
             dtype = "float8"
         base = get_policy(f"mixed_{dtype}")
-        if any(layer.float8 and layer.float8["saturated"] for layer in self.layers):
-            base = Policy(base.name, float8="delayed")
         new = [rule for rule in self.rules if rule not in base.keep_float32]
         if not new and not self.rules_16_bits:
             return base
         # Without float8 there are none.
         in_16_bits = (*base.keep_16_bits, *self.rules_16_bits) or None
-        rules = (*base.keep_float32, *new)
-        return Policy(base.name, keep_float32=rules, float8=base.float8, keep_16_bits=in_16_bits)
+        return Policy(base.name, keep_float32=(*base.keep_float32, *new), keep_16_bits=in_16_bits)
 
     def table(self) -> tuple[list, list]:
         header = ["Layer", "Class", "Computes in", "Largest output", "Overflow", "Underflow"]
@@ -385,12 +374,10 @@ class NumericsReport(Report):
                     f"{layer.compute_dtype}. Keep it in float32 with the rule '{RuleNames.of_path(layer.path)}'."
                 )
         for layer in {layer.path: layer for layer in self.layers if layer.is_off_in_float8}.values():
-            saturated = layer.float8["saturated"]
-            past = f", {_percent(saturated['inputs'])} are larger than those of past steps" if saturated else ""
             lines.append(
                 f"Layer '{layer.path}': its outputs are off by {_percent(layer.float8['output_error'])} in float8, and "
-                f"{_percent(layer.float8['inputs'])} of its inputs round to zero{past}: keep it in 16 "
-                f"bits with the `keep_16_bits` rule '{RuleNames.of_path(layer.path)}'."
+                f"{_percent(layer.float8['inputs'])} of its inputs round to zero: keep it in 16 bits with the "
+                f"`keep_16_bits` rule '{RuleNames.of_path(layer.path)}'."
             )
         if lines:
             lines.append("`report.policy()` is the policy with these rules; or train in 'mixed_bfloat16'.")

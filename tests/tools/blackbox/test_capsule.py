@@ -10,6 +10,7 @@ from keras import layers
 import mpkeras
 from mpkeras.callbacks import BlackBox, MixedPrecision
 from mpkeras.conversion.float8 import multiplies_in_float8
+from mpkeras.tools.blackbox import capsule_file
 from tests.sixteen_bits import without_outputs
 from tests.tools.blackbox import faults
 
@@ -433,6 +434,12 @@ def test_products_in_float8_are_in_float8_again(tmp_path, kind):
     assert np.isfinite(run["loss"])
     assert [multiplies_in_float8(layer) for layer in capsule.model.layers] == [False, True, False, True, False]
     assert capsule.model is not model
+    # Of other scales that mpkeras 0.2 had the policy says that they are gone.
+    content, arrays = capsule_file.read(path)
+    layers_then = [[*row, "delayed"] if "float8" in row else row for row in content["layers"]]
+    capsule_file.write(tmp_path / "delayed.mpk", {**content, "layers": layers_then}, arrays)
+    with pytest.raises(ValueError, match="float8='delayed'. Use 'current': 'delayed' was removed"):
+        mpkeras.load_capsule(tmp_path / "delayed.mpk")
     # A model that multiplies in bfloat16 is another one.
     other = mpkeras.apply_policy(keras.models.clone_model(model), "mixed_bfloat16")
     other.compile("adam", "mse")
