@@ -2,6 +2,7 @@
 
 import functools
 
+import keras
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -131,8 +132,11 @@ CAN_KEEP_PRODUCTS = False
 def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     """As in `_jax.py`; the backward pass keeps tensors of floats alone, others are given as they are."""
     del keeps_products
-    added = {id(layer): len(_keras.added_losses(layer)) for layer in layers}
     is_float = [tensor.dtype.is_floating for tensor in tensors]
+    # A custom gradient would make the sparse gradient of a table dense.
+    if not any(is_float) or any(isinstance(layer, keras.layers.Embedding) for layer in layers):
+        return run(tensors)
+    added = {id(layer): len(_keras.added_losses(layer)) for layer in layers}
     outputs: list = []
 
     def run_on_floats(*floats):

@@ -35,23 +35,13 @@ def layer_converter(model, policy, converts: bool = True, survey=None):
         if conversion.is_up_to_date(survey.layers):
             return False
         rows = plan(survey, policy, conversion)
-<<<<<<< HEAD
         # Before anything changes: a rule may match nothing.
         parts = repeated_parts(survey, policy.remat)
-        with_new_weights = [row.layer for row in rows if row.layer.built and is_with_state(row.before, row.after)]
-        _check_not_built(optimizers, with_new_weights)
-=======
->>>>>>> next
         for row in rows:
             if row.after is not row.before:
                 set_layer_policy(row.layer, row.after)
             make_changes(row.layer, row.changes)
-<<<<<<< HEAD
         place(survey, parts)
-        if with_new_weights:
-            _keras.track_parameters_again(model)
-=======
->>>>>>> next
         save_as_made(model, conversion.made_with)
         if not conversion.seen:
             restore(model, "build", kind="converted")  # An earlier conversion is not to go on.

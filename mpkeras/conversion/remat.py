@@ -70,7 +70,9 @@ def _parts(survey, remat) -> Parts:
         )
     ends = {id(graph): ends_behind(graph, layers) for graph in _graphs(survey)}
     in_graphs = {id(layer) for graph in _graphs(survey) for layer in _keras.calls_in(graph)}
-    return Parts({key: found for key, found in ends.items() if found}, [x for x in layers if id(x) not in in_graphs], False)
+    return Parts(
+        {key: found for key, found in ends.items() if found}, [x for x in layers if id(x) not in in_graphs], False
+    )
 
 
 def _graphs(survey) -> list:
