@@ -369,11 +369,20 @@ def track_parameters_again(model):
             module._track_variables()
 
 
+def get_mask(tensor):
+    """Returns the mask of a tensor, or `None`."""
+    return keras.src.backend.common.masking.get_keras_mask(tensor)
+
+
+def set_mask(tensor, mask):
+    """Gives `tensor` a mask, unless that is `None`."""
+    if mask is not None:
+        keras.src.backend.common.masking.set_keras_mask(tensor, mask)
+
+
 def copy_mask(source, target):
     """Gives `target` the mask of `source`, if it has one: a cast makes a new tensor without it."""
-    mask = keras.src.backend.common.masking.get_keras_mask(source)
-    if mask is not None:
-        keras.src.backend.common.masking.set_keras_mask(target, mask)
+    set_mask(target, get_mask(source))
 
 
 def has_logits(tensor) -> bool:
@@ -643,22 +652,6 @@ def calls_in_order(graph) -> list:
 def packed_outputs(graph, tensors):
     """Returns a flat list of the outputs of a Functional model in their structure."""
     return keras.tree.pack_sequence_as(graph._outputs_struct, tensors)
-
-
-def stateless_scope():
-    """Returns the `keras.StatelessScope` around the code that runs now, or `None`."""
-    return keras.src.backend.common.stateless_scope.get_stateless_scope()
-
-
-def get_mask(tensor):
-    """Returns the mask of a tensor, or `None`."""
-    return keras.src.backend.common.masking.get_keras_mask(tensor)
-
-
-def set_mask(tensor, mask):
-    """Gives `tensor` a mask, unless that is `None`."""
-    if mask is not None:
-        keras.src.backend.common.masking.set_keras_mask(tensor, mask)
 
 
 def added_losses(layer) -> list:
@@ -944,15 +937,20 @@ def layout_map_of(distribution):
 
 
 def paths_of(model) -> dict:
-    """Returns `{"layers": [[name, path]], "variables": [[name, path]]}` of a model."""
+    """Returns `{"layers": [[name, path]], "variables": [[name, path]], "remat": [mode or None]}` of a model.
+
+    A layer keeps the mode of the `keras.RematScope` that it was made in, and its config does not have it.
+    """
+    layers = flatten_layers(model, include_self=True)
     return {
-        "layers": [[layer.name, layer.path] for layer in flatten_layers(model, include_self=True)],
+        "layers": [[layer.name, layer.path] for layer in layers],
         "variables": [[variable.name, variable.path] for variable in model.variables],
+        "remat": [list(layer._remat_mode) if rematerializes(layer) else None for layer in layers],
     }
 
 
 def give_paths(model, paths: dict):
-    """Gives the layers and variables of a model that was made again from its config the paths that they had.
+    """Gives the layers and variables of a model that was made again from its config the paths that they had, and modes.
 
     Keras 3.15 builds a layer when it is read, so its path is without the model that it is in. Where names or numbers
     differ, as in a model that had not been built, the paths stay.
@@ -960,10 +958,13 @@ def give_paths(model, paths: dict):
     Args:
         paths: As `paths_of` returns them.
     """
-    for key, owners in (("layers", flatten_layers(model, include_self=True)), ("variables", model.variables)):
+    layers = flatten_layers(model, include_self=True)
+    for key, owners in (("layers", layers), ("variables", model.variables)):
         if [owner.name for owner in owners] == [name for name, _ in paths[key]]:
             for owner, (_, path) in zip(owners, paths[key], strict=True):
                 owner._path = path
+            for layer, mode in zip(layers, paths["remat"], strict=True) if key == "layers" else ():
+                layer._remat_mode = None if mode is None else keras.src.backend.common.remat.RematMode(*mode)
 
 
 def lay_out(variables, distribution):

@@ -19,8 +19,8 @@ KINDS = {
     "their copies in 16 bits. `_autocast` of the states meanwhile",
     "remat": "`rematerialized_call` of a layer: what Keras computes again in the backward pass is computed as the "
     "first time, in the same dtypes, with the same random numbers, and writes nothing",
-    "again": "`call` of a layer, and `_run_through_graph` of a Functional model: the backward pass computes again what the "
-    "policy's `remat` says, and keeps less",
+    "again": "`call` of a layer, and `_run_through_graph` of a Functional model: the backward pass computes again what "
+    "the policy's `remat` says, and keeps less",
     "attention": "`_masked_softmax` and `_compute_attention` of an attention layer: for its backward pass it "
     "keeps the probabilities in 16 bits, and in float32 no tensor of their size: half of its temporaries on a GPU",
     "inputs": "`autocast` of a model: raw inputs beyond float16 belong to the float32 layer that normalizes them",

@@ -163,6 +163,8 @@ def _multiply_float8(left, right, summed, inverse):
 
 # Whether products with weights can be kept while all else is computed again.
 CAN_KEEP_PRODUCTS = True
+# Whether a compiler orders what is computed again, and joins it to what needs it.
+JOINS_OPERATIONS = True
 
 
 def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:

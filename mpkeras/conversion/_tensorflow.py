@@ -127,6 +127,7 @@ def _multiply(left, right, inverse, **transposed):
 
 
 CAN_KEEP_PRODUCTS = False
+JOINS_OPERATIONS = False
 
 
 def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:

@@ -22,6 +22,15 @@ _MULTIPLYING = (
     keras.layers.MultiHeadAttention,
     keras.layers.GroupQueryAttention,
 )
+# Layers with products beside those with weights, as large as a sequence squared or as long as it: to compute them again
+# for a whole model at once takes the memory that was to be saved.
+_SCORING = (
+    keras.layers.MultiHeadAttention,
+    keras.layers.GroupQueryAttention,
+    keras.layers.Attention,
+    keras.layers.AdditiveAttention,
+    keras.layers.RNN,
+)
 
 
 class Parts(NamedTuple):
@@ -61,7 +70,11 @@ def _parts(survey, remat) -> Parts:
         products = remat == "products"
         if products and not _backend.CAN_KEEP_PRODUCTS:
             return Parts(_behind_products(survey), [], False)
-        return Parts(*_blocks(survey), products)
+        ends, layers = _blocks(survey)
+        if products and _backend.JOINS_OPERATIONS and not any(isinstance(layer, _SCORING) for layer in survey.layers):
+            # Between products there is nothing but what a compiler joins to one pass: cut once, behind the last block.
+            ends = {key: {max(numbers)} for key, numbers in ends.items()}
+        return Parts(ends, layers, products)
     layers = [layer for layer in survey.layers if any(first_match((rule,), layer) is not None for rule in remat)]
     if not layers:
         raise ValueError(

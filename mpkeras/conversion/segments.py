@@ -86,8 +86,11 @@ def ends_of_blocks(graph) -> set:
     that follow each other again and again (attention and the dense layers behind it) are one block.
     """
     calls = _keras.calls_in_order(graph)
-    units = _units(graph, calls)
-    names = [frozenset(type(call.operation).__name__ for call in calls[begin:end]) for begin, end in units]
+    weighted = _weighted(calls)
+    units = _units(graph, calls, weighted)
+    # Without what computes masks, which Keras does somewhere between.
+    parts = [[call for call in calls[begin:end] if id(call.outputs[0]) in weighted] for begin, end in units]
+    names = [frozenset(type(call.operation).__name__ for call in part) for part in parts]
     start, period, length = _longest_run(names)
     if length < 2 * period:
         return set()
@@ -96,9 +99,8 @@ def ends_of_blocks(graph) -> set:
     return ends | ({units[start][0] - 1} if units[start][0] else set())
 
 
-def _units(graph, calls) -> list[tuple[int, int]]:
+def _units(graph, calls, weighted) -> list[tuple[int, int]]:
     """Returns `(begin, end)` of the parts of a graph between its narrow places, but what leads to the outputs."""
-    weighted = _weighted(calls)
     last_use = {id(x): number for number, call in enumerate(calls) for x in call.input_tensors}
     last_use |= {id(x): len(calls) for x in graph.outputs}
     branching, begin = [], 0

@@ -4,7 +4,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion.float8 import reasons_against
-from mpkeras.conversion.last import converted_by, float8_products, known_heads
+from mpkeras.conversion.last import converted_by, float8_products, known_heads, last_conversion
 from mpkeras.conversion.outputs import without_cast
 from mpkeras.conversion.plan import compute_dtypes, computes_in, plan
 from mpkeras.conversion.store_weights import planned_weight_dtypes
@@ -82,6 +82,12 @@ class ModelView(Survey):
     def converted_by(self):
         """Returns the `Policy` that the layers were given last; `None` if they were given none."""
         return converted_by(self.model)
+
+    @property
+    def remat(self):
+        """What the last conversion keeps for the backward pass, as `Policy.remat`."""
+        conversion = last_conversion(self.model)
+        return None if conversion is None else conversion.policy.remat
 
     def plan(self, policy, heads=()) -> list:
         """Returns what `apply_policy(model, policy)` would make of each layer: a row for each, in their order."""

@@ -81,9 +81,9 @@ def prepare(
         `model`.
 
     Raises:
-        ValueError: If the model is not compiled, the policy is not known, `remat` names no part of it, trainable variables are float16, an
-            optimizer cannot be wrapped, or XLA does not work with the model's distribution strategy. The model is then
-            as before.
+        ValueError: If the model is not compiled, the policy is not known, `remat` names no part of the model, trainable
+            variables are float16, an optimizer cannot be wrapped, or XLA does not work with the model's distribution
+            strategy. The model is then as before.
         TypeError: If an argument is of a wrong type.
 
     Example:

@@ -155,7 +155,8 @@ class TrainStep:
         check_variables(model, policy)
         objective = Objective(loss_fn, metrics)
         jit_compile = _resolved_jit_compile(model, jit_compile)
-        self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow)
+        window = accumulate_steps, on_overflow
+        self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, window, policy.remat)
         self._steps = 0
         self._has_looked = False
         parts = self._parts
@@ -163,7 +164,7 @@ class TrainStep:
         # The last batch with what its step returned, and the numbers that it changed.
         self._last: tuple | None = None
         with converting(model, refreshes=True):
-            self._parts.apply_rules(policy)
+            self._parts.apply_rules()
             self._compiled = training_backend.CompiledStep(self._parts)
             if training_backend.is_distributed(model) and not self._lacks_variables():
                 # While it can be done: a replica in `strategy.run` makes no variables.
@@ -389,13 +390,14 @@ class StepParts:
     # Under which their results hold the values of `moving` before the step.
     BEFORE = BEFORE
 
-    def __init__(self, model, optimizer, objective, jit_compile, rollback, accumulate_steps, on_overflow):
+    def __init__(self, model, optimizer, objective, jit_compile, rollback, window, remat):
         self.model = model
         self.optimizer = optimizer
         self.objective = objective
         self.jit_compile = jit_compile
         self._rollback = rollback
-        self._window = (accumulate_steps, on_overflow)
+        self._window = window
+        self._remat = remat
         self._moving: list | None = None
         # As in `fit`: a model whose `call` takes no `training` is not told.
         takes_training = "training" in inspect.signature(model.call).parameters
@@ -436,12 +438,10 @@ class StepParts:
         rows = {dtype: iter(np.array(ops.convert_to_numpy(values))) for dtype, values in packed.items()}
         return {id(variable): next(rows[variable.dtype]) for variable in self.moving}
 
-    def apply_rules(self, policy=None):
-        """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for.
-
-        `policy`: that of the model, unless it is given.
-        """
-        if layer_converter(self.model, policy or chosen_policy(self.model, None), converts=False)():
+    def apply_rules(self):
+        """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""
+        policy = chosen_policy(self.model, None).with_remat(self._remat)
+        if layer_converter(self.model, policy, converts=False)():
             refresh_graphs(self.model)
             store_weights(self.model, [self.optimizer])
             end_in_float32(self.model)

@@ -156,7 +156,11 @@ class CompileRequest:
 
     def __init__(self, model, x, y, device, devices, policies, optimizer, loss):
         self.target = find_target(device)
-        self.policies = _policies(policies)
+        remat = ModelView(model).remat
+        self.policies = {
+            name: policy if policy.remat is not None else policy.with_remat(remat)
+            for name, policy in _policies(policies).items()
+        }
         mesh, layout_map = _mesh(devices)
         self.devices = devices if mesh is None else math.prod(mesh["shape"])
         self.rows_split = 1 if mesh is None else mesh["shape"][mesh["axis_names"].index(mesh["batch_dim_name"])]

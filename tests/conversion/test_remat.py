@@ -1,0 +1,364 @@
+"""A policy with `remat`: the backward pass computes again what it computed the first time, and less is kept."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras._replaced import replaced_attributes
+
+BACKEND = keras.backend.backend()
+RNG = np.random.default_rng(11)
+IMAGES = RNG.normal(size=(24, 12, 12, 3)).astype("float32")
+ROWS = RNG.normal(size=(24, 16)).astype("float32")
+TOKENS = RNG.integers(1, 30, (24, 10)).astype("int32")
+TOKENS[:, 7:] = 0
+TARGETS = ROWS[:, :1]
+
+
+class Block(layers.Layer):
+    """A residual block with statistics, masks of dropout and a counter of its own."""
+
+    def __init__(self, width=16, **kwargs):
+        super().__init__(**kwargs)
+        self.dense, self.norm, self.drop = layers.Dense(width, "relu"), layers.BatchNormalization(), layers.Dropout(0.2)
+
+    def build(self, shape):
+        for layer in (self.dense, self.norm, self.drop):
+            layer.build(shape)
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+    def call(self, x, training=None):
+        if training:
+            self.count.assign_add(1.0)
+        return x + self.drop(self.norm(self.dense(x), training=training), training=training)
+
+
+class Branches(keras.Model):
+    """Subclassed: its blocks are in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = [Block() for _ in range(3)], layers.Dense(1)
+
+    def build(self, shape):
+        for layer in (*self.blocks, self.head):
+            layer.build(shape)
+
+    def call(self, x, training=None):
+        for block in self.blocks:
+            x = block(x, training=training)
+        return self.head(x)
+
+
+def residual():
+    x = inputs = keras.Input((12, 12, 3))
+    x = layers.Conv2D(8, 3, padding="same", name="stem")(x)
+    for number in range(3):
+        h = layers.BatchNormalization()(x)
+        h = layers.Conv2D(8, 3, padding="same", activation="relu", name=f"conv_{number}")(h)
+        x = layers.Add(name=f"end_{number}")([x, layers.SpatialDropout2D(0.2)(h)])
+    return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
+
+
+def transformer(causal=True):
+    tokens = keras.Input((10,), dtype="int32")
+    x = layers.Embedding(30, 16, mask_zero=not causal)(tokens)
+    for number in range(2):
+        h = layers.MultiHeadAttention(2, 8, dropout=0.1)(*2 * [layers.LayerNormalization()(x)], use_causal_mask=causal)
+        x = layers.Add()([x, h])
+        h = layers.Dense(32, "gelu", name=f"up_{number}")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(16)(h)])
+    return keras.Model(tokens, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+
+
+def recurrent():
+    stack = [layers.LSTM(8, return_sequences=True, dropout=0.2) for _ in range(2)]
+    return keras.Sequential([keras.Input((10,), dtype="int32"), layers.Embedding(30, 8, mask_zero=True), *stack,
+                             layers.LSTM(8), layers.Dense(1)])  # fmt: skip
+
+
+def nested():
+    def inner(name):
+        return keras.Sequential([keras.Input((16,)), layers.Dense(16, "relu"), layers.Dropout(0.2)], name=name)
+
+    shared = inner("shared")
+    x = inputs = keras.Input((16,))
+    for part in (shared, inner("other"), shared):
+        x = layers.Add()([x, part(x)])
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+MODELS = {
+    "residual": (residual, IMAGES),
+    "causal": (transformer, TOKENS),
+    "masked": (lambda: transformer(causal=False), TOKENS),
+    "recurrent": (recurrent, TOKENS),
+    "nested and shared": (nested, ROWS),
+    "subclassed": (Branches, ROWS),
+}
+CASES = [(name, remat) for name in MODELS for remat in ("blocks", "products")]
+CASES += [("residual", ["path:end_1"]), ("causal", [layers.MultiHeadAttention, "path:up_"]), ("subclassed", [Block])]
+
+
+def made(name):
+    keras.utils.set_random_seed(5)
+    model = MODELS[name][0]()
+    if not model.built:
+        model.build((None, 16))
+    return model
+
+
+def trained(name, policy, remat=None, bad=(), optimizer=None, **options):
+    """Returns the losses of each of 9 steps and the weights after them."""
+    model = made(name)
+    model.compile(keras.optimizers.SGD(1e-3, 0.5) if optimizer is None else optimizer(), "mse", **options)
+    mpkeras.prepare(model, policy, loss_scale=64.0, remat=remat)
+    x = MODELS[name][1].copy()
+    y = TARGETS.copy()
+    for step in bad:
+        y[8 * step] = np.nan
+    keras.utils.set_random_seed(6)
+    losses = []
+    log = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(float(logs["loss"])))
+    model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[log])
+    return losses, [ops.convert_to_numpy(ops.cast(v, "float32")) for v in model.weights], model
+
+
+def refuses(name, remat):
+    return BACKEND == "tensorflow" and name == "subclassed" and remat == "products"
+
+
+@pytest.mark.parametrize("name, remat", CASES, ids=[f"{name}-{remat}" for name, remat in CASES])
+def test_it_trains_as_without(name, remat):
+    if refuses(name, remat):
+        pytest.skip("refused, as another test says")
+    plain, again = trained(name, "float32"), trained(name, "float32", remat)
+    np.testing.assert_allclose(again[0], plain[0], rtol=1e-5)
+    for value, expected in zip(again[1], plain[1], strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_in_16_bits_it_trains_as_without(name, policy):
+    plain, again = trained(name, policy), trained(name, policy, "blocks")
+    # On JAX and TensorFlow XLA joins other operations, and rounds elsewhere.
+    np.testing.assert_allclose(again[0], plain[0], rtol=0.15, atol=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* steps skipped in epoch")
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_skipped_step_leaves_no_trace(name, policy):
+    plain, again = trained(name, policy, bad=(1,)), trained(name, policy, "blocks", bad=(1,))
+    assert [np.isnan(loss) for loss in again[0]] == [np.isnan(loss) for loss in plain[0]]
+    tolerance = 1e-5 if policy == "float32" else 5e-2
+    np.testing.assert_allclose(again[0], plain[0], rtol=tolerance)
+    # All that is counted moves once a step that counts: seeds, statistics, counters of the user's.
+    for variable, expected in zip(again[2].variables, plain[2].variables, strict=True):
+        if "seed" in variable.path or "count" in variable.path:
+            assert np.array_equal(ops.convert_to_numpy(variable), ops.convert_to_numpy(expected)), variable.path
+
+
+class Counted(layers.Layer):
+    """Counts the runs of its `call`, and so what is computed again."""
+
+    runs = 0
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
+
+    def call(self, x):
+        type(self).runs += 1
+        return ops.matmul(x, self.kernel)
+
+
+def chain():
+    keras.utils.set_random_seed(2)
+    x = inputs = keras.Input((16,))
+    for number in range(3):
+        x = layers.Add(name=f"end_{number}")([x, layers.Activation("tanh")(Counted(name=f"counted_{number}")(x))])
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+def products_asked_for(remat):
+    step = mpkeras.make_train_step(chain(), "sgd", "mse", jit_compile=True, remat=remat)
+    step(ROWS, TARGETS)
+    # On a CPU XLA finds what JAX computes twice, and computes it once. What TensorFlow asks for is in part not used.
+    text = step.compiler_ir(ROWS, TARGETS, optimized=BACKEND == "tensorflow")
+    return len(re.findall(r" dot\(|custom-call\(", text))
+
+
+@pytest.mark.backends("jax", "tensorflow")
+def test_blocks_are_computed_again_in_the_compiled_program():
+    # Three blocks, and the two before the only place where the graph is cut.
+    assert products_asked_for("blocks") == products_asked_for(None) + 3
+    assert products_asked_for(["path:end_1"]) == products_asked_for(None) + 2
+
+
+@pytest.mark.backends("jax")
+def test_products_are_kept():
+    assert products_asked_for("products") == products_asked_for(None)
+
+
+@pytest.mark.backends("torch")
+def test_blocks_are_computed_again_op_by_op():
+    runs = {}
+    for remat in (None, "blocks", ("path:end_1",)):
+        step = mpkeras.make_train_step(chain(), "sgd", "mse", remat=remat)
+        step(ROWS, TARGETS)
+        Counted.runs = 0
+        step(ROWS, TARGETS)
+        runs[remat] = Counted.runs
+    assert runs == {None: 3, "blocks": 6, ("path:end_1",): 5}
+
+
+@pytest.mark.backends("torch")
+def test_less_is_kept_on_torch():
+    import torch
+
+    def kept_bytes(remat):
+        model = made("residual")
+        mpkeras.apply_policy(model, mpkeras.Policy("float32", remat=remat))
+        found = {}
+        weights = {v.value.untyped_storage().data_ptr() for v in model.variables}
+
+        def pack(tensor):
+            if tensor.untyped_storage().data_ptr() not in weights:
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(ops.convert_to_tensor(IMAGES), training=True)
+        return sum(found.values())
+
+    # By hand: of each of the three blocks the input, 24 x 12 x 12 x 8 numbers of 4 bytes, and the few behind the last.
+    one = 24 * 12 * 12 * 8 * 4
+    assert kept_bytes("blocks") < 5 * one < 12 * one < kept_bytes(None)
+
+
+@pytest.mark.parametrize(
+    "make, options",
+    [
+        (lambda: keras.optimizers.SGD(1e-3, gradient_accumulation_steps=3), {}),
+        pytest.param(
+            lambda: keras.optimizers.Adam(1e-3), {"steps_per_execution": 3}, marks=pytest.mark.backends("tensorflow", "jax")
+        ),
+        (lambda: keras.optimizers.Adam(1e-3), {"run_eagerly": True}),
+    ],
+    ids=["accumulation", "three an execution", "eager"],
+)
+@pytest.mark.slow
+def test_with_other_parts_of_a_step(make, options):
+    plain, again = (trained("residual", "float32", remat, optimizer=make, **options) for remat in (None, "blocks"))
+    np.testing.assert_allclose(again[0], plain[0], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_float8"])
+def test_with_small_state_and_float8(policy):
+    plain, again = (trained("causal", policy, remat) for remat in (None, "blocks"))
+    np.testing.assert_allclose(again[0], plain[0], rtol=0.2, atol=0.02)
+
+
+def replaced_on(model):
+    kinds = {(entry.name, entry.kind) for layer in model._flatten_layers() for entry in replaced_attributes(layer)}
+    return {pair for pair in kinds if pair[1] == "again"}
+
+
+@pytest.mark.parametrize("name", ["residual", "subclassed"])
+def test_it_is_taken_back_by_a_policy_without(name):
+    model = made(name)
+    mpkeras.apply_policy(model, mpkeras.Policy("mixed_bfloat16", remat="blocks"))
+    assert replaced_on(model)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert not replaced_on(model)
+
+
+def test_it_belongs_to_the_policy_and_holds_after_compile():
+    with mpkeras.policy_scope(mpkeras.Policy("mixed_bfloat16", remat="blocks")):
+        model = residual()
+        model.compile("sgd", "mse")
+    assert replaced_on(model) == {("_run_through_graph", "again")}
+    model.compile("adam", "mse")
+    model.fit(IMAGES, TARGETS, verbose=0)
+    assert replaced_on(model) == {("_run_through_graph", "again")}
+
+
+def test_predictions_are_those_of_the_model_without(tmp_path):
+    model = made("masked")
+    expected = model.predict(TOKENS, verbose=0)
+    mpkeras.apply_policy(model, mpkeras.Policy("float32", remat="blocks"))
+    np.testing.assert_array_equal(model.predict(TOKENS, verbose=0), expected)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded.predict(TOKENS, verbose=0), expected, rtol=1e-6)
+
+
+def test_the_callback_takes_it():
+    model = made("residual")
+    model.compile("sgd", "mse")
+    model.fit(
+        IMAGES, TARGETS, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_bfloat16", remat="blocks")]
+    )
+    assert replaced_on(model) == {("_run_through_graph", "again")}
+
+
+@pytest.mark.parametrize(
+    "make, remat, words",
+    [
+        (lambda: made("residual"), ["path:nowhere"], r"matches none.*'blocks'"),
+        (lambda: keras.Sequential([keras.Input((4,)), layers.Dense(1)]), "blocks", "repeated blocks.*none were found"),
+    ],
+    ids=["a rule that matches nothing", "no blocks"],
+)
+def test_what_names_nothing_is_refused_and_nothing_is_changed(make, remat, words):
+    model = make()
+    model.compile("sgd", "mse")
+    optimizer, dtypes = model.optimizer, [layer.dtype_policy for layer in model.layers]
+    with pytest.raises(ValueError, match=words):
+        mpkeras.prepare(model, "mixed_float16", remat=remat)
+    assert model.optimizer is optimizer and [layer.dtype_policy for layer in model.layers] == dtypes
+    assert not replaced_on(model) and not replaced_attributes(model)
+
+
+@pytest.mark.backends("tensorflow")
+def test_tensorflow_says_what_it_cannot_do():
+    with pytest.raises(ValueError, match=r"Functional or Sequential.*Use remat='blocks'"):
+        mpkeras.make_train_step(made("subclassed"), "sgd", "mse", remat="products")
+    x = inputs = keras.Input((16,))
+    for number in range(3):
+        x = layers.Add()([x, layers.Dense(16, activity_regularizer="l2", name=f"penalized_{number}")(x)])
+    step = mpkeras.make_train_step(keras.Model(inputs, layers.Dense(1)(x)), "sgd", "mse", remat="blocks")
+    with pytest.raises(ValueError, match="adds a loss.*penalized"):
+        step(ROWS, TARGETS)
+
+
+@pytest.mark.backends("jax", "torch")
+def test_losses_that_layers_add_count():
+    def losses(remat):
+        keras.utils.set_random_seed(3)
+        x = inputs = keras.Input((16,))
+        for _ in range(3):
+            x = layers.Add()([x, layers.Dense(16, activity_regularizer="l2")(x)])
+        step = mpkeras.make_train_step(keras.Model(inputs, layers.Dense(1)(x)), "sgd", "mse", remat=remat)
+        return [float(step(ROWS, TARGETS)["loss"]) for _ in range(4)]
+
+    np.testing.assert_allclose(losses("blocks"), losses(None), rtol=1e-5)
+
+
+@pytest.mark.backends("tensorflow")
+def test_gradients_of_tables_stay_sparse():
+    import tensorflow as tf
+
+    model = made("causal")
+    mpkeras.apply_policy(model, mpkeras.Policy("float32", remat="blocks"))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(TOKENS, training=True))
+    assert isinstance(tape.gradient(loss, model.layers[1].embeddings.value), tf.IndexedSlices)
