@@ -248,7 +248,9 @@ def test_less_is_kept_on_torch():
     [
         (lambda: keras.optimizers.SGD(1e-3, gradient_accumulation_steps=3), {}),
         pytest.param(
-            lambda: keras.optimizers.Adam(1e-3), {"steps_per_execution": 3}, marks=pytest.mark.backends("tensorflow", "jax")
+            lambda: keras.optimizers.Adam(1e-3),
+            {"steps_per_execution": 3},
+            marks=pytest.mark.backends("tensorflow", "jax"),
         ),
         (lambda: keras.optimizers.Adam(1e-3), {"run_eagerly": True}),
     ],

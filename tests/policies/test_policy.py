@@ -265,3 +265,28 @@ def test_keeps_float32_returns_the_first_rule_that_matches():
     assert policy.keeps_float32(keras.layers.Dense(1, name="head")) == "path:head"
     assert policy.keeps_float32(keras.layers.Dense(1, name="body")) == "Dense"
     assert policy.keeps_float32(keras.layers.Flatten()) is None
+
+
+@pytest.mark.parametrize(
+    "remat, error, words",
+    [
+        ("everything", ValueError, r"'products', 'blocks'.*remat='everything'.*Use 'blocks'"),
+        ([], ValueError, "name layers.*none"),
+        (3, TypeError, "tuple of rules.*remat=3"),
+    ],
+)
+def test_a_remat_that_cannot_be_read_is_refused(remat, error, words):
+    with pytest.raises(error, match=words):
+        Policy("mixed_float16", remat=remat)
+
+
+def test_remat_is_part_of_the_policy():
+    layer = keras.layers.Dense(3)
+    layer.build((None, 2))
+    for remat in ("products", "blocks", ("path:block_\\d+$", "Dense"), (layer,)):
+        policy = Policy("mixed_bfloat16", remat=remat)
+        again = Policy.from_config(policy.get_config())
+        assert policy != Policy("mixed_bfloat16") and policy.remat == remat
+        assert again.remat == (("path:^dense$",) if remat == (layer,) else remat) or layer.path in str(again.remat)
+        assert "remat=" in repr(policy) and policy.renamed("mine").remat == remat
+    assert Policy("mixed_bfloat16").remat is None and "remat" not in Policy("float32").get_config()

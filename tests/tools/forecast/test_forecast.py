@@ -280,6 +280,47 @@ def test_attention_on_an_h100_takes_half_of_the_memory(causal):
 @needs_compilers
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
+def test_what_is_computed_again_takes_less_on_an_h100():
+    x = inputs = keras.Input((256, 64))
+    for _ in range(6):
+        x = layers.Add()([x, layers.MultiHeadAttention(4, 16)(x, x, use_causal_mask=True)])
+        x = layers.Add()([x, layers.Dense(64)(layers.Dense(256, "gelu")(x))])
+    model = keras.Model(inputs, layers.Dense(1)(x))
+    kinds = (None, "products", "blocks")
+    policies = [mpkeras.Policy("mixed_bfloat16", remat=remat).renamed(f"{remat}") for remat in kinds]
+    report = mpkeras.forecast(model, (8, 256, 64), device="h100", policies=policies, verbose=0)
+    found = [clean(report.policies[f"{remat}"]) for remat in kinds]
+    bytes_ = [part["temporary_bytes"] for part in found]
+    flops = [sum(part["matrix_flops"].values()) for part in found]
+    assert bytes_[2] < bytes_[1] < bytes_[0] and bytes_[2] < 0.4 * bytes_[0], bytes_
+    # Scores of attention are computed again under both, products with weights under the last alone.
+    assert flops[0] < flops[1] < flops[2] < 1.35 * flops[0], flops
+    # Of a model that was converted to such a policy, whatever the policies of the forecast say.
+    mpkeras.apply_policy(model, mpkeras.Policy("mixed_bfloat16", remat="blocks"))
+    again = mpkeras.forecast(model, (8, 256, 64), device="h100", policies=["mixed_bfloat16"], verbose=0)
+    assert again.policies["mixed_bfloat16"]["temporary_bytes"] == bytes_[2]
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")
+def test_a_model_made_in_a_remat_scope_is_forecast_with_it():
+    def bytes_and_flops(mode):
+        with keras.RematScope(mode=mode):
+            hidden = [layers.Dense(192, "gelu") for _ in range(3)]
+        model = keras.Sequential([keras.Input((192,)), *hidden, layers.Dense(1)])
+        report = mpkeras.forecast(model, (384, 192), device="h100", policies=["float32"], verbose=0)
+        found = clean(report.policies["float32"])
+        return found["temporary_bytes"], sum(found["matrix_flops"].values())
+
+    (plain_bytes, plain_flops), (bytes_, flops) = bytes_and_flops(None), bytes_and_flops("full")
+    # By hand: three products of 384 x 192 x 192 more.
+    assert flops - plain_flops == 3 * 2 * 384 * 192 * 192 and bytes_ < plain_bytes
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
 def test_a_program_for_eight_h100s(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
     found = clean(
