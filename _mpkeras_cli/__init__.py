@@ -16,11 +16,12 @@ from _mpkeras_cli.convert import add_convert
 from _mpkeras_cli.demo import add_demo
 from _mpkeras_cli.forecast import add_forecast
 from _mpkeras_cli.hardware import add_hardware
+from _mpkeras_cli.plan import add_plan
 from _mpkeras_cli.replay import add_replay
 from _mpkeras_cli.run import add_run
 
 # Each adds its subcommand to the subparsers of an `argparse` parser.
-COMMANDS = (add_demo, add_run, add_hardware, add_audit, add_advise, add_forecast, add_convert, add_replay)
+COMMANDS = (add_demo, add_run, add_hardware, add_audit, add_advise, add_forecast, add_plan, add_convert, add_replay)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -47,7 +47,7 @@ def _forecast(args):
 
     if args.plot:
         # Before what takes minutes.
-        _check_plot(args.plot, args.error)
+        check_plot(args.plot, args.error)
     report = forecast_saved(
         args.model,
         batch_size=args.batch,
@@ -65,7 +65,7 @@ def _forecast(args):
     return report
 
 
-def _check_plot(path, error):
+def check_plot(path, error):
     from mpkeras.tools.shared.report import make_figure
 
     is_new = not os.path.exists(path)

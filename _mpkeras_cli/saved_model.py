@@ -1,4 +1,4 @@
-"""What there is to say of a file: `audit_saved`, `advise_saved`, `forecast_saved` of a model, `replayed` of a step."""
+"""What there is to say of a file: of a model (`audit_saved` and the like), or of a step (`replayed`)."""
 
 import dataclasses
 import math
@@ -20,6 +20,7 @@ from mpkeras.tools.blackbox.comparison import Comparison
 from mpkeras.tools.blackbox.origins import Operation
 from mpkeras.tools.export import files
 from mpkeras.tools.forecast.forecast import Forecast, forecast
+from mpkeras.tools.forecast.memory_plan import MemoryPlan, plan_memory
 from mpkeras.tools.shared.compiled import loss_and_targets
 from mpkeras.tools.shared.report import shortened
 
@@ -96,18 +97,30 @@ def forecast_saved(
     path, *, batch_size=None, open_size: int = 64, imports=(), device="h100", devices=1, policies=None, **options
 ) -> Forecast:
     """Returns what `mpkeras.forecast` says of the model in a `.keras` or `.h5` file, trained as it was saved."""
+    model, x = _with_batch(path, batch_size, open_size, imports, "mpkeras.forecast")
+    if policies:
+        options["policies"] = policies
+    return forecast(model, x, device=device, devices=devices, **options)
+
+
+def plan_saved(path, *, batch_size=None, open_size: int = 64, imports=(), **options) -> MemoryPlan:
+    """Returns what `mpkeras.plan_memory` finds for the model in a `.keras` or `.h5` file, trained as it was saved."""
+    model, x = _with_batch(path, batch_size, open_size, imports, "mpkeras.plan_memory")
+    return plan_memory(model, x, **options)
+
+
+def _with_batch(path, batch_size, open_size, imports, function) -> tuple:
+    """Returns the model in a file, compiled, and a batch of its inputs as `keras.KerasTensor`s."""
     custom_objects = files.import_modules(imports)
     model = files.load(path, custom_objects)
-    inputs = _input_structure(model, "Call `mpkeras.forecast` in Python, with the shape of a batch.")
+    inputs = _input_structure(model, f"Call `{function}` in Python, with the shape of a batch.")
     _compile(model, path, custom_objects)
 
     def sized(tensor):
         sizes = (open_size if n is None else n for n in tensor.shape[1:])
         return keras.KerasTensor((batch_size or _BATCH_SIZE, *sizes), tensor.dtype)
 
-    if policies:
-        options["policies"] = policies
-    return forecast(model, keras.tree.map_structure(sized, inputs), device=device, devices=devices, **options)
+    return model, keras.tree.map_structure(sized, inputs)
 
 
 def _input_structure(model, remedy: str):

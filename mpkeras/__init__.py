@@ -18,6 +18,7 @@ from mpkeras.tools.advise.hardware import hardware
 from mpkeras.tools.audit.audit import audit
 from mpkeras.tools.blackbox.capsule import load_capsule
 from mpkeras.tools.forecast.forecast import forecast
+from mpkeras.tools.forecast.memory_plan import plan_memory
 from mpkeras.tools.numerics.numerics import trace_numerics
 from mpkeras.training.autoprepare import autoprepare
 from mpkeras.training.global_policy import install_from_environment, policy_scope, set_global_policy
@@ -46,6 +47,7 @@ __all__ = [
     "load_capsule",
     "load_state_dict",
     "make_train_step",
+    "plan_memory",
     "policy_scope",
     "prepare",
     "register_policy",

@@ -23,6 +23,7 @@ RETURNED = (
     "mpkeras.insight.capsule.Capsule",
     "mpkeras.insight.comparison.Comparison",
     "mpkeras.insight.forecast.Forecast",
+    "mpkeras.insight.forecast.MemoryPlan",
     "mpkeras.insight.hardware.HardwareReport",
     "mpkeras.insight.numerics.NumericsReport",
     "mpkeras.training.autoprepare.AutoPrepare",

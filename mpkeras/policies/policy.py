@@ -110,6 +110,7 @@ class Policy(keras.DTypePolicy):
     """
 
     _settings: _Settings
+    _accumulate_steps = 1
 
     def __init__(
         self,
@@ -219,6 +220,11 @@ class Policy(keras.DTypePolicy):
     def loss_scale(self) -> loss_scaling.LossScale | None:
         """How the loss is scaled; `None` if it is not."""
         return self._settings.loss_scale
+
+    @property
+    def accumulate_steps(self) -> int:
+        """How many batches make one update: 1, but for what `mpkeras.plan_memory` returns."""
+        return self._accumulate_steps
 
     @property
     def reason(self) -> str | None:

@@ -167,7 +167,8 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         # Layers may have been built.
         survey = Survey(model)
         optimizers = inventory.all_optimizers(survey)
-        rules = [rule_for(optimizer, survey, chosen, explicit_rule, rollback) for optimizer in optimizers]
+        must_wrap = rollback or chosen.accumulate_steps > 1
+        rules = [rule_for(optimizer, survey, chosen, explicit_rule, must_wrap) for optimizer in optimizers]
         for optimizer, rule in zip(optimizers, rules, strict=True):
             if rule is not None:
                 check_parts(getattr(optimizer, "inner_optimizer", optimizer))
@@ -175,6 +176,8 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     store(optimizers)
     with training_backend.variable_scope(model):
         wrappers = [wrapped(*pair, chosen.slot_dtype) for pair in zip(optimizers, rules, strict=True)]
+        for wrapper in wrappers if chosen.accumulate_steps > 1 else ():
+            wrapper.accumulate(chosen.accumulate_steps)
     parts = (model, *inventory.compiled_parts(survey))
     new = {id(old): wrapper for old, wrapper in zip(optimizers, wrappers, strict=True) if wrapper is not old}
     for holder in inventory.holders_of_optimizers(survey):

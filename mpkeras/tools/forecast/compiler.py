@@ -78,9 +78,9 @@ class Compiler:
                 self._answers.put(line)
         self._answers.put(None)
 
-    def compile(self, policy: str, batch: int) -> dict:
+    def compile(self, policy: str, batch: int, accumulate_steps: int = 1) -> dict:
         """Returns what the compiler says of one step, by the keys of `Forecast.to_dict`, and `moved_bytes`."""
-        return self._ask(json.dumps({"policy": policy, "batch": batch}))
+        return self._ask(json.dumps({"policy": policy, "batch": batch, "accumulate_steps": accumulate_steps}))
 
     def _ask(self, text) -> dict:
         left = self._deadline - time.monotonic()
@@ -156,11 +156,7 @@ class CompileRequest:
 
     def __init__(self, model, x, y, device, devices, policies, optimizer, loss):
         self.target = find_target(device)
-        remat = ModelView(model).remat
-        self.policies = {
-            name: policy if policy.remat is not None else policy.with_remat(remat)
-            for name, policy in _policies(policies).items()
-        }
+        self.policies = _policies(policies)
         mesh, layout_map = _mesh(devices)
         self.devices = devices if mesh is None else math.prod(mesh["shape"])
         self.rows_split = 1 if mesh is None else mesh["shape"][mesh["axis_names"].index(mesh["batch_dim_name"])]

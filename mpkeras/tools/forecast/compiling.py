@@ -48,7 +48,7 @@ def main():
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer(steps.compiled(request["policy"], request["batch"]))
+            answer(steps.compiled(**request))
         except Exception as error:
             answer(failure(error))
 
@@ -147,12 +147,13 @@ class Steps:
         self._batch = _made(wanted["x"]), _made(wanted["y"])
         self._steps: dict = {}
 
-    def compiled(self, policy: str, batch: int) -> dict:
+    def compiled(self, policy: str, batch: int, accumulate_steps: int) -> dict:
         """Returns what the compiler says of the step of `policy` on a batch of so many rows."""
         x, y = (_of_rows(structure, batch) for structure in self._batch)
-        if policy not in self._steps:
-            self._steps[policy] = self._step(policy, x)
-        step = self._steps[policy]
+        key = policy, accumulate_steps
+        if key not in self._steps:
+            self._steps[key] = self._step(policy, x, accumulate_steps)
+        step = self._steps[key]
         with _without_values():
             if y is None:
                 y = self._targets(step.model(x))
@@ -170,7 +171,7 @@ class Steps:
             facts["float8"] = _in_float8(step.model, traced, facts["float8_call_flops"])
         return facts
 
-    def _step(self, policy, x):
+    def _step(self, policy, x, accumulate_steps):
         wanted = self._wanted
         with _without_values():
             model = _made(wanted["model"])
@@ -184,7 +185,7 @@ class Steps:
         loss = keras.tree.pack_sequence_as(ast.literal_eval(wanted["loss_structure"]), _made(wanted["losses"]))
         # An optimizer begins with a few numbers, which it has to get.
         optimizer = _made(wanted["optimizer"])
-        return make_train_step(model, optimizer, loss, jit_compile=True)
+        return make_train_step(model, optimizer, loss, jit_compile=True, accumulate_steps=accumulate_steps)
 
     def _targets(self, outputs):
         """Returns targets for what the model returns: as it, or class numbers where the loss takes them."""

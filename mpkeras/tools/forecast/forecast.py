@@ -3,11 +3,13 @@
 import dataclasses
 import math
 import time
+from collections.abc import Iterable
 
 import keras
 import numpy as np
 
-from mpkeras.seams import check_model, check_switch
+from mpkeras.policies.registry import get_policy
+from mpkeras.seams import ModelView, check_model, check_switch
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest
 from mpkeras.tools.forecast.targets import Target
 from mpkeras.tools.shared.arguments import check_seconds
@@ -77,7 +79,7 @@ def forecast(
     """
     check_model(model)
     check_switch("largest_batch", largest_batch)
-    request = CompileRequest(model, x, y, device, devices, policies, optimizer, loss)
+    request = CompileRequest(model, x, y, device, devices, _as_computed_again(model, policies), optimizer, loss)
     if budget_s is not None:
         check_seconds("budget_s", budget_s, "Leave it out for as long as it takes.")
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
@@ -102,6 +104,16 @@ def forecast(
         report.missing = [name for name in request.policies if name not in report.policies]
         report.out_of_time = budget_s
     return report
+
+
+def _as_computed_again(model, policies) -> list:
+    """Returns policies that compute again what the policy of `model` does, where they do not say it themselves."""
+    remat = ModelView(model).remat
+    chosen = [policies] if isinstance(policies, (str, keras.DTypePolicy)) else policies
+    if remat is None or not isinstance(chosen, Iterable):
+        return policies
+    chosen = [get_policy(policy) for policy in chosen]
+    return [policy if policy.remat is not None else policy.with_remat(remat) for policy in chosen]
 
 
 def largest_that_fits(room, first: int, unit: int) -> int:

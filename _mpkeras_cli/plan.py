@@ -1,0 +1,70 @@
+"""`mpkeras plan`: what to change in the training of a saved model so that it fits into memory."""
+
+from _mpkeras_cli.command import add_model, add_open_size, add_report, count, import_mpkeras, positive, verbose
+from _mpkeras_cli.forecast import check_plot
+
+
+def add_plan(subparsers):
+    option = add_report(
+        subparsers,
+        "plan",
+        _plan,
+        help="what to change in the training of a saved model so that it fits into memory",
+        description="""\
+Compiles the training step of a saved model in one way after the other, until one fits into the memory that there is.
+
+  mpkeras plan model.keras --device t4 --batch 64
+  mpkeras plan model.keras --memory 16GB --batch 32 --json
+
+What may be changed: the policy, the optimizer's slots, what is computed again in the backward pass, and how many parts
+of a batch are taken one after the other. Devices and compilers: as in `mpkeras forecast`. Nothing is run.
+""",
+    )
+    add_model(option)
+    option("--memory", metavar="SIZE", help="what there is, such as 16GB; 5 %% are left free")
+    option("--device", metavar="NAME", help="what to compile for, and without --memory what it has (default: h100)")
+    option("--batch", type=count, metavar="N", help="rows of a batch (default: 32)")
+    option("--largest-batch", action="store_true", help="look for the largest batch that fits with all that is allowed")
+    option(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        dest="policies",
+        help="may be repeated, the best first (default: the model's, and one in 16 bits)",
+    )
+    option(
+        "--allow",
+        action="append",
+        choices=("slots", "remat", "accumulation"),
+        metavar="NAME",
+        help="slots, remat or accumulation; may be repeated (default: all)",
+    )
+    option("--budget", type=positive("seconds"), default=600, metavar="S", help="seconds for all (default: 600)")
+    add_open_size(option)
+    option("--plot", metavar="FILE", help="draw the figure into this file, such as plan.png")
+
+
+def _plan(args):
+    import_mpkeras(args.error)
+    from _mpkeras_cli.saved_model import plan_saved
+
+    if args.plot:
+        # Before what takes minutes.
+        check_plot(args.plot, args.error)
+    options = {"allow": args.allow} if args.allow else {}
+    plan = plan_saved(
+        args.model,
+        batch_size=args.batch,
+        open_size=args.open_size,
+        imports=args.imports,
+        memory=args.memory,
+        device=args.device,
+        policies=args.policies,
+        batch="largest" if args.largest_batch else "keep",
+        budget_s=args.budget,
+        verbose=verbose(args),
+        **options,
+    )
+    if args.plot:
+        plan.plot().savefig(args.plot)
+    return plan

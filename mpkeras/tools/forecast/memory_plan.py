@@ -1,0 +1,439 @@
+"""`plan_memory`: what to change in a training so that it fits, each step of the search confirmed by a compiler."""
+
+import dataclasses
+import math
+import re
+import time
+
+import numpy as np
+
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.policy import Policy
+from mpkeras.policies.registry import get_policy
+from mpkeras.seams import ModelView, check_model
+from mpkeras.tools.forecast.compiler import Compiler, CompileRequest
+from mpkeras.tools.forecast.forecast import largest_that_fits
+from mpkeras.tools.forecast.targets import Target, find_target
+from mpkeras.tools.shared.arguments import check_seconds
+from mpkeras.tools.shared.report import Figure, Report, make_figure
+
+# In the order in which they are tried.
+_ALLOWED = ("slots", "remat", "accumulation")
+_REMAT = ("products", "blocks")
+_BATCHES = ("keep", "largest")
+# Of memory that is given as a number: what allocators lose between tensors, and what runs beside the program.
+_MARGIN = 0.05
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def plan_memory(
+    model,
+    x,
+    y=None,
+    *,
+    memory: str | int | None = None,
+    device: str | None = None,
+    policies=None,
+    allow=_ALLOWED,
+    batch: str = "keep",
+    optimizer=None,
+    loss=None,
+    budget_s: float | None = 600,
+    verbose: int = 1,
+) -> "MemoryPlan":
+    """Finds what to change in a training so that it fits into memory, with the least extra work.
+
+    Candidates are compiled one after the other by the device's own compiler, as `mpkeras.forecast` does, and the first
+    that fits is the plan: nothing is estimated. In this order: the policies; slots of the optimizer in bfloat16;
+    rematerialization, `"products"` and then `"blocks"`; accumulation, where 2, 4, 8, ... parts of the batch are taken
+    one after the other for one update, with the mean of their gradients; and, if asked for, another batch. What has
+    been taken stays for those that follow: each needs less memory, or the same, and more time.
+
+    `mpkeras.prepare(model, plan)`, the callback, `set_global_policy` and `apply_policy` take the plan as a policy. With
+    accumulation `prepare` and the callback set the optimizer; pass batches of `plan.step_batch` rows to `fit`.
+
+    Args:
+        model, x, y, optimizer, loss: As in `mpkeras.forecast`.
+        memory: The limit, as `"16GB"` (10^9 bytes), `"16GiB"` (2^30) or a number of bytes, of which 5 % are left free.
+            By default what the device has for a program.
+        device: As in `mpkeras.forecast`; by default `"h100"`, where `memory` is given. One of the two is needed.
+        policies: Those that may be taken, the best first, by name or as `mpkeras.Policy`. By default that of the
+            model; for one in float32 also `"mixed_bfloat16"`, or `"mixed_float16"` where the device has no units for
+            bfloat16.
+        allow: What may be changed, of `"slots"`, `"remat"` and `"accumulation"`.
+        batch: `"keep"`, or `"largest"`: the largest batch that fits with all that is allowed but accumulation.
+        budget_s: Seconds for all; the plan says what was not tried. `None`: as long as it takes.
+        verbose: 1 says what is compiled, 0 nothing.
+
+    Returns:
+        A `MemoryPlan`: `print` shows all candidates. `plan.fits` says whether one was found; if not, the plan is the
+        smallest that was tried, and says by how much it misses.
+
+    Raises:
+        ValueError: If neither `memory` nor `device` is given, an argument is out of range, or the model cannot be
+            compiled.
+        TypeError: If an argument is of a wrong type.
+        ModuleNotFoundError: If the compiler of the device is not installed.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(8)])
+    >>> plan = mpkeras.plan_memory(model, (32, 64), memory="1GB", device="cpu", policies=["float32"], verbose=0)
+    >>> plan.fits, plan.name, plan.accumulate_steps
+    (True, 'float32', 1)
+    """
+    check_model(model)
+    limit = None if memory is None else _bytes_of(memory)
+    if limit is None and device is None:
+        raise ValueError(
+            "Expected `memory` or `device`, what the training is to fit into. Received: neither. Pass for example "
+            "memory='16GB' or device='t4'."
+        )
+    target = find_target("h100" if device is None else device)
+    allowed = _checked_allow(allow)
+    if batch not in _BATCHES:
+        raise ValueError(f"Expected `batch` to be one of {_BATCHES}. Received: batch={batch!r}. Use 'keep'.")
+    if budget_s is not None:
+        check_seconds("budget_s", budget_s, "Leave it out for ten minutes.")
+    ladders = [_ladder(policy, allowed) for policy in _policies(model, policies, target)]
+    of_candidates = [candidate.policy().renamed(candidate.name) for ladder in ladders for candidate in ladder]
+    request = CompileRequest(model, x, y, target.name, 1, of_candidates, optimizer, loss)
+    usable = target.memory_bytes - target.reserved_bytes if limit is None else int(limit * (1 - _MARGIN))
+    search = _Search(request.batch, usable, "accumulation" in allowed, verbose)
+    deadline = math.inf if budget_s is None else time.monotonic() + budget_s
+    try:
+        with Compiler(request, deadline) as compiler:
+            search.run(compiler, ladders, looks_for_largest=batch == "largest")
+    except TimeoutError:
+        search.out_of_time = budget_s
+        if not search.tried:
+            raise ValueError(
+                f"Expected time to compile one program. Received: budget_s={budget_s}, which was not enough. Give more."
+            ) from None
+    return MemoryPlan(model.name, target, limit, search)
+
+
+def _bytes_of(memory) -> int:
+    """Returns what `"16GB"` or a number stands for, in bytes."""
+    if isinstance(memory, bool) or not isinstance(memory, (str, int, float)):
+        raise TypeError(
+            f"Expected `memory` as text or a number of bytes. Received: memory={memory!r} (of type "
+            f"{type(memory).__name__}). Pass for example '16GB'."
+        )
+    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", f"{memory}")
+    unit = None if found is None else _UNITS.get(found[2].upper())
+    try:
+        value = -1.0 if found is None or unit is None else float(found[1]) * unit
+    except ValueError:
+        value = -1.0
+    if value < 1:
+        raise ValueError(
+            f"Expected `memory` as a number of bytes with a unit of {', '.join(['GB', 'GiB', 'MB', 'MiB'])}. Received: "
+            f"memory={memory!r}. Pass for example '16GB'."
+        )
+    return int(value)
+
+
+def _checked_allow(allow) -> tuple:
+    if isinstance(allow, str) or not all(isinstance(name, str) for name in allow):
+        raise TypeError(f"Expected `allow` to be a tuple of names. Received: allow={allow!r}. Pass {_ALLOWED}.")
+    others = [name for name in allow if name not in _ALLOWED]
+    if others:
+        raise ValueError(f"Expected `allow` to name some of {_ALLOWED}. Received: {others}. Leave it out for all.")
+    return tuple(name for name in _ALLOWED if name in allow)
+
+
+def _policies(model, policies, target) -> list:
+    if policies is not None:
+        given = [policies] if isinstance(policies, (str, Policy)) else list(policies)
+        if not given:
+            raise ValueError("Expected at least one policy. Received: none. Leave `policies` out.")
+        return [get_policy(policy) for policy in given]
+    own = ModelView(model).converted_by() or get_policy(None)
+    if own.compute_dtype != "float32" or ModelView(model).computes_in(SIXTEEN_BIT_DTYPES):
+        return [own]
+    has_bfloat16 = not target.matrix_rates or "bfloat16" in target.matrix_rates
+    return [own, get_policy("mixed_bfloat16" if has_bfloat16 else "mixed_float16")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to train.
+
+    Attributes:
+        base: The `Policy` that it starts from.
+        slot_dtype, remat: Those of its own policy.
+        accumulate_steps: Parts of a batch that are taken one after the other for one update.
+        batch: Rows of one update; `None` for those that were asked for.
+    """
+
+    base: Policy
+    slot_dtype: str
+    remat: str | tuple | None
+    accumulate_steps: int = 1
+    batch: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its policy, and what is changed in it."""
+        slots = "" if self.slot_dtype == self.base.slot_dtype else f", slots {self.slot_dtype}"
+        remat = "" if self.remat == self.base.remat else f", remat {self.remat}"
+        return f"{self.base.name}{slots}{remat}"
+
+    def policy(self) -> Policy:
+        """Returns the `Policy` to train under."""
+        config = {**self.base.get_config(), "slot_dtype": self.slot_dtype, "remat": self.remat}
+        return Policy.from_config(config).renamed(self.base.name)
+
+
+def _ladder(policy, allowed) -> list[Candidate]:
+    """Returns the ways to train under a policy, each with less memory and no less work than the one before."""
+    found = [Candidate(policy, policy.slot_dtype, policy.remat)]
+    if "slots" in allowed and policy.slot_dtype != "bfloat16" and policy.variable_dtype == "float32":
+        found.append(dataclasses.replace(found[-1], slot_dtype="bfloat16"))
+    if "remat" in allowed and policy.remat is None:
+        found += [dataclasses.replace(found[-1], remat=remat) for remat in _REMAT]
+    return found
+
+
+class _Search:
+    """Compiles candidates until one fits.
+
+    Attributes:
+        tried: `[(Candidate, what the compiler said)]`, in the order in which they were compiled.
+        refused: `{name: why}` of those that there is no program of.
+        found: The one that fits; `None` until then.
+        usable: Bytes that a program may take.
+        out_of_time: The seconds that were not enough, or `None`.
+    """
+
+    def __init__(self, batch, usable, accumulates, verbose):
+        self.batch = batch
+        self.usable = usable
+        self.tried: list = []
+        self.refused: dict = {}
+        self.found: Candidate | None = None
+        self.out_of_time: float | None = None
+        self._accumulates = accumulates
+        self._verbose = verbose
+
+    def run(self, compiler, ladders, looks_for_largest: bool):
+        """Goes up the ladders; the smallest of their first rungs is the one that is climbed."""
+        if self._first_that_fits(compiler, [ladder[0] for ladder in ladders]) and not looks_for_largest:
+            return
+        plain = self.smallest()
+        (ladder,) = [ladder for ladder in ladders if ladder[0] is plain]
+        if looks_for_largest:
+            self._first_that_fits(compiler, ladder[-1:])
+            self._look_for_largest(compiler, self.smallest())
+            return
+        if self._first_that_fits(compiler, ladder[1:]) or not self._accumulates:
+            return
+        smallest = self.smallest()
+        parts = (2**n for n in range(1, self.batch.bit_length()))
+        self._first_that_fits(
+            compiler,
+            (dataclasses.replace(smallest, accumulate_steps=k) for k in parts if self.batch % k == 0),
+        )
+
+    def smallest(self) -> Candidate:
+        """Returns the candidate that takes the least memory."""
+        return min(self.tried, key=lambda pair: -self.room(pair[1]))[0]
+
+    def room(self, said) -> int:
+        """Returns the bytes that a program leaves; negative where it does not fit."""
+        if "too_large" in said:
+            return min(-1, self.usable - said["too_large"])
+        return self.usable - said["peak_bytes"]
+
+    def _first_that_fits(self, compiler, candidates) -> bool:
+        for candidate in candidates:
+            said = self._compiled(compiler, candidate)
+            if said is not None and self.room(said) >= 0:
+                self.found = candidate
+                return True
+        return False
+
+    def _look_for_largest(self, compiler, candidate):
+        tried: dict = {}
+
+        def room(batch):
+            if batch not in tried:
+                tried[batch] = self._compiled(compiler, dataclasses.replace(candidate, batch=batch))
+            return self.room(tried[batch])
+
+        largest = largest_that_fits(room, self.batch, 1)
+        self.found = dataclasses.replace(candidate, batch=largest) if largest else None
+
+    def _compiled(self, compiler, candidate):
+        """Returns what the compiler says of a candidate; `None` where there is no program of it."""
+        rows = (candidate.batch or self.batch) // candidate.accumulate_steps
+        if self._verbose:
+            print(f"Compiling {candidate.name}, {candidate.accumulate_steps} x {rows} rows ...", flush=True)
+        try:
+            said = compiler.compile(candidate.name, rows, candidate.accumulate_steps)
+        except ValueError as error:
+            if candidate.remat == candidate.base.remat:
+                raise
+            self.refused[candidate.name] = f"{error}"
+            return None
+        self.tried.append((candidate, said))
+        return said
+
+
+class MemoryPlan(Policy, Report):
+    """What `plan_memory` has found: the policy to train under, and all candidates as a table.
+
+    Attributes:
+        fits: Whether it fits. If not, it is the smallest that was tried.
+        missing_bytes: Bytes by which it does not fit; 0 where it does.
+        accumulate_steps: Parts of a batch that are taken one after the other for one update.
+        batch: Rows of one update.
+        step_batch: Rows of one part: what a batch of `fit` is to have.
+        candidates: A dictionary for each candidate, as in `to_dict`.
+    """
+
+    def __init__(self, model_name, target: Target, limit, search):
+        chosen = search.found or search.smallest()
+        self._settings = chosen.policy()._settings
+        self.fits = search.found is not None
+        self._accumulate_steps = chosen.accumulate_steps
+        self.batch = chosen.batch or search.batch
+        self.step_batch = self.batch // self.accumulate_steps
+        said = dict(search.tried).get(chosen)
+        self.missing_bytes = 0 if self.fits else -search.room(said)
+        self._model_name, self._target, self._limit, self._search = model_name, target, limit, search
+        of_a_row = [self._flops_of_a_row(*pair) for pair in search.tried]
+        fewest = min((flops for flops in of_a_row if flops), default=0.0)
+        self.candidates = [
+            {**self._row(*pair, chosen), "flops_factor": flops / fewest if flops else None}
+            for pair, flops in zip(search.tried, of_a_row, strict=True)
+        ]
+        room = target.title if limit is None else f"{limit / 2**30:.2f} GiB, compiled for {target.title}"
+        self.title = f"To train model '{model_name}' within {room}, batch {search.batch}"
+
+    @classmethod
+    def from_config(cls, config: dict):
+        # What a file holds of a plan is its policy.
+        return Policy.from_config(config)
+
+    def _row(self, candidate, said, chosen) -> dict:
+        programs = "peak_bytes" in said
+        rows = candidate.batch or self._search.batch
+        return {
+            "policy": candidate.base.name,
+            "slot_dtype": candidate.slot_dtype,
+            "remat": candidate.remat,
+            "accumulate_steps": candidate.accumulate_steps,
+            "batch": rows,
+            "persistent_bytes": said.get("persistent_bytes"),
+            "temporary_bytes": said.get("temporary_bytes"),
+            "peak_bytes": said["peak_bytes"] if programs else said["too_large"],
+            "step_time_lower_bound_ms": self._bound_ms(said, candidate.accumulate_steps) if programs else None,
+            "fits": self._search.room(said) >= 0,
+            "is_the_plan": candidate == chosen,
+        }
+
+    def _flops_of_a_row(self, candidate, said) -> float:
+        rows = (candidate.batch or self._search.batch) // candidate.accumulate_steps
+        return sum(said.get("matrix_flops", {}).values()) / rows
+
+    def _bound_ms(self, said, parts) -> float | None:
+        if not self._target.bandwidth:
+            return None
+        rates = self._target.matrix_rates
+        products_s = sum(flops / rates[dtype] for dtype, flops in said["matrix_flops"].items() if dtype in rates)
+        return 1e3 * parts * max(products_s, said["moved_bytes"] / self._target.bandwidth)
+
+    def table(self) -> tuple[list, list]:
+        """Returns `(header, rows)`, a row for each candidate in the order in which they were compiled."""
+        header = ["policy", "slots", "remat", "parts x rows", "state\nGiB", "temporary\nGiB", "peak\nGiB", "FLOPs"]
+        header += ["at least\nms", "fits"]
+        rows = [
+            [
+                row["policy"],
+                row["slot_dtype"],
+                "" if row["remat"] is None else f"{row['remat']}",
+                f"{row['accumulate_steps']} x {row['batch'] // row['accumulate_steps']}",
+                *("" if row[key] is None else f"{row[key] / 2**30:.2f}" for key in _BYTES),
+                "" if row["flops_factor"] is None else f"{row['flops_factor']:.2f}",
+                "" if row["step_time_lower_bound_ms"] is None else f"{row['step_time_lower_bound_ms']:.2f}",
+                ("yes, the plan" if row["is_the_plan"] else "yes") if row["fits"] else _missing_text(row, self._search),
+            ]
+            for row in self.candidates
+        ]
+        return header, rows
+
+    def notes(self) -> list:
+        """Returns the lines under the table: the plan, what was not tried, and what the figures are not."""
+        search = self._search
+        notes = []
+        if self.fits:
+            how = "" if self.accumulate_steps == 1 else f", {self.accumulate_steps} of which make one update"
+            notes.append(
+                f"Plan: `mpkeras.prepare(model, plan)`, and batches of {self.step_batch} rows{how}. In a loop of your "
+                f"own: `apply_policy(model, plan)`, `make_train_step(..., accumulate_steps={self.accumulate_steps})`."
+            )
+        else:
+            notes.append(f"Nothing that was tried fits. The smallest misses by {self.missing_bytes / 2**30:.2f} GiB.")
+        for name, why in search.refused.items():
+            notes.append(f"{name}: not possible. {why}")
+        if search.out_of_time is not None:
+            notes.append(f"{search.out_of_time:g} s were not enough to try all that is allowed.")
+        if self._limit is None:
+            left = f"{self._target.reserved_bytes / 2**30:.2f} GiB are left to the device's libraries"
+        else:
+            left = f"{_MARGIN:.0%} of the memory are left free"
+        notes.append(f"Each row was compiled, none was run; {left}. FLOPs: of an example, by the fewest in the table.")
+        notes.append("TensorFlow and torch without XLA allocate otherwise: there the plan is a guess.")
+        return notes
+
+    def to_dict(self) -> dict:
+        """Returns all of it as what JSON can hold."""
+        # Rules may be layers.
+        candidates = [{**row, "remat": None if row["remat"] is None else f"{row['remat']}"} for row in self.candidates]
+        return {
+            "model": self._model_name,
+            "device": self._target.name,
+            "usable_bytes": self._search.usable,
+            "fits": self.fits,
+            "missing_bytes": self.missing_bytes,
+            "policy": self.get_config(),
+            "accumulate_steps": self.accumulate_steps,
+            "batch": self.batch,
+            "step_batch": self.step_batch,
+            "candidates": candidates,
+            "refused": self._search.refused,
+            "out_of_time": self._search.out_of_time,
+        }
+
+    def plot(self) -> Figure:
+        """Returns a `matplotlib.figure.Figure`: bytes of each candidate, beside the limit."""
+        figure = make_figure(figsize=(7.2, 2.0 + 0.5 * len(self.candidates)))
+        axes = figure.subplots()
+        names = [
+            f"{candidate.name}\n{row[3]}"
+            for (candidate, _), row in zip(self._search.tried, self.table()[1], strict=True)
+        ]
+        state, temporary, peak = (np.array([(row[key] or 0) / 2**30 for row in self.candidates]) for key in _BYTES)
+        held = state + temporary
+        places = np.arange(len(names))
+        axes.barh(places, state, label="weights and optimizer", color="#4c72b0")
+        axes.barh(places, temporary, left=state, label="temporary", color="#dd8452")
+        axes.barh(places, np.maximum(peak - held, 0), left=held, label="batch, outputs, program", color="#8c8c8c")
+        axes.axvline(self._search.usable / 2**30, color="black", linestyle="--", label="what there is")
+        axes.set_yticks(places, names, fontsize="small")
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB")
+        axes.set_title(self.title, fontsize="medium")
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+        return figure
+
+
+# The bytes of a row, as in the table.
+_BYTES = ("persistent_bytes", "temporary_bytes", "peak_bytes")
+
+
+def _missing_text(row, search) -> str:
+    return f"no, by {(row['peak_bytes'] - search.usable) / 2**30:.2f} GiB"
