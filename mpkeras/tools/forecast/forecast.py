@@ -112,8 +112,8 @@ def _as_computed_again(model, policies) -> list:
     chosen = [policies] if isinstance(policies, (str, keras.DTypePolicy)) else policies
     if remat is None or not isinstance(chosen, Iterable):
         return policies
-    chosen = [get_policy(policy) for policy in chosen]
-    return [policy if policy.remat is not None else policy.with_remat(remat) for policy in chosen]
+    known = map(get_policy, chosen)
+    return [policy if policy.remat is not None else policy.with_remat(remat) for policy in known]
 
 
 def largest_that_fits(room, first: int, unit: int) -> int:

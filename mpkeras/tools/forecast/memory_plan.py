@@ -307,8 +307,8 @@ class MemoryPlan(Policy, Report):
         of_a_row = [self._flops_of_a_row(*pair) for pair in search.tried]
         fewest = min((flops for flops in of_a_row if flops), default=0.0)
         self.candidates = [
-            {**self._row(*pair, chosen), "flops_factor": flops / fewest if flops else None}
-            for pair, flops in zip(search.tried, of_a_row, strict=True)
+            {**self._row(candidate, said, chosen), "flops_factor": flops / fewest if flops else None}
+            for (candidate, said), flops in zip(search.tried, of_a_row, strict=True)
         ]
         room = target.title if limit is None else f"{limit / 2**30:.2f} GiB, compiled for {target.title}"
         self.title = f"To train model '{model_name}' within {room}, batch {search.batch}"
