@@ -292,6 +292,13 @@ class MemoryPlan(Policy, Report):
         batch: Rows of one update.
         step_batch: Rows of one part: what a batch of `fit` is to have.
         candidates: A dictionary for each candidate, as in `to_dict`.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    >>> plan = mpkeras.plan_memory(model, (16, 8), memory="1GB", device="cpu", policies=["float32"], verbose=0)
+    >>> plan.step_batch, plan.candidates[0]["fits"]
+    (16, True)
     """
 
     def __init__(self, model_name, target: Target, limit, search):
