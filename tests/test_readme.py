@@ -40,7 +40,7 @@ def cases():
 def test_code_block_runs(block, tmp_path, backend, monkeypatch, capsys):
     if "import tensorflow" in block and backend != "tensorflow":
         pytest.skip("this block is TensorFlow's own loop")
-    if "mpkeras.forecast" in block and importlib.util.find_spec("jax") is None:
+    if ("mpkeras.forecast" in block or "plan_memory" in block) and importlib.util.find_spec("jax") is None:
         pytest.skip("JAX compiles, which is not installed")
     if "import keras_hub" in block and importlib.util.find_spec("keras_hub") is None:
         pytest.skip("KerasHub is not installed")
