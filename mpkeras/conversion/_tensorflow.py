@@ -134,6 +134,9 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     """As in `_jax.py`; the backward pass keeps tensors of floats alone, others are given as they are."""
     del keeps_products
     is_float = [tensor.dtype.is_floating for tensor in tensors]
+    if not all(isinstance(tensor, (tf.Tensor, tf.Variable)) for tensor in tensors):
+        # Sparse and ragged ones.
+        return run(tensors)
     # A custom gradient would make the sparse gradient of a table dense.
     if not any(is_float) or any(isinstance(layer, keras.layers.Embedding) for layer in layers):
         return run(tensors)
@@ -148,7 +151,7 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
         results = run(filled)
         if not outputs:
             outputs.extend(results)
-        return [tensor for tensor in results if tensor.dtype.is_floating]
+        return [tensor for tensor in results if _is_float(tensor)]
 
     floats = [tensor for tensor, flag in zip(tensors, is_float, strict=True) if flag]
     results = iter(tf.recompute_grad(alike(layers, run_on_floats))(*floats))
@@ -160,7 +163,11 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
                 "the layers whose outputs are kept, `remat=[...]`, so that it is behind the last one, or train on JAX "
                 "or torch."
             )
-    found = [next(results) if tensor.dtype.is_floating else tensor for tensor in outputs]
+    found = [next(results) if _is_float(tensor) else tensor for tensor in outputs]
     for tensor, new in zip(outputs, found, strict=True):
         _keras.copy_mask(tensor, new)
     return found
+
+
+def _is_float(value) -> bool:
+    return tf.is_tensor(value) and value.dtype.is_floating

@@ -1,5 +1,6 @@
 """Rematerialization: which parts of a model the backward pass computes again, and what is put there for it."""
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
@@ -47,6 +48,9 @@ class Parts(NamedTuple):
     keeps_products: bool
 
 
+NOTHING = Parts({}, [], False)
+
+
 def repeated_parts(survey, remat) -> Parts:
     """Returns what of a model is computed again under a policy with this `remat`.
 
@@ -56,13 +60,13 @@ def repeated_parts(survey, remat) -> Parts:
         ValueError: If no blocks are found, or a rule names no layer.
     """
     if remat is None:
-        return Parts({}, [], False)
+        return NOTHING
     try:
         return _parts(survey, remat)
     except ValueError:
         if survey.model.built and all(layer.built for layer in survey.layers):
             raise
-        return Parts({}, [], False)
+        return NOTHING
 
 
 def _parts(survey, remat) -> Parts:
@@ -162,6 +166,22 @@ def place(survey, parts: Parts):
         restore(graph, _keras.RUN_GRAPH, kind="again")
         if id(graph) in parts.ends:
             _run_in_segments(graph, parts.ends[id(graph)], again, survey)
+
+
+@contextlib.contextmanager
+def computed_once(survey, remat):
+    """Context manager: nothing of a model under a policy with this `remat` is computed again.
+
+    For a look at what the layers read and return: out of a part that is computed again nothing else can be carried.
+    """
+    if remat is None:
+        yield
+        return
+    place(survey, NOTHING)
+    try:
+        yield
+    finally:
+        place(survey, repeated_parts(survey, remat))
 
 
 def _compute_layer_again(layer, again: Callable):

@@ -7,6 +7,7 @@ from mpkeras.conversion.float8 import reasons_against
 from mpkeras.conversion.last import converted_by, float8_products, known_heads, last_conversion
 from mpkeras.conversion.outputs import without_cast
 from mpkeras.conversion.plan import compute_dtypes, computes_in, plan
+from mpkeras.conversion.remat import computed_once
 from mpkeras.conversion.store_weights import planned_weight_dtypes
 from mpkeras.policies.rules import bound_layers, layers_to_keep
 from mpkeras.policies.survey import Survey
@@ -88,6 +89,10 @@ class ModelView(Survey):
         """What the last conversion keeps for the backward pass, as `Policy.remat`."""
         conversion = last_conversion(self.model)
         return None if conversion is None else conversion.policy.remat
+
+    def computed_once(self):
+        """Context manager: the backward pass computes nothing of the model again."""
+        return computed_once(self, self.remat)
 
     def plan(self, policy, heads=()) -> list:
         """Returns what `apply_policy(model, policy)` would make of each layer: a row for each, in their order."""

@@ -364,3 +364,31 @@ def test_gradients_of_tables_stay_sparse():
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(model(TOKENS, training=True))
     assert isinstance(tape.gradient(loss, model.layers[1].embeddings.value), tf.IndexedSlices)
+
+
+@pytest.mark.parametrize("name", ["residual", "causal"])
+def test_who_looks_at_the_layers_sees_what_they_compute(name):
+    """Nothing but results can be carried out of a part that is computed again."""
+    model = made(name)
+    model.compile("sgd", "mse")
+    x = MODELS[name][1][:8]
+    plain = mpkeras.trace_numerics(model, x, TARGETS[:8]).to_dict()
+    mpkeras.apply_policy(model, mpkeras.Policy("float32", remat="blocks"))
+    again = mpkeras.trace_numerics(model, x, TARGETS[:8]).to_dict()
+    assert [row["path"] for row in again["layers"]] == [row["path"] for row in plain["layers"]]
+    assert replaced_on(model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* steps skipped in epoch", "ignore:Step .* was skipped")
+@pytest.mark.parametrize("name, policy", [("residual", "mixed_float16"), ("causal", "float32")])
+def test_a_kept_step_runs_again_with_the_same_bits(name, policy, tmp_path):
+    model = made(name)
+    model.compile(keras.optimizers.Adam(1e-3), "mse")
+    mpkeras.prepare(model, policy, remat="blocks", loss_scale=8.0)
+    y = TARGETS.copy()
+    y[9] = np.inf
+    box = mpkeras.callbacks.BlackBox(tmp_path)
+    model.fit(MODELS[name][1], y, batch_size=8, shuffle=False, verbose=0, callbacks=[box])
+    capsule = mpkeras.load_capsule(box.capsules[0])
+    assert capsule.run()["same_bits"] and capsule.first_operation().where == "y"
