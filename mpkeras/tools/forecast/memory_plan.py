@@ -7,10 +7,9 @@ import time
 
 import numpy as np
 
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
-from mpkeras.seams import ModelView, check_model
+from mpkeras.seams import ModelView, check_model, dtypes
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest
 from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.targets import Target, find_target
@@ -151,7 +150,7 @@ def _policies(model, policies, target) -> list:
             raise ValueError("Expected at least one policy. Received: none. Leave `policies` out.")
         return [get_policy(policy) for policy in given]
     own = ModelView(model).converted_by() or get_policy(None)
-    if own.compute_dtype != "float32" or ModelView(model).computes_in(SIXTEEN_BIT_DTYPES):
+    if own.compute_dtype != "float32" or ModelView(model).computes_in(dtypes.SIXTEEN_BIT_DTYPES):
         return [own]
     has_bfloat16 = not target.matrix_rates or "bfloat16" in target.matrix_rates
     return [own, get_policy("mixed_bfloat16" if has_bfloat16 else "mixed_float16")]
