@@ -19,6 +19,7 @@ from mpkeras.tools.audit.audit import audit
 from mpkeras.tools.blackbox.capsule import load_capsule
 from mpkeras.tools.forecast.forecast import forecast
 from mpkeras.tools.forecast.memory_plan import plan_memory
+from mpkeras.tools.forecast.sharded import sharded
 from mpkeras.tools.numerics.numerics import trace_numerics
 from mpkeras.training.autoprepare import autoprepare
 from mpkeras.training.global_policy import install_from_environment, policy_scope, set_global_policy
@@ -53,6 +54,7 @@ __all__ = [
     "register_policy",
     "registered_policies",
     "set_global_policy",
+    "sharded",
     "state_dict",
     "trace_numerics",
 ]

@@ -976,6 +976,18 @@ def lay_out(variables, distribution):
         variable._layout = distribution.get_variable_layout(variable)
 
 
+def layout_of(variable):
+    """Returns the layout that a variable has on JAX, a `TensorLayout`; `None` where it has none."""
+    return getattr(variable, "_layout", None)
+
+
+def give_layout(variable, layout):
+    """Gives a variable on JAX a `TensorLayout`, and its value, where it has one, the place that this says."""
+    variable._layout = layout
+    if variable._value is not None:
+        put(variable, keras.distribution.distribute_tensor(variable._value, layout))
+
+
 def portable_config(optimizer) -> dict:
     """Returns the config of an optimizer, with Keras' class for all backends in place of one for this backend alone."""
     config = keras.saving.serialize_keras_object(optimizer)

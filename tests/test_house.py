@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     ("_version", "_start", "_arguments", "_keras", "_replaced"),
     ("policies", "devices"),
+    ("distribution",),
     ("conversion", "scaling", "layers"),
     ("training",),
     ("callbacks",),

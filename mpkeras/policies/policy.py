@@ -39,6 +39,8 @@ class _Settings:
     float8: str | None = None
     keep_16_bits: tuple = ()
     remat: str | tuple | None = None
+    gather_dtype: str | None = None
+    reduce_dtype: str | None = None
     reason: str | None = dataclasses.field(default=None, compare=False)
 
     def comparable(self) -> "_Settings":
@@ -88,6 +90,11 @@ class Policy(keras.DTypePolicy):
             numbers. `"blocks"`: what the repeated blocks of a model are given. `"products"`: the products with weights,
             too, so that little is computed twice. Or rules as in `keep_float32`: the outputs of these layers. `None`:
             everything, and for a registered name its setting. See docs/memory.md.
+        gather_dtype: The dtype in which a weight travels that is split over devices, where a layer reads all of it: its
+            own or that of the arithmetic. `None`: that of the layer, and for a registered name its setting. Weights
+            that a float32 layer reads travel in float32.
+        reduce_dtype: The dtype in which gradients are summed over devices, one of these or `"bfloat16"`, `"float16"`.
+            `None`: float32, and for a registered name its setting. See docs/many_devices.md.
 
     Raises:
         ValueError: If the name is unknown and a dtype is missing, if a dtype is not in the list, if a name
@@ -124,6 +131,8 @@ class Policy(keras.DTypePolicy):
         float8: str | None = None,
         keep_16_bits: Iterable | None = None,
         remat: str | Iterable | None = None,
+        gather_dtype: str | None = None,
+        reduce_dtype: str | None = None,
     ) -> None:
         # `super().__init__` is left out: it parses `name`, and a name of one's own says nothing about dtypes.
         _check_name(name)
@@ -148,6 +157,11 @@ class Policy(keras.DTypePolicy):
             keep_16_bits = base.keep_16_bits if keep_16_bits is None else keep_16_bits
         if base is not None and remat is None:
             remat = base.remat
+        # As rules and scale: chosen for the dtypes of the registered policy.
+        if inherited is not None and base.variable_dtype == variable_dtype and gather_dtype is None:
+            gather_dtype = base.gather_dtype
+        if inherited is not None and reduce_dtype is None:
+            reduce_dtype = base.reduce_dtype
         self._settings = _checked_settings(
             name,
             compute_dtype,
@@ -158,6 +172,8 @@ class Policy(keras.DTypePolicy):
             float8=float8,
             keep_16_bits=keep_16_bits,
             remat=remat,
+            gather_dtype=gather_dtype,
+            reduce_dtype=reduce_dtype,
             reason=None if inherited is None else inherited.reason,
         )
 
@@ -215,6 +231,16 @@ class Policy(keras.DTypePolicy):
     def remat(self) -> str | tuple | None:
         """What is kept for the backward pass: `"blocks"`, `"products"`, rules for layers, or `None`, everything."""
         return self._settings.remat
+
+    @property
+    def gather_dtype(self) -> str | None:
+        """The dtype in which a weight that is split over devices travels to a layer; `None` for that of the layer."""
+        return self._settings.gather_dtype
+
+    @property
+    def reduce_dtype(self) -> str | None:
+        """The dtype in which gradients are summed over devices; `None` for float32."""
+        return self._settings.reduce_dtype
 
     @property
     def loss_scale(self) -> loss_scaling.LossScale | None:
@@ -311,6 +337,9 @@ class Policy(keras.DTypePolicy):
             config["keep_16_bits"] = rules.serialized(self.keep_16_bits)
         if self.remat is not None:
             config["remat"] = self.remat if isinstance(self.remat, str) else rules.serialized(self.remat)
+        for name in ("gather_dtype", "reduce_dtype"):
+            if getattr(self, name) is not None:
+                config[name] = getattr(self, name)
         if self.reason is not None:
             config["reason"] = self.reason
         return config
@@ -355,6 +384,8 @@ class Policy(keras.DTypePolicy):
             + ("" if self.slot_dtype == "auto" else f"slot_dtype={self.slot_dtype}, ")
             + ("" if self.float8 is None else f"float8={self.float8}, ")
             + ("" if self.remat is None else f"remat={self.remat!r}, ")
+            + ("" if self.gather_dtype is None else f"gather_dtype={self.gather_dtype}, ")
+            + ("" if self.reduce_dtype is None else f"reduce_dtype={self.reduce_dtype}, ")
             + f"{len(self.keep_float32)} float32 rules, loss_scale={self.loss_scale}"
             + "".join(f"; {note}" for note in (describe(self) for describe in NOTES_FOR_REPR) if note)
             + ">"
@@ -442,6 +473,8 @@ def _checked_settings(
     float8=None,
     keep_16_bits=None,
     remat=None,
+    gather_dtype=None,
+    reduce_dtype=None,
     reason=None,
 ) -> _Settings:
     check_keras_name(name, compute_dtype, variable_dtype)
@@ -455,6 +488,8 @@ def _checked_settings(
         float8=_check_float8(float8, compute_dtype),
         keep_16_bits=_check_keep_16_bits(keep_16_bits, float8),
         remat=_check_remat(remat),
+        gather_dtype=_check_gather_dtype(gather_dtype, compute_dtype, variable_dtype),
+        reduce_dtype=_check_reduce_dtype(reduce_dtype, compute_dtype),
         reason=reason,
     )
 
@@ -472,6 +507,32 @@ def _check_float8(float8, compute_dtype: str) -> str | None:
             f"compute_dtype={compute_dtype!r}, float8={float8!r}. Use 'mixed_float8'."
         )
     return float8
+
+
+def _check_gather_dtype(gather_dtype, compute_dtype: str, variable_dtype: str) -> str | None:
+    if gather_dtype is None:
+        return None
+    gather_dtype = check_dtype("gather_dtype", gather_dtype)
+    if gather_dtype not in (compute_dtype, variable_dtype):
+        # In a third dtype a weight would be rounded twice, or travel with bits that nobody reads.
+        raise ValueError(
+            "Expected `gather_dtype` to be the dtype of the weights or of the arithmetic. Received: "
+            f"gather_dtype={gather_dtype!r}, variable_dtype={variable_dtype!r}, compute_dtype={compute_dtype!r}. Leave "
+            "it out for that of the arithmetic."
+        )
+    return gather_dtype
+
+
+def _check_reduce_dtype(reduce_dtype, compute_dtype: str) -> str | None:
+    if reduce_dtype is None:
+        return None
+    reduce_dtype = check_dtype("reduce_dtype", reduce_dtype)
+    if reduce_dtype not in ("float32", *SIXTEEN_BIT_DTYPES, compute_dtype):
+        raise ValueError(
+            "Expected `reduce_dtype` to be 'float32', a dtype of 16 bits or that of the arithmetic. Received: "
+            f"reduce_dtype={reduce_dtype!r}, compute_dtype={compute_dtype!r}. Leave it out for float32."
+        )
+    return reduce_dtype
 
 
 def _check_remat(remat) -> str | tuple | None:

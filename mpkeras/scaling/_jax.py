@@ -9,6 +9,7 @@ import keras
 from jax.experimental import sparse as jax_sparse
 
 from mpkeras import _keras
+from mpkeras.distribution._jax import marked
 from mpkeras.scaling.small_state import UpdateScope
 
 
@@ -16,8 +17,8 @@ def check_all_reduce_dtype(dtype):
     """Raises `ValueError` for any dtype: the compiler puts the reductions in, no optimizer does."""
     if dtype is not None:
         raise ValueError(
-            "Expected no `all_reduce_dtype` on JAX, where the compiler sums the gradients over devices in the dtype "
-            f"of the backward pass. Received: all_reduce_dtype={dtype!r}. Leave it out."
+            "Expected no `all_reduce_dtype` on JAX, where the program of a step says in which dtype gradients are "
+            f"summed. Received: all_reduce_dtype={dtype!r}. Train under `mpkeras.Policy(..., reduce_dtype={dtype!r})`."
         )
 
 
@@ -130,6 +131,7 @@ def apply(optimizer, grads, variables, facts):
 
 def new_values(optimizer, mapping, grads, variables, facts):
     """Returns a function from variable to its value after the step."""
+    grads = marked(grads, variables)
     with keras.StatelessScope(state_mapping=mapping):
         decision, own_values = optimizer.decide(facts, grads_are_finite(grads), _known_loss_flag(facts))
     if optimizer.window is not None:

@@ -12,7 +12,7 @@ from mpkeras.devices._tensorflow import in_xla
 from mpkeras.scaling import small_state
 from mpkeras.scaling.facts import updating
 
-_ALL_REDUCE_DTYPES = (None, "float16", "bfloat16")
+_ALL_REDUCE_DTYPES = (None, "float16", "bfloat16", "float32")
 
 
 def build_scope():
@@ -104,7 +104,7 @@ def apply(optimizer, grads, variables, facts):
     _know_again(optimizer, variables)
     # `None` where there is nothing to unscale.
     scale = None if facts.grads_are_unscaled or optimizer.scale_is_one else optimizer.loss_scale
-    if _sums_in_16_bits(optimizer):
+    if _sums_in_chosen_dtype(optimizer):
         grads = _summed(optimizer, grads, variables, facts.grads_are_unscaled)
     grad_total = grad_sum(grads)
     loss_is_finite = _known_loss_flag(facts)
@@ -471,8 +471,8 @@ def check_all_reduce_dtype(dtype):
         )
 
 
-def _sums_in_16_bits(optimizer) -> bool:
-    """Whether there is something to sum in 16 bits; on one device there is not."""
+def _sums_in_chosen_dtype(optimizer) -> bool:
+    """Whether there is something to sum in a dtype that was chosen; on one device there is not."""
     return optimizer.all_reduce_dtype is not None and tf.distribute.get_strategy().num_replicas_in_sync > 1
 
 
@@ -481,7 +481,7 @@ def _summed(optimizer, scaled_grads, variables, takes_unscaled: bool) -> list:
 
     Scaled, as the small ones would be lost in float16. A sum that overflows is infinite, and the check skips the step.
     """
-    if takes_unscaled:
+    if takes_unscaled and optimizer.all_reduce_dtype != "float32":
         raise ValueError(
             "Expected scaled gradients with `all_reduce_dtype`, as unscaled ones may be too small for 16 bits. "
             f"Received: all_reduce_dtype={optimizer.all_reduce_dtype!r} and gradients that are not scaled. Call "
@@ -502,5 +502,5 @@ def _summed(optimizer, scaled_grads, variables, takes_unscaled: bool) -> list:
 def _no_second_sum(optimizer):
     """Returns a context in which the inner optimizer takes its gradients as summed over replicas already."""
     # Around all replicas: each runs in a thread of its own, and the last one out must not find the method uncovered.
-    methods = {_keras.GRADIENT_SUM_METHOD: list} if _sums_in_16_bits(optimizer) else {}
+    methods = {_keras.GRADIENT_SUM_METHOD: list} if _sums_in_chosen_dtype(optimizer) else {}
     return small_state.replaced_methods(optimizer.inner_optimizer, lambda part: methods)

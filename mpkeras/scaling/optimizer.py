@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
+from mpkeras.distribution import distribution_backend
 from mpkeras.policies.dtypes import SMALL_DTYPE, check_slot_dtype
 from mpkeras.policies.loss_scaling import FixedLossScale, LossScale, number, scalars
 from mpkeras.scaling import files
@@ -100,9 +101,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             in float32 in any case, and each value that it assigns to a bfloat16 variable is rounded
             stochastically: up or down with the probability of its distance. Moving averages of the
             weights and sums of accumulated gradients stay in float32.
-        all_reduce_dtype: `"float16"` or `"bfloat16"`: under a `tf.distribute` strategy the scaled gradients are
-            summed over replicas in this dtype, and a sum that overflows is a skipped step. Clipping then sees
-            the sum, where Keras clips each replica's part. By default they are summed as they are.
+        all_reduce_dtype: `"float16"`, `"bfloat16"` or `"float32"`: under a `tf.distribute` strategy the scaled
+            gradients are summed over replicas in this dtype, as with `Policy(reduce_dtype=...)`, and a sum that
+            overflows is a skipped step. Clipping then sees the sum, where Keras clips each replica's part. By default
+            they are summed as they are.
         **kwargs: Arguments of other Keras optimizers, with their neutral values only.
 
     Attributes:
@@ -209,6 +211,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.store_slots()
             if self.window is not None:
                 self.window.build(self, self.trainable_variables)
+            distribution_backend.split_slots(self.variables, self.trainable_variables)
         # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
         # optimizer through this one and create averages and accumulators a second time.
         self.built = True

@@ -8,16 +8,18 @@ from mpkeras.policies.loss_scaling import LossScale, number
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 
-def rewrapped(optimizer, rule: LossScale, slot_dtype: str = "auto") -> LossScaleOptimizer:
+def rewrapped(optimizer, rule: LossScale, slot_dtype: str = "auto", all_reduce_dtype=None) -> LossScaleOptimizer:
     """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
 
     Args:
         optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
         rule: The rule of the result. Counters are carried over, and the current scale unless it was fixed.
-        slot_dtype: That of the result.
+        slot_dtype, all_reduce_dtype: Those of the result.
     """
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        result = LossScaleOptimizer(optimizer, loss_scale=rule, slot_dtype=slot_dtype)
+        result = LossScaleOptimizer(
+            optimizer, loss_scale=rule, slot_dtype=slot_dtype, all_reduce_dtype=all_reduce_dtype
+        )
         if optimizer.built:
             result.build(_keras.optimizer_trainable_variables(optimizer))
             result.record.steps_before_scale = number(result.accepted_steps)
@@ -27,7 +29,7 @@ def rewrapped(optimizer, rule: LossScale, slot_dtype: str = "auto") -> LossScale
         name=optimizer.name,
         loss_scale=rule,
         slot_dtype=slot_dtype,
-        all_reduce_dtype=getattr(optimizer, "all_reduce_dtype", None),
+        all_reduce_dtype=all_reduce_dtype,
     )
     window = getattr(optimizer, "window", None)
     if isinstance(optimizer, LossScaleOptimizer):

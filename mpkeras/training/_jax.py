@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import sparse
 
 from mpkeras._keras import put
+from mpkeras.distribution._jax import with_dtypes
 from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training import defaults, metric_states
@@ -261,13 +262,20 @@ class CompiledStep:
         return self._parts.program("step", lambda: self._jitted(state))
 
     def _jitted(self, state):
-        shardings = None
+        parts, shardings = self._parts, None
         if keras.distribution.distribution() is not None:
             # Where a variable lies stays what its layout says, whatever the compiler would choose.
             shardings = (jax.tree_util.tree_map(lambda value: value.sharding, state), None)
         # Donated in the order in which they come out: every buffer is used again.
+
         # A function of its own: JAX finds what it traced for a function by the function.
-        return jax.jit(functools.partial(self._pure_step), donate_argnums=0, out_shardings=shardings)
+        def pure_step(state, *data):
+            run = with_dtypes(
+                lambda state, data: self._pure_step(state, *data), parts.travel, parts.model.trainable_variables
+            )
+            return run(state, data)
+
+        return jax.jit(pure_step, donate_argnums=0, out_shardings=shardings)
 
     def _pure_step(self, state, x, y, sample_weight):
         parts = self._parts

@@ -1,6 +1,9 @@
 """What a configuration of a model does not say, and a process needs that makes the model and its step again."""
 
+import keras
+
 from mpkeras import _keras
+from mpkeras.distribution.sharded import SPLIT_AXES, Sharded, check_shard, mesh_of
 from mpkeras.scaling.arguments import checked_optimizer
 from mpkeras.training.objective import Objective
 
@@ -34,9 +37,30 @@ class Blueprint:
         return _keras.portable_config(optimizer)
 
     @staticmethod
-    def layouts_of(distribution):
-        """Returns the `LayoutMap` of a `keras.distribution.ModelParallel`."""
-        return _keras.layout_map_of(distribution)
+    def layouts_of(distribution) -> dict:
+        """Returns how a `keras.distribution.ModelParallel` lays variables out: arguments of `model_parallel`."""
+        if isinstance(distribution, Sharded):
+            return {"shard": distribution.shard, "axis": distribution.axis}
+        layouts = _keras.layout_map_of(distribution)
+        paths = [[path, list(layout.axes)] for path, layout in layouts.items()]
+        return {"paths": paths, "batch_dim_name": distribution.batch_dim_name}
+
+    @staticmethod
+    def model_parallel(mesh, *, paths=(), batch_dim_name=None, shard=None, axis="largest"):
+        """Returns the `ModelParallel` that `layouts_of` describes, on another mesh."""
+        if shard is not None:
+            return Sharded(mesh, shard, axis)
+        layouts = keras.distribution.LayoutMap(mesh)
+        for path, axes in paths:
+            layouts[path] = keras.distribution.TensorLayout(axes, mesh)
+        return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name=batch_dim_name)
+
+    @staticmethod
+    def sharded(devices, shard: str) -> list:
+        """Returns distributions that split what is trained, the usual one first; they differ in the axis."""
+        check_shard(shard)
+        mesh = mesh_of(devices)
+        return [Sharded(mesh, shard, axis) for axis in SPLIT_AXES]
 
     @staticmethod
     def lay_out(variables, distribution):

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import keras
 
 from mpkeras import _replaced
+from mpkeras.distribution import distribution_backend
+from mpkeras.distribution.travel import Travel
 from mpkeras.scaling.facts import GRADIENT_LOG_NAMES, opened_step
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import retake, training_backend
@@ -32,6 +34,7 @@ class Guard:
     rollback: bool
     # Gives layers that come into being when the model is built their policy, too.
     convert_new_layers: Callable[[], None]
+    travel: Travel
     add_logs: bool = False
     add_gradient_logs: bool = False
     # Examples in the largest batch that the step was traced for or given; 0 where no shape says.
@@ -66,16 +69,20 @@ def install(model, guard: Guard):
             step = functools.partial(training_backend.empty_step, model, optimizers)
         if guard.rollback and optimizers:
             step = functools.partial(training_backend.step_without_trace, found, optimizers, step)
-        with opened_step(optimizers, batch_has_rows=has_rows, wants_statistics=guard.add_gradient_logs) as facts:
-            result = step(*args)
-        added: dict = {}
-        if guard.add_logs and optimizers:
-            # One that nothing uses (`super().compile()` gives every GAN a third) is not built, and not shown.
-            in_use_first = sorted(optimizers, key=lambda optimizer: not optimizer.built)
-            added |= zip(LOG_NAMES, training_backend.scale_logs(in_use_first, result), strict=True)
-        if guard.add_gradient_logs and optimizers and facts[0].statistics is not None:
-            added |= zip(GRADIENT_LOG_NAMES, facts[0].statistics, strict=True)
-        return _with_logs(result, lambda logs: {**logs, **added})
+
+        def run_and_log(*args):
+            with opened_step(optimizers, batch_has_rows=has_rows, wants_statistics=guard.add_gradient_logs) as facts:
+                result = step(*args)
+            added: dict = {}
+            if guard.add_logs and optimizers:
+                # One that nothing uses (`super().compile()` gives every GAN a third) is not built, and not shown.
+                in_use_first = sorted(optimizers, key=lambda optimizer: not optimizer.built)
+                added |= zip(LOG_NAMES, training_backend.scale_logs(in_use_first, result), strict=True)
+            if guard.add_gradient_logs and optimizers and facts[0].statistics is not None:
+                added |= zip(GRADIENT_LOG_NAMES, facts[0].statistics, strict=True)
+            return _with_logs(result, lambda logs: {**logs, **added})
+
+        return distribution_backend.with_dtypes(run_and_log, guard.travel, model.trainable_variables)(*args)
 
     vars(guarded_train_step)["mpkeras_guard"] = guard
     _replaced.replace(model, "train_step", guarded_train_step, kind="guard")

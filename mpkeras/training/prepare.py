@@ -15,6 +15,8 @@ from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import compute_dtypes, computes_in
 from mpkeras.conversion.store_weights import store_weights, unstored_dtypes
 from mpkeras.conversion.undo import converting
+from mpkeras.distribution import distribution_backend
+from mpkeras.distribution.travel import Travel
 from mpkeras.policies import loss_scaling
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
@@ -25,6 +27,7 @@ from mpkeras.scaling.arguments import check_parts
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.scaling.rewrap import rewrapped
 from mpkeras.training import guard, inventory, training_backend
+from mpkeras.training.made_under import policy_made_under
 from mpkeras.training.prepared import Prepared, forget, keep_prepared, prepared_of
 
 # The class of the user's model: a type checker knows it after `prepare`, too.
@@ -140,6 +143,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         )
     survey = Survey(model)
     chosen = chosen_policy(survey, policy).with_remat(remat)
+    distribution_backend.check_travel(chosen)
     explicit_rule = loss_scaling.resolve(loss_scale)
     check_switches(jit_compile, rollback)
     check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)
@@ -175,7 +179,9 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     # Last, as it cannot be taken back: weights are rounded, and a wrapper stores the state of what it wraps anew.
     store(optimizers)
     with training_backend.variable_scope(model):
-        wrappers = [wrapped(*pair, chosen.slot_dtype) for pair in zip(optimizers, rules, strict=True)]
+        wrappers = [
+            wrapped(*pair, chosen.slot_dtype, chosen.reduce_dtype) for pair in zip(optimizers, rules, strict=True)
+        ]
         for wrapper in wrappers if chosen.accumulate_steps > 1 else ():
             wrapper.accumulate(chosen.accumulate_steps)
     parts = (model, *inventory.compiled_parts(survey))
@@ -198,7 +204,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         # What the parts' `train_on_batch` returns goes into the step of `model`: without logs of ours, unless the part
         # is prepared and can tell it from `fit`.
         add_logs = part is model or prepared_of(part) is not None
-        guard.install(part, guard.Guard(rollback, convert_new_layers, add_logs))
+        guard.install(part, guard.Guard(rollback, convert_new_layers, Travel.of(chosen), add_logs))
 
     guards = [(part, functools.partial(guard_again, part)) for part in parts]
     for _, put_around in guards:
@@ -217,6 +223,10 @@ def chosen_policy(model, policy):
     if converted is not None and converted.compute_dtype in dtypes:
         # Its rules and loss scale were chosen for this model.
         return converted
+    made_under = policy_made_under(survey.model)
+    if made_under is not None and made_under.compute_dtype in dtypes:
+        # Of a model that is trained outside the scope that it was made in, too.
+        return made_under
     if converted is not None and not dtypes and converted.compute_dtype == global_policy.compute_dtype:
         return converted
     if not dtypes or global_policy.compute_dtype in dtypes:
@@ -334,11 +344,12 @@ def _rule_of(optimizer, make, *names):
         ) from error
 
 
-def wrapped(optimizer, rule, slot_dtype: str = "auto"):
+def wrapped(optimizer, rule, slot_dtype: str = "auto", reduce_dtype: str | None = None):
     """Returns `optimizer` in a `LossScaleOptimizer` with `rule`; itself where it is one, or `rule` is `None`.
 
     Args:
         slot_dtype: That of the policy; with `"auto"` what its user gave the optimizer stays.
+        reduce_dtype: Likewise, with `None`; a backend whose optimizers sum no gradients has no use for it.
     """
     if rule is None:
         return optimizer
@@ -347,9 +358,12 @@ def wrapped(optimizer, rule, slot_dtype: str = "auto"):
     if is_ours and slot_dtype == "auto" and not optimizer.record.slots_are_chosen_by_prepare:
         slot_dtype = optimizer.slot_dtype
     is_same_slot_dtype = is_ours and optimizer.slot_dtype == slot_dtype
-    if is_same_rule and is_same_slot_dtype:
+    all_reduce_dtype = getattr(optimizer, "all_reduce_dtype", None)
+    if reduce_dtype is not None and distribution_backend.OPTIMIZERS_REDUCE:
+        all_reduce_dtype = reduce_dtype
+    if is_same_rule and is_same_slot_dtype and all_reduce_dtype == optimizer.all_reduce_dtype:
         return optimizer
-    wrapper = rewrapped(optimizer, rule, slot_dtype)
+    wrapper = rewrapped(optimizer, rule, slot_dtype, all_reduce_dtype)
     wrapper.record.rule_is_chosen_by_prepare = not is_same_rule or optimizer.record.rule_is_chosen_by_prepare
     wrapper.record.slots_are_chosen_by_prepare = not is_same_slot_dtype or optimizer.record.slots_are_chosen_by_prepare
     return wrapper

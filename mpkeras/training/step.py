@@ -15,6 +15,8 @@ from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import layers_of
 from mpkeras.conversion.store_weights import store_weights
 from mpkeras.conversion.undo import converting
+from mpkeras.distribution import distribution_backend
+from mpkeras.distribution.travel import Travel
 from mpkeras.policies.loss_scaling import scalars
 from mpkeras.scaling.arguments import checked_optimizer
 from mpkeras.scaling.optimizer import LossScaleOptimizer
@@ -153,6 +155,7 @@ class TrainStep:
         accumulate_steps = checked_steps(accumulate_steps, on_overflow)
         policy = chosen_policy(model, None).with_remat(remat)
         check_variables(model, policy)
+        distribution_backend.check_travel(policy)
         objective = Objective(loss_fn, metrics)
         jit_compile = _resolved_jit_compile(model, jit_compile)
         window = accumulate_steps, on_overflow
@@ -438,6 +441,11 @@ class StepParts:
         rows = {dtype: iter(np.array(ops.convert_to_numpy(values))) for dtype, values in packed.items()}
         return {id(variable): next(rows[variable.dtype]) for variable in self.moving}
 
+    @property
+    def travel(self) -> Travel:
+        """The dtypes of what travels between devices in the step."""
+        return Travel.of(chosen_policy(self.model, None))
+
     def apply_rules(self):
         """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""
         policy = chosen_policy(self.model, None).with_remat(self._remat)
@@ -507,7 +515,7 @@ class StepParts:
         accumulates = self._window[0] > 1
         rule = rule_for(self.optimizer, model, policy, None, self._rollback or accumulates)
         with training_backend.variable_scope(model):
-            self.optimizer = wrapped(self.optimizer, rule, policy.slot_dtype)
+            self.optimizer = wrapped(self.optimizer, rule, policy.slot_dtype, policy.reduce_dtype)
             if accumulates:
                 self.optimizer.accumulate(*self._window)
         self._moving = None

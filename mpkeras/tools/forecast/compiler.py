@@ -157,7 +157,7 @@ class CompileRequest:
     def __init__(self, model, x, y, device, devices, policies, optimizer, loss):
         self.target = find_target(device)
         self.policies = _policies(policies)
-        mesh, layout_map = _mesh(devices)
+        mesh, layouts = _mesh(devices)
         self.devices = devices if mesh is None else math.prod(mesh["shape"])
         self.rows_split = 1 if mesh is None else mesh["shape"][mesh["axis_names"].index(mesh["batch_dim_name"])]
         if loss is None and getattr(model, "compiled", False) and model.loss is not None:
@@ -202,7 +202,7 @@ class CompileRequest:
                 "device": device,
                 "devices": self.devices,
                 "mesh": mesh,
-                "layout_map": layout_map,
+                "layouts": layouts,
                 "policies": keras.saving.serialize_keras_object(self.policies),
             }
         )
@@ -241,8 +241,7 @@ def _mesh(devices) -> tuple:
         found = {"shape": [int(n) for n in mesh.shape], "axis_names": axes, "batch_dim_name": devices.batch_dim_name}
         if isinstance(devices, keras.distribution.DataParallel):
             return found, None
-        layouts = Blueprint.layouts_of(devices)
-        return found, [[path, list(layout.axes)] for path, layout in layouts.items()]
+        return found, Blueprint.layouts_of(devices)
     if isinstance(devices, bool) or not isinstance(devices, int):
         raise TypeError(
             "Expected `devices` to be a number or a `keras.distribution.DataParallel` or `ModelParallel`. Received: "

@@ -251,12 +251,9 @@ def _made(config):
 
 
 def _distribution(wanted, mesh):
-    if wanted["layout_map"] is None:
+    if wanted["layouts"] is None:
         return keras.distribution.DataParallel(device_mesh=mesh)
-    layouts = keras.distribution.LayoutMap(mesh)
-    for path, axes in wanted["layout_map"]:
-        layouts[path] = keras.distribution.TensorLayout(axes, mesh)
-    return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name=wanted["mesh"]["batch_dim_name"])
+    return Blueprint.model_parallel(mesh, **wanted["layouts"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,8 @@
+"""Many devices that share a batch: what lies where, and what travels."""
+
+import importlib
+
+import keras
+
+# What the active backend does: `check_travel`, `with_dtypes`, `split_slots`, and whether `OPTIMIZERS_REDUCE`.
+distribution_backend = importlib.import_module(f"mpkeras.distribution._{keras.backend.backend()}")

@@ -1,0 +1,372 @@
+"""What travels between devices on JAX: the program of a step, in which each collective has the dtype of the policy.
+
+The compiler puts the collectives in, in the dtype of what it finds: a gradient that is computed in bfloat16 is summed
+over devices in bfloat16, and rounded once for each. `with_dtypes` therefore traces a step, and makes two changes:
+
+- a product or a sum that makes the gradient of a weight returns `reduce_dtype`, not the dtype of its operands;
+- a weight that is split over the devices that share a batch is gathered in `gather_dtype`, as a whole.
+
+References:
+    GSPMD, which partitions the program: Xu et al., 2021, https://arxiv.org/abs/2105.04663. How a jaxpr is interpreted:
+    https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from mpkeras import _keras
+from mpkeras.distribution.sharded import Sharded
+from mpkeras.distribution.travel import GATHERED, REDUCED, Travel
+
+# Whether an optimizer sums gradients over replicas, and so has a dtype for it.
+OPTIMIZERS_REDUCE = False
+_NARROW = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+# The name of the function, which does nothing, around a gradient that an optimizer is given.
+_GRADIENT = "mpkeras_gradient_of:"
+# Operations that add nothing up: a sum behind one of them may be taken in the wider dtype as well.
+_ELEMENTWISE = {"add", "add_any", "copy", "div", "mul", "neg", "reshard", "sharding_constraint", "sub"}
+_SHAPES = {"broadcast_in_dim", "concatenate", "expand_dims", "pad", "reshape", "rev", "slice", "squeeze", "transpose"}
+_PRODUCTS = {"conv_general_dilated", "dot_general"}
+_SUMS = {"cumsum", "reduce_sum", "scatter-add"}
+# Operations by which layers read a weight and optimizers do not: those compute with each element by itself.
+_READS = _PRODUCTS | _SHAPES | {"gather"}
+# Operations with a program inside: in each of them a gradient may be made.
+_WITH_PROGRAM = {"checkpoint", "jit", "remat2", "scan"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """A weight in the program: its path, where its parts lie, and where the whole lies while a layer reads it."""
+
+    path: str
+    laid_out: jax.sharding.Sharding
+    gathered: jax.sharding.Sharding
+
+    @property
+    def is_split(self) -> bool:
+        return self.laid_out != self.gathered
+
+
+def check_travel(policy):
+    """Raises `ValueError` for dtypes of a `Policy` in which nothing travels here."""
+    if policy.reduce_dtype in (None, "float32", policy.compute_dtype):
+        return
+    raise ValueError(
+        "Expected `reduce_dtype` to be 'float32' or the dtype of the arithmetic on JAX, where the compiler sums a "
+        f"gradient as it is computed. Received: reduce_dtype={policy.reduce_dtype!r} and "
+        f"compute_dtype={policy.compute_dtype!r}. Leave it out for float32."
+    )
+
+
+def marked(grads, variables) -> list:
+    """Returns gradients that `with_dtypes` finds in the program of a step; the same where no devices share a batch."""
+    if _sharing() is None:
+        return grads
+    pairs = zip(grads, variables, strict=True)
+    return [_marked(grad, variable) if isinstance(grad, jax.Array) else grad for grad, variable in pairs]
+
+
+def _marked(grad, variable):
+    def gradient(grad):
+        return grad
+
+    gradient.__name__ = _GRADIENT + variable.path
+    # In float32, in which the gradient is unscaled in any case.
+    return jax.jit(gradient)(grad.astype(jnp.float32) if grad.dtype in _NARROW else grad)
+
+
+def split_slots(slots, weights):
+    """Splits the state that an optimizer keeps beside weights, where the distribution in force splits state alone."""
+    distribution = keras.distribution.distribution()
+    if not isinstance(distribution, Sharded) or distribution.shard != "state":
+        return
+    for slot in slots:
+        if _keras.weight_of_slot(slot, weights) is not None:
+            _keras.give_layout(slot, distribution.split(slot.shape))
+
+
+def _sharing():
+    """Returns the distribution in force where several devices share a batch, or `None`."""
+    distribution = keras.distribution.distribution()
+    return None if distribution is None or distribution.batch_dim_name is None else distribution
+
+
+def with_dtypes(run, travel: Travel, variables):
+    """Returns `run`, with collectives in the dtypes of `travel`.
+
+    Args:
+        run: A step `run(state, data)`, in which an optimizer is given what `marked` returns.
+        travel: The dtypes.
+        variables: The weights that are trained, in the order in which the first part of the state has their values.
+    """
+    distribution = _sharing()
+    if distribution is None:
+        return run
+    weights = [_weight(variable, distribution) for variable in variables]
+
+    def run_with_dtypes(state, data):
+        values, structure = jax.tree.flatten((state, data))
+        if not any(isinstance(value, jax.core.Tracer) for value in values):
+            if travel.is_asked_for:
+                raise ValueError(
+                    "Expected a compiled step for `gather_dtype` and `reduce_dtype`: one that runs op by op has no "
+                    "program to say them in. Received: a step under `run_eagerly` or without `jit_compile`. Compile "
+                    "the step, or leave them out of the policy."
+                )
+            return run(state, data)
+        program, results = jax.make_jaxpr(
+            lambda *values: run(*jax.tree.unflatten(structure, values)), return_shape=True
+        )(*values)
+        # The weights come first.
+        inputs = [_Value(value) for value in values]
+        outputs = _Rewriting(travel, distribution).run(program, inputs, dict(enumerate(weights)), {})
+        return jax.tree.unflatten(jax.tree.structure(results), [output.as_made() for output in outputs])
+
+    return run_with_dtypes
+
+
+def _weight(variable, distribution) -> _Weight:
+    layout = distribution.get_variable_layout(variable)
+    sharding = getattr(layout, "backend_layout", layout)
+    batch = distribution.batch_dim_name
+    axes = [names if isinstance(names, tuple) else (names,) for names in sharding.spec]
+    kept = [None if batch in names else names[0] if len(names) == 1 else names for names in axes]
+    gathered = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*kept))
+    return _Weight(variable.path, sharding, gathered)
+
+
+class _Value:
+    """A value of the program: as the traced step makes it, in the wider dtype in its place, or both."""
+
+    def __init__(self, value=None, *, wide=None, dtype=None):
+        self._value, self._wide, self._dtype = value, wide, dtype
+        self._gathered: dict = {}
+
+    def as_made(self):
+        """Returns the value in the dtype that the traced step has for it."""
+        if self._value is None:
+            self._value = self._wide.astype(self._dtype)
+        return self._value
+
+    def wide(self, dtype):
+        """Returns the value in `dtype` where it has fewer bits, else as it is."""
+        if self._wide is not None:
+            return self._wide
+        is_widened = jnp.result_type(self._value) in _NARROW and dtype not in _NARROW
+        return jnp.asarray(self._value, dtype) if is_widened else self._value
+
+    def gathered(self, dtype, gather):
+        """Returns what `gather(value)` returns for this value and `dtype`: the same for all that read it."""
+        if dtype not in self._gathered:
+            self._gathered[dtype] = gather(self.as_made())
+        return self._gathered[dtype]
+
+
+class _Rewriting:
+    """The interpreter of a step."""
+
+    def __init__(self, travel: Travel, distribution):
+        self._gather_dtype = None if travel.gather_dtype is None else jnp.dtype(travel.gather_dtype)
+        self._reduce_dtype = jnp.dtype(travel.reduce_dtype)
+        self._mesh, self._batch_axis = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
+
+    def run(self, program: ClosedJaxpr, inputs: list, weights: dict, gradients: dict) -> list:
+        """Returns the outputs of a program, each a `_Value`.
+
+        Args:
+            program: The program.
+            inputs: Its inputs, each a `_Value`.
+            weights: `{number of an input: _Weight}`.
+            gradients: `{number of an output: path}` of the outputs that belong to the gradient of a weight.
+        """
+        jaxpr = program.jaxpr
+        known = dict(zip(jaxpr.constvars, map(_Value, program.consts), strict=True))
+        known |= dict(zip(jaxpr.invars, inputs, strict=True))
+        weights = {jaxpr.invars[i]: weight for i, weight in weights.items() if weight.is_split}
+        paths = _paths(jaxpr, {jaxpr.outvars[i]: path for i, path in gradients.items()})
+
+        def read(variable):
+            return _Value(variable.val) if isinstance(variable, Literal) else known[variable]
+
+        for equation in jaxpr.eqns:
+            values = [read(variable) for variable in equation.invars]
+            of_inputs = {i: weights[v] for i, v in enumerate(equation.invars) if _is_in(v, weights)}
+            of_outputs = {i: paths[v] for i, v in enumerate(equation.outvars) if v in paths}
+            # Operations keep the names of the layers that they are in.
+            if of_inputs or of_outputs or _gradient_of(equation):
+                with jax.named_scope(str(equation.source_info.name_stack)):
+                    results = self._results(equation, jaxpr, values, of_inputs, of_outputs)
+            else:
+                results = _as_traced(equation, jaxpr, values)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(variable) for variable in jaxpr.outvars]
+
+    def _results(self, equation, jaxpr, values, weights, gradients) -> list:
+        name = equation.primitive.name
+        if _gradient_of(equation):
+            return values
+        if name == "scan":
+            # Before the loop: inside it, the weight would be gathered in each round.
+            values = [self._gathered(value, weights[i]) if i in weights else value for i, value in enumerate(values)]
+            weights = {}
+        if name in _WITH_PROGRAM and (weights or gradients):
+            if name == "jit":
+                return self.run(equation.params["jaxpr"], values, weights, gradients)
+            return self._with_program_inside(equation, values, weights, gradients)
+        if name == "convert_element_type":
+            if gradients and _is_float(equation.outvars[0]):
+                return [self._converted(equation, values[0].wide(self._reduce_dtype))]
+            if weights:
+                return [self._gathered(values[0], weights[0], equation.params["new_dtype"])]
+        if name in _READS:
+            values = [self._gathered(value, weights[i]) if i in weights else value for i, value in enumerate(values)]
+        if gradients and name in _PRODUCTS | _SUMS | _ELEMENTWISE | _SHAPES:
+            return [self._gradient(equation, values, gradients[0])]
+        return _as_traced(equation, jaxpr, values)
+
+    @staticmethod
+    def _converted(equation, wide):
+        dtype = equation.params["new_dtype"]
+        return _Value(wide=wide, dtype=dtype) if dtype in _NARROW else _Value(wide.astype(dtype))
+
+    def _gradient(self, equation, values, path) -> _Value:
+        """Returns what an equation adds to a gradient, in the wider dtype."""
+        dtype, parameters = self._reduce_dtype, dict(equation.params)
+        is_product, output = equation.primitive.name in _PRODUCTS, equation.outvars[0].aval
+        widens = output.dtype in _NARROW and dtype not in _NARROW
+        if equation.primitive.name == "conv_general_dilated" and widens:
+            with jax.named_scope(REDUCED.format(path)):
+                return _Value(wide=self._summed_convolution(equation, *values), dtype=output.dtype)
+        if is_product and widens:
+            parameters["preferred_element_type"] = dtype
+        operands = [value.as_made() if is_product else value.wide(dtype) for value in values]
+        with jax.named_scope(REDUCED.format(path)):
+            if equation.primitive.name == "scatter-add":
+                # One of its parameters is the addition, traced for the dtype.
+                for name in ("update_consts", "update_jaxpr"):
+                    del parameters[name]
+                result = jax.lax.scatter_add(*operands, **parameters)
+            else:
+                result = equation.primitive.bind(*operands, **parameters)
+        return _Value(wide=result, dtype=output.dtype) if widens else _Value(result)
+
+    def _summed_convolution(self, equation, images, gradients):
+        """Returns the gradient of a convolution's kernel: what each device computes of its rows, and then the sum.
+
+        Convolutions return the dtype of their operands: with another one XLA casts the operands up for GPUs, and
+        multiplies in float32 (JAX 0.10.2).
+        """
+        (_, rows, *_), (_, rows_of_gradients, *_), _ = equation.params["dimension_numbers"]
+        batch = self._batch_axis
+
+        def of_own_rows(images, gradients):
+            part = equation.primitive.bind(images, gradients, **equation.params)
+            return jax.lax.psum(part.astype(self._reduce_dtype), batch)
+
+        specs = [
+            jax.sharding.PartitionSpec(*[batch if axis == split else None for axis in range(value.aval.ndim)])
+            for value, split in zip(equation.invars, (rows, rows_of_gradients), strict=True)
+        ]
+        summed = jax.shard_map(
+            of_own_rows,
+            mesh=self._mesh,
+            in_specs=tuple(specs),
+            out_specs=jax.sharding.PartitionSpec(),
+            axis_names={batch},
+        )
+        return summed(images.as_made(), gradients.as_made())
+
+    def _gathered(self, value: _Value, weight: _Weight, dtype=None) -> _Value:
+        """Returns a weight that is split, as a layer reads it: whole, in `dtype` or as it is stored."""
+        read_in = jnp.dtype(value.as_made().dtype if dtype is None else dtype)
+        # What a float32 layer reads is not rounded.
+        travels_in = read_in if self._gather_dtype is None or read_in not in _NARROW else self._gather_dtype
+
+        def gather(stored):
+            with jax.named_scope(GATHERED.format(weight.path)):
+                # The parts first: of a cast whose result has to be whole, the compiler gathers the operand.
+                parts = jax.lax.with_sharding_constraint(stored.astype(travels_in), weight.laid_out)
+                whole = jax.lax.with_sharding_constraint(parts, weight.gathered)
+                if travels_in != read_in:
+                    # Or the compiler casts first, where that gives it fewer bytes to send.
+                    whole = jax.lax.optimization_barrier(whole)
+                return _Value(whole.astype(read_in))
+
+        return value.gathered(read_in, gather)
+
+    def _with_program_inside(self, equation, values, weights, gradients) -> list:
+        """Returns what a loop or a checkpoint makes, with the same changes in the program inside it."""
+        inside = equation.params["jaxpr"]
+        closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
+
+        def run(*inputs):
+            outputs = self.run(closed, list(map(_Value, inputs)), weights, gradients)
+            return [output.as_made() for output in outputs]
+
+        shapes = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+            for v in closed.jaxpr.invars
+        ]
+        rewritten = jax.make_jaxpr(run)(*shapes)
+        parameters = {**equation.params, "jaxpr": rewritten if isinstance(inside, ClosedJaxpr) else rewritten.jaxpr}
+        return list(map(_Value, equation.primitive.bind(*[value.as_made() for value in values], **parameters)))
+
+
+def _as_traced(equation, jaxpr, values) -> list:
+    """Returns what an equation of `jaxpr` makes of `values`, as it was traced."""
+    # A program of this equation alone, which JAX runs: how an operation is bound differs from version to version.
+    inputs = {v: value for v, value in zip(equation.invars, values, strict=True) if not isinstance(v, Literal)}
+    alone = jaxpr.replace(constvars=[], invars=list(inputs), outvars=equation.outvars, eqns=[equation])
+    results = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*[value.as_made() for value in inputs.values()])
+    return list(map(_Value, results))
+
+
+def _paths(jaxpr, ends: dict) -> dict:
+    """Returns `{variable: path}` of what becomes the gradient of a weight, back to the sums over a batch.
+
+    Args:
+        jaxpr: A program.
+        ends: The same of its outputs.
+    """
+    paths = dict(ends)
+    for equation in reversed(jaxpr.eqns):
+        name = equation.primitive.name
+        path = _gradient_of(equation) or next((paths[v] for v in equation.outvars if v in paths), None)
+        if path is None:
+            continue
+        if name == "jit" and not _gradient_of(equation):
+            inside = equation.params["jaxpr"].jaxpr
+            outputs = zip(inside.outvars, equation.outvars, strict=True)
+            found = _paths(inside, {v: paths[outer] for v, outer in outputs if outer in paths})
+            inputs = [outer for v, outer in zip(inside.invars, equation.invars, strict=True) if v in found]
+        elif name == "scatter-add":
+            inputs = equation.invars[:1]
+        else:
+            goes_on = _gradient_of(equation) or name in _ELEMENTWISE | _SHAPES | {"convert_element_type"}
+            # A bias has axes of size 1 while it is added, over which its gradient is summed once more.
+            goes_on = goes_on or name == "reduce_sum" and _has_size_of_output(equation)
+            inputs = equation.invars if goes_on else []
+        paths |= {v: path for v in inputs if not isinstance(v, Literal) and _is_float(v)}
+    return paths
+
+
+def _gradient_of(equation) -> str:
+    """Returns the path of the weight whose gradient goes into the optimizer in this equation, or `""`."""
+    name = equation.params.get("name", "") if equation.primitive.name == "jit" else ""
+    return name.removeprefix(_GRADIENT) if name.startswith(_GRADIENT) else ""
+
+
+def _has_size_of_output(equation) -> bool:
+    return equation.invars[0].aval.size == equation.outvars[0].aval.size
+
+
+def _is_in(variable, known: dict) -> bool:
+    return not isinstance(variable, Literal) and variable in known
+
+
+def _is_float(variable) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.floating)

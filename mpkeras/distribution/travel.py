@@ -1,0 +1,31 @@
+"""What a policy says of the numbers that travel between devices: the dtypes of weights and of gradients."""
+
+import dataclasses
+
+from mpkeras.policies.policy import Policy
+
+# What the operations are called that make what travels: the compiled program names the weight by it.
+GATHERED = "mpkeras_gather:{}:"
+REDUCED = "mpkeras_reduce:{}:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Travel:
+    """The dtypes of what travels.
+
+    Attributes:
+        gather_dtype: That of a weight which is split over devices, where a layer reads it; `None` for the dtype that
+            the layer computes in.
+        reduce_dtype: That of gradients where they are summed over devices.
+        is_asked_for: Whether a user chose one of them.
+    """
+
+    gather_dtype: str | None
+    reduce_dtype: str
+    is_asked_for: bool
+
+    @classmethod
+    def of(cls, policy: Policy) -> "Travel":
+        """Returns what a `Policy` says."""
+        is_asked_for = (policy.gather_dtype, policy.reduce_dtype) != (None, None)
+        return cls(policy.gather_dtype, policy.reduce_dtype or "float32", is_asked_for)
