@@ -5,8 +5,9 @@ import dataclasses
 from mpkeras.policies.policy import Policy
 
 # What the operations are called that make what travels: the compiled program names the weight by it.
-GATHERED = "mpkeras_gather:{}:"
-REDUCED = "mpkeras_reduce:{}:"
+# Without a colon: what stands behind one XLA takes for another kind of name.
+GATHERED = "mpkeras_gather({})"
+REDUCED = "mpkeras_reduce({})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from mpkeras.conversion.apply import apply_policy
 from mpkeras.seams import Blueprint, ModelView, devices
 from mpkeras.tools.forecast.hlo import read_program
 from mpkeras.tools.forecast.targets import find_target
+from mpkeras.tools.forecast.travel import travels_otherwise
 from mpkeras.training.step import make_train_step
 
 _BYTES = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?)")
@@ -161,7 +162,11 @@ class Steps:
             with contextlib.nullcontext() if self._distribution is None else self._distribution.scope():
                 traced = step.traced_for(self._device, x, y)
                 program = traced.lower().compile()
-        facts = facts_of(program)
+        facts = facts_of(program, [variable.path for variable in step.model.trainable_variables])
+        splits_weights = (self._wanted["layouts"] or {}).get("shard") != "state"
+        facts["travels_otherwise"] = travels_otherwise(
+            step.model, self._policies[policy], facts["collectives"], splits_weights
+        )
         if "float8" not in self._target.matrix_rates:
             # The compiler leaves out casts before a product: a device without units for it widens what it reads.
             for counted in (facts["matrix_flops"], facts["products"]):
@@ -212,12 +217,17 @@ def _of_rows(structure, batch):
     return keras.tree.map_structure(of_rows, structure)
 
 
-def facts_of(program) -> dict:
-    """Returns what the compiler says of a program of a state and a batch, by the keys of `Forecast.to_dict`."""
+def facts_of(program, weights=()) -> dict:
+    """Returns what the compiler says of a program of a state and a batch, by the keys of `Forecast.to_dict`.
+
+    Args:
+        program: The program, compiled.
+        weights: The paths of the weights, in the order in which the state begins with them.
+    """
     memory = program.memory_analysis()
     arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    found = read_program(program.as_text())
+    found = read_program(program.as_text(), weights)
     return {
         "persistent_bytes": arguments - importlib.import_module("mpkeras.tools.shared._jax").batch_bytes_of(program),
         "temporary_bytes": temporary,

@@ -304,6 +304,7 @@ class Forecast(Report):
                     f"{part['kind']} {part['dtype']} {part['bytes'] / 2**20:.1f} MiB" for part in found["collectives"]
                 )
                 notes.append(f"{name}: devices exchange {summed} a step.")
+                notes += [_travel_text(name, part) for part in found["travels_otherwise"]]
         if self.missing:
             notes.append(f"Not compiled within {self.out_of_time:g} s: {', '.join(self.missing)}.")
         elif self.out_of_time is not None:
@@ -379,11 +380,17 @@ _OF_A_PROGRAM = (
     "matrix_flops",
     "products",
     "collectives",
+    "travels_otherwise",
     "conditionals",
     "host_transfers",
     "loops_of_unknown_length",
     "float8",
 )
+
+
+def _travel_text(policy: str, part) -> str:
+    moved = f"{part['bytes'] / 2**20:.1f} MiB"
+    return f"{policy}: {part['kind']} of {part['tensor']} in {part['dtype']}, not {part['expected']}: {moved} a step."
 
 
 def _gib(n) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 
@@ -44,6 +44,12 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 # Such as dot_bf16_bf16_f32; dot_bf16_bf16_f32_x3 multiplies three times, for float32's precision.
 _ALGORITHM = re.compile(r"\balgorithm\"?[=:]\"?(?:ALG_)?dot_(bf16|f16)_\1_f32\b(?!_)", flags=re.IGNORECASE)
+# How `mpkeras.distribution` calls the operations that gather a weight and that make its gradient.
+_WEIGHT = re.compile(r"mpkeras_(?:gather|reduce)\(([^()]*)\)")
+# How JAX calls what a step takes: the values of the weights are in the first list of the state.
+_PARAMETER = re.compile(r'op_name="state\[0\]\[(\d+)\]"')
+# Operations that hand on what they are given.
+_PASSED_ON = ("bitcast", "concatenate", "convert", "copy", "fusion", "get-tuple-element", "reshape", "transpose")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -65,6 +71,11 @@ class Instruction:
             for dtype, sizes in _ARRAY.findall(self.type)
         ]
 
+    @functools.cached_property
+    def called(self) -> list:
+        """The names of the computations that it calls."""
+        return re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(self.attributes)))
+
     @property
     def target(self) -> str:
         """The function of a library that is called; `""` where none is."""
@@ -80,7 +91,10 @@ class Program:
         matrix_flops: `{dtype of the operands: FLOP}` of matrix products and convolutions, a multiplication and an
             addition counted as two, those in loops as often as the loop runs. The dtype is the one that is multiplied.
         products: `{dtype of the operands: number of products}`, each once, wherever it stands.
-        collectives: `[{"kind", "dtype", "bytes"}]`, summed by kind and dtype; bytes of the results on one device.
+        collectives: `[{"kind", "dtype", "bytes", "tensors"}]`, summed by kind and dtype; bytes of the results on one
+            device, those in loops as often as the loop runs. `tensors` are `{weight: bytes}`: the path of the weight
+            that is gathered or whose gradient is summed, of several in one array with `" + "` in between, and `""` for
+            anything else.
         conditionals: Number of branches.
         host_transfers: Number of operations that wait for the host or hand it something.
         loops_of_unknown_length: Number of loops with products that do not say how often they run; those count once.
@@ -97,12 +111,18 @@ class Program:
     float8_call_flops: int = 0
 
 
-def read_program(text: str) -> Program:
-    """Returns what is in the HLO text of a compiled module; `ValueError` where a product cannot be counted."""
+def read_program(text: str, weights=()) -> Program:
+    """Returns what is in the HLO text of a compiled module; `ValueError` where a product cannot be counted.
+
+    Args:
+        text: The text.
+        weights: The paths of the weights that the program trains, in the order in which it takes them: first of all.
+    """
     computations, entry = parse(text)
     flops_by_dtype: Counter = Counter()
     products: Counter = Counter()
-    exchanged: Counter = Counter()
+    exchanged: defaultdict = defaultdict(Counter)
+    sources = _Sources(computations, weights)
     found = Program({}, {}, [])
     seen: set = set()
 
@@ -124,18 +144,23 @@ def read_program(text: str) -> Program:
             if is_new:
                 found.conditionals += instruction.operation == "conditional"
                 found.host_transfers += _is_host_transfer(instruction)
-                exchanged.update(_exchanged(instruction))
+            for (kind, dtype), number, moved in _exchanged(instruction):
+                sent = sources.bytes_by_weight(name, instruction, number, moved)
+                exchanged[kind, dtype].update({path: part * times for path, part in sent.items()})
             is_loop = instruction.operation == "while"
             trips = _TRIPS.search(instruction.attributes) if is_loop else None
-            names = re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(instruction.attributes)))
-            inside = [count(inner, times * (int(trips[1]) if trips else 1)) for inner in names if inner in computations]
+            rounds = times * (int(trips[1]) if trips else 1)
+            inside = [count(inner, rounds) for inner in instruction.called if inner in computations]
             found.loops_of_unknown_length += is_loop and trips is None and any(inside)
             multiplies = multiplies or any(inside)
         return multiplies
 
     count(entry, 1)
     found.matrix_flops, found.products = dict(sorted(flops_by_dtype.items())), dict(sorted(products.items()))
-    found.collectives = [{"kind": kind, "dtype": dtype, "bytes": n} for (kind, dtype), n in sorted(exchanged.items())]
+    found.collectives = [
+        {"kind": kind, "dtype": dtype, "bytes": sum(tensors.values()), "tensors": dict(sorted(tensors.items()))}
+        for (kind, dtype), tensors in sorted(exchanged.items())
+    ]
     return found
 
 
@@ -186,22 +211,95 @@ def _bits_of(dtype: str) -> int:
     return int(number[0]) if number else 8
 
 
-def _exchanged(instruction) -> dict:
-    """Returns `{(kind, dtype): bytes}` of what a collective operation gives one device."""
+class _Sources:
+    """Finds the weights that a collective is for, by the names of the operations that make what it sends.
+
+    Args:
+        computations: As `parse` returns them.
+        weights: The paths of the weights, in the order in which the program takes them.
+    """
+
+    def __init__(self, computations: dict, weights):
+        self._by_name = {name: {i.name: i for i in inside} for name, inside in computations.items()}
+        self._weights = weights
+
+    def bytes_by_weight(self, computation: str, collective, number: int, moved: int) -> dict:
+        """Returns `{path: bytes}` of one array that a collective sends; `""` is what belongs to no weight.
+
+        Args:
+            computation: The name of the computation that it is in.
+            collective: The `Instruction`.
+            number: Which of its operands the array is.
+            moved: The bytes of the array.
+        """
+        known = self._by_name[computation]
+        operand = known.get((collective.operands[number : number + 1] or collective.operands[:1] or [""])[0])
+        parts = [operand] if operand is None or not self._joins(operand) else [known.get(n) for n in operand.operands]
+        if len(parts) == 1:
+            paths = self._updated(computation, operand) if collective.operation.startswith("all-gather") else []
+            if not paths and operand is not None:
+                paths = self._made_by(computation, operand, set())
+            if not paths and len(collective.operands) == 1:
+                paths = _WEIGHT.findall(collective.attributes)
+            return {" + ".join(dict.fromkeys(paths)): moved}
+        found: Counter = Counter()
+        for part in parts:
+            sizes = [] if part is None else part.arrays
+            # Single numbers are sums that tell whether a gradient is finite, not gradients.
+            if sum(math.prod(shape) for _, shape in sizes) > 1:
+                paths = self._made_by(computation, part, set())
+                sent = sum(math.prod(shape) * _bits_of(dtype) // 8 for dtype, shape in sizes)
+                found[" + ".join(dict.fromkeys(paths))] += sent
+        found[""] += moved - sum(found.values())
+        return +found
+
+    def _updated(self, computation: str, instruction) -> list:
+        """Returns the path of the weight whose next value an instruction makes of its present one; none of others."""
+        if instruction is None or _WEIGHT.search(instruction.attributes):
+            return []
+        known = self._by_name[computation]
+        taken = [known[name].attributes for name in instruction.operands if name in known]
+        numbers = [int(found[1]) for found in map(_PARAMETER.search, taken) if found is not None]
+        return [self._weights[number] for number in numbers if number < len(self._weights)][:1]
+
+    def _joins(self, instruction) -> bool:
+        """Whether an operation puts several arrays into one."""
+        called = [self._by_name.get(name, {}) for name in instruction.called]
+        return any(i.operation == "concatenate" for i in [instruction, *(i for c in called for i in c.values())])
+
+    def _made_by(self, computation: str, instruction, seen: set) -> list:
+        """Returns the paths that the operations name which make the result of an instruction, the nearest ones."""
+        seen.add(instruction.name)
+        parameter = _PARAMETER.search(instruction.attributes)
+        if parameter is not None and int(parameter[1]) < len(self._weights):
+            return [self._weights[int(parameter[1])]]
+        found = _WEIGHT.findall(instruction.attributes)
+        for name in () if found else instruction.called:
+            inside = self._by_name.get(name, {}).values()
+            found = found or [path for part in inside for path in _WEIGHT.findall(part.attributes)]
+        if not found and instruction.operation in _PASSED_ON:
+            known = [self._by_name[computation].get(name) for name in instruction.operands]
+            operands = [operand for operand in known if operand is not None and operand.name not in seen]
+            found = [path for operand in operands for path in self._made_by(computation, operand, seen)]
+        return found
+
+
+def _exchanged(instruction) -> list:
+    """Returns `[((kind, dtype), number of the array, bytes)]` of what a collective operation gives one device."""
     operation = instruction.operation
     kind = operation.removesuffix("-start")
     if kind not in _COLLECTIVES:
-        return {}
+        return []
     arrays = instruction.arrays
     # What is sent, what is received, and, of the second, two numbers.
-    if operation == "all-gather-start":
+    if operation in ("all-gather-start", "reduce-scatter-start"):
         arrays = arrays[len(arrays) // 2 :]
     elif operation == "collective-permute-start":
         arrays = arrays[1:2]
-    found: Counter = Counter()
-    for dtype, shape in arrays:
-        found[kind, _name(dtype)] += math.prod(shape) * _bits_of(dtype) // 8
-    return found
+    return [
+        ((kind, _name(dtype)), number, math.prod(shape) * _bits_of(dtype) // 8)
+        for number, (dtype, shape) in enumerate(arrays)
+    ]
 
 
 def _multiplied_in(instruction, operands) -> str:

@@ -1,0 +1,40 @@
+"""What travels between devices in another dtype than the policy says."""
+
+from mpkeras.seams import ConvertedLayer, ModelView, dtypes
+
+_GATHERS = ("all-gather",)
+_REDUCES = ("all-reduce", "reduce-scatter")
+
+
+def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool = True) -> list:
+    """Returns `[{"tensor", "kind", "dtype", "expected", "bytes"}]` of what a policy does not say.
+
+    A weight that a layer in 16 bits reads is expected in `gather_dtype`, and its gradient in `reduce_dtype`; those of
+    float32 layers are expected in float32.
+
+    Args:
+        model: The model whose step was compiled.
+        policy: Its `Policy`.
+        collectives: What is in the program, as `read_program` returns it.
+        gathers_for_layers: Whether weights are gathered where layers read them. Where only the state of the optimizer
+            is split, it is new weights that are gathered, in the dtype that they are stored in.
+    """
+    expected = {}
+    for layer in ModelView(model).layers:
+        is_small = layer.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES
+        gathered = (policy.gather_dtype or layer.compute_dtype) if is_small else "float32"
+        summed = (policy.reduce_dtype or "float32") if is_small else "float32"
+        for variable in ConvertedLayer(layer).own_variables:
+            expected[variable.path] = dict.fromkeys(_GATHERS, gathered) | dict.fromkeys(_REDUCES, summed)
+    kinds = (*(_GATHERS if gathers_for_layers else ()), *_REDUCES)
+    found = []
+    for collective in collectives:
+        kind, dtype = collective["kind"], collective["dtype"]
+        if kind not in kinds:
+            continue
+        for tensor, size in collective["tensors"].items():
+            said = {expected[path].get(kind, dtype) for path in tensor.split(" + ") if path in expected}
+            if said - {dtype}:
+                named = {"tensor": tensor, "kind": kind, "dtype": dtype}
+                found.append({**named, "expected": " or ".join(sorted(said)), "bytes": size})
+    return found
