@@ -18,8 +18,8 @@ SMALLEST = 1024
 class Sharded(keras.distribution.ModelParallel):
     """A `keras.distribution.ModelParallel` in which the shape of a variable says where its parts lie.
 
-    An axis that the number of devices divides is split: the largest, and of axes of one size the last. Variables of fewer than
-    1,024 elements, and those without such an axis, are whole on each device.
+    An axis that the number of devices divides is split: the largest, and of axes of one size the last. Variables of
+    fewer than 1,024 elements, and those without such an axis, are whole on each device.
 
     Args:
         device_mesh: A `keras.distribution.DeviceMesh` of one axis.
@@ -65,7 +65,7 @@ def mesh_of(devices) -> keras.distribution.DeviceMesh:
     """Returns a mesh of one axis.
 
     Args:
-        devices: How many devices, their names, or `None` for all that there are. More than there are can be compiled for.
+        devices: How many devices, their names, or `None` for all. A mesh of more than there are is for a compiler.
 
     Raises:
         ValueError: If there are none, or Keras does not run on JAX.

@@ -45,7 +45,11 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 # Such as dot_bf16_bf16_f32; dot_bf16_bf16_f32_x3 multiplies three times, for float32's precision.
 _ALGORITHM = re.compile(r"\balgorithm\"?[=:]\"?(?:ALG_)?dot_(bf16|f16)_\1_f32\b(?!_)", flags=re.IGNORECASE)
 # How `mpkeras.distribution` calls the operations that gather a weight and that make its gradient.
-_WEIGHT = re.compile(r"mpkeras_(?:gather|reduce)\(([^()]*)\)")
+_WEIGHT = {
+    "all-gather": re.compile(r"mpkeras_gather\(([^()]*)\)"),
+    "all-reduce": re.compile(r"mpkeras_reduce\(([^()]*)\)"),
+}
+_WEIGHT["reduce-scatter"] = _WEIGHT["all-reduce"]
 # How JAX calls what a step takes: the values of the weights are in the first list of the state.
 _PARAMETER = re.compile(r'op_name="state\[0\]\[(\d+)\]"')
 # Operations that hand on what they are given.
@@ -145,7 +149,7 @@ def read_program(text: str, weights=()) -> Program:
                 found.conditionals += instruction.operation == "conditional"
                 found.host_transfers += _is_host_transfer(instruction)
             for (kind, dtype), number, moved in _exchanged(instruction):
-                sent = sources.bytes_by_weight(name, instruction, number, moved)
+                sent = sources.bytes_by_weight(name, instruction, kind, number, moved)
                 exchanged[kind, dtype].update({path: part * times for path, part in sent.items()})
             is_loop = instruction.operation == "while"
             trips = _TRIPS.search(instruction.attributes) if is_loop else None
@@ -223,31 +227,35 @@ class _Sources:
         self._by_name = {name: {i.name: i for i in inside} for name, inside in computations.items()}
         self._weights = weights
 
-    def bytes_by_weight(self, computation: str, collective, number: int, moved: int) -> dict:
+    def bytes_by_weight(self, computation: str, collective, kind: str, number: int, moved: int) -> dict:
         """Returns `{path: bytes}` of one array that a collective sends; `""` is what belongs to no weight.
 
         Args:
             computation: The name of the computation that it is in.
             collective: The `Instruction`.
+            kind: Its kind, such as `"all-gather"`.
             number: Which of its operands the array is.
             moved: The bytes of the array.
         """
+        named = _WEIGHT.get(kind)
+        if named is None:
+            return {"": moved}
         known = self._by_name[computation]
         operand = known.get((collective.operands[number : number + 1] or collective.operands[:1] or [""])[0])
         parts = [operand] if operand is None or not self._joins(operand) else [known.get(n) for n in operand.operands]
         if len(parts) == 1:
-            paths = self._updated(computation, operand) if collective.operation.startswith("all-gather") else []
-            if not paths and operand is not None:
-                paths = self._made_by(computation, operand, set())
+            paths = [] if operand is None else self._made_by(computation, operand, named, set())
             if not paths and len(collective.operands) == 1:
-                paths = _WEIGHT.findall(collective.attributes)
+                paths = named.findall(collective.attributes)
+            if not paths and kind == "all-gather":
+                paths = self._updated(computation, operand)
             return {" + ".join(dict.fromkeys(paths)): moved}
         found: Counter = Counter()
         for part in parts:
             sizes = [] if part is None else part.arrays
             # Single numbers are sums that tell whether a gradient is finite, not gradients.
             if sum(math.prod(shape) for _, shape in sizes) > 1:
-                paths = self._made_by(computation, part, set())
+                paths = self._made_by(computation, part, named, set())
                 sent = sum(math.prod(shape) * _bits_of(dtype) // 8 for dtype, shape in sizes)
                 found[" + ".join(dict.fromkeys(paths))] += sent
         found[""] += moved - sum(found.values())
@@ -255,7 +263,7 @@ class _Sources:
 
     def _updated(self, computation: str, instruction) -> list:
         """Returns the path of the weight whose next value an instruction makes of its present one; none of others."""
-        if instruction is None or _WEIGHT.search(instruction.attributes):
+        if instruction is None:
             return []
         known = self._by_name[computation]
         taken = [known[name].attributes for name in instruction.operands if name in known]
@@ -267,20 +275,20 @@ class _Sources:
         called = [self._by_name.get(name, {}) for name in instruction.called]
         return any(i.operation == "concatenate" for i in [instruction, *(i for c in called for i in c.values())])
 
-    def _made_by(self, computation: str, instruction, seen: set) -> list:
+    def _made_by(self, computation: str, instruction, named, seen: set) -> list:
         """Returns the paths that the operations name which make the result of an instruction, the nearest ones."""
         seen.add(instruction.name)
         parameter = _PARAMETER.search(instruction.attributes)
         if parameter is not None and int(parameter[1]) < len(self._weights):
             return [self._weights[int(parameter[1])]]
-        found = _WEIGHT.findall(instruction.attributes)
+        found = named.findall(instruction.attributes)
         for name in () if found else instruction.called:
             inside = self._by_name.get(name, {}).values()
-            found = found or [path for part in inside for path in _WEIGHT.findall(part.attributes)]
+            found = found or [path for part in inside for path in named.findall(part.attributes)]
         if not found and instruction.operation in _PASSED_ON:
             known = [self._by_name[computation].get(name) for name in instruction.operands]
             operands = [operand for operand in known if operand is not None and operand.name not in seen]
-            found = [path for operand in operands for path in self._made_by(computation, operand, seen)]
+            found = [path for operand in operands for path in self._made_by(computation, operand, named, seen)]
         return found
 
 

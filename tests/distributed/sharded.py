@@ -1,0 +1,139 @@
+"""Trains a model in parts on eight devices of the host, and on one; prints what happened as JSON.
+
+The devices have to be there before JAX does anything, so the tests run this as a program.
+"""
+
+import argparse
+import json
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import keras
+import numpy as np
+
+import mpkeras
+
+ROWS, WIDTH, WORDS = 16, 6, 40
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policies", nargs="+", default=["float32", "mixed_float16"])
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    result = {"resumed": resumed()}
+    for policy in options.policies:
+        alone = losses_of(made(policy, None), options.steps)
+        for shard in ("weights", "state"):
+            with on_devices(8, shard):
+                step = made(policy, shard)
+                losses = losses_of(step, options.steps)
+                result[f"{policy} {shard}"] = {
+                    "difference": float(np.abs(np.subtract(losses, alone)).max()),
+                    "share": share(step),
+                    **faults(step),
+                }
+        with on_devices(8, "weights"):
+            fitted = in_fit(policy, options.steps)
+        keras.distribution.set_distribution(None)
+        result[f"{policy} fit"] = {"difference": float(np.abs(np.subtract(fitted, in_fit(policy, options.steps))).max())}
+    print("RESULT " + json.dumps(result))
+
+
+def on_devices(count, shard):
+    return mpkeras.sharded(devices=count, shard=shard).scope()
+
+
+def new_model(policy):
+    keras.utils.set_random_seed(3)
+    with mpkeras.policy_scope(policy):
+        ids = keras.Input((WIDTH,))
+        hidden = keras.layers.Embedding(WORDS, 32)(ids)
+        hidden = keras.layers.Conv1D(64, 3, padding="same", activation="gelu")(hidden)
+        hidden = keras.layers.BatchNormalization()(hidden)
+        hidden = keras.layers.LSTM(32, return_sequences=True)(hidden)
+        return keras.Model(ids, keras.layers.Dense(WORDS)(keras.layers.Dropout(0.1)(hidden)))
+
+
+def loss():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def made(policy, shard, optimizer=None):
+    model = new_model(policy)
+    # Low enough that no gradient overflows by chance.
+    optimizer = mpkeras.LossScaleOptimizer(optimizer or keras.optimizers.Adam(1e-2), initial_scale=64.0)
+    return mpkeras.make_train_step(model, optimizer, loss())
+
+
+def batches(count):
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        yield rng.integers(0, WORDS, (ROWS, WIDTH)).astype("float32"), rng.integers(0, WORDS, (ROWS, WIDTH))
+
+
+def losses_of(step, count) -> list:
+    return [float(step(x, y)["loss"]) for x, y in batches(count)]
+
+
+def in_fit(policy, count) -> list:
+    model = new_model(policy)
+    model.compile(keras.optimizers.Adam(1e-2), loss())
+    mpkeras.prepare(model, policy, loss_scale=64.0)
+    x, y = map(np.concatenate, zip(*batches(count), strict=True))
+    found = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.append(float(logs["loss"])))
+    model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[note])
+    return found
+
+
+def variables_of(step):
+    return step.model.variables + step.optimizer.variables
+
+
+def share(step) -> float:
+    """Bytes on the first device, of those of one that has all."""
+    first = sum(variable.value.addressable_shards[0].data.nbytes for variable in variables_of(step))
+    return first / sum(variable.value.nbytes for variable in variables_of(step))
+
+
+def faults(step) -> dict:
+    """Spoils a row of each device in turn: a row of infinities in the weights of its examples."""
+    (x, y), found = next(batches(1)), []
+    kept = step.model.variables + step.optimizer.inner_optimizer.variables
+    for device in range(8):
+        weights = np.ones((ROWS, WIDTH), "float32")
+        weights[device * ROWS // 8, 0] = np.inf
+        before = [np.array(variable.value) for variable in kept]
+        skipped = bool(step(x, y, weights)["skipped"])
+        same = all((a == np.array(v.value)).all() for a, v in zip(before, kept, strict=True))
+        found.append(skipped and same)
+    return {"skipped_without_trace": found}
+
+
+def resumed() -> dict:
+    """Ten steps on four devices; ten more on four, two and one from what the first ten left."""
+    (x, y), result = zip(*batches(20), strict=True), {}
+    for policy in ("float32", "mixed_float16"):
+        with on_devices(4, "weights"):
+            step = made(policy, "weights")
+            for i in range(10):
+                step(x[i], y[i])
+            state = step.state_dict()
+        for count in (4, 2, 1):
+            with on_devices(count, "weights"):
+                again = made(policy, "weights", keras.optimizers.Adam(1e-2))
+                again.model.build((ROWS, WIDTH))
+                again.load_state_dict(state)
+                scale = [float(again.optimizer.loss_scale), int(again.optimizer.step_counter.value)]
+                losses = [float(again(x[i], y[i])["loss"]) for i in range(10, 20)]
+            result[f"{policy} {count}"] = {"losses": losses, "scale": scale}
+    return result
+
+
+if __name__ == "__main__":
+    assert jax.device_count() == 8
+    main()
