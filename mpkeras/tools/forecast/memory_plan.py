@@ -5,16 +5,15 @@ import math
 import re
 import time
 
-import numpy as np
-
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, dtypes
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest
 from mpkeras.tools.forecast.forecast import largest_that_fits
+from mpkeras.tools.forecast.program import BYTES, bound_ms, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
 from mpkeras.tools.shared.arguments import check_seconds
-from mpkeras.tools.shared.report import Figure, Report, make_figure
+from mpkeras.tools.shared.report import Figure, Report
 
 # In the order in which they are tried.
 _ALLOWED = ("slots", "remat", "accumulation")
@@ -98,7 +97,7 @@ def plan_memory(
     ladders = [_ladder(policy, allowed) for policy in _policies(model, policies, target)]
     of_candidates = [candidate.policy().renamed(candidate.name) for ladder in ladders for candidate in ladder]
     request = CompileRequest(model, x, y, target.name, 1, of_candidates, optimizer, loss)
-    usable = target.memory_bytes - target.reserved_bytes if limit is None else int(limit * (1 - _MARGIN))
+    usable = target.usable_bytes if limit is None else int(limit * (1 - _MARGIN))
     search = _Search(request.batch, usable, "accumulation" in allowed, verbose)
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     try:
@@ -242,9 +241,7 @@ class _Search:
 
     def room(self, said) -> int:
         """Returns the bytes that a program leaves; negative where it does not fit."""
-        if "too_large" in said:
-            return min(-1, self.usable - said["too_large"])
-        return self.usable - said["peak_bytes"]
+        return room(said, self.usable)
 
     def _first_that_fits(self, compiler, candidates) -> bool:
         for candidate in candidates:
@@ -325,8 +322,8 @@ class MemoryPlan(Policy, Report):
         return Policy.from_config(config)
 
     def _row(self, candidate, said, chosen) -> dict:
-        programs = "peak_bytes" in said
         rows = candidate.batch or self._search.batch
+        bound = bound_ms(said, self._target)
         return {
             "policy": candidate.base.name,
             "slot_dtype": candidate.slot_dtype,
@@ -335,8 +332,8 @@ class MemoryPlan(Policy, Report):
             "batch": rows,
             "persistent_bytes": said.get("persistent_bytes"),
             "temporary_bytes": said.get("temporary_bytes"),
-            "peak_bytes": said["peak_bytes"] if programs else said["too_large"],
-            "step_time_lower_bound_ms": self._bound_ms(said, candidate.accumulate_steps) if programs else None,
+            "peak_bytes": said["too_large"] if "too_large" in said else said["peak_bytes"],
+            "step_time_lower_bound_ms": None if bound is None else candidate.accumulate_steps * bound,
             "fits": self._search.room(said) >= 0,
             "is_the_plan": candidate == chosen,
         }
@@ -344,13 +341,6 @@ class MemoryPlan(Policy, Report):
     def _flops_of_a_row(self, candidate, said) -> float:
         rows = (candidate.batch or self._search.batch) // candidate.accumulate_steps
         return sum(said.get("matrix_flops", {}).values()) / rows
-
-    def _bound_ms(self, said, parts) -> float | None:
-        if not self._target.bandwidth:
-            return None
-        rates = self._target.matrix_rates
-        products_s = sum(flops / rates[dtype] for dtype, flops in said["matrix_flops"].items() if dtype in rates)
-        return 1e3 * parts * max(products_s, said["moved_bytes"] / self._target.bandwidth)
 
     def table(self) -> tuple[list, list]:
         """Returns `(header, rows)`, a row for each candidate in the order in which they were compiled."""
@@ -362,7 +352,7 @@ class MemoryPlan(Policy, Report):
                 row["slot_dtype"],
                 "" if row["remat"] is None else f"{row['remat']}",
                 f"{row['accumulate_steps']} x {row['batch'] // row['accumulate_steps']}",
-                *("" if row[key] is None else f"{row[key] / 2**30:.2f}" for key in _BYTES),
+                *("" if row[key] is None else f"{row[key] / 2**30:.2f}" for key in BYTES),
                 "" if row["flops_factor"] is None else f"{row['flops_factor']:.2f}",
                 "" if row["step_time_lower_bound_ms"] is None else f"{row['step_time_lower_bound_ms']:.2f}",
                 ("yes, the plan" if row["is_the_plan"] else "yes") if row["fits"] else _missing_text(row, self._search),
@@ -416,29 +406,19 @@ class MemoryPlan(Policy, Report):
 
     def plot(self) -> Figure:
         """Returns a `matplotlib.figure.Figure`: bytes of each candidate, beside the limit."""
-        figure = make_figure(figsize=(7.2, 2.0 + 0.5 * len(self.candidates)))
-        axes = figure.subplots()
-        names = [
+        labels = [
             f"{candidate.name}\n{row[3]}"
             for (candidate, _), row in zip(self._search.tried, self.table()[1], strict=True)
         ]
-        state, temporary, peak = (np.array([(row[key] or 0) / 2**30 for row in self.candidates]) for key in _BYTES)
-        held = state + temporary
-        places = np.arange(len(names))
-        axes.barh(places, state, label="weights and optimizer", color="#4c72b0")
-        axes.barh(places, temporary, left=state, label="temporary", color="#dd8452")
-        axes.barh(places, np.maximum(peak - held, 0), left=held, label="batch, outputs, program", color="#8c8c8c")
-        axes.axvline(self._search.usable / 2**30, color="black", linestyle="--", label="what there is")
-        axes.set_yticks(places, names, fontsize="small")
-        axes.invert_yaxis()
-        axes.set_xlabel("GiB")
-        axes.set_title(self.title, fontsize="medium")
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
-        return figure
-
-
-# The bytes of a row, as in the table.
-_BYTES = ("persistent_bytes", "temporary_bytes", "peak_bytes")
+        return picture(
+            labels,
+            self.candidates,
+            self._search.usable,
+            title=self.title,
+            unit="GiB",
+            width=7.2,
+            limit="what there is",
+        )
 
 
 def _missing_text(row, search) -> str:
