@@ -85,10 +85,9 @@ def _parts(survey, remat) -> Parts:
             f"Expected `remat` to name layers of model '{survey.model.name}', whose outputs are kept. Received: "
             f"remat={remat!r}, which matches none. Look at `layer.path`, or use remat='blocks'."
         )
-    ends = {id(graph): ends_behind(graph, layers) for graph in _graphs(survey)}
     in_graphs = {id(layer) for graph in _graphs(survey) for layer in _keras.calls_in(graph)}
     return Parts(
-        {key: found for key, found in ends.items() if found}, [x for x in layers if id(x) not in in_graphs], False
+        _ends(survey, lambda graph: ends_behind(graph, layers)), [x for x in layers if id(x) not in in_graphs], False
     )
 
 
@@ -97,10 +96,15 @@ def _graphs(survey) -> list:
     return list({id(graph): graph for graph in graphs if graph is not None}.values())
 
 
+def _ends(survey, ends_in: Callable) -> dict:
+    """Returns `{id of a graph: ends_in(graph)}`, without graphs in which there are none."""
+    ends = {id(graph): ends_in(graph) for graph in _graphs(survey)}
+    return {key: numbers for key, numbers in ends.items() if numbers}
+
+
 def _behind_products(survey) -> dict:
     layers = [x for x in survey.layers if isinstance(x, _MULTIPLYING) or hasattr(x, "kernel_size")]
-    ends = {id(graph): ends_behind(graph, layers) for graph in _graphs(survey)}
-    found = {key: numbers for key, numbers in ends.items() if numbers}
+    found = _ends(survey, lambda graph: ends_behind(graph, layers))
     if not found:
         raise ValueError(
             "Expected a Functional or Sequential model for remat='products' on TensorFlow, which cannot keep what is "
@@ -115,8 +119,7 @@ def _blocks(survey) -> tuple[dict, list]:
     layers = repeated_layers(survey)
     if layers:
         return {}, layers
-    ends = {id(graph): ends_of_blocks(graph) for graph in _graphs(survey)}
-    found = {key: numbers for key, numbers in ends.items() if numbers}
+    found = _ends(survey, ends_of_blocks)
     if not found:
         raise ValueError(
             "Expected a model with repeated blocks: layers of one class that hold others, or parts of a graph that are "
@@ -212,7 +215,7 @@ def _compute_layer_again(layer, again: Callable):
 
 def _run_in_segments(graph, ends, again: Callable, survey):
     stock = getattr(graph, _keras.RUN_GRAPH)
-    segments = Segments(graph, ends, lambda layer: survey.within(layer))
+    segments = Segments(graph, ends, survey.within)
 
     @functools.wraps(stock)
     def run_in_segments(inputs, *args, **kwargs):
