@@ -11,7 +11,7 @@ import keras
 from mpkeras import _keras
 from mpkeras._replaced import replace, restore
 from mpkeras.conversion.again import is_computed_again
-from mpkeras.conversion.segments import Segments, ends_behind, ends_of_blocks
+from mpkeras.conversion.segments import Segments, calls_between, ends_behind, ends_of_blocks
 from mpkeras.policies.rules import first_match
 
 # The part of the active backend: only that may be imported.
@@ -67,6 +67,19 @@ def repeated_parts(survey, remat) -> Parts:
         if survey.model.built and all(layer.built for layer in survey.layers):
             raise
         return NOTHING
+
+
+def named_parts(survey, remat) -> list[tuple[str, str]]:
+    """Returns the paths of the first and the last layer of each part that is computed again, as `repeated_parts`."""
+    parts = repeated_parts(survey, remat)
+    named = [(layer.path, layer.path) for layer in parts.layers]
+    for graph in _graphs(survey):
+        # The last part of a graph keeps everything.
+        for calls in calls_between(graph, parts.ends.get(id(graph), ()))[:-1]:
+            # `keras.ops` on symbolic tensors make operations that are no layers.
+            names = [getattr(call.operation, "path", call.operation.name) for call in calls]
+            named.append((names[0], names[-1]))
+    return named
 
 
 def _parts(survey, remat) -> Parts:

@@ -47,12 +47,7 @@ class Segments:
         return self._parts
 
     def _made(self) -> list:
-        groups: list = [[]]
-        for number, call in enumerate(_keras.calls_in_order(self._graph)):
-            groups[-1].append(call)
-            if number in self._ends:
-                groups.append([])
-        groups = [group for group in groups if group]
+        groups = calls_between(self._graph, self._ends)
         parts = []
         known = set(map(id, self._graph.inputs))
         last_use = {id(x): number for number, group in enumerate(groups) for call in group for x in call.input_tensors}
@@ -72,6 +67,16 @@ class Segments:
 
 def _run_part(function, args, kwargs, tensors) -> list:
     return getattr(function, _keras.RUN_GRAPH)(tensors, *args, **kwargs)
+
+
+def calls_between(graph, ends) -> list[list]:
+    """Returns the calls in a graph that is cut behind those with the numbers `ends`: a list for each part."""
+    groups: list = [[]]
+    for number, call in enumerate(_keras.calls_in_order(graph)):
+        groups[-1].append(call)
+        if number in ends:
+            groups.append([])
+    return [group for group in groups if group]
 
 
 def ends_behind(graph, layers) -> set:

@@ -274,6 +274,25 @@ def replaced_on(model):
     return {pair for pair in kinds if pair[1] == "again"}
 
 
+def test_what_is_computed_again_is_named():
+    def parts(model, remat):
+        mpkeras.apply_policy(model, mpkeras.Policy("float32", remat=remat))
+        report = mpkeras.audit(model)
+        assert report.to_dict()["computed_again"] == [list(part) for part in report.computed_again]
+        return report
+
+    # What comes before the first block, and three blocks; the last part keeps everything.
+    report = parts(chain(), "blocks")
+    assert report.computed_again == [(f"counted_{n}", f"end_{n}") for n in range(3)]
+    text = "Computed again in the backward pass: 3 parts: counted_0 to end_0, counted_1 to end_1, counted_2 to end_2."
+    assert text in str(report)
+    assert parts(chain(), ["path:end_1"]).computed_again == [("counted_0", "end_1")]
+    model = made("subclassed")
+    assert parts(model, "blocks").computed_again == [(block.path, block.path) for block in model.blocks]
+    report = parts(model, None)
+    assert report.computed_again == [] and "Computed again" not in str(report)
+
+
 @pytest.mark.parametrize("name", ["residual", "subclassed"])
 def test_it_is_taken_back_by_a_policy_without(name):
     model = made(name)

@@ -13,7 +13,7 @@ from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.program import BYTES, bound_ms, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
 from mpkeras.tools.shared.arguments import check_seconds
-from mpkeras.tools.shared.report import Figure, Report
+from mpkeras.tools.shared.report import Figure, Report, computed_again_text
 
 # In the order in which they are tried.
 _ALLOWED = ("slots", "remat", "accumulation")
@@ -98,7 +98,8 @@ def plan_memory(
     of_candidates = [candidate.policy().renamed(candidate.name) for ladder in ladders for candidate in ladder]
     request = CompileRequest(model, x, y, target.name, 1, of_candidates, optimizer, loss)
     usable = target.usable_bytes if limit is None else int(limit * (1 - _MARGIN))
-    search = _Search(request.batch, usable, "accumulation" in allowed, verbose)
+    parts, impossible = _parts_by_remat(ModelView(model), ladders)
+    search = _Search(parts, impossible, request.batch, usable, "accumulation" in allowed, verbose)
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     try:
         with Compiler(request, deadline) as compiler:
@@ -195,10 +196,23 @@ def _ladder(policy, allowed) -> list[Candidate]:
     return found
 
 
+def _parts_by_remat(view, ladders) -> tuple[dict, dict]:
+    """Returns `{remat: parts that are computed again}` and `{remat: why there are none}` of all candidates."""
+    parts, impossible = {}, {}
+    for remat in {candidate.remat for ladder in ladders for candidate in ladder} - {None}:
+        try:
+            parts[remat] = view.computed_again(remat)
+        except ValueError as error:
+            # JAX compiles; the backend of this process, which then trains, may not be able to do the same.
+            impossible[remat] = f"{error}"
+    return parts, impossible
+
+
 class _Search:
     """Compiles candidates until one fits.
 
     Attributes:
+        parts: `{remat: paths of the first and the last layer of each part that is computed again}`.
         tried: `[(Candidate, what the compiler said)]`, in the order in which they were compiled.
         refused: `{name: why}` of those that there is no program of.
         found: The one that fits; `None` until then.
@@ -206,7 +220,9 @@ class _Search:
         out_of_time: The seconds that were not enough, or `None`.
     """
 
-    def __init__(self, batch, usable, accumulates, verbose):
+    def __init__(self, parts, impossible, batch, usable, accumulates, verbose):
+        self.parts = parts
+        self._impossible = impossible
         self.batch = batch
         self.usable = usable
         self.tried: list = []
@@ -265,6 +281,9 @@ class _Search:
     def _compiled(self, compiler, candidate):
         """Returns what the compiler says of a candidate; `None` where there is no program of it."""
         rows = (candidate.batch or self.batch) // candidate.accumulate_steps
+        if candidate.remat in self._impossible:
+            self.refused[candidate.name] = self._impossible[candidate.remat]
+            return None
         if self._verbose:
             print(f"Compiling {candidate.name}, {candidate.accumulate_steps} x {rows} rows ...", flush=True)
         try:
@@ -287,6 +306,7 @@ class MemoryPlan(Policy, Report):
         accumulate_steps: Parts of a batch that are taken one after the other for one update.
         batch: Rows of one update.
         step_batch: Rows of one part: what a batch of `fit` is to have.
+        computed_again: The paths of the first and the last layer of each part that the backward pass computes again.
         candidates: A dictionary for each candidate, as in `to_dict`.
 
     Example:
@@ -306,6 +326,7 @@ class MemoryPlan(Policy, Report):
         self.step_batch = self.batch // self.accumulate_steps
         said = dict(search.tried).get(chosen)
         self.missing_bytes = 0 if self.fits else -search.room(said)
+        self.computed_again = search.parts.get(chosen.remat, [])
         self._model_name, self._target, self._limit, self._search = model_name, target, limit, search
         of_a_row = [self._flops_of_a_row(*pair) for pair in search.tried]
         fewest = min((flops for flops in of_a_row if flops), default=0.0)
@@ -373,6 +394,7 @@ class MemoryPlan(Policy, Report):
             )
         else:
             notes.append(f"Nothing that was tried fits. The smallest misses by {self.missing_bytes / 2**30:.2f} GiB.")
+        notes += computed_again_text(self.computed_again)
         for name, why in search.refused.items():
             notes.append(f"{name}: not possible. {why}")
         if search.out_of_time is not None:
@@ -399,6 +421,7 @@ class MemoryPlan(Policy, Report):
             "accumulate_steps": self.accumulate_steps,
             "batch": self.batch,
             "step_batch": self.step_batch,
+            "computed_again": [list(part) for part in self.computed_again],
             "candidates": candidates,
             "refused": self._search.refused,
             "out_of_time": self._search.out_of_time,

@@ -94,6 +94,69 @@ def test_the_largest_batch():
     assert min(n for n, peak in tried.items() if peak > 0.95 * 40e6) <= 1.03 * plan.batch + 1
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """Programs whose temporaries are told by a function `(remat, rows) -> bytes`; returns what was compiled."""
+    compiled = []
+
+    def install(temporary_bytes):
+        class Compiler:
+            def __init__(self, request, deadline):
+                self.remat = {name: policy.remat for name, policy in request.policies.items()}
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *reason):
+                pass
+
+            def compile(self, name, rows, accumulate_steps):
+                compiled.append((name, rows))
+                temporary = temporary_bytes(self.remat[name], rows)
+                sizes = {"persistent_bytes": 100, "temporary_bytes": temporary, "peak_bytes": 100 + temporary}
+                return {**sizes, "matrix_flops": {"float32": 10 * rows}, "moved_bytes": 1}
+
+        monkeypatch.setattr("mpkeras.tools.forecast.memory_plan.Compiler", Compiler)
+        return compiled
+
+    return install
+
+
+def in_parts(remat, rows):
+    return rows * {None: 100, "products": 50, "blocks": 20}[remat]
+
+
+def test_a_plan_names_what_is_computed_again(compiled):
+    compiled(in_parts)
+    plan = mpkeras.plan_memory(residual(), (8, 64), memory=300 / 0.95 + 1, policies=["float32"], verbose=0)
+    assert (plan.remat, plan.fits, plan.missing_bytes) == ("blocks", True, 0)
+    parts = plan.to_dict()["computed_again"]
+    assert len(parts) == 4 and [last.rsplit("_")[0] for _, last in parts] == 4 * ["add"]
+    assert f"4 parts: {parts[0][0]} to {parts[0][1]}, {parts[1][0]} to" in str(plan)
+
+
+@ONCE
+def test_what_the_backend_cannot_compute_again_is_no_candidate(compiled):
+    class Alone(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+
+        def build(self, shape):
+            self.dense.build(shape)
+
+        def call(self, x):
+            return self.dense(x)
+
+    model = Alone()
+    model.build((None, 4))
+    names = compiled(in_parts)
+    plan = mpkeras.plan_memory(model, (8, 4), memory=1, policies=["float32"], allow=("remat",), verbose=0)
+    assert names == [("float32", 8)] and not plan.fits and plan.computed_again == []
+    assert "remat products: not possible. Expected a Functional or Sequential model" in str(plan)
+    assert "remat blocks: not possible. Expected a model with repeated blocks" in str(plan)
+
+
 class Planned(mpkeras.Policy):
     """A plan as `plan_memory` returns it, without a compiler."""
 
