@@ -49,7 +49,8 @@ def plan_memory(
     been taken stays for those that follow: each needs less memory, or the same, and more time.
 
     `mpkeras.prepare(model, plan)`, the callback, `set_global_policy` and `apply_policy` take the plan as a policy. With
-    accumulation `prepare` and the callback set the optimizer; pass batches of `plan.step_batch` rows to `fit`.
+    accumulation they, and `make_train_step` for a model that was given the plan, set the optimizer; pass batches of
+    `plan.step_batch` rows.
 
     Args:
         model, x, y, optimizer, loss: As in `mpkeras.forecast`.
@@ -390,7 +391,7 @@ class MemoryPlan(Policy, Report):
             how = "" if self.accumulate_steps == 1 else f", {self.accumulate_steps} of which make one update"
             notes.append(
                 f"Plan: `mpkeras.prepare(model, plan)`, and batches of {self.step_batch} rows{how}. In a loop of your "
-                f"own: `apply_policy(model, plan)`, `make_train_step(..., accumulate_steps={self.accumulate_steps})`."
+                "own: `apply_policy(model, plan)` and `make_train_step`, which takes as many of them for one update."
             )
         else:
             notes.append(f"Nothing that was tried fits. The smallest misses by {self.missing_bytes / 2**30:.2f} GiB.")

@@ -187,6 +187,28 @@ def test_doors_take_it_as_a_policy(door):
     assert max(moved) == pytest.approx(1e-3, rel=0.05)
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_a_step_accumulates_as_the_plan_says(policy):
+    def updates_of(step):
+        return int(keras.ops.convert_to_numpy(step.optimizer.inner_optimizer.iterations))
+
+    def weights(plan, remat=None, **options):
+        model = mpkeras.apply_policy(residual(16, 3), plan)
+        step = mpkeras.make_train_step(model, "adam", "mse", remat=remat, **options)
+        for n in range(8):
+            step(ROWS[4 * n : 4 * n + 4, :16], ROWS[4 * n : 4 * n + 4, :1])
+        return [keras.ops.convert_to_numpy(v) for v in model.weights], updates_of(step)
+
+    by_plan, updates = weights(Planned(policy, remat="blocks"))
+    passed, updates_passed = weights(mpkeras.Policy(policy, remat="blocks"), accumulate_steps=4)
+    assert updates == updates_passed == 2
+    for value, expected in zip(by_plan, passed, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    # Another `remat` is another policy, of the same plan; what is passed is what counts.
+    assert weights(Planned(policy), remat="blocks")[1] == 2
+    assert weights(Planned(policy), accumulate_steps=1)[1] == 8
+
+
 @ONCE
 @pytest.mark.parametrize(
     "options, error, words",
