@@ -1,4 +1,4 @@
-"""`plan_memory`: what to change in a training so that it fits, each step of the search confirmed by a compiler."""
+"""`plan_memory`: what to change in a training so that it fits, confirmed by a compiler."""
 
 import dataclasses
 import math
@@ -42,11 +42,15 @@ def plan_memory(
 ) -> "MemoryPlan":
     """Finds what to change in a training so that it fits into memory, with the least extra work.
 
-    Candidates are compiled one after the other by the device's own compiler, as `mpkeras.forecast` does, and the first
-    that fits is the plan: nothing is estimated. In this order: the policies; slots of the optimizer in bfloat16;
-    rematerialization, `"products"` and then `"blocks"`; accumulation, where 2, 4, 8, ... parts of the batch are taken
-    one after the other for one update, with the mean of their gradients; and, if asked for, another batch. What has
-    been taken stays for those that follow: each needs less memory, or the same, and more time.
+    Candidates are compiled by the device's own compiler, as `mpkeras.forecast` does, and the first that fits is the
+    plan. In this order: the policies; slots of the optimizer in bfloat16; rematerialization, `"products"` and then
+    `"blocks"`; accumulation, where 2, 4, 8, ... parts of the batch are taken one after the other for one update, with
+    the mean of their gradients; and, if asked for, another batch. What has been taken stays for those that follow:
+    each needs less memory, or the same, and more time.
+
+    Only what was compiled becomes a plan; estimates save compiling what is sure to be too large. Where the model as it
+    is does not fit, `"blocks"` comes next: if it does not fit either, what keeps more is left out. Parts of a batch
+    are left out for which not even their share of all but the state fits. The plan says what was not compiled, and why.
 
     `mpkeras.prepare(model, plan)`, the callback, `set_global_policy` and `apply_policy` take the plan as a policy. With
     accumulation they, and `make_train_step` for a model that was given the plan, set the optimizer; pass batches of
@@ -215,6 +219,7 @@ class _Search:
     Attributes:
         parts: `{remat: paths of the first and the last layer of each part that is computed again}`.
         tried: `[(Candidate, what the compiler said)]`, in the order in which they were compiled.
+        not_compiled: `{name: why}` of those that were left out by an estimate.
         refused: `{name: why}` of those that there is no program of.
         found: The one that fits; `None` until then.
         usable: Bytes that a program may take.
@@ -227,6 +232,8 @@ class _Search:
         self.batch = batch
         self.usable = usable
         self.tried: list = []
+        self.not_compiled: dict = {}
+        self._rungs: list = []
         self.refused: dict = {}
         self.found: Candidate | None = None
         self.out_of_time: float | None = None
@@ -235,6 +242,7 @@ class _Search:
 
     def run(self, compiler, ladders, looks_for_largest: bool):
         """Goes up the ladders; the smallest of their first rungs is the one that is climbed."""
+        self._rungs = [*(ladder[0] for ladder in ladders), *(rung for ladder in ladders for rung in ladder[1:])]
         if self._first_that_fits(compiler, [ladder[0] for ladder in ladders]) and not looks_for_largest:
             return
         plain = self.smallest()
@@ -243,14 +251,66 @@ class _Search:
             self._first_that_fits(compiler, ladder[-1:])
             self._look_for_largest(compiler, self.smallest())
             return
-        if self._first_that_fits(compiler, ladder[1:]) or not self._accumulates:
+        if ladder[1:]:
+            self._climb(compiler, *ladder)
+        if self.found is None and self._accumulates:
+            self._accumulate(compiler, self.smallest())
+
+    def by_work(self) -> list:
+        """Returns `tried`, what costs least first."""
+
+        def work(pair):
+            candidate, _ = pair
+            return self._rungs.index(
+                dataclasses.replace(candidate, accumulate_steps=1, batch=None)
+            ), candidate.accumulate_steps
+
+        return sorted(self.tried, key=work)
+
+    def _climb(self, compiler, plain, *rungs):
+        """Looks for the first of `rungs` that fits, above `plain`, which does not.
+
+        The last is compiled first: it keeps least. Where it does not fit either, those between are left out, unless it
+        takes more memory than `plain` does: then nothing is known of them.
+        """
+        *between, last = rungs
+        known, said = self._said(plain), self._compiled(compiler, last)
+        fits = said is not None and self.room(said) >= 0
+        if said is not None and not fits and self.room(said) > self.room(known):
+            for candidate in between:
+                self.not_compiled[candidate.name] = f"{last.name} keeps less, and does not fit."
             return
-        smallest = self.smallest()
-        parts = (2**n for n in range(1, self.batch.bit_length()))
-        self._first_that_fits(
-            compiler,
-            (dataclasses.replace(smallest, accumulate_steps=k) for k in parts if self.batch % k == 0),
+        # Until one with less work fits, or time is up.
+        self.found = last if fits else None
+        for candidate in between:
+            if fits and candidate.remat == plain.remat and not self._fits_with_state_of(known, said):
+                self.not_compiled[candidate.name] = "by the bytes of its smaller state it does not fit."
+            elif self._first_that_fits(compiler, [candidate]):
+                return
+
+    def _fits_with_state_of(self, known, other) -> bool:
+        """Whether a program that was compiled would fit if it had the state of another one; true where that is open."""
+        if "persistent_bytes" not in known or "persistent_bytes" not in other:
+            return True
+        return self.room(known) + known["persistent_bytes"] - other["persistent_bytes"] >= 0
+
+    def _accumulate(self, compiler, candidate):
+        """Looks for the fewest parts of a batch that fit; where not even their share of all fits, they are left out."""
+        said = self._said(candidate)
+        parts = [2**n for n in range(1, self.batch.bit_length()) if self.batch % 2**n == 0]
+        # Weights and optimizer stay as large as they are; the sums of gradients come to them.
+        state = said.get("persistent_bytes")
+        hopeful = (
+            parts if state is None else [k for k in parts if state + (said["peak_bytes"] - state) / k <= self.usable]
         )
+        first = hopeful[0] if hopeful else max(parts, default=0)
+        for k in (k for k in parts if k < first):
+            self.not_compiled[f"{candidate.name}, {k} parts"] = "all but the state divided by the parts does not fit."
+        steps = (dataclasses.replace(candidate, accumulate_steps=k) for k in parts if k >= first)
+        self._first_that_fits(compiler, steps)
+
+    def _said(self, candidate) -> dict:
+        return dict(self.tried)[candidate]
 
     def smallest(self) -> Candidate:
         """Returns the candidate that takes the least memory."""
@@ -329,11 +389,13 @@ class MemoryPlan(Policy, Report):
         self.missing_bytes = 0 if self.fits else -search.room(said)
         self.computed_again = search.parts.get(chosen.remat, [])
         self._model_name, self._target, self._limit, self._search = model_name, target, limit, search
-        of_a_row = [self._flops_of_a_row(*pair) for pair in search.tried]
+        tried = search.by_work()
+        self._labels = [candidate.name for candidate, _ in tried]
+        of_a_row = [self._flops_of_a_row(*pair) for pair in tried]
         fewest = min((flops for flops in of_a_row if flops), default=0.0)
         self.candidates = [
             {**self._row(candidate, said, chosen), "flops_factor": flops / fewest if flops else None}
-            for (candidate, said), flops in zip(search.tried, of_a_row, strict=True)
+            for (candidate, said), flops in zip(tried, of_a_row, strict=True)
         ]
         room = target.title if limit is None else f"{limit / 2**30:.2f} GiB, compiled for {target.title}"
         self.title = f"To train model '{model_name}' within {room}, batch {search.batch}"
@@ -396,6 +458,8 @@ class MemoryPlan(Policy, Report):
         else:
             notes.append(f"Nothing that was tried fits. The smallest misses by {self.missing_bytes / 2**30:.2f} GiB.")
         notes += computed_again_text(self.computed_again)
+        for name, why in search.not_compiled.items():
+            notes.append(f"{name}: not compiled: {why}")
         for name, why in search.refused.items():
             notes.append(f"{name}: not possible. {why}")
         if search.out_of_time is not None:
@@ -424,16 +488,14 @@ class MemoryPlan(Policy, Report):
             "step_batch": self.step_batch,
             "computed_again": [list(part) for part in self.computed_again],
             "candidates": candidates,
+            "not_compiled": self._search.not_compiled,
             "refused": self._search.refused,
             "out_of_time": self._search.out_of_time,
         }
 
     def plot(self) -> Figure:
         """Returns a `matplotlib.figure.Figure`: bytes of each candidate, beside the limit."""
-        labels = [
-            f"{candidate.name}\n{row[3]}"
-            for (candidate, _), row in zip(self._search.tried, self.table()[1], strict=True)
-        ]
+        labels = [f"{name}\n{row[3]}" for name, row in zip(self._labels, self.table()[1], strict=True)]
         return picture(
             labels,
             self.candidates,
