@@ -322,6 +322,35 @@ def test_predictions_are_those_of_the_model_without(tmp_path):
     np.testing.assert_allclose(loaded.predict(TOKENS, verbose=0), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("remat, written", [("blocks", "blocks"), (["path:end_1"], ["path:end_1"]), ("end_1", None)])
+def test_a_file_holds_it_and_prepare_gives_it_back(tmp_path, remat, written):
+    model = made("residual")
+    model.compile("sgd", "mse")
+    # A layer is written as its path.
+    kept = [model.get_layer(remat)] if written is None else remat
+    mpkeras.prepare(model, "mixed_bfloat16", remat=kept)
+    model.train_on_batch(IMAGES, TARGETS)
+    model.save(tmp_path / "model.keras")
+    extra = keras.saving.serialize_keras_object(model.optimizer)["config"]["inner_optimizer"]["mpkeras"]
+    assert extra["remat"] == written if written else extra["remat"][0].startswith("path:")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert not replaced_on(loaded)
+    mpkeras.prepare(loaded)
+    assert replaced_on(loaded) == {("_run_through_graph", "again")}
+    assert mpkeras.audit(loaded).computed_again == mpkeras.audit(model).computed_again
+    loaded.compile("sgd", "mse")
+    assert replaced_on(loaded)
+    # A policy that is named says all.
+    mpkeras.prepare(loaded, "mixed_bfloat16")
+    assert not replaced_on(loaded)
+    mpkeras.prepare(loaded)
+    assert not replaced_on(loaded)
+    loaded.train_on_batch(IMAGES, TARGETS)
+    loaded.save(tmp_path / "without.keras")
+    again = mpkeras.prepare(keras.saving.load_model(tmp_path / "without.keras"))
+    assert not replaced_on(again)
+
+
 def test_the_callback_takes_it():
     model = made("residual")
     model.compile("sgd", "mse")
