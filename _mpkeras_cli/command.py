@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -95,6 +96,45 @@ def add_open_size(option):
         metavar="N",
         help="taken for each size that the inputs leave open, such as the length of a sequence (default: 64)",
     )
+
+
+def add_plot(option, name: str):
+    option("--plot", metavar="FILE", help=f"draw the figure into this file, such as {name}")
+
+
+def compiled(args, make: Callable, **options):
+    """Returns the report `make(model, ...)` of a saved model that is compiled, and draws it where `--plot` says."""
+    if args.plot:
+        # Before what takes minutes.
+        _check_plot(args.plot, args.error)
+    report = make(
+        args.model,
+        batch_size=args.batch,
+        open_size=args.open_size,
+        imports=args.imports,
+        device=args.device,
+        policies=args.policies,
+        budget_s=args.budget,
+        verbose=verbose(args),
+        **options,
+    )
+    if args.plot:
+        report.plot().savefig(args.plot)
+    return report
+
+
+def _check_plot(path, error):
+    from mpkeras.tools.shared.report import make_figure
+
+    is_new = not os.path.exists(path)
+    try:
+        # Without an ending, matplotlib takes its own.
+        make_figure().savefig(io.BytesIO(), format=os.path.splitext(path)[1][1:] or None)
+        open(path, "ab").close()
+    except (ValueError, OSError) as reason:
+        error(f"argument --plot: cannot draw into {path!r} ({reason}); name another file")
+    if is_new:
+        os.remove(path)
 
 
 def verbose(args) -> int:

@@ -1,9 +1,15 @@
 """`mpkeras forecast`: what memory a saved model takes on a GPU or TPU that is not there."""
 
-import io
-import os
-
-from _mpkeras_cli.command import add_model, add_open_size, add_report, count, import_mpkeras, positive, verbose
+from _mpkeras_cli.command import (
+    add_model,
+    add_open_size,
+    add_plot,
+    add_report,
+    compiled,
+    count,
+    import_mpkeras,
+    positive,
+)
 
 
 def add_forecast(subparsers):
@@ -38,42 +44,11 @@ for Linux on x86-64. The environment variable KERAS_BACKEND chooses the backend 
     )
     option("--budget", type=positive("seconds"), metavar="S", help="seconds for all; shows what was found until then")
     add_open_size(option)
-    option("--plot", metavar="FILE", help="draw the figure into this file, such as forecast.png")
+    add_plot(option, "forecast.png")
 
 
 def _forecast(args):
     import_mpkeras(args.error)
     from _mpkeras_cli.saved_model import forecast_saved
 
-    if args.plot:
-        # Before what takes minutes.
-        check_plot(args.plot, args.error)
-    report = forecast_saved(
-        args.model,
-        batch_size=args.batch,
-        open_size=args.open_size,
-        imports=args.imports,
-        device=args.device,
-        devices=args.devices,
-        policies=args.policies,
-        largest_batch=args.largest_batch,
-        budget_s=args.budget,
-        verbose=verbose(args),
-    )
-    if args.plot:
-        report.plot().savefig(args.plot)
-    return report
-
-
-def check_plot(path, error):
-    from mpkeras.tools.shared.report import make_figure
-
-    is_new = not os.path.exists(path)
-    try:
-        # Without an ending, matplotlib takes its own.
-        make_figure().savefig(io.BytesIO(), format=os.path.splitext(path)[1][1:] or None)
-        open(path, "ab").close()
-    except (ValueError, OSError) as reason:
-        error(f"argument --plot: cannot draw into {path!r} ({reason}); name another file")
-    if is_new:
-        os.remove(path)
+    return compiled(args, forecast_saved, devices=args.devices, largest_batch=args.largest_batch)

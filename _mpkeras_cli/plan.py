@@ -1,7 +1,15 @@
 """`mpkeras plan`: what to change in the training of a saved model so that it fits into memory."""
 
-from _mpkeras_cli.command import add_model, add_open_size, add_report, count, import_mpkeras, positive, verbose
-from _mpkeras_cli.forecast import check_plot
+from _mpkeras_cli.command import (
+    add_model,
+    add_open_size,
+    add_plot,
+    add_report,
+    compiled,
+    count,
+    import_mpkeras,
+    positive,
+)
 
 
 def add_plan(subparsers):
@@ -41,30 +49,13 @@ of a batch are taken one after the other. Devices and compilers: as in `mpkeras 
     )
     option("--budget", type=positive("seconds"), default=600, metavar="S", help="seconds for all (default: 600)")
     add_open_size(option)
-    option("--plot", metavar="FILE", help="draw the figure into this file, such as plan.png")
+    add_plot(option, "plan.png")
 
 
 def _plan(args):
     import_mpkeras(args.error)
     from _mpkeras_cli.saved_model import plan_saved
 
-    if args.plot:
-        # Before what takes minutes.
-        check_plot(args.plot, args.error)
     options = {"allow": args.allow} if args.allow else {}
-    plan = plan_saved(
-        args.model,
-        batch_size=args.batch,
-        open_size=args.open_size,
-        imports=args.imports,
-        memory=args.memory,
-        device=args.device,
-        policies=args.policies,
-        batch="largest" if args.largest_batch else "keep",
-        budget_s=args.budget,
-        verbose=verbose(args),
-        **options,
-    )
-    if args.plot:
-        plan.plot().savefig(args.plot)
-    return plan
+    batch = "largest" if args.largest_batch else "keep"
+    return compiled(args, plan_saved, memory=args.memory, batch=batch, **options)

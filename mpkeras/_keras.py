@@ -448,6 +448,21 @@ def recurrent_states(layer) -> list:
     return [state for state in states if isinstance(state, keras.Variable)]
 
 
+def dropout_masks(layer) -> list:
+    """Returns `(cell, name, mask)` of the recurrent cells in `layer`, which keep their masks while an RNN runs."""
+    cells = [cell for cell in flatten_layers(layer, include_self=True) if hasattr(cell, "reset_dropout_mask")]
+    return [(cell, name, getattr(cell, name, None)) for cell in cells for name in _DROPOUT_MASKS]
+
+
+def set_dropout_masks(masks):
+    """Gives cells the masks that `dropout_masks` has returned."""
+    for cell, name, mask in masks:
+        setattr(cell, name, mask)
+
+
+_DROPOUT_MASKS = ("_dropout_mask", "_recurrent_dropout_mask")
+
+
 def is_purged(variable) -> bool:
     """Whether `variable` has no value, and nothing that could make one: in `fit` on JAX the step alone has the values.
 

@@ -126,8 +126,8 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
         return run(tensors)
     kept = functools.partial(checkpoint.create_selective_checkpoint_contexts, _kept_or_not)
     options = {"context_fn": kept} if keeps_products else {}
-    # To the end, in the second run, too: what a layer clears at the end of its `call` (the dropout masks of an RNN)
-    # would be found by the next step.
+    # To the end, in the second run, too: what a layer of the user's clears at the end of its `call` would be found by
+    # the next step.
     with checkpoint.set_checkpoint_early_stop(False):
         return checkpoint.checkpoint(alike(layers, run), tensors, use_reentrant=False, **options)
 

@@ -38,30 +38,27 @@ def alike(layers, call):
     """Returns `call`, which runs `layers`, for two calls: what it found the first time is there the second time."""
     first: list = []
 
+    def masks():
+        return [mask for layer in layers for mask in _keras.dropout_masks(layer)]
+
     @functools.wraps(call)
     def call_alike(*args, **kwargs):
         if not first:
             states = {id(v): v for layer in layers for v in _states(layer)}
             before = [(v, ops.copy(_keras.unscoped_value(v))) for v in states.values()]
-            first.append((_keras.surroundings(), before))
+            first.append((_keras.surroundings(), before, masks()))
             return call(*args, **kwargs)
-        surroundings, states = first[0]
+        surroundings, states, masks_before = first[0]
+        present = masks()
+        _keras.set_dropout_masks(masks_before)
         try:
             with _Again(state_mapping=states), _keras.surrounded_by(surroundings):
                 return call(*args, **kwargs)
         finally:
-            # torch stops where it has what it needs, and the next step would find the masks of this one.
-            for layer in layers:
-                _reset_dropout_masks(layer)
+            # torch stops where it has what it needs, and the RNN then does not clear them.
+            _keras.set_dropout_masks(present)
 
     return call_alike
-
-
-def _reset_dropout_masks(layer):
-    for cell in _keras.flatten_layers(layer, include_self=True):
-        if hasattr(cell, "reset_dropout_mask"):
-            cell.reset_dropout_mask()
-            cell.reset_recurrent_dropout_mask()
 
 
 class _Again(keras.StatelessScope):

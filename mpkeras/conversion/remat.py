@@ -11,7 +11,7 @@ import keras
 from mpkeras import _keras
 from mpkeras._replaced import replace, restore
 from mpkeras.conversion.again import is_computed_again
-from mpkeras.conversion.segments import Segments, ends_behind, ends_of_blocks
+from mpkeras.conversion.segments import Segments, calls_between, ends_behind, ends_of_blocks
 from mpkeras.policies.rules import first_match
 
 # The part of the active backend: only that may be imported.
@@ -69,6 +69,19 @@ def repeated_parts(survey, remat) -> Parts:
         return NOTHING
 
 
+def named_parts(survey, remat) -> list[tuple[str, str]]:
+    """Returns the paths of the first and the last layer of each part that is computed again, as `repeated_parts`."""
+    parts = repeated_parts(survey, remat)
+    named = [(layer.path, layer.path) for layer in parts.layers]
+    for graph in _graphs(survey):
+        # The last part of a graph keeps everything.
+        for calls in calls_between(graph, parts.ends.get(id(graph), ()))[:-1]:
+            # `keras.ops` on symbolic tensors make operations that are no layers.
+            names = [getattr(call.operation, "path", call.operation.name) for call in calls]
+            named.append((names[0], names[-1]))
+    return named
+
+
 def _parts(survey, remat) -> Parts:
     if isinstance(remat, str):
         products = remat == "products"
@@ -85,10 +98,9 @@ def _parts(survey, remat) -> Parts:
             f"Expected `remat` to name layers of model '{survey.model.name}', whose outputs are kept. Received: "
             f"remat={remat!r}, which matches none. Look at `layer.path`, or use remat='blocks'."
         )
-    ends = {id(graph): ends_behind(graph, layers) for graph in _graphs(survey)}
     in_graphs = {id(layer) for graph in _graphs(survey) for layer in _keras.calls_in(graph)}
     return Parts(
-        {key: found for key, found in ends.items() if found}, [x for x in layers if id(x) not in in_graphs], False
+        _ends(survey, lambda graph: ends_behind(graph, layers)), [x for x in layers if id(x) not in in_graphs], False
     )
 
 
@@ -97,10 +109,15 @@ def _graphs(survey) -> list:
     return list({id(graph): graph for graph in graphs if graph is not None}.values())
 
 
+def _ends(survey, ends_in: Callable) -> dict:
+    """Returns `{id of a graph: ends_in(graph)}`, without graphs in which there are none."""
+    ends = {id(graph): ends_in(graph) for graph in _graphs(survey)}
+    return {key: numbers for key, numbers in ends.items() if numbers}
+
+
 def _behind_products(survey) -> dict:
     layers = [x for x in survey.layers if isinstance(x, _MULTIPLYING) or hasattr(x, "kernel_size")]
-    ends = {id(graph): ends_behind(graph, layers) for graph in _graphs(survey)}
-    found = {key: numbers for key, numbers in ends.items() if numbers}
+    found = _ends(survey, lambda graph: ends_behind(graph, layers))
     if not found:
         raise ValueError(
             "Expected a Functional or Sequential model for remat='products' on TensorFlow, which cannot keep what is "
@@ -115,8 +132,7 @@ def _blocks(survey) -> tuple[dict, list]:
     layers = repeated_layers(survey)
     if layers:
         return {}, layers
-    ends = {id(graph): ends_of_blocks(graph) for graph in _graphs(survey)}
-    found = {key: numbers for key, numbers in ends.items() if numbers}
+    found = _ends(survey, ends_of_blocks)
     if not found:
         raise ValueError(
             "Expected a model with repeated blocks: layers of one class that hold others, or parts of a graph that are "
@@ -212,7 +228,7 @@ def _compute_layer_again(layer, again: Callable):
 
 def _run_in_segments(graph, ends, again: Callable, survey):
     stock = getattr(graph, _keras.RUN_GRAPH)
-    segments = Segments(graph, ends, lambda layer: survey.within(layer))
+    segments = Segments(graph, ends, survey.within)
 
     @functools.wraps(stock)
     def run_in_segments(inputs, *args, **kwargs):

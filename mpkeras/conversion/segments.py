@@ -1,5 +1,6 @@
 """The graph of a Functional model in segments: calls that follow one another, and are computed again together."""
 
+import collections
 import functools
 
 import keras
@@ -46,20 +47,15 @@ class Segments:
         return self._parts
 
     def _made(self) -> list:
-        groups: list = [[]]
-        for number, call in enumerate(_keras.calls_in_order(self._graph)):
-            groups[-1].append(call)
-            if number in self._ends:
-                groups.append([])
-        groups = [group for group in groups if group]
+        groups = calls_between(self._graph, self._ends)
         parts = []
         known = set(map(id, self._graph.inputs))
+        last_use = {id(x): number for number, group in enumerate(groups) for call in group for x in call.input_tensors}
+        last_use |= {id(x): len(groups) for x in self._graph.outputs}
         for number, group in enumerate(groups):
-            later = {id(tensor) for other in groups[number + 1 :] for call in other for tensor in call.input_tensors}
-            later |= set(map(id, self._graph.outputs))
             made = {id(tensor): tensor for call in group for tensor in call.outputs}
             taken = {id(x): x for call in group for x in call.input_tensors if id(x) in known}
-            leaving = [tensor for key, tensor in made.items() if key in later]
+            leaving = [tensor for key, tensor in made.items() if last_use.get(key, -1) > number]
             known |= made.keys()
             if leaving:
                 operations = {id(call.operation): call.operation for call in group}
@@ -71,6 +67,16 @@ class Segments:
 
 def _run_part(function, args, kwargs, tensors) -> list:
     return getattr(function, _keras.RUN_GRAPH)(tensors, *args, **kwargs)
+
+
+def calls_between(graph, ends) -> list[list]:
+    """Returns the calls in a graph that is cut behind those with the numbers `ends`: a list for each part."""
+    groups: list = [[]]
+    for number, call in enumerate(_keras.calls_in_order(graph)):
+        groups[-1].append(call)
+        if number in ends:
+            groups.append([])
+    return [group for group in groups if group]
 
 
 def ends_behind(graph, layers) -> set:
@@ -105,10 +111,11 @@ def _units(graph, calls, weighted) -> list[tuple[int, int]]:
     last_use |= {id(x): len(calls) for x in graph.outputs}
     branching, begin = [], 0
     widest = 1
-    for number in range(len(calls)):
-        alive = sum(
-            last_use.get(id(x), -1) > number for call in calls[: number + 1] for x in call.outputs if id(x) in weighted
-        )
+    alive, ending = 0, collections.Counter()
+    for number, call in enumerate(calls):
+        lasting = [last_use[id(x)] for x in call.outputs if id(x) in weighted and last_use.get(id(x), -1) > number]
+        ending.update(lasting)
+        alive += len(lasting) - ending.pop(number, 0)
         widest = max(widest, alive)
         if alive == 1:
             branching.append((begin, number + 1, widest > 1))
@@ -135,11 +142,14 @@ def _longest_run(names: list) -> tuple[int, int, int]:
     """Returns `(start, period, length)` of the longest part of a list that repeats; the shortest period wins."""
     best = (0, 1, 0)
     for period in range(1, 5):
-        for start in range(len(names) - 2 * period + 1):
-            length = period
-            while start + length < len(names) and names[start + length] == names[start + length - period]:
-                length += 1
-            length -= length % period
+        start = 0
+        while start + 2 * period <= len(names):
+            end = start + period
+            while end < len(names) and names[end] == names[end - period]:
+                end += 1
+            length = (end - start) // period * period
             if length >= 2 * period and length > best[2]:
                 best = (start, period, length)
+            # A run from a place before this one ends where this one does, and is shorter.
+            start = end - period + 1
     return best

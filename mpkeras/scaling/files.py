@@ -7,6 +7,7 @@ import keras
 
 from mpkeras import _keras, _replaced
 from mpkeras.policies.loss_scaling import DynamicLossScale
+from mpkeras.policies.rules import serialized
 from mpkeras.scaling.arguments import rule_from_arguments
 from mpkeras.scaling.small_state import parts_of
 
@@ -55,6 +56,8 @@ def _extra_config(optimizer, config: dict) -> dict:
         extra["chosen_by_prepare"] = True
     if record.is_guarded or record.was_guarded:
         extra["was_guarded"] = True
+    if record.remat is not None:
+        extra["remat"] = record.remat if isinstance(record.remat, str) else serialized(record.remat)
     return extra
 
 
@@ -69,6 +72,7 @@ def optimizer_from(optimizer_class, config: dict, custom_objects=None):
         "rule_is_chosen_by_prepare": config.pop("chosen_by_prepare", False),
         "was_guarded": config.pop("was_guarded", False),
         "excluded_from_weight_decay": config.pop("excluded_from_weight_decay", []),
+        "remat": config.pop("remat", None),
     }
     if isinstance(config.get("loss_scale"), dict):
         config["loss_scale"] = keras.saving.deserialize_keras_object(

@@ -7,7 +7,7 @@ from mpkeras.conversion.float8 import reasons_against
 from mpkeras.conversion.last import converted_by, float8_products, known_heads, last_conversion
 from mpkeras.conversion.outputs import without_cast
 from mpkeras.conversion.plan import compute_dtypes, computes_in, plan
-from mpkeras.conversion.remat import computed_once
+from mpkeras.conversion.remat import computed_once, named_parts
 from mpkeras.conversion.store_weights import planned_weight_dtypes
 from mpkeras.policies.rules import bound_layers, layers_to_keep
 from mpkeras.policies.survey import Survey
@@ -89,6 +89,17 @@ class ModelView(Survey):
         """What the last conversion keeps for the backward pass, as `Policy.remat`."""
         conversion = last_conversion(self.model)
         return None if conversion is None else conversion.policy.remat
+
+    def computed_again(self, remat=None) -> list[tuple[str, str]]:
+        """Returns the paths of the first and the last layer of each part that the backward pass computes again.
+
+        Args:
+            remat: As `Policy.remat`; by default that of the last conversion.
+
+        Raises:
+            ValueError: If there are no such parts in the model, or the backend cannot compute them again.
+        """
+        return named_parts(self, self.remat if remat is None else remat)
 
     def computed_once(self):
         """Context manager: the backward pass computes nothing of the model again."""

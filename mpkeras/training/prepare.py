@@ -78,7 +78,7 @@ def prepare(
             BatchNormalization statistics, metrics and random generators, and a float32 or bfloat16 model is
             not checked at all.
         remat: What of the forward pass is kept for the backward pass, as in `mpkeras.Policy`; by default what the
-            policy says.
+            policy says, or without a policy the file that the model was loaded from.
 
     Returns:
         `model`.
@@ -108,6 +108,8 @@ def prepare_model(
     model, policy, *, loss_scale=None, jit_compile=None, rollback=True, remat=None, is_explicit: bool = True
 ):
     """`prepare`; `is_explicit` says whether the user named this very model, and not all models that are compiled."""
+    if policy is None and remat is None:
+        remat = _remat_of_file(model)
     options = {"loss_scale": loss_scale, "rollback": rollback, "remat": remat}
     guards = prepare_to_train(model, policy, jit_compile=jit_compile, **options)
     options["is_explicit"] = is_explicit
@@ -184,6 +186,9 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         ]
         for wrapper in wrappers if chosen.accumulate_steps > 1 else ():
             wrapper.accumulate(chosen.accumulate_steps)
+    for wrapper in wrappers:
+        if isinstance(wrapper, LossScaleOptimizer):
+            wrapper.record.remat = chosen.remat
     parts = (model, *inventory.compiled_parts(survey))
     new = {id(old): wrapper for old, wrapper in zip(optimizers, wrappers, strict=True) if wrapper is not old}
     for holder in inventory.holders_of_optimizers(survey):
@@ -210,6 +215,14 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     for _, put_around in guards:
         put_around()
     return guards
+
+
+def _remat_of_file(model):
+    """Returns the `remat` with which a loaded `model` was saved; `None` for one that was converted since."""
+    if not isinstance(model, keras.Model) or converted_by(model) is not None:
+        return None
+    optimizers = [x for x in inventory.find_optimizers(model).values() if isinstance(x, LossScaleOptimizer)]
+    return next((x.record.remat for x in optimizers if x.record.remat is not None), None)
 
 
 def chosen_policy(model, policy):

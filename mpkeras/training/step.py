@@ -47,7 +47,7 @@ def make_train_step(
     *,
     jit_compile: bool | None = None,
     rollback: bool = True,
-    accumulate_steps: int = 1,
+    accumulate_steps: int | None = None,
     on_overflow: str = "drop_micro",
     metrics=(),
     remat=None,
@@ -90,7 +90,8 @@ def make_train_step(
             and random generators keep what a skipped step did to them, and a model that does not
             compute in float16 is not checked at all.
         accumulate_steps: Calls of the step to one update, with the mean of their gradients, summed in
-            float32. The loss scale does not move in between.
+            float32. The loss scale does not move in between. By default 1, or what the plan says that the model was
+            converted to (`mpkeras.plan_memory`).
         on_overflow: A call that is not finite takes itself from the update (`"drop_micro"`), or all of it
             (`"drop_window"`).
         metrics: A list of `keras.metrics.Metric`, one alone, or `None`; for several outputs a list or dictionary of
@@ -152,13 +153,14 @@ class TrainStep:
         with training_backend.variable_scope(model):
             optimizer = checked_optimizer(optimizer, "optimizer")
         check_switches(jit_compile, rollback)
-        accumulate_steps = checked_steps(accumulate_steps, on_overflow)
-        policy = chosen_policy(model, None).with_remat(remat)
+        policy = chosen_policy(model, None)
+        steps = policy.accumulate_steps if accumulate_steps is None else accumulate_steps
+        window = checked_steps(steps, on_overflow), on_overflow
+        policy = policy.with_remat(remat)
         check_variables(model, policy)
         distribution_backend.check_travel(policy)
         objective = Objective(loss_fn, metrics)
         jit_compile = _resolved_jit_compile(model, jit_compile)
-        window = accumulate_steps, on_overflow
         self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, window, policy.remat)
         self._steps = 0
         self._has_looked = False

@@ -91,6 +91,21 @@ def test_numbers_are_those_without(made, mode):
         np.testing.assert_array_equal(again, weight)
 
 
+@TWICE
+@pytest.mark.parametrize("mode", ["full", "list_of_layers"])
+def test_an_rnn_draws_its_masks_once_a_batch(mode):
+    """Its cell keeps them from one time step to the next, and is computed again by itself, too, in mode "full"."""
+
+    def made():
+        return chain(layers.Reshape((3, 2)), layers.LSTM(6, dropout=0.4, recurrent_dropout=0.4, name="named"))
+
+    losses, weights = trained(made, "mixed_float16", contextlib.nullcontext())
+    losses_again, weights_again = trained(made, "mixed_float16", keras.RematScope(mode=mode, layer_names=["named"]))
+    assert losses_again == losses
+    for weight, again in zip(weights, weights_again, strict=True):
+        np.testing.assert_array_equal(again, weight)
+
+
 @pytest.mark.backends("jax")
 def test_jax_traces_it_once():
     made = MODELS["float32 inside"]

@@ -274,6 +274,25 @@ def replaced_on(model):
     return {pair for pair in kinds if pair[1] == "again"}
 
 
+def test_what_is_computed_again_is_named():
+    def parts(model, remat):
+        mpkeras.apply_policy(model, mpkeras.Policy("float32", remat=remat))
+        report = mpkeras.audit(model)
+        assert report.to_dict()["computed_again"] == [list(part) for part in report.computed_again]
+        return report
+
+    # What comes before the first block, and three blocks; the last part keeps everything.
+    report = parts(chain(), "blocks")
+    assert report.computed_again == [(f"counted_{n}", f"end_{n}") for n in range(3)]
+    text = "Computed again in the backward pass: 3 parts: counted_0 to end_0, counted_1 to end_1, counted_2 to end_2."
+    assert text in str(report)
+    assert parts(chain(), ["path:end_1"]).computed_again == [("counted_0", "end_1")]
+    model = made("subclassed")
+    assert parts(model, "blocks").computed_again == [(block.path, block.path) for block in model.blocks]
+    report = parts(model, None)
+    assert report.computed_again == [] and "Computed again" not in str(report)
+
+
 @pytest.mark.parametrize("name", ["residual", "subclassed"])
 def test_it_is_taken_back_by_a_policy_without(name):
     model = made(name)
@@ -301,6 +320,35 @@ def test_predictions_are_those_of_the_model_without(tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     np.testing.assert_allclose(loaded.predict(TOKENS, verbose=0), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("remat, written", [("blocks", "blocks"), (["path:end_1"], ["path:end_1"]), ("end_1", None)])
+def test_a_file_holds_it_and_prepare_gives_it_back(tmp_path, remat, written):
+    model = made("residual")
+    model.compile("sgd", "mse")
+    # A layer is written as its path.
+    kept = [model.get_layer(remat)] if written is None else remat
+    mpkeras.prepare(model, "mixed_bfloat16", remat=kept)
+    model.train_on_batch(IMAGES, TARGETS)
+    model.save(tmp_path / "model.keras")
+    extra = keras.saving.serialize_keras_object(model.optimizer)["config"]["inner_optimizer"]["mpkeras"]
+    assert extra["remat"] == written if written else extra["remat"][0].startswith("path:")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert not replaced_on(loaded)
+    mpkeras.prepare(loaded)
+    assert replaced_on(loaded) == {("_run_through_graph", "again")}
+    assert mpkeras.audit(loaded).computed_again == mpkeras.audit(model).computed_again
+    loaded.compile("sgd", "mse")
+    assert replaced_on(loaded)
+    # A policy that is named says all.
+    mpkeras.prepare(loaded, "mixed_bfloat16")
+    assert not replaced_on(loaded)
+    mpkeras.prepare(loaded)
+    assert not replaced_on(loaded)
+    loaded.train_on_batch(IMAGES, TARGETS)
+    loaded.save(tmp_path / "without.keras")
+    again = mpkeras.prepare(keras.saving.load_model(tmp_path / "without.keras"))
+    assert not replaced_on(again)
 
 
 def test_the_callback_takes_it():

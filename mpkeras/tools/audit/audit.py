@@ -10,7 +10,15 @@ from mpkeras.seams import ConvertedLayer, ModelView, RuleNames, check_model, che
 from mpkeras.tools.audit import findings as checks
 from mpkeras.tools.audit.findings import SEVERITIES, in_order
 from mpkeras.tools.shared.flops import OPEN_SIZE, Program, forward_pass, size, sums_by_dtype
-from mpkeras.tools.shared.report import Figure, Report, bytes_text, float8_text, make_figure, percent
+from mpkeras.tools.shared.report import (
+    Figure,
+    Report,
+    bytes_text,
+    computed_again_text,
+    float8_text,
+    make_figure,
+    percent,
+)
 
 _UNITS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
 # Beyond it a figure is higher than any screen; the smallest are left out.
@@ -82,8 +90,9 @@ def audit_with_optimizer(
         *checks.check_devices(model, native.probe(backend), backend),
         *checks.check_sizes(rows),
     ]
-    held = ModelView(model).training_bytes(optimizer)
-    return AuditReport(model.name, backend, rows, in_order(findings), forward, held)
+    view = ModelView(model)
+    held, again = view.training_bytes(optimizer), view.computed_again()
+    return AuditReport(model.name, backend, rows, in_order(findings), forward, held, again)
 
 
 def _check_arguments(model, inputs, batch_size, open_size):
@@ -234,7 +243,7 @@ class AuditReport(Report):
     {'float32': 72}
     """
 
-    def __init__(self, name: str, backend: str, layers: list, findings: list, forward, training_bytes: dict):
+    def __init__(self, name: str, backend: str, layers: list, findings: list, forward, training_bytes, computed_again):
         self.title = f"Audit of '{name}' on the {backend} backend"
         self.name = name
         self.backend = backend
@@ -243,6 +252,7 @@ class AuditReport(Report):
         self.input_shapes = forward.input_shapes
         self.open_size = forward.open_size
         self.training_bytes = training_bytes
+        self.computed_again = computed_again
         self.flops: dict | None = None
         self.half_share: float | None = None
         self.casts: dict | None = None
@@ -308,6 +318,7 @@ class AuditReport(Report):
         if "slots" in self.training_bytes:
             slots, gradients = (_by_dtype(self.training_bytes[name]) for name in ("slots", "gradients"))
             lines.append(f"Training holds beside them: {slots} of optimizer state, {gradients} of gradients.")
+        lines += computed_again_text(self.computed_again)
         if self.flops is not None:
             lines.append(f"Outputs of layers: {_by_dtype(sums_by_dtype(self.layers, 'output_bytes'))}.")
         return lines
@@ -343,6 +354,7 @@ class AuditReport(Report):
             "casts": [] if self.casts == {} else casts,
             "weight_bytes": sums_by_dtype(self.layers, "weight_bytes"),
             "training_bytes": self.training_bytes,
+            "computed_again": [list(part) for part in self.computed_again],
             "output_bytes": sums_by_dtype(self.layers, "output_bytes"),
             "layers": [row.to_dict() for row in self.layers],
             "findings": [dataclasses.asdict(finding) for finding in self.findings],

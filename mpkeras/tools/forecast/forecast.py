@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterable
 
 import keras
-import numpy as np
 
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, check_switch
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest
+from mpkeras.tools.forecast.program import BYTES, bound_ms, picture, room
 from mpkeras.tools.forecast.targets import Target
 from mpkeras.tools.shared.arguments import check_seconds
-from mpkeras.tools.shared.report import Figure, Report, float8_text, make_figure
+from mpkeras.tools.shared.report import Figure, Report, float8_text
 
 # The largest batch is found to within one part in so many.
 _RESOLUTION = 64
@@ -188,13 +188,7 @@ class Forecast(Report):
         Args:
             found: What the compiler said of it.
         """
-        if "too_large" in found:
-            return min(-1, self._usable_bytes - found["too_large"])
-        return self._usable_bytes - found["peak_bytes"]
-
-    @property
-    def _usable_bytes(self) -> int:
-        return self.target.memory_bytes - self.target.reserved_bytes
+        return room(found, self.target.usable_bytes)
 
     def add(self, policy: str, found: dict):
         """Adds what the compiler said of the step of one policy.
@@ -212,7 +206,7 @@ class Forecast(Report):
             "fits": fits,
             "largest_batch": None,
             "largest_batch_flops_factor": None,
-            "step_time_lower_bound_ms": self._bound_ms(found),
+            "step_time_lower_bound_ms": bound_ms(found, self.target),
         }
 
     def add_largest_batch(self, policy: str, batch: int, tried: dict):
@@ -228,15 +222,6 @@ class Forecast(Report):
         fewest = min(of_a_row.values(), default=0.0)
         factor = of_a_row[batch] / fewest if batch and fewest else None
         self.policies[policy] |= {"largest_batch": batch, "largest_batch_flops_factor": factor}
-
-    def _bound_ms(self, found) -> float | None:
-        """Returns the time that one step takes at the least: its products at full rate, or each byte moved once."""
-        if not self.target.bandwidth or "matrix_flops" not in found:
-            return None
-        # A dtype whose rate no data sheet tells takes some time, too: the bound holds without.
-        rates = self.target.matrix_rates
-        products_s = sum(flops / rates[dtype] for dtype, flops in found["matrix_flops"].items() if dtype in rates)
-        return 1e3 * max(products_s, found["moved_bytes"] / self.target.bandwidth)
 
     def table(self) -> tuple[list, list]:
         """Returns `(header, rows)`, a row for each policy; bytes are those of one device."""
@@ -351,32 +336,20 @@ class Forecast(Report):
 
     def plot(self) -> Figure:
         """Returns a `matplotlib.figure.Figure`: bytes of one device under each policy, beside what it has."""
-        figure = make_figure(figsize=(6.4, 2.0 + 0.5 * len(self.policies)))
-        axes = figure.subplots()
-        names = list(self.policies)
-        state, temporary, peak = (
-            np.array([(found[key] or 0) / 2**30 for found in self.policies.values()])
-            for key in ("persistent_bytes", "temporary_bytes", "peak_bytes")
+        return picture(
+            list(self.policies),
+            list(self.policies.values()),
+            self.target.usable_bytes,
+            title=self.title,
+            unit="GiB on one device",
+            width=6.4,
+            limit="memory of the device",
         )
-        held = state + temporary
-        axes.barh(names, state, label="weights and optimizer", color="#4c72b0")
-        axes.barh(names, temporary, left=state, label="temporary", color="#dd8452")
-        axes.barh(names, np.maximum(peak - held, 0), left=held, label="batch, outputs, program", color="#8c8c8c")
-        limit = self._usable_bytes / 2**30
-        if max(np.maximum(peak, held), default=0.0) > limit / 8:
-            axes.axvline(limit, color="black", linestyle="--", label="memory of the device")
-        axes.invert_yaxis()
-        axes.set_xlabel("GiB on one device")
-        axes.set_title(self.title, fontsize="medium")
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
-        return figure
 
 
 # What is said of a program, by the keys of `to_dict`.
 _OF_A_PROGRAM = (
-    "persistent_bytes",
-    "temporary_bytes",
-    "peak_bytes",
+    *BYTES,
     "matrix_flops",
     "products",
     "collectives",

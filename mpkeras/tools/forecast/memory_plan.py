@@ -1,20 +1,19 @@
-"""`plan_memory`: what to change in a training so that it fits, each step of the search confirmed by a compiler."""
+"""`plan_memory`: what to change in a training so that it fits, confirmed by a compiler."""
 
 import dataclasses
 import math
 import re
 import time
 
-import numpy as np
-
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, dtypes
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest
 from mpkeras.tools.forecast.forecast import largest_that_fits
+from mpkeras.tools.forecast.program import BYTES, bound_ms, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
 from mpkeras.tools.shared.arguments import check_seconds
-from mpkeras.tools.shared.report import Figure, Report, make_figure
+from mpkeras.tools.shared.report import Figure, Report, computed_again_text
 
 # In the order in which they are tried.
 _ALLOWED = ("slots", "remat", "accumulation")
@@ -43,14 +42,19 @@ def plan_memory(
 ) -> "MemoryPlan":
     """Finds what to change in a training so that it fits into memory, with the least extra work.
 
-    Candidates are compiled one after the other by the device's own compiler, as `mpkeras.forecast` does, and the first
-    that fits is the plan: nothing is estimated. In this order: the policies; slots of the optimizer in bfloat16;
-    rematerialization, `"products"` and then `"blocks"`; accumulation, where 2, 4, 8, ... parts of the batch are taken
-    one after the other for one update, with the mean of their gradients; and, if asked for, another batch. What has
-    been taken stays for those that follow: each needs less memory, or the same, and more time.
+    Candidates are compiled by the device's own compiler, as `mpkeras.forecast` does, and the first that fits is the
+    plan. In this order: the policies; slots of the optimizer in bfloat16; rematerialization, `"products"` and then
+    `"blocks"`; accumulation, where 2, 4, 8, ... parts of the batch are taken one after the other for one update, with
+    the mean of their gradients; and, if asked for, another batch. What has been taken stays for those that follow:
+    each needs less memory, or the same, and more time.
+
+    Only what was compiled becomes a plan; estimates save compiling what is sure to be too large. Where the model as it
+    is does not fit, `"blocks"` comes next: if it does not fit either, what keeps more is left out. Parts of a batch
+    are left out for which not even their share of all but the state fits. The plan says what was not compiled, and why.
 
     `mpkeras.prepare(model, plan)`, the callback, `set_global_policy` and `apply_policy` take the plan as a policy. With
-    accumulation `prepare` and the callback set the optimizer; pass batches of `plan.step_batch` rows to `fit`.
+    accumulation they, and `make_train_step` for a model that was given the plan, set the optimizer; pass batches of
+    `plan.step_batch` rows.
 
     Args:
         model, x, y, optimizer, loss: As in `mpkeras.forecast`.
@@ -98,8 +102,9 @@ def plan_memory(
     ladders = [_ladder(policy, allowed) for policy in _policies(model, policies, target)]
     of_candidates = [candidate.policy().renamed(candidate.name) for ladder in ladders for candidate in ladder]
     request = CompileRequest(model, x, y, target.name, 1, of_candidates, optimizer, loss)
-    usable = target.memory_bytes - target.reserved_bytes if limit is None else int(limit * (1 - _MARGIN))
-    search = _Search(request.batch, usable, "accumulation" in allowed, verbose)
+    usable = target.usable_bytes if limit is None else int(limit * (1 - _MARGIN))
+    parts, impossible = _parts_by_remat(ModelView(model), ladders)
+    search = _Search(parts, impossible, request.batch, usable, "accumulation" in allowed, verbose)
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     try:
         with Compiler(request, deadline) as compiler:
@@ -196,21 +201,39 @@ def _ladder(policy, allowed) -> list[Candidate]:
     return found
 
 
+def _parts_by_remat(view, ladders) -> tuple[dict, dict]:
+    """Returns `{remat: parts that are computed again}` and `{remat: why there are none}` of all candidates."""
+    parts, impossible = {}, {}
+    for remat in {candidate.remat for ladder in ladders for candidate in ladder} - {None}:
+        try:
+            parts[remat] = view.computed_again(remat)
+        except ValueError as error:
+            # JAX compiles; the backend of this process, which then trains, may not be able to do the same.
+            impossible[remat] = f"{error}"
+    return parts, impossible
+
+
 class _Search:
     """Compiles candidates until one fits.
 
     Attributes:
+        parts: `{remat: paths of the first and the last layer of each part that is computed again}`.
         tried: `[(Candidate, what the compiler said)]`, in the order in which they were compiled.
+        not_compiled: `{name: why}` of those that were left out by an estimate.
         refused: `{name: why}` of those that there is no program of.
         found: The one that fits; `None` until then.
         usable: Bytes that a program may take.
         out_of_time: The seconds that were not enough, or `None`.
     """
 
-    def __init__(self, batch, usable, accumulates, verbose):
+    def __init__(self, parts, impossible, batch, usable, accumulates, verbose):
+        self.parts = parts
+        self._impossible = impossible
         self.batch = batch
         self.usable = usable
         self.tried: list = []
+        self.not_compiled: dict = {}
+        self._rungs: list = []
         self.refused: dict = {}
         self.found: Candidate | None = None
         self.out_of_time: float | None = None
@@ -219,6 +242,7 @@ class _Search:
 
     def run(self, compiler, ladders, looks_for_largest: bool):
         """Goes up the ladders; the smallest of their first rungs is the one that is climbed."""
+        self._rungs = [*(ladder[0] for ladder in ladders), *(rung for ladder in ladders for rung in ladder[1:])]
         if self._first_that_fits(compiler, [ladder[0] for ladder in ladders]) and not looks_for_largest:
             return
         plain = self.smallest()
@@ -227,14 +251,66 @@ class _Search:
             self._first_that_fits(compiler, ladder[-1:])
             self._look_for_largest(compiler, self.smallest())
             return
-        if self._first_that_fits(compiler, ladder[1:]) or not self._accumulates:
+        if ladder[1:]:
+            self._climb(compiler, *ladder)
+        if self.found is None and self._accumulates:
+            self._accumulate(compiler, self.smallest())
+
+    def by_work(self) -> list:
+        """Returns `tried`, what costs least first."""
+
+        def work(pair):
+            candidate, _ = pair
+            return self._rungs.index(
+                dataclasses.replace(candidate, accumulate_steps=1, batch=None)
+            ), candidate.accumulate_steps
+
+        return sorted(self.tried, key=work)
+
+    def _climb(self, compiler, plain, *rungs):
+        """Looks for the first of `rungs` that fits, above `plain`, which does not.
+
+        The last is compiled first: it keeps least. Where it does not fit either, those between are left out, unless it
+        takes more memory than `plain` does: then nothing is known of them.
+        """
+        *between, last = rungs
+        known, said = self._said(plain), self._compiled(compiler, last)
+        fits = said is not None and self.room(said) >= 0
+        if said is not None and not fits and self.room(said) > self.room(known):
+            for candidate in between:
+                self.not_compiled[candidate.name] = f"{last.name} keeps less, and does not fit."
             return
-        smallest = self.smallest()
-        parts = (2**n for n in range(1, self.batch.bit_length()))
-        self._first_that_fits(
-            compiler,
-            (dataclasses.replace(smallest, accumulate_steps=k) for k in parts if self.batch % k == 0),
+        # Until one with less work fits, or time is up.
+        self.found = last if fits else None
+        for candidate in between:
+            if fits and candidate.remat == plain.remat and not self._fits_with_state_of(known, said):
+                self.not_compiled[candidate.name] = "by the bytes of its smaller state it does not fit."
+            elif self._first_that_fits(compiler, [candidate]):
+                return
+
+    def _fits_with_state_of(self, known, other) -> bool:
+        """Whether a program that was compiled would fit if it had the state of another one; true where that is open."""
+        if "persistent_bytes" not in known or "persistent_bytes" not in other:
+            return True
+        return self.room(known) + known["persistent_bytes"] - other["persistent_bytes"] >= 0
+
+    def _accumulate(self, compiler, candidate):
+        """Looks for the fewest parts of a batch that fit; where not even their share of all fits, they are left out."""
+        said = self._said(candidate)
+        parts = [2**n for n in range(1, self.batch.bit_length()) if self.batch % 2**n == 0]
+        # Weights and optimizer stay as large as they are; the sums of gradients come to them.
+        state = said.get("persistent_bytes")
+        hopeful = (
+            parts if state is None else [k for k in parts if state + (said["peak_bytes"] - state) / k <= self.usable]
         )
+        first = hopeful[0] if hopeful else max(parts, default=0)
+        for k in (k for k in parts if k < first):
+            self.not_compiled[f"{candidate.name}, {k} parts"] = "all but the state divided by the parts does not fit."
+        steps = (dataclasses.replace(candidate, accumulate_steps=k) for k in parts if k >= first)
+        self._first_that_fits(compiler, steps)
+
+    def _said(self, candidate) -> dict:
+        return dict(self.tried)[candidate]
 
     def smallest(self) -> Candidate:
         """Returns the candidate that takes the least memory."""
@@ -242,9 +318,7 @@ class _Search:
 
     def room(self, said) -> int:
         """Returns the bytes that a program leaves; negative where it does not fit."""
-        if "too_large" in said:
-            return min(-1, self.usable - said["too_large"])
-        return self.usable - said["peak_bytes"]
+        return room(said, self.usable)
 
     def _first_that_fits(self, compiler, candidates) -> bool:
         for candidate in candidates:
@@ -268,6 +342,9 @@ class _Search:
     def _compiled(self, compiler, candidate):
         """Returns what the compiler says of a candidate; `None` where there is no program of it."""
         rows = (candidate.batch or self.batch) // candidate.accumulate_steps
+        if candidate.remat in self._impossible:
+            self.refused[candidate.name] = self._impossible[candidate.remat]
+            return None
         if self._verbose:
             print(f"Compiling {candidate.name}, {candidate.accumulate_steps} x {rows} rows ...", flush=True)
         try:
@@ -290,6 +367,7 @@ class MemoryPlan(Policy, Report):
         accumulate_steps: Parts of a batch that are taken one after the other for one update.
         batch: Rows of one update.
         step_batch: Rows of one part: what a batch of `fit` is to have.
+        computed_again: The paths of the first and the last layer of each part that the backward pass computes again.
         candidates: A dictionary for each candidate, as in `to_dict`.
 
     Example:
@@ -309,12 +387,15 @@ class MemoryPlan(Policy, Report):
         self.step_batch = self.batch // self.accumulate_steps
         said = dict(search.tried).get(chosen)
         self.missing_bytes = 0 if self.fits else -search.room(said)
+        self.computed_again = search.parts.get(chosen.remat, [])
         self._model_name, self._target, self._limit, self._search = model_name, target, limit, search
-        of_a_row = [self._flops_of_a_row(*pair) for pair in search.tried]
+        tried = search.by_work()
+        self._labels = [candidate.name for candidate, _ in tried]
+        of_a_row = [self._flops_of_a_row(*pair) for pair in tried]
         fewest = min((flops for flops in of_a_row if flops), default=0.0)
         self.candidates = [
             {**self._row(candidate, said, chosen), "flops_factor": flops / fewest if flops else None}
-            for (candidate, said), flops in zip(search.tried, of_a_row, strict=True)
+            for (candidate, said), flops in zip(tried, of_a_row, strict=True)
         ]
         room = target.title if limit is None else f"{limit / 2**30:.2f} GiB, compiled for {target.title}"
         self.title = f"To train model '{model_name}' within {room}, batch {search.batch}"
@@ -325,8 +406,8 @@ class MemoryPlan(Policy, Report):
         return Policy.from_config(config)
 
     def _row(self, candidate, said, chosen) -> dict:
-        programs = "peak_bytes" in said
         rows = candidate.batch or self._search.batch
+        bound = bound_ms(said, self._target)
         return {
             "policy": candidate.base.name,
             "slot_dtype": candidate.slot_dtype,
@@ -335,8 +416,8 @@ class MemoryPlan(Policy, Report):
             "batch": rows,
             "persistent_bytes": said.get("persistent_bytes"),
             "temporary_bytes": said.get("temporary_bytes"),
-            "peak_bytes": said["peak_bytes"] if programs else said["too_large"],
-            "step_time_lower_bound_ms": self._bound_ms(said, candidate.accumulate_steps) if programs else None,
+            "peak_bytes": said["too_large"] if "too_large" in said else said["peak_bytes"],
+            "step_time_lower_bound_ms": None if bound is None else candidate.accumulate_steps * bound,
             "fits": self._search.room(said) >= 0,
             "is_the_plan": candidate == chosen,
         }
@@ -344,13 +425,6 @@ class MemoryPlan(Policy, Report):
     def _flops_of_a_row(self, candidate, said) -> float:
         rows = (candidate.batch or self._search.batch) // candidate.accumulate_steps
         return sum(said.get("matrix_flops", {}).values()) / rows
-
-    def _bound_ms(self, said, parts) -> float | None:
-        if not self._target.bandwidth:
-            return None
-        rates = self._target.matrix_rates
-        products_s = sum(flops / rates[dtype] for dtype, flops in said["matrix_flops"].items() if dtype in rates)
-        return 1e3 * parts * max(products_s, said["moved_bytes"] / self._target.bandwidth)
 
     def table(self) -> tuple[list, list]:
         """Returns `(header, rows)`, a row for each candidate in the order in which they were compiled."""
@@ -362,7 +436,7 @@ class MemoryPlan(Policy, Report):
                 row["slot_dtype"],
                 "" if row["remat"] is None else f"{row['remat']}",
                 f"{row['accumulate_steps']} x {row['batch'] // row['accumulate_steps']}",
-                *("" if row[key] is None else f"{row[key] / 2**30:.2f}" for key in _BYTES),
+                *("" if row[key] is None else f"{row[key] / 2**30:.2f}" for key in BYTES),
                 "" if row["flops_factor"] is None else f"{row['flops_factor']:.2f}",
                 "" if row["step_time_lower_bound_ms"] is None else f"{row['step_time_lower_bound_ms']:.2f}",
                 ("yes, the plan" if row["is_the_plan"] else "yes") if row["fits"] else _missing_text(row, self._search),
@@ -379,10 +453,13 @@ class MemoryPlan(Policy, Report):
             how = "" if self.accumulate_steps == 1 else f", {self.accumulate_steps} of which make one update"
             notes.append(
                 f"Plan: `mpkeras.prepare(model, plan)`, and batches of {self.step_batch} rows{how}. In a loop of your "
-                f"own: `apply_policy(model, plan)`, `make_train_step(..., accumulate_steps={self.accumulate_steps})`."
+                "own: `apply_policy(model, plan)` and `make_train_step`, which takes as many of them for one update."
             )
         else:
             notes.append(f"Nothing that was tried fits. The smallest misses by {self.missing_bytes / 2**30:.2f} GiB.")
+        notes += computed_again_text(self.computed_again)
+        for name, why in search.not_compiled.items():
+            notes.append(f"{name}: not compiled: {why}")
         for name, why in search.refused.items():
             notes.append(f"{name}: not possible. {why}")
         if search.out_of_time is not None:
@@ -409,36 +486,25 @@ class MemoryPlan(Policy, Report):
             "accumulate_steps": self.accumulate_steps,
             "batch": self.batch,
             "step_batch": self.step_batch,
+            "computed_again": [list(part) for part in self.computed_again],
             "candidates": candidates,
+            "not_compiled": self._search.not_compiled,
             "refused": self._search.refused,
             "out_of_time": self._search.out_of_time,
         }
 
     def plot(self) -> Figure:
         """Returns a `matplotlib.figure.Figure`: bytes of each candidate, beside the limit."""
-        figure = make_figure(figsize=(7.2, 2.0 + 0.5 * len(self.candidates)))
-        axes = figure.subplots()
-        names = [
-            f"{candidate.name}\n{row[3]}"
-            for (candidate, _), row in zip(self._search.tried, self.table()[1], strict=True)
-        ]
-        state, temporary, peak = (np.array([(row[key] or 0) / 2**30 for row in self.candidates]) for key in _BYTES)
-        held = state + temporary
-        places = np.arange(len(names))
-        axes.barh(places, state, label="weights and optimizer", color="#4c72b0")
-        axes.barh(places, temporary, left=state, label="temporary", color="#dd8452")
-        axes.barh(places, np.maximum(peak - held, 0), left=held, label="batch, outputs, program", color="#8c8c8c")
-        axes.axvline(self._search.usable / 2**30, color="black", linestyle="--", label="what there is")
-        axes.set_yticks(places, names, fontsize="small")
-        axes.invert_yaxis()
-        axes.set_xlabel("GiB")
-        axes.set_title(self.title, fontsize="medium")
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
-        return figure
-
-
-# The bytes of a row, as in the table.
-_BYTES = ("persistent_bytes", "temporary_bytes", "peak_bytes")
+        labels = [f"{name}\n{row[3]}" for name, row in zip(self._labels, self.table()[1], strict=True)]
+        return picture(
+            labels,
+            self.candidates,
+            self._search.usable,
+            title=self.title,
+            unit="GiB",
+            width=7.2,
+            limit="what there is",
+        )
 
 
 def _missing_text(row, search) -> str:

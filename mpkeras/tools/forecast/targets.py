@@ -62,6 +62,11 @@ class Target:
     multiprocessors: Multiprocessors | None = None
     topologies: tuple[str, ...] = ()
 
+    @property
+    def usable_bytes(self) -> int:
+        """What a program can have of its memory."""
+        return self.memory_bytes - self.reserved_bytes
+
     def environment(self, devices: int) -> dict:
         """Returns the environment variables with which a JAX process can compile for it."""
         found = {

@@ -104,6 +104,17 @@ def listed(names) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def computed_again_text(parts: list) -> list:
+    """Returns a line that says what the backward pass computes again; none where `parts` is empty.
+
+    `parts` has the paths of the first and the last layer of each.
+    """
+    if not parts:
+        return []
+    names = (first if first == last else f"{first} to {last}" for first, last in parts)
+    return [f"Computed again in the backward pass: {len(parts)} part{'s' * (len(parts) > 1)}: {listed(names)}."]
+
+
 def float8_text(reasons: list) -> list:
     """Returns lines that say which layers multiply in float8, and why the others do not.
 

@@ -1,0 +1,57 @@
+"""What a compiler said of a program, against a device: the room it leaves, its least time, a picture of its bytes."""
+
+import numpy as np
+
+from mpkeras.tools.shared.report import Figure, make_figure
+
+# The bytes of a program, by the keys under which reports have them.
+BYTES = ("persistent_bytes", "temporary_bytes", "peak_bytes")
+
+
+def room(said: dict, usable_bytes: int) -> int:
+    """Returns the bytes that a program leaves of `usable_bytes`; negative where it does not fit."""
+    if "too_large" in said:
+        return min(-1, usable_bytes - said["too_large"])
+    return usable_bytes - said["peak_bytes"]
+
+
+def bound_ms(said: dict, target) -> float | None:
+    """Returns the time that a program takes at the least: its products at full rate, or each byte moved once.
+
+    `None` where the rates of `target` are not known, or the compiler made no program.
+    """
+    if not target.bandwidth or "matrix_flops" not in said:
+        return None
+    # A dtype whose rate no data sheet tells takes some time, too: the bound holds without.
+    rates = target.matrix_rates
+    products_s = sum(flops / rates[dtype] for dtype, flops in said["matrix_flops"].items() if dtype in rates)
+    return 1e3 * max(products_s, said["moved_bytes"] / target.bandwidth)
+
+
+def picture(labels: list, rows: list, usable_bytes: int, *, title: str, unit: str, width: float, limit: str) -> Figure:
+    """Returns a figure of the bytes of programs, beside what there is.
+
+    Args:
+        labels, rows: Of each program what it is called and a dictionary with `BYTES`, from top to bottom.
+        usable_bytes: What a program can have.
+        title, unit: Above the figure, and under its axis.
+        width: Of the figure, in inches.
+        limit: What the line at `usable_bytes` is called; it is left out where all programs are far below.
+    """
+    figure = make_figure(figsize=(width, 2.0 + 0.5 * len(rows)))
+    axes = figure.subplots()
+    state, temporary, peak = (np.array([(row[key] or 0) / 2**30 for row in rows]) for key in BYTES)
+    held = state + temporary
+    places = np.arange(len(rows))
+    axes.barh(places, state, label="weights and optimizer", color="#4c72b0")
+    axes.barh(places, temporary, left=state, label="temporary", color="#dd8452")
+    axes.barh(places, np.maximum(peak - held, 0), left=held, label="batch, outputs, program", color="#8c8c8c")
+    usable = usable_bytes / 2**30
+    if max(np.maximum(peak, held), default=0.0) > usable / 8:
+        axes.axvline(usable, color="black", linestyle="--", label=limit)
+    axes.set_yticks(places, labels, fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.set_title(title, fontsize="medium")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    return figure

@@ -1,0 +1,75 @@
+"""Where a graph is cut: runs that repeat, the ends of blocks, and that long graphs take no more than their length."""
+
+import keras
+import pytest
+from keras import layers
+
+from mpkeras.conversion.segments import Segments, _longest_run, ends_of_blocks
+
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("", (0, 1, 0)),
+        ("abc", (0, 1, 0)),
+        ("aab", (0, 1, 2)),
+        ("xababab", (1, 2, 6)),
+        # The shortest period wins where two are as long.
+        ("aaaa", (0, 1, 4)),
+        # An "a" too many at the end is no part of a period of two; a run of the same length further on comes too late.
+        ("ababaccdcd", (0, 2, 4)),
+        # The longer run begins within the last period of the shorter one.
+        ("aabaabaab", (0, 3, 9)),
+        ("abcabcabab", (0, 3, 6)),
+        # Periods of more than four are not looked for.
+        ("abcdeabcde", (0, 1, 0)),
+    ],
+)
+def test_the_longest_run(names, expected):
+    assert _longest_run(list(names)) == expected
+
+
+def stack(blocks):
+    x = inputs = keras.Input((4,))
+    x = layers.Dense(4, "relu")(x)
+    for _ in range(blocks):
+        x = layers.Add()([x, layers.Dense(4)(layers.Activation("tanh")(x))])
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+def test_ends_of_blocks():
+    # Call 0 is the dense layer before them, and of three calls is each block.
+    assert ends_of_blocks(stack(3)) == {0, 3, 6, 9}
+    assert ends_of_blocks(stack(1)) == set()
+
+
+class Counting(list):
+    """A list that counts what is read of it."""
+
+    reads = 0
+
+    def __getitem__(self, key):
+        Counting.reads += 1
+        return super().__getitem__(key)
+
+
+def test_a_long_list_is_read_a_few_times_an_entry():
+    names = Counting("ab" * 500 + "c" + "abb" * 300)
+    assert _longest_run(names) == (0, 2, 1000)
+    assert Counting.reads < 12 * len(names)
+
+
+def test_what_leaves_a_segment_is_what_a_later_one_or_the_outputs_need():
+    x = inputs = keras.Input((4,))
+    first = layers.Dense(4)(x)
+    second = layers.Dense(4)(first)
+    third = layers.Dense(4)(second)
+    graph = keras.Model(inputs, [layers.Add()([first, third]), second])
+    segments = Segments(graph, {0, 1, 2}, lambda layer: [layer])
+    # `first` crosses two segments; `second` is an output.
+    made = [([id(t) for t in f.inputs], [id(t) for t in f.outputs]) for f, _ in segments._made()]
+    assert made[0] == ([id(inputs)], [id(first)]) and made[1] == ([id(first)], [id(second)])
+    assert made[2] == ([id(second)], [id(third)]) and set(made[3][0]) == {id(first), id(third)}
