@@ -174,9 +174,7 @@ def main(argv=None) -> int:
                 if options.json:
                     content = {"environment": harness.environment(), "results": with_ratios(_in_order(results))}
                     harness.write_json(options.json, content)
-    harness.print_table(
-        rows_of(_in_order(results)), "Steps that compute again, as compilers of GPUs make them"
-    )
+    harness.print_table(rows_of(_in_order(results)), "Steps that compute again, as compilers of GPUs make them")
     return 0
 
 

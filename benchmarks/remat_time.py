@@ -160,9 +160,7 @@ def write_plot(path: str, results: list[dict]) -> None:
     groups: dict = {}
     for result in results:
         groups.setdefault(result["mode"], {})[result["variant"]] = result["ratio"]
-    harness.write_bar_plot(
-        path, groups, title="What it costs to compute again", ylabel="time / first variant"
-    )
+    harness.write_bar_plot(path, groups, title="What it costs to compute again", ylabel="time / first variant")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
