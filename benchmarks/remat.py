@@ -76,7 +76,7 @@ def compile_steps(name: str, device: str, policy: str, remats, *, is_tiny: bool)
         except ValueError as error:
             if not is_peer:
                 raise
-            found.append({"remat": group[0], "batch": case.batch_size, "refused": str(error)})
+            found.append({"remat": group[0], "batch": case.batch_size, "refused": _reason(error)})
             continue
         for remat in group:
             said = report.policies[f"{remat}"]
@@ -84,6 +84,11 @@ def compile_steps(name: str, device: str, policy: str, remats, *, is_tiny: bool)
             figures = {key: said[key] for key in FIGURES}
             found.append({"remat": remat, "batch": case.batch_size, "matrix_flops": flops, **figures})
     return found
+
+
+def _reason(error) -> str:
+    """Returns why there is no program, without the advice, and without where on this machine it was found out."""
+    return str(error).partition("Received: ")[2].partition(" The error occurred")[0]
 
 
 def with_ratios(results: list[dict]) -> list[dict]:

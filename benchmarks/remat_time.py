@@ -6,12 +6,15 @@ torch the same transformer in plain modules stands beside it under `torch.compil
 `torch._functorch.config.activation_memory_budget` from 1 to 0: the compiler keeps decomposed operations apart
 (`aot_eager_decomp_partition`), so that its partitioner is compared and not its kernels. Times are processor time on one
 thread, in interleaved rounds, which other work on the machine hardly changes. `peak` is what torch's allocator held at
-the most in one step beyond weights and optimizer, by its profiler; TensorFlow's on a CPU does not tell.
+the most in one step beyond weights and optimizer, by its profiler, while Python collects no garbage (what lies in
+cycles of references is free at some later time only); `collected` is the same while Python collects whenever it likes.
+TensorFlow's allocator on a CPU does not tell.
 
     python benchmarks/remat_time.py --rounds 10 --json benchmarks/results/remat_time.json
 """
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -21,7 +24,8 @@ import harness
 from gpu.cases import Case, TransformerSizes, make_batches
 
 CASES = {
-    "transformer": Case("decoder", 8, 1e-4, TransformerSizes(128, 256, 4, 6, 2000, None)),
+    # Most of what its step holds are activations.
+    "transformer": Case("decoder", 16, 1e-4, TransformerSizes(256, 128, 4, 6, 500, None)),
     "tiny": Case("decoder", 2, 1e-4, TransformerSizes(8, 16, 2, 2, 50, None)),
 }
 REMATS = (None, "products", "blocks")
@@ -84,12 +88,23 @@ def torch_step(case: Case, budget: float | None):
     return step
 
 
-def peak_bytes_of(step) -> int:
-    """Returns what torch's allocator held at the most during a step, beyond what it held before."""
+def peak_bytes_of(step, *, collects: bool = False) -> int:
+    """Returns what torch's allocator held at the most during a step, beyond what it held before.
+
+    Args:
+        step: Runs it.
+        collects: Whether Python may collect garbage meanwhile, which it does after so many new objects.
+    """
     import torch
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
+    gc.collect()
+    if not collects:
+        gc.disable()
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
+    finally:
+        gc.enable()
     held = peak = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -118,6 +133,7 @@ def measure(backend: str, name: str, rounds: int) -> dict:
                 result["first_loss"] = losses[variant]
                 if backend == "torch":
                     result["peak_bytes"] = peak_bytes_of(steps[variant])
+                    result["collected_peak_bytes"] = peak_bytes_of(steps[variant], collects=True)
                 results.append(result)
                 print(result, file=sys.stderr, flush=True)
     return {"environment": harness.environment(), "results": results}
@@ -142,14 +158,19 @@ def table_rows(results: list[dict]) -> list[dict[str, str]]:
         first.setdefault(result["mode"], result)
     rows = []
     for result in results:
-        peak, everything = result.get("peak_bytes"), first[result["mode"]].get("peak_bytes")
+
+        def peak(key, result=result):
+            if key not in result:
+                return ""
+            return f"{result[key] / 1e6:.1f} ({result[key] / first[result['mode']][key]:.2f})"
+
         rows.append(
             {
                 "step": result["mode"],
                 "variant": result["variant"],
                 **harness.summary_cells(result),
-                "peak MB": "" if peak is None else f"{peak / 1e6:.1f}",
-                "of the first": "" if peak is None else f"{peak / everything:.2f}",
+                "peak MB": peak("peak_bytes"),
+                "collected": peak("collected_peak_bytes"),
             }
         )
     return rows
