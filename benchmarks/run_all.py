@@ -37,7 +37,18 @@ SCRIPTS = {
     "import_time": [],
 }
 # They have `--quick` as well, but ask for more than speed and take minutes: see CONTRIBUTING.md.
-OTHERS = ("accelerators", "all_reduce", "before_after", "fine_tune", "float8", "hub", "small_state_quality")
+OTHERS = (
+    "accelerators",
+    "all_reduce",
+    "before_after",
+    "fine_tune",
+    "float8",
+    "hub",
+    "memory_plan",
+    "remat",
+    "remat_time",
+    "small_state_quality",
+)
 # What tells one entry of a result from another, and how it is written.
 LABELS = dict.fromkeys(("backend", "mode", "model", "task", "policy", "part", "display"), "{}")
 LABELS |= {"params": "{:,} parameters", "batch_size": "batch {}", "variant": "{}"}

@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.backends("tensorflow")
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-NAMES = ["custom_loop", "existing_model", "first_model", "loss_scaling", "when_it_goes_wrong"]
+NAMES = ["custom_loop", "existing_model", "first_model", "loss_scaling", "memory", "when_it_goes_wrong"]
 NOTEBOOKS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.ipynb"))}
 # Of whoever ran the notebook: a home, a temporary folder or kernel, a drive.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|Users|tmp|var|work|mnt|opt|usr|private)/|\b[A-Z]:\\")

@@ -32,15 +32,20 @@ def main():
                 step = made(policy, shard)
                 losses = losses_of(step, options.steps)
                 result[f"{policy} {shard}"] = {
-                    "difference": float(np.abs(np.subtract(losses, alone)).max()),
+                    "difference": largest(losses, alone),
                     "share": share(step),
                     **faults(step),
                 }
         with on_devices(8, "weights"):
             fitted = in_fit(policy, options.steps)
         keras.distribution.set_distribution(None)
-        result[f"{policy} fit"] = {"difference": float(np.abs(np.subtract(fitted, in_fit(policy, options.steps))).max())}
+        result[f"{policy} fit"] = {"difference": largest(fitted, in_fit(policy, options.steps))}
     print("RESULT " + json.dumps(result))
+
+
+def largest(found, expected) -> float:
+    """Returns the largest difference."""
+    return float(np.abs(np.subtract(found, expected)).max())
 
 
 def on_devices(count, shard):
