@@ -128,7 +128,7 @@ def save(step, losses, rank):
 
 
 def load(step) -> list:
-    """Gives `step` the state of the last checkpoint, if there is one, and returns the losses of the steps until then."""
+    """Gives `step` the state of the last checkpoint, if there is one; returns the losses of the steps until then."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return []

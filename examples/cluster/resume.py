@@ -2,12 +2,14 @@
 
     KERAS_BACKEND=torch python resume.py --coordinator 10.0.0.1:1234 --workers 2 --worker 0 --folder /shared/job
 
-and with `--worker 1` on the other machine. Start both again when one of them has failed, as Slurm, Kubernetes and Ray do:
-they read the last checkpoint and go on. On TensorFlow, `--coordinator` is left out and `TF_CONFIG` is set.
+and with `--worker 1` on the other machine. When one of them has failed, end the other and start both again, as Slurm,
+Kubernetes and torchrun do: they read the last checkpoint and go on. On TensorFlow set `TF_CONFIG` instead of
+`--coordinator` and `--worker`.
 """
 
 import argparse
 import contextlib
+import json
 import os
 from pathlib import Path
 
@@ -25,7 +27,7 @@ def main():
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoint; all workers read it")
     parser.add_argument("--coordinator", help="host:port of worker 0")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--worker", type=int, required=True)
+    parser.add_argument("--worker", type=int, help="number of this one")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     options = parser.parse_args()
@@ -98,10 +100,12 @@ def load(step, path) -> list:
 
 
 def connect(options):
-    """Connects this process to the others; returns the scope to make the model in."""
+    """Connects this worker to the others; returns the scope to make the model in."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
+        config = json.loads(os.environ["TF_CONFIG"])
+        options.worker, options.workers = config["task"]["index"], len(config["cluster"]["worker"])
         return tf.distribute.MultiWorkerMirroredStrategy().scope()
     if keras.backend.backend() == "jax":
         keras.distribution.initialize(options.coordinator, options.workers, options.worker)

@@ -1,9 +1,10 @@
 """`MultiWorkerMirroredStrategy`, two loops of one's own: around the model's train step, or `mpkeras.make_train_step`.
 
-`fit` of Keras 3.15 fails under this strategy, with and without mpkeras (keras#20585). Each worker is told by `TF_CONFIG`
-who they are and which of them it is:
+`fit` of Keras 3.15 fails under this strategy, with and without mpkeras (keras#20585). `TF_CONFIG` tells each worker the
+addresses of all, and which of them it is:
 
-    export TF_CONFIG='{"cluster": {"worker": ["10.0.0.1:1234", "10.0.0.2:1234"]}, "task": {"type": "worker", "index": 0}}'
+    export TF_CONFIG='{"cluster": {"worker": ["10.0.0.1:1234", "10.0.0.2:1234"]},
+                       "task": {"type": "worker", "index": 0}}'
     python tensorflow_workers.py --loop step
 """
 

@@ -1,7 +1,9 @@
-"""Weights, gradients and optimizer state split over the ranks by torch's FSDP2: `torchrun --nproc_per_node 2 torch_fsdp2.py`.
+"""FSDP2 splits weights, gradients and optimizer state over the ranks: `torchrun --nproc_per_node 2 torch_fsdp2.py`.
 
-`fully_shard` replaces parameters of torch modules. Keras' layers read their `keras.Variable`s instead, so that
-`fully_shard(model)` raises no error and trains each rank on its own: a small module holds the weights of each layer.
+`fully_shard` replaces the parameters of torch modules, and Keras' layers read their `keras.Variable`s: after
+`fully_shard(model)` each rank would train by itself, without an error. So a small torch module holds the weights of
+each layer and hands them to it. The model must be a chain of layers without statistics or losses of their own. Clip by
+value or not at all: the optimizer knows the norms of the rank's own parts alone.
 """
 
 import argparse

@@ -34,7 +34,7 @@ def result_of(output: str):
 
 
 def run_workers(script: str, workers, timeout_s: float = 300, read=result_of) -> list:
-    """Runs `script` once for each `(arguments, environment)`, all at a time, and returns what `read` finds in their outputs.
+    """Runs `script` once for each `(arguments, environment)`, all at a time; returns what `read` makes of each output.
 
     A worker that fails or hangs would leave the others waiting for it: all are killed as soon as one has
     failed, and when `timeout_s` is over.

@@ -13,10 +13,10 @@ import keras
 import numpy as np
 import pytest
 
-from tests.distributed.launch import FOLDER, ROOT, free_ports, run_program, run_torchrun, run_workers
+from tests.distributed.launch import FOLDER, ROOT, free_ports, run_torchrun, run_workers
 
 CLUSTER = ROOT / "examples" / "cluster"
-LAST_LINE = re.compile(r"rank (\d): loss (\d+\.\d+),.* loss scale (\d+\.\d), skipped (\d+)")
+LAST_LINE = re.compile(r"rank (\d): loss (\d+\.\d+), (?:accuracy \d\.\d+, )?loss scale (\d+\.\d), skipped (\d+)")
 
 
 def last_lines(output: str) -> list:
@@ -34,22 +34,13 @@ def check_both_ranks(lines, loss_below: float = 0.25, skipped: int = 3, loss_sca
     assert 0 < loss == other_loss < loss_below
 
 
-def workers_of(script: str, *arguments) -> list:
-    """Returns the last lines of two processes with `--process` or `TF_CONFIG`."""
-    ports = free_ports(2)
-    return sum(
-        run_workers(CLUSTER / script, [worker(i, ports, arguments) for i in range(2)], timeout_s=180, read=last_lines),
-        [],
-    )
-
-
 def worker(index: int, ports, arguments) -> tuple:
     """Returns arguments and environment of a worker: on TensorFlow `TF_CONFIG` says which it is."""
     if keras.backend.backend() == "tensorflow":
         cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
         config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
         return arguments, {"TF_CONFIG": json.dumps(config), "OMP_NUM_THREADS": "1"}
-    return [*arguments, "--coordinator", f"127.0.0.1:{ports[0]}"], {"OMP_NUM_THREADS": "1"}
+    return [*arguments, "--coordinator", f"127.0.0.1:{ports[0]}", "--worker", index], {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.backends("jax")
@@ -96,13 +87,12 @@ class Job:
         self.lines = []
 
     def run(self, kill=None):
-        """Starts the workers once; `kill` is `(worker, step, delay_s)`, or `None`. Returns whether the job has ended."""
+        """Starts the workers once; `kill` is `(worker, step, delay_s)`, or `None`."""
         ports = free_ports(2)
         processes, logs = [], []
         for i in range(2):
             step, delay_s = kill[1:] if kill is not None and kill[0] == i else (-1, 0)
-            own = ["resume", step, delay_s, "--worker", i, "--folder", self.folder]
-            own += ["--steps", KILLED_STEPS, "--every", EVERY]
+            own = ["resume", step, delay_s, "--folder", self.folder, "--steps", KILLED_STEPS, "--every", EVERY]
             arguments, environment = worker(i, ports, own)
             logs.append(self.folder / f"{len(self.begins)}.{i}.log")
             with open(logs[-1], "w") as log:
