@@ -1,6 +1,6 @@
 """`DistributedDataParallel` around a Keras model, in a loop of one's own: `torchrun --nproc_per_node 2 torch_ddp.py`.
 
-On several machines, on each: `torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:PORT ...`.
+On several machines, on each: `torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:PORT`.
 """
 
 import argparse
