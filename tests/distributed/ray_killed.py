@@ -1,4 +1,4 @@
-"""`examples/cluster/ray_train.py` with workers that kill themselves, at once and without a word, in the middle of a step.
+"""`examples/cluster/ray_train.py` with workers that kill themselves, without a word, in the middle of a step.
 
 `ray_killed.py FOLDER KILLS ARGUMENTS`: KILLS is a list in JSON of `[rank, step, delay_s]`, one for each start of the
 workers. FOLDER gets a file for each kill, and for each start and rank one with the steps that were begun.
