@@ -17,6 +17,8 @@ import pytest
 from tests.distributed.launch import FOLDER, ROOT, free_ports, run_torchrun, run_workers
 
 CLUSTER = ROOT / "examples" / "cluster"
+# Not imported here: only the programs need it.
+WITH_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 LAST_LINE = re.compile(r"rank (\d): loss (\d+\.\d+), (?:accuracy \d\.\d+, )?loss scale (\d+\.\d), skipped (\d+)")
 
 
@@ -42,6 +44,14 @@ def worker(index: int, ports, arguments) -> tuple:
         config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
         return arguments, {"TF_CONFIG": json.dumps(config), "OMP_NUM_THREADS": "1"}
     return [*arguments, "--coordinator", f"127.0.0.1:{ports[0]}", "--worker", index], {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.backends("tensorflow")
+def test_the_page_on_many_devices_names_every_program():
+    page = (ROOT / "docs" / "many_devices.md").read_text()
+    links = re.findall(r"\[(\w+)\]\(\.\./examples/cluster/(\w+)\.py\)", page)
+    assert {name for _, name in links} == {path.stem for path in CLUSTER.glob("*.py")}
+    assert all(shown == name for shown, name in links)
 
 
 @pytest.mark.backends("jax")
@@ -186,9 +196,9 @@ def test_a_job_whose_workers_are_killed_ends_as_the_one_without_kills(tmp_path, 
         np.testing.assert_array_equal(state[name], array, err_msg=name)
 
 
+@WITH_RAY
 @pytest.mark.slow
 def test_ray_train(tmp_path):
-    pytest.importorskip("ray")
     output = run_ray(CLUSTER / "ray_train.py", "--storage", tmp_path, "--plant-overflow", 1)
     lines = last_lines(output)
     if keras.backend.backend() == "torch":
@@ -198,10 +208,10 @@ def test_ray_train(tmp_path):
     check_both_ranks(lines, loss_below=0.4, skipped=1, loss_scale=16384.0)
 
 
+@WITH_RAY
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [2, 10])
 def test_a_job_of_ray_whose_workers_are_killed_ends_as_the_one_without_kills(tmp_path, kills):
-    pytest.importorskip("ray")
     rng = np.random.default_rng(kills)
     steps = sorted(rng.choice(KILLED_STEPS - EVERY, kills, replace=False).tolist())
     plan = [(int(rng.integers(2)), step, rng.uniform(0, 0.02)) for step in steps]
