@@ -36,7 +36,7 @@ class Weights(torch.nn.Module):
         fully_shard(self, mp_policy=dtypes)
         for variable in layer.trainable_variables:
             # The whole weight, of which FSDP2 has taken the rank's part.
-            variable.value.data = torch.empty(0)
+            variable.value.data = variable.value.new_empty(0)
 
     def forward(self, inputs):
         (layer,) = self.layers

@@ -10,6 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
+# Keras imports it wherever it is installed, which takes longer than much of what is trained here.
+sys.modules.update(dict.fromkeys(("matplotlib",)))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "cluster"))
 
 
