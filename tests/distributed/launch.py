@@ -27,8 +27,14 @@ def run_program(script: str, *arguments, timeout_s: float = 300):
     return run_workers(script, [(arguments, {})], timeout_s=timeout_s)[0]
 
 
-def run_workers(script: str, workers, timeout_s: float = 300) -> list:
-    """Runs `script` once for each `(arguments, environment)`, all at a time, and returns their results.
+def result_of(output: str):
+    """Returns the result that a program of this folder has printed; `None` where there is none."""
+    found = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    return json.loads(found[-1].removeprefix("RESULT ")) if found else None
+
+
+def run_workers(script: str, workers, timeout_s: float = 300, read=result_of) -> list:
+    """Runs `script` once for each `(arguments, environment)`, all at a time; returns what `read` makes of each output.
 
     A worker that fails or hangs would leave the others waiting for it: all are killed as soon as one has
     failed, and when `timeout_s` is over.
@@ -68,15 +74,33 @@ def run_workers(script: str, workers, timeout_s: float = 300) -> list:
                 process.wait()
         results = []
         for i, code in enumerate(codes):
-            lines = Path(f"{logs}/{i}.out").read_text().splitlines()
-            found = [line for line in lines if line.startswith("RESULT ")]
-            results.append(json.loads(found[-1].removeprefix("RESULT ")) if code == 0 and found else None)
+            results.append(read(Path(f"{logs}/{i}.out").read_text()) if code == 0 else None)
         said = [
             f"worker {i}, exit status {codes[i]}:\n{Path(f'{logs}/{i}.err').read_text()[-3000:]}"
             for i in range(len(codes))
         ]
         assert None not in results, "\n".join(said)
         return results
+
+
+def run_torchrun(script, *arguments, timeout_s: float = 120) -> str:
+    """Runs `script` as two ranks under `torchrun`, which needs not be on the path, and returns what they printed."""
+    options = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
+    for _ in range(4):
+        (port,) = free_ports(1)
+        done = subprocess.run(
+            [sys.executable, *options, "--master_port", str(port), str(script), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        # One process in ten aborts in torch 2.13 as it ends, with all its work done: a thread of torch
+        # is still running then. The other process is ended for it.
+        if done.returncode == 0 or "terminate called without an active exception" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def free_ports(count: int) -> list:

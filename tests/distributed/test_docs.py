@@ -1,13 +1,10 @@
 """Runs what docs/many_devices.md shows, on one device and on several."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.distributed.launch import free_ports
+from tests.distributed.launch import run_torchrun
 from tests.pages import ROOT, SEEDED, run
 
 TEXT = (ROOT / "docs/many_devices.md").read_text()
@@ -32,23 +29,7 @@ tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfigur
 
 def run_on_two_ranks(script, pattern: str) -> list:
     """Returns what was printed that matches `pattern`; two ranks may share a line."""
-    # `torchrun`, which needs not be on the path.
-    arguments = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
-    for _ in range(4):
-        (port,) = free_ports(1)
-        done = subprocess.run(
-            [sys.executable, *arguments, "--master_port", str(port), str(script)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        # One process in ten aborts in torch 2.13 as it ends, with all its work done: a thread of torch
-        # is still running then. The other process is ended for it.
-        if done.returncode == 0 or "terminate called without an active exception" not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr[-2000:]
-    return sorted(re.findall(pattern, done.stdout))
+    return sorted(re.findall(pattern, run_torchrun(script)))
 
 
 @pytest.mark.backends("torch")
