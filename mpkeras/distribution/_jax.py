@@ -51,7 +51,7 @@ class _Weight:
         return self.laid_out != self.gathered
 
 
-def check_travel(policy):
+def check_travel(model, policy):
     """Raises `ValueError` for dtypes of a `Policy` in which nothing travels here."""
     if policy.reduce_dtype in (None, "float32", policy.compute_dtype):
         return

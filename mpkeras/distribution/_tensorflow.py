@@ -6,7 +6,7 @@ import tensorflow as tf
 OPTIMIZERS_REDUCE = True
 
 
-def check_travel(policy):
+def check_travel(model, policy):
     """Raises `ValueError` for dtypes of a `Policy` in which nothing travels here."""
     if policy.gather_dtype is not None and tf.distribute.get_strategy().num_replicas_in_sync > 1:
         raise ValueError(

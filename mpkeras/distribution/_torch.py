@@ -6,8 +6,10 @@ from mpkeras.devices._torch import is_distributed
 OPTIMIZERS_REDUCE = False
 
 
-def check_travel(policy):
-    """Raises `ValueError` for dtypes of a `Policy` in which nothing travels here."""
+def check_travel(model, policy):
+    """Raises `ValueError` for dtypes of a `Policy` in which nothing travels here, and for a model under FSDP2."""
+    if is_distributed():
+        _check_no_fsdp(model)
     asked_for = {name: getattr(policy, name) for name in ("gather_dtype", "reduce_dtype")}
     asked_for = {name: dtype for name, dtype in asked_for.items() if dtype is not None}
     if asked_for and is_distributed():
@@ -18,6 +20,20 @@ def check_travel(policy):
             "`DistributedDataParallel` call `module.register_comm_hook(None, default_hooks.bf16_compress_hook)` of "
             "`torch.distributed.algorithms.ddp_comm_hooks`, for FSDP2 pass "
             "`mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)` to `fully_shard`."
+        )
+
+
+def _check_no_fsdp(model):
+    # Not at the top: torch imports much for it.
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if sharded:
+        raise ValueError(
+            "Expected a Keras model whose layers read the parameters that torch trains. Received: a model under "
+            f"`fully_shard`, in {len(sharded)} modules: its layers go on with the weights from before, and each rank "
+            "would train by itself. Shard a module that calls `layer.stateless_call`, as "
+            "`examples/cluster/torch_fsdp2.py` does, or use `DistributedDataParallel`."
         )
 
 

@@ -10,7 +10,7 @@ from mpkeras import _keras
 from mpkeras._arguments import check_switch
 from mpkeras.conversion.converter import layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
-from mpkeras.conversion.last import converted_by
+from mpkeras.conversion.last import converted_by, last_conversion
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import compute_dtypes, computes_in
 from mpkeras.conversion.store_weights import store_weights, unstored_dtypes
@@ -145,7 +145,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         )
     survey = Survey(model)
     chosen = chosen_policy(survey, policy).with_remat(remat)
-    distribution_backend.check_travel(chosen)
+    distribution_backend.check_travel(model, chosen)
     explicit_rule = loss_scaling.resolve(loss_scale)
     check_switches(jit_compile, rollback)
     check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)
@@ -240,10 +240,16 @@ def chosen_policy(model, policy):
     if made_under is not None and made_under.compute_dtype in dtypes:
         # Of a model that is trained outside the scope that it was made in, too.
         return made_under
-    if converted is not None and not dtypes and converted.compute_dtype == global_policy.compute_dtype:
+    # Of a small model rules may keep every layer in float32.
+    kept_in_float32 = (*SIXTEEN_BIT_DTYPES, global_policy.compute_dtype)
+    if converted is not None and not dtypes and converted.compute_dtype in kept_in_float32:
         return converted
     if not dtypes or global_policy.compute_dtype in dtypes:
         return global_policy
+    conversion = last_conversion(survey.model)
+    if conversion is not None and conversion.policy.compute_dtype in dtypes:
+        # Its rules have been applied, and layers that they keep in float32 no longer say what they were made under.
+        return conversion.policy
     # The layers, not the model's name or the global policy, say what this model computes in.
     return get_policy("mixed_float16" if "float16" in dtypes else "mixed_bfloat16")
 

@@ -158,7 +158,7 @@ class TrainStep:
         window = checked_steps(steps, on_overflow), on_overflow
         policy = policy.with_remat(remat)
         check_variables(model, policy)
-        distribution_backend.check_travel(policy)
+        distribution_backend.check_travel(model, policy)
         objective = Objective(loss_fn, metrics)
         jit_compile = _resolved_jit_compile(model, jit_compile)
         self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, window, policy.remat)

@@ -1,0 +1,196 @@
+"""`gather_dtype` and `reduce_dtype`: in which dtypes weights and gradients travel, by the program for eight devices."""
+
+import importlib.util
+import itertools
+
+import keras
+import pytest
+
+import mpkeras
+from mpkeras.tools.forecast.travel import travels_otherwise
+
+needs_compilers = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the extra `forecast`, for Linux on x86-64"
+)
+GATHERS, REDUCES = ("all-gather",), ("all-reduce", "reduce-scatter")
+WIDTH = 128
+
+
+def model():
+    """An embedding, attention, a convolution and a loop: each makes the gradient of a weight in its own way."""
+    ids = keras.Input((16,))
+    hidden = keras.layers.Embedding(256, WIDTH, name="words")(ids)
+    attended = keras.layers.MultiHeadAttention(2, 64, name="attend")(hidden, hidden)
+    hidden = keras.layers.Dense(WIDTH, "gelu", name="wide")(keras.layers.Add()([hidden, attended]))
+    hidden = keras.layers.Conv1D(WIDTH, 3, padding="same", name="near")(hidden)
+    hidden = keras.layers.LSTM(WIDTH, return_sequences=True, name="loop")(hidden)
+    return keras.Model(ids, keras.layers.Dense(256, name="head")(hidden))
+
+
+def collectives_of(policy, device="h100", devices=None):
+    # Two hidden layers' worth of rows for each device.
+    report = mpkeras.forecast(
+        model(),
+        (32, 16),
+        device=device,
+        devices=devices or keras.distribution.DataParallel(device_mesh=mesh((8,), ["batch"])),
+        policies=[policy],
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        optimizer="adam",
+        verbose=0,
+    )
+    (found,) = report.policies.values()
+    return found
+
+
+def mesh(shape, names):
+    count = 1
+    for size in shape:
+        count *= size
+    return keras.distribution.DeviceMesh(shape, names, [f"cpu:{i}" for i in range(count)])
+
+
+def model_parallel():
+    """Two by four: batches over two, kernels over four."""
+    layouts = keras.distribution.LayoutMap(mesh((2, 4), ["batch", "model"]))
+    layouts["wide/kernel"] = (None, "model")
+    layouts["near/kernel"] = (None, None, "model")
+    return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+
+
+def bytes_by_dtype(found, kinds, of) -> dict:
+    """Returns `{dtype: bytes}` of the tensors that `of` says yes to, sent in collectives of these kinds."""
+    counted: dict = {}
+    for part in found["collectives"]:
+        if part["kind"] in kinds:
+            size = sum(size for tensor, size in part["tensors"].items() if tensor and of(tensor))
+            if size:
+                counted[part["dtype"]] = counted.get(part["dtype"], 0) + size
+    return counted
+
+
+def is_head(tensor) -> bool:
+    return tensor.startswith("head/")
+
+
+def elements(weights) -> int:
+    return sum(int(weight.value.size) for weight in weights)
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize(
+    ("policy", "gathered", "reduced"),
+    [
+        ("mixed_bfloat16", "bfloat16", "float32"),
+        ("bfloat16", "bfloat16", "float32"),
+        (mpkeras.Policy("mixed_bfloat16", gather_dtype="float32", reduce_dtype="bfloat16"), "float32", "bfloat16"),
+    ],
+    ids=["mixed", "small state", "asked for"],
+)
+def test_each_weight_travels_as_the_policy_says(policy, gathered, reduced):
+    found = collectives_of(policy, devices=mpkeras.sharded(devices=8))
+    split = [v for v in model().trainable_variables if v.value.size >= 1024]
+    inner = elements(v for v in split if not is_head(v.path))
+    bits = {"bfloat16": 2, "float32": 4}
+    # Each weight of 16-bit layers once, as the policy says; the head computes in float32.
+    assert bytes_by_dtype(found, GATHERS, lambda tensor: not is_head(tensor)) == {gathered: inner * bits[gathered]}
+    assert bytes_by_dtype(found, GATHERS, is_head) == {"float32": 4 * WIDTH * 256}
+    assert list(bytes_by_dtype(found, REDUCES, lambda tensor: not is_head(tensor))) == [reduced]
+    assert found["travels_otherwise"] == []
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("where", ["data", "state", "model"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_gradients_are_summed_in_float32(where, policy):
+    devices = {"data": None, "state": mpkeras.sharded(devices=8, shard="state"), "model": model_parallel()}[where]
+    found = collectives_of(policy, devices=devices)
+    assert list(bytes_by_dtype(found, REDUCES, lambda tensor: True)) == ["float32"]
+    assert found["travels_otherwise"] == []
+    # What the products multiply is as on one device.
+    alone = collectives_of(policy, devices=1)
+    assert found["products"] == alone["products"]
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+def test_a_program_for_tpus():
+    found = collectives_of("mixed_bfloat16", device="v5e", devices=mpkeras.sharded(devices=8))
+    assert "bfloat16" not in bytes_by_dtype(found, REDUCES, lambda tensor: True)
+    assert list(bytes_by_dtype(found, GATHERS, lambda tensor: not is_head(tensor))) == ["bfloat16"]
+
+
+@pytest.mark.backends("jax")
+def test_what_travels_otherwise_is_named():
+    net = mpkeras.apply_policy(model(), "mixed_bfloat16")
+    kernel, bias = "wide/kernel", "wide/bias"
+    sent = [
+        {"kind": "all-gather", "dtype": "float32", "bytes": 12, "tensors": {kernel: 8, "head/kernel": 4}},
+        {"kind": "all-gather", "dtype": "bfloat16", "bytes": 2, "tensors": {"near/kernel": 2}},
+        {"kind": "all-reduce", "dtype": "bfloat16", "bytes": 7, "tensors": {bias: 4, f"{bias} + {kernel}": 2, "": 1}},
+        {"kind": "all-to-all", "dtype": "float32", "bytes": 3, "tensors": {"": 3}},
+    ]
+    expected = [
+        {"tensor": kernel, "kind": "all-gather", "dtype": "float32", "expected": "bfloat16", "bytes": 8},
+        {"tensor": bias, "kind": "all-reduce", "dtype": "bfloat16", "expected": "float32", "bytes": 4},
+        {"tensor": f"{bias} + {kernel}", "kind": "all-reduce", "dtype": "bfloat16", "expected": "float32", "bytes": 2},
+    ]
+    policy = mpkeras.Policy("mixed_bfloat16")
+    assert travels_otherwise(net, policy, sent) == expected
+    assert travels_otherwise(net, policy, sent, gathers_for_layers=False) == expected[1:]
+    asked_for = mpkeras.Policy("mixed_bfloat16", gather_dtype="float32", reduce_dtype="bfloat16")
+    assert [part["tensor"] for part in travels_otherwise(net, asked_for, sent)] == ["near/kernel"]
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gather_dtype": "float16"}, "gather_dtype='float16', variable_dtype='float32', compute_dtype='bfloat16'"),
+        ({"gather_dtype": "int8"}, "gather_dtype='int8'"),
+        ({"reduce_dtype": "float64"}, "reduce_dtype='float64' and|reduce_dtype='float64', compute_dtype='bfloat16'"),
+        ({"reduce_dtype": 16}, "reduce_dtype=16"),
+    ],
+)
+def test_bad_dtypes_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        mpkeras.Policy("mixed_bfloat16", **options)
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_policy_keeps_the_dtypes_of_what_travels():
+    names = ("gather_dtype", "reduce_dtype")
+    for gather, reduce in itertools.product((None, "bfloat16", "float32"), (None, "bfloat16", "float32")):
+        policy = mpkeras.Policy("mixed_bfloat16", gather_dtype=gather, reduce_dtype=reduce)
+        read = mpkeras.Policy.from_config(policy.get_config())
+        for again in (read, policy.renamed("mine"), policy.with_remat("blocks")):
+            assert [getattr(again, name) for name in names] == [gather, reduce]
+    assert mpkeras.Policy("mixed_bfloat16", reduce_dtype="bfloat16") != mpkeras.Policy("mixed_bfloat16")
+    assert "reduce_dtype=bfloat16" in repr(policy.with_remat("blocks")) or "reduce_dtype=float32" in repr(policy)
+
+
+@pytest.mark.backends("jax")
+def test_jax_sums_no_gradient_in_a_third_dtype():
+    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    net.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="reduce_dtype='float16' and compute_dtype='bfloat16'"):
+        mpkeras.prepare(net, mpkeras.Policy("mixed_bfloat16", reduce_dtype="float16"))
+    assert net.layers[0].compute_dtype == "float32"
+
+
+@pytest.mark.parametrize("door", ["prepare", "make_train_step"])
+def test_a_model_trains_as_it_was_made_under_a_policy_outside_its_scope(door):
+    policy = mpkeras.Policy("apart", compute_dtype="bfloat16", variable_dtype="float32", loss_scale=16.0)
+    with mpkeras.policy_scope(policy):
+        net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    if door == "prepare":
+        net.compile("sgd", "mse")
+        optimizer = mpkeras.prepare(net).optimizer
+    else:
+        optimizer = mpkeras.make_train_step(net, "sgd", "mse").optimizer
+    assert float(optimizer.loss_scale) == 16.0
