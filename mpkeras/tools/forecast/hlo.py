@@ -53,7 +53,7 @@ _WEIGHT["reduce-scatter"] = _WEIGHT["all-reduce"]
 # How JAX calls what a step takes: the values of the weights are in the first list of the state.
 _PARAMETER = re.compile(r'op_name="state\[0\]\[(\d+)\]"')
 # Operations that hand on what they are given.
-_PASSED_ON = ("bitcast", "concatenate", "convert", "copy", "fusion", "get-tuple-element", "reshape", "transpose")
+_PASSED_ON = ("bitcast", "convert", "copy", "reshape", "transpose")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -97,8 +97,7 @@ class Program:
         products: `{dtype of the operands: number of products}`, each once, wherever it stands.
         collectives: `[{"kind", "dtype", "bytes", "tensors"}]`, summed by kind and dtype; bytes of the results on one
             device, those in loops as often as the loop runs. `tensors` are `{weight: bytes}`: the path of the weight
-            that is gathered or whose gradient is summed, of several in one array with `" + "` in between, and `""` for
-            anything else.
+            that is gathered or whose gradient is summed, and `""` for anything else.
         conditionals: Number of branches.
         host_transfers: Number of operations that wait for the host or hand it something.
         loops_of_unknown_length: Number of loops with products that do not say how often they run; those count once.
@@ -242,54 +241,75 @@ class _Sources:
             return {"": moved}
         known = self._by_name[computation]
         operand = known.get((collective.operands[number : number + 1] or collective.operands[:1] or [""])[0])
-        parts = [operand] if operand is None or not self._joins(operand) else [known.get(n) for n in operand.operands]
+        parts = self._parts(computation, operand)
         if len(parts) == 1:
-            paths = [] if operand is None else self._made_by(computation, operand, named, set())
-            if not paths and len(collective.operands) == 1:
-                paths = named.findall(collective.attributes)
-            if not paths and kind == "all-gather":
-                paths = self._updated(computation, operand)
-            return {" + ".join(dict.fromkeys(paths)): moved}
+            path = self._made_by(computation, operand, named)
+            if not path and len(collective.operands) == 1:
+                path = "".join(named.findall(collective.attributes)[:1])
+            if not path and kind == "all-gather":
+                path = self._updated(computation, operand, collective.arrays[-1])
+            return {path: moved}
         found: Counter = Counter()
         for part in parts:
             sizes = [] if part is None else part.arrays
             # Single numbers are sums that tell whether a gradient is finite, not gradients.
             if sum(math.prod(shape) for _, shape in sizes) > 1:
-                paths = self._made_by(computation, part, named, set())
                 sent = sum(math.prod(shape) * _bits_of(dtype) // 8 for dtype, shape in sizes)
-                found[" + ".join(dict.fromkeys(paths))] += sent
+                found[self._made_by(computation, part, named)] += sent
         found[""] += moved - sum(found.values())
         return +found
 
-    def _updated(self, computation: str, instruction) -> list:
-        """Returns the path of the weight whose next value an instruction makes of its present one; none of others."""
+    def _parts(self, computation: str, instruction) -> list:
+        """Returns the instructions that make the parts of an array: one, but of what puts several arrays into one."""
         if instruction is None:
-            return []
+            return [None]
+        inside = list(self._by_name.get((instruction.called or [""])[0], {}).values())
+        if instruction.operation == "concatenate" or inside and inside[-1].operation == "concatenate":
+            return [self._by_name[computation].get(name) for name in instruction.operands]
+        return [instruction]
+
+    def _updated(self, computation: str, instruction, result) -> str:
+        """Returns the path of the weight whose next value an instruction makes of its present one; `""` of others."""
         known = self._by_name[computation]
-        taken = [known[name].attributes for name in instruction.operands if name in known]
-        numbers = [int(found[1]) for found in map(_PARAMETER.search, taken) if found is not None]
-        return [self._weights[number] for number in numbers if number < len(self._weights)][:1]
+        for name in () if instruction is None else instruction.operands:
+            taken = known.get(name)
+            number = None if taken is None else _PARAMETER.search(taken.attributes)
+            if number is not None and int(number[1]) < len(self._weights) and taken.arrays[0][1] == result[1]:
+                return self._weights[int(number[1])]
+        return ""
 
-    def _joins(self, instruction) -> bool:
-        """Whether an operation puts several arrays into one."""
-        called = [self._by_name.get(name, {}) for name in instruction.called]
-        return any(i.operation == "concatenate" for i in [instruction, *(i for c in called for i in c.values())])
+    def _made_by(self, computation: str, instruction, named, number: int = 0) -> str:
+        """Returns the path that the operation names which makes the result of an instruction; `""` where it names none.
 
-    def _made_by(self, computation: str, instruction, named, seen: set) -> list:
-        """Returns the paths that the operations name which make the result of an instruction, the nearest ones."""
-        seen.add(instruction.name)
+        Args:
+            computation: The name of the computation that the instruction is in.
+            instruction: The `Instruction`, or `None`.
+            named: The pattern of the names.
+            number: Which of the results of a tuple.
+        """
+        if instruction is None:
+            return ""
         parameter = _PARAMETER.search(instruction.attributes)
         if parameter is not None and int(parameter[1]) < len(self._weights):
-            return [self._weights[int(parameter[1])]]
+            return self._weights[int(parameter[1])]
         found = named.findall(instruction.attributes)
-        for name in () if found else instruction.called:
-            inside = self._by_name.get(name, {}).values()
-            found = found or [path for part in inside for path in named.findall(part.attributes)]
-        if not found and instruction.operation in _PASSED_ON:
-            known = [self._by_name[computation].get(name) for name in instruction.operands]
-            operands = [operand for operand in known if operand is not None and operand.name not in seen]
-            found = [path for operand in operands for path in self._made_by(computation, operand, named, seen)]
-        return found
+        if found and not instruction.type.startswith("("):
+            return found[0]
+        known, operands = self._by_name[computation], instruction.operands
+        if instruction.operation == "get-tuple-element":
+            number = int(re.search(r"\bindex=(\d+)", instruction.attributes)[1])
+            return self._made_by(computation, known.get(operands[0]), named, number)
+        if instruction.operation == "tuple":
+            return self._made_by(computation, known.get(operands[number]), named)
+        if instruction.operation == "fusion":
+            inside = list(self._by_name.get(instruction.called[0], {}).values())
+            root = inside[-1] if inside else None
+            path = self._made_by(instruction.called[0], root, named, number)
+            # What a fusion of one operand does, it does to that operand.
+            return path or (self._made_by(computation, known.get(operands[0]), named) if len(operands) == 1 else "")
+        if instruction.operation in _PASSED_ON and operands:
+            return self._made_by(computation, known.get(operands[0]), named)
+        return ""
 
 
 def _exchanged(instruction) -> list:

@@ -33,8 +33,7 @@ def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool
         if kind not in kinds:
             continue
         for tensor, size in collective["tensors"].items():
-            said = {expected[path].get(kind, dtype) for path in tensor.split(" + ") if path in expected}
-            if said - {dtype}:
-                named = {"tensor": tensor, "kind": kind, "dtype": dtype}
-                found.append({**named, "expected": " or ".join(sorted(said)), "bytes": size})
+            said = expected.get(tensor, {}).get(kind, dtype)
+            if said != dtype:
+                found.append({"tensor": tensor, "kind": kind, "dtype": dtype, "expected": said, "bytes": size})
     return found

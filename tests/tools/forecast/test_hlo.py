@@ -196,10 +196,61 @@ def test_what_devices_tell_each_other():
         )
     )
     assert found.collectives == [
-        {"kind": "all-gather", "dtype": "bfloat16", "bytes": 8 * 4 * 2},
-        {"kind": "all-reduce", "dtype": "float16", "bytes": 2 * 8 * 4 * 2},
-        {"kind": "all-reduce", "dtype": "float32", "bytes": 8},
+        {"kind": "all-gather", "dtype": "bfloat16", "bytes": 8 * 4 * 2, "tensors": {"": 8 * 4 * 2}},
+        {"kind": "all-reduce", "dtype": "float16", "bytes": 2 * 8 * 4 * 2, "tensors": {"": 2 * 8 * 4 * 2}},
+        {"kind": "all-reduce", "dtype": "float32", "bytes": 8, "tensors": {"": 8}},
     ]
+
+
+def test_what_a_loop_sends_counts_as_often_as_it_runs():
+    rounds = 'backend_config={"known_trip_count":{"n":"5"}}'
+    loop = f"%w = (s32[], f16[4,4]{{1,0}}) while(%t), condition=%cond, body=%body, {rounds}"
+    others = BODY.replace("dot(%q, %q)", "all-reduce(%q)")
+    found = read_program(program("%t = (s32[], f16[4,4]{1,0}) tuple()", loop, others=others))
+    assert [part["bytes"] for part in found.collectives] == [5 * 4 * 4 * 2]
+
+
+JOINED = """
+%joined (p.0: f32[3], p.1: f32[], p.2: f32[2]) -> f32[6] {
+  %p.0 = f32[3]{0} parameter(0)
+  %p.1 = f32[] parameter(1)
+  %p.2 = f32[2]{0} parameter(2)
+  ROOT %c = f32[6]{0} concatenate(%p.0, %p.1, %p.2), dimensions={0}
+}
+%two (q.0: f32[3]) -> (f32[3], f32[2]) {
+  %q.0 = f32[3]{0} parameter(0)
+  %r.0 = f32[3]{0} add(%q.0, %q.0), metadata={op_name="jit(f)/mpkeras_reduce(a/bias)/reduce_sum"}
+  %r.1 = f32[2]{0} slice(%q.0), slice={[0:2]}, metadata={op_name="jit(f)/mpkeras_reduce(b/bias)/reduce_sum"}
+  ROOT %t = (f32[3]{0}, f32[2]{0}) tuple(%r.0, %r.1)
+}
+"""
+
+
+def test_the_weights_behind_what_is_sent_are_named():
+    found = read_program(
+        program(
+            '%w = bf16[2,4]{1,0} parameter(0), metadata={op_name="state[0][1]"}',
+            "%x = f32[3]{0} parameter(1)",
+            '%n = bf16[2,4]{1,0} convert(%v), metadata={op_name="jit(f)/mpkeras_gather(c/kernel)/convert"}',
+            "%n.1 = bf16[2,4]{1,0} bitcast(%n)",
+            # Combined: the name that XLA puts on all of it is that of the first.
+            "%g = (bf16[4,4]{1,0}, bf16[4,4]{1,0}) all-gather(%w, %n.1), dimensions={0}",
+            "%f = (f32[3]{0}, f32[2]{0}) fusion(%x), kind=kLoop, calls=%two",
+            "%f.0 = f32[3]{0} get-tuple-element(%f), index=0",
+            "%f.1 = f32[2]{0} get-tuple-element(%f), index=1",
+            "%s = f32[] constant(0)",
+            "%j = f32[6]{0} fusion(%f.0, %s, %f.1), kind=kLoop, calls=%joined",
+            "%r = f32[6]{0} all-reduce(%j), to_apply=%add",
+            # Of activations, whatever weight they are made with.
+            "%d = f32[3]{0} dot(%x, %w), lhs_contracting_dims={}",
+            "%r.1 = f32[3]{0} all-reduce(%d), to_apply=%add",
+            others=JOINED,
+        ),
+        weights=["z", "first/kernel"],
+    )
+    gathered, summed = found.collectives
+    assert gathered["tensors"] == {"first/kernel": 32, "c/kernel": 32}
+    assert summed["tensors"] == {"": 4 + 12, "a/bias": 12, "b/bias": 8}
 
 
 @pytest.mark.parametrize(
