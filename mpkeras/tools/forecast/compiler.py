@@ -28,6 +28,18 @@ from mpkeras.tools.shared.report import shortened
 _MODULES = {"cpu": ("jax",), "cuda": ("jax", "jax_plugins.xla_cuda12"), "tpu": ("jax", "libtpu")}
 
 
+class NotCompiled(ValueError):
+    """A model of which JAX makes no program.
+
+    Attributes:
+        said: What was raised where it is traced, in its own words.
+    """
+
+    def __init__(self, text, said):
+        super().__init__(text)
+        self.said = said
+
+
 class Compiler:
     """The process that compiles. Raises `TimeoutError` when `deadline` is over; ends the process on the way out."""
 
@@ -111,9 +123,11 @@ class Compiler:
             remedy = "Pass `x` and `y` as the model and its loss take them, and write model and loss with `keras.ops`."
         else:
             remedy = "Write layers with `keras.ops`, and pass `x` as the model takes it."
-        return ValueError(
+        said = shortened(f"{answer['error']}: {answer['message']}", 500)
+        return NotCompiled(
             "Expected a model that JAX can trace and compile, through which programs for accelerators are made. "
-            f"Received: {where} that raised {shortened(answer['error'] + ': ' + answer['message'], 500)}. {remedy}"
+            f"Received: {where} that raised {said}. {remedy}",
+            said.removeprefix("ValueError: "),
         )
 
     def _ended(self) -> Exception:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import numbers
 import re
 import time
 
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, dtypes
-from mpkeras.tools.forecast.compiler import Compiler, CompileRequest
+from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled
 from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.program import BYTES, bound_ms, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
@@ -30,7 +31,7 @@ def plan_memory(
     x,
     y=None,
     *,
-    memory: str | int | None = None,
+    memory: str | float | None = None,
     device: str | None = None,
     policies=None,
     allow=_ALLOWED,
@@ -62,10 +63,11 @@ def plan_memory(
             By default what the device has for a program.
         device: As in `mpkeras.forecast`; by default `"h100"`, where `memory` is given. One of the two is needed.
         policies: Those that may be taken, the best first, by name or as `mpkeras.Policy`. By default that of the
-            model; for one in float32 also `"mixed_bfloat16"`, or `"mixed_float16"` where the device has no units for
-            bfloat16.
+            model; for one in float32 also `"mixed_bfloat16"`, or `"mixed_float16"` where the device multiplies float16
+            faster, as a T4 does, which has no units for bfloat16.
         allow: What may be changed, of `"slots"`, `"remat"` and `"accumulation"`.
-        batch: `"keep"`, or `"largest"`: the largest batch that fits with all that is allowed but accumulation.
+        batch: `"keep"`, or `"largest"`: the largest batch that fits with all that is allowed but accumulation, under
+            the policy that takes the least memory.
         budget_s: Seconds for all; the plan says what was not tried. `None`: as long as it takes.
         verbose: 1 says what is compiled, 0 nothing.
 
@@ -120,23 +122,28 @@ def plan_memory(
 
 def _bytes_of(memory) -> int:
     """Returns what `"16GB"` or a number stands for, in bytes."""
-    if isinstance(memory, bool) or not isinstance(memory, (str, int, float)):
+    if isinstance(memory, bool) or not isinstance(memory, (str, numbers.Real)):
         raise TypeError(
             f"Expected `memory` as text or a number of bytes. Received: memory={memory!r} (of type "
             f"{type(memory).__name__}). Pass for example '16GB'."
         )
-    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", f"{memory}")
-    unit = None if found is None else _UNITS.get(found[2].upper())
-    try:
-        value = -1.0 if found is None or unit is None else float(found[1]) * unit
-    except ValueError:
-        value = -1.0
-    if value < 1:
+    value = _in_bytes(memory) if isinstance(memory, str) else float(memory)
+    if not 1 <= value < math.inf:
         raise ValueError(
             f"Expected `memory` as a number of bytes with a unit of {', '.join(['GB', 'GiB', 'MB', 'MiB'])}. Received: "
             f"memory={memory!r}. Pass for example '16GB'."
         )
     return int(value)
+
+
+def _in_bytes(text) -> float:
+    """Returns the bytes that a number with a unit stands for; NaN where the text is something else."""
+    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
+    unit = None if found is None else _UNITS.get(found[2].upper())
+    try:
+        return math.nan if found is None or unit is None else float(found[1]) * unit
+    except ValueError:
+        return math.nan
 
 
 def _checked_allow(allow) -> tuple:
@@ -157,8 +164,9 @@ def _policies(model, policies, target) -> list:
     own = ModelView(model).converted_by() or get_policy(None)
     if own.compute_dtype != "float32" or ModelView(model).computes_in(dtypes.SIXTEEN_BIT_DTYPES):
         return [own]
-    has_bfloat16 = not target.matrix_rates or "bfloat16" in target.matrix_rates
-    return [own, get_policy("mixed_bfloat16" if has_bfloat16 else "mixed_float16")]
+    # Not by float32's rate: a TPU rounds float32 to bfloat16, and multiplies both at one rate.
+    bfloat16, float16 = (target.matrix_rates.get(dtype, 0.0) for dtype in ("bfloat16", "float16"))
+    return [own, get_policy("mixed_bfloat16" if bfloat16 >= float16 else "mixed_float16")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,12 +210,19 @@ def _ladder(policy, allowed) -> list[Candidate]:
 
 
 def _parts_by_remat(view, ladders) -> tuple[dict, dict]:
-    """Returns `{remat: parts that are computed again}` and `{remat: why there are none}` of all candidates."""
+    """Returns `{remat: parts that are computed again}` and `{remat: why there are none}` of all candidates.
+
+    Raises:
+        ValueError: If there are none for the `remat` of a policy that is to be taken.
+    """
     parts, impossible = {}, {}
+    of_policies = {ladder[0].remat for ladder in ladders}
     for remat in {candidate.remat for ladder in ladders for candidate in ladder} - {None}:
         try:
             parts[remat] = view.computed_again(remat)
         except ValueError as error:
+            if remat in of_policies:
+                raise
             # JAX compiles; the backend of this process, which then trains, may not be able to do the same.
             impossible[remat] = f"{error}"
     return parts, impossible
@@ -243,7 +258,11 @@ class _Search:
     def run(self, compiler, ladders, looks_for_largest: bool):
         """Goes up the ladders; the smallest of their first rungs is the one that is climbed."""
         self._rungs = [*(ladder[0] for ladder in ladders), *(rung for ladder in ladders for rung in ladder[1:])]
-        if self._first_that_fits(compiler, [ladder[0] for ladder in ladders]) and not looks_for_largest:
+        if looks_for_largest:
+            # Of another policy even more rows may fit: each is compiled.
+            for ladder in ladders:
+                self._first_that_fits(compiler, ladder[:1])
+        elif self._first_that_fits(compiler, [ladder[0] for ladder in ladders]):
             return
         plain = self.smallest()
         (ladder,) = [ladder for ladder in ladders if ladder[0] is plain]
@@ -329,18 +348,22 @@ class _Search:
         return False
 
     def _look_for_largest(self, compiler, candidate):
-        tried: dict = {}
+        def of_rows(batch):
+            return candidate if batch == self.batch else dataclasses.replace(candidate, batch=batch)
 
         def room(batch):
-            if batch not in tried:
-                tried[batch] = self._compiled(compiler, dataclasses.replace(candidate, batch=batch))
-            return self.room(tried[batch])
+            return self.room(self._compiled(compiler, of_rows(batch)))
 
         largest = largest_that_fits(room, self.batch, 1)
-        self.found = dataclasses.replace(candidate, batch=largest) if largest else None
+        self.found = of_rows(largest) if largest else None
 
     def _compiled(self, compiler, candidate):
-        """Returns what the compiler says of a candidate; `None` where there is no program of it."""
+        """Returns what the compiler says of a candidate; `None` where there is no program of it.
+
+        A candidate that was compiled before is not compiled again.
+        """
+        if candidate in dict(self.tried):
+            return self._said(candidate)
         rows = (candidate.batch or self.batch) // candidate.accumulate_steps
         if candidate.remat in self._impossible:
             self.refused[candidate.name] = self._impossible[candidate.remat]
@@ -349,10 +372,10 @@ class _Search:
             print(f"Compiling {candidate.name}, {candidate.accumulate_steps} x {rows} rows ...", flush=True)
         try:
             said = compiler.compile(candidate.name, rows, candidate.accumulate_steps)
-        except ValueError as error:
+        except NotCompiled as error:
             if candidate.remat == candidate.base.remat:
                 raise
-            self.refused[candidate.name] = f"{error}"
+            self.refused[candidate.name] = error.said
             return None
         self.tried.append((candidate, said))
         return said

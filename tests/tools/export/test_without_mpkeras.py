@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpkeras
+from mpkeras._replaced import replaced_attributes
 from mpkeras.tools.export.convert import convert
 from tests.sixteen_bits import without_outputs
 
@@ -102,6 +103,16 @@ def with_softmax():
     return keras.Model(model.inputs, keras.layers.Softmax()(model.outputs[0]))
 
 
+def residual():
+    x = inputs = keras.Input((32, 32, 3))
+    x = keras.layers.Conv2D(8, 3, strides=2)(x)
+    for _ in range(3):
+        y = keras.layers.BatchNormalization()(x)
+        y = keras.layers.Conv2D(8, 3, padding="same", activation="relu")(y)
+        x = keras.layers.Add()([x, keras.layers.Dropout(0.2)(y)])
+    return keras.Model(inputs, keras.layers.Dense(5)(keras.layers.GlobalAveragePooling2D()(x)))
+
+
 def nested():
     inputs = keras.Input((32, 32, 3))
     return keras.Model(inputs, keras.layers.Dense(5)(keras.layers.Activation("relu")(cnn()(inputs))))
@@ -128,6 +139,13 @@ def by_prepare(model, policy):
     return model
 
 
+def by_prepare_with_remat(model, policy):
+    model.compile("sgd", "mse", jit_compile=False)
+    mpkeras.prepare(model, policy, remat="blocks").train_on_batch(IMAGES, TARGETS)
+    assert "again" in {entry.kind for entry in replaced_attributes(model)}
+    return model
+
+
 def by_apply_policy(model, policy):
     mpkeras.apply_policy(model, policy)
     mpkeras.make_train_step(model, keras.optimizers.SGD(0.01), "mse", jit_compile=False)(IMAGES, TARGETS)
@@ -143,6 +161,7 @@ def by_apply_policy_alone(model, policy):
 CASES = {
     "callback": (cnn, by_callback, without_outputs("mixed_float16"), "float32"),
     "prepare": (with_softmax, by_prepare, "mixed_float16", "float32"),
+    "remat": (residual, by_prepare_with_remat, "mixed_bfloat16", "float32"),
     "apply_policy": (cnn, by_apply_policy, "mixed_float16", "float32"),
     "apply_policy_softmax": (with_softmax, by_apply_policy, "mixed_bfloat16", "float32"),
     "nested": (nested, by_apply_policy, "mixed_float16", "float32"),
