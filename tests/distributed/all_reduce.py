@@ -31,6 +31,7 @@ def main():
         "one_device": one_step(tf.distribute.get_strategy(), [4.0], "float16"),
         "weights": {name: train(strategy, name) for name in ("float16", "bfloat16", "none")},
         "unscaled": unscaled(strategy),
+        "small": {str(dtype): small_weight(strategy, dtype) for dtype in (None, "float32", "bfloat16")},
     }
     print("RESULT " + json.dumps(result))
 
@@ -61,6 +62,30 @@ def one_step(strategy, scaled_grads, dtype, eager=False, steps=None, **options) 
     for _ in range(steps or 1):
         run(step)
     return {"value": [float(part[0]) for part in parts(variable)], "scale": float(optimizer.loss_scale)}
+
+
+def small_weight(strategy, dtype) -> list:
+    """A bfloat16 weight of 1 takes a step of 1 + 2^-9: the sum of the gradients, which bfloat16 does not hold."""
+    import keras
+
+    import mpkeras
+
+    with strategy.scope():
+        variable = keras.Variable([1.0], dtype="bfloat16")
+        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=1.0, all_reduce_dtype=dtype)
+        optimizer.build([variable])
+
+    @tf.function
+    def run():
+        def step():
+            index = tf.distribute.get_replica_context().replica_id_in_sync_group
+            optimizer.scale_loss(tf.ones(()))
+            optimizer.apply([tf.gather(tf.constant([[1.0], [2.0**-9]], tf.bfloat16), index)], [variable])
+
+        strategy.run(step)
+
+    run()
+    return [float(part[0]) for part in parts(variable)]
 
 
 def parts(variable):

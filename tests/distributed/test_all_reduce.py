@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import mpkeras
 from mpkeras import LossScaleOptimizer
 from tests.distributed.launch import run_program
 
@@ -32,6 +33,26 @@ def result():
 )
 def test_one_step_on_two_replicas(result, case, value, scale):
     assert result[case] == {"value": [value, value], "scale": scale}
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_gradients_of_small_weights_are_summed_in_float32(result):
+    exact, rounded = [-(2**-9)] * 2, [0.0] * 2
+    assert result["small"] == {"None": exact, "float32": exact, "bfloat16": rounded}
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_policy_says_it_to_the_optimizer():
+    policy = mpkeras.Policy("mixed_float16", reduce_dtype="bfloat16")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    assert mpkeras.prepare(model, policy).optimizer.all_reduce_dtype == "bfloat16"
+    # Another policy without a dtype leaves what the optimizer has.
+    assert mpkeras.prepare(model, "mixed_bfloat16").optimizer.all_reduce_dtype == "bfloat16"
+    with mpkeras.policy_scope(policy):
+        made_under = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
+    assert mpkeras.make_train_step(made_under, "sgd", "mse").optimizer.all_reduce_dtype == "bfloat16"
 
 
 @pytest.mark.slow
