@@ -64,8 +64,10 @@ def test_the_step_that_then_trains_takes_what_the_plan_has_said(name, share):
     plain = step_of(model, "float32")
     limit = int((state_bytes(plain) + share * plain.temporary_bytes(x, y)) / USED)
     plan = planned(model, x, y, limit)
-    *too_large, chosen = plan.candidates
-    assert plan.fits and chosen["is_the_plan"] and chosen["peak_bytes"] <= USED * limit
+    (number,) = [number for number, row in enumerate(plan.candidates) if row["is_the_plan"]]
+    # What costs less stands before it.
+    too_large, chosen = plan.candidates[:number], plan.candidates[number]
+    assert plan.fits and chosen["peak_bytes"] <= USED * limit
     assert all(row["peak_bytes"] > USED * limit for row in too_large)
     step = step_of(model, plan, plan.accumulate_steps)
     x, y = batch_for(model, plan.step_batch)
@@ -84,7 +86,11 @@ def test_nothing_fits(name):
     peaks = [row["peak_bytes"] for row in plan.candidates]
     assert not plan.fits and not any(row["fits"] for row in plan.candidates)
     assert plan.missing_bytes == min(peaks) - int(USED * limit)
-    # All that may be tried has been: two policies, and down to single rows.
-    assert {row["accumulate_steps"] for row in plan.candidates} == {1, 2, 4}
-    assert {row["remat"] for row in plan.candidates} == {None, "products", "blocks"}
+    # All that may be tried has been, down to single rows, or the plan says why not.
+    assert {row["accumulate_steps"] for row in plan.candidates} >= {1, 4}
+    told = " ".join(plan.to_dict()["not_compiled"])
+    assert 2 in {row["accumulate_steps"] for row in plan.candidates} or "2 parts" in told
+    assert all(
+        any(row["remat"] == remat for row in plan.candidates) or remat in told for remat in ("products", "blocks")
+    )
     assert "Nothing that was tried fits" in str(plan)
