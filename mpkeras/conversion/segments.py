@@ -111,7 +111,8 @@ def _units(graph, calls, weighted) -> list[tuple[int, int]]:
     last_use |= {id(x): len(calls) for x in graph.outputs}
     branching, begin = [], 0
     widest = 1
-    alive, ending = 0, collections.Counter()
+    ending: collections.Counter = collections.Counter()
+    alive = 0
     for number, call in enumerate(calls):
         lasting = [last_use[id(x)] for x in call.outputs if id(x) in weighted and last_use.get(id(x), -1) > number]
         ending.update(lasting)

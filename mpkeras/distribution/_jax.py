@@ -62,6 +62,17 @@ def check_travel(model, policy):
     )
 
 
+def check_program(travel: Travel, is_compiled: bool):
+    """Raises `ValueError` where a user asks for dtypes and no program of the step is made that could have them."""
+    if is_compiled or not travel.is_asked_for or _sharing() is None:
+        return
+    raise ValueError(
+        "Expected a compiled step for `gather_dtype` and `reduce_dtype`: one that runs op by op has no program to say "
+        "them in. Received: a step under `run_eagerly` or without `jit_compile`. Compile the step, or leave them out "
+        "of the policy."
+    )
+
+
 def marked(grads, variables) -> list:
     """Returns gradients that `with_dtypes` finds in the program of a step; the same where no devices share a batch."""
     if _sharing() is None:
@@ -111,12 +122,6 @@ def with_dtypes(run, travel: Travel, variables):
     def run_with_dtypes(state, data):
         values, structure = jax.tree.flatten((state, data))
         if not any(isinstance(value, jax.core.Tracer) for value in values):
-            if travel.is_asked_for:
-                raise ValueError(
-                    "Expected a compiled step for `gather_dtype` and `reduce_dtype`: one that runs op by op has no "
-                    "program to say them in. Received: a step under `run_eagerly` or without `jit_compile`. Compile "
-                    "the step, or leave them out of the policy."
-                )
             return run(state, data)
         program, results = jax.make_jaxpr(
             lambda *values: run(*jax.tree.unflatten(structure, values)), return_shape=True
@@ -187,7 +192,8 @@ class _Rewriting:
         known = dict(zip(jaxpr.constvars, map(_Value, program.consts), strict=True))
         known |= dict(zip(jaxpr.invars, inputs, strict=True))
         weights = {jaxpr.invars[i]: weight for i, weight in weights.items() if weight.is_split}
-        paths = _paths(jaxpr, {jaxpr.outvars[i]: path for i, path in gradients.items()})
+        ends = {jaxpr.outvars[i]: path for i, path in gradients.items() if not isinstance(jaxpr.outvars[i], Literal)}
+        paths = _paths(jaxpr, ends)
 
         def read(variable):
             return _Value(variable.val) if isinstance(variable, Literal) else known[variable]
@@ -240,7 +246,7 @@ class _Rewriting:
         widens = output.dtype in _NARROW and dtype not in _NARROW
         if equation.primitive.name == "conv_general_dilated" and widens:
             with jax.named_scope(REDUCED.format(path)):
-                return _Value(wide=self._summed_convolution(equation, *values), dtype=output.dtype)
+                return self._convolution(equation, *values)
         if is_product and widens:
             parameters["preferred_element_type"] = dtype
         operands = [value.as_made() if is_product else value.wide(dtype) for value in values]
@@ -254,14 +260,17 @@ class _Rewriting:
                 result = equation.primitive.bind(*operands, **parameters)
         return _Value(wide=result, dtype=output.dtype) if widens else _Value(result)
 
-    def _summed_convolution(self, equation, images, gradients):
+    def _convolution(self, equation, images, gradients) -> _Value:
         """Returns the gradient of a convolution's kernel: what each device computes of its rows, and then the sum.
 
         Convolutions return the dtype of their operands: with another one XLA casts the operands up for GPUs, and
         multiplies in float32 (JAX 0.10.2).
         """
         (_, rows, *_), (_, rows_of_gradients, *_), _ = equation.params["dimension_numbers"]
-        batch = self._batch_axis
+        batch, devices = self._batch_axis, self._mesh.shape[self._batch_axis]
+        if equation.invars[0].aval.shape[rows] % devices:
+            # Of something that is no batch, and so is whole on each device.
+            return _Value(equation.primitive.bind(images.as_made(), gradients.as_made(), **equation.params))
 
         def of_own_rows(images, gradients):
             part = equation.primitive.bind(images, gradients, **equation.params)
@@ -278,7 +287,7 @@ class _Rewriting:
             out_specs=jax.sharding.PartitionSpec(),
             axis_names={batch},
         )
-        return summed(images.as_made(), gradients.as_made())
+        return _Value(wide=summed(images.as_made(), gradients.as_made()), dtype=equation.outvars[0].aval.dtype)
 
     def _gathered(self, value: _Value, weight: _Weight, dtype=None) -> _Value:
         """Returns a weight that is split, as a layer reads it: whole, in `dtype` or as it is stored."""
@@ -341,7 +350,8 @@ def _paths(jaxpr, ends: dict) -> dict:
         if name == "jit" and not _gradient_of(equation):
             inside = equation.params["jaxpr"].jaxpr
             outputs = zip(inside.outvars, equation.outvars, strict=True)
-            found = _paths(inside, {v: paths[outer] for v, outer in outputs if outer in paths})
+            ends = {v: paths[outer] for v, outer in outputs if outer in paths and not isinstance(v, Literal)}
+            found = _paths(inside, ends)
             inputs = [outer for v, outer in zip(inside.invars, equation.invars, strict=True) if v in found]
         elif name == "scatter-add":
             inputs = equation.invars[:1]

@@ -15,6 +15,10 @@ def check_travel(model, policy):
         )
 
 
+def check_program(travel, is_compiled: bool):
+    """No program says here in which dtypes numbers travel."""
+
+
 def with_dtypes(run, travel, variables):
     """Returns `run`: the optimizer sums gradients, in the dtype that it was given."""
     return run

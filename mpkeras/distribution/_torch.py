@@ -37,6 +37,10 @@ def _check_no_fsdp(model):
         )
 
 
+def check_program(travel, is_compiled: bool):
+    """No program says here in which dtypes numbers travel."""
+
+
 def with_dtypes(run, travel, variables):
     """Returns `run`: torch has sent everything before."""
     return run

@@ -158,10 +158,10 @@ class Policy(keras.DTypePolicy):
         if base is not None and remat is None:
             remat = base.remat
         # As rules and scale: chosen for the dtypes of the registered policy.
-        if inherited is not None and base.variable_dtype == variable_dtype and gather_dtype is None:
-            gather_dtype = base.gather_dtype
-        if inherited is not None and reduce_dtype is None:
-            reduce_dtype = base.reduce_dtype
+        if inherited is not None and inherited.variable_dtype == variable_dtype:
+            gather_dtype = inherited.gather_dtype if gather_dtype is None else gather_dtype
+        if inherited is not None:
+            reduce_dtype = inherited.reduce_dtype if reduce_dtype is None else reduce_dtype
         self._settings = _checked_settings(
             name,
             compute_dtype,

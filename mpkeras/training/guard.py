@@ -187,6 +187,8 @@ def scaling_optimizers(model, held_elsewhere=None) -> list:
 def _make_train_function(model, make_train_function, guard):
     @functools.wraps(make_train_function)
     def make_and_take_again(*args, **kwargs):
+        # While the variables have their values, which `fit` takes from them on JAX.
+        distribution_backend.check_program(guard.travel, bool(model.jit_compile) and not model.run_eagerly)
         prepared = prepared_of(model)
         slot_dtype = getattr(getattr(model, "optimizer", None), "slot_dtype", None)
         if prepared is not None and prepared.slot_dtype != slot_dtype:

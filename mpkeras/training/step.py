@@ -161,6 +161,7 @@ class TrainStep:
         distribution_backend.check_travel(model, policy)
         objective = Objective(loss_fn, metrics)
         jit_compile = _resolved_jit_compile(model, jit_compile)
+        distribution_backend.check_program(Travel.of(policy), jit_compile)
         self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, window, policy.remat)
         self._steps = 0
         self._has_looked = False

@@ -23,7 +23,7 @@ once = pytest.mark.backends("tensorflow")
         (remat_time.parse_arguments, ["--backend", "jax"]),
         (remat_time.parse_arguments, ["--rounds", "0"]),
     ],
-    ids=str,
+    ids=["peer", "device", "question", "plot", "backend", "rounds"],
 )
 def test_bad_options_exit_with_status_2(main, arguments, capsys):
     with pytest.raises(SystemExit) as stopped:

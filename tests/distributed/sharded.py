@@ -16,6 +16,7 @@ import numpy as np
 
 import mpkeras
 
+DEVICES = keras.distribution.list_devices()
 ROWS, WIDTH, WORDS = 16, 6, 40
 
 
@@ -24,7 +25,7 @@ def main():
     parser.add_argument("--policies", nargs="+", default=["float32", "mixed_float16"])
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
-    result = {"resumed": resumed()}
+    result = {"resumed": resumed(), "convolutions": convolutions()}
     for policy in options.policies:
         alone = losses_of(made(policy, None), options.steps)
         for shard in ("weights", "state"):
@@ -137,6 +138,45 @@ def resumed() -> dict:
                 losses = [float(again(x[i], y[i])["loss"]) for i in range(10, 20)]
             result[f"{policy} {count}"] = {"losses": losses, "scale": scale}
     return result
+
+
+class AddsConvolvedTable(keras.layers.Layer):
+    """Adds a convolution of a table of its own, which has no batch."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(1, *shape[1:]), name="table")
+        self.convolution = keras.layers.Conv2D(shape[-1], 3, padding="same")
+        self.convolution.build((1, *shape[1:]))
+
+    def call(self, inputs):
+        return inputs + self.convolution(self.table)
+
+
+def convolutions() -> float:
+    """Every kind of convolution, on four devices and on one, computed again and not: the largest difference."""
+
+    def train(distribution, remat):
+        keras.distribution.set_distribution(distribution)
+        keras.utils.set_random_seed(5)
+        images = keras.Input((8, 8, 4))
+        hidden = AddsConvolvedTable()(images)
+        hidden = keras.layers.SeparableConv2D(4, 3, padding="same")(hidden)
+        hidden = keras.layers.DepthwiseConv2D(3, padding="same", dilation_rate=2)(hidden)
+        hidden = keras.layers.Conv2D(8, 3, strides=2, groups=4)(hidden)
+        hidden = keras.layers.Flatten()(keras.layers.Conv2DTranspose(4, 3)(hidden))
+        model = mpkeras.apply_policy(keras.Model(images, keras.layers.Dense(2)(hidden)), "mixed_float16")
+        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=64.0)
+        step = mpkeras.make_train_step(model, optimizer, "mse", remat=remat)
+        rng = np.random.default_rng(1)
+        batches = [(rng.normal(size=(8, 8, 8, 4)).astype("float32"), rng.normal(size=(8, 2))) for _ in range(8)]
+        losses = [float(step(x, y)["loss"]) for x, y in batches]
+        keras.distribution.set_distribution(None)
+        return losses
+
+    alone = train(None, None)
+    distributions = keras.distribution.DataParallel(devices=DEVICES[:4]), mpkeras.sharded(devices=4)
+    pairs = [(distribution, remat) for distribution in distributions for remat in (None, [keras.layers.Conv2D])]
+    return max(largest(train(*pair), alone) for pair in pairs)
 
 
 if __name__ == "__main__":

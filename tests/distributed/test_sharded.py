@@ -59,6 +59,12 @@ def test_training_goes_on_on_fewer_devices():
 
 
 @only_jax
+@pytest.mark.slow
+def test_every_kind_of_convolution_trains_as_on_one_device():
+    assert trained("float32")["convolutions"] <= LARGEST["mixed_float16"]
+
+
+@only_jax
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [

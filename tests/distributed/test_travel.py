@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 
 import keras
+import numpy as np
 import pytest
 
 import mpkeras
@@ -181,6 +182,21 @@ def test_jax_sums_no_gradient_in_a_third_dtype():
     with pytest.raises(ValueError, match="reduce_dtype='float16' and compute_dtype='bfloat16'"):
         mpkeras.prepare(net, mpkeras.Policy("mixed_bfloat16", reduce_dtype="float16"))
     assert net.layers[0].compute_dtype == "float32"
+
+
+@pytest.mark.backends("jax")
+def test_a_step_without_a_program_says_no_dtypes():
+    policy = mpkeras.Policy("mixed_bfloat16", reduce_dtype="float32")
+    with keras.distribution.DataParallel(devices=keras.distribution.list_devices()[:1]).scope():
+        with mpkeras.policy_scope(policy):
+            net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(2)])
+            net.compile("sgd", "mse", run_eagerly=True)
+        with pytest.raises(ValueError, match="Expected a compiled step for `gather_dtype` and `reduce_dtype`"):
+            net.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)
+        with pytest.raises(ValueError, match="Expected a compiled step for `gather_dtype` and `reduce_dtype`"):
+            mpkeras.make_train_step(net, "sgd", "mse", jit_compile=False)
+        mpkeras.prepare(net, "mixed_bfloat16")
+        net.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)
 
 
 @pytest.mark.parametrize("door", ["prepare", "make_train_step"])

@@ -271,9 +271,9 @@ class _Sources:
     def _updated(self, computation: str, instruction, result) -> str:
         """Returns the path of the weight whose next value an instruction makes of its present one; `""` of others."""
         known = self._by_name[computation]
-        for name in () if instruction is None else instruction.operands:
-            taken = known.get(name)
-            number = None if taken is None else _PARAMETER.search(taken.attributes)
+        names = [] if instruction is None else [name for name in instruction.operands if name in known]
+        for taken in map(known.get, names):
+            number = _PARAMETER.search(taken.attributes)
             if number is not None and int(number[1]) < len(self._weights) and taken.arrays[0][1] == result[1]:
                 return self._weights[int(number[1])]
         return ""
@@ -297,8 +297,8 @@ class _Sources:
             return found[0]
         known, operands = self._by_name[computation], instruction.operands
         if instruction.operation == "get-tuple-element":
-            number = int(re.search(r"\bindex=(\d+)", instruction.attributes)[1])
-            return self._made_by(computation, known.get(operands[0]), named, number)
+            (index,) = re.findall(r"\bindex=(\d+)", instruction.attributes)
+            return self._made_by(computation, known.get(operands[0]), named, int(index))
         if instruction.operation == "tuple":
             return self._made_by(computation, known.get(operands[number]), named)
         if instruction.operation == "fusion":
