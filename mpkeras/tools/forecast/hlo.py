@@ -272,7 +272,7 @@ class _Sources:
         """Returns the path of the weight whose next value an instruction makes of its present one; `""` of others."""
         known = self._by_name[computation]
         names = [] if instruction is None else [name for name in instruction.operands if name in known]
-        for taken in map(known.get, names):
+        for taken in [known[name] for name in names]:
             number = _PARAMETER.search(taken.attributes)
             if number is not None and int(number[1]) < len(self._weights) and taken.arrays[0][1] == result[1]:
                 return self._weights[int(number[1])]
