@@ -154,12 +154,14 @@ class _MadeUnder(str):
         return str, (str(self),)
 
 
-def made_under(layer) -> Policy | None:
-    """Returns the `Policy` that mpkeras had made global when `layer`, or the layer that it is a clone of, was made.
+def made_under(policy) -> Policy | None:
+    """Returns the `Policy` that mpkeras had made global when a layer, or the one that it is a clone of, was made.
 
     A policy that `clear_session` has taken away counts, too.
+
+    Args:
+        policy: The `dtype_policy` that the layer was made with.
     """
-    policy = layer.dtype_policy
     if isinstance(policy, Policy):
         return _plain(policy)
     for default, taken_away in _made_in_between:

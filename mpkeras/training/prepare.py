@@ -10,7 +10,7 @@ from mpkeras import _keras
 from mpkeras._arguments import check_switch
 from mpkeras.conversion.converter import layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
-from mpkeras.conversion.last import converted_by, last_conversion
+from mpkeras.conversion.last import converted_by
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import compute_dtypes, computes_in
 from mpkeras.conversion.store_weights import store_weights, unstored_dtypes
@@ -246,10 +246,6 @@ def chosen_policy(model, policy):
         return converted
     if not dtypes or global_policy.compute_dtype in dtypes:
         return global_policy
-    conversion = last_conversion(survey.model)
-    if conversion is not None and conversion.policy.compute_dtype in dtypes:
-        # Its rules have been applied, and layers that they keep in float32 no longer say what they were made under.
-        return conversion.policy
     # The layers, not the model's name or the global policy, say what this model computes in.
     return get_policy("mixed_float16" if "float16" in dtypes else "mixed_bfloat16")
 
