@@ -92,6 +92,6 @@ def test_another_dtype_is_refused():
 
 @pytest.mark.backends("jax", "torch")
 def test_backends_that_sum_elsewhere_say_where():
-    remedy = {"jax": r"the compiler sums.*Leave it out", "torch": r"fp16_compress_hook"}
+    remedy = {"jax": r"Train under `mpkeras\.Policy\(\.\.\., reduce_dtype='float16'\)`", "torch": r"fp16_compress_hook"}
     with pytest.raises(ValueError, match=remedy[keras.backend.backend()]):
         LossScaleOptimizer("sgd", all_reduce_dtype="float16")

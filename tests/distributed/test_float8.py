@@ -24,4 +24,6 @@ def test_two_devices_round_as_one():
     assert len(alone) == 8
     for one, two, largest in zip(alone, shared, moved, strict=True):
         # Scales of their own move weights by 0.01 and more of the largest (seen with the sum over devices taken out).
-        np.testing.assert_allclose(two, one, rtol=0, atol=1e-3 * largest)
+        # On JAX two devices sum gradients in float32, which one device rounds to the 8 bits of bfloat16.
+        tolerance = 2**-8 if keras.backend.backend() == "jax" else 1e-3
+        np.testing.assert_allclose(two, one, rtol=0, atol=tolerance * largest)

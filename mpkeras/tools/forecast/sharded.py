@@ -41,10 +41,8 @@ def sharded(
     Example (JAX):
 
     >>> distribution = mpkeras.sharded(devices=8)
-    >>> distribution.split((512, 4096))
-    <TensorLayout axes=[None, 'batch']...
-    >>> distribution.split((10,))
-    <TensorLayout axes=[None]...
+    >>> distribution.split((512, 4096)).axes, distribution.split((10,)).axes
+    ((None, 'batch'), (None,))
 
     References:
         Zhao et al., 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277. Rajbhandari et al., 2019, ZeRO,
