@@ -215,8 +215,8 @@ class _Rewriting:
         name = equation.primitive.name
         if _gradient_of(equation):
             return values
-        if name == "scan":
-            # Before the loop: inside it, the weight would be gathered in each round.
+        if name in _READS or name == "scan":
+            # Of a loop before it: inside, the weight would be gathered in each round.
             values = [self._gathered(value, weights[i]) if i in weights else value for i, value in enumerate(values)]
             weights = {}
         if name in _WITH_PROGRAM and (weights or gradients):
@@ -228,8 +228,6 @@ class _Rewriting:
                 return [self._converted(equation, values[0].wide(self._reduce_dtype))]
             if weights:
                 return [self._gathered(values[0], weights[0], equation.params["new_dtype"])]
-        if name in _READS:
-            values = [self._gathered(value, weights[i]) if i in weights else value for i, value in enumerate(values)]
         if gradients and name in _PRODUCTS | _SUMS | _ELEMENTWISE | _SHAPES:
             return [self._gradient(equation, values, gradients[0])]
         return _as_traced(equation, jaxpr, values)
@@ -350,8 +348,8 @@ def _paths(jaxpr, ends: dict) -> dict:
         if name == "jit" and not _gradient_of(equation):
             inside = equation.params["jaxpr"].jaxpr
             outputs = zip(inside.outvars, equation.outvars, strict=True)
-            ends = {v: paths[outer] for v, outer in outputs if outer in paths and not isinstance(v, Literal)}
-            found = _paths(inside, ends)
+            ends_inside = {v: paths[outer] for v, outer in outputs if outer in paths and not isinstance(v, Literal)}
+            found = _paths(inside, ends_inside)
             inputs = [outer for v, outer in zip(inside.invars, equation.invars, strict=True) if v in found]
         elif name == "scatter-add":
             inputs = equation.invars[:1]

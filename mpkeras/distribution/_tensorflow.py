@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from mpkeras.distribution.defaults import check_program, split_slots, with_dtypes  # noqa: F401
+
 # Whether an optimizer sums gradients over replicas, and so has a dtype for it.
 OPTIMIZERS_REDUCE = True
 
@@ -13,16 +15,3 @@ def check_travel(model, policy):
             "Expected no `gather_dtype` under a `tf.distribute` strategy, where each replica has whole weights. "
             f"Received: gather_dtype={policy.gather_dtype!r}. Leave it out."
         )
-
-
-def check_program(travel, is_compiled: bool):
-    """No program says here in which dtypes numbers travel."""
-
-
-def with_dtypes(run, travel, variables):
-    """Returns `run`: the optimizer sums gradients, in the dtype that it was given."""
-    return run
-
-
-def split_slots(slots, weights):
-    """Leaves the state of optimizers where it is: there is no `keras.distribution` in parts here."""

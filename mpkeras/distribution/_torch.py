@@ -1,6 +1,7 @@
 """What travels between ranks on torch: what the user's module sends, `DistributedDataParallel` or FSDP2."""
 
 from mpkeras.devices._torch import is_distributed
+from mpkeras.distribution.defaults import check_program, split_slots, with_dtypes  # noqa: F401
 
 # Whether an optimizer sums gradients over replicas, and so has a dtype for it.
 OPTIMIZERS_REDUCE = False
@@ -35,16 +36,3 @@ def _check_no_fsdp(model):
             "would train by itself. Shard a module that calls `layer.stateless_call`, as "
             "`examples/cluster/torch_fsdp2.py` does, or use `DistributedDataParallel`."
         )
-
-
-def check_program(travel, is_compiled: bool):
-    """No program says here in which dtypes numbers travel."""
-
-
-def with_dtypes(run, travel, variables):
-    """Returns `run`: torch has sent everything before."""
-    return run
-
-
-def split_slots(slots, weights):
-    """Leaves the state of optimizers where it is: there is no `keras.distribution` in parts here."""

@@ -43,10 +43,6 @@ class Sharded(keras.distribution.ModelParallel):
             return given
         return self.split(variable.shape) if self.shard == "weights" else self._laid_out([None] * len(variable.shape))
 
-    def get_tensor_layout(self, path):
-        """Returns `None`: what layers return lies where the compiler puts it."""
-        return None
-
     def split(self, shape):
         """Returns the `TensorLayout` of a tensor of this shape in parts; of a small or odd one, whole."""
         devices = math.prod(self.device_mesh.shape)

@@ -1,0 +1,14 @@
+"""The answers of a backend on which no program says what travels, and no `keras.distribution` splits variables."""
+
+
+def check_program(travel, is_compiled: bool):
+    """No program says here in which dtypes numbers travel."""
+
+
+def with_dtypes(run, travel, variables):
+    """Returns `run`: what travels has its dtypes from elsewhere."""
+    return run
+
+
+def split_slots(slots, weights):
+    """Leaves the state of optimizers where it is."""
