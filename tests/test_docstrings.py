@@ -23,6 +23,7 @@ EXAMPLES = {name: doc for name, doc in public_names.all_docstrings().items() if 
 BACKENDS = {
     "LossScaleOptimizer.scale_loss": ("tensorflow",),  # `tf.GradientTape`
     "LossScaleOptimizer.stateless_apply": ("jax",),  # `jax.grad`
+    "mpkeras.sharded": ("jax",),  # `keras.distribution` lays weights out on JAX alone
     "TrainStep.compiler_ir": ("tensorflow", "jax"),  # no compiler of the whole program on torch
 }
 # Examples of a step that is skipped: mpkeras warns of it, as it should.
