@@ -16,14 +16,7 @@ from mpkeras.scaling._tensorflow import in_xla
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training import defaults, metric_states
 from mpkeras.training.defaults import global_random_states, set_global_random_states  # noqa: F401
-from mpkeras.training.inventory import (
-    Found,
-    layers_and_variables,
-    non_trainable,
-    trainable,
-    unlisted_states,
-    weights_and_others,
-)
+from mpkeras.training.inventory import Found
 from mpkeras.training.rollback import StepInVariables, empty_step, skip  # noqa: F401
 
 # On a layer with random generators, for good: a checkpoint is written after training and read before it, whatever the
@@ -227,65 +220,8 @@ def has_rows(data):
 def step_without_trace(found, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back."""
     model = found.model
-    logs, _, _ = _run_without_trace(
-        found, lambda: model.metrics, optimizers, lambda: train_step(data), model.get_metrics_result
-    )
-    return logs
-
-
-def _run_without_trace(found, metrics, optimizers, run, results):
-    """Runs a step; where its updates were skipped, no other variable shows afterwards that it ran.
-
-    A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
-    fed 1e25) keeps its old value, too. Where `run` raises, eager code puts all back; a graph that is traced has
-    not run, and one that fails as it runs leaves what it had assigned by then.
-
-    Returns:
-        The logs, and two bool scalars of shape `()`: whether the step was skipped, and whether since the metrics
-        were reset no step has counted.
-    """
-    model = found.model
-    weights, others = found.ask(weights_and_others, layers_and_variables)
-    statistics = [_own_part(v.value) for v in [*non_trainable(model, others), *unlisted_states(model)]]
-    statistics += [_own_part(state.variable) for state in native_states(model)]
-    state = statistics + [_own_part(v.value) for v in non_trainable(model, weights)]
-    # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
-    kept = [(variable, tf.identity(variable)) for variable in state]
-    step = _Step(optimizers, metrics, results)
-
-    def restore(step_is_skipped):
-        _restore(kept, step_is_skipped, True)
-        _restore(step.written, step_is_skipped, False)
-
-    with step.watched(trainable(model, weights + others)):
-        try:
-            logs = run()
-        except BaseException:
-            if tf.executing_eagerly():
-                step.put_back(restore)
-            raise
-    any_skipped, any_accepted = map(tf.reduce_any, zip(*step.end(), strict=True))
-    step_is_skipped = tf.logical_and(any_skipped, tf.logical_not(any_accepted))
-
-    # The weights of frozen layers are put back where a step is skipped, but not read on every step.
-    floats = [variable for variable in statistics if variable.dtype.is_floating]
-    total = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float32)) for v in floats]) if floats else tf.zeros(())
-    needs_restoring = tf.logical_or(any_skipped, tf.logical_not(tf.math.is_finite(total)))
-    flat_logs = keras.tree.flatten(logs)
-    tensors = [leaf for leaf in flat_logs if tf.is_tensor(leaf)]
-
-    def restored():
-        restore(step_is_skipped)
-        nothing_counted, new_logs = step.metrics_after_skip(any_skipped, step_is_skipped, logs)
-        return nothing_counted, [leaf for leaf in keras.tree.flatten(new_logs) if tf.is_tensor(leaf)]
-
-    if in_xla():
-        nothing_counted, tensors = restored()
-    else:
-        nothing_counted, tensors = tf.cond(needs_restoring, restored, lambda: (tf.constant(False), tensors))
-    new_leaves = iter(tensors)
-    leaves = [next(new_leaves) if tf.is_tensor(leaf) else leaf for leaf in flat_logs]
-    return keras.tree.pack_sequence_as(logs, leaves), step_is_skipped, nothing_counted
+    step = _Step(found, optimizers, lambda: model.metrics, model.get_metrics_result)
+    return step.run(lambda: train_step(data))[0]
 
 
 class _Step(StepInVariables):
@@ -293,6 +229,7 @@ class _Step(StepInVariables):
         return _own_part(variable.value)
 
     def copy(self, held):
+        # Nothing is copied: TensorFlow gives a variable a new buffer when it is assigned.
         return tf.identity(held)
 
     def read(self, flag):
@@ -300,6 +237,39 @@ class _Step(StepInVariables):
 
     def assign(self, held, value):
         held.assign(tf.cast(value, held.dtype))
+
+    def choose(self, held, old, takes_old):
+        held.assign(tf.where(takes_old, old, held))
+
+    def is_float(self, held):
+        return held.dtype.is_floating
+
+    def is_finite(self, helds):
+        return tf.math.is_finite(tf.add_n([tf.reduce_sum(tf.cast(held, tf.float32)) for held in helds]))
+
+    def outcome(self, flags):
+        any_skipped, any_accepted = map(tf.reduce_any, zip(*flags, strict=True))
+        return any_skipped, tf.logical_and(any_skipped, tf.logical_not(any_accepted))
+
+    def where_needed(self, any_skipped, restored, logs):
+        flat_logs = keras.tree.flatten(logs)
+
+        def restored_tensors():
+            nothing_counted, new_logs = restored()
+            return nothing_counted, [leaf for leaf in keras.tree.flatten(new_logs) if tf.is_tensor(leaf)]
+
+        if in_xla():
+            nothing_counted, tensors = restored_tensors()
+        else:
+            is_needed = tf.logical_or(any_skipped, tf.logical_not(self.statistics_are_finite()))
+            as_they_are = tf.constant(False), [leaf for leaf in flat_logs if tf.is_tensor(leaf)]
+            nothing_counted, tensors = tf.cond(is_needed, restored_tensors, lambda: as_they_are)
+        new_leaves = iter(tensors)
+        leaves = [next(new_leaves) if tf.is_tensor(leaf) else leaf for leaf in flat_logs]
+        return nothing_counted, keras.tree.pack_sequence_as(logs, leaves)
+
+    def native_states(self, model):
+        return native_states(model)
 
     def is_traced(self):
         return not tf.executing_eagerly()
@@ -317,19 +287,6 @@ def _own_part(variable):
     replica = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
     # Not known while tracing: one program for all replicas (TPU), where the whole may be assigned.
     return variable if replica is None else parts[int(replica) % len(parts)]
-
-
-def _restore(pairs, step_is_skipped, non_finite_too: bool):
-    for variable, old in pairs:
-        takes_old = step_is_skipped
-        if non_finite_too and variable.dtype.is_floating:
-            became_non_finite = tf.logical_and(_is_finite(old), tf.logical_not(_is_finite(variable)))
-            takes_old = tf.logical_or(takes_old, became_non_finite)
-        variable.assign(tf.where(takes_old, old, variable))
-
-
-def _is_finite(values):
-    return tf.math.is_finite(tf.reduce_sum(tf.cast(values, tf.float32)))
 
 
 def scale_logs(optimizers, result) -> tuple:
@@ -400,9 +357,8 @@ class CompiledStep:
 
         with opened_step([parts.optimizer] if parts.checks else [], batch_has_rows=batch_has_rows):
             if parts.guards:
-                result, skipped, nothing_counted = _run_without_trace(
-                    self._found, lambda: parts.metrics, [parts.optimizer], run, parts.metric_results
-                )
+                step = _Step(self._found, [parts.optimizer], lambda: parts.metrics, parts.metric_results)
+                result, skipped, nothing_counted = step.run(run)
             else:
                 result, skipped, nothing_counted = run(), parts.last_step_skipped(), tf.constant(False)
         loss = result["loss"]

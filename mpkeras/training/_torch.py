@@ -21,7 +21,7 @@ from mpkeras.training.defaults import (  # noqa: F401
     track_random_states,
     variable_scope,
 )
-from mpkeras.training.inventory import Found, layers_and_variables, non_trainable, unlisted_states, weights_and_others
+from mpkeras.training.inventory import Found
 from mpkeras.training.rollback import StepInVariables, empty_step, skip  # noqa: F401
 
 
@@ -47,66 +47,22 @@ def first_batch(model, data):
 def step_without_trace(found, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back."""
     model = found.model
-    logs, _ = _run_without_trace(
-        found, lambda: model.metrics, optimizers, lambda: train_step(data), model.get_metrics_result
-    )
-    return logs
-
-
-def _run_without_trace(found, metrics, optimizers, run, results):
-    """Runs a step; where its updates were skipped, no other variable shows afterwards that it ran.
-
-    A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
-    fed 1e25) keeps its old value, too. Where `run` raises before an update counted, all is put back.
-
-    Returns:
-        The logs, and whether the step was skipped.
-    """
-    # Trainable or frozen, a weight is copied when a layer writes it; a copy of all would double a large model.
-    weights, others = found.ask(weights_and_others, layers_and_variables)
-    natives = native_states(found.model)
-    native_values = [state.value for state in natives]
-    statistics = [v.value for v in [*non_trainable(found.model, others), *unlisted_states(found.model)]]
-    # Copies: torch assigns in place.
-    with torch.no_grad():
-        kept = [(value, value.clone()) for value in statistics + native_values]
-        step = _Step(optimizers, metrics, results)
-    # Keras' Dropout without a seed draws from torch's own generator.
-    old_random = global_random_states()
-
-    @torch.no_grad()
-    def restore(step_is_skipped):
-        if not step_is_skipped:
-            _keep_finite(kept)
-            return
-        for state, value in zip(natives, native_values, strict=True):
-            state.hold(value)
-        for value, old in kept + step.written:
-            value.copy_(old)
-        set_global_random_states(old_random)
-
-    with step.watched(weights):
-        try:
-            logs = run()
-        except BaseException:
-            step.put_back(restore)
-            raise
-    any_skipped, any_accepted = map(any, zip(*step.end(), strict=True))
-    step_is_skipped = any_skipped and not any_accepted
-    restore(step_is_skipped)
-    if any_skipped:
-        # A metric may return the variable that it holds, which is about to change.
-        logs = keras.tree.map_structure(lambda value: value.clone() if torch.is_tensor(value) else value, logs)
-        with torch.no_grad():
-            _, logs = step.metrics_after_skip(any_skipped, step_is_skipped, logs)
-    return logs, step_is_skipped
+    step = _Step(found, optimizers, lambda: model.metrics, model.get_metrics_result)
+    return step.run(lambda: train_step(data))[0]
 
 
 class _Step(StepInVariables):
+    def __init__(self, found, optimizers, metrics, results):
+        super().__init__(found, optimizers, metrics, results)
+        self._native_values = [state.value for state in self._natives]
+        # Keras' Dropout without a seed draws from torch's own generator.
+        self._random = global_random_states()
+
     def held(self, variable):
         return variable.value
 
     def copy(self, held):
+        # A true copy: torch assigns in place.
         return held.detach().clone()
 
     def read(self, flag):
@@ -115,6 +71,36 @@ class _Step(StepInVariables):
     @torch.no_grad()
     def assign(self, held, value):
         held.copy_(value) if torch.is_tensor(value) else held.fill_(value)
+
+    @torch.no_grad()
+    def choose(self, held, old, takes_old):
+        if takes_old:
+            held.copy_(old)
+
+    def is_float(self, held):
+        return held.is_floating_point()
+
+    @torch.no_grad()
+    def is_finite(self, helds):
+        return bool(torch.isfinite(torch.stack([held.sum(dtype=torch.float32) for held in helds]).sum()))
+
+    def outcome(self, flags):
+        any_skipped, any_accepted = map(any, zip(*flags, strict=True))
+        return any_skipped, any_skipped and not any_accepted
+
+    @torch.no_grad()
+    def where_needed(self, any_skipped, restored, logs):
+        return restored() if any_skipped or not self.statistics_are_finite() else (False, logs)
+
+    def native_states(self, model):
+        return native_states(model)
+
+    def _restore(self, step_is_skipped):
+        if step_is_skipped:
+            for state, value in zip(self._natives, self._native_values, strict=True):
+                state.hold(value)
+            set_global_random_states(self._random)
+        super()._restore(step_is_skipped)
 
 
 @dataclasses.dataclass
@@ -156,21 +142,6 @@ def native_states(model) -> list:
     return [NativeState(module, name) for module in once for name, _ in module.named_buffers(recurse=False)]
 
 
-def _keep_finite(pairs):
-    """Gives values that became non-finite their old ones."""
-    floats = [pair for pair in pairs if pair[0].is_floating_point()]
-    # The sum over all of them decides whether a closer look is needed.
-    if not floats or _is_finite([value for value, _ in floats]):
-        return
-    for value, old in floats:
-        if _is_finite([old]) and not _is_finite([value]):
-            value.copy_(old)
-
-
-def _is_finite(values) -> bool:
-    return bool(torch.isfinite(torch.stack([value.sum(dtype=torch.float32) for value in values]).sum()))
-
-
 def scale_logs(optimizers, result) -> tuple:
     """Returns the loss scale of the first of `optimizers`, and the steps that all of them skipped."""
     return float(optimizers[0].loss_scale), sum(int(o.skipped_steps.value) for o in optimizers)
@@ -203,9 +174,8 @@ class CompiledStep:
 
         with opened_step([parts.optimizer] if parts.checks else []):
             if parts.guards:
-                result, skipped = _run_without_trace(
-                    self._found, lambda: parts.metrics, [parts.optimizer], run, parts.metric_results
-                )
+                guarded = _Step(self._found, [parts.optimizer], lambda: parts.metrics, parts.metric_results)
+                result, skipped, _ = guarded.run(run)
                 return {**result, **before, "skipped": torch.tensor(skipped)}
             return {**run(), **before, "skipped": parts.last_step_skipped()}
 

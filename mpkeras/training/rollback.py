@@ -3,38 +3,59 @@
 import contextlib
 import dataclasses
 
+import keras
 from keras import ops
 
 from mpkeras import _keras
 from mpkeras._replaced import replaced_on_all
 from mpkeras.training import metric_states
+from mpkeras.training.inventory import (
+    layers_and_variables,
+    non_trainable,
+    trainable,
+    unlisted_states,
+    weights_and_others,
+)
 
 
 class StepInVariables:
-    """A step that may be skipped: its outcome, its metrics, and the weights that layers write in it.
+    """A step that may be skipped: the state that it finds, its outcome, and what of the state is put back.
 
-    `held`, `copy`, `read`, `assign` and `is_traced` are a backend's own.
+    After a step whose updates were all skipped no variable shows that it ran. And a non-trainable float variable that
+    became non-finite although the step was applied (BatchNormalization fed 1e25) keeps its old value.
+
+    The methods that raise `NotImplementedError`, and `is_traced`, are a backend's own.
 
     Args:
+        found: A `Found` of the model.
         optimizers: Those that update in the step.
         metrics: Function that returns the metrics of the step. Keras makes some of them in the first step.
         results: Function that returns what they say now, by name.
     """
 
-    def __init__(self, optimizers, metrics, results):
+    def __init__(self, found, optimizers, metrics, results):
         self._optimizers, self._metrics, self._results = optimizers, metrics, results
+        model = found.model
+        # Weights are copied when a layer writes them; copies of all would double a large model.
+        weights, others = found.ask(weights_and_others, layers_and_variables)
+        self._watched_weights = weights + trainable(model, others)
+        self._natives = self.native_states(model)
+        statistics = [*non_trainable(model, others), *unlisted_states(model), *self._natives]
+        # The statistics, and the weights that layers have written in the step: `(held, value before)`, as `held` and
+        # `copy` return them. The frozen ones, as statistics, never become non-finite.
+        self._statistics = [self._with_copy(self.held(variable)) for variable in statistics]
+        self._written_frozen: list = []
+        self._written: list = []
         # The values of each metric before the step, and those that the step finds.
-        self._values_found = {}
+        self._metric_values = {}
         for metric in metric_states.flat(metrics()):
             before = self._values(metric)
             begun = metric_states.at_begin(metric, before)
             if metric_states.tracks_losses(metric):
                 self._give(metric, begun)
-            self._values_found[id(metric)] = before, begun
+            self._metric_values[id(metric)] = before, begun
         self._flags = [[self.held(flag) for flag in optimizer.step_outcome] for optimizer in optimizers]
         self._around = [self._opened(*pair) for pair in zip(optimizers, self._flags, strict=True)]
-        # The weights that layers assigned to in `watched`, as `held` returns them, with what they were before.
-        self.written: list = []
 
     def held(self, variable):
         """Returns what holds the value of `variable` here."""
@@ -52,9 +73,75 @@ class StepInVariables:
         """Gives what `held` returned another value."""
         raise NotImplementedError
 
+    def choose(self, held, old, takes_old):
+        """Gives what `held` returned the value `old` where `takes_old`, a bool of the kind that `read` returns."""
+        raise NotImplementedError
+
+    def is_float(self, held) -> bool:
+        """Whether the dtype of what `held` returned is one of floats."""
+        raise NotImplementedError
+
+    def is_finite(self, helds: list):
+        """Returns whether all numbers in these, which are of floats, are finite: a bool as `read` returns it."""
+        raise NotImplementedError
+
+    def outcome(self, flags: list) -> tuple:
+        """Returns whether an update was skipped, and whether all were; `flags` as `_end` returns them."""
+        raise NotImplementedError
+
+    def where_needed(self, any_skipped, restored, logs) -> tuple:
+        """Returns what `restored()` does where there is something to restore, or else `False` and `logs`.
+
+        Args:
+            any_skipped: Whether an update was skipped. If not, only statistics that became non-finite are put back.
+            restored: Function that puts back, and returns a bool and new logs.
+            logs: What the step returned.
+        """
+        raise NotImplementedError
+
+    def native_states(self, model) -> list:
+        """Returns the states that the model holds beside Keras' variables."""
+        raise NotImplementedError
+
     def is_traced(self) -> bool:
         """Whether a program is made of the step, for later ones, too."""
         return False
+
+    def run(self, step) -> tuple:
+        """Runs `step()`, and puts back what it did where its updates were skipped.
+
+        Where it raises before an update counted, eager code puts all back; a graph that is traced has not run, and one
+        that fails as it runs leaves what it had assigned by then.
+
+        Returns:
+            The logs, and two bool scalars: whether the step was skipped, and whether since the metrics were reset no
+            step has counted.
+        """
+        with self._watched():
+            try:
+                logs = step()
+            except BaseException:
+                if not self.is_traced():
+                    self._put_back()
+                raise
+        any_skipped, step_is_skipped = self.outcome(self._end())
+
+        def restored():
+            # A metric may return the variable that it holds, which is about to change.
+            copied = keras.tree.map_structure(lambda value: ops.copy(value) if ops.is_tensor(value) else value, logs)
+            self._restore(step_is_skipped)
+            return self._metrics_after_skip(any_skipped, step_is_skipped, copied)
+
+        nothing_counted, logs = self.where_needed(any_skipped, restored, logs)
+        return logs, step_is_skipped, nothing_counted
+
+    def statistics_are_finite(self):
+        """Returns whether all that must stay finite is so after the step."""
+        floats = [held for held, _ in [*self._statistics, *self._written_frozen] if self.is_float(held)]
+        return self.is_finite(floats) if floats else True
+
+    def _with_copy(self, held) -> tuple:
+        return held, self.copy(held)
 
     def _opened(self, optimizer, flags):
         """Lets `apply` note the outcome. Returns what a guarded step around this one has noted, or `None`."""
@@ -66,7 +153,7 @@ class StepInVariables:
             self.assign(flag, False)
         return around
 
-    def end(self) -> list:
+    def _end(self) -> list:
         """Returns whether an update was skipped, and whether one was accepted, by each optimizer; and forgets it.
 
         What this step did, it did for a guarded step around it, too.
@@ -77,17 +164,31 @@ class StepInVariables:
                 self.assign(flag, False if around is None else outcome[i] | around[i])
         return outcomes
 
-    def put_back(self, restore):
-        """Puts all back after an error, unless an update counted; `restore(is_skipped)` does so with the state."""
-        counted = any(bool(accepted) for _, accepted in self.end())
-        restore(not counted)
+    def _put_back(self):
+        """Puts all back after an error, unless an update counted."""
+        counted = any(bool(accepted) for _, accepted in self._end())
+        self._restore(not counted)
         for metric in () if counted else metric_states.flat(self._metrics()):
-            if id(metric) in self._values_found:
-                self._give(metric, self._values_found[id(metric)][0])
+            if id(metric) in self._metric_values:
+                self._give(metric, self._metric_values[id(metric)][0])
+
+    def _restore(self, step_is_skipped):
+        """Puts back all but the metrics where `step_is_skipped`, and what became non-finite where not."""
+        for held, old in [*self._statistics, *self._written_frozen]:
+            takes_old = step_is_skipped
+            # Not asked where the answer is known: on a GPU to look at a number is to wait for it.
+            if takes_old is not True and self.is_float(held):
+                takes_old = takes_old | self._became_non_finite(held, old)
+            self.choose(held, old, takes_old)
+        for held, old in self._written:
+            self.choose(held, old, step_is_skipped)
+
+    def _became_non_finite(self, held, old):
+        return self.is_finite([old]) & ops.logical_not(self.is_finite([held]))
 
     @contextlib.contextmanager
-    def watched(self, variables):
-        """Within this context remembers what each of `variables` was before a layer assigned to it.
+    def _watched(self):
+        """Within this context remembers what each weight was before a layer assigned to it.
 
         SpectralNormalization writes its normalized kernel in every forward pass of training, a target network follows
         another one. To keep the old values of all weights instead would cost a copy of the model.
@@ -103,16 +204,16 @@ class StepInVariables:
                     seen.add(id(variable))
                     # Within a layer variables may be read in another dtype.
                     with _keras.autocast_scope(None):
-                        held = self.held(variable)
-                    self.written.append((held, self.copy(held)))
+                        written = self._written if variable.trainable else self._written_frozen
+                        written.append(self._with_copy(self.held(variable)))
                 return type(variable).assign(variable, value) if assign_below is None else assign_below(value)
 
             return assign
 
-        with replaced_on_all(variables, "assign", watching):
+        with replaced_on_all(self._watched_weights, "assign", watching):
             yield
 
-    def metrics_after_skip(self, any_skipped, step_is_skipped, logs) -> tuple:
+    def _metrics_after_skip(self, any_skipped, step_is_skipped, logs) -> tuple:
         """Gives metrics the values they have after a step in which an update was skipped.
 
         Args:
@@ -126,13 +227,13 @@ class StepInVariables:
         in_step = metric_states.results_now(self._results)
         states = []
         for metric in metric_states.flat(self._metrics()):
-            if id(metric) not in self._values_found:
+            if id(metric) not in self._metric_values:
                 # Made in this step: Keras makes those given to `compile` when it first needs them. The program that
                 # is traced then is for later steps, too, which find in them what no program has yet.
                 if self.is_traced():
                     continue
-                self._values_found[id(metric)] = (metric_states.reset_values(metric),) * 2
-            found = self._values_found[id(metric)]
+                self._metric_values[id(metric)] = (metric_states.reset_values(metric),) * 2
+            found = self._metric_values[id(metric)]
             values = metric_states.after_skip(metric, *found, self._values(metric), any_skipped, step_is_skipped)
             self._give(metric, values)
             states.append((metric, values))

@@ -689,3 +689,46 @@ def test_frozen_weights_are_copied_only_when_a_layer_writes_them():
     with Watching():
         model.train_on_batch(x, y)
     assert copied and max(copied) == 1
+
+
+class WritesItsWeight(keras.layers.Layer):
+    """Multiplies a weight of its own by the largest input, and uses it nowhere."""
+
+    def __init__(self, made):
+        super().__init__(autocast=False)
+        if made == "by add_weight":
+            self.scale = self.add_weight(shape=(), dtype="float32", initializer="ones", autocast=False)
+        else:
+            self.scale = keras.Variable(1.0, dtype="float32", autocast=False)
+
+    def call(self, x):
+        self.scale.assign(self.scale * keras.ops.max(keras.ops.cast(x, "float32")))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+@pytest.mark.parametrize("options", FIT_MODES)
+@pytest.mark.parametrize("made", ["by add_weight", "as an attribute"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_weight_that_a_layer_writes(options, made, frozen):
+    if BACKEND == "jax" and not frozen:
+        pytest.skip("Keras' trainer on JAX takes the weights that are trained from the optimizer alone")
+    layer = WritesItsWeight(made)
+    model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
+    layer.trainable = not frozen
+    model.compile(keras.optimizers.SGD(1e-3), "mse", **options)
+    mpkeras.prepare(model, "float32")
+
+    def scale_after(largest, target):
+        model.train_on_batch(np.array([[largest, 0.5]], "float32"), np.array([[target]], "float32"))
+        return float(keras.ops.convert_to_numpy(layer.scale.value))
+
+    assert scale_after(3.0, 1.0) == 3.0
+    # The step is skipped: its loss is not finite.
+    assert scale_after(5.0, np.nan) == 3.0
+    assert scale_after(2.0, 1.0) == 6.0
+    if frozen:
+        layer.scale.assign(3e38)
+        # The step counts, and as a statistic the weight would become infinite.
+        assert scale_after(2.0, 1.0) == np.float32(3e38)
+    assert int(model.optimizer.skipped_steps.value) == 1
