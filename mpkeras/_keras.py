@@ -201,18 +201,18 @@ def surroundings() -> tuple:
 
 
 @contextlib.contextmanager
-def surrounded_by(found: tuple):
-    """Context manager: `found`, what `surroundings` returned within a call, is around the code that runs now."""
-    dtype, context = found
+def surrounded_by(scope: tuple):
+    """Context manager: `scope`, which `surroundings` returned within a call, is around the code that runs now."""
+    dtype, context = scope
     state = keras.src.backend.common.global_state
-    before = state.get_global_attribute("current_call_ctx")
+    outer_context = state.get_global_attribute("current_call_ctx")
     # A layer notes in it what it was told, for those that come after it.
     state.set_global_attribute("current_call_ctx", copy.copy(context))
     try:
         with autocast_scope(dtype):
             yield
     finally:
-        state.set_global_attribute("current_call_ctx", before)
+        state.set_global_attribute("current_call_ctx", outer_context)
 
 
 def is_training() -> bool:
@@ -577,14 +577,14 @@ def exclude_again(optimizer, exclusions: dict, variables=()) -> list:
     Returns:
         The names of those that are not at their places there.
     """
-    variables, found, missing = list(variables), [], []
+    variables, excluded, missing = list(variables), [], []
     for number, name in exclusions["variables"]:
         if number < len(variables) and variables[number].name == name:
-            found.append(variables[number])
+            excluded.append(variables[number])
         else:
             missing.append(name)
     names = None if exclusions["names"] is None else [exclusions["names"]]
-    optimizer.exclude_from_weight_decay(var_list=found, var_names=names)
+    optimizer.exclude_from_weight_decay(var_list=excluded, var_names=names)
     return missing
 
 
@@ -689,15 +689,15 @@ def calls_in(model) -> collections.Counter:
 
 def calls_behind(outputs) -> dict:
     """Returns the calls that symbolic `outputs` come from: `{(layer or operation, number): tensors it was given}`."""
-    found: dict = {}
+    inputs_by_call: dict = {}
     waiting = list(outputs)
     while waiting:
         call = operation, number = made_by(waiting.pop())
         # No call made what is given to a symbolic call from outside.
-        if operation is not None and call not in found:
-            found[call] = inputs_of_call(operation, number)
-            waiting += found[call]
-    return found
+        if operation is not None and call not in inputs_by_call:
+            inputs_by_call[call] = inputs_of_call(operation, number)
+            waiting += inputs_by_call[call]
+    return inputs_by_call
 
 
 @contextlib.contextmanager
@@ -834,19 +834,19 @@ def replace_outputs(model, outputs, names):
         outputs: In the structure of the old ones.
         names: Their names in `compile(loss={...})`, in flat order.
     """
-    before = {id(layer): layer for layer in model.layers}
+    old_layers = {id(layer): layer for layer in model.layers}
     # Into the dictionary: an attribute would be tracked, and its lists wrapped by TensorFlow.
     vars(model).update(_graph_to(model, outputs), output_names=list(names))
     after = {id(layer): layer for layer in model.layers}
     for key, layer in after.items():
-        if key not in before:
+        if key not in old_layers:
             model._tracker.track(layer)
-    for key, layer in before.items():
+    for key, layer in old_layers.items():
         if key not in after:
             model._tracker.untrack(layer)
     # On TensorFlow, Keras 3.10 keeps another list than the tracker's, and walks that one.
-    known = [layer for layer in model._layers if id(layer) in after or id(layer) not in before]
-    missing = [layer for key, layer in after.items() if key not in before and layer not in known]
+    known = [layer for layer in model._layers if id(layer) in after or id(layer) not in old_layers]
+    missing = [layer for key, layer in after.items() if key not in old_layers and layer not in known]
     if missing or len(known) < len(model._layers):
         model._layers = [*known, *missing]
 
@@ -855,12 +855,12 @@ def replace_outputs(model, outputs, names):
 def replaced_outputs(model, outputs):
     """Context manager: a Functional model has other symbolic outputs of the same layers, while it is written down."""
     graph = _graph_to(model, outputs)
-    before = {name: vars(model)[name] for name in graph}
+    old_graph = {name: vars(model)[name] for name in graph}
     vars(model).update(graph)
     try:
         yield
     finally:
-        vars(model).update(before)
+        vars(model).update(old_graph)
 
 
 def _graph_to(model, outputs) -> dict:
@@ -892,11 +892,11 @@ def kept_losses(layers):
 
     `Layer.losses` is public, but returns a new list.
     """
-    before = [(layer, list(layer._losses), set(layer._loss_ids)) for layer in layers]
+    old_losses = [(layer, list(layer._losses), set(layer._loss_ids)) for layer in layers]
     try:
         yield
     finally:
-        for layer, losses, ids in before:
+        for layer, losses, ids in old_losses:
             layer._losses.clear()
             layer._losses.extend(losses)
             layer._loss_ids.clear()
@@ -940,9 +940,9 @@ class SavedBeside(keras.src.saving.keras_saveable.KerasSaveable):
 
     def load_own_variables(self, store):
         # None of them in files of stock Keras; another rule, or a window of other length, has others.
-        found = set(store.keys())
+        names = set(store.keys())
         for name, variable in self._optimizer()._variables_beside().items():
-            if name in found and tuple(store[name].shape) == tuple(variable.shape):
+            if name in names and tuple(store[name].shape) == tuple(variable.shape):
                 variable.assign(store[name])
 
 

@@ -105,14 +105,14 @@ def replaced_on_all(owners, name: str, make):
 
     For what happens at every step: nothing is listed, as hundreds of variables are replaced and taken back within one.
     """
-    before = [vars(owner).get(name) for owner in owners]
-    given = [make(owner, value) for owner, value in zip(owners, before, strict=True)]
-    for owner, value in zip(owners, given, strict=True):
+    old_values = [vars(owner).get(name) for owner in owners]
+    new_values = [make(owner, value) for owner, value in zip(owners, old_values, strict=True)]
+    for owner, value in zip(owners, new_values, strict=True):
         vars(owner)[name] = value
     try:
         yield
     finally:
-        for owner, value, old in zip(owners, given, before, strict=True):
+        for owner, value, old in zip(owners, new_values, old_values, strict=True):
             if vars(owner).get(name) is not value:
                 # Someone else's by now.
                 continue
@@ -130,13 +130,13 @@ def is_replaced(owner, name: str, kind: str) -> bool:
 def replaced_attributes(owner) -> list[Replaced]:
     """Returns what is replaced on `owner` now, the newest first."""
     values: dict = {}
-    found = []
+    entries = []
     for entry in reversed(_entries(owner)):
         value = values.get(entry.name, vars(owner).get(entry.name, _MISSING))
         if value is entry.given:
-            found.append(entry)
+            entries.append(entry)
             values[entry.name] = entry.before
-    return found
+    return entries
 
 
 def value_below(owner, name: str):

@@ -91,7 +91,7 @@ class MixedPrecision(SkipWatch):
         super().set_model(model)
         self._is_in_training = False
         self.validations.let_monitors_be()
-        before = None if self._jit_compile is None else model.jit_compile
+        old_jit_compile = None if self._jit_compile is None else model.jit_compile
         prepare_to_train(
             model,
             self._policy,
@@ -101,7 +101,7 @@ class MixedPrecision(SkipWatch):
             remat=self._remat,
         )
         if self._jit_compile is not None:
-            self._switched = before, model.jit_compile
+            self._switched = old_jit_compile, model.jit_compile
         prepared.look_at_evaluations(model, self)
         self._is_on_model = True
         for_one_fit.begin(model, self._put_back)
@@ -135,10 +135,10 @@ class MixedPrecision(SkipWatch):
         # What `mpkeras.prepare` guards stays guarded.
         prepared.guard_again(self.model)
         if self._switched is not None:
-            before, given = self._switched
+            old_jit_compile, new_jit_compile = self._switched
             self._switched = None
-            if self.model.jit_compile is given:
-                self.model.jit_compile = before
+            if self.model.jit_compile is new_jit_compile:
+                self.model.jit_compile = old_jit_compile
 
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)

@@ -357,8 +357,10 @@ def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
         if not isinstance(operation, keras.layers.InputLayer):
             symbolic.extend(keras.tree.flatten(operation.output))
     outputs = keras.Model(model.inputs, symbolic)(ops.convert_to_tensor(x[:1]))
-    found = [(tensor.shape, keras.backend.standardize_dtype(tensor.dtype)) for tensor in keras.tree.flatten(outputs)]
-    return batch_size * sum(dtypes.bytes_of(shape, dtype) for shape, dtype in found)
+    described = [
+        (tensor.shape, keras.backend.standardize_dtype(tensor.dtype)) for tensor in keras.tree.flatten(outputs)
+    ]
+    return batch_size * sum(dtypes.bytes_of(shape, dtype) for shape, dtype in described)
 
 
 def xla_temporary_bytes(model, task, data_set) -> int | None:

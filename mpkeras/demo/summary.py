@@ -88,7 +88,7 @@ def _speed_up(baseline_times, times: list) -> dict:
     """Returns float32's median step time over this one, and the quartiles of the same round by round."""
     if baseline_times is None:
         return dict.fromkeys(("speed_up", "speed_up_low", "speed_up_high"))
-    rounds = [baseline / own for baseline, own in zip(baseline_times, times, strict=True)]
+    rounds = [baseline / time for baseline, time in zip(baseline_times, times, strict=True)]
     low, _, high = quartiles(rounds)
     return {
         "speed_up": statistics.median(baseline_times) / statistics.median(times),
@@ -202,8 +202,8 @@ def _memory_saving(rows: list) -> str:
     return ""
 
 
-def _listed(parts: list) -> str:
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+def _listed(texts: list) -> str:
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1]
 
 
 def columns(rows: list) -> tuple:

@@ -234,7 +234,7 @@ def standard_library_files() -> list:
 def split_files(paths: list, train_bytes: int, held_out_bytes: int, seed: int = SPLIT_SEED) -> tuple:
     """Returns `(held_out, train)`: lists of whole files, drawn with `seed`, of at least so many bytes."""
     remaining = [paths[index] for index in np.random.default_rng(seed).permutation(len(paths))]
-    parts = []
+    texts = []
     for wanted in (held_out_bytes, train_bytes):
         part, size = [], 0
         while size < wanted:
@@ -246,8 +246,8 @@ def split_files(paths: list, train_bytes: int, held_out_bytes: int, seed: int = 
                 )
             part.append(remaining.pop(0))
             size += min(part[-1].stat().st_size, MAX_FILE_BYTES)
-        parts.append(part)
-    return tuple(parts)
+        texts.append(part)
+    return tuple(texts)
 
 
 def read_bytes(paths: list, limit: int) -> bytes:

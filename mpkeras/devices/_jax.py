@@ -77,7 +77,7 @@ def wait(model, result=None):
 def peak_bytes() -> int | None:
     """Returns the most bytes that were in use on the fullest device; `None` where devices do not tell (CPU)."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max((found.get("peak_bytes_in_use", 0) for found in stats), default=0) or None
+    return max((of_device.get("peak_bytes_in_use", 0) for of_device in stats), default=0) or None
 
 
 def peak_bytes_of(run) -> int | None:

@@ -15,7 +15,10 @@ def accelerators() -> list[Device]:
     if strategy.startswith("TPUStrategy") or tf.config.get_visible_devices("TPU"):
         return [Device("tpu", "TPU")]
     details = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
-    return [Device("gpu", found.get("device_name", "GPU"), found.get("compute_capability")) for found in details]
+    return [
+        Device("gpu", details_of_gpu.get("device_name", "GPU"), details_of_gpu.get("compute_capability"))
+        for details_of_gpu in details
+    ]
 
 
 def run_eagerly(function, *arguments):
@@ -60,10 +63,10 @@ def peak_bytes_of(run) -> int | None:
         return None
     for name in names:
         tf.config.experimental.reset_memory_stats(name)
-    before = [tf.config.experimental.get_memory_info(name)["current"] for name in names]
+    bytes_at_begin = [tf.config.experimental.get_memory_info(name)["current"] for name in names]
     run()
     peaks = [tf.config.experimental.get_memory_info(name)["peak"] for name in names]
-    return max(peak - held for peak, held in zip(peaks, before, strict=True))
+    return max(peak - at_begin for peak, at_begin in zip(peaks, bytes_at_begin, strict=True))
 
 
 def _gpus() -> list:

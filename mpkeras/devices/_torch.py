@@ -55,9 +55,9 @@ def peak_bytes_of(run) -> int | None:
     if not torch.cuda.is_available():
         return None
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    bytes_at_begin = torch.cuda.memory_allocated()
     run()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - bytes_at_begin
 
 
 def run_gradient(layer, x):

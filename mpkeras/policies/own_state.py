@@ -56,7 +56,7 @@ def kept_for_state(model) -> dict:
     Args:
         model: A `keras.Model` of any kind, or a layer, or a `Survey` of it.
     """
-    found: dict = {}
+    rules_by_layer: dict = {}
     survey = Survey.of(model)
     layers = survey.layers
     for layer in layers:
@@ -65,23 +65,23 @@ def kept_for_state(model) -> dict:
             states = _states_written(layer, reach)
             if states:
                 reason = f"{_sentence(states)} in its `call`: 16 bits lose what is added to it"
-                found[id(layer)] = layer, STATE_RULE, reason
+                rules_by_layer[id(layer)] = layer, STATE_RULE, reason
             elif reach.recomputes and (not layer.built or any(map(_is_cast, _keras.own_variables(layer)))):
-                found[id(layer)] = (
+                rules_by_layer[id(layer)] = (
                     layer,
                     REMAT_RULE,
                     "reads its variables under `keras.remat`: the second time in float32",
                 )
     # From the inside out: a wrapper may be in a wrapper.
-    for layer in reversed(layers) if found else ():
-        if id(layer) in found or has_own_call(layer) or isinstance(layer, keras.Model):
+    for layer in reversed(layers) if rules_by_layer else ():
+        if id(layer) in rules_by_layer or has_own_call(layer) or isinstance(layer, keras.Model):
             continue
-        inside = [inner for inner in survey.direct(layer) if id(inner) in found]
+        inside = [inner for inner in survey.direct(layer) if id(inner) in rules_by_layer]
         if inside:
-            _, rule, reason = found[id(inside[0])]
+            _, rule, reason = rules_by_layer[id(inside[0])]
             for part in survey.within(layer):
-                found.setdefault(id(part), (part, rule, f"runs layer '{inside[0].name}', which {reason}"))
-    return found
+                rules_by_layer.setdefault(id(part), (part, rule, f"runs layer '{inside[0].name}', which {reason}"))
+    return rules_by_layer
 
 
 def callers_of(model) -> list:
@@ -89,7 +89,7 @@ def callers_of(model) -> list:
 
     Between them may be models that pass on what their layers return: then `is_direct` is false.
     """
-    found: list = []
+    calls: list = []
     seen = set()
     survey = Survey.of(model)
 
@@ -106,11 +106,11 @@ def callers_of(model) -> list:
         seen.add((id(parent), id(caller), is_direct))
         for layer in survey.direct(parent):
             if caller is not None:
-                found.append((layer, caller, is_direct))
+                calls.append((layer, caller, is_direct))
             walk(layer, caller, is_direct)
 
     walk(survey.model, None, False)
-    return found
+    return calls
 
 
 def states_written(layer) -> list[str]:
@@ -133,8 +133,8 @@ def _states_written(layer, reach) -> list[str]:
 
 
 def _sentence(states) -> str:
-    own = [name for name in states if not name.startswith("`")]
-    return f"writes its own state {', '.join(own)}" if own else f"writes state, by {', '.join(states)},"
+    attributes = [name for name in states if not name.startswith("`")]
+    return f"writes its own state {', '.join(attributes)}" if attributes else f"writes state, by {', '.join(states)},"
 
 
 def _is_cast(value) -> bool:
@@ -181,8 +181,8 @@ class _Reach:
 
     def values_of(self, name: str) -> list:
         """Returns what the objects in reach have as their attribute `name`."""
-        found = [_own_attributes(owner).get(name) for owner in self._objects.values()]
-        return [value for value in [*found, self._variables.get(name)] if value is not None]
+        values = [_own_attributes(owner).get(name) for owner in self._objects.values()]
+        return [value for value in [*values, self._variables.get(name)] if value is not None]
 
     def holds_cast_variable(self) -> bool:
         attributes = [value for owner in self._objects.values() for value in _own_attributes(owner).values()]
@@ -337,12 +337,12 @@ def _code_of(code: types.CodeType) -> _Code:
         part = waiting.pop()
         names.update(part.co_names)
         waiting += [constant for constant in part.co_consts if isinstance(constant, types.CodeType)]
-        before = None
+        previous = None
         for instruction in dis.get_instructions(part):
-            if instruction.opname in _ATTRIBUTES and instruction.argval in _ASSIGNMENTS and before is not None:
-                is_named = before.opname in (*_ATTRIBUTES, "LOAD_GLOBAL", "LOAD_DEREF")
+            if instruction.opname in _ATTRIBUTES and instruction.argval in _ASSIGNMENTS and previous is not None:
+                is_named = previous.opname in (*_ATTRIBUTES, "LOAD_GLOBAL", "LOAD_DEREF")
                 # A method of a layer that is called so is among the code that is read.
-                if before.argval != "self":
-                    writes.append(_Write(before.argval if is_named else None, code.co_name))
-            before = instruction
+                if previous.argval != "self":
+                    writes.append(_Write(previous.argval if is_named else None, code.co_name))
+            previous = instruction
     return _Code(frozenset(names), tuple(writes))

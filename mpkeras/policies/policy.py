@@ -46,10 +46,10 @@ class _Settings:
     def comparable(self) -> "_Settings":
         """Returns the same settings with the names of classes, as a file has them."""
 
-        def named(kept):
-            if not isinstance(kept, tuple):
-                return kept
-            return tuple(rules.written(rule) if isinstance(rule, type) else rule for rule in kept)
+        def named(rules_or_mode):
+            if not isinstance(rules_or_mode, tuple):
+                return rules_or_mode
+            return tuple(rules.written(rule) if isinstance(rule, type) else rule for rule in rules_or_mode)
 
         names = ("keep_float32", "keep_16_bits", "remat")
         return dataclasses.replace(self, **{name: named(getattr(self, name)) for name in names})
@@ -147,8 +147,8 @@ class Policy(keras.DTypePolicy):
         # Rules and scale of a registered policy were chosen for its compute dtype.
         inherited = base if base is not None and base.compute_dtype == compute_dtype else None
         if keep_float32 is None:
-            own = rules.default_rules() if compute_dtype in SIXTEEN_BIT_DTYPES else ()
-            keep_float32 = own if inherited is None else inherited.keep_float32
+            default_rules = rules.default_rules() if compute_dtype in SIXTEEN_BIT_DTYPES else ()
+            keep_float32 = default_rules if inherited is None else inherited.keep_float32
         if isinstance(loss_scale, str) and loss_scale == "auto":
             own_scale = "dynamic" if compute_dtype == "float16" else None
             loss_scale = own_scale if inherited is None else inherited.loss_scale
@@ -353,9 +353,9 @@ class Policy(keras.DTypePolicy):
                 f"{', '.join(missing)}. Make a policy with `mpkeras.Policy(name)`."
             )
         # Those that mpkeras 0.1 wrote have only what is needed.
-        given = {field.name: config[field.name] for field in dataclasses.fields(_Settings) if field.name in config}
-        dtypes = {name: check_dtype(name, given[name]) for name in ("compute_dtype", "variable_dtype")}
-        settings = _checked_settings(**{**given, **dtypes})
+        fields = {field.name: config[field.name] for field in dataclasses.fields(_Settings) if field.name in config}
+        dtypes = {name: check_dtype(name, fields[name]) for name in ("compute_dtype", "variable_dtype")}
+        settings = _checked_settings(**{**fields, **dtypes})
         # Keras gives a reloaded layer the *name* of its policy, unless that is a `DTypePolicyMap`. A name of
         # our own means nothing to Keras, and the layer could not be reloaded.
         if cls is Policy and keras_dtypes(settings.name) is None:
@@ -543,12 +543,12 @@ def _check_remat(remat) -> str | tuple | None:
             f"Expected `remat` to be one of {REMAT_WORDS}, a list of rules for the layers whose outputs are kept, or "
             f"None. Received: remat={remat!r}. Use 'blocks', or for one rule [{remat!r}]."
         )
-    kept = rules.validate(remat, "remat")
-    if not kept:
+    layers = rules.validate(remat, "remat")
+    if not layers:
         raise ValueError(
             "Expected `remat` to name layers whose outputs are kept. Received: none. Leave it out to keep everything."
         )
-    return kept
+    return layers
 
 
 def _check_keep_16_bits(keep_16_bits, float8) -> tuple:

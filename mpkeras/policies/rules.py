@@ -251,12 +251,12 @@ def matches(rule, layer) -> bool:
 
 def first_match(rules, layer):
     """Returns the first of `rules` that names `layer`, or `None`."""
-    found = next((rule for rule in rules if matches(rule, layer)), None)
+    matching = next((rule for rule in rules if matches(rule, layer)), None)
     # `TimeDistributed` runs `layer.call`, which passes by the policy of the layer it wraps: the wrapper's
     # policy decides what that layer computes in.
-    if found is None and isinstance(layer, keras.layers.TimeDistributed):
+    if matching is None and isinstance(layer, keras.layers.TimeDistributed):
         return first_match(rules, layer.layer)
-    return found
+    return matching
 
 
 def unmatched(model, rules, argument: str) -> list[str]:
@@ -276,17 +276,17 @@ def unmatched(model, rules, argument: str) -> list[str]:
 
 def _reachable(survey) -> list:
     """Returns the layers that rules are compared with: all but those inside attention layers."""
-    found: dict = {}
+    layers: dict = {}
 
     def walk(parent):
         for layer in survey.direct(parent):
-            if id(layer) not in found:
-                found[id(layer)] = layer
+            if id(layer) not in layers:
+                layers[id(layer)] = layer
                 if not isinstance(layer, _KEEP_OWN_PRECISION):
                     walk(layer)
 
     walk(survey.model)
-    return list(found.values())
+    return list(layers.values())
 
 
 def _suggestion(rule, layers) -> str:
@@ -325,7 +325,7 @@ def layers_to_keep(model, rules, heads=()) -> list:
     fixed = {id(layer) for layer in running_quantized(survey, "float32")}
     makes_outputs = [*survey.heads.layers, *heads] if OUTPUTS in rules else []
     by_place = {id(layer) for layer in makes_outputs if not is_large(layer)}
-    kept: dict = {}
+    rule_by_layer: dict = {}
     seen = set()
 
     def walk(layer, inherited):
@@ -339,14 +339,14 @@ def layers_to_keep(model, rules, heads=()) -> list:
             return
         seen.add((id(layer), rule is None))
         if rule is not None:
-            kept.setdefault(id(layer), (layer, written(rule)))
+            rule_by_layer.setdefault(id(layer), (layer, written(rule)))
         if rule is not None or not isinstance(layer, _KEEP_OWN_PRECISION):
             for inner in survey.direct(layer):
                 walk(inner, rule)
 
     for layer in survey.direct(model) if isinstance(model, keras.Model) else [model]:
         walk(layer, None)
-    return list(kept.values())
+    return list(rule_by_layer.values())
 
 
 def kept_in_float32(model, policy, dtypes, heads=()) -> dict:
@@ -359,17 +359,17 @@ def kept_in_float32(model, policy, dtypes, heads=()) -> dict:
         heads: As in `layers_to_keep`.
     """
     reasons, survey = dict(DEFAULT_RULES), Survey.of(model)
-    kept = {
+    reason_by_layer = {
         id(layer): (layer, rule, reasons.get(rule, f"kept in float32 by the policy {policy.name!r}"))
         for layer, rule in layers_to_keep(survey, policy.keep_float32, heads)
     }
-    others = {dtype for key, dtype in dtypes.items() if key not in kept}
+    others = {dtype for key, dtype in dtypes.items() if key not in reason_by_layer}
     for dtype in SIXTEEN_BIT_DTYPES:
         # A trial takes time, and a model in float32 needs none.
         for layer, rule, reason in _without_kernel(survey, dtype) if dtype in others else []:
             if dtypes[id(layer)] in (dtype, "float32"):
-                kept.setdefault(id(layer), (layer, rule, reason))
-    return kept
+                reason_by_layer.setdefault(id(layer), (layer, rule, reason))
+    return reason_by_layer
 
 
 def _without_kernel(survey, dtype: str) -> list:
@@ -377,13 +377,13 @@ def _without_kernel(survey, dtype: str) -> list:
     layers = survey.layers
     classes = {base.__name__ for layer in layers for base in type(layer).__mro__}
     missing = dict(kernels.missing_kernel_rules(dtype, among=classes))
-    found: list = [(layer, rule, missing[rule]) for layer, rule in layers_to_keep(survey, missing)]
+    lacking_layers: list = [(layer, rule, missing[rule]) for layer, rule in layers_to_keep(survey, missing)]
     for lacking in layers:
         reason = kernels.missing_kernel_of(lacking, dtype)
         # With a wrapper around it.
         for layer, _ in layers_to_keep(survey, [lacking]) if reason is not None else []:
-            found.append((layer, type(lacking).__name__, reason))
-    return found
+            lacking_layers.append((layer, type(lacking).__name__, reason))
+    return lacking_layers
 
 
 # Quantized layers, and those whose arithmetic meets theirs, keep the policies that they have. A quantized layer returns
@@ -399,7 +399,7 @@ def is_quantized(layer) -> bool:
 
 def running_quantized(model, dtype: str) -> list:
     """Returns the layers of `model` that run quantized layers of another compute dtype than `dtype` in their `call`."""
-    found, survey = [], Survey.of(model)
+    quantized, survey = [], Survey.of(model)
     holds: dict = {}  # `id` of a layer -> whether it is, or has in it, such a quantized layer.
 
     def walk(layer) -> bool:
@@ -408,11 +408,11 @@ def running_quantized(model, dtype: str) -> list:
             if any([walk(inner) for inner in survey.direct(layer)]):
                 holds[id(layer)] = True
                 if not is_graph(layer):
-                    found.append(layer)
+                    quantized.append(layer)
         return holds[id(layer)]
 
     walk(survey.model)
-    return found
+    return quantized
 
 
 def bound_layers(model, dtype: str) -> set[int]:

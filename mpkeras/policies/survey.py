@@ -41,10 +41,10 @@ class Survey:
 
     def within(self, layer) -> list:
         """Returns `layer` and all layers below it, each once."""
-        found, waiting = {id(layer): layer}, [layer]
+        inside, waiting = {id(layer): layer}, [layer]
         while waiting:
             for inner in self.direct(waiting.pop()):
-                if id(inner) not in found:
-                    found[id(inner)] = inner
+                if id(inner) not in inside:
+                    inside[id(inner)] = inner
                     waiting.append(inner)
-        return list(found.values())
+        return list(inside.values())

@@ -58,9 +58,9 @@ def scale_loss(optimizer, loss, facts):
     # the flag is of the train step itself, in a function that `jax.value_and_grad` takes, too.
     flag = jnp.isfinite(jnp.sum(jax.lax.stop_gradient(loss)))
     # A flag for each program: a loop that scales op by op, and applies in compiled code, never takes them.
-    before = [f for f in facts.loss_flags if _program_of(f) is _program_of(flag)]
+    flags_of_program = [f for f in facts.loss_flags if _program_of(f) is _program_of(flag)]
     facts.loss_flags = [f for f in facts.loss_flags if _program_of(f) is not _program_of(flag)]
-    facts.loss_flags.append(jnp.all(jnp.stack([*before, flag])))
+    facts.loss_flags.append(jnp.all(jnp.stack([*flags_of_program, flag])))
     return loss * optimizer.loss_scale
 
 
@@ -165,11 +165,11 @@ def _new_values_of_window(optimizer, mapping, grads, variables, facts, decision,
         if not facts.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables)
         dense = [None if grad is None else _dense(grad) for grad in grads]
-        held = window.sums_of(variables)
-        sums = window.next_sums([values[id(total)] for total in held], dense, variables, decision)
-    values |= {id(total): value for total, value in zip(held, sums, strict=True)}
-    own = {id(variable) for variable in window.variables}
-    touched = [variable for variable, _ in mapping if id(variable) not in own]
+        totals = window.sums_of(variables)
+        sums = window.next_sums([values[id(total)] for total in totals], dense, variables, decision)
+    values |= {id(total): value for total, value in zip(totals, sums, strict=True)}
+    of_window = {id(variable) for variable in window.variables}
+    touched = [variable for variable, _ in mapping if id(variable) not in of_window]
 
     def update(carry):
         rounding = optimizer.rounding()

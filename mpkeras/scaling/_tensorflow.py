@@ -26,12 +26,12 @@ def unshare(variables):
 
 def traces() -> list:
     """Returns the graphs that this code is traced into, the innermost first; `[]` in eager code."""
-    found: list = []
+    graphs: list = []
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:
-        found.append(weakref.ref(graph))
+        graphs.append(weakref.ref(graph))
         graph = getattr(graph, "outer_graph", None)
-    return found
+    return graphs
 
 
 def scale_loss(optimizer, loss, facts):
@@ -206,8 +206,8 @@ def _apply_window(optimizer, grads, variables, decision, scale):
         _when(decision.is_due, _update_with_means, optimizer, grads, variables, decision)
         return
     unscaled = _unscaled(optimizer, grads, variables, scale)
-    held = [total.value for total in window.sums_of(variables)]
-    _assign_all(zip(held, window.next_sums(held, unscaled, variables, decision), strict=True))
+    sums = [total.value for total in window.sums_of(variables)]
+    _assign_all(zip(sums, window.next_sums(sums, unscaled, variables, decision), strict=True))
 
     def update(is_due):
         _update_with_means(optimizer, grads, variables, decision)
@@ -343,11 +343,11 @@ def _methods_through_scope(optimizer) -> dict:
 
     def update_on_all_devices(strategy, grads_and_vars, learning_rate):
         for (grad, _), variable in zip(grads_and_vars, handed["variables"], strict=True):
-            before = handed["rounding"]
+            rounding = handed["rounding"]
 
-            def update_here(stored, grad, learning_rate, variable=variable, before=before):
+            def update_here(stored, grad, learning_rate, variable=variable, rounding=rounding):
                 # Each device begins where the others do.
-                handed["rounding"] = before.begun_again()
+                handed["rounding"] = rounding.begun_again()
                 with _WritingScope(handed["rounding"], handed["is_applied"]):
                     optimizer.update_step(grad, variable, learning_rate)
 
@@ -421,11 +421,11 @@ class _WritingScope(small_state.UpdateScope):
         if self.is_applied is None:
             stored.scatter_add(rows)
             return
-        before = tf.gather(stored, rows.indices)
+        old_rows = tf.gather(stored, rows.indices)
         stored.scatter_add(tf.IndexedSlices(tf.where(self.is_applied, rows.values, 0), rows.indices))
         # To add 0 changes -0.0, and flushes subnormal numbers: rows are chosen whole.
         after = tf.gather(stored, rows.indices)
-        stored.scatter_update(tf.IndexedSlices(tf.where(self.is_applied, after, before), rows.indices))
+        stored.scatter_update(tf.IndexedSlices(tf.where(self.is_applied, after, old_rows), rows.indices))
 
 
 def _assign_all_copies(strategy, stored, value):

@@ -352,8 +352,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Variables of the window come last among its own, although its counters are made first.
         of_window = [] if self.window is None else self.window.variables
         known = {id(variable) for variable in of_window}
-        own = [variable for variable in self._variables if id(variable) not in known]
-        return [*own, *of_window, *self.inner_optimizer.variables]
+        of_wrapper = [variable for variable in self._variables if id(variable) not in known]
+        return [*of_wrapper, *of_window, *self.inner_optimizer.variables]
 
     @property
     def trainable_variables(self) -> list:
@@ -608,12 +608,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             check_loss_was_scaled(self, facts)
             self.record.warn_of_lost_guard(facts.is_guarded)
             self._look_at_own_loop(facts.is_guarded, self.trainable_variables)
-            variables, own = self.trainable_variables, self.variables
-            mapping = [*zip(variables, trainable_variables, strict=True), *zip(own, optimizer_variables, strict=True)]
+            variables, own_variables = self.trainable_variables, self.variables
+            mapping = [
+                *zip(variables, trainable_variables, strict=True),
+                *zip(own_variables, optimizer_variables, strict=True),
+            ]
             with keras.StatelessScope(state_mapping=mapping):
                 self._note_statistics(grads, facts)
             new_value = _backend.new_values(self, mapping, grads, variables, facts)
-            return [new_value(variable) for variable in variables], [new_value(variable) for variable in own]
+            return [new_value(variable) for variable in variables], [new_value(variable) for variable in own_variables]
 
     def _check_values(self, optimizer_variables, grads, trainable_variables):
         if not self.built:

@@ -60,7 +60,7 @@ def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
     """
     averages = {id(variable) for variable in _keras.weight_averages(inner_optimizer)}
     weights = _keras.optimizer_trainable_variables(inner_optimizer)
-    found = []
+    dtype_by_slot = []
     for variable in inner_optimizer.variables:
         if _keras.stored_dtype(variable) not in ("float32", SMALL_DTYPE):
             continue
@@ -70,8 +70,8 @@ def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
             weight = _keras.weight_of_slot(variable, weights)
             beside = variable if weight is None else weight
             dtype = (stored or {}).get(id(beside)) or _keras.stored_dtype(beside)
-        found.append((variable, dtype))
-    return found
+        dtype_by_slot.append((variable, dtype))
+    return dtype_by_slot
 
 
 class Rounding:
@@ -213,9 +213,9 @@ def stochastic_round(values, *, seed: int, step, variable: int, draw: int = 0):
     noise = _shifted(random_words(values.shape, seed, step, variable, draw), 16)
     # Of a NaN the bits that tell it from infinity may all be among those cut off, but not of one that is a sum; and no
     # number as large as these changes when 1 is added.
-    kept = _devices.words(values + 1.0)
+    words = _devices.words(values + 1.0)
     # Compared as numbers and chosen once: what is tested here is most of what rounding costs beside the hash.
-    return _devices.upper_halves(ops.where(ops.less(ops.abs(values), _LARGEST), _devices.words(values) + noise, kept))
+    return _devices.upper_halves(ops.where(ops.less(ops.abs(values), _LARGEST), _devices.words(values) + noise, words))
 
 
 def random_words(shape, seed: int, step, variable: int, draw: int = 0):

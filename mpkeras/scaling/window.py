@@ -172,8 +172,8 @@ class GradientWindow:
         begins = self.begins()
 
         def next_sum(total, grad, variable):
-            before = ops.where(begins, ops.zeros_like(total), total)
-            new = before if grad is None else self.added(before, grad, variable)
+            old_sum = ops.where(begins, ops.zeros_like(total), total)
+            new = old_sum if grad is None else self.added(old_sum, grad, variable)
             return ops.where(decision.is_accepted, new, total)
 
         return [next_sum(*entry) for entry in zip(totals, grads, variables, strict=True)]

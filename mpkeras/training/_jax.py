@@ -58,13 +58,13 @@ def _by_id(variables, values) -> dict:
     return {id(variable): value for variable, value in zip(variables, values, strict=True)}
 
 
-def step_without_trace(found, optimizers, train_step, state, data):
+def step_without_trace(inventory, optimizers, train_step, state, data):
     """Runs `train_step(state, data)`; where its update was skipped, takes all other state from before.
 
     A non-trainable float variable that became non-finite although the step was applied (BatchNormalization
     fed 1e25) keeps its old value, too. Keras' JAX trainer carries the state of `model.optimizer` alone.
     """
-    model, optimizer = found.model, found.model.optimizer
+    model, optimizer = inventory.model, inventory.model.optimizer
     if optimizer not in optimizers:
         return _without_leaks(model, optimizers, train_step, state, data)
     run = functools.partial(_without_leaks, model, optimizers, train_step)
@@ -95,8 +95,8 @@ def _metrics_at_begin(metrics, values) -> list:
     """Returns the values that a step finds in `metrics`, which had `values` after the step before."""
     begun = _by_id(_variables_of(metrics), values)
     for metric in metric_states.flat(metrics):
-        own = [begun[id(variable)] for variable in metric.variables]
-        begun |= _by_id(metric.variables, metric_states.at_begin(metric, own))
+        values_of_metric = [begun[id(variable)] for variable in metric.variables]
+        begun |= _by_id(metric.variables, metric_states.at_begin(metric, values_of_metric))
     return list(begun.values())
 
 
@@ -117,11 +117,13 @@ def _metrics_without_trace(metrics, states, any_skipped, step_is_skipped, logs, 
             return metric_states.results_now(results)
 
     in_step = results_of(states[-1])
-    found = [_by_id(variables, values) for values in states]
-    new, flat = dict(found[-1]), []
+    states_by_variable = [_by_id(variables, values) for values in states]
+    new, flat = dict(states_by_variable[-1]), []
     for metric in metric_states.flat(metrics):
-        before, begun, left = ([state[id(variable)] for variable in metric.variables] for state in found)
-        values = metric_states.after_skip(metric, before, begun, left, any_skipped, step_is_skipped)
+        values_before, begun, left = (
+            [state[id(variable)] for variable in metric.variables] for state in states_by_variable
+        )
+        values = metric_states.after_skip(metric, values_before, begun, left, any_skipped, step_is_skipped)
         flat.append((metric, values))
         new |= _by_id(metric.variables, values)
     nothing_counted = any_skipped & metric_states.nothing_counted(flat)

@@ -16,7 +16,7 @@ from mpkeras.scaling._tensorflow import in_xla
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training import defaults, metric_states
 from mpkeras.training.defaults import global_random_states, set_global_random_states  # noqa: F401
-from mpkeras.training.inventory import Found
+from mpkeras.training.inventory import Inventory
 from mpkeras.training.rollback import StepInVariables, empty_step, skip  # noqa: F401
 
 # On a layer with random generators, for good: a checkpoint is written after training and read before it, whatever the
@@ -159,13 +159,13 @@ def native_states(model) -> list:
     They are attributes, or in lists, tuples and dictionaries that are, or of a `tf.Module` or a
     `tf.random.Generator` there.
     """
-    found: dict = {}
+    variables: dict = {}
     for layer in _keras.flatten_layers(model, include_self=True):
         # Without TensorFlow's own records of the attributes.
-        own = [value for name, value in vars(layer).items() if not name.startswith(("_self_", _RANDOM_STATES))]
-        found |= {id(variable): variable for variable in _native_variables(own)}
-    of_keras = {id(variable.value) for variable in model.variables} if found else set()
-    return [NativeState(v) for v in found.values() if id(v) not in of_keras and _is_of_numbers(v)]
+        attributes = [value for name, value in vars(layer).items() if not name.startswith(("_self_", _RANDOM_STATES))]
+        variables |= {id(variable): variable for variable in _native_variables(attributes)}
+    of_keras = {id(variable.value) for variable in model.variables} if variables else set()
+    return [NativeState(v) for v in variables.values() if id(v) not in of_keras and _is_of_numbers(v)]
 
 
 _HOLDERS = (list, tuple, dict, tf.Variable, tf.Module, tf.random.Generator)
@@ -176,7 +176,7 @@ _are_holders: dict = {}
 
 def _native_variables(values) -> list:
     """Returns the `tf.Variable`s that are among `values`, or are held by what is."""
-    found = []
+    variables = []
     for value in values:
         kind = type(value)
         if kind not in _are_holders:
@@ -184,15 +184,15 @@ def _native_variables(values) -> list:
         if not _are_holders[kind]:
             continue
         if isinstance(value, (list, tuple)):
-            found += _native_variables(value)
+            variables += _native_variables(value)
         # May be keyed by what Keras' `tree` cannot sort.
         elif isinstance(value, dict):
-            found += _native_variables(value.values())
+            variables += _native_variables(value.values())
         elif isinstance(value, tf.Module):
-            found += value.variables
+            variables += value.variables
         else:
-            found.append(value.state if isinstance(value, tf.random.Generator) else value)
-    return found
+            variables.append(value.state if isinstance(value, tf.random.Generator) else value)
+    return variables
 
 
 def _is_of_numbers(variable) -> bool:
@@ -217,35 +217,35 @@ def has_rows(data):
     return tf.shape(first)[0] > 0 if isinstance(first, tf.Tensor) else True
 
 
-def step_without_trace(found, optimizers, train_step, data):
+def step_without_trace(inventory, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back."""
-    model = found.model
-    step = _Step(found, optimizers, lambda: model.metrics, model.get_metrics_result)
+    model = inventory.model
+    step = _Step(inventory, optimizers, lambda: model.metrics, model.get_metrics_result)
     return step.run(lambda: train_step(data))[0]
 
 
 class _Step(StepInVariables):
-    def held(self, variable):
+    def place(self, variable):
         return _own_part(variable.value)
 
-    def copy(self, held):
+    def copy(self, place):
         # Nothing is copied: TensorFlow gives a variable a new buffer when it is assigned.
-        return tf.identity(held)
+        return tf.identity(place)
 
     def read(self, flag):
         return tf.greater(tf.identity(flag), 0)
 
-    def assign(self, held, value):
-        held.assign(tf.cast(value, held.dtype))
+    def assign(self, place, value):
+        place.assign(tf.cast(value, place.dtype))
 
-    def choose(self, held, old, takes_old):
-        held.assign(tf.where(takes_old, old, held))
+    def choose(self, place, old, takes_old):
+        place.assign(tf.where(takes_old, old, place))
 
-    def is_float(self, held):
-        return held.dtype.is_floating
+    def is_float(self, place):
+        return place.dtype.is_floating
 
-    def is_finite(self, helds):
-        return tf.math.is_finite(tf.add_n([tf.reduce_sum(tf.cast(held, tf.float32)) for held in helds]))
+    def is_finite(self, places):
+        return tf.math.is_finite(tf.add_n([tf.reduce_sum(tf.cast(place, tf.float32)) for place in places]))
 
     def outcome(self, flags):
         any_skipped, any_accepted = map(tf.reduce_any, zip(*flags, strict=True))
@@ -281,12 +281,12 @@ def _own_part(variable):
     Assigning to the whole of one that is aggregated over replicas would have to wait for the others, which
     TensorFlow refuses in a branch; and the mean of three equal numbers need not be that number.
     """
-    parts = tf.distribute.get_strategy().experimental_local_results(variable)
-    if len(parts) == 1:
-        return parts[0]
+    on_replicas = tf.distribute.get_strategy().experimental_local_results(variable)
+    if len(on_replicas) == 1:
+        return on_replicas[0]
     replica = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
     # Not known while tracing: one program for all replicas (TPU), where the whole may be assigned.
-    return variable if replica is None else parts[int(replica) % len(parts)]
+    return variable if replica is None else on_replicas[int(replica) % len(on_replicas)]
 
 
 def scale_logs(optimizers, result) -> tuple:
@@ -299,7 +299,7 @@ class CompiledStep:
 
     def __init__(self, parts):
         self._parts = parts
-        self._found = Found(parts.model)
+        self._inventory = Inventory(parts.model)
 
     def __call__(self, x, y, sample_weight):
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
@@ -345,7 +345,7 @@ class CompiledStep:
         """Returns the result of a step, and whether no step has counted since the metrics were reset."""
         parts = self._parts
         batch_has_rows = has_rows(x)
-        before = parts.packed([_own_part(variable.value) for variable in parts.moving])
+        moving_before = parts.packed([_own_part(variable.value) for variable in parts.moving])
 
         def run():
             update = self._no_update if parts.checks and batch_has_rows is False else self._update
@@ -357,7 +357,7 @@ class CompiledStep:
 
         with opened_step([parts.optimizer] if parts.checks else [], batch_has_rows=batch_has_rows):
             if parts.guards:
-                step = _Step(self._found, [parts.optimizer], lambda: parts.metrics, parts.metric_results)
+                step = _Step(self._inventory, [parts.optimizer], lambda: parts.metrics, parts.metric_results)
                 result, skipped, nothing_counted = step.run(run)
             else:
                 result, skipped, nothing_counted = run(), parts.last_step_skipped(), tf.constant(False)
@@ -365,7 +365,7 @@ class CompiledStep:
         if replicas() > 1:
             # Each replica's loss is its share of the mean over all.
             loss = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, loss)
-        return {**result, "loss": loss, parts.BEFORE: before, "skipped": skipped}, nothing_counted
+        return {**result, "loss": loss, parts.BEFORE: moving_before, "skipped": skipped}, nothing_counted
 
     def _update(self, x, y, sample_weight):
         parts = self._parts
@@ -418,8 +418,8 @@ class HeldState(defaults.HeldState):
         return [np.array(part.numpy()) for part in self._parts(variable)]
 
     def write(self, variable, values):
-        parts = self._parts(variable)
-        for part, value in zip(parts, values * len(parts) if len(values) == 1 else values, strict=True):
+        on_replicas = self._parts(variable)
+        for part, value in zip(on_replicas, values * len(on_replicas) if len(values) == 1 else values, strict=True):
             part.assign(tf.cast(value, part.dtype))
 
     def _parts(self, variable):

@@ -21,7 +21,7 @@ from mpkeras.training.defaults import (  # noqa: F401
     track_random_states,
     variable_scope,
 )
-from mpkeras.training.inventory import Found
+from mpkeras.training.inventory import Inventory
 from mpkeras.training.rollback import StepInVariables, empty_step, skip  # noqa: F401
 
 
@@ -44,45 +44,45 @@ def first_batch(model, data):
     return data[0], data
 
 
-def step_without_trace(found, optimizers, train_step, data):
+def step_without_trace(inventory, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back."""
-    model = found.model
-    step = _Step(found, optimizers, lambda: model.metrics, model.get_metrics_result)
+    model = inventory.model
+    step = _Step(inventory, optimizers, lambda: model.metrics, model.get_metrics_result)
     return step.run(lambda: train_step(data))[0]
 
 
 class _Step(StepInVariables):
-    def __init__(self, found, optimizers, metrics, results):
-        super().__init__(found, optimizers, metrics, results)
+    def __init__(self, inventory, optimizers, metrics, results):
+        super().__init__(inventory, optimizers, metrics, results)
         self._native_values = [state.value for state in self._natives]
         # Keras' Dropout without a seed draws from torch's own generator.
         self._random = global_random_states()
 
-    def held(self, variable):
+    def place(self, variable):
         return variable.value
 
-    def copy(self, held):
+    def copy(self, place):
         # A true copy: torch assigns in place.
-        return held.detach().clone()
+        return place.detach().clone()
 
     def read(self, flag):
         return bool(flag)
 
     @torch.no_grad()
-    def assign(self, held, value):
-        held.copy_(value) if torch.is_tensor(value) else held.fill_(value)
+    def assign(self, place, value):
+        place.copy_(value) if torch.is_tensor(value) else place.fill_(value)
 
     @torch.no_grad()
-    def choose(self, held, old, takes_old):
+    def choose(self, place, old, takes_old):
         if takes_old:
-            held.copy_(old)
+            place.copy_(old)
 
-    def is_float(self, held):
-        return held.is_floating_point()
+    def is_float(self, place):
+        return place.is_floating_point()
 
     @torch.no_grad()
-    def is_finite(self, helds):
-        return bool(torch.isfinite(torch.stack([held.sum(dtype=torch.float32) for held in helds]).sum()))
+    def is_finite(self, places):
+        return bool(torch.isfinite(torch.stack([place.sum(dtype=torch.float32) for place in places]).sum()))
 
     def outcome(self, flags):
         any_skipped, any_accepted = map(any, zip(*flags, strict=True))
@@ -152,7 +152,7 @@ class CompiledStep:
 
     def __init__(self, parts):
         self._parts = parts
-        self._found = Found(parts.model)
+        self._inventory = Inventory(parts.model)
         self._forward = torch.compile(self._loss) if parts.jit_compile else self._loss
 
     def __call__(self, x, y, sample_weight):
@@ -165,7 +165,7 @@ class CompiledStep:
     def _step(self, forward, x, y, sample_weight):
         parts = self._parts
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
-        before = {parts.BEFORE: parts.packed([variable.value for variable in parts.moving])}
+        moving_before = {parts.BEFORE: parts.packed([variable.value for variable in parts.moving])}
 
         def run():
             if has_rows(x) or not parts.checks:
@@ -174,10 +174,10 @@ class CompiledStep:
 
         with opened_step([parts.optimizer] if parts.checks else []):
             if parts.guards:
-                guarded = _Step(self._found, [parts.optimizer], lambda: parts.metrics, parts.metric_results)
+                guarded = _Step(self._inventory, [parts.optimizer], lambda: parts.metrics, parts.metric_results)
                 result, skipped, _ = guarded.run(run)
-                return {**result, **before, "skipped": torch.tensor(skipped)}
-            return {**run(), **before, "skipped": parts.last_step_skipped()}
+                return {**result, **moving_before, "skipped": torch.tensor(skipped)}
+            return {**run(), **moving_before, "skipped": parts.last_step_skipped()}
 
     def compiler_ir(self, x, y, sample_weight, optimized):
         raise ValueError(

@@ -75,19 +75,19 @@ def _cover_classes():
 
 def _uncover_classes():
     while _covered:
-        cls, name, before, given = _covered.pop()
+        cls, name, old_method, new_method = _covered.pop()
         # A cover that somebody else has put there since is not ours to take away.
-        if vars(cls).get(name) is not given:
+        if vars(cls).get(name) is not new_method:
             continue
-        if before is _MISSING:
+        if old_method is _MISSING:
             delattr(cls, name)
         else:
-            setattr(cls, name, before)
+            setattr(cls, name, old_method)
 
 
-def _cover(cls, name: str, given):
-    _covered.append((cls, name, vars(cls).get(name, _MISSING), given))
-    setattr(cls, name, given)
+def _cover(cls, name: str, new_method):
+    _covered.append((cls, name, vars(cls).get(name, _MISSING), new_method))
+    setattr(cls, name, new_method)
 
 
 def _cover_compile(cls):
@@ -105,10 +105,10 @@ def _init_subclass(cls, **options):
 
 
 def _with_subclasses(cls) -> list:
-    found = [cls]
+    classes = [cls]
     for subclass in cls.__subclasses__():
-        found += _with_subclasses(subclass)
-    return list(dict.fromkeys(found))
+        classes += _with_subclasses(subclass)
+    return list(dict.fromkeys(classes))
 
 
 def _followed(compile):

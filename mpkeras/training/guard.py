@@ -14,7 +14,7 @@ from mpkeras.scaling.facts import GRADIENT_LOG_NAMES, opened_step
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import retake, training_backend
 from mpkeras.training.inventory import (
-    Found,
+    Inventory,
     checking_optimizers,
     find_optimizers,
     layers,
@@ -47,7 +47,7 @@ def install(model, guard: Guard):
     train_step = model.train_step
     # Keras' own step calls the model; one of the user's may build parts that no `call` reaches.
     is_keras_own = getattr(train_step, "__func__", None) is keras.Model.train_step
-    found = Found(model)
+    inventory = Inventory(model)
 
     def trial_step(*args):
         with opened_step(scaling_optimizers(model)):
@@ -61,14 +61,14 @@ def install(model, guard: Guard):
     def guarded_train_step(*args):
         guard.batch_size = max(guard.batch_size, _examples(args[-1]))
         training_backend.ensure_built(model, None if is_keras_own else trial_step, args[-1])
-        found.ask(convert_new_layers, layers_and_paths)
-        optimizers = scaling_optimizers(model, found.ask(optimizers_held_elsewhere, layers))
+        inventory.ask(convert_new_layers, layers_and_paths)
+        optimizers = scaling_optimizers(model, inventory.ask(optimizers_held_elsewhere, layers))
         step = train_step
         has_rows = training_backend.has_rows(args[-1])
         if has_rows is False and optimizers and all(optimizer.built for optimizer in optimizers):
             step = functools.partial(training_backend.empty_step, model, optimizers)
         if guard.rollback and optimizers:
-            step = functools.partial(training_backend.step_without_trace, found, optimizers, step)
+            step = functools.partial(training_backend.step_without_trace, inventory, optimizers, step)
 
         def run_and_log(*args):
             with opened_step(optimizers, batch_has_rows=has_rows, wants_statistics=guard.add_gradient_logs) as facts:

@@ -28,9 +28,9 @@ def all_optimizers(model, held_elsewhere=None) -> list:
     """
     model = Survey.of(model)
     models = [part for part in model.layers if isinstance(part, keras.Model)]
-    found = {id(optimizer): optimizer for part in models for optimizer in find_optimizers(part).values()}
+    by_identity = {id(optimizer): optimizer for part in models for optimizer in find_optimizers(part).values()}
     others = optimizers_held_elsewhere(model) if held_elsewhere is None else held_elsewhere
-    return list((found | {id(optimizer): optimizer for optimizer in others}).values())
+    return list((by_identity | {id(optimizer): optimizer for optimizer in others}).values())
 
 
 def checking_optimizers(model, held_elsewhere=None) -> list:
@@ -42,8 +42,8 @@ def checking_optimizers(model, held_elsewhere=None) -> list:
 def optimizers_held_elsewhere(model) -> list:
     """Returns the Keras optimizers that layers of `model` hold which are no models, and helper objects."""
     holders = [holder for holder in holders_of_optimizers(model) if not isinstance(holder, keras.Model)]
-    found = {id(optimizer): optimizer for holder in holders for optimizer in find_optimizers(holder).values()}
-    return list(found.values())
+    by_identity = {id(optimizer): optimizer for holder in holders for optimizer in find_optimizers(holder).values()}
+    return list(by_identity.values())
 
 
 def layers(model) -> list:
@@ -111,16 +111,16 @@ def find_optimizers(model) -> dict:
     They are attributes, or in lists, tuples and dictionaries that are. `optimizer` comes first; models with
     several (a GAN's two) keep them under names of their own: `"d_optimizer"`, `"optimizers['d']"`.
     """
-    found: dict = {}
+    places: dict = {}
     first = getattr(model, "optimizer", None) if isinstance(model, keras.Model) else None
     for name, value in [("optimizer", first), *_own_attributes(model)]:
         if isinstance(value, keras.optimizers.Optimizer):
-            found.setdefault(id(value), (name, value))
+            places.setdefault(id(value), (name, value))
         for key, item in _items(value):
             # Names are made for optimizers only: torch asks at every step, and a model holds many lists.
             if isinstance(item, keras.optimizers.Optimizer):
-                found.setdefault(id(item), (f"{name}[{key!r}]", item))
-    return dict(found.values())
+                places.setdefault(id(item), (f"{name}[{key!r}]", item))
+    return dict(places.values())
 
 
 def replace_optimizers(model, replacements: dict):
@@ -166,16 +166,16 @@ def unlisted_states(model) -> list:
 
 def moving_variables(optimizers, metrics) -> list:
     """Returns the variables that a skipped step changes, and those that count updates; all hold single numbers."""
-    found = []
+    moving = []
     for optimizer in optimizers:
         of_others = {id(variable) for variable in (*optimizer.inner_optimizer.variables, *optimizer.step_outcome)}
-        own = [variable for variable in optimizer.variables if id(variable) not in of_others]
-        found += [variable for variable in own if len(variable.shape) == 0]
-        found.append(_keras.step_count(optimizer.inner_optimizer))
+        of_wrapper = [variable for variable in optimizer.variables if id(variable) not in of_others]
+        moving += [variable for variable in of_wrapper if len(variable.shape) == 0]
+        moving.append(_keras.step_count(optimizer.inner_optimizer))
     for metric in metric_states.flat(metrics):
         if metric_states.tracks_losses(metric):
-            found += metric.variables
-    return found
+            moving += metric.variables
+    return moving
 
 
 def initial_values(optimizers) -> dict:
@@ -206,7 +206,7 @@ def non_trainable(model, variables) -> list:
     return [variable for variable in variables if not variable.trainable] if model.trainable else list(variables)
 
 
-class Found:
+class Inventory:
     """Answers to questions about one model, each remembered until what it looked at has changed.
 
     Keras tells nobody when a layer or a variable is put into a model or taken out. So each question says what it looks
@@ -226,8 +226,8 @@ class Found:
                 that is not known: then nothing is remembered.
         """
         seen = looks_at(self.model)
-        before, answer = self._answers.get(find, (None, None))
-        if seen is None or before is None or not _are_same(seen, before):
+        seen_last, answer = self._answers.get(find, (None, None))
+        if seen is None or seen_last is None or not _are_same(seen, seen_last):
             answer = find(self.model)
             self._answers[find] = seen, answer
         return answer

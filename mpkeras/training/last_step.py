@@ -65,8 +65,8 @@ class SkippedStep:
             ValueError: If an optimizer is not held by the model.
         """
         names = {id(variable): name for name, variable in named_variables(*self.of_state).items()}
-        after = state_dict(*self.of_state)
-        before = dict(after)
+        state_after = state_dict(*self.of_state)
+        state_before = dict(state_after)
         values = initial_values(self.optimizers) | self.moving_before
         unnamed = [o.name for o in self.optimizers if id(o.skipped_steps) not in names]
         if unnamed:
@@ -77,9 +77,9 @@ class SkippedStep:
             )
         for variable in moving_variables(self.optimizers, self.metrics):
             name = names[id(variable)]
-            before[name] = np.asarray(values.get(id(variable), 0), after[name].dtype)
+            state_before[name] = np.asarray(values.get(id(variable), 0), state_after[name].dtype)
         counts = [names[id(_keras.step_count(optimizer.inner_optimizer))] for optimizer in self.optimizers]
-        return before, after, all(before[name] == after[name] for name in counts)
+        return state_before, state_after, all(state_before[name] == state_after[name] for name in counts)
 
 
 def write_capsule(path, skipped: SkippedStep) -> int:

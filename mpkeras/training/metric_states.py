@@ -33,7 +33,7 @@ def at_begin(metric, values) -> list:
     return [scalars.where(has_counted, value, scalars.zeros_like(value)) for value in values]
 
 
-def after_skip(metric, before, begun, after, any_skipped, step_is_skipped) -> list:
+def after_skip(metric, values_before, begun, after, any_skipped, step_is_skipped) -> list:
     """Returns the values of `metric` after a step; as the step left them, unless an update of it was skipped.
 
     Args:
@@ -47,17 +47,17 @@ def after_skip(metric, before, begun, after, any_skipped, step_is_skipped) -> li
     old = begun
     if tracks_losses(metric):
         has_counted = ops.greater(begun[1], 0)
-        pairs = zip(begun, _of_skipped_steps(before, after), strict=True)
+        pairs = zip(begun, _of_skipped_steps(values_before, after), strict=True)
         old = [ops.where(has_counted, counted, skipped) for counted, skipped in pairs]
     return [ops.where(takes_old, *pair) for pair in zip(old, after, strict=True)]
 
 
-def _of_skipped_steps(before, after) -> list:
+def _of_skipped_steps(values_before, after) -> list:
     """Returns `total` and `count` of a tracker in which no step has counted; NaN where no loss was finite."""
     # Those of the steps before carry the sign already.
-    parts = [(before, ops.less(before[1], 0), 1.0), (after, ops.greater(after[1], 0), -1.0)]
+    contributions = [(values_before, ops.less(values_before[1], 0), 1.0), (after, ops.greater(after[1], 0), -1.0)]
     total, count = 0.0, 0.0
-    for values, is_there, sign in parts:
+    for values, is_there, sign in contributions:
         is_used = ops.logical_and(is_there, ops.isfinite(values[0]))
         total += ops.where(is_used, sign * values[0], ops.zeros_like(values[0]))
         count += ops.where(is_used, sign * values[1], ops.zeros_like(values[1]))

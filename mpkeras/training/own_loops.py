@@ -38,15 +38,15 @@ def warn_of_layers_in_16_bits(optimizer, variables):
             outermost.pop(id(inner), None)
         if isinstance(layer, keras.Model) and converted_by(layer) is not None:
             converted |= {id(layer), *map(id, inside)}
-    found: dict = {}
+    texts_by_policy: dict = {}
     for root in outermost.values():
         policy = None if id(root) in converted else policy_made_under(root)
         if policy is None:
             continue
         for layer, rule in layers_to_keep(root, policy.keep_float32):
             if layer.compute_dtype in SIXTEEN_BIT_DTYPES and id(layer) not in converted:
-                found.setdefault(policy.name, {})[id(layer)] = f"'{layer.path or layer.name}' ({rule})"
-    for name, texts in found.items():
+                texts_by_policy.setdefault(policy.name, {})[id(layer)] = f"'{layer.path or layer.name}' ({rule})"
+    for name, texts in texts_by_policy.items():
         named = list(texts.values())
         more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
         warnings.warn(

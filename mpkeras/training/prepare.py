@@ -189,11 +189,11 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     for wrapper in wrappers:
         if isinstance(wrapper, LossScaleOptimizer):
             wrapper.record.remat = chosen.remat
-    parts = (model, *inventory.compiled_parts(survey))
+    models = (model, *inventory.compiled_parts(survey))
     new = {id(old): wrapper for old, wrapper in zip(optimizers, wrappers, strict=True) if wrapper is not old}
     for holder in inventory.holders_of_optimizers(survey):
         inventory.replace_optimizers(holder, new)
-    for part in parts:
+    for part in models:
         if getattr(part, "optimizer", None) is not None:
             _keras.replace_compiled_optimizer(part, part.optimizer)
     if jit_compile is not None:
@@ -211,7 +211,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         add_logs = part is model or prepared_of(part) is not None
         guard.install(part, guard.Guard(rollback, convert_new_layers, Travel.of(chosen), add_logs))
 
-    guards = [(part, functools.partial(guard_again, part)) for part in parts]
+    guards = [(part, functools.partial(guard_again, part)) for part in models]
     for _, put_around in guards:
         put_around()
     return guards
@@ -286,10 +286,10 @@ def check_variables(model, policy, converts: bool = False):
         policy: The `Policy` that holds for it.
         converts: Whether layers that are not built yet are given that policy first.
     """
-    found = _weights_of(model, "float16", converts)
-    if not found and policy.variable_dtype != "float16":
+    weights = _weights_of(model, "float16", converts)
+    if not weights and policy.variable_dtype != "float16":
         return
-    what = f"float16 variables {found[:3]}" if found else f"policy '{policy.name}'"
+    what = f"float16 variables {weights[:3]}" if weights else f"policy '{policy.name}'"
     raise ValueError(
         "Expected float32 or bfloat16 variables to train: in float16 small updates round to nothing, as does Adam's "
         f"epsilon of 1e-8. Received: {what}. Build the model under 'mixed_float16', or call "
@@ -304,11 +304,11 @@ def _weights_of(model, dtype: str, built_only: bool = False) -> list:
     """
     survey = Survey.of(model)
     unstored = unstored_dtypes(survey.model)
-    found = [v.path for v in survey.model.trainable_variables if unstored.get(id(v), v.dtype) == dtype]
+    paths = [v.path for v in survey.model.trainable_variables if unstored.get(id(v), v.dtype) == dtype]
     if not built_only:
         unbuilt = [layer for layer in survey.layers if not layer.built and layer.trainable]
-        found += [f"of layer {layer.name}" for layer in unbuilt if layer.variable_dtype == dtype]
-    return found
+        paths += [f"of layer {layer.name}" for layer in unbuilt if layer.variable_dtype == dtype]
+    return paths
 
 
 def rule_for(optimizer, model, policy, explicit_rule, must_wrap: bool):

@@ -64,11 +64,11 @@ def guard_again(model):
 def _compile_and_prepare(model, compile):
     @functools.wraps(compile)
     def compile_and_prepare(*args, **kwargs):
-        before = prepared_of(model)
+        prepared = prepared_of(model)
         result = compile(*args, **kwargs)
         # Not where what was called has prepared the model anew: `autoprepare`, or a `compile` of the user's.
-        if before is not None and prepared_of(model) is before and find_optimizers(model):
-            before.prepare_again()
+        if prepared is not None and prepared_of(model) is prepared and find_optimizers(model):
+            prepared.prepare_again()
         return result
 
     return compile_and_prepare

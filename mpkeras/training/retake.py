@@ -102,22 +102,22 @@ class FirstSteps:
             self.are_over = True
             logs, held = held.after(run(*held.arguments()))
             return held.returned(logs), held.arguments()
-        before = _Before(self.model, optimizers, self._metrics, held)
+        at_begin = _Before(self.model, optimizers, self._metrics, held)
         scales: dict = {}
         for _ in range(_MOST_ATTEMPTS):
-            logs, held, changes = self._attempt(run, held, before)
+            logs, held, changes = self._attempt(run, held, at_begin)
             counted = [optimizer for optimizer in optimizers if changes[optimizer].counted]
             overflowed = [optimizer for optimizer in waiting if changes[optimizer].overflowed]
-            if not overflowed or (counted and not before.are_all):
+            if not overflowed or (counted and not at_begin.are_all):
                 break
             tried = {optimizer: scales.get(optimizer) for optimizer in overflowed}
-            scales |= {o: lowered_scale(o, before.scale_state(o), scale) for o, scale in tried.items()}
+            scales |= {o: lowered_scale(o, at_begin.scale_state(o), scale) for o, scale in tried.items()}
             incurable = [optimizer for optimizer in overflowed if scales[optimizer] is None]
             scales = {optimizer: scale for optimizer, scale in scales.items() if scale is not None}
-            before.put_back(held, scales)
+            at_begin.put_back(held, scales)
             if incurable:
                 # The gradients are finite at no scale: the step is skipped as ever.
-                logs, held, changes = self._attempt(run, held, before)
+                logs, held, changes = self._attempt(run, held, at_begin)
                 counted = [optimizer for optimizer in optimizers if changes[optimizer].counted]
                 self._note_incurable(incurable)
                 break
@@ -125,14 +125,14 @@ class FirstSteps:
         logs = _with_headroom(logs, held, optimizers, {o: s for o, s in scales.items() if changes[o].counted})
         return held.returned(logs), held.arguments()
 
-    def _attempt(self, run, held, before):
+    def _attempt(self, run, held, at_begin):
         try:
             logs, after = held.after(run(*held.arguments()))
         except BaseException:
             # A program that catches it may go on from any state.
             self.are_over = True
             raise
-        return logs, after, {optimizer: before.change(optimizer, after) for optimizer in self._optimizers()}
+        return logs, after, {optimizer: at_begin.change(optimizer, after) for optimizer in self._optimizers()}
 
     def _note_incurable(self, optimizers):
         for optimizer in optimizers:
@@ -165,12 +165,12 @@ class _Before:
         self._random = training_backend.global_random_states() if self.are_all else {}
 
     def _variables(self) -> list:
-        found = moving_variables(self._optimizers, self._metrics())
-        found += [flag for optimizer in self._optimizers for flag in optimizer.step_outcome]
+        variables = moving_variables(self._optimizers, self._metrics())
+        variables += [flag for optimizer in self._optimizers for flag in optimizer.step_outcome]
         if self.are_all:
-            found += [*self._model.variables, *unlisted_states(self._model), *self._model.metrics_variables]
-            found += [variable for optimizer in self._optimizers for variable in optimizer.variables]
-        return list({id(variable): variable for variable in found}.values())
+            variables += [*self._model.variables, *unlisted_states(self._model), *self._model.metrics_variables]
+            variables += [variable for optimizer in self._optimizers for variable in optimizer.variables]
+        return list({id(variable): variable for variable in variables}.values())
 
     def _native_states(self) -> list:
         return training_backend.native_states(self._model) if self.are_all else []
@@ -295,8 +295,8 @@ def _tensors(state: dict) -> dict:
 
 def _with_headroom(logs, held, optimizers, scales: dict):
     """Lowers the `scales` that a first batch has found, and returns the logs with the scale of the next step."""
-    for optimizer, found in scales.items():
-        lowest = max(found / HEADROOM, min(found, 1.0))
+    for optimizer, scale_found in scales.items():
+        lowest = max(scale_found / HEADROOM, min(scale_found, 1.0))
         state = {name: held.number(optimizer.scale_state[name]) for name in optimizer.loss_scale_rule.initial_state()}
         scale = present = held.number(optimizer.dynamic_scale)
         while (lower := lowered_scale(optimizer, state, scale)) is not None and lower >= lowest:

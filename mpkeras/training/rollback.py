@@ -27,62 +27,62 @@ class StepInVariables:
     The methods that raise `NotImplementedError`, and `is_traced`, are a backend's own.
 
     Args:
-        found: A `Found` of the model.
+        inventory: An `Inventory` of the model.
         optimizers: Those that update in the step.
         metrics: Function that returns the metrics of the step. Keras makes some of them in the first step.
         results: Function that returns what they say now, by name.
     """
 
-    def __init__(self, found, optimizers, metrics, results):
+    def __init__(self, inventory, optimizers, metrics, results):
         self._optimizers, self._metrics, self._results = optimizers, metrics, results
-        model = found.model
+        model = inventory.model
         # Weights are copied when a layer writes them; copies of all would double a large model.
-        weights, others = found.ask(weights_and_others, layers_and_variables)
+        weights, others = inventory.ask(weights_and_others, layers_and_variables)
         self._watched_weights = weights + trainable(model, others)
         self._natives = self.native_states(model)
         statistics = [*non_trainable(model, others), *unlisted_states(model), *self._natives]
-        # The statistics, and the weights that layers have written in the step: `(held, value before)`, as `held` and
-        # `copy` return them. The frozen ones, as statistics, never become non-finite.
-        self._statistics = [self._with_copy(self.held(variable)) for variable in statistics]
+        # The statistics, and the weights that layers have written in the step: `(place, value before)`. Frozen ones, as
+        # statistics, never become non-finite.
+        self._statistics = [self._with_copy(self.place(variable)) for variable in statistics]
         self._written_frozen: list = []
         self._written: list = []
         # The values of each metric before the step, and those that the step finds.
         self._metric_values = {}
         for metric in metric_states.flat(metrics()):
-            before = self._values(metric)
-            begun = metric_states.at_begin(metric, before)
+            values_before = self._values(metric)
+            begun = metric_states.at_begin(metric, values_before)
             if metric_states.tracks_losses(metric):
                 self._give(metric, begun)
-            self._metric_values[id(metric)] = before, begun
-        self._flags = [[self.held(flag) for flag in optimizer.step_outcome] for optimizer in optimizers]
+            self._metric_values[id(metric)] = values_before, begun
+        self._flags = [[self.place(flag) for flag in optimizer.step_outcome] for optimizer in optimizers]
         self._around = [self._opened(*pair) for pair in zip(optimizers, self._flags, strict=True)]
 
-    def held(self, variable):
-        """Returns what holds the value of `variable` here."""
+    def place(self, variable):
+        """Returns the place in which the value of `variable` lies here."""
         raise NotImplementedError
 
-    def copy(self, held):
-        """Returns a copy of what `held` returned."""
+    def copy(self, place):
+        """Returns a copy of the value in a place."""
         raise NotImplementedError
 
     def read(self, flag):
         """Returns a flag of the outcome as a bool, as Python or a graph can decide by it."""
         raise NotImplementedError
 
-    def assign(self, held, value):
-        """Gives what `held` returned another value."""
+    def assign(self, place, value):
+        """Gives a place another value."""
         raise NotImplementedError
 
-    def choose(self, held, old, takes_old):
-        """Gives what `held` returned the value `old` where `takes_old`, a bool of the kind that `read` returns."""
+    def choose(self, place, old, takes_old):
+        """Gives a place the value `old` where `takes_old`, a bool of the kind that `read` returns."""
         raise NotImplementedError
 
-    def is_float(self, held) -> bool:
-        """Whether the dtype of what `held` returned is one of floats."""
+    def is_float(self, place) -> bool:
+        """Whether the dtype of a place is one of floats."""
         raise NotImplementedError
 
-    def is_finite(self, helds: list):
-        """Returns whether all numbers in these, which are of floats, are finite: a bool as `read` returns it."""
+    def is_finite(self, places: list):
+        """Returns whether all numbers in these places, which are of floats, are finite: a bool as `read` returns it."""
         raise NotImplementedError
 
     def outcome(self, flags: list) -> tuple:
@@ -137,11 +137,11 @@ class StepInVariables:
 
     def statistics_are_finite(self):
         """Returns whether all that must stay finite is so after the step."""
-        floats = [held for held, _ in [*self._statistics, *self._written_frozen] if self.is_float(held)]
+        floats = [place for place, _ in [*self._statistics, *self._written_frozen] if self.is_float(place)]
         return self.is_finite(floats) if floats else True
 
-    def _with_copy(self, held) -> tuple:
-        return held, self.copy(held)
+    def _with_copy(self, place) -> tuple:
+        return place, self.copy(place)
 
     def _opened(self, optimizer, flags):
         """Lets `apply` note the outcome. Returns what a guarded step around this one has noted, or `None`."""
@@ -174,17 +174,17 @@ class StepInVariables:
 
     def _restore(self, step_is_skipped):
         """Puts back all but the metrics where `step_is_skipped`, and what became non-finite where not."""
-        for held, old in [*self._statistics, *self._written_frozen]:
+        for place, old in [*self._statistics, *self._written_frozen]:
             takes_old = step_is_skipped
             # Not asked where the answer is known: on a GPU to look at a number is to wait for it.
-            if takes_old is not True and self.is_float(held):
-                takes_old = takes_old | self._became_non_finite(held, old)
-            self.choose(held, old, takes_old)
-        for held, old in self._written:
-            self.choose(held, old, step_is_skipped)
+            if takes_old is not True and self.is_float(place):
+                takes_old = takes_old | self._became_non_finite(place, old)
+            self.choose(place, old, takes_old)
+        for place, old in self._written:
+            self.choose(place, old, step_is_skipped)
 
-    def _became_non_finite(self, held, old):
-        return self.is_finite([old]) & ops.logical_not(self.is_finite([held]))
+    def _became_non_finite(self, place, old):
+        return self.is_finite([old]) & ops.logical_not(self.is_finite([place]))
 
     @contextlib.contextmanager
     def _watched(self):
@@ -205,7 +205,7 @@ class StepInVariables:
                     # Within a layer variables may be read in another dtype.
                     with _keras.autocast_scope(None):
                         written = self._written if variable.trainable else self._written_frozen
-                        written.append(self._with_copy(self.held(variable)))
+                        written.append(self._with_copy(self.place(variable)))
                 return type(variable).assign(variable, value) if assign_below is None else assign_below(value)
 
             return assign
@@ -233,8 +233,8 @@ class StepInVariables:
                 if self.is_traced():
                     continue
                 self._metric_values[id(metric)] = (metric_states.reset_values(metric),) * 2
-            found = self._metric_values[id(metric)]
-            values = metric_states.after_skip(metric, *found, self._values(metric), any_skipped, step_is_skipped)
+            states_of_metric = *self._metric_values[id(metric)], self._values(metric)
+            values = metric_states.after_skip(metric, *states_of_metric, any_skipped, step_is_skipped)
             self._give(metric, values)
             states.append((metric, values))
         nothing_counted = ops.logical_and(any_skipped, metric_states.nothing_counted(states))
@@ -242,11 +242,11 @@ class StepInVariables:
         return nothing_counted, metric_states.replaced(logs, in_step, shown)
 
     def _values(self, metric) -> list:
-        return [self.copy(self.held(variable)) for variable in metric.variables]
+        return [self.copy(self.place(variable)) for variable in metric.variables]
 
     def _give(self, metric, values):
         for variable, value in zip(metric.variables, values, strict=True):
-            self.assign(self.held(variable), value)
+            self.assign(self.place(variable), value)
 
 
 def empty_step(model, optimizers, data):

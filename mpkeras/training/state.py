@@ -170,14 +170,14 @@ def named_variables(model, optimizers=None, extra=()) -> dict:
     }
 
 
-def _listed(name: str, parts, kind) -> list:
-    """Returns `parts` as a list of objects of `kind`, a class; raises `TypeError` where they are none."""
-    listed = list(parts) if isinstance(parts, Iterable) else [None]
-    if all(isinstance(part, kind) for part in listed):
+def _listed(name: str, objects, kind) -> list:
+    """Returns `objects` as a list, each of `kind`, a class; raises `TypeError` where they are none."""
+    listed = list(objects) if isinstance(objects, Iterable) else [None]
+    if all(isinstance(thing, kind) for thing in listed):
         return listed
-    remedy = f"Pass them in a list, one alone, too: `{name}=[...]`." if isinstance(parts, kind) else "Leave it out."
+    remedy = f"Pass them in a list, one alone, too: `{name}=[...]`." if isinstance(objects, kind) else "Leave it out."
     raise TypeError(
-        f"Expected `{name}` to be a list of objects of type {kind.__name__}. Received: {name}={parts!r}. {remedy}"
+        f"Expected `{name}` to be a list of objects of type {kind.__name__}. Received: {name}={objects!r}. {remedy}"
     )
 
 

@@ -51,8 +51,8 @@ class SkipWatch(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self.validations.end_epoch(epoch, logs)
-        for optimizer, before in zip(self._optimizers(), self._at_epoch_begin, strict=True):
-            counts = _Counts.of(optimizer).since(before)
+        for optimizer, at_begin in zip(self._optimizers(), self._at_epoch_begin, strict=True):
+            counts = _Counts.of(optimizer).since(at_begin)
             if counts.skipped and not counts.accepted:
                 self._warn_once(
                     "only skips",
@@ -110,8 +110,8 @@ class _Counts(NamedTuple):
         counters = (optimizer.skipped_steps, optimizer.nonfinite_losses, optimizer.accepted_steps)
         return cls(*(int(number(counter)) for counter in counters))
 
-    def since(self, before):
-        return _Counts(*(now - then for now, then in zip(self, before, strict=True)))
+    def since(self, earlier):
+        return _Counts(*(now - then for now, then in zip(self, earlier, strict=True)))
 
     def cause(self, rule) -> str:
         if not self.nonfinite_losses:

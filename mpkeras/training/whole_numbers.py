@@ -96,7 +96,7 @@ def rounded_whole_numbers(model, x) -> list[Rounded]:
 
 def _arrays(structure) -> list:
     """Returns the numbers in a structure as arrays on the host, as float32 where Keras makes that of them."""
-    found = []
+    arrays = []
     for value in keras.tree.flatten(structure):
         if not hasattr(value, "shape") or isinstance(value, keras.KerasTensor):
             continue
@@ -107,8 +107,8 @@ def _arrays(structure) -> list:
         if array.dtype.name in ("float64", "bfloat16"):
             array = array.astype("float32")
         if array.dtype.kind in "iuf":
-            found.append(array)
-    return found
+            arrays.append(array)
+    return arrays
 
 
 def _lost(array, dtype: str) -> tuple[float, float] | None:
@@ -187,12 +187,12 @@ class _Observed:
             lost = _lost(array, dtype)
             if lost is not None:
                 self._lost.setdefault(id(layer), lost)
-                before = array.astype("float64")
+                exact = array.astype("float64")
                 with np.errstate(over="ignore"):
-                    after = before.astype(dtype).astype("float64")
-                changed = np.abs(after - before) >= 0.5
+                    rounded = exact.astype(dtype).astype("float64")
+                changed = np.abs(rounded - exact) >= 0.5
                 # The first of those that become the same number.
-                pairs = zip(after[changed].tolist()[::-1], before[changed].tolist()[::-1], strict=True)
+                pairs = zip(rounded[changed].tolist()[::-1], exact[changed].tolist()[::-1], strict=True)
                 known = self._handed_on.get(id(layer), {})
                 self._handed_on[id(layer)] = {**dict(pairs), **known}
 
@@ -299,12 +299,12 @@ def warn_of_rounding(model, x):
     if training_backend.is_distributed(model) or not _keras.is_built(model):
         return
     layers = {_path(layer): layer for layer in layers_of(model)}
-    found = [rounded for rounded in rounded_whole_numbers(model, x) if layers[rounded.reader] not in _told]
-    if not found:
+    untold = [rounded for rounded in rounded_whole_numbers(model, x) if layers[rounded.reader] not in _told]
+    if not untold:
         return
-    _told.update(layers[rounded.reader] for rounded in found)
-    others = len(found) - _NAMED
-    message = " ".join(sentence for rounded in found[:_NAMED] for sentence in rounded.sentences())
+    _told.update(layers[rounded.reader] for rounded in untold)
+    others = len(untold) - _NAMED
+    message = " ".join(sentence for rounded in untold[:_NAMED] for sentence in rounded.sentences())
     message += f" So it is with {others} more layers." if others > 0 else ""
     message += " Or pass integers, which are not cast, to a `keras.Input(..., dtype='int32')`."
     warnings.warn(message, stacklevel=3)

@@ -325,12 +325,12 @@ def storage_choices(model, optimizer) -> list[Storage]:
             return []
         with ModelView(model).variable_scope():
             inner.build(model.trainable_variables)
-    found = []
+    choices = []
     for name, (policy, slot_dtype) in _WAYS.items():
-        held = ModelView(model).training_bytes_under(Policy(policy), slot_dtype, inner)
-        sums = {group: sum(by_dtype.values()) for group, by_dtype in held.items()}
-        found.append(Storage(name, sums["weights"] + sums["slots"], sums["gradients"]))
-    return found
+        bytes_by_part = ModelView(model).training_bytes_under(Policy(policy), slot_dtype, inner)
+        sums = {group: sum(by_dtype.values()) for group, by_dtype in bytes_by_part.items()}
+        choices.append(Storage(name, sums["weights"] + sums["slots"], sums["gradients"]))
+    return choices
 
 
 class AdviceReport(Report):
@@ -421,17 +421,17 @@ class AdviceReport(Report):
         verb = "may pay, and was not measured" if self.float8_can_pay else "cannot pay here"
         return f"`mixed_float8` {verb}: {self._float8_reason}."
 
-    def _choice(self, found: Decision) -> str:
-        if found.best_16_bit is None:
+    def _choice(self, decision: Decision) -> str:
+        if decision.best_16_bit is None:
             return f"{self._do_not_bother()} No 16-bit policy could be measured."
-        if found.reference is None:
+        if decision.reference is None:
             return f"Choose {self._setting}: float32 could not be measured."
-        if found.because == "none":
-            best = f"The best in 16 bits, {found.best_16_bit.name}, is {_times(found.speedup)} as fast as it."
+        if decision.because == "none":
+            best = f"The best in 16 bits, {decision.best_16_bit.name}, is {_times(decision.speedup)} as fast as it."
             return f"{self._do_not_bother()} {best}"
-        saving = found.memory_saving or 0.0
-        speed = f"{_times(found.speedup)} as fast as the best float32 step"
-        if found.because == "memory":
+        saving = decision.memory_saving or 0.0
+        speed = f"{_times(decision.speedup)} as fast as the best float32 step"
+        if decision.because == "memory":
             return f"Choose {self._setting}: it needs {saving:.0%} less memory, and is {speed}."
         memory = f" and needs {saving:.0%} less memory" if saving > 0.005 else ""
         return f"Choose {self._setting}: it is {speed}{memory}."
@@ -453,21 +453,21 @@ class AdviceReport(Report):
             f"`mpkeras convert {self.file} --policy {self.policy} OUT.keras` converts the file."
         ]
 
-    def _sureness_lines(self, found: Decision) -> list:
+    def _sureness_lines(self, decision: Decision) -> list:
         lines = []
-        if found.rounds:
-            rounds = f"{round(found.agreeing * found.rounds)} of {found.rounds} rounds"
+        if decision.rounds:
+            rounds = f"{round(decision.agreeing * decision.rounds)} of {decision.rounds} rounds"
             what = {
                 "speed": f"it was faster than the best float32 step in {rounds}",
                 "memory": f"it was about as fast as float32, or faster, in {rounds}",
                 "none": f"16 bits were less than {WORTH - 1.0:.0%} faster in {rounds}",
-            }[found.because]
+            }[decision.because]
             lines.append(f"{self.sureness.capitalize()}: {what}.")
-        if found.rival is not None and found.rival is not found.reference:
-            won, rounds = rounds_won(found.chosen, found.rival)
-            lines.append(f"It was faster than the runner-up ({found.rival.name}) in {won} of {rounds} rounds.")
-        if self._baseline not in (None, found.chosen, found.reference):
-            speed = quartiles(paired_ratios(self._baseline, found.chosen))
+        if decision.rival is not None and decision.rival is not decision.reference:
+            won, rounds = rounds_won(decision.chosen, decision.rival)
+            lines.append(f"It was faster than the runner-up ({decision.rival.name}) in {won} of {rounds} rounds.")
+        if self._baseline not in (None, decision.chosen, decision.reference):
+            speed = quartiles(paired_ratios(self._baseline, decision.chosen))
             lines.append(f"It is {_times(speed)} as fast as float32 with the present jit_compile={self.present_jit}.")
         return lines
 
@@ -561,14 +561,14 @@ class AdviceReport(Report):
             "advice": self.notes(),
             "cells": [_cell_dict(cell) for cell in self.cells],
         }
-        found = self.decision
-        if found is not None:
+        decision = self.decision
+        if decision is not None:
             content |= {
-                "because": found.because,
-                "speedup": _named(found.speedup),
-                "memory_saving": found.memory_saving,
-                "share_of_rounds_that_agree": found.agreeing,
-                "runner_up": None if found.rival is None else found.rival.name,
+                "because": decision.because,
+                "speedup": _named(decision.speedup),
+                "memory_saving": decision.memory_saving,
+                "share_of_rounds_that_agree": decision.agreeing,
+                "runner_up": None if decision.rival is None else decision.rival.name,
             }
         return content
 
@@ -622,9 +622,9 @@ def _float8(model, devices, backend) -> tuple[bool, str]:
     has_units, reason = native.float8_units(devices, backend)
     if not has_units:
         return False, reason
-    found = ModelView(model).reasons_against_float8(get_policy("mixed_float8")).values()
-    fitting = sum(why is None for why in found)
-    return fitting > 0, f"{reason}, and {fitting} of {len(found)} layers with a product fit"
+    reasons = ModelView(model).reasons_against_float8(get_policy("mixed_float8")).values()
+    fitting = sum(why is None for why in reasons)
+    return fitting > 0, f"{reason}, and {fitting} of {len(reasons)} layers with a product fit"
 
 
 def _product_share(model) -> float:

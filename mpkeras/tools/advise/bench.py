@@ -131,9 +131,9 @@ def _reason_to_leave_out(cell, ready, left_s: float) -> str | None:
 def _innermost(message: str) -> str:
     """Returns the message of the layer that raised, without the text that Keras and TensorFlow put around it."""
     message = re.sub("\x1b\\[[0-9]*m", "", message)
-    found = _RAISED_IN_CALL.findall(message)
-    if found:
-        return ": ".join(found[-1])
+    errors = _RAISED_IN_CALL.findall(message)
+    if errors:
+        return ": ".join(errors[-1])
     if _WHILE_SYMBOLIC in message:
         return message.rpartition(_WHILE_SYMBOLIC)[2]
     return message.rpartition("\n\n    ")[2] if message.startswith("in user code:") else message
@@ -239,21 +239,21 @@ class Bench:
             result = self._run(step, 1)
         self._steps[cell.name] = step
         milliseconds = self.measure(cell, 1)
-        found, kind = self._memory(step)
-        if found is not None:
+        peak, kind = self._memory(step)
+        if peak is not None:
             self.memory_kind = self.memory_kind or kind
             # What is of another kind is not to be compared.
-            cell.memory_bytes = found if kind == self.memory_kind else None
+            cell.memory_bytes = peak if kind == self.memory_kind else None
         return milliseconds
 
     def _memory(self, step) -> tuple:
         """Returns `(bytes, what they are)` of a warm step; `None` bytes where compiler and device tell nothing."""
-        found = step.temporary_bytes(*self._batch)
-        if found is not None:
-            return found, TEMPORARY
-        found = devices.backend_module().peak_bytes_of(lambda: self._run(step, 1))
-        if found is not None:
-            return found, PEAK
+        peak = step.temporary_bytes(*self._batch)
+        if peak is not None:
+            return peak, TEMPORARY
+        peak = devices.backend_module().peak_bytes_of(lambda: self._run(step, 1))
+        if peak is not None:
+            return peak, PEAK
         return estimated_output_bytes(self._model, self._batch[0]), ESTIMATE
 
     def measure(self, cell, steps: int) -> float:

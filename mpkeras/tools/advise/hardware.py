@@ -120,10 +120,10 @@ class HardwareReport(Report):
     def _about_probe(self) -> list:
         if not self.speeds:
             return []
-        found = ", ".join(f"{speed:.2f} times as fast in {dtype}" for dtype, speed in self.speeds.items())
+        speeds = ", ".join(f"{speed:.2f} times as fast in {dtype}" for dtype, speed in self.speeds.items())
         slower = " and ".join(dtype for dtype, speed in self.speeds.items() if speed < 1.0)
         size = f"{_PROBE_SIZE} x {_PROBE_SIZE}"
-        lines = [f"Probed on the CPU: a product of {size} matrices, compared with float32, is {found}."]
+        lines = [f"Probed on the CPU: a product of {size} matrices, compared with float32, is {speeds}."]
         if slower:
             lines.append(
                 f"It has instructions for {slower}, which {self.backend} gains nothing from: not called native."
@@ -163,8 +163,11 @@ class HardwareReport(Report):
         return figure
 
     def _versions(self) -> dict:
-        found = {name: devices.version(name) for name in ("mpkeras", "keras", self.backend, "numpy")}
-        return {"python": platform.python_version(), **{name: text for name, text in found.items() if text is not None}}
+        versions = {name: devices.version(name) for name in ("mpkeras", "keras", self.backend, "numpy")}
+        return {
+            "python": platform.python_version(),
+            **{name: text for name, text in versions.items() if text is not None},
+        }
 
 
 def _capability(device: native.Device) -> str:

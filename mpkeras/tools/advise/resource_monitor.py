@@ -94,8 +94,8 @@ class ResourceMonitor(keras.callbacks.Callback):
         batch_size = self.batch_size or ModelInFit(self.model).seen_batch_size
         if batch_size is not None:
             logs["examples_per_s"] = 1e3 * batch_size / logs["step_time_ms"]
-        held = ModelView(self.model).training_bytes(getattr(self.model, "optimizer", None))
-        logs["state_bytes"] = sum(sum(held.get(name, {}).values()) for name in ("weights", "slots"))
+        bytes_by_part = ModelView(self.model).training_bytes(getattr(self.model, "optimizer", None))
+        logs["state_bytes"] = sum(sum(bytes_by_part.get(name, {}).values()) for name in ("weights", "slots"))
         peak_bytes = self._backend.peak_bytes() or process_peak_bytes()
         if peak_bytes is not None:
             logs["peak_bytes"] = peak_bytes

@@ -41,16 +41,16 @@ class NumberCopies:
         self._last.copies()
         return self._last
 
-    def after_step(self, before, state):
+    def after_step(self, numbers_before, state):
         """Returns what `skipped` needs; nothing is waited for."""
-        del before
+        del numbers_before
         self._last = _Numbers(self._values(state))
         self._last.send()
         return self._last
 
-    def skipped(self, before, after) -> bool:
+    def skipped(self, numbers_before, after) -> bool:
         """Whether the step was skipped; waits for it."""
-        return any(after.copies()[i] > before.copies()[i] for i in self._counts)
+        return any(after.copies()[i] > numbers_before.copies()[i] for i in self._counts)
 
     def read(self, copies) -> list:
         """Returns the numbers as NumPy arrays of shape `()`, in the order of the variables."""
@@ -66,7 +66,7 @@ class _Numbers:
         self._copies: list | None = None
 
     def are_of(self, values) -> bool:
-        return all(value is own for value, own in zip(values, self._values, strict=True))
+        return all(value is own_value for value, own_value in zip(values, self._values, strict=True))
 
     def send(self):
         """Lets the device send the numbers to the host as soon as it has them; on a CPU they are there."""

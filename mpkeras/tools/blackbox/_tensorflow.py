@@ -20,12 +20,12 @@ class NumberCopies:
         # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
         return [_value(variable) for variable in self._variables]
 
-    def after_step(self, before):
-        changes = [tf.subtract(_value(self._variables[i]), before[i]) for i in self._counts]
+    def after_step(self, numbers_before):
+        changes = [tf.subtract(_value(self._variables[i]), numbers_before[i]) for i in self._counts]
         return changes[0] if len(changes) == 1 else tf.add_n(changes)
 
-    def skipped(self, before, after) -> bool:
-        del before
+    def skipped(self, numbers_before, after) -> bool:
+        del numbers_before
         return int(after.numpy()) > 0
 
     def read(self, copies) -> list:
@@ -46,7 +46,7 @@ _READS = ("ReadVariableOp", "Identity")
 def first_operation(step, state, data, gradients, origins, watch_layers):
     """As in `_torch.py`; a step run eagerly under op callbacks, which see every operation, forward and backward."""
     watching = _Watching(origins)
-    before = tf.config.functions_run_eagerly()
+    ran_eagerly = tf.config.functions_run_eagerly()
     # Or a `tf.function` in the step would be one operation. It warns of `tf.data`, which is not part of a step.
     tf.config.run_functions_eagerly(True)
     try:
@@ -58,7 +58,7 @@ def first_operation(step, state, data, gradients, origins, watch_layers):
             finally:
                 op_callbacks.remove_op_callback(watching)
     finally:
-        tf.config.run_functions_eagerly(before)
+        tf.config.run_functions_eagerly(ran_eagerly)
     dense = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in gradients]
     return origins.first(_floats([*dense, *keras.tree.flatten(logs)]))
 
@@ -103,8 +103,8 @@ class _Watching:
             return None
         name = name.decode() if isinstance(name, bytes) else name
         tensors = (*(frame.f_locals.get("outputs") or ()), *(frame.f_locals.get("inputs") or ()))
-        found = [self._forward.get((name, id(tensor))) for tensor in tensors if tf.is_tensor(tensor)]
-        return next((place for place in found if place is not None), None)
+        places = [self._forward.get((name, id(tensor))) for tensor in tensors if tf.is_tensor(tensor)]
+        return next((place for place in places if place is not None), None)
 
 
 def _gradient_frame():

@@ -28,11 +28,11 @@ class NumberCopies:
         return {key: torch.stack(values) for key, values in groups.items()}, self._skip_count()
 
     @torch.no_grad()
-    def after_step(self, before):
-        return self._skip_count() - before[1]
+    def after_step(self, numbers_before):
+        return self._skip_count() - numbers_before[1]
 
-    def skipped(self, before, after) -> bool:
-        del before
+    def skipped(self, numbers_before, after) -> bool:
+        del numbers_before
         return int(after) > 0
 
     def read(self, copies) -> list:
@@ -99,9 +99,11 @@ class _Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = keras.tree.flatten((args, kwargs))
+        arguments = keras.tree.flatten((args, kwargs))
         # Before the call, where it may write into what it reads.
-        copies = [(tensor, array.copy()) for tensor, array in _floats(given)] if function._schema.is_mutable else None
+        copies = (
+            [(tensor, array.copy()) for tensor, array in _floats(arguments)] if function._schema.is_mutable else None
+        )
         result = function(*args, **kwargs)
         name = function.overloadpacket.__name__
 
@@ -115,7 +117,7 @@ class _Watching(TorchDispatchMode):
         # Not memory that nothing was written to yet.
         if not name.startswith(("empty", "new_empty")):
             outputs = _floats(keras.tree.flatten(result))
-            self._origins.note(lambda: _floats(given) if copies is None else copies, outputs, place)
+            self._origins.note(lambda: _floats(arguments) if copies is None else copies, outputs, place)
         return result
 
 

@@ -119,11 +119,11 @@ class BlackBox(SkippedSteps):
         if numbers is None or not numbers.are_all():
             numbers = self._numbers = _MovingNumbers(self._trained)
         self._look()
-        given = [] if state is None else [state]
-        before = numbers.copies.before_step(*given)
-        result = run(*given)
+        arguments = [] if state is None else [state]
+        numbers_before = numbers.copies.before_step(*arguments)
+        result = run(*arguments)
         logs, *state = result if isinstance(result, tuple) else (result,)
-        seen = before, numbers.copies.after_step(before, *state)
+        seen = numbers_before, numbers.copies.after_step(numbers_before, *state)
         self._unseen = numbers, seen, step, batch, logs, state
         # On JAX steps run on while `fit` gets the next batch, and the state is there until that step begins.
         if not state:
@@ -138,10 +138,10 @@ class BlackBox(SkippedSteps):
         if numbers.skipped(seen):
             self._write(step, batch, logs, numbers.read(seen), *state)
 
-    def _write(self, step, batch, logs, before, state=None):
+    def _write(self, step, batch, logs, numbers_before, state=None):
         with self._in_fit.held_by_variables(state):
             optimizers = self._in_fit.optimizers
-            lost = any(number(o.nonfinite_losses) > before[id(o.nonfinite_losses)] for o in optimizers)
+            lost = any(number(o.nonfinite_losses) > numbers_before[id(o.nonfinite_losses)] for o in optimizers)
             given_way = [path for path in self.capsules if not self._lost_its_loss[path]]
             if len(self.capsules) >= self._keep and not (lost and given_way):
                 return
@@ -149,7 +149,7 @@ class BlackBox(SkippedSteps):
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 options = {"batch": batch, "logs": logs, "number": step}
-                skipped = SkippedStep.of_fit(self._trained, optimizers, before, **options)
+                skipped = SkippedStep.of_fit(self._trained, optimizers, numbers_before, **options)
                 capsule_of_fit(path, skipped, epoch=self._epoch)
             except Exception as error:  # of a folder, a batch, or a layer of the user's
                 self._warn(type(error).__name__, step, f", and its capsule could not be written: {error}")

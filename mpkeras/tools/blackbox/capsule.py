@@ -266,11 +266,11 @@ class Capsule:
         with self._recorded(gradients):
             origins = Origins(has_source=bool(sources))
             watch = functools.partial(_watched_layers, self.model)
-            found = backend.first_operation(run_below_here, state, self._tensors(), gradients, origins, watch)
+            operation = backend.first_operation(run_below_here, state, self._tensors(), gradients, origins, watch)
         self._restore()
-        if found is None:
+        if operation is None:
             return sources[0] if sources else None
-        return dataclasses.replace(found, where=self._paths.get(found.where, found.where))
+        return dataclasses.replace(operation, where=self._paths.get(operation.where, operation.where))
 
     def remedy(self, operation: Operation | None = None, report: NumericsReport | None = None) -> str:
         """Returns what to do about the step, in a sentence.
@@ -505,17 +505,17 @@ class Capsule:
 
     def _sources(self) -> list:
         """Returns an `Operation` for each array of the batch, then for each weight, that is not finite."""
-        found = []
+        sources = []
         for name, part in zip(("x", "y", "sample_weight"), self._data(), strict=True):
             leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(part) if leaf is not None]
             for i, array in enumerate(leaves):
-                found.append(("batch", name if len(leaves) == 1 else f"{name}[{i}]", array))
-        found += [("weight", name, array) for name, array in self.state.items() if name.startswith("model/")]
+                sources.append(("batch", name if len(leaves) == 1 else f"{name}[{i}]", array))
+        sources += [("weight", name, array) for name, array in self.state.items() if name.startswith("model/")]
         return [
             Operation(
                 side, None, where, None, array.dtype.name, f"holds {_nonfinite(array)} values that are not finite"
             )
-            for side, where, array in found
+            for side, where, array in sources
             if not is_finite(array)
         ]
 

@@ -55,8 +55,8 @@ def capsule_of_step(path, skipped: SkippedStep) -> int:
 def _write_step(path, skipped, said, content) -> int:
     arrays: dict = {}
     content["batch"] = _described_batch(skipped.batch, arrays)
-    before, after, is_exact = skipped.states()
-    changed = {name: array for name, array in after.items() if array.tobytes() != before[name].tobytes()}
+    state_before, state_after, is_exact = skipped.states()
+    changed = {name: array for name, array in state_after.items() if array.tobytes() != state_before[name].tobytes()}
     model = skipped.model
     policy = ModelView(model).converted_by()
     content |= {
@@ -67,15 +67,15 @@ def _write_step(path, skipped, said, content) -> int:
         **_serialized("model", lambda: keras.saving.serialize_keras_object(model)),
         **_serialized("policy", lambda: None if policy is None else keras.saving.serialize_keras_object(policy)),
     }
-    for group, values in (("said", said), ("state", before), ("after", changed)):
+    for group, values in (("said", said), ("state", state_before), ("after", changed)):
         arrays |= {f"{group}/{name}": array for name, array in values.items()}
     return write(path, content, arrays)
 
 
 def said_by_step(result: dict) -> dict:
     """Returns what a step of `make_train_step` returned as arrays, by their names in a capsule."""
-    own = ("loss", "loss_scale", "skipped")
-    return _single_values({name if name in own else f"logs/{name}": value for name, value in result.items()})
+    own_names = ("loss", "loss_scale", "skipped")
+    return _single_values({name if name in own_names else f"logs/{name}": value for name, value in result.items()})
 
 
 def said_in_fit(logs, optimizers, skipped: bool) -> dict:

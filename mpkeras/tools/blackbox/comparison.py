@@ -118,13 +118,13 @@ def compare_with(
 
 def _drawing(model) -> set:
     """Returns the ids of the layers that draw numbers, which would be others in float32, and of those in one loop."""
-    found: set = set()
+    names: set = set()
     for layer in ModelView(model).layers:
         # A loop carries a state from the layers in it back to them: all compute in one dtype.
         together = [layer, *ConvertedLayer(layer).inner] if isinstance(layer, STEPPING) else [layer]
         if any(ConvertedLayer(part).draws_numbers for part in together):
-            found.update(map(id, together))
-    return found
+            names.update(map(id, together))
+    return names
 
 
 def _deviation(arrays, references, scale: float = 1.0) -> float:

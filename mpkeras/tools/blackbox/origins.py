@@ -103,8 +103,10 @@ class Origins:
     def _origins_of(self, tensors) -> list:
         """Returns the origin of each tensor that is not finite."""
         bad = [tensor for tensor in tensors if not is_finite(tensor[1])]
-        found = [(self._by_object.get(id(tensor[0])), tensor) for tensor in bad]
-        return [self._by_bits.get(_bits(tensor[1]), _SOURCE) if origin is None else origin for origin, tensor in found]
+        origins = [(self._by_object.get(id(tensor[0])), tensor) for tensor in bad]
+        return [
+            self._by_bits.get(_bits(tensor[1]), _SOURCE) if origin is None else origin for origin, tensor in origins
+        ]
 
     def note(self, inputs: Callable, outputs: list, place: Callable):
         """Records one operation, in the order in which they run.
@@ -120,35 +122,35 @@ class Origins:
             for tensor in bad:
                 self._put(tensor, origin)
 
-    def _origin(self, given, dtype, bad, place) -> int:
-        if not given:
+    def _origin(self, inputs, dtype, bad, place) -> int:
+        if not inputs:
             return _CONSTANT
-        known = self._origins_of(given)
+        known = self._origins_of(inputs)
         if not self._has_source:
             # Of an operation that was not seen, such as one in a compiled function.
             known = [origin for origin in known if origin != _SOURCE]
-        if len(known) == len(given) and set(known) == {_CONSTANT}:
+        if len(known) == len(inputs) and set(known) == {_CONSTANT}:
             return _CONSTANT
         known = [origin for origin in known if origin != _CONSTANT]
         if known:
             return min(known)
-        arrays = [array.astype("float64") for _, array in given]
+        arrays = [array.astype("float64") for _, array in inputs]
         reached = max(np.abs(array[np.isfinite(array)]).max(initial=0.0) for array in arrays)
         what = "NaN" if any(np.isnan(array.astype("float64")).any() for _, array in bad) else "inf"
-        message = f"makes {what} of {given[0][1].dtype.name} numbers up to {reached:.3g}"
+        message = f"makes {what} of {inputs[0][1].dtype.name} numbers up to {reached:.3g}"
         side, name, where, line = place()
-        found = Operation(side, name, where, line, dtype, message)
-        self._operations.append(found)
-        self._casts_ahead = found.name in _CASTS and found.side == "forward" and found.line is None
+        operation = Operation(side, name, where, line, dtype, message)
+        self._operations.append(operation)
+        self._casts_ahead = operation.name in _CASTS and operation.side == "forward" and operation.line is None
         return len(self._operations) - 1
 
     def first(self, results) -> Operation | None:
         """Returns the earliest operation that one of `results` comes of; `None` if that is a source or none."""
-        found = [origin for origin in self._origins_of(results) if origin != _CONSTANT]
-        if self._has_source and _SOURCE in found:
+        origins = [origin for origin in self._origins_of(results) if origin != _CONSTANT]
+        if self._has_source and _SOURCE in origins:
             return None
-        found = [origin for origin in found if origin != _SOURCE]
-        return self._operations[min(found)] if found else None
+        origins = [origin for origin in origins if origin != _SOURCE]
+        return self._operations[min(origins)] if origins else None
 
 
 def _bits(array) -> tuple:
@@ -199,5 +201,5 @@ def stack():
 
 def frames_of_text(lines) -> list:
     """Returns the frames in the lines of a traceback as Python prints it, the innermost first."""
-    found = [match for line in lines for match in _FRAME.finditer(line)]
-    return [(match["file"], int(match["line"]), match["function"].strip()) for match in reversed(found)]
+    matches = [match for line in lines for match in _FRAME.finditer(line)]
+    return [(match["file"], int(match["line"]), match["function"].strip()) for match in reversed(matches)]

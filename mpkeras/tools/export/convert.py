@@ -99,12 +99,12 @@ class LayerDtype(NamedTuple):
 def _layer_dtypes(model, policy) -> list[LayerDtype]:
     """Returns what each layer of a converted model computes in; inputs and models, which compute nothing, left out."""
     rules = ModelView(model).rules_met(policy.keep_float32)
-    found = []
+    dtypes = []
     for row in ModelView(model).plan(policy):
         layer, reason = row.layer, _reason(row, policy, row.rule in rules)
         if not isinstance(layer, (keras.Model, keras.layers.InputLayer)):
-            found.append(LayerDtype(layer.path or layer.name, type(layer).__name__, layer.compute_dtype, reason))
-    return found
+            dtypes.append(LayerDtype(layer.path or layer.name, type(layer).__name__, layer.compute_dtype, reason))
+    return dtypes
 
 
 def _reason(row, policy, is_by_rule: bool) -> str:
@@ -229,9 +229,9 @@ def _names_of_mpkeras(config) -> set:
         return set().union(*map(_names_of_mpkeras, config))
     if not isinstance(config, dict):
         return set()
-    found = set().union(*map(_names_of_mpkeras, config.values()))
+    names = set().union(*map(_names_of_mpkeras, config.values()))
     ours = (str(config.get(key)).partition(mark)[0] for key, mark in (("registered_name", ">"), ("module", ".")))
-    return found | {config["class_name"]} if "mpkeras" in ours else found
+    return names | {config["class_name"]} if "mpkeras" in ours else names
 
 
 def _shown(paths) -> str:

@@ -105,10 +105,10 @@ def _why_unreadable(path: Path, error: Exception) -> str:
     messages = [str(link) for link in chain]
     for message in messages:
         for pattern in _UNKNOWN:
-            if found := pattern.search(message):
+            if match := pattern.search(message):
                 return (
                     f"Expected a model of classes and functions that are known. Received: '{path}' with the "
-                    f"{found['what']} '{found['name']}'. Name the module that defines it: `--import MODULE`."
+                    f"{match['what']} '{match['name']}'. Name the module that defines it: `--import MODULE`."
                 )
     if any("lambda" in message for message in messages):
         return (
@@ -154,57 +154,57 @@ def choose(out, name: str | None = None) -> Format:
     """Returns the format that `out` is written in, by its ending or by `name`; raises `ValueError` if they differ."""
     suffix = Path(out).suffix
     if name is None:
-        for found in FORMATS.values():
-            if found.suffix == suffix:
-                return found
+        for chosen in FORMATS.values():
+            if chosen.suffix == suffix:
+                return chosen
         raise ValueError(
             "Expected an output that ends in '.keras', '.onnx' or '.tflite', or a directory without an ending for a "
             f"SavedModel. Received: '{out}'. Change its ending, or say `--format savedmodel`."
         )
     if name not in FORMATS:
         raise ValueError(f"Expected a format of {', '.join(FORMATS)}. Received: format={name!r}. Choose one of them.")
-    found = FORMATS[name]
+    chosen = FORMATS[name]
     others = {other.suffix for other in FORMATS.values() if other.suffix}
-    if found.suffix != suffix and (found.suffix or suffix in others):
-        expected = f"end in '{found.suffix}'" if found.suffix else "be a directory"
+    if chosen.suffix != suffix and (chosen.suffix or suffix in others):
+        expected = f"end in '{chosen.suffix}'" if chosen.suffix else "be a directory"
         raise ValueError(
             f"Expected the output in the format {name!r} to {expected}. Received: '{out}'. Rename it, or leave out "
             "the format."
         )
-    return found
+    return chosen
 
 
-def check(found: Format, policy):
+def check(chosen: Format, policy):
     """Raises `ValueError` unless this process can write the format, and read it back under `policy`."""
     backend = keras.backend.backend()
-    if _keras_version() < found.since:
+    if _keras_version() < chosen.since:
         raise ValueError(
-            f"Expected Keras {'.'.join(map(str, found.since))} or newer for the format {found.name!r}. Received: "
+            f"Expected Keras {'.'.join(map(str, chosen.since))} or newer for the format {chosen.name!r}. Received: "
             f"Keras {keras.__version__}. Install a newer one, or write a SavedModel and convert that."
         )
-    if backend not in found.backends:
+    if backend not in chosen.backends:
         raise ValueError(
-            f"Expected the {' or '.join(found.backends)} backend for the format {found.name!r}. Received: {backend}. "
-            f"A `.keras` file loads on each: set KERAS_BACKEND={found.backends[0]}."
+            f"Expected the {' or '.join(chosen.backends)} backend for the format {chosen.name!r}. Received: {backend}. "
+            f"A `.keras` file loads on each: set KERAS_BACKEND={chosen.backends[0]}."
         )
-    if found.name == "tflite" and policy.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES:
+    if chosen.name == "tflite" and policy.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES:
         # Keras 3.15 and TensorFlow 2.21: a 16-bit product becomes a `Flex` operation, which the interpreter
         # refuses, and a 16-bit GELU stops the conversion.
         raise ValueError(
             "Expected a float32 policy for TFLite, whose interpreter has no 16-bit products. Received: policy "
             f"{policy.name!r}. Use `--policy float32`; no weight loses a bit by it."
         )
-    missing = [name for name in _packages(found, backend) if importlib.util.find_spec(name) is None]
+    missing = [name for name in _packages(chosen, backend) if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"Expected the packages that Keras writes {found.name!r} with on {backend}. Received: no "
+            f"Expected the packages that Keras writes {chosen.name!r} with on {backend}. Received: no "
             f"{', no '.join(missing)}. Run `pip install {' '.join(missing)}`."
         )
 
 
-def _packages(found: Format, backend: str) -> tuple:
-    if found.name != "onnx":
-        return ("tensorflow",) if found.name == "savedmodel" else ()
+def _packages(chosen: Format, backend: str) -> tuple:
+    if chosen.name != "onnx":
+        return ("tensorflow",) if chosen.name == "savedmodel" else ()
     if backend == "torch":
         return ("onnx", "onnxscript")
     # Keras 3.14 writes ONNX from JAX itself; before it went by way of TensorFlow.
@@ -215,7 +215,7 @@ def _keras_version() -> tuple:
     return tuple(int(part) for part in keras.__version__.split(".")[:2])
 
 
-def check_place(out, found: Format, force: bool):
+def check_place(out, chosen: Format, force: bool):
     """Raises `ValueError` unless `out` is not there yet, or is of this kind and `force` says so."""
     out = Path(out)
     if out.exists() and not force:
@@ -223,9 +223,9 @@ def check_place(out, found: Format, force: bool):
             f"Expected an output that is not there yet. Received: '{out}', which exists. Say `--force` to replace it."
         )
     # A directory is removed as a whole: only where it is plainly a SavedModel.
-    is_replaceable = (out / "saved_model.pb").is_file() if found.suffix == "" else out.is_file()
+    is_replaceable = (out / "saved_model.pb").is_file() if chosen.suffix == "" else out.is_file()
     if out.exists() and not is_replaceable:
-        kind = "a SavedModel" if found.suffix == "" else "a file"
+        kind = "a SavedModel" if chosen.suffix == "" else "a file"
         raise ValueError(f"Expected to replace {kind}. Received: '{out}', which is none. Choose another output.")
     existing = next(parent for parent in out.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -235,14 +235,14 @@ def check_place(out, found: Format, force: bool):
         )
 
 
-def write(model, out, found: Format):
+def write(model, out, chosen: Format):
     """Writes `model` to `out`, which appears, or changes, only when all of it is written; raises `ValueError`."""
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # In the same directory, so that the last step is a renaming.
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".mpkeras-") as folder:
-            _write(model, Path(folder) / out.name, found)
+            _write(model, Path(folder) / out.name, chosen)
             if out.is_dir():
                 shutil.rmtree(out)
             # ONNX keeps the weights of a large model in a second file beside it.
@@ -255,20 +255,20 @@ def write(model, out, found: Format):
         ) from error
 
 
-def _write(model, path: Path, found: Format):
+def _write(model, path: Path, chosen: Format):
     try:
         # Converters print to standard output, torch's whole graphs when they fail.
         with contextlib.redirect_stdout(io.StringIO()):
-            if found.keras_name is None:
+            if chosen.keras_name is None:
                 model.save(path)
             else:
                 _call_once(model)
-                model.export(str(path), format=found.keras_name, verbose=False)
+                model.export(str(path), format=chosen.keras_name, verbose=False)
     except OSError:
         raise
     except Exception as error:  # Each converter has exceptions of its own.
         raise ValueError(
-            f"Expected a model that Keras {keras.__version__} on {keras.backend.backend()} writes as {found.name!r}. "
+            f"Expected a model that Keras {keras.__version__} on {keras.backend.backend()} writes as {chosen.name!r}. "
             f"Received: {type(error).__name__}: {shortened(str(error))}. "
             "Try the policy float32, another backend (KERAS_BACKEND) or another format."
         ) from error
@@ -285,4 +285,4 @@ def size_of(path) -> int:
     """Returns the bytes of a file, or of all files in a directory."""
     path = Path(path)
     paths = [path, *path.parent.glob(path.name + ".data")] if path.is_file() else path.rglob("*")
-    return sum(found.stat().st_size for found in paths if found.is_file())
+    return sum(file.stat().st_size for file in paths if file.is_file())

@@ -35,8 +35,8 @@ class Range:
     @classmethod
     def of(cls, arrays) -> "Range":
         """Returns the range of all values of `arrays`, of any float dtype; `None`s are left out."""
-        parts = [np.asarray(array, "float64").ravel() for array in arrays if array is not None]
-        values = np.concatenate([np.zeros(0), *parts])
+        numbers = [np.asarray(array, "float64").ravel() for array in arrays if array is not None]
+        values = np.concatenate([np.zeros(0), *numbers])
         finite = values[np.isfinite(values)]
         nonzero = np.abs(finite[finite != 0])
         # 2**(e-1) <= value < 2**e in numpy's words.

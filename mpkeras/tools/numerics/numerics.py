@@ -145,11 +145,13 @@ def _layers(observed, reference, loss_scale: float) -> list:
     layers = [_of_call(call, twin, loss_scale) for call, twin in zip(observed.calls, reference.calls, strict=True)]
     last = {id(call.layer): (call.layer, numerics) for call, numerics in zip(observed.calls, layers, strict=True)}
     pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
-    found = {id(variable): (grad, true_grad) for (variable, grad), (_, true_grad) in pairs}
+    grads_by_variable = {id(variable): (grad, true_grad) for (variable, grad), (_, true_grad) in pairs}
     for layer, numerics in last.values():
-        own = [found[id(v)] for v in ConvertedLayer(layer).own_variables if id(v) in found]
-        numerics.weight_grads = Range.of(grad for grad, _ in own)
-        numerics.true_weight_grads = Range.of(true_grad for _, true_grad in own)
+        grads_of_layer = [
+            grads_by_variable[id(v)] for v in ConvertedLayer(layer).own_variables if id(v) in grads_by_variable
+        ]
+        numerics.weight_grads = Range.of(grad for grad, _ in grads_of_layer)
+        numerics.true_weight_grads = Range.of(true_grad for _, true_grad in grads_of_layer)
     return layers
 
 
@@ -195,8 +197,8 @@ def _in_float8(call) -> dict:
         "kernel": ([kernel], ConvertedLayer.FLOAT8_OPERANDS),
         "gradients": (call.output_grads, ConvertedLayer.FLOAT8_GRADIENT),
     }
-    found = {name: zeroed_share(*side) for name, side in sides.items()}
-    return found | {"output_error": relative_error(call.outputs, call.references)}
+    shares = {name: zeroed_share(*side) for name, side in sides.items()}
+    return shares | {"output_error": relative_error(call.outputs, call.references)}
 
 
 @dataclasses.dataclass
@@ -249,14 +251,14 @@ class LayerNumerics:
             return None
         # The output first: it is what the layer itself has made.
         ranges = {
-            "output": max(self.true_outputs, self.references, key=lambda found: found.max_abs),
+            "output": max(self.true_outputs, self.references, key=lambda numbers: numbers.max_abs),
             "input": self.true_inputs,
             "gradient": self.true_grads,
             "weight gradient": self.true_weight_grads,
         }
-        for what, found in ranges.items():
-            if found.max_abs >= overflow_limit(self.compute_dtype):
-                return what, found.max_abs
+        for what, numbers in ranges.items():
+            if numbers.max_abs >= overflow_limit(self.compute_dtype):
+                return what, numbers.max_abs
         return None
 
     @property
@@ -449,12 +451,12 @@ class NumericsReport(Report):
         return figure
 
     def _plot_panel(self, axes, ranges, title):
-        shares = np.array([found.exponents / max(found.exponents.sum(), 1) for found in ranges], "float64")
+        shares = np.array([numbers.exponents / max(numbers.exponents.sum(), 1) for numbers in ranges], "float64")
         image = np.where(shares > 0, shares, np.nan)
         extent = (EXPONENTS[0], EXPONENTS[-1] + 1, len(ranges) - 0.5, -0.5)
         axes.imshow(image, aspect="auto", cmap="viridis_r", vmin=0.0, vmax=0.25, extent=extent)
-        for row, found in enumerate(ranges):
-            if found.nonfinite:
+        for row, numbers in enumerate(ranges):
+            if numbers.nonfinite:
                 axes.text(EXPONENTS[-1], row, "inf", color="crimson", ha="right", va="center", weight="bold")
         # float16: 2^-24 is the smallest subnormal number, 2^-14 the smallest normal one, 2^16 is beyond the largest.
         for exponent, style in ((-24, ":"), (-14, "--"), (16, "-")):
@@ -475,11 +477,11 @@ def remedy_of_culprit(report) -> str:
     return about[0] if about else ""
 
 
-def _magnitude(found: Range) -> str:
-    if not found.size:
+def _magnitude(numbers: Range) -> str:
+    if not numbers.size:
         return "-"
-    text = f"{found.max_abs:.3g}"
-    return f"{text}, {found.nonfinite} not finite" if found.nonfinite else text
+    text = f"{numbers.max_abs:.3g}"
+    return f"{text}, {numbers.nonfinite} not finite" if numbers.nonfinite else text
 
 
 def _percent(share: float) -> str:

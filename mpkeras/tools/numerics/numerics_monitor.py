@@ -176,11 +176,11 @@ class NumericsMonitor(SkippedSteps):
         while len(self._kept.executions) > (0 if self._in_a_row else ahead):
             execution = self._kept.executions.popleft()
             logs = execution.logs or {}
-            before = self._skipped or 0
-            skipped = int(number(logs.get("skipped_steps", before)))
+            skipped_before = self._skipped or 0
+            skipped = int(number(logs.get("skipped_steps", skipped_before)))
             self._steps += 1
             is_due = self._every is not None and self._steps % self._every == 0 and bool(execution.batches)
-            was_skipped = skipped > before
+            was_skipped = skipped > skipped_before
             if (was_skipped or is_due) and keras.backend.backend() == "jax":
                 # `fit` holds the state itself there, and takes it up again from the variables.
                 self.model.jax_state_sync()

@@ -154,12 +154,16 @@ class _WeightGrads:
 
 def _weight_grads(model, observed, reference) -> list:
     pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
-    found = {id(v): (v, grad, true) for (v, grad), (_, true) in pairs if grad is not None and true is not None}
+    grads_by_variable = {
+        id(v): (v, grad, true) for (v, grad), (_, true) in pairs if grad is not None and true is not None
+    }
     result = []
     for layer in ModelView(model).layers:
-        own = [found.pop(id(v)) for v in ConvertedLayer(layer).own_variables if id(v) in found]
-        if own:
-            variables, grads, true = zip(*own, strict=True)
+        grads_of_layer = [
+            grads_by_variable.pop(id(v)) for v in ConvertedLayer(layer).own_variables if id(v) in grads_by_variable
+        ]
+        if grads_of_layer:
+            variables, grads, true = zip(*grads_of_layer, strict=True)
             dtype = layer.compute_dtype
             in_16_bits = [_fits(grad, dtype) for grad in grads]
             result.append(_WeightGrads(layer.path or layer.name, dtype, variables, true, in_16_bits))
@@ -218,10 +222,10 @@ def _with_rounded_gradient(in_float16, scale, layer, tensor):
 
 def _shares(weights, seen, scale) -> dict:
     """Returns `{path: share}`, how far the gradient of each layer's weights is from the true one, by the norm."""
-    found = {id(variable): grad for variable, grad in seen.variable_grads}
+    grads_by_variable = {id(variable): grad for variable, grad in seen.variable_grads}
     shares = {}
     for of in weights:
-        grads = [found[id(variable)] for variable in of.variables]
+        grads = [grads_by_variable[id(variable)] for variable in of.variables]
         grads = [np.zeros_like(true) if grad is None else grad for grad, true in zip(grads, of.true, strict=True)]
         if of.dtype == "float16" and scale is not None:
             pairs = zip(grads, of.in_16_bits, strict=True)

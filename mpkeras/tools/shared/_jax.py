@@ -82,9 +82,9 @@ def _walk(jaxpr, program, owner, times):
             program.add_cast(inside, str(source.dtype), str(target.dtype), size(target.shape), times)
         times_inside = times * equation.params["length"] if name == "scan" else times
         for part in [part for value in equation.params.values() for part in _jaxprs(value)]:
-            before = len(program.products)
+            products_before = len(program.products)
             _walk(part, program, inside, times_inside)
-            program.uncounted += name == "while" and len(program.products) > before
+            program.uncounted += name == "while" and len(program.products) > products_before
 
 
 def _jaxprs(value) -> list:

@@ -69,9 +69,9 @@ def _walk(graph, program, owner, times, batch):
             source, target = operation.inputs[0].dtype.name, operation.outputs[0].dtype.name
             program.add_cast(inside, source, target, operation.outputs[0].shape.num_elements() or 0, times)
         for inner, repeated in _functions(operation):
-            before = len(program.products)
+            products_before = len(program.products)
             _walk(inner, program, inside, times * (repeated or 1), batch)
-            program.uncounted += repeated is None and len(program.products) > before
+            program.uncounted += repeated is None and len(program.products) > products_before
 
 
 def _used(graph) -> list:

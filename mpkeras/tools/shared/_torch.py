@@ -36,8 +36,8 @@ def run_with_gradients(run, variables):
         return results, [None] * len(taps), [None] * len(variables)
     # Weights that were frozen as torch parameters take no gradient.
     reached = [tensor for tensor in taps + native if tensor.requires_grad]
-    found = dict(zip(map(id, reached), torch.autograd.grad(loss, reached, allow_unused=True), strict=True))
-    grads = [found.get(id(tensor)) for tensor in taps + native]
+    grads_by_tensor = dict(zip(map(id, reached), torch.autograd.grad(loss, reached, allow_unused=True), strict=True))
+    grads = [grads_by_tensor.get(id(tensor)) for tensor in taps + native]
     return results, grads[: len(taps)], grads[len(taps) :]
 
 

@@ -67,8 +67,8 @@ def owner_name(index: int) -> str:
 
 def owner_of(scopes: str, outer=None) -> int | None:
     """Returns the number of the innermost layer in a path of scopes; `outer` where there is none."""
-    found = _OWNER.findall(scopes)
-    return int(found[-1]) if found else outer
+    owners = _OWNER.findall(scopes)
+    return int(owners[-1]) if owners else outer
 
 
 def widest(of_operands) -> str:

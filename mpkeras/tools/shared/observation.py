@@ -98,35 +98,35 @@ def observe(
         this = _Pass(tap_input, tap_output, rounded, references, paths)
         # JAX runs it twice, first for the shapes.
         calls = this.calls
-        found: dict = {"tensors": this.tensors, "references": this.references}
+        observed: dict = {"tensors": this.tensors, "references": this.references}
         with replaced_calls(observed_layers(model), this.observed):
             y_pred = model(x, **options)
-            found["predictions"] = [
+            observed["predictions"] = [
                 v for v in keras.tree.flatten(y_pred) if dtypes.tensor_dtype(v) in dtypes.FLOAT_DTYPES
             ]
             if y is None:
-                return None, found
+                return None, observed
             if loss_of is not None:
                 loss = loss_of(y, y_pred, sample_weight)
             else:
                 loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
-        found["loss"] = ops.cast(loss, "float32")
-        return found["loss"] * loss_scale, found
+        observed["loss"] = ops.cast(loss, "float32")
+        return observed["loss"] * loss_scale, observed
 
     # Put back after each pass, so that the next one draws the same numbers.
     with backend_generators_put_back(), ModelView(model).computed_once():
-        found, grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
+        observed, grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
     for call in calls:
         call.input_grads = [_array(grads[i]) for i in call.inputs]
         call.output_grads = [_array(grads[i]) for i in call.outputs]
-        call.references = [_array(found["references"].get(i)) for i in call.outputs]
-        call.inputs = [_array(found["tensors"][i]) for i in call.inputs]
-        call.outputs = [_array(found["tensors"][i]) for i in call.outputs]
-    loss = None if y is None else float(ops.convert_to_numpy(found["loss"]))
+        call.references = [_array(observed["references"].get(i)) for i in call.outputs]
+        call.inputs = [_array(observed["tensors"][i]) for i in call.inputs]
+        call.outputs = [_array(observed["tensors"][i]) for i in call.outputs]
+    loss = None if y is None else float(ops.convert_to_numpy(observed["loss"]))
     variable_grads = list(zip(model.trainable_variables, map(_array, variable_grads), strict=True))
-    given = [_as_given(value) for value in keras.tree.flatten(x) if hasattr(value, "shape")]
-    predictions = [_array(value) for value in found["predictions"]]
-    return Observation(calls, loss, variable_grads, all_finite(given), all_finite(predictions))
+    inputs = [_as_given(value) for value in keras.tree.flatten(x) if hasattr(value, "shape")]
+    predictions = [_array(value) for value in observed["predictions"]]
+    return Observation(calls, loss, variable_grads, all_finite(inputs), all_finite(predictions))
 
 
 def observed_layers(model) -> list:
@@ -340,14 +340,14 @@ def _backward(observed, reference, loss_scale):
     twins = {id(call): twin for call, twin in zip(observed.calls, reference.calls, strict=True)}
     # Latest first, and of a layer and those inside it the inner one first.
     for call in sorted(observed.calls, key=lambda call: call.start, reverse=True):
-        own = [id(v) for v in call.layer.trainable_variables if id(v) in grads]
-        if all_finite(call.output_grads) and not all_finite([*call.input_grads, *(grads[key] for key in own)]):
+        trained_here = [id(v) for v in call.layer.trainable_variables if id(v) in grads]
+        if all_finite(call.output_grads) and not all_finite([*call.input_grads, *(grads[key] for key in trained_here)]):
             what = (
                 f"the gradient of layer '{call.path}' by its {'weights' if all_finite(call.input_grads) else 'input'} "
                 f"is not finite at a loss scale of {loss_scale:g}, while that of its output is (up to "
                 f"{max_abs(call.output_grads):.3g})"
             )
-            cures = all_finite([*twins[id(call)].input_grads, *(true_grads[key] for key in own)])
+            cures = all_finite([*twins[id(call)].input_grads, *(true_grads[key] for key in trained_here)])
             return Culprit("gradient", call.path, what if cures else f"{what}; in float32 it is not either", cures)
     for call in reversed(observed.calls):
         if not all_finite(call.output_grads):

@@ -146,13 +146,13 @@ class KeptBatches:
         """Stands in front of the train function that `model` has now, whose next step is `begin`."""
         self._begin = begin
         function = getattr(model, self._name)
-        attached = [before.mpkeras_kept_batches for before in _attached(function)]
+        attached = [below.mpkeras_kept_batches for below in _attached(function)]
         if function is None or self in attached:
             return
         steps = model.steps_per_execution
         backend = keras.backend.backend()
 
-        one_by_one = any(kept._run_step is not None for kept in (self, *attached))
+        one_by_one = any(other._run_step is not None for other in (self, *attached))
         runs_several = backend == "tensorflow" and steps > 1 and not model.run_eagerly and not one_by_one
 
         # Of the function that is there now: what is traced holds the one that it was made of.
@@ -236,8 +236,8 @@ def trace_again(model):
 
 def _attached(function) -> list:
     """Returns the functions of `KeptBatches` that stand in front of a train function, the outermost first."""
-    found = []
+    functions = []
     while hasattr(function, "mpkeras_kept_batches"):
-        found.append(function)
+        functions.append(function)
         function = function.mpkeras_own_function
-    return found
+    return functions
