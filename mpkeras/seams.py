@@ -1,6 +1,6 @@
 """The names of the core that tools may use, beside the public ones: at most 30, each with a sentence.
 
-What a model is:
+A model:
 
 - `ModelView`: a model as reports see it; the questions that they ask of it, and no change.
 - `ConvertedLayer`: one layer, what its conversion made of it, and what can be done to it alone.
@@ -8,13 +8,13 @@ What a model is:
 - `dtypes`: the module of the dtypes: which are floats, which have 16 bits, and how many bytes a tensor has.
 - `mixing`: the module that knows how a layer mixes dtypes, and what to do about it.
 
-What a machine is:
+A machine:
 
 - `devices`: the module of versions and machine, with the part of it that is the backend's.
 - `native`: the module that says what the devices of a backend compute natively.
 - `missing_kernel_rules`: the layers for which the backend has no kernel in a dtype here.
 
-What is changed, and put back:
+Changes, which can be put back:
 
 - `layer_converter`: gives the layers of a model their dtypes under a policy.
 - `recorded`: lets every layer of a model compute again in what it computes in now.
@@ -28,7 +28,7 @@ What is changed, and put back:
 - `copy_mask`: lets a tensor stand for another one in a model.
 - `has_logits`: says of a tensor that Keras finds the logits of a softmax by it.
 
-What runs a step:
+The run of a step:
 
 - `MixedPrecision`: the public callback, which guards the step for a callback that looks at it.
 - `ModelInFit`: a model in `fit`, as callbacks see it that look at its steps.
@@ -38,7 +38,7 @@ What runs a step:
 - `scales_loss`: says whether an optimizer multiplies the loss.
 - `number`: reads a number from a variable or a tensor.
 
-What users pass:
+Arguments of users:
 
 - `check_model`, `check_switch`, `checked_count`, `checked_path`: the checks of arguments that the core makes, too.
 """

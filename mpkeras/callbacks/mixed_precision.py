@@ -78,7 +78,7 @@ class MixedPrecision(SkipWatch):
         self._is_on_model = False
         # `jit_compile` of the model before, and as it was given.
         self._switched: tuple | None = None
-        # What `fit` would otherwise wait for on every batch is only looked at where it is asked for.
+        # Only where it is asked for: to look at a number after each batch makes `fit` wait for the device.
         if on_min_scale != "warn":
             self.on_train_batch_end = self._check_scale_after_batch
 

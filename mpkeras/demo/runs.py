@@ -99,7 +99,7 @@ def compare(tasks, data_sets, policies, seeds: int, epochs=None, *, limit_s: flo
         failed = {policy for policy in policies if policy not in models}
         for seed in range(seeds):
             for policy in policies:
-                # One failure is enough: it is the device, not the seed.
+                # A single failure is enough: the device causes it, not the seed.
                 if (policy in failed and seed) or seed >= plans[task.name][policy].seeds:
                     continue
                 print(f"{task.name}, {policy}, seed {seed + 1} of {plans[task.name][policy].seeds}", flush=True)
@@ -259,7 +259,7 @@ def _optimizer(task, data_set, epochs: int):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much of a task is run under one policy. What could not be timed is `None`."""
+    """How much of a task is run under one policy. A time that could not be taken is `None`."""
 
     asked_seeds: int
     seeds: int  # runs that there will be; 0 leaves the policy out
@@ -348,8 +348,8 @@ def layer_output_bytes(model: keras.Model, x, batch_size: int) -> int:
     """Returns the bytes of all layer outputs of one batch, in the dtypes that the layers really return.
 
     The model is run on one example: the symbolic dtypes of a Functional model are those it was built with,
-    not those of the policies its layers have now. Operations between layers (`x + y`) count as layers. What
-    a layer keeps inside (attention scores) does not count, nor is there a discount for what a compiler
+    not those of the policies its layers have now. Operations between layers (`x + y`) count as layers. Tensors
+    inside a layer (attention scores) do not count, nor is there a discount for what a compiler
     fuses away: the number compares policies and does not predict peak memory.
     """
     symbolic = []

@@ -347,7 +347,7 @@ def _draw_bars(axis, rows, value_name, styles):
         place = tasks.index(row["task"]) + offset * bar_width
         value = row.get(value_name)
         if value is None:
-            # What was left out has taken a step.
+            # The runs that were left out have taken a step.
             if value_name == "speed_up" and row.get("first_step_ratio") and row.get("shortened"):
                 value = row["first_step_ratio"]
                 axis.bar(place, value, 0.9 * bar_width, color=styles[row["policy"]]["color"], alpha=0.5)

@@ -199,7 +199,7 @@ def load_text(context: int, train_bytes: int, held_out_bytes: int) -> DataSet:
 
     `x` holds the bytes as int32, shape `(windows, context)`; `y` the byte after each of them, so `y[:, :-1]` equals
     `x[:, 1:]`. Windows do not overlap: an epoch predicts each byte once. A window starts without memory of the one
-    before it, so its bits per byte are higher than a sliding window's. What does not fill a window is dropped.
+    before it, so its bits per byte are higher than a sliding window's. The rest, too short for a window, is dropped.
     """
     held_out_files, train_files = split_files(standard_library_files(), train_bytes, held_out_bytes)
     held_out = read_bytes(held_out_files, held_out_bytes)

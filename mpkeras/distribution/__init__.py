@@ -4,5 +4,5 @@ import importlib
 
 import keras
 
-# What the active backend does: `check_travel`, `check_program`, `with_dtypes`, `split_slots`; `OPTIMIZERS_REDUCE`.
+# The active backend's part: `check_travel`, `check_program`, `with_dtypes`, `split_slots`; `OPTIMIZERS_REDUCE`.
 distribution_backend = importlib.import_module(f"mpkeras.distribution._{keras.backend.backend()}")

@@ -1,4 +1,4 @@
-"""What travels between devices on JAX: the program of a step, in which each collective has the dtype of the policy.
+"""Travel between devices on JAX: the program of a step, in which each collective has the dtype of the policy.
 
 The compiler puts the collectives in, in the dtype of what it finds: a gradient that is computed in bfloat16 is summed
 over devices in bfloat16, and rounded once for each. `with_dtypes` therefore traces a step, and makes two changes:

@@ -1,4 +1,4 @@
-"""What travels between replicas on TensorFlow: gradients, which the optimizer sums; weights are whole on each."""
+"""Travel between replicas on TensorFlow: of gradients, which the optimizer sums; weights are whole on each."""
 
 import tensorflow as tf
 

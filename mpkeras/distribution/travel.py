@@ -1,4 +1,4 @@
-"""What a policy says of the numbers that travel between devices: the dtypes of weights and of gradients."""
+"""The dtypes of numbers that travel between devices, weights and gradients, by a policy."""
 
 import dataclasses
 

@@ -20,7 +20,7 @@ from mpkeras.policies.dtypes import (
 # Policies by name, filled by `registry.py`: a `Policy`, or a function that makes it when it is first asked for. It is
 # here because `Policy(name)` starts from the registered settings.
 REGISTERED: dict = {}
-# What `remat` may be, beside rules.
+# The words that `remat` may be; otherwise it has rules.
 REMAT_WORDS = ("products", "blocks")
 # Keys that the config of a policy cannot do without: mpkeras 0.1 wrote the rest otherwise, or not at all.
 _NEEDED = ("name", "compute_dtype", "variable_dtype", "keep_float32", "loss_scale")
@@ -85,11 +85,11 @@ class Policy(keras.DTypePolicy):
         keep_16_bits: Rules for the layers whose products are not in float8: as in `keep_float32`, and `"first"` and
             `"last"`, the first and the last layer of the model that multiplies with weights. `None`: the registered
             rules, and for a new name `("first", "last")`.
-        remat: What of the forward pass is kept for the backward pass, which computes the rest again (Chen et al. 2016,
-            "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174): less memory for more time, with the same
-            numbers. `"blocks"`: what the repeated blocks of a model are given. `"products"`: the products with weights,
-            too, so that little is computed twice. Or rules as in `keep_float32`: the outputs of these layers. `None`:
-            everything, and for a registered name its setting. See docs/memory.md.
+        remat: The part of the forward pass that is kept for the backward pass, which computes the rest again (Chen et
+            al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174): less memory for more time,
+            with the same numbers. `"blocks"`: what the repeated blocks of a model are given. `"products"`: the products
+            with weights, too, so that little is computed twice. Or rules as in `keep_float32`: the outputs of these
+            layers. `None`: everything, and for a registered name its setting. See docs/memory.md.
         gather_dtype: The dtype in which a weight travels that is split over devices, where a layer reads all of it: its
             own or that of the arithmetic. `None`: that of the layer, and for a registered name its setting. Weights
             that a float32 layer reads travel in float32.
@@ -229,7 +229,7 @@ class Policy(keras.DTypePolicy):
 
     @property
     def remat(self) -> str | tuple | None:
-        """What is kept for the backward pass: `"blocks"`, `"products"`, rules for layers, or `None`, everything."""
+        """The part that is kept for the backward pass: `"blocks"`, `"products"`, rules for layers, or `None`, all."""
         return self._settings.remat
 
     @property

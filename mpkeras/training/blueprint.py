@@ -1,4 +1,4 @@
-"""What a configuration of a model does not say, and a process needs that makes the model and its step again."""
+"""The facts that a process needs to make a model and its step again, and that no configuration of the model says."""
 
 import keras
 

@@ -38,7 +38,7 @@ def with_callback(callback, unless, function, name: str, args, kwargs):
     """Yields the arguments of `function` with `callback` among the callbacks, as the last: it only reads and warns.
 
     Args:
-        unless: A class. Where one of it is among the callbacks, the arguments stay as they are.
+        unless: A class. With a callback of this class the arguments stay as they are.
         function, name: A model's `fit` or `evaluate`, and which of them it is.
     """
     position, may_be_by_place = _place_of_callbacks(function, name)

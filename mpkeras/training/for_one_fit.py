@@ -1,4 +1,4 @@
-"""What callbacks put on a model for one `fit`, and what takes it away when that `fit` ends in whatever way.
+"""Changes that callbacks make to a model for one `fit`, taken back when that `fit` ends in whatever way.
 
 Keras calls no `on_train_end` where an exception ends a `fit` (Ctrl-C is one), and tells no callback otherwise. A
 prepared model sees the end of its own `fit`. Of any other model the next `fit` takes away what is left.
@@ -23,7 +23,7 @@ class _Record:
 def begin(model, end: Callable):
     """Lets `end`, a function without arguments that calls `ended`, be called when the `fit` of `model` has ended.
 
-    Whoever sees the end, as callbacks do where nothing is raised, calls it too.
+    A callback that sees the end, where nothing is raised, calls it too.
     """
     record = vars(model).setdefault(_RECORD, _Record())
     record.ends.append(end)

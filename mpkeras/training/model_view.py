@@ -33,12 +33,12 @@ class ModelView(Survey):
 
     @property
     def inputs(self):
-        """What the graph takes: symbolic tensors in the structure of a call; `None` without a graph."""
+        """The inputs of the graph: symbolic tensors in the structure of a call; `None` without a graph."""
         return None if self.graph is None else _keras.input_structure(self.graph)
 
     @property
     def outputs(self):
-        """What the graph returns, likewise."""
+        """The outputs of the graph, likewise."""
         return None if self.graph is None else _keras.output_structure(self.graph)
 
     def compute_dtypes(self) -> set[str]:

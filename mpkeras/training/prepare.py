@@ -77,8 +77,8 @@ def prepare(
         rollback: Whether the train step is guarded. Without it a skipped step still updates
             BatchNormalization statistics, metrics and random generators, and a float32 or bfloat16 model is
             not checked at all.
-        remat: What of the forward pass is kept for the backward pass, as in `mpkeras.Policy`; by default what the
-            policy says, or without a policy the file that the model was loaded from.
+        remat: The part of the forward pass that is kept for the backward pass, as in `mpkeras.Policy`; by default that
+            of the policy, or without a policy the file that the model was loaded from.
 
     Returns:
         `model`.

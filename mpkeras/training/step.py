@@ -96,8 +96,8 @@ def make_train_step(
             (`"drop_window"`).
         metrics: A list of `keras.metrics.Metric`, one alone, or `None`; for several outputs a list or dictionary of
             such lists.
-        remat: What of the forward pass is kept for the backward pass, as in `mpkeras.Policy`; by default what the
-            model's policy says.
+        remat: The part of the forward pass that is kept for the backward pass, as in `mpkeras.Policy`; by default that
+            of the model's policy.
 
     Returns:
         A `TrainStep`.

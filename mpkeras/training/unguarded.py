@@ -23,8 +23,8 @@ class UnguardedWatch:
     An optimizer that a callback or a closure holds, or that is made in the first step, is out of reach of `prepare`:
     nothing scales its loss, and nothing skips its steps. As soon as any `LossScaleOptimizer` has been called, all is
     well. Until then the first steps are looked at, and further ones as seldom as their number doubles: training may
-    begin late. What callbacks do to weights happens between steps, and is not looked at; what a layer assigns to its
-    weights is no update.
+    begin late. Nothing sees the writes of callbacks to weights, which happen between steps; the writes of a layer
+    to its weights are no update.
     """
 
     def __init__(self, model):

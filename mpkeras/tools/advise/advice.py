@@ -63,10 +63,10 @@ def advise(
     Training steps in float32, bfloat16 and float16, compiled and not, are timed in interleaved rounds on your own
     batch, each with loss scaling, finite check and rollback as `mpkeras.make_train_step` has them; settings that are
     hopeless drop out early. Where 16 bits gain less than 4 % in speed and no memory, the advice is not to bother.
-    What weights and optimizer state need in float32, with `slot_dtype="bfloat16"` and under `"bfloat16"` is counted.
+    The bytes of weights and optimizer state are counted: in float32, with `slot_dtype="bfloat16"`, under `"bfloat16"`.
 
     The model is left exactly as it was: weights, dtype policies, optimizer, random generators, compiled functions.
-    What is trained is a copy, where Keras can make one: of Functional and Sequential models by
+    A copy is trained, where Keras can make one: of Functional and Sequential models by
     `keras.models.clone_model`, of subclassed ones by their `get_config`. Of any other the model itself trains, and
     then all of its variables, generators and policies are put back. The copy comes first because nothing can
     go wrong with it, not even by killing the process in between; it costs the memory of the model once more.
@@ -304,7 +304,7 @@ def _rival(chosen, measured):
 
 
 class Storage(NamedTuple):
-    """What training keeps if weights and slots are stored in one of the ways."""
+    """The bytes that training keeps if weights and slots are stored in one of the ways."""
 
     name: str
     state_bytes: int  # of the weights, trained or not, and of the slots
@@ -343,7 +343,7 @@ class AdviceReport(Report):
         sureness: `"sure"`, `"fairly sure"`, `"not sure"`, or `"not measured"`.
         cells: One for each setting: `policy`, `jit_compile`, `times_ms` (one a round), `memory_bytes`, `failure`.
         decision: The comparison behind the choice; `None` if nothing was measured.
-        memory_kind: What the memory of the cells is; `None` if nobody tells.
+        memory_kind: The kind of memory of the cells; `None` if nobody tells.
         present_jit: The `jit_compile` that the model has.
         native_policy: The policy that the device suggests.
         storage: What training keeps under each way to store weights and optimizer state: `name`, `state_bytes`,
@@ -521,7 +521,7 @@ class AdviceReport(Report):
 
     def _storage_saving(self) -> float:
         """Returns the share of all memory that weights and slots in bfloat16 would save."""
-        # What a step needs beside the state. Where nobody tells, it is the gradients at least.
+        # The bytes of a step beside the state. Where nobody tells, the gradients at least.
         step = self.storage[0].gradient_bytes
         if self.memory_kind not in (None, ESTIMATE) and self._chosen and self._chosen.memory_bytes is not None:
             step = self._chosen.memory_bytes

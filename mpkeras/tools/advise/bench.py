@@ -26,7 +26,7 @@ _SHARE_KEPT = 0.4
 _UNTRIED = 2.0
 # Cells so many times slower than the fastest are no longer timed: after the first steps, after 3 and after 12 rounds.
 _HOPELESS = {0: 10.0, 3: 3.0, 12: 1.5}
-# One reading of the clock covers about this time, or noise of the timer and of thread wake-ups is what is compared.
+# A reading of the clock covers about this time: in a shorter one, noise of timer and thread wake-ups would be compared.
 _READING_MS = 20.0
 _MOST_STEPS = 20
 _RAISED_IN_CALL = re.compile(
@@ -213,7 +213,7 @@ class Bench:
         self._policies: dict = {None: self._as_it_was}
         self._policy: str | None = None
         self._optimizers, self._steps = {}, {}
-        #: What `memory_bytes` of the cells is; `None` before one was found.
+        #: The kind of `memory_bytes` of the cells; `None` before the first.
         self.memory_kind: str | None = None
 
     def begin(self, cell) -> float:
@@ -242,7 +242,7 @@ class Bench:
         peak, kind = self._memory(step)
         if peak is not None:
             self.memory_kind = self.memory_kind or kind
-            # What is of another kind is not to be compared.
+            # Bytes of another kind cannot be compared.
             cell.memory_bytes = peak if kind == self.memory_kind else None
         return milliseconds
 
@@ -346,7 +346,7 @@ def _copy(model, x):
             if _picture(copy) != _picture(model):
                 return None  # The configuration did not say all.
             copy.set_weights(model.get_weights())
-            # What `prepare` or `apply_policy` made of the layers is not in every configuration.
+            # Not every configuration says how `prepare` or `apply_policy` changed the layers.
             recorded(model, on=copy)()
         return copy
     except Exception:  # What `get_config`, `from_config` and the layers of the user's own raise.

@@ -28,7 +28,7 @@ class NumberCopies:
         # `fit` hands on no state of optimizers beside `model.optimizer`: a step that runs op by op assigns it.
         self._places = [(variable, places.get(id(variable))) for variable in variables]
         self._counts = [i for i, v in enumerate(variables) if any(v is count for count in skip_counts)]
-        # Those of the last step, after it: as a rule the next one is given the same arrays.
+        # The numbers after the last step: as a rule the next step is given the same arrays.
         self._last: _Numbers | None = None
 
     def before_step(self, state):
@@ -77,7 +77,7 @@ class _Numbers:
     def copies(self) -> list:
         """Returns the numbers as NumPy arrays; the first call waits for them."""
         if self._copies is None:
-            # One by one: a CPU takes a tenth of the time of `jax.device_get`, and no program has to run on the device.
+            # Singly: on a CPU in a tenth of the time of `jax.device_get`, and no program has to run on the device.
             self._copies = [np.array(value) for value in self._values]
         return self._copies
 
@@ -149,7 +149,7 @@ class _Interpreter:
 
     def _evaluated(self, equation, inputs, owner, is_backward) -> list:
         name, params, scopes = equation.primitive.name, equation.params, str(equation.source_info.name_stack)
-        # What is within a function names its scopes from there on.
+        # Operations within a function name their scopes from there on.
         owner = owner_of(scopes, owner)
         is_backward = is_backward or "transpose(" in scopes
         if owner != self._last_owner:

@@ -20,7 +20,7 @@ class NumberCopies:
 
     @torch.no_grad()
     def before_step(self):
-        # One tensor for each dtype: a copy of a single variable takes as long as one of all.
+        # A tensor for each dtype: to copy a single variable takes as long as to copy all.
         groups: dict = {}
         for variable in self._variables:
             value = variable.value

@@ -12,7 +12,7 @@ from mpkeras.seams import ModelInFit, SkippedStep, checked_count, checked_path, 
 from mpkeras.tools.blackbox.capsule_file import capsule_of_fit
 from mpkeras.tools.shared.skipped_steps import SkippedSteps
 
-# What Keras calls before it gives the state of a model to a function of its own, whatever is asked for.
+# The methods that Keras calls before it gives the state of a model to a function of its own, whatever is asked for.
 _TAKING_STATE = ("make_train_function", "make_test_function", "make_predict_function")
 
 
@@ -115,7 +115,7 @@ class BlackBox(SkippedSteps):
 
     def _run_step(self, run, step, batch, state=None):
         numbers = self._numbers
-        # Whatever takes time on the host comes before `_look`, which waits for the device: behind it the device idles.
+        # All work of the host comes before `_look`, which waits for the device: behind it the device idles.
         if numbers is None or not numbers.are_all():
             numbers = self._numbers = _MovingNumbers(self._trained)
         self._look()

@@ -243,9 +243,9 @@ class Capsule:
     def first_operation(self) -> Operation | None:
         """Returns the operation of the step at which inf or NaN began: its inputs were finite, and its output is not.
 
-        The step is run op by op, forward and backward, in the dtypes that it has. What a compiler has joined is taken
-        apart here: a number that it kept in float32 between two operations is rounded to 16 bits, and may overflow
-        there. An inf that reaches neither the loss nor a gradient is no fault.
+        The step is run op by op, forward and backward, in the dtypes that it has. Operations that a compiler
+        has joined are taken apart here: a number that it kept in float32 between two operations is rounded to 16 bits,
+        and may overflow there. An inf that reaches neither the loss nor a gradient is no fault.
 
         Returns:
             An `Operation`, or `None` where op by op everything is finite.
@@ -276,8 +276,8 @@ class Capsule:
         """Returns what to do about the step, in a sentence.
 
         Args:
-            operation: What `first_operation` returned; it is called without.
-            report: What `trace` returned; it is called without.
+            operation: The result of `first_operation`, which is called without.
+            report: The result of `trace`, which is called without.
         """
         operation = self.first_operation() if operation is None else operation
         if operation is None:

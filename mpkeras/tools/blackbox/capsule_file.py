@@ -170,7 +170,7 @@ def write(path, content: dict, arrays: dict) -> int:
 
     Args:
         path: Where it goes; the folder must exist.
-        content: What JSON can hold, without NaN and infinities.
+        content: A structure that JSON can hold, without NaN and infinities.
         arrays: Arrays of numbers by name, of dtypes of NumPy or ml_dtypes.
     """
     path = Path(path)
@@ -241,7 +241,7 @@ def read(path) -> tuple[dict, dict]:
 
 
 class _DamagedError(Exception):
-    """What is wrong with a file, and what to do; `read` adds the path."""
+    """A fault of a file, and the remedy; `read` adds the path."""
 
 
 def _expect(is_so: bool, otherwise: str, remedy: str = _REMEDY):

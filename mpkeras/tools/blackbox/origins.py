@@ -40,7 +40,7 @@ class Operation:
 
 # The casts that Keras puts before the `call` of a layer, as backends call them.
 _CASTS = ("Cast", "_to_copy", "convert_element_type")
-# What was there before the first operation; and constants, such as the -inf of a mask, which are no fault.
+# Numbers that were there before the first operation; and constants, such as the -inf of a mask, which are no fault.
 _SOURCE, _CONSTANT = -1, -2
 
 

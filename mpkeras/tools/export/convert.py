@@ -23,8 +23,8 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
 
     The layers are those that `mpkeras.apply_policy` makes of it; the weights are the same float32 numbers. Under
     `"bfloat16"` they are rounded to the nearest, once, but those of layers that stay in float32: the file is half as
-    large, and predicts what the one under `"mixed_bfloat16"` does, which rounds them when it computes. What is written
-    holds no optimizer, loss or metrics, so that it loads where mpkeras is not installed; to train it,
+    large, and predicts what the one under `"mixed_bfloat16"` does, which rounds them when it computes. The written
+    model holds no optimizer, loss or metrics, so that it loads where mpkeras is not installed; to train it,
     compile it again.
 
     Args:
@@ -54,7 +54,7 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     >>> keras.saving.load_model("served.keras").layers[0].compute_dtype
     'bfloat16'
     """
-    # Whatever can be known without the model comes first: loading may take minutes.
+    # The checks that need no model come first: loading may take minutes.
     source = checked_path("source", source, "Pass the `.keras` or `.h5` file of a model.")
     out = checked_path("out", out, "Pass the file to write, or the directory of a SavedModel.")
     chosen = files.choose(out, format)

@@ -117,7 +117,7 @@ def zeroed_share(arrays, dtype: str, factor: float | None = None) -> float:
     Args:
         arrays: Float arrays; what is not finite is left out, and so are `None`s.
         dtype: A 16-bit dtype, or `"float8_e4m3fn"` or `"float8_e5m2"`.
-        factor: What the values are multiplied by before they are rounded. `None`: each array is scaled by its largest
+        factor: The factor of the values before they are rounded. `None`: each array is scaled by its largest
             value, as products in float8 scale.
     """
     nonzero = zeroed = 0

@@ -246,7 +246,7 @@ class LayerNumerics:
 
     @property
     def too_large(self) -> tuple[str, float] | None:
-        """What is beyond the range of its dtype, gradients at a loss scale of 1, and how far it reaches; or `None`."""
+        """The numbers beyond the range of their dtype, and how far they reach, gradients unscaled; or `None`."""
         if self.compute_dtype not in dtypes.SIXTEEN_BIT_DTYPES:
             return None
         # The output first: it is what the layer itself has made.

@@ -90,7 +90,7 @@ class ScaleWindow:
 def scale_window(model, observed, reference, loss_scale: float, run, run_rounded) -> ScaleWindow | None:
     """Returns the `ScaleWindow` of a batch, or `None` where nothing computes in 16 bits or there is no finite gradient.
 
-    What each gradient loses for itself says which scales are safe. Where the present one is not among them, a pass in
+    The loss of each gradient for itself says which scales are safe. Where the present one is not among them, a pass in
     float32 with every gradient rounded as in float16 shows what is lost of the gradients that the optimizer gets: a
     small gradient that is added to a large one, or that of an easy example, is no loss. Then `smallest` is the present
     scale if that does, and is searched for if it does not.
@@ -135,7 +135,7 @@ def scale_window(model, observed, reference, loss_scale: float, run, run_rounded
         while smallest - too_small > 1:
             middle = (smallest + too_small) // 2
             smallest, too_small = (smallest, middle) if lost_at(2.0**middle) else (middle, too_small)
-        # That no scale is left is said only of what was seen to overflow.
+        # Only an overflow that was seen says that no scale is left.
         while smallest > highest and run(loss_scale=2.0 ** (highest + 1)).gradients_are_finite:
             highest += 1
     return ScaleWindow(2.0**smallest, 2.0**highest, lost_at(loss_scale) if loss_scale <= 2.0**highest else {})

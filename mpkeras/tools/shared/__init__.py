@@ -1,1 +1,1 @@
-"""What several tools stand on: reports, what is seen of a pass through a model, and the batches of skipped steps."""
+"""The ground of several tools: reports, observations of a pass through a model, and the batches of skipped steps."""

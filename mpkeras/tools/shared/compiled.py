@@ -1,4 +1,4 @@
-"""What a model was compiled with, as `make_train_step` takes it."""
+"""The arguments that a model was compiled with, as `make_train_step` takes them."""
 
 import keras
 

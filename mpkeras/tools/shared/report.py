@@ -29,7 +29,7 @@ class Report(abc.ABC):
     >>> report.plot().savefig("report.png")
     """
 
-    #: What the table is about, in one line.
+    #: The subject of the table, in one line.
     title: str = ""
 
     @abc.abstractmethod

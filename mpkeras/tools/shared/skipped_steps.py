@@ -36,7 +36,7 @@ class SkippedSteps(keras.callbacks.Callback):
         self._trained, self._in_fit = model, ModelInFit(model)
         self._precision = keras.callbacks.Callback()
         present = self._in_fit.guard
-        # One of its own is left over from a `fit` that raised.
+        # A guard of its own is left over from a `fit` that raised.
         if present is None or present is self._own_guard:
             # Under the global policy a float32 model would be converted, which nobody asked for.
             self._precision = MixedPrecision(
@@ -103,7 +103,7 @@ class Execution:
 
     Attributes:
         step: Of its last batch in the epoch, counted from 0.
-        logs: What it returned, as tensors that may still be computed.
+        logs: The logs that it returned, as tensors that may still be computed.
         read: Returns the batches.
     """
 
@@ -113,7 +113,7 @@ class Execution:
 
     @functools.cached_property
     def batches(self) -> list:
-        """What it trained on; empty under a `tf.distribute` strategy with several replicas."""
+        """The batches that it trained on; empty under a `tf.distribute` strategy with several replicas."""
         return self.read()
 
 
@@ -121,8 +121,8 @@ class KeptBatches:
     """Keeps what `fit` trains on, a few executions long: references, no copies.
 
     `fit` asks `model.train_function` anew on every step; there a function stands that reads ahead the batches of one
-    execution and hands them on. It does so once for each call of `attach`. What runs without one is not of this
-    training: a callback trains on something else, or an exception has ended the `fit`.
+    execution and hands them on. It does so once for each call of `attach`. An execution without one is not of
+    this training: a callback trains on something else, or an exception has ended the `fit`.
 
     Args:
         name: Of the attribute that holds the function: `"train_function"`, or `"test_function"` of a validation.
@@ -131,7 +131,7 @@ class KeptBatches:
             the state that the step is to be given.
 
     Attributes:
-        executions: Those that nobody has taken from here yet, the oldest first; no more than two.
+        executions: The ones that nobody has taken from here yet, the oldest first; no more than two.
     """
 
     def __init__(self, run_step: Callable | None = None, leave: Callable | None = None, name: str = "train_function"):
