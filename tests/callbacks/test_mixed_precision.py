@@ -1,5 +1,6 @@
 import contextlib
 import csv
+import warnings
 
 import keras
 import numpy as np
@@ -310,8 +311,6 @@ def test_mixed_training_ends_where_float32_ends():
 @pytest.mark.slow
 def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflow():
     """P7: once an epoch, with the numbers; an overflow now and then is nothing to speak of."""
-    import warnings
-
     x, y = np.ones((12, 2), "float32"), np.ones((12, 1), "float32")
 
     def messages(x, y, rule=None):
@@ -362,3 +361,25 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_lowest_scale():
             callbacks=[MixedPrecision("mixed_float16", loss_scale=rule, on_min_scale="raise")],
         )
     assert int(model.optimizer.consecutive_skips) == 3
+
+
+@pytest.mark.parametrize("overflowing", [1, 2])
+def test_two_skipped_steps_in_a_row_at_the_lowest_scale_are_told_and_one_is_not(overflowing):
+    with mpkeras.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    y = np.ones((8, 1), "float32")
+    # 2 * 1e5 / 2 is over 65504.
+    y[8 - 2 * overflowing :] = 1e5
+    rule = DynamicLossScale(1.0, min_scale=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        precision = MixedPrecision(without_outputs("mixed_float16"), loss_scale=rule)
+        model.fit(np.ones((8, 2), "float32"), y, batch_size=2, shuffle=False, verbose=0, callbacks=[precision])
+    messages = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    assert int(model.optimizer.skipped_steps) == overflowing
+    if overflowing == 1:
+        assert messages == []
+    else:
+        (message,) = messages
+        assert message.startswith("2 steps in a row were skipped with the loss scale at its lowest, 1:")
