@@ -29,21 +29,6 @@ def _import_keras():
         ) from error
 
 
-def _run_without_mpkeras():
-    """Runs the command as the installed `mpkeras` does, before it imports mpkeras; never returns.
-
-    Commands that need no backend work: `--help`, and `run` of a program that chooses its own. Others import mpkeras
-    once more, and say in one line what is missing.
-    """
-    from _mpkeras_cli import main
-
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mpkeras"]:
-        del sys.modules[name]
-    # No longer "-m": the next import is an ordinary one, which raises.
-    sys.argv[0] = "mpkeras"
-    sys.exit(main())
-
-
 if _runs_as_command():
     from _mpkeras_cli.command import without_notes
 
@@ -54,6 +39,8 @@ if _runs_as_command():
     except ModuleNotFoundError as _error:
         if _error.name not in ("tensorflow", "jax", "torch"):
             raise
-        _run_without_mpkeras()
+        # No command begins: `mpkeras`, which imports nothing of the package first, has those that need no backend.
+        print(f"mpkeras: error: {_error}", file=sys.stderr)
+        sys.exit(2)
 else:
     _import_keras()

@@ -133,20 +133,21 @@ def test_without_a_backend_it_says_what_to_install(backend):
 
 
 @pytest.mark.slow
-def test_without_a_backend_python_m_mpkeras_does_as_mpkeras(tmp_path):
+def test_without_a_backend_python_m_mpkeras_says_so_and_runs_no_command(tmp_path):
     """Python imports the package, and Keras with it, before the command begins."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['jax'] = None\n")
     environment = {"KERAS_BACKEND": "jax", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    check_missing_backend(command("hardware", module=True, **environment), "jax")
-    done = command("--version", module=True, **environment)
+    for arguments in (["hardware"], ["--version"]):
+        check_missing_backend(command(*arguments, module=True, **environment), "jax", program="mpkeras")
+    done = command("--version", **environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"mpkeras {__version__}\n", "")
 
 
-def check_missing_backend(done, backend):
+def check_missing_backend(done, backend, program="mpkeras hardware"):
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(
-        f"mpkeras hardware: error: Expected a backend of Keras that is installed. Received: '{backend}'"
+        f"{program}: error: Expected a backend of Keras that is installed. Received: '{backend}'"
     )
     assert f'`pip install "mpkeras[{backend}]"`' in done.stderr
 
