@@ -196,3 +196,22 @@ def test_backends_are_imported_in_modules_named_after_them():
     for path in modules():
         backends = {name.partition(".")[0] for name in imported(path)} & BACKENDS
         assert not backends or path.stem == f"_{backends.pop()}" and not backends, path
+
+
+def test_where_a_change_goes_names_what_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = text.partition("### Where a change goes")[2].partition("\n\n")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) >= 10
+    for row in rows:
+        # A file and, behind a colon or "in", names that it has.
+        quoted = re.findall(r"`([^`]+)`", row.split("|")[2])
+        files = [
+            ROOT / ("" if name.startswith(("mpkeras/", "tests/", "_mpkeras_cli/")) else "mpkeras") / name
+            for name in quoted
+            if "/" in name or name.endswith(".py")
+        ]
+        assert files and all(file.exists() for file in files), row
+        sources = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+        for name in quoted:
+            if "/" not in name and not name.endswith(".py"):
+                assert re.search(rf"^(class |def |){name}\b", sources, re.MULTILINE), (name, row)
