@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.training import training_backend
+from mpkeras.training import rollback
 
 BACKEND = keras.backend.backend()
 # JAX traces its steps: there the walks are part of no step.
@@ -63,7 +63,7 @@ def walks(monkeypatch):
 
         monkeypatch.setattr(module, name, counted)
 
-    count(training_backend, "weights_and_others")
+    count(rollback, "weights_and_others")
     return made
 
 
