@@ -1,6 +1,7 @@
 """torch's part of a conversion: torch modules that follow the policy of their layer, and the float8 product."""
 
 import functools
+import gc
 
 import keras
 import torch
@@ -117,6 +118,8 @@ def _scaled_mm(left, right, of_left, of_right):
 
 CAN_KEEP_PRODUCTS = True
 JOINS_OPERATIONS = False
+# The generation of objects that Python has just made, which it collects in less than a millisecond.
+_YOUNG = 0
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.convolution.default}
 
 
@@ -124,12 +127,22 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     """As in `_jax.py`."""
     if not torch.is_grad_enabled():
         return run(tensors)
+
+    def run_without_garbage(tensors):
+        # `keras.tree` leaves the tensors that it takes apart in cycles of references (the recursive functions of
+        # `torch.utils._pytree`): collected here, they are free where the backward pass is done with them. Before the
+        # run, too: the last part of the model is behind it.
+        gc.collect(_YOUNG)
+        outputs = run(tensors)
+        gc.collect(_YOUNG)
+        return outputs
+
     kept = functools.partial(checkpoint.create_selective_checkpoint_contexts, _kept_or_not)
     options = {"context_fn": kept} if keeps_products else {}
     # To the end, in the second run, too: what a layer of the user's clears at the end of its `call` would be found by
     # the next step.
     with checkpoint.set_checkpoint_early_stop(False):
-        return checkpoint.checkpoint(alike(layers, run), tensors, use_reentrant=False, **options)
+        return checkpoint.checkpoint(alike(layers, run_without_garbage), tensors, use_reentrant=False, **options)
 
 
 def _kept_or_not(context, operation, *args, **kwargs):

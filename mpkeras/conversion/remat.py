@@ -215,7 +215,9 @@ def _compute_layer_again(layer, again: Callable):
             filled = [next(given) if flag else leaf for leaf, flag in zip(leaves, is_tensor, strict=True)]
             inner_args, inner_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
             outputs = call(*inner_args, **inner_kwargs)
-            structure.append(outputs)
+            if not structure:
+                # Without the tensors: torch keeps this function for as long as they are there.
+                structure.append(keras.tree.map_structure(lambda leaf: 0, outputs))
             return keras.tree.flatten(outputs)
 
         structure: list = []

@@ -1,6 +1,8 @@
 """A policy with `remat`: the backward pass computes again what it computed the first time, and less is kept."""
 
+import gc
 import re
+import weakref
 
 import keras
 import numpy as np
@@ -241,6 +243,75 @@ def test_less_is_kept_on_torch():
     # By hand: of each of the three blocks the input, 24 x 12 x 12 x 8 numbers of 4 bytes, and the few behind the last.
     one = 24 * 12 * 12 * 8 * 4
     assert kept_bytes("blocks") < 5 * one < 12 * one < kept_bytes(None)
+
+
+class Stack(keras.Model):
+    """Subclassed: eight blocks, and little else."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = [Block(64) for _ in range(8)], layers.Dense(1)
+
+    def call(self, x, training=None):
+        for block in self.blocks:
+            x = block(x, training=training)
+        return self.head(x)
+
+
+def stack_in_a_graph():
+    x = inputs = keras.Input((64,))
+    for _ in range(8):
+        h = layers.Dense(64)(layers.Dense(256, "gelu")(layers.LayerNormalization()(x)))
+        x = layers.Add()([x, layers.Dropout(0.1)(h)])
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("make, most", [(stack_in_a_graph, 0.3), (Stack, 0.48)], ids=["graph", "subclassed"])
+def test_less_is_held_on_torch_while_python_collects_no_garbage(make, most):
+    """`keras.tree` leaves tensors in cycles of references, which garbage collection alone frees."""
+    import torch
+
+    x = RNG.normal(size=(2048, 64)).astype("float32")
+
+    def most_bytes(remat):
+        keras.utils.set_random_seed(3)
+        step = mpkeras.make_train_step(make(), "sgd", "mse", remat=remat)
+        step(x, x[:, :1])
+        gc.collect()
+        gc.disable()
+        try:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+                step(x, x[:, :1])
+        finally:
+            gc.enable()
+        sizes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        return np.cumsum(sizes).max()
+
+    assert most_bytes("blocks") < most * most_bytes(None)
+
+
+class Watched(Block):
+    """Remembers what it returns, without holding it."""
+
+    returned: list = []
+
+    def call(self, x, training=None):
+        outputs = super().call(x, training=training)
+        self.returned.append(weakref.ref(outputs))
+        return outputs
+
+
+@pytest.mark.backends("torch")
+def test_what_is_never_differentiated_is_let_go():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((16,)), Watched(), Watched(), layers.Dense(1)])
+    mpkeras.apply_policy(model, mpkeras.Policy("float32", remat="blocks"))
+    Watched.returned.clear()
+    assert model(ops.convert_to_tensor(ROWS), training=True).requires_grad
+    gc.collect()
+    assert [outputs() for outputs in Watched.returned] == [None, None]
 
 
 @pytest.mark.parametrize(
