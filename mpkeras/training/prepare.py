@@ -10,7 +10,7 @@ from mpkeras import _keras
 from mpkeras._arguments import check_switch
 from mpkeras.conversion.converter import layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
-from mpkeras.conversion.last import converted_by
+from mpkeras.conversion.last import converted_by, last_conversion
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import compute_dtypes, computes_in
 from mpkeras.conversion.store_weights import store_weights, unstored_dtypes
@@ -78,7 +78,7 @@ def prepare(
             BatchNormalization statistics, metrics and random generators, and a float32 or bfloat16 model is
             not checked at all.
         remat: The part of the forward pass that is kept for the backward pass, as in `mpkeras.Policy`; by default that
-            of the policy, or without a policy the file that the model was loaded from.
+            of the policy, or without a policy that which the model was given before, or its file has.
 
     Returns:
         `model`.
@@ -108,8 +108,6 @@ def prepare_model(
     model, policy, *, loss_scale=None, jit_compile=None, rollback=True, remat=None, is_explicit: bool = True
 ):
     """`prepare`; `is_explicit` says whether the user named this very model, and not all models that are compiled."""
-    if policy is None and remat is None:
-        remat = _remat_of_file(model)
     options = {"loss_scale": loss_scale, "rollback": rollback, "remat": remat}
     guards = prepare_to_train(model, policy, jit_compile=jit_compile, **options)
     options["is_explicit"] = is_explicit
@@ -144,6 +142,8 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
             "Call `model.compile(...)` first."
         )
     survey = Survey(model)
+    if policy is None and remat is None:
+        remat = lasting_remat(model)
     chosen = chosen_policy(survey, policy).with_remat(remat)
     distribution_backend.check_travel(model, chosen)
     explicit_rule = loss_scaling.resolve(loss_scale)
@@ -217,10 +217,11 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     return guards
 
 
-def _remat_of_file(model):
-    """Returns the `remat` with which a loaded `model` was saved; `None` for one that was converted since."""
-    if not isinstance(model, keras.Model) or converted_by(model) is not None:
-        return None
+def lasting_remat(model):
+    """Returns the `remat` of a `model` that is told no other: what it was given last, or saved with."""
+    conversion = last_conversion(model)
+    if conversion is not None:
+        return conversion.policy.remat
     optimizers = [x for x in inventory.find_optimizers(model).values() if isinstance(x, LossScaleOptimizer)]
     return next((x.record.remat for x in optimizers if x.record.remat is not None), None)
 

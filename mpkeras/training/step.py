@@ -32,6 +32,7 @@ from mpkeras.training.prepare import (
     check_switches,
     check_variables,
     chosen_policy,
+    lasting_remat,
     rule_for,
     wrapped,
 )
@@ -97,7 +98,7 @@ def make_train_step(
         metrics: A list of `keras.metrics.Metric`, one alone, or `None`; for several outputs a list or dictionary of
             such lists.
         remat: The part of the forward pass that is kept for the backward pass, as in `mpkeras.Policy`; by default that
-            of the model's policy.
+            of the model's policy, or of the file that it was loaded from.
 
     Returns:
         A `TrainStep`.
@@ -156,7 +157,7 @@ class TrainStep:
         policy = chosen_policy(model, None)
         steps = policy.accumulate_steps if accumulate_steps is None else accumulate_steps
         window = checked_steps(steps, on_overflow), on_overflow
-        policy = policy.with_remat(remat)
+        policy = policy.with_remat(lasting_remat(model) if remat is None else remat)
         check_variables(model, policy)
         distribution_backend.check_travel(model, policy)
         objective = Objective(loss_fn, metrics)
@@ -457,6 +458,8 @@ class StepParts:
             store_weights(self.model, [self.optimizer])
             end_in_float32(self.model)
         self.wrap_optimizer()
+        if self.checks:
+            self.optimizer.record.remat = policy.remat
 
     def _present(self) -> tuple:
         return converted_by(self.model), times_stored(self.model), getattr(self.optimizer, "slot_dtype", None)

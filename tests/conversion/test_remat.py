@@ -422,6 +422,69 @@ def test_a_file_holds_it_and_prepare_gives_it_back(tmp_path, remat, written):
     assert not replaced_on(again)
 
 
+def dense_stack():
+    keras.utils.set_random_seed(5)
+    x = inputs = keras.Input((16,))
+    for number in range(3):
+        x = layers.Add(name=f"end_{number}")([x, layers.Dense(16, "relu")(x)])
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+def loaded_through(door, path):
+    """Returns the model of a file, made ready to train; without a policy."""
+    if door in ("autoprepare", "global policy"):
+        with mpkeras.autoprepare() if door == "autoprepare" else mpkeras.policy_scope("mixed_bfloat16"):
+            return keras.saving.load_model(path)
+    model = keras.saving.load_model(path)
+    if door == "prepare":
+        mpkeras.prepare(model)
+    elif door == "callback":
+        model.fit(ROWS, TARGETS, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision()])
+    else:
+        mpkeras.make_train_step(model, model.optimizer, "mse")(ROWS, TARGETS)
+    return model
+
+
+@pytest.mark.parametrize("door", ["prepare", "callback", "step", "autoprepare", "global policy"])
+@pytest.mark.parametrize("saved_by", ["fit", "step"])
+def test_every_door_gives_back_what_a_file_holds(tmp_path, saved_by, door):
+    model = dense_stack()
+    if saved_by == "fit":
+        model.compile("sgd", "mse")
+        mpkeras.prepare(model, "mixed_bfloat16", remat=["path:end_1"])
+        model.train_on_batch(ROWS, TARGETS)
+    else:
+        mpkeras.apply_policy(model, "mixed_bfloat16")
+        model.compile(mpkeras.LossScaleOptimizer("sgd"), "mse")
+        step = mpkeras.make_train_step(model, model.optimizer, "mse", remat=["path:end_1"])
+        step(ROWS, TARGETS)
+        assert step.optimizer is model.optimizer
+    model.save(tmp_path / "model.keras")
+    loaded = loaded_through(door, tmp_path / "model.keras")
+    assert replaced_on(loaded) == {("_run_through_graph", "again")}
+    assert mpkeras.audit(loaded).computed_again == mpkeras.audit(model).computed_again != []
+    # And a file of that model once more, which another door reads.
+    loaded.train_on_batch(ROWS, TARGETS)
+    loaded.save(tmp_path / "again.keras")
+    assert replaced_on(loaded_through("callback", tmp_path / "again.keras"))
+
+
+@pytest.mark.parametrize("door", ["callback", "step"])
+def test_a_policy_that_is_named_says_all(tmp_path, door):
+    model = dense_stack()
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16", remat="blocks")
+    model.train_on_batch(ROWS, TARGETS)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    if door == "callback":
+        loaded.fit(ROWS, TARGETS, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_bfloat16")])
+    else:
+        mpkeras.apply_policy(loaded, "mixed_bfloat16")
+        mpkeras.make_train_step(loaded, loaded.optimizer, "mse")(ROWS, TARGETS)
+    assert not replaced_on(loaded)
+
+
 def test_the_callback_takes_it():
     model = made("residual")
     model.compile("sgd", "mse")
