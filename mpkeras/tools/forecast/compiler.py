@@ -113,6 +113,8 @@ class Compiler:
 
     @staticmethod
     def _failed(answer) -> Exception:
+        if answer["is_of_policy"]:
+            return NotCompiled(answer["message"], answer["message"])
         where = "one" if answer["layer"] is None else f"layer '{answer['layer']}'"
         if not answer["is_made"]:
             remedy = (

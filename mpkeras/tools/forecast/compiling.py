@@ -70,7 +70,14 @@ def failure(error: Exception) -> dict:
     while not is_made and isinstance(cause.__context__, type(error)):
         # Keras puts the configs of all that holds it before it.
         cause = cause.__context__
-    return {"error": type(error).__name__, "message": str(cause), "layer": layer, "is_made": is_made}
+    return {
+        "error": type(error).__name__,
+        "message": str(cause),
+        "layer": layer,
+        "is_made": is_made,
+        # A policy that the model cannot be given says by itself what is to be done.
+        "is_of_policy": isinstance(error, ValueError) and apply_policy.__code__ in running,
+    }
 
 
 def _layer_of(error: Exception) -> str | None:

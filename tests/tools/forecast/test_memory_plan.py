@@ -1,5 +1,6 @@
 """`plan_memory`: the first way to train that the compiler says fits; and the doors that take it."""
 
+import functools
 import importlib.util
 
 import keras
@@ -277,6 +278,19 @@ def test_a_policy_whose_parts_are_not_there_is_refused(compiled, remat):
     ):
         mpkeras.plan_memory(unlike(), (8, 4), memory=1, policies=policies, allow=("remat",), verbose=0)
     assert names == []
+
+
+@needs_jax
+@ONCE
+@pytest.mark.slow
+@pytest.mark.parametrize("ask", [mpkeras.forecast, functools.partial(mpkeras.plan_memory, memory="1GB", verbose=0)])
+def test_what_is_found_out_where_a_model_is_built_is_said_in_the_words_of_apply_policy(ask):
+    policy = mpkeras.Policy("float32", remat=["path:nowhere"])
+    with pytest.raises(ValueError) as refused:
+        ask(keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)]), (8, 4), device="cpu", policies=[policy])
+    text = str(refused.value)
+    assert text.startswith("Expected `remat` to name layers of model") and text.endswith("use remat='blocks'.")
+    assert text.count("Expected") == text.count("Received:") == 1
 
 
 @needs_jax
