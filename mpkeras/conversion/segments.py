@@ -92,12 +92,11 @@ def ends_of_blocks(graph) -> set:
     that follow each other again and again (attention and the dense layers behind it) are one block.
     """
     calls = _keras.calls_in_order(graph)
-    weighted = _weighted(calls)
-    units = _units(graph, calls, weighted)
-    # Without what computes masks, which Keras does somewhere between.
-    parts = [[call for call in calls[begin:end] if id(call.outputs[0]) in weighted] for begin, end in units]
-    names = [frozenset(type(call.operation).__name__ for call in part) for part in parts]
-    start, period, length = _longest_run(names)
+    # The first block may stand on the inputs themselves. What is kept of inputs costs nothing: they count where more
+    # blocks are found with them, and not where one leads past all blocks.
+    of_floats = [x for x in graph.inputs if keras.backend.is_float_dtype(x.dtype)]
+    found = [_repeated_units(graph, calls, _weighted(calls, inputs)) for inputs in ((), of_floats)]
+    units, (start, period, length) = max(found, key=lambda repeated: repeated[1][2])
     if length < 2 * period:
         return set()
     ends = {end - 1 for _, end in units[start + period - 1 : start + length : period]}
@@ -105,14 +104,21 @@ def ends_of_blocks(graph) -> set:
     return ends | ({units[start][0] - 1} if units[start][0] else set())
 
 
+def _repeated_units(graph, calls, weighted) -> tuple[list, tuple]:
+    """Returns the `_units` of a graph, and which of them repeat, as `_longest_run`."""
+    units = _units(graph, calls, weighted)
+    # Without what computes masks, which Keras does somewhere between.
+    parts = [[call for call in calls[begin:end] if id(call.outputs[0]) in weighted] for begin, end in units]
+    return units, _longest_run([frozenset(type(call.operation).__name__ for call in part) for part in parts])
+
+
 def _units(graph, calls, weighted) -> list[tuple[int, int]]:
     """Returns `(begin, end)` of the parts of a graph between its narrow places, but what leads to the outputs."""
     last_use = {id(x): number for number, call in enumerate(calls) for x in call.input_tensors}
     last_use |= {id(x): len(calls) for x in graph.outputs}
     branching, begin = [], 0
-    widest = 1
-    ending: collections.Counter = collections.Counter()
-    alive = 0
+    ending = collections.Counter(last_use[id(x)] for x in graph.inputs if id(x) in weighted and id(x) in last_use)
+    alive = widest = ending.total()
     for number, call in enumerate(calls):
         lasting = [last_use[id(x)] for x in call.outputs if id(x) in weighted and last_use.get(id(x), -1) > number]
         ending.update(lasting)
@@ -130,9 +136,12 @@ def _units(graph, calls, weighted) -> list[tuple[int, int]]:
     return [(begin, following) for (begin, _), following in zip(starts, nexts, strict=False)] + starts[-1:]
 
 
-def _weighted(calls) -> set:
-    """Returns ids of the tensors that depend on weights: not masks, positions and the like, which cost nothing."""
-    found: set = set()
+def _weighted(calls, inputs) -> set:
+    """Returns ids of `inputs`, and of the tensors that depend on them or on weights.
+
+    These are not masks, positions and the like, which cost nothing.
+    """
+    found: set = set(map(id, inputs))
     for call in calls:
         if getattr(call.operation, "weights", ()) or any(id(x) in found for x in call.input_tensors):
             found.update(map(id, call.outputs))

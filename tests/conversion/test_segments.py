@@ -32,9 +32,9 @@ def test_the_longest_run(names, expected):
     assert _longest_run(list(names)) == expected
 
 
-def stack(blocks):
+def stack(blocks, stem=True):
     x = inputs = keras.Input((4,))
-    x = layers.Dense(4, "relu")(x)
+    x = layers.Dense(4, "relu")(x) if stem else x
     for _ in range(blocks):
         x = layers.Add()([x, layers.Dense(4)(layers.Activation("tanh")(x))])
     return keras.Model(inputs, layers.Dense(1)(x))
@@ -44,6 +44,26 @@ def test_ends_of_blocks():
     # Call 0 is the dense layer before them, and of three calls is each block.
     assert ends_of_blocks(stack(3)) == {0, 3, 6, 9}
     assert ends_of_blocks(stack(1)) == set()
+
+
+def test_ends_of_blocks_that_stand_on_the_inputs():
+    assert ends_of_blocks(stack(2, stem=False)) == {2, 5}
+    assert ends_of_blocks(stack(3, stem=False)) == {2, 5, 8}
+    assert ends_of_blocks(stack(1, stem=False)) == set()
+    # Attention and the dense layers behind it are one block, of calls 0 to 3: two products, each with its sum.
+    x = inputs = keras.Input((6, 4))
+    for _ in range(2):
+        x = layers.Add()([x, layers.MultiHeadAttention(1, 4)(x, x)])
+        x = layers.Add()([x, layers.Dense(4)(x)])
+    assert ends_of_blocks(keras.Model(inputs, layers.Dense(1)(x))) == {3, 7}
+
+
+def test_an_input_that_leads_past_the_blocks_does_not_hide_them():
+    x = inputs = keras.Input((4,))
+    x = layers.Dense(4)(x)
+    for _ in range(2):
+        x = layers.Add()([x, layers.Dense(4)(x)])
+    assert ends_of_blocks(keras.Model(inputs, layers.Dense(1)(layers.Add()([x, inputs])))) == {0, 2, 4}
 
 
 class Counting(list):
