@@ -268,11 +268,12 @@ CHANGES = {
 }
 
 
-def planned_changes(model, dtypes, products, heads=(), kept=None) -> dict:
+def planned_changes(model, dtypes, products, heads=(), kept=None, *, trains: bool = False) -> dict:
     """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in, `dtypes[id]`.
 
     `products` has those changes to products, `{id: name}`, that only the policy knows; `heads` the layers that make
-    outputs of the model, as calls have told; `kept` what `kept_for_state` returned, where that is known.
+    outputs of the model, as calls have told; `kept` what `kept_for_state` returned, where that is known. `trains` says
+    whether mpkeras trains the model.
     """
     found = {}
     survey = Survey.of(model)
@@ -280,8 +281,8 @@ def planned_changes(model, dtypes, products, heads=(), kept=None) -> dict:
     any_in_16_bits = not set(SIXTEEN_BIT_DTYPES).isdisjoint(dtypes.values())
     kept = kept_for_state(survey) if kept is None and any_in_16_bits else kept
     callers = _for_callers(survey, dtypes, heads, kept) if any_in_16_bits else {}
-    # JAX traces both computations at once, and in one scope.
-    computes_again = any_in_16_bits and keras.backend.backend() != "jax"
+    # JAX traces both computations at once, and in one scope. In float32 Keras draws the masks of an RNN anew.
+    computes_again = (any_in_16_bits or trains) and keras.backend.backend() != "jax"
     for layer in survey.layers:
         in_16_bits = dtypes[id(layer)] in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
         names = [*_fitting(model, layer)] if in_16_bits else []

@@ -18,7 +18,7 @@ from mpkeras.policies.rules import set_layer_policy, unmatched
 from mpkeras.policies.survey import Survey
 
 
-def layer_converter(model, policy, converts: bool = True, survey=None):
+def layer_converter(model, policy, converts: bool = True, survey=None, *, trains: bool = False):
     """Returns a function that gives the layers of `model` their dtypes; called again, the new ones among them.
 
     Layers of a layer often come into being when it is built, in the middle of the first step. The function returns
@@ -27,8 +27,9 @@ def layer_converter(model, policy, converts: bool = True, survey=None):
     Args:
         converts: Whether layers change to the policy's dtype, or only its float32 rules are applied.
         survey: A `Survey` of `model` as it is, if there is one.
+        trains: Whether mpkeras trains the model, as in `Conversion`.
     """
-    conversion = Conversion(survey or model, policy, converts, last_conversion(model))
+    conversion = Conversion(survey or model, policy, converts, last_conversion(model), trains=trains)
 
     def convert() -> bool:
         survey = Survey(model)
@@ -95,4 +96,5 @@ def leave_float8(model, layer, reason: str):
     conversion, dtypes = conversion_of(model), dtypes_of(model)
     conversion.left_float8[layer] = reason
     products = planned_products(model, conversion, dtypes)
-    make_changes(layer, planned_changes(model, dtypes, products, conversion.heads)[id(layer)])
+    changes = planned_changes(model, dtypes, products, conversion.heads, trains=conversion.trains)
+    make_changes(layer, changes[id(layer)])

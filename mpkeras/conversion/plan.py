@@ -53,6 +53,7 @@ class Conversion:
     Attributes:
         policy: The `Policy` that the model is converted to.
         asked_for: The `Policy` that the layers were given last, by whichever door; `None` if they were given none.
+        trains: Whether mpkeras trains the model: then what Keras computes again is computed alike in float32, too.
         made_with: The policy of the model itself, before.
         seen: Layer -> the path that it had when it was looked at last; it gets one when it is built.
         kept: Layer that a rule keeps in float32 -> the policy that it has so, and the one that it has without the rule.
@@ -64,13 +65,16 @@ class Conversion:
         asked_for_heads: The layers with a `call` of their own that have told.
     """
 
-    def __init__(self, model, policy, converts: bool = True, earlier: "Conversion | None" = None):
+    def __init__(
+        self, model, policy, converts: bool = True, earlier: "Conversion | None" = None, *, trains: bool = False
+    ):
         """Begins a conversion after an `earlier` one; with `converts=False` by the float32 rules alone.
 
         `model` is a model or a `Survey` of it.
         """
         survey = Survey.of(model)
         self.policy = policy
+        self.trains = trains
         self.made_with = survey.model.dtype_policy
         self.seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.left_float8: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -184,7 +188,8 @@ def plan(model, policy, conversion: Conversion | None = None, heads=()) -> list[
             after[id(model)] = keras.DTypePolicy("mixed_float16")
     dtypes = {key: after[key].compute_dtype for key in after}
     products = planned_products(survey, conversion, dtypes)
-    changes = planned_changes(survey, dtypes, products, heads, writing)
+    trains = conversion is not None and conversion.trains
+    changes = planned_changes(survey, dtypes, products, heads, writing, trains=trains)
     rows = []
     for layer in layers:
         key = id(layer)

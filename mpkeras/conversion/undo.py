@@ -81,7 +81,8 @@ def recorded(model, on=None, survey=None):
             if not is_quantized(layer) and layer_policy(layer) is not policy:
                 set_layer_policy(layer, policy)
         products = {id(layer): change for layer, *_, change in before if change is not None}
-        names = planned_changes(on, dtypes_of(on), products, () if earlier is None else earlier.heads)
+        heads, trains = ((), False) if earlier is None else (earlier.heads, earlier.trains)
+        names = planned_changes(on, dtypes_of(on), products, heads, trains=trains)
         place(Survey(on), repeated_parts(Survey(on), None if earlier is None else earlier.policy.remat))
         for layer, *_, changes, _ in before:
             make_changes(layer, names[id(layer)])

@@ -152,7 +152,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     converts = policy is not None or not computes_in(survey, SIXTEEN_BIT_DTYPES)
     check_variables(survey, chosen, converts)
 
-    convert_layers = layer_converter(model, chosen, converts=converts, survey=survey)
+    convert_layers = layer_converter(model, chosen, converts=converts, survey=survey, trains=True)
 
     def store(optimizers):
         store_weights(model, optimizers)

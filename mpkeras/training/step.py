@@ -453,7 +453,7 @@ class StepParts:
     def apply_rules(self):
         """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""
         policy = chosen_policy(self.model, None).with_remat(self._remat)
-        if layer_converter(self.model, policy, converts=False)():
+        if layer_converter(self.model, policy, converts=False, trains=True)():
             refresh_graphs(self.model)
             store_weights(self.model, [self.optimizer])
             end_in_float32(self.model)

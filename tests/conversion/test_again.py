@@ -93,17 +93,30 @@ def test_numbers_are_those_without(made, mode):
 
 @TWICE
 @pytest.mark.parametrize("mode", ["full", "list_of_layers"])
-def test_an_rnn_draws_its_masks_once_a_batch(mode):
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_an_rnn_draws_its_masks_once_a_batch(mode, policy):
     """Its cell keeps them from one time step to the next, and is computed again by itself, too, in mode "full"."""
 
     def made():
         return chain(layers.Reshape((3, 2)), layers.LSTM(6, dropout=0.4, recurrent_dropout=0.4, name="named"))
 
-    losses, weights = trained(made, "mixed_float16", contextlib.nullcontext())
-    losses_again, weights_again = trained(made, "mixed_float16", keras.RematScope(mode=mode, layer_names=["named"]))
+    losses, weights = trained(made, policy, contextlib.nullcontext())
+    losses_again, weights_again = trained(made, policy, keras.RematScope(mode=mode, layer_names=["named"]))
     assert losses_again == losses
     for weight, again in zip(weights, weights_again, strict=True):
         np.testing.assert_array_equal(again, weight)
+
+
+@pytest.mark.backends("torch")
+def test_a_step_in_float32_draws_the_masks_of_an_rnn_once_a_batch():
+    def losses(scope):
+        keras.utils.set_random_seed(4)
+        with scope:
+            model = chain(layers.Reshape((3, 2)), layers.LSTM(6, dropout=0.4))
+        step = mpkeras.make_train_step(model, keras.optimizers.SGD(0.05), "mse")
+        return [float(step(X, X[:, :1])["loss"]) for _ in range(4)]
+
+    assert losses(keras.RematScope()) == losses(contextlib.nullcontext())
 
 
 @pytest.mark.backends("jax")
@@ -118,6 +131,12 @@ def test_the_way_back():
     with keras.RematScope():
         model = chain()
     mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert "rematerialized_call" in vars(model.layers[0])
+    mpkeras.apply_policy(model, "float32")
+    assert not any("rematerialized_call" in vars(layer) for layer in model._flatten_layers())
+    # What mpkeras trains is mended in float32, too.
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "float32")
     assert "rematerialized_call" in vars(model.layers[0])
     mpkeras.apply_policy(model, "float32")
     assert not any("rematerialized_call" in vars(layer) for layer in model._flatten_layers())
