@@ -226,6 +226,20 @@ def serialized(rules) -> list[str]:
     return [written(rule) for rule in rules]
 
 
+def serialized_for_copies(rules) -> list[str]:
+    """Returns `rules` as `serialized`, for the same layers of a model that is made again from its config.
+
+    There Keras leaves the name of a Sequential model out of the paths of its layers: what is before the name of a layer
+    may be missing.
+    """
+    found = serialized(rules)
+    for i, rule in enumerate(rules):
+        if isinstance(rule, keras.layers.Layer):
+            *around, name = map(re.escape, rule.path.split("/"))
+            found[i] = f"path:^{''.join(f'(?:{part}/)?' for part in around)}{name}$"
+    return found
+
+
 def matches(rule, layer) -> bool:
     """Returns whether `rule` names `layer` itself.
 

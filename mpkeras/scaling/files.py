@@ -7,7 +7,7 @@ import keras
 
 from mpkeras import _keras, _replaced
 from mpkeras.policies.loss_scaling import DynamicLossScale
-from mpkeras.policies.rules import serialized
+from mpkeras.policies.rules import serialized_for_copies
 from mpkeras.scaling.arguments import rule_from_arguments
 from mpkeras.scaling.small_state import parts_of
 
@@ -57,7 +57,7 @@ def _extra_config(optimizer, config: dict) -> dict:
     if record.is_guarded or record.was_guarded:
         extra["was_guarded"] = True
     if record.remat is not None:
-        extra["remat"] = record.remat if isinstance(record.remat, str) else serialized(record.remat)
+        extra["remat"] = record.remat if isinstance(record.remat, str) else serialized_for_copies(record.remat)
     return extra
 
 

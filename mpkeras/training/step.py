@@ -18,6 +18,7 @@ from mpkeras.conversion.undo import converting
 from mpkeras.distribution import distribution_backend
 from mpkeras.distribution.travel import Travel
 from mpkeras.policies.loss_scaling import scalars
+from mpkeras.policies.rules import serialized_for_copies
 from mpkeras.scaling.arguments import checked_optimizer
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.scaling.small_state import follow_weights
@@ -421,7 +422,10 @@ class StepParts:
     def options(self) -> dict:
         """Returns the arguments of `make_train_step` that JSON can hold."""
         steps, on_overflow = self._window
-        options = {"jit_compile": self.jit_compile, "rollback": self._rollback}
+        remat = (
+            self._remat if self._remat is None or isinstance(self._remat, str) else serialized_for_copies(self._remat)
+        )
+        options = {"jit_compile": self.jit_compile, "rollback": self._rollback, "remat": remat}
         return {**options, "accumulate_steps": steps, "on_overflow": on_overflow}
 
     @property

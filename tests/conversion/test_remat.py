@@ -469,6 +469,19 @@ def test_every_door_gives_back_what_a_file_holds(tmp_path, saved_by, door):
     assert replaced_on(loaded_through("callback", tmp_path / "again.keras"))
 
 
+def test_layers_of_a_sequential_model_are_found_in_its_file(tmp_path):
+    """Whose paths begin with the name of the model, and in a model from a file do not."""
+    hidden = [layers.Dense(16, "relu", name=f"hidden_{number}") for number in range(3)]
+    model = keras.Sequential([keras.Input((16,)), *hidden, layers.Dense(1)], name="net")
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "float32", remat=[hidden[0], hidden[1]])
+    model.train_on_batch(ROWS, TARGETS)
+    model.save(tmp_path / "model.keras")
+    loaded = mpkeras.prepare(keras.saving.load_model(tmp_path / "model.keras"))
+    parts = [[path.rsplit("/")[-1] for path in part] for part in mpkeras.audit(loaded).computed_again]
+    assert parts == [["hidden_0", "hidden_0"], ["hidden_1", "hidden_1"]]
+
+
 @pytest.mark.parametrize("door", ["callback", "step"])
 def test_a_policy_that_is_named_says_all(tmp_path, door):
     model = dense_stack()

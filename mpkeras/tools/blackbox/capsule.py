@@ -44,7 +44,7 @@ from mpkeras.training.step import make_train_step
 # The versions that decide which bits a step computes.
 _DECISIVE = ("mpkeras", "keras", "tensorflow", "jax", "torch", "numpy", "backend", "device", "cpu")
 # The arguments of `make_train_step` in a file.
-_OPTIONS = {"jit_compile", "rollback", "accumulate_steps", "on_overflow"}
+_OPTIONS = {"jit_compile", "rollback", "accumulate_steps", "on_overflow", "remat"}
 
 
 def load_capsule(
