@@ -12,6 +12,7 @@ References:
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +29,14 @@ _NARROW = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 # The name of the function, which does nothing, around a gradient that an optimizer is given.
 _GRADIENT = "mpkeras_gradient_of:"
 # Operations that add nothing up: a sum behind one of them may be taken in the wider dtype as well.
-_ELEMENTWISE = {"add", "add_any", "copy", "div", "mul", "neg", "reshard", "sharding_constraint", "sub"}
+_ELEMENTWISE = {"add", "add_any", "copy", "div", "mul", "neg", "reshard", "select_n", "sharding_constraint", "sub"}
 _SHAPES = {"broadcast_in_dim", "concatenate", "expand_dims", "pad", "reshape", "rev", "slice", "squeeze", "transpose"}
 _PRODUCTS = {"conv_general_dilated", "dot_general"}
 _SUMS = {"cumsum", "reduce_sum", "scatter-add"}
 # Operations by which layers read a weight and optimizers do not: those compute with each element by itself.
 _READS = _PRODUCTS | _SHAPES | {"gather"}
 # Operations with a program inside: in each of them a gradient may be made.
-_WITH_PROGRAM = {"checkpoint", "jit", "remat2", "scan"}
+_WITH_PROGRAM = {"checkpoint", "cond", "jit", "remat2", "scan"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,12 @@ def check_program(travel: Travel, is_compiled: bool):
         "them in. Received: a step under `run_eagerly` or without `jit_compile`. Compile the step, or leave them out "
         "of the policy."
     )
+
+
+def devices_that_share_a_batch(model) -> int:
+    """Returns how many devices train on parts of one batch; 1 for one alone."""
+    distribution = _sharing()
+    return 1 if distribution is None else math.prod(distribution.device_mesh.shape)
 
 
 def marked(grads, variables) -> list:
@@ -224,12 +231,17 @@ class _Rewriting:
                 return self.run(equation.params["jaxpr"], values, weights, gradients)
             return self._with_program_inside(equation, values, weights, gradients)
         if name == "convert_element_type":
-            if gradients and _is_float(equation.outvars[0]):
-                return [self._converted(equation, values[0].wide(self._reduce_dtype))]
             if weights:
                 return [self._gathered(values[0], weights[0], equation.params["new_dtype"])]
+            # A mask or a counter may become a factor of a gradient, and is none itself.
+            if gradients and _is_float(equation.invars[0]) and _is_float(equation.outvars[0]):
+                return [self._converted(equation, values[0].wide(self._reduce_dtype))]
         if gradients and name in _PRODUCTS | _SUMS | _ELEMENTWISE | _SHAPES:
             return [self._gradient(equation, values, gradients[0])]
+        if gradients:
+            # Summed as it was traced, such as in a loop that a layer's own gradient runs; known by the weight's name.
+            with jax.named_scope(REDUCED.format(next(iter(gradients.values())))):
+                return _as_traced(equation, jaxpr, values)
         return _as_traced(equation, jaxpr, values)
 
     @staticmethod
@@ -306,8 +318,19 @@ class _Rewriting:
         return value.gathered(read_in, gather)
 
     def _with_program_inside(self, equation, values, weights, gradients) -> list:
-        """Returns what a loop or a checkpoint makes, with the same changes in the program inside it."""
-        inside = equation.params["jaxpr"]
+        """Returns what a loop, a branch or a checkpoint makes, with the same changes in the program inside it."""
+        parameters = dict(equation.params)
+        if equation.primitive.name == "cond":
+            # The first input says which of the programs runs.
+            weights = {i - 1: weight for i, weight in weights.items()}
+            branches = parameters["branches"]
+            parameters["branches"] = tuple(self._rewritten(inside, weights, gradients) for inside in branches)
+        else:
+            parameters["jaxpr"] = self._rewritten(parameters["jaxpr"], weights, gradients)
+        return list(map(_Value, equation.primitive.bind(*[value.as_made() for value in values], **parameters)))
+
+    def _rewritten(self, inside, weights, gradients):
+        """Returns the program inside an operation, of the same class, with the same changes."""
         closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
 
         def run(*inputs):
@@ -319,8 +342,7 @@ class _Rewriting:
             for v in closed.jaxpr.invars
         ]
         rewritten = jax.make_jaxpr(run)(*shapes)
-        parameters = {**equation.params, "jaxpr": rewritten if isinstance(inside, ClosedJaxpr) else rewritten.jaxpr}
-        return list(map(_Value, equation.primitive.bind(*[value.as_made() for value in values], **parameters)))
+        return rewritten if isinstance(inside, ClosedJaxpr) else rewritten.jaxpr
 
 
 def _as_traced(equation, jaxpr, values) -> list:
@@ -353,11 +375,14 @@ def _paths(jaxpr, ends: dict) -> dict:
             inputs = [outer for v, outer in zip(inside.invars, equation.invars, strict=True) if v in found]
         elif name == "scatter-add":
             inputs = equation.invars[:1]
+        elif _gradient_of(equation) or name in _ELEMENTWISE | _SHAPES | {"convert_element_type"}:
+            inputs = equation.invars
+        elif name in _PRODUCTS | _SUMS | _WITH_PROGRAM and not (name == "reduce_sum" and _has_size_of_output(equation)):
+            # It is made here. A bias has axes of size 1 while it is added, over which its gradient is summed once more.
+            inputs = []
         else:
-            goes_on = _gradient_of(equation) or name in _ELEMENTWISE | _SHAPES | {"convert_element_type"}
-            # A bias has axes of size 1 while it is added, over which its gradient is summed once more.
-            goes_on = goes_on or name == "reduce_sum" and _has_size_of_output(equation)
-            inputs = equation.invars if goes_on else []
+            # Such as the bounds of a gradient that is clipped: what comes before may be summed in the wider dtype.
+            inputs = [v for v in equation.invars if v.aval.size == equation.outvars[0].aval.size]
         paths |= {v: path for v in inputs if not isinstance(v, Literal) and _is_float(v)}
     return paths
 

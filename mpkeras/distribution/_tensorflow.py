@@ -15,3 +15,8 @@ def check_travel(model, policy):
             "Expected no `gather_dtype` under a `tf.distribute` strategy, where each replica has whole weights. "
             f"Received: gather_dtype={policy.gather_dtype!r}. Leave it out."
         )
+
+
+def devices_that_share_a_batch(model) -> int:
+    """Returns how many replicas train on parts of one batch; 1 for one alone."""
+    return model.distribute_strategy.num_replicas_in_sync

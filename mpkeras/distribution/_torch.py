@@ -1,5 +1,7 @@
 """What travels between ranks on torch: what the user's module sends, `DistributedDataParallel` or FSDP2."""
 
+import torch
+
 from mpkeras.devices._torch import is_distributed
 from mpkeras.distribution.defaults import check_program, split_slots, with_dtypes  # noqa: F401
 
@@ -22,6 +24,11 @@ def check_travel(model, policy):
             "`torch.distributed.algorithms.ddp_comm_hooks`, for FSDP2 pass "
             "`mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)` to `fully_shard`."
         )
+
+
+def devices_that_share_a_batch(model) -> int:
+    """Returns how many ranks train on parts of one batch; 1 for one alone."""
+    return torch.distributed.get_world_size() if is_distributed() else 1
 
 
 def _check_no_fsdp(model):

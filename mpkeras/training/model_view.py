@@ -9,11 +9,13 @@ from mpkeras.conversion.outputs import without_cast
 from mpkeras.conversion.plan import compute_dtypes, computes_in, plan
 from mpkeras.conversion.remat import computed_once, named_parts
 from mpkeras.conversion.store_weights import planned_weight_dtypes
+from mpkeras.distribution import distribution_backend
 from mpkeras.policies.rules import bound_layers, layers_to_keep
 from mpkeras.policies.survey import Survey
 from mpkeras.scaling.small_state import parts_of, slot_dtypes
 from mpkeras.training import training_backend
 from mpkeras.training.inventory import find_optimizers
+from mpkeras.training.prepare import chosen_policy
 from mpkeras.training.state import bytes_of_training
 from mpkeras.training.whole_numbers import rounded_whole_numbers
 
@@ -83,6 +85,16 @@ class ModelView(Survey):
     def converted_by(self):
         """Returns the `Policy` that the layers were given last; `None` if they were given none."""
         return converted_by(self.model)
+
+    @property
+    def policy_in_training(self):
+        """The `Policy` that `prepare` takes for the model where it is given none."""
+        return chosen_policy(self, None)
+
+    @property
+    def devices_that_share_a_batch(self) -> int:
+        """How many devices, replicas or ranks train on parts of one batch here; 1 for one alone."""
+        return distribution_backend.devices_that_share_a_batch(self.model)
 
     @property
     def remat(self):

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import mpkeras
+from mpkeras.tools.audit.travel import Travel, check_travel
 from mpkeras.tools.forecast.travel import travels_otherwise
+from tests.distributed.planted import Branches, ClipsGradient, LeavesOut, LoopsInBackward, ReadsFloat32
 
 needs_compilers = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the extra `forecast`, for Linux on x86-64"
@@ -100,6 +102,14 @@ def test_each_weight_travels_as_the_policy_says(policy, gathered, reduced):
     assert bytes_by_dtype(found, GATHERS, is_head) == {"float32": 4 * WIDTH * 256}
     assert list(bytes_by_dtype(found, REDUCES, lambda tensor: not is_head(tensor))) == [reduced]
     assert found["travels_otherwise"] == []
+    if gathered != "bfloat16":
+        # The same program under a policy that says otherwise: each weight is named, twice where it is split.
+        net = mpkeras.apply_policy(model(), "mixed_bfloat16")
+        otherwise = travels_otherwise(net, mpkeras.Policy("mixed_bfloat16"), found["collectives"])
+        named = {kind: {part["tensor"] for part in otherwise if part["kind"] in kind} for kind in (GATHERS, REDUCES)}
+        inner_weights = {v.path for v in net.trainable_variables if not is_head(v.path)}
+        assert named[GATHERS] == {v.path for v in split if not is_head(v.path)}
+        assert named[REDUCES] >= named[GATHERS] and named[REDUCES] <= inner_weights
 
 
 @needs_compilers
@@ -124,6 +134,131 @@ def test_a_program_for_tpus():
     found = collectives_of("mixed_bfloat16", device="v5e", devices=mpkeras.sharded(devices=8))
     assert "bfloat16" not in bytes_by_dtype(found, REDUCES, lambda tensor: True)
     assert list(bytes_by_dtype(found, GATHERS, lambda tensor: not is_head(tensor))) == ["bfloat16"]
+
+
+def planted(*classes, width=WIDTH):
+    inputs = hidden = keras.Input((width,))
+    for cls in classes:
+        hidden = cls(name=cls.__name__)(hidden)
+    return keras.Model(inputs, keras.layers.Dense(8, name="head")(hidden))
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+def test_gradients_behind_choices_clipping_and_branches_are_summed_in_float32():
+    report = mpkeras.forecast(
+        planted(ClipsGradient, LeavesOut, Branches), (256, WIDTH), devices=8, policies=["mixed_bfloat16"], verbose=0
+    )
+    found = report.policies["mixed_bfloat16"]
+    # The two branches have a product each.
+    sizes = {"ClipsGradient/kernel": 4 * WIDTH**2, "LeavesOut/kernel": 4 * WIDTH**2, "Branches/kernel": 8 * WIDTH**2}
+    sizes |= {"head/kernel": 4 * 8 * WIDTH, "head/bias": 4 * 8}
+    (part,) = [part for part in found["collectives"] if part["kind"] in REDUCES]
+    assert part["dtype"] == "float32"
+    assert {path: size for path, size in part["tensors"].items() if path} == sizes
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+def test_an_audit_lists_what_travels_and_names_what_differs_from_the_policy():
+    net = planted(ReadsFloat32, LoopsInBackward)
+    net.compile("adam", "mse")
+    mpkeras.prepare(net, "mixed_bfloat16")
+    with mpkeras.sharded(devices=8).scope():
+        report = mpkeras.audit(net, device="h100", batch_size=32)
+    size = WIDTH**2
+    collectives = report.to_dict()["collectives"]
+    assert collectives == report.collectives and report.to_dict()["compiled_for"] == "h100"
+    tensors = {(part["kind"], part["dtype"]): part["tensors"] for part in collectives}
+    assert tensors["all-gather", "float32"]["ReadsFloat32/kernel"] == 4 * size
+    assert tensors["all-gather", "bfloat16"] == {"LoopsInBackward/kernel": 2 * size}
+    assert tensors["reduce-scatter", "bfloat16"] == {"LoopsInBackward/kernel": 2 * size // 8}
+    lines = str(report).splitlines()
+    assert "What travels in a step (8 devices, 256 rows, compiled for h100):" in lines
+    assert "- all-gather in bfloat16, 32.0 KiB: LoopsInBackward/kernel 32.0 KiB" in lines
+    planted_ones = [finding for finding in report.findings if "where the policy says" in finding.what]
+    assert [(finding.severity, finding.layer) for finding in planted_ones] == [
+        ("warning", "ReadsFloat32"),
+        ("warning", "LoopsInBackward"),
+    ]
+    gather, reduction = (finding.what for finding in planted_ones)
+    said = "where the policy says bfloat16 (all-gather, 64.0 KiB a step)."
+    assert gather == f"Its `kernel` is gathered in float32, {said}"
+    assert reduction == (
+        "The gradient of its `kernel` is summed over devices in bfloat16, where the policy says float32 "
+        "(reduce-scatter, 4.0 KiB a step)."
+    )
+    assert not [finding for finding in report.findings if "stock Keras" in finding.what]
+
+
+@pytest.mark.backends("jax")
+def test_an_audit_says_what_belongs_to_no_weight_and_which_step_was_counted():
+    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    sent = [
+        {"kind": "all-reduce", "dtype": "bfloat16", "bytes": 4100, "tensors": {"": 4096, "dense/bias": 4}},
+        {"kind": "all-reduce", "dtype": "float32", "bytes": 4096, "tensors": {"": 4096}},
+        {"kind": "reduce-scatter", "dtype": "bfloat16", "bytes": 2, "tensors": {"": 2}},
+        {"kind": "all-gather", "dtype": "bfloat16", "bytes": 4096, "tensors": {"": 4096}},
+    ]
+    travel = Travel(8, "h100", 64, sent)
+    (unnamed,) = check_travel(net, None, travel)
+    assert (unnamed.severity, unnamed.layer) == ("note", None)
+    assert unnamed.what.startswith("4.0 KiB a step are summed over devices in bfloat16 (all-reduce)")
+    assert check_travel(net, None, Travel(8, "h100", 64, sent, reduce_dtype="bfloat16")) == []
+    assert check_travel(net, None, Travel(8, why_not="Not counted.")) == []
+    # In 16 bits the step of stock Keras is another program than that which was compiled.
+    mpkeras.apply_policy(net, mpkeras.Policy("mixed_bfloat16", keep_float32=()))
+    stock = keras.optimizers.SGD()
+    (warning,) = check_travel(net, stock, Travel(8, "h100", 64, []))
+    assert warning.severity == "warning" and "`mpkeras.prepare(model)`" in warning.remedy
+    assert check_travel(net, mpkeras.LossScaleOptimizer(stock), Travel(8, "h100", 64, [])) == []
+    assert travel.lines()[1] == "- all-reduce in bfloat16, 4.0 KiB: dense/bias 4 bytes, of no weight 4.0 KiB"
+    (nothing,) = Travel(8, "h100", 64, []).lines()
+    assert nothing == "What travels in a step (8 devices, 64 rows, compiled for h100): nothing."
+    assert "CPU's compiler" in Travel(8, "cpu", 64, sent).lines()[-1]
+    tensors = {"": 2} | {f"w{i}": i for i in range(3, 9)}
+    many = {"kind": "all-gather", "dtype": "float32", "bytes": 35, "tensors": tensors}
+    expected = "w8 8 bytes, w7 7 bytes, w6 6 bytes, 3 more weights, of no weight 2 bytes"
+    assert Travel(8, "h100", 64, [many]).lines()[1] == f"- all-gather in float32, 35 bytes: {expected}"
+
+
+def test_an_audit_counts_what_travels_where_devices_share_a_batch():
+    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    report = mpkeras.audit(net)
+    assert report.collectives is None and report.to_dict()["devices"] == 1
+    assert "share a batch" not in str(report)
+    with pytest.raises(ValueError, match="Expected a `keras.distribution` of several.*device='h100'.* 1 device"):
+        mpkeras.audit(net, device="h100")
+    if keras.backend.backend() != "jax":
+        return
+    distribution = mpkeras.sharded(devices=8)
+    with distribution.scope():
+        report = mpkeras.audit(net)
+        assert report.collectives is None and report.to_dict()["devices"] == 8
+        assert 'the 8 devices that share a batch is not counted: `mpkeras.audit(model, device="h100")`' in str(report)
+        with pytest.raises(ValueError, match="compiled with an optimizer and a loss.*device='h100'"):
+            mpkeras.audit(net, device="h100")
+    net.compile("sgd", "mse")
+    with distribution.scope():
+        with pytest.raises(ValueError, match="Expected `device` to be one that can be compiled for"):
+            mpkeras.audit(net, device="gtx")
+
+
+@pytest.mark.backends("jax")
+def test_gradients_of_every_kind_train_as_without_a_distribution():
+    def losses():
+        keras.utils.set_random_seed(1)
+        net = planted(ClipsGradient, LeavesOut, Branches, width=16)
+        step = mpkeras.make_train_step(mpkeras.apply_policy(net, "mixed_bfloat16"), keras.optimizers.SGD(0.1), "mse")
+        rng = np.random.default_rng(0)
+        return [float(step(rng.normal(size=(8, 16)), rng.normal(size=(8, 8)))["loss"]) for _ in range(4)]
+
+    alone = losses()
+    with keras.distribution.DataParallel(devices=keras.distribution.list_devices()[:1]).scope():
+        # bfloat16 has 8 significant bits: gradients are summed in float32 here, and rounded there.
+        np.testing.assert_allclose(losses(), alone, rtol=2e-3)
 
 
 @pytest.mark.backends("jax")

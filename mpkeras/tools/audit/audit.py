@@ -9,6 +9,7 @@ from mpkeras.policies.policy import Policy
 from mpkeras.seams import ConvertedLayer, ModelView, RuleNames, check_model, checked_count, dtypes, native
 from mpkeras.tools.audit import findings as checks
 from mpkeras.tools.audit.findings import SEVERITIES, in_order
+from mpkeras.tools.audit.travel import Travel, check_travel, travel_in_step
 from mpkeras.tools.shared.flops import OPEN_SIZE, Program, forward_pass, size, sums_by_dtype
 from mpkeras.tools.shared.report import (
     Figure,
@@ -27,7 +28,9 @@ _BARS = 40
 _MANY_CASTS = 0.1
 
 
-def audit(model, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE) -> "AuditReport":
+def audit(
+    model, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE, device: str | None = None
+) -> "AuditReport":
     """Returns what each layer of a model computes in, what that covers, and what looks wrong.
 
     Per layer: compute and variable dtype, parameters, and how much of the FLOPs is in 16 bits, counted in the program
@@ -35,15 +38,21 @@ def audit(model, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE
     a remedy: 16-bit variables and losses, float16 without loss scaling, probability heads in 16 bits, float32 layers
     that cost much, layers that mix dtypes, sizes that are no multiple of 8, and a device on which 16 bits do not pay.
     Only where `inputs` hold whole numbers beyond 16 bits is the model run, once, to name the layers that round them.
+    With `device`, of a model on many devices, the training step is compiled too, and what travels between them is
+    listed by kind, dtype, bytes and weight; what differs from the policy is a finding.
 
     Args:
         model: A `keras.Model`, compiled or not. Of one that is not built yet only the layers are known.
         inputs: What the model is called with: arrays or `keras.KerasTensor`s, of which shapes and dtypes are
             taken, and of arrays whether whole numbers in them would be rounded. Functional and Sequential models say it
             themselves, and a subclassed model knows the shapes it was built with.
-        batch_size: At least 1. The batch for which FLOPs and bytes are counted, where the inputs leave it open.
+        batch_size: At least 1. The batch for which FLOPs and bytes are counted, where the inputs leave it open; on
+            many devices the rows of each.
         open_size: At least 1. Likewise for each other size that they leave open, such as the length of a sequence;
             the report says so where it was needed.
+        device: With a `keras.distribution` of several devices in force, on JAX, and a compiled model: the accelerator
+            for which the training step is compiled, as in `mpkeras.forecast`. It need not be there, and compiling
+            takes seconds to minutes. `None`: what travels is not counted, and the notes say so.
 
     Returns:
         An `AuditReport`: `str()` is a table with the findings under it, `.summary()` the same without the table and the
@@ -52,7 +61,9 @@ def audit(model, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE
     Raises:
         TypeError: If `model` is no `keras.Model`.
         ValueError: If `batch_size` or `open_size` is no whole number of at least 1, or `inputs` hold something without
-            a shape.
+            a shape. If `device` is given and no devices share a batch, the model is not compiled, or no program of its
+            step can be made.
+        ModuleNotFoundError: If the compiler of `device` is not installed.
 
     Example:
 
@@ -67,15 +78,17 @@ def audit(model, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE
     warning: net/head: Its activation computes in float16, which the default rule 'activation:softmax' keeps ...
     """
     optimizer = getattr(model, "optimizer", None)
-    return audit_with_optimizer(model, optimizer, inputs, batch_size=batch_size, open_size=open_size)
+    return audit_with_optimizer(model, optimizer, inputs, batch_size=batch_size, open_size=open_size, device=device)
 
 
 def audit_with_optimizer(
-    model, optimizer, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE
+    model, optimizer, inputs=None, *, batch_size: int = 8, open_size: int = OPEN_SIZE, device: str | None = None
 ) -> "AuditReport":
     """As `audit`, with the optimizer that the model will be trained by, or `None`."""
     _check_arguments(model, inputs, batch_size, open_size)
     backend = keras.backend.backend()
+    # First: it may be refused.
+    travel = travel_in_step(model, inputs, batch_size=batch_size, open_size=open_size, device=device)
     forward = forward_pass(model, inputs, batch_size, open_size)
     rows = layer_rows(model, forward)
     findings = [
@@ -89,10 +102,11 @@ def audit_with_optimizer(
         *checks.check_islands(model, rows),
         *checks.check_devices(model, native.probe(backend), backend),
         *checks.check_sizes(rows),
+        *check_travel(model, optimizer, travel),
     ]
     view = ModelView(model)
     held, again = view.training_bytes(optimizer), view.computed_again()
-    return AuditReport(model.name, backend, rows, in_order(findings), forward, held, again)
+    return AuditReport(model.name, backend, rows, in_order(findings), forward, held, again, travel)
 
 
 def _check_arguments(model, inputs, batch_size, open_size):
@@ -233,6 +247,8 @@ class AuditReport(Report):
         input_shapes: The shapes for which this was counted.
         open_size: What was taken for the sizes that the model leaves open besides that of the batch; `None` where it
             leaves none.
+        collectives: `[{"kind", "dtype", "bytes", "tensors"}]`: what travels between devices in a training step, bytes
+            on one device, `tensors` by the path of the weight (`""`: of none); `None` where it was not counted.
 
     Example:
 
@@ -243,7 +259,17 @@ class AuditReport(Report):
     {'float32': 72}
     """
 
-    def __init__(self, name: str, backend: str, layers: list, findings: list, forward, training_bytes, computed_again):
+    def __init__(
+        self,
+        name: str,
+        backend: str,
+        layers: list,
+        findings: list,
+        forward,
+        training_bytes,
+        computed_again,
+        travel: Travel,
+    ):
         self.title = f"Audit of '{name}' on the {backend} backend"
         self.name = name
         self.backend = backend
@@ -253,6 +279,8 @@ class AuditReport(Report):
         self.open_size = forward.open_size
         self.training_bytes = training_bytes
         self.computed_again = computed_again
+        self.collectives = travel.collectives
+        self._travel = travel
         self.flops: dict | None = None
         self.half_share: float | None = None
         self.casts: dict | None = None
@@ -321,7 +349,7 @@ class AuditReport(Report):
         lines += computed_again_text(self.computed_again)
         if self.flops is not None:
             lines.append(f"Outputs of layers: {_by_dtype(sums_by_dtype(self.layers, 'output_bytes'))}.")
-        return lines
+        return lines + self._travel.lines()
 
     def _casts(self, casts: dict) -> str:
         if not casts:
@@ -356,6 +384,9 @@ class AuditReport(Report):
             "training_bytes": self.training_bytes,
             "computed_again": [list(part) for part in self.computed_again],
             "output_bytes": sums_by_dtype(self.layers, "output_bytes"),
+            "devices": self._travel.devices,
+            "compiled_for": self._travel.compiled_for,
+            "collectives": self.collectives,
             "layers": [row.to_dict() for row in self.layers],
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
         }

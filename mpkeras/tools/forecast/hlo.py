@@ -293,7 +293,8 @@ class _Sources:
         if parameter is not None and int(parameter[1]) < len(self._weights):
             return self._weights[int(parameter[1])]
         found = named.findall(instruction.attributes)
-        if found and not instruction.type.startswith("("):
+        # Several results are of several operations, but those of a call: what a library returns, and its workspace.
+        if found and (instruction.operation == "custom-call" or not instruction.type.startswith("(")):
             return found[0]
         known, operands = self._by_name[computation], instruction.operands
         if instruction.operation == "get-tuple-element":

@@ -60,17 +60,12 @@ def sharded(
         return usual
     count = usual.device_mesh.shape[0]
     x = _inputs(model, _ROWS * count) if x is None else x
-    bytes_moved = {}
+    policy, bytes_moved = ModelView(model).policy_in_training, {}
     for distribution in (usual, *others):
-        report = forecast(model, x, device=device, devices=distribution, policies=_policy_of(model), verbose=0)
+        report = forecast(model, x, device=device, devices=distribution, policies=[policy], verbose=0)
         (found,) = report.policies.values()
         bytes_moved[distribution] = sum(collective["bytes"] for collective in found["collectives"])
     return min(bytes_moved, key=lambda distribution: bytes_moved[distribution])
-
-
-def _policy_of(model):
-    """Returns the policy that a model was converted to, or the global one."""
-    return ModelView(model).converted_by() or keras.config.dtype_policy().name
 
 
 def _inputs(model, rows: int):

@@ -121,7 +121,7 @@ def forward_pass(model, inputs, batch_size: int, open_size: int = OPEN_SIZE) -> 
         why_not = f"it is not built: layers {', '.join(map(repr, unbuilt[:4]))} have no variables and shapes yet."
         remedy = "Call the model once, on a batch of data, and audit it then; what it never calls needs `layer.build`."
         return ForwardPass(why_not=why_not, remedy=remedy)
-    arguments = _arguments(model, inputs, batch_size, open_size)
+    arguments = call_arguments(model, inputs, batch_size, open_size)
     if arguments is None:
         return ForwardPass(
             why_not="it does not say what it takes.",
@@ -153,7 +153,7 @@ def _first_line(message: str) -> str:
     return lines[0][:300] if lines else "no message"
 
 
-def _arguments(model, inputs, batch_size, open_size):
+def call_arguments(model, inputs, batch_size: int, open_size: int):
     """Returns `((args, kwargs), is_open)` for a call of the model, of KerasTensors with every size known; or `None`."""
     opened: list = []
 
