@@ -17,6 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from mpkeras import _keras
@@ -169,7 +170,7 @@ class _Value:
         if self._wide is not None:
             return self._wide
         is_widened = jnp.result_type(self._value) in _NARROW and dtype not in _NARROW
-        return jnp.asarray(self._value, dtype) if is_widened else self._value
+        return self._value.astype(dtype) if is_widened else self._value
 
     def gathered(self, dtype, gather):
         """Returns what `gather(value)` returns for this value and `dtype`: the same for all that read it."""
@@ -203,7 +204,10 @@ class _Rewriting:
         paths = _paths(jaxpr, ends)
 
         def read(variable):
-            return _Value(variable.val) if isinstance(variable, Literal) else known[variable]
+            if isinstance(variable, Literal):
+                # Of NumPy: a number that is written into the program again, not a constant beside it.
+                return _Value(np.asarray(variable.val, variable.aval.dtype))
+            return known[variable]
 
         for equation in jaxpr.eqns:
             values = [read(variable) for variable in equation.invars]

@@ -27,6 +27,8 @@ def test_each_replica_of_a_mirrored_strategy(replicas, eager):
     check_faults(result, shards=replicas, copies=replicas)
     check_equals_one_device(result)
     assert eager or result["new_traces"] == 0
+    expected = [f"{replicas} replicas share a batch, each with whole weights"] if replicas > 1 else []
+    assert [line.partition(":")[0] for line in result["audited"]] == expected
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ pytestmark = pytest.mark.backends("jax")
 
 def test_each_shard_under_data_parallel():
     result = run_program("train.py", "data_parallel", "--shards", 8)
+    (line,) = result["audited"]
+    assert line.startswith("What travels between the 8 devices that share a batch is not counted")
     check_faults(result, shards=8, copies=8)
     check_equals_one_device(result)
     assert result["new_traces"] == 0

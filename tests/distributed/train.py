@@ -37,11 +37,14 @@ def main():
 
     import keras
 
+    import mpkeras
+
     result = {}
     keras.utils.set_random_seed(0)
     with scope():
         model = compiled_model(options, with_statistics=True)
     result.update(inflict_faults(model, options, batch))
+    result["audited"] = [line for line in mpkeras.audit(model).notes() if "share a batch" in line]
     keras.utils.set_random_seed(0)
     with scope():
         model = compiled_model(options, with_statistics=False)
