@@ -145,6 +145,14 @@ def with_dtypes(run, travel: Travel, variables):
 def _weight(variable, distribution) -> _Weight:
     layout = distribution.get_variable_layout(variable)
     sharding = getattr(layout, "backend_layout", layout)
+    # A `Format` of JAX says the order in memory, too.
+    sharding = getattr(sharding, "sharding", sharding)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        raise ValueError(
+            "Expected layouts that name the axes of a mesh, by which it is known what is gathered and summed. "
+            f"Received: {sharding!r} for '{variable.path}'. Return a `keras.distribution.TensorLayout` or a "
+            "`jax.sharding.NamedSharding` from `get_variable_layout`."
+        )
     batch = distribution.batch_dim_name
     axes = [names if isinstance(names, tuple) else (names,) for names in sharding.spec]
     kept = [None if batch in names else names[0] if len(names) == 1 else names for names in axes]

@@ -41,6 +41,13 @@ class Blueprint:
         """Returns how a `keras.distribution.ModelParallel` lays variables out: arguments of `model_parallel`."""
         if isinstance(distribution, Sharded):
             return {"shard": distribution.shard, "axis": distribution.axis}
+        stock = keras.distribution.ModelParallel.get_variable_layout
+        if type(distribution).get_variable_layout is not stock:
+            raise ValueError(
+                "Expected a `keras.distribution.ModelParallel` whose layouts are those of its `layout_map`, as only "
+                f"they can be handed to the process that compiles. Received: {type(distribution).__name__}, with a "
+                "`get_variable_layout` of its own. Put its layouts into a `keras.distribution.LayoutMap`."
+            )
         layouts = _keras.layout_map_of(distribution)
         paths = [[path, list(layout.axes)] for path, layout in layouts.items()]
         return {"paths": paths, "batch_dim_name": distribution.batch_dim_name}

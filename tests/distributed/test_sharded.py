@@ -1,6 +1,7 @@
 """`sharded`: a model in parts trains as on one device, in less memory, and goes on on fewer devices."""
 
 import functools
+import importlib.util
 
 import keras
 import numpy as np
@@ -10,6 +11,9 @@ import mpkeras
 from tests.distributed.launch import run_program
 
 only_jax = pytest.mark.backends("jax")
+needs_compilers = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the extra `forecast`, for Linux on x86-64"
+)
 
 
 @functools.cache
@@ -45,6 +49,51 @@ def test_a_model_in_parts_trains_as_on_one_device_in_16_bits(policy):
     check(trained(policy), policy)
 
 
+ALL_LAYOUTS = ["data", "weights", "state", "model"]
+# As above; with products in float8, whose e4m3 has 4 significant bits.
+LARGEST_OF_VARIANT = {
+    "float32": 1e-5,
+    "mixed_float16": 5e-4,
+    "accumulated": 1e-3,
+    "mixed_bfloat16": 2e-3,
+    "remat": 2e-3,
+    "small state": 2e-3,
+    "float8": 2e-2,
+}
+
+
+@only_jax
+@pytest.mark.slow
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("variant", "devices", "layouts", "replay"),
+    [
+        pytest.param("mixed_float16", 8, ALL_LAYOUTS, ["weights"], id="mixed_float16 on 8"),
+        pytest.param("mixed_bfloat16", 4, ["weights", "model"], [], id="mixed_bfloat16 on 4"),
+        # Each capsule takes programs of its own.
+        pytest.param("mixed_float16", 8, ALL_LAYOUTS, ALL_LAYOUTS, id="capsules on 8", marks=pytest.mark.matrix),
+        *[
+            pytest.param(variant, 8, ALL_LAYOUTS, [], id=f"{variant} on 8", marks=pytest.mark.matrix)
+            for variant in LARGEST_OF_VARIANT
+            if variant != "mixed_float16"
+        ],
+    ],
+)
+def test_everything_trains_under_every_layout_as_on_one_device(variant, devices, layouts, replay):
+    chosen = ["--variants", variant, "--layouts", *layouts, "--replay", *replay]
+    result = run_program("on_shards.py", "--devices", devices, *chosen)
+    assert list(result) == [f"{variant}, {layout}" for layout in layouts]
+    for case, found in result.items():
+        # Under model parallelism a product over features is a sum of parts, too, each of which is rounded.
+        tolerance = LARGEST_OF_VARIANT[variant] * (2 if case.endswith("model") else 1)
+        assert found["losses"] <= tolerance, case
+        assert found["after"] <= tolerance, case
+        assert found["skipped"] == found["skipped_alone"] == [True] * devices, case
+        assert found["traces"] == [], case
+        # A capsule of a step and one of `fit`, each skipped again, with the same bits.
+        assert found.get("replayed") == ([[True, True]] * 2 if case.split(", ")[1] in replay else None), case
+
+
 @only_jax
 @pytest.mark.slow
 def test_training_goes_on_on_fewer_devices():
@@ -62,6 +111,31 @@ def test_training_goes_on_on_fewer_devices():
 @pytest.mark.slow
 def test_every_kind_of_convolution_trains_as_on_one_device():
     assert trained("float32")["convolutions"] <= LARGEST["mixed_float16"]
+
+
+@only_jax
+@pytest.mark.slow
+@needs_compilers
+def test_the_axis_with_which_the_fewest_bytes_travel_is_compiled_for(monkeypatch):
+    counted = {}
+
+    def counting(*arguments, devices, **options):
+        report = mpkeras.forecast(*arguments, devices=devices, **options)
+        (found,) = report.policies.values()
+        counted[devices.axis] = sum(part["bytes"] for part in found["collectives"])
+        assert list(report.policies) == ["mixed_bfloat16"]
+        return report
+
+    monkeypatch.setattr("mpkeras.tools.forecast.sharded.forecast", counting)
+    # Features are the larger axis, and split over them a gradient is sent to and fro: the rows of words travel less.
+    ids = keras.Input((32,))
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        hidden = keras.layers.Embedding(64, 256)(ids)
+        net = keras.Model(ids, keras.layers.Dense(8)(keras.layers.GlobalAveragePooling1D()(hidden)))
+    distribution = mpkeras.sharded(net, devices=8, device="h100")
+    assert mpkeras.sharded(devices=8).split((64, 256)).axes == (None, "batch")
+    assert distribution.split((64, 256)).axes == ("batch", None)
+    assert counted[distribution.axis] == min(counted.values()) < counted["largest"]
 
 
 @only_jax

@@ -345,3 +345,34 @@ def test_a_model_trains_as_it_was_made_under_a_policy_outside_its_scope(door):
     else:
         optimizer = mpkeras.make_train_step(net, "sgd", "mse").optimizer
     assert float(optimizer.loss_scale) == 16.0
+
+
+class LaidOutByItself(keras.distribution.ModelParallel):
+    """A distribution that says in code, as JAX has it, where variables lie."""
+
+    def get_variable_layout(self, variable):
+        return self.layout
+
+
+@pytest.mark.backends("jax")
+def test_layouts_as_jax_has_them():
+    import jax
+    from jax.experimental.layout import Format, Layout
+
+    from mpkeras.distribution._jax import _weight
+
+    one = keras.distribution.DeviceMesh((1,), ["batch"], keras.distribution.list_devices()[:1])
+    distribution = LaidOutByItself(layout_map=keras.distribution.LayoutMap(one), batch_dim_name="batch")
+    variable = keras.Variable(np.zeros((4, 2)), name="kernel")
+    split = jax.sharding.NamedSharding(one.backend_mesh, jax.sharding.PartitionSpec("batch", None))
+    whole = jax.sharding.NamedSharding(one.backend_mesh, jax.sharding.PartitionSpec(None, None))
+    for layout in (split, Format(Layout((1, 0)), split)):
+        distribution.layout = layout
+        weight = _weight(variable, distribution)
+        assert (weight.laid_out, weight.gathered) == (split, whole)
+    distribution.layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(ValueError, match="name the axes of a mesh.*Received: SingleDeviceSharding.* for 'kernel'"):
+        _weight(variable, distribution)
+    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    with pytest.raises(ValueError, match="Received: LaidOutByItself, with a `get_variable_layout` of its own"):
+        mpkeras.forecast(net, (8, 4), device="cpu", devices=distribution)
