@@ -44,6 +44,7 @@ OTHERS = (
     "fine_tune",
     "float8",
     "hub",
+    "many_devices",
     "memory_plan",
     "remat",
     "remat_time",

@@ -1,7 +1,8 @@
 """`examples/cluster/ray_train.py` with workers that kill themselves, without a word, in the middle of a step.
 
 `ray_killed.py FOLDER KILLS ARGUMENTS`: KILLS is a list in JSON of `[rank, step, delay_s]`, one for each start of the
-workers. FOLDER gets a file for each kill, and for each start and rank one with the steps that were begun.
+workers. FOLDER gets a file for each kill, which says whether it was in the middle of a step, and for each start and
+rank one with the steps that were begun.
 """
 
 import functools
@@ -30,12 +31,20 @@ def train_loop(folder, kills, options):
     start = len(list(folder.glob("kill-*")))
     kill_rank, kill_step, delay_s = kills[start] if start < len(kills) else (None, None, None)
     rows_of_batch = ray_train.rows_of_batch
+    is_in_step = False
 
     def kill():
-        (folder / f"kill-{start}").touch()
+        (folder / f"kill-{start}").write_text("in a step" if is_in_step else "between steps")
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def print_and_end(*words, **options):
+        nonlocal is_in_step
+        is_in_step = False
+        print(*words, **options)
+
     def and_kill(number, count):
+        nonlocal is_in_step
+        is_in_step = True
         with open(folder / f"steps-{start}-{rank}", "a") as file:
             file.write(f"{number}\n")
         if (rank, number) == (kill_rank, kill_step):
@@ -43,6 +52,8 @@ def train_loop(folder, kills, options):
         return rows_of_batch(number, count)
 
     ray_train.rows_of_batch = and_kill
+    # The first thing that the loop does when it has the loss of a step.
+    ray_train.print = print_and_end
     ray_train.train_loop(options)
 
 

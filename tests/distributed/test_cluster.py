@@ -223,7 +223,10 @@ def test_a_job_of_ray_whose_workers_are_killed_ends_as_the_one_without_kills(tmp
             FOLDER / "ray_killed.py", folder, json.dumps(kills_of_job), "--storage", folder / "storage",
             "--steps", KILLED_STEPS, "--every", EVERY, timeout_s=1200,
         )  # fmt: skip
-        assert len(list(folder.glob("kill-*"))) == len(kills_of_job)
+        moments = [path.read_text() for path in folder.glob("kill-*")]
+        assert len(moments) == len(kills_of_job)
+        # Some may fall into a checkpoint, or between two steps.
+        assert not moments or "in a step" in moments
         with np.load(Path(re.findall(r"checkpoint: (\S+)", output)[-1]) / "checkpoint.npz") as file:
             states[name] = dict(file)
         # Of each start and each rank: the steps that it began.
