@@ -86,7 +86,8 @@ def travel_in_step(model, inputs, *, batch_size: int, open_size: int, device: st
     mesh = distribution.device_mesh
     split = mesh.shape[mesh.axis_names.index(distribution.batch_dim_name)]
     arguments = call_arguments(model, inputs, batch_size * split, open_size)
-    (args, kwargs), _ = arguments or (((), {}), False)
+    args: tuple
+    args, kwargs = ((), {}) if arguments is None else arguments[0]
     if len(args) != 1 or kwargs:
         raise ValueError(
             f"Expected `inputs` for a model that does not say what it takes. Received: model '{model.name}' and "
