@@ -1,19 +1,14 @@
 """What the commands share: their parsers and options, printing a report, and an import of mpkeras without notes."""
 
 import argparse
-import contextlib
 import io
 import json
 import math
 import os
-import re
 import sys
-import tempfile
 from collections.abc import Callable
 
-# Informational lines of absl's log, and what else TensorFlow writes around them while it starts, whatever
-# `TF_CPP_MIN_LOG_LEVEL` says. Warnings and errors have W, E and F.
-NOTE = re.compile(rb"I\d{4} |WARNING: All log messages before absl::|To enable the following instructions: ")
+from _mpkeras_cli.notes import without_notes
 
 
 def add_command(subparsers, name: str, run: Callable, *, help: str, description: str) -> Callable:
@@ -151,26 +146,3 @@ def import_mpkeras(error):
             if reason.name not in ("tensorflow", "jax", "torch"):
                 raise
             error(reason)
-
-
-@contextlib.contextmanager
-def without_notes():
-    """Holds back all that is written to standard error, by compiled code too; then writes all of it but the notes."""
-    try:
-        held, stderr = tempfile.TemporaryFile(), os.dup(2)
-    except OSError:  # No folder to write to, or standard error is closed.
-        yield
-        return
-    with held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            if sys.stderr:
-                sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            held.seek(0)
-            for line in held:
-                if not NOTE.match(line):
-                    os.write(2, line)

@@ -30,7 +30,7 @@ def _import_keras():
 
 
 if _runs_as_command():
-    from _mpkeras_cli.command import without_notes
+    from _mpkeras_cli.notes import without_notes
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:

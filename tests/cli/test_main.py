@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-import _mpkeras_cli.command
+import _mpkeras_cli.notes
 from _mpkeras_cli import main
 from mpkeras import __version__
 from tests.cli.lines import failing_line
@@ -153,7 +153,7 @@ def check_missing_backend(done, backend, program="mpkeras hardware"):
 
 
 def test_warnings_and_errors_at_the_start_are_shown(capfd):
-    with _mpkeras_cli.command.without_notes():
+    with _mpkeras_cli.notes.without_notes():
         os.write(2, b"I0000 00:00:1 1 port.cc:1] a note\nE0000 00:00:1 1 cuda.cc:1] an error\nUserWarning: a warning\n")
     assert capfd.readouterr().err == "E0000 00:00:1 1 cuda.cc:1] an error\nUserWarning: a warning\n"
 
@@ -162,14 +162,14 @@ def test_nothing_is_held_back_where_no_file_can_be_written(capfd, monkeypatch):
     def refuse():
         raise FileNotFoundError("No usable temporary directory found")
 
-    monkeypatch.setattr(_mpkeras_cli.command.tempfile, "TemporaryFile", refuse)
-    with _mpkeras_cli.command.without_notes():
+    monkeypatch.setattr(_mpkeras_cli.notes.tempfile, "TemporaryFile", refuse)
+    with _mpkeras_cli.notes.without_notes():
         os.write(2, b"I0000 a note\n")
     assert capfd.readouterr().err == "I0000 a note\n"
 
 
 def test_what_fails_at_the_start_is_shown(capfd):
-    with pytest.raises(ImportError), _mpkeras_cli.command.without_notes():
+    with pytest.raises(ImportError), _mpkeras_cli.notes.without_notes():
         os.write(2, b"E0000 no library\n")
         raise ImportError("no backend")
     os.write(2, b"and later lines\n")
