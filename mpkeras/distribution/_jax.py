@@ -45,6 +45,7 @@ class _Weight:
     """A weight in the program: its path, where its parts lie, and where the whole lies while a layer reads it."""
 
     path: str
+    shape: tuple
     laid_out: jax.sharding.Sharding
     gathered: jax.sharding.Sharding
 
@@ -136,7 +137,7 @@ def with_dtypes(run, travel: Travel, variables):
         )(*values)
         # The weights come first.
         inputs = [_Value(value) for value in values]
-        outputs = _Rewriting(travel, distribution).run(program, inputs, dict(enumerate(weights)), {})
+        outputs = _Rewriting(travel, distribution, weights).run(program, inputs, dict(enumerate(weights)), {})
         return jax.tree.unflatten(jax.tree.structure(results), [output.as_made() for output in outputs])
 
     return run_with_dtypes
@@ -157,7 +158,7 @@ def _weight(variable, distribution) -> _Weight:
     axes = [names if isinstance(names, tuple) else (names,) for names in sharding.spec]
     kept = [None if batch in names else names[0] if len(names) == 1 else names for names in axes]
     gathered = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*kept))
-    return _Weight(variable.path, sharding, gathered)
+    return _Weight(variable.path, tuple(variable.shape), sharding, gathered)
 
 
 class _Value:
@@ -190,7 +191,8 @@ class _Value:
 class _Rewriting:
     """The interpreter of a step."""
 
-    def __init__(self, travel: Travel, distribution):
+    def __init__(self, travel: Travel, distribution, weights: list):
+        self._split = {weight.path: weight for weight in weights if weight.is_split}
         self._gather_dtype = None if travel.gather_dtype is None else jnp.dtype(travel.gather_dtype)
         self._reduce_dtype = jnp.dtype(travel.reduce_dtype)
         self._mesh, self._batch_axis = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
@@ -331,22 +333,52 @@ class _Rewriting:
 
     def _with_program_inside(self, equation, values, weights, gradients) -> list:
         """Returns what a loop, a branch or a checkpoint makes, with the same changes in the program inside it."""
-        parameters = dict(equation.params)
+        parameters, carried = dict(equation.params), (0, 0)
         if equation.primitive.name == "cond":
             # The first input says which of the programs runs.
             weights = {i - 1: weight for i, weight in weights.items()}
             branches = parameters["branches"]
             parameters["branches"] = tuple(self._rewritten(inside, weights, gradients) for inside in branches)
         else:
-            parameters["jaxpr"] = self._rewritten(parameters["jaxpr"], weights, gradients)
-        return list(map(_Value, equation.primitive.bind(*[value.as_made() for value in values], **parameters)))
+            if equation.primitive.name == "scan":
+                carried = parameters["num_consts"], parameters["num_carry"]
+            values = self._carried_whole(values, gradients, *carried)
+            parameters["jaxpr"] = self._rewritten(parameters["jaxpr"], weights, gradients, *carried)
+        results = equation.primitive.bind(*[value.as_made() for value in values], **parameters)
+        return self._carried_whole(map(_Value, results), gradients, 0, carried[1])
 
-    def _rewritten(self, inside, weights, gradients):
-        """Returns the program inside an operation, of the same class, with the same changes."""
+    def _carried_whole(self, values, gradients, first: int, carried: int) -> list:
+        """Returns values of a loop, with gradients that go from round to round whole on each device.
+
+        The compiler then sums them over devices once, behind the loop, and not each part where it lies in every round.
+
+        Args:
+            values: Each a `_Value`.
+            gradients: `{number of what is carried: path}`.
+            first: The number of the first value that is carried.
+            carried: How many are.
+        """
+        values = list(values)
+        for i, path in gradients.items():
+            weight = self._split.get(path)
+            if i < carried and weight is not None:
+                value = values[first + i].as_made()
+                if value.shape == weight.shape:
+                    values[first + i] = _Value(jax.lax.with_sharding_constraint(value, weight.gathered))
+        return values
+
+    def _rewritten(self, inside, weights, gradients, constants=0, carried=0):
+        """Returns the program inside an operation, of the same class, with the same changes.
+
+        Args:
+            inside, weights, gradients: As of `run`.
+            constants, carried: Of a loop: the number of inputs before those that go from round to round, and of these.
+        """
         closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
 
         def run(*inputs):
-            outputs = self.run(closed, list(map(_Value, inputs)), weights, gradients)
+            values = self._carried_whole(list(map(_Value, inputs)), gradients, constants, carried)
+            outputs = self._carried_whole(self.run(closed, values, weights, gradients), gradients, 0, carried)
             return [output.as_made() for output in outputs]
 
         shapes = [

@@ -46,6 +46,7 @@ def main():
 
     half = ROWS // RANKS
     rows = slice(options.rank * half, (options.rank + 1) * half)
+    result["audited"] = [line for line in mpkeras.audit(new_model()[0]).notes() if "share a batch" in line]
     result["many"] = train(*new_model(), rows, wrap)
     result["compressed"] = train(*new_model(), rows, wrapped_with_16_bit_sums)
     result.update(inflict_faults(*new_model(), rows, wrap))

@@ -56,6 +56,12 @@ def test_without_faults_two_ranks_equal_one_device_with_the_joined_batch(results
     assert results[0]["many"] == results[1]["many"]
 
 
+def test_an_audit_says_who_decides_what_travels(results):
+    for result in results:
+        (line,) = result["audited"]
+        assert line.startswith("2 ranks share a batch. What travels between them torch says")
+
+
 def test_torchs_own_16_bit_sums_equal_the_float32_sums_to_rounding(results):
     for result in results:
         assert_equal(result["many"], result["compressed"])

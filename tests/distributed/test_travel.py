@@ -17,6 +17,8 @@ needs_compilers = pytest.mark.skipif(
 )
 GATHERS, REDUCES = ("all-gather",), ("all-reduce", "reduce-scatter")
 WIDTH = 128
+# The loss, and whether each gradient is finite: what is reduced beside gradients.
+FEW_BYTES = 256
 
 
 def model():
@@ -72,6 +74,10 @@ def bytes_by_dtype(found, kinds, of) -> dict:
     return counted
 
 
+def unnamed_bytes(found, kinds) -> int:
+    return sum(part["tensors"].get("", 0) for part in found["collectives"] if part["kind"] in kinds)
+
+
 def is_head(tensor) -> bool:
     return tensor.startswith("head/")
 
@@ -102,6 +108,11 @@ def test_each_weight_travels_as_the_policy_says(policy, gathered, reduced):
     assert bytes_by_dtype(found, GATHERS, is_head) == {"float32": 4 * WIDTH * 256}
     assert list(bytes_by_dtype(found, REDUCES, lambda tensor: not is_head(tensor))) == [reduced]
     assert found["travels_otherwise"] == []
+    # Of a loop behind it, not in each of its rounds.
+    for variable in split:
+        sent = bytes_by_dtype(found, REDUCES, lambda tensor, path=variable.path: tensor == path)
+        assert 0 < sum(sent.values()) <= int(variable.value.size) * 4
+    assert unnamed_bytes(found, REDUCES) < FEW_BYTES
     if gathered != "bfloat16":
         # The same program under a policy that says otherwise: each weight is named, twice where it is split.
         net = mpkeras.apply_policy(model(), "mixed_bfloat16")
@@ -122,6 +133,8 @@ def test_gradients_are_summed_in_float32(where, policy):
     found = collectives_of(policy, devices=devices)
     assert list(bytes_by_dtype(found, REDUCES, lambda tensor: True)) == ["float32"]
     assert found["travels_otherwise"] == []
+    if where != "model":  # There activations are summed, too.
+        assert unnamed_bytes(found, REDUCES) < FEW_BYTES
     # What the products multiply is as on one device.
     alone = collectives_of(policy, devices=1)
     assert found["products"] == alone["products"]

@@ -300,6 +300,10 @@ class _Sources:
         if instruction.operation == "get-tuple-element":
             (index,) = re.findall(r"\bindex=(\d+)", instruction.attributes)
             return self._made_by(computation, known.get(operands[0]), named, int(index))
+        if instruction.operation == "while":
+            # What a loop returns is what its body does.
+            body = re.search(r"\bbody=%?([\w.\-]+)", instruction.attributes)[1]
+            return self._made_by(body, list(self._by_name[body].values())[-1], named, number)
         if instruction.operation == "tuple":
             return self._made_by(computation, known.get(operands[number]), named)
         if instruction.operation == "fusion":

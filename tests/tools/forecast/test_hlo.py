@@ -253,6 +253,42 @@ def test_the_weights_behind_what_is_sent_are_named():
     assert summed["tensors"] == {"": 4 + 12, "a/bias": 12, "b/bias": 8}
 
 
+LOOP = """
+%body (p: (f32[3], f32[2])) -> (f32[3], f32[2]) {
+  %p = (f32[3]{0}, f32[2]{0}) parameter(0)
+  %q.0 = f32[3]{0} get-tuple-element(%p), index=0
+  %q.1 = f32[2]{0} get-tuple-element(%p), index=1
+  %r.1 = f32[2]{0} add(%q.1, %q.1), metadata={op_name="jit(f)/while/body/mpkeras_reduce(loop/bias)/add_any"}
+  ROOT %t = (f32[3]{0}, f32[2]{0}) tuple(%q.0, %r.1)
+}
+"""
+
+
+def test_what_is_summed_behind_a_loop_or_comes_from_a_library_is_named():
+    kernel = "f32[3,1,1]{2,1,0}"
+    target = 'custom_call_target="__cudnn$convBackwardFilter"'
+    call = f"custom-call(%x, %y), {target}, window={{size=3}}, dim_labels=b0f_0io->b0f"
+    name = 'metadata={op_name="jit(f)/mpkeras_reduce(near/kernel)/conv"}'
+    found = read_program(
+        program(
+            "%x = f32[2,4,1]{2,1,0} parameter(0)",
+            "%w = (f32[3]{0}, f32[2]{0}) while(%t), condition=%cond, body=%body",
+            "%w.0 = f32[3]{0} get-tuple-element(%w), index=0",
+            "%w.1 = f32[2]{0} get-tuple-element(%w), index=1",
+            "%s.0 = f32[3]{0} all-reduce(%w.0), to_apply=%add",
+            "%s.1 = f32[2]{0} all-reduce(%w.1), to_apply=%add",
+            # A result and a workspace.
+            "%y = f32[2,2,1]{2,1,0} parameter(1)",
+            f"%c = ({kernel}, u8[16]{{0}}) {call}, {name}",
+            f"%c.0 = {kernel} get-tuple-element(%c), index=0",
+            f"%s.2 = {kernel} all-reduce(%c.0), to_apply=%add",
+            others=LOOP,
+        )
+    )
+    (summed,) = found.collectives
+    assert summed["tensors"] == {"": 12, "loop/bias": 8, "near/kernel": 12}
+
+
 @pytest.mark.parametrize(
     ("line", "conditionals", "transfers"),
     [
