@@ -86,15 +86,14 @@ def travel_in_step(model, inputs, *, batch_size: int, open_size: int, device: st
     mesh = distribution.device_mesh
     split = mesh.shape[mesh.axis_names.index(distribution.batch_dim_name)]
     arguments = call_arguments(model, inputs, batch_size * split, open_size)
-    args: tuple
-    args, kwargs = ((), {}) if arguments is None else arguments[0]
-    if len(args) != 1 or kwargs:
+    if arguments is None or len(arguments[0][0]) != 1:
         raise ValueError(
             f"Expected `inputs` for a model that does not say what it takes. Received: model '{model.name}' and "
             f"device={device!r}. Pass a batch, or `keras.KerasTensor`s."
         )
     policy = view.policy_in_training
-    report = mpkeras.forecast(model, args[0], device=device, devices=distribution, policies=[policy], verbose=0)
+    x = arguments[0][0][0]
+    report = mpkeras.forecast(model, x, device=device, devices=distribution, policies=[policy], verbose=0)
     (found,) = report.policies.values()
     if found["collectives"] is None:
         raise ValueError(

@@ -302,7 +302,7 @@ class _Sources:
             return self._made_by(computation, known.get(operands[0]), named, int(index))
         if instruction.operation == "while":
             # What a loop returns is what its body does.
-            body = re.search(r"\bbody=%?([\w.\-]+)", instruction.attributes)[1]
+            (body,) = re.findall(r"\bbody=%?([\w.\-]+)", instruction.attributes)
             return self._made_by(body, list(self._by_name[body].values())[-1], named, number)
         if instruction.operation == "tuple":
             return self._made_by(computation, known.get(operands[number]), named)
