@@ -120,7 +120,7 @@ def main(argv=None) -> int:
             content = {"environment": harness.environment(), "results": [results[q] for q in QUESTIONS if q in results]}
             harness.write_json(options.json, content)
     asked = [results[question] for question in QUESTIONS if question in results]
-    harness.print_table(rows_of(asked), "Ways to train GPT-2-small on a T4, in the order in which they were compiled")
+    harness.print_table(rows_of(asked), "Ways to train GPT-2-small on a T4 that were compiled")
     return 0
 
 
