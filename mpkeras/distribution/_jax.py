@@ -426,7 +426,8 @@ def _paths(jaxpr, ends: dict) -> dict:
             inputs = []
         else:
             # Such as the bounds of a gradient that is clipped: what comes before may be summed in the wider dtype.
-            inputs = [v for v in equation.invars if v.aval.size == equation.outvars[0].aval.size]
+            size = next(v.aval.size for v in equation.outvars if v in paths)
+            inputs = [v for v in equation.invars if getattr(v.aval, "size", None) == size]
         paths |= {v: path for v in inputs if not isinstance(v, Literal) and _is_float(v)}
     return paths
 
