@@ -61,7 +61,7 @@ def softmax_from_probabilities(softmax, axis, scores, mask=None):
     Args:
         softmax: A function of scores and mask with a 16-bit result.
         axis: The axis or axes over which the result sums to 1.
-        mask: What `softmax` is to be given beside the scores: a value that it took from around it would leave the
+        mask: Arguments of `softmax` beside the scores: a value that it took from around it would leave the
             checkpoint in which it was made.
     """
 

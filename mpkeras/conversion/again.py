@@ -1,4 +1,4 @@
-"""What is computed again in the backward pass, by Keras (`keras.RematScope`) or by us: the second time as the first."""
+"""Computing again in the backward pass, by Keras (`keras.RematScope`) or by us: the second time as the first."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""One layer, as its conversion left it: what there is to ask of it alone, and what can be done to it alone."""
+"""One layer, as its conversion left it: the questions to it alone, and the changes of it alone."""
 
 import keras
 from keras import ops
@@ -19,7 +19,7 @@ from mpkeras.policies.rules import is_quantized, set_layer_policy
 class ConvertedLayer:
     """A layer of any model, converted or not."""
 
-    # What the operands and the gradient of a product in float8 are rounded to.
+    # The dtypes to which operands and gradient of a product in float8 are rounded.
     FLOAT8_OPERANDS, FLOAT8_GRADIENT = OPERAND_DTYPE, GRADIENT_DTYPE
 
     def __init__(self, layer):

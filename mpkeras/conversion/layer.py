@@ -15,7 +15,7 @@ def move_to_float32(layer):
     """Moves the arithmetic of `layer` to float32; its variables stay as they are."""
     policy = keras.DTypePolicy("float32")
     if layer.quantization_mode == "float8" and has_product(layer):
-        # What its user quantized stays so: it is trained with the scales that Keras keeps in it.
+        # A layer that its user quantized stays so: it is trained with the scales that Keras keeps in it.
         policy = keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", "float32")
     set_layer_policy(layer, policy)
 

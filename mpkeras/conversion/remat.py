@@ -35,7 +35,7 @@ _SCORING = (
 
 
 class Parts(NamedTuple):
-    """What of a model is computed again.
+    """The parts of a model that are computed again.
 
     Attributes:
         ends: `{id of a graph: numbers of its calls}`: behind each of them its graph is cut, and what leaves is kept.
@@ -164,7 +164,7 @@ def _children(survey, parent) -> list:
 
 
 def _is_block(survey, layer) -> bool:
-    # What an attention layer or an RNN of Keras holds is its own affair; a model within a model is a block.
+    # The layers in an attention layer or an RNN of Keras are its own affair; a model within a model is a block.
     if type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.Model):
         return False
     return any(inner.weights or not inner.built for inner in survey.within(layer)[1:])

@@ -100,7 +100,7 @@ def ends_of_blocks(graph) -> set:
     if length < 2 * period:
         return set()
     ends = {end - 1 for _, end in units[start + period - 1 : start + length : period]}
-    # What comes before the first block is no part of it.
+    # The calls before the first block are no part of it.
     return ends | ({units[start][0] - 1} if units[start][0] else set())
 
 

@@ -156,8 +156,8 @@ def _weight(variable, distribution) -> _Weight:
         )
     batch = distribution.batch_dim_name
     axes = [names if isinstance(names, tuple) else (names,) for names in sharding.spec]
-    kept = [None if batch in names else names[0] if len(names) == 1 else names for names in axes]
-    gathered = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*kept))
+    axes_kept = [None if batch in names else names[0] if len(names) == 1 else names for names in axes]
+    gathered = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*axes_kept))
     return _Weight(variable.path, tuple(variable.shape), sharding, gathered)
 
 
@@ -276,7 +276,7 @@ class _Rewriting:
         operands = [value.as_made() if is_product else value.wide(dtype) for value in values]
         with jax.named_scope(REDUCED.format(path)):
             if equation.primitive.name == "scatter-add":
-                # One of its parameters is the addition, traced for the dtype.
+                # Among its parameters is the addition, traced for the dtype.
                 for name in ("update_consts", "update_jaxpr"):
                     del parameters[name]
                 result = jax.lax.scatter_add(*operands, **parameters)
@@ -316,7 +316,7 @@ class _Rewriting:
     def _gathered(self, value: _Value, weight: _Weight, dtype=None) -> _Value:
         """Returns a weight that is split, as a layer reads it: whole, in `dtype` or as it is stored."""
         read_in = jnp.dtype(value.as_made().dtype if dtype is None else dtype)
-        # What a float32 layer reads is not rounded.
+        # A float32 layer reads numbers that are not rounded.
         travels_in = read_in if self._gather_dtype is None or read_in not in _NARROW else self._gather_dtype
 
         def gather(stored):
@@ -415,8 +415,8 @@ def _paths(jaxpr, ends: dict) -> dict:
             inside = equation.params["jaxpr"].jaxpr
             outputs = zip(inside.outvars, equation.outvars, strict=True)
             ends_inside = {v: paths[outer] for v, outer in outputs if outer in paths and not isinstance(v, Literal)}
-            found = _paths(inside, ends_inside)
-            inputs = [outer for v, outer in zip(inside.invars, equation.invars, strict=True) if v in found]
+            paths_inside = _paths(inside, ends_inside)
+            inputs = [outer for v, outer in zip(inside.invars, equation.invars, strict=True) if v in paths_inside]
         elif name == "scatter-add":
             inputs = equation.invars[:1]
         elif _gradient_of(equation) or name in _ELEMENTWISE | _SHAPES | {"convert_element_type"}:

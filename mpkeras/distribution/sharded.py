@@ -11,7 +11,7 @@ SHARD = ("weights", "state")
 SPLIT_AXES = ("largest", "first", "last")
 # The name of the one axis of the mesh: over it batches are split, and what is kept in parts.
 AXIS = "batch"
-# What has fewer elements is whole on each device: a part of it would take as long to gather as all of it to read.
+# A smaller variable is whole on each device: a part of it would take as long to gather as all of it to read.
 SMALLEST = 1024
 
 
@@ -38,9 +38,9 @@ class Sharded(keras.distribution.ModelParallel):
 
     def get_variable_layout(self, variable):
         """Returns the `TensorLayout` of a variable: what it was given, or what its shape says."""
-        given = _keras.layout_of(variable)
-        if given is not None:
-            return given
+        layout = _keras.layout_of(variable)
+        if layout is not None:
+            return layout
         return self.split(variable.shape) if self.shard == "weights" else self._laid_out([None] * len(variable.shape))
 
     def split(self, shape):

@@ -4,7 +4,7 @@ import dataclasses
 
 from mpkeras.policies.policy import Policy
 
-# What the operations are called that make what travels: the compiled program names the weight by it.
+# The names of the operations that make what travels, by which the compiled program names the weight.
 # Without a colon: what stands behind one XLA takes for another kind of name.
 GATHERED = "mpkeras_gather({})"
 REDUCED = "mpkeras_reduce({})"
@@ -15,9 +15,9 @@ class Travel:
     """The dtypes of what travels.
 
     Attributes:
-        gather_dtype: That of a weight which is split over devices, where a layer reads it; `None` for the dtype that
-            the layer computes in.
-        reduce_dtype: That of gradients where they are summed over devices.
+        gather_dtype: The dtype of a weight which is split over devices, where a layer reads it; `None` for the dtype
+            that the layer computes in.
+        reduce_dtype: The dtype of gradients where they are summed over devices.
         is_asked_for: Whether a user chose one of them.
     """
 

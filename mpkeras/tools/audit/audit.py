@@ -43,7 +43,7 @@ def audit(
 
     Args:
         model: A `keras.Model`, compiled or not. Of one that is not built yet only the layers are known.
-        inputs: What the model is called with: arrays or `keras.KerasTensor`s, of which shapes and dtypes are
+        inputs: The inputs of a call of the model: arrays or `keras.KerasTensor`s, of which shapes and dtypes are
             taken, and of arrays whether whole numbers in them would be rounded. Functional and Sequential models say it
             themselves, and a subclassed model knows the shapes it was built with.
         batch_size: At least 1. The batch for which FLOPs and bytes are counted, where the inputs leave it open; on
@@ -105,8 +105,8 @@ def audit_with_optimizer(
         *check_travel(model, optimizer, travel),
     ]
     view = ModelView(model)
-    held, again = view.training_bytes(optimizer), view.computed_again()
-    return AuditReport(model.name, backend, rows, in_order(findings), forward, held, again, travel)
+    bytes_by_part, again = view.training_bytes(optimizer), view.computed_again()
+    return AuditReport(model.name, backend, rows, in_order(findings), forward, bytes_by_part, again, travel)
 
 
 def _check_arguments(model, inputs, batch_size, open_size):
@@ -326,8 +326,8 @@ class AuditReport(Report):
 
     def _found(self) -> str:
         counts = Counter(finding.severity for finding in self.findings)
-        found = ", ".join(f"{counts[name]} {name}{'s' * (counts[name] > 1)}" for name in SEVERITIES if counts[name])
-        return f"Findings: {found or 'none'}"
+        counted = ", ".join(f"{counts[name]} {name}{'s' * (counts[name] > 1)}" for name in SEVERITIES if counts[name])
+        return f"Findings: {counted or 'none'}"
 
     def _sums(self) -> list:
         lines = []
@@ -399,8 +399,8 @@ class AuditReport(Report):
         is_traced = bool(self.flops)
         bars = [(row.path, row.flops if is_traced else {row.compute_dtype: row.parameters}) for row in self.layers]
         bars = [(path, parts) for path, parts in bars if sum((parts or {}).values())]
-        kept = sorted(bars, key=lambda bar: -sum(bar[1].values()))[:_BARS]
-        bars = [bar for bar in bars if bar in kept]
+        longest = sorted(bars, key=lambda bar: -sum(bar[1].values()))[:_BARS]
+        bars = [bar for bar in bars if bar in longest]
         everything = sum(sum(parts.values()) for _, parts in bars) or 1
         figure = make_figure(figsize=(8, 1.4 + 0.3 * max(len(bars), 1)))
         axes = figure.subplots()

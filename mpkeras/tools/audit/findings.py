@@ -58,8 +58,8 @@ def check_variables(model, optimizer) -> list:
     for layer in ModelView(model).layers:
         for dtype in dtypes.SIXTEEN_BIT_DTYPES:
             # Frozen weights are rounded once; only what moves, statistics among it, loses what is behind its last bit.
-            own = [v for v in ConvertedLayer(layer).own_variables if v.dtype == dtype]
-            moving = [v for v in own if v.trainable or id(v) not in frozen]
+            variables = [v for v in ConvertedLayer(layer).own_variables if v.dtype == dtype]
+            moving = [v for v in variables if v.trainable or id(v) not in frozen]
             names = [v.name for v in moving if not (v.trainable and is_rounded and dtype == dtypes.SMALL_DTYPE)]
             if not names:
                 continue
@@ -274,19 +274,19 @@ def check_islands(model, rows) -> list:
             continue
         if ConvertedLayer(row.layer).is_output_cast:
             continue
-        parts = [by_layer[id(layer)] for layer in ModelView(row.layer).layers]
-        inner.update(id(part.layer) for part in parts)
-        flops = sum(part.total_flops - part.half_flops for part in parts)
+        rows_inside = [by_layer[id(layer)] for layer in ModelView(row.layer).layers]
+        inner.update(id(part.layer) for part in rows_inside)
+        flops = sum(part.total_flops - part.half_flops for part in rows_inside)
         if all_flops and flops > _DEAR * all_flops:
             what = (
                 f"It computes in {row.compute_dtype} while others compute in 16 bits, and no default rule names it: "
-                f"{percent(flops / all_flops)} of all FLOPs, {_bytes(parts)}."
+                f"{percent(flops / all_flops)} of all FLOPs, {_bytes(rows_inside)}."
             )
             findings.append(Finding("warning", row.path, what, _remedy_of_island(row, model)))
-        elif sum(sums_by_dtype(parts, "output_bytes").values()) or any(
-            part.parameters or part.flops is None for part in parts
+        elif sum(sums_by_dtype(rows_inside, "output_bytes").values()) or any(
+            part.parameters or part.flops is None for part in rows_inside
         ):
-            cheap.append((row, parts, flops))
+            cheap.append((row, rows_inside, flops))
     if cheap:
         findings.append(_of_cheap_islands(cheap, all_flops))
     return findings + _of_wide_products(rows, all_flops)
@@ -315,7 +315,7 @@ def _of_wide_products(rows, all_flops) -> list:
     if not wide:
         return findings
     share = sum(row.flops["float32"] for row in wide) / all_flops
-    # What a model itself multiplies stands between its layers.
+    # The products of a model itself stand between its layers.
     between = ["operations between the layers of " * row.is_container for row in wide]
     names = listed(f"{text}{row.path} ({row.class_name})" for text, row in zip(between, wide, strict=True))
     what = (

@@ -94,8 +94,8 @@ def travel_in_step(model, inputs, *, batch_size: int, open_size: int, device: st
     policy = view.policy_in_training
     x = arguments[0][0][0]
     report = mpkeras.forecast(model, x, device=device, devices=distribution, policies=[policy], verbose=0)
-    (found,) = report.policies.values()
-    if found["collectives"] is None:
+    (facts,) = report.policies.values()
+    if facts["collectives"] is None:
         raise ValueError(
             f"Expected a step that fits {report.target.title}: its compiler makes no program of another. Received: "
             f"{report.batch} rows on {devices} devices. Pass a smaller `batch_size`."
@@ -104,8 +104,8 @@ def travel_in_step(model, inputs, *, batch_size: int, open_size: int, device: st
         devices,
         compiled_for=report.target.name,
         rows=report.batch,
-        collectives=found["collectives"],
-        otherwise=tuple(found["travels_otherwise"] if report.target.platform != "cpu" else ()),
+        collectives=facts["collectives"],
+        otherwise=tuple(facts["travels_otherwise"] if report.target.platform != "cpu" else ()),
         reduce_dtype=policy.reduce_dtype or "float32",
     )
 

@@ -24,7 +24,7 @@ from mpkeras.tools.forecast.targets import find_target
 from mpkeras.tools.shared.compiled import loss_and_targets, unwrapped
 from mpkeras.tools.shared.report import shortened
 
-# What the compiler of each platform is in.
+# The package of each platform's compiler.
 _MODULES = {"cpu": ("jax",), "cuda": ("jax", "jax_plugins.xla_cuda12"), "tpu": ("jax", "libtpu")}
 
 
@@ -32,7 +32,7 @@ class NotCompiled(ValueError):
     """A model of which JAX makes no program.
 
     Attributes:
-        said: What was raised where it is traced, in its own words.
+        said: An exception from where it is traced, in its own words.
     """
 
     def __init__(self, text, said):
@@ -147,10 +147,10 @@ class Compiler:
 def _check_installed(target):
     for name in _MODULES[target.platform]:
         try:
-            found = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(name)
         except ModuleNotFoundError:
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             raise ModuleNotFoundError(
                 f"Expected the compiler for {target.title}. Received: no module '{name}' that is installed. Run "
                 '`pip install "mpkeras[forecast]"`, on Linux and x86-64 with Python 3.11 or later.',
@@ -254,10 +254,14 @@ def _mesh(devices) -> tuple:
     if isinstance(devices, (keras.distribution.DataParallel, keras.distribution.ModelParallel)):
         mesh = devices.device_mesh
         axes = [str(name) for name in mesh.axis_names]
-        found = {"shape": [int(n) for n in mesh.shape], "axis_names": axes, "batch_dim_name": devices.batch_dim_name}
+        description = {
+            "shape": [int(n) for n in mesh.shape],
+            "axis_names": axes,
+            "batch_dim_name": devices.batch_dim_name,
+        }
         if isinstance(devices, keras.distribution.DataParallel):
-            return found, None
-        return found, Blueprint.layouts_of(devices)
+            return description, None
+        return description, Blueprint.layouts_of(devices)
     if isinstance(devices, bool) or not isinstance(devices, int):
         raise TypeError(
             "Expected `devices` to be a number or a `keras.distribution.DataParallel` or `ModelParallel`. Received: "

@@ -32,7 +32,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def main():
     """Answers requests until there are no more."""
-    # What the user's code prints goes to the log: only answers go where they are read.
+    # Output of the user's code goes to the log: only answers go where they are read.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -143,7 +143,7 @@ class Steps:
         self._target = find_target(wanted["device"])
         backend = devices.backend_module()
         targets = backend.compile_devices(self._target, wanted["devices"])
-        # Which layers have a kernel in 16 bits is asked of this device, not of the CPU that compiles.
+        # This device is asked for its kernels in 16 bits, not the CPU that compiles.
         backend.try_for(targets[0])
         self._device = self._distribution = None
         if wanted["mesh"] is None:
@@ -234,15 +234,15 @@ def facts_of(program, weights=()) -> dict:
     memory = program.memory_analysis()
     arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    found = read_program(program.as_text(), weights)
+    facts = read_program(program.as_text(), weights)
     return {
         "persistent_bytes": arguments - importlib.import_module("mpkeras.tools.shared._jax").batch_bytes_of(program),
         "temporary_bytes": temporary,
-        # What is donated is not there twice.
+        # Donated buffers are not there twice.
         "peak_bytes": arguments + outputs + temporary + memory.generated_code_size_in_bytes,
         # Read and written once at the least.
         "moved_bytes": arguments + memory.output_size_in_bytes,
-        **dataclasses.asdict(found),
+        **dataclasses.asdict(facts),
         "float8": None,
     }
 

@@ -39,7 +39,7 @@ def forecast(
 
     The step that `make_train_step` makes, with loss scaling, check and rollback, is compiled under each policy by the
     accelerator's own compiler, through JAX, whatever backend Keras runs on. Nothing is run and no weight is made.
-    What it says is what XLA will allocate: a program of TensorFlow or torch without XLA is another one.
+    It reports what XLA will allocate: a program of TensorFlow or torch without XLA is another one.
 
     Args:
         model: A `keras.Model` that has a config (`get_config`) and whose layers JAX can trace. It is left as it is.
@@ -97,8 +97,8 @@ def forecast(
                             tried[batch] = compiler.compile(name, batch)
                         return report.room(tried[batch])
 
-                    found = largest_that_fits(room, request.batch, request.rows_split)
-                    report.add_largest_batch(name, found, tried)
+                    largest = largest_that_fits(room, request.batch, request.rows_split)
+                    report.add_largest_batch(name, largest, tried)
                 progress.add(1)
     except TimeoutError:
         report.missing = [name for name in request.policies if name not in report.policies]
@@ -182,31 +182,31 @@ class Forecast(Report):
         many = f"{self.devices} x " if self.devices > 1 else ""
         self.title = f"What {many}{self.target.title} would give model '{self.model_name}', batch {self.batch}"
 
-    def room(self, found: dict) -> int:
+    def room(self, facts: dict) -> int:
         """Returns the bytes that a program leaves of what one device has for it; negative where it does not fit.
 
         Args:
-            found: What the compiler said of it.
+            facts: What the compiler said of it.
         """
-        return room(found, self.target.usable_bytes)
+        return room(facts, self.target.usable_bytes)
 
-    def add(self, policy: str, found: dict):
+    def add(self, policy: str, facts: dict):
         """Adds what the compiler said of the step of one policy.
 
         Args:
             policy: Its name.
-            found: What the compiler said.
+            facts: What the compiler said.
         """
-        fits = self.room(found) >= 0
-        if "too_large" in found:
+        fits = self.room(facts) >= 0
+        if "too_large" in facts:
             # The compiler of a TPU makes no program that does not fit, and says of its memory alone.
-            found = {"peak_bytes": found["too_large"] or None}
+            facts = {"peak_bytes": facts["too_large"] or None}
         self.policies[policy] = {
-            **{name: found.get(name) for name in _OF_A_PROGRAM},
+            **{name: facts.get(name) for name in _OF_A_PROGRAM},
             "fits": fits,
             "largest_batch": None,
             "largest_batch_flops_factor": None,
-            "step_time_lower_bound_ms": bound_ms(found, self.target),
+            "step_time_lower_bound_ms": bound_ms(facts, self.target),
         }
 
     def add_largest_batch(self, policy: str, batch: int, tried: dict):
@@ -217,8 +217,8 @@ class Forecast(Report):
             batch: The largest batch.
             tried: `{batch: what the compiler said}` of all that were tried.
         """
-        programs = {n: found for n, found in tried.items() if "too_large" not in found}
-        of_a_row = {n: sum(found["matrix_flops"].values()) / n for n, found in programs.items()}
+        programs = {n: facts for n, facts in tried.items() if "too_large" not in facts}
+        of_a_row = {n: sum(facts["matrix_flops"].values()) / n for n, facts in programs.items()}
         fewest = min(of_a_row.values(), default=0.0)
         factor = of_a_row[batch] / fewest if batch and fewest else None
         self.policies[policy] |= {"largest_batch": batch, "largest_batch_flops_factor": factor}
@@ -238,15 +238,15 @@ class Forecast(Report):
         rows = [
             [
                 name,
-                _gib(found["persistent_bytes"]),
-                _gib(found["temporary_bytes"]),
-                _gib(found["peak_bytes"]),
-                "yes" if found["fits"] else "no",
-                "" if found["largest_batch"] is None else str(found["largest_batch"]),
-                _products_text(found["products"]),
-                "" if found["step_time_lower_bound_ms"] is None else f"{found['step_time_lower_bound_ms']:.2f}",
+                _gib(facts["persistent_bytes"]),
+                _gib(facts["temporary_bytes"]),
+                _gib(facts["peak_bytes"]),
+                "yes" if facts["fits"] else "no",
+                "" if facts["largest_batch"] is None else str(facts["largest_batch"]),
+                _products_text(facts["products"]),
+                "" if facts["step_time_lower_bound_ms"] is None else f"{facts['step_time_lower_bound_ms']:.2f}",
             ]
-            for name, found in self.policies.items()
+            for name, facts in self.policies.items()
         ]
         shown = [i for i in range(len(header)) if i < 5 or any(row[i] for row in rows)]
         return [header[i] for i in shown], [[row[i] for i in shown] for row in rows]
@@ -255,41 +255,41 @@ class Forecast(Report):
         """Returns the lines under the table: what stands out, and what the figures are not."""
         of_float32 = self.policies.get("float32", {}).get("temporary_bytes")
         notes = [
-            f"{name}: {found['temporary_bytes'] / of_float32:.2f} of float32's temporary bytes."
-            for name, found in self.policies.items()
-            if name != "float32" and of_float32 and found["temporary_bytes"]
+            f"{name}: {facts['temporary_bytes'] / of_float32:.2f} of float32's temporary bytes."
+            for name, facts in self.policies.items()
+            if name != "float32" and of_float32 and facts["temporary_bytes"]
         ]
-        fitting = [(name, found["largest_batch"]) for name, found in self.policies.items() if found["largest_batch"]]
+        fitting = [(name, facts["largest_batch"]) for name, facts in self.policies.items() if facts["largest_batch"]]
         if fitting:
             first, *others = sorted(fitting, key=lambda pair: -pair[1])
             also = "".join(f", {batch} in {name}" for name, batch in others)
             notes.append(f"Batch {first[1]} fits {self.target.title} in {first[0]}{also}.")
-        for name, found in self.policies.items():
-            factor = found["largest_batch_flops_factor"]
+        for name, facts in self.policies.items():
+            factor = facts["largest_batch_flops_factor"]
             if factor is not None and factor > _RECOMPUTES:
                 notes.append(
-                    f"{name}: to fit {found['largest_batch']}, XLA computes activations again: {factor:.2f} times the "
+                    f"{name}: to fit {facts['largest_batch']}, XLA computes activations again: {factor:.2f} times the "
                     "FLOPs of an example in a smaller batch."
                 )
-            if found["float8"]:
-                made, *reasons = self._float8_lines(found["float8"])
+            if facts["float8"]:
+                made, *reasons = self._float8_lines(facts["float8"])
                 notes += [f"{name}: {made}", *reasons]
-            if found["conditionals"] or found["host_transfers"]:
+            if facts["conditionals"] or facts["host_transfers"]:
                 notes.append(
-                    f"{name}: {found['conditionals']} conditionals and {found['host_transfers']} host transfers in the "
+                    f"{name}: {facts['conditionals']} conditionals and {facts['host_transfers']} host transfers in the "
                     "program; each may empty the device's queue."
                 )
-            if found["loops_of_unknown_length"]:
+            if facts["loops_of_unknown_length"]:
                 notes.append(
-                    f"{name}: loops that do not say how often they run: {found['loops_of_unknown_length']}. The "
+                    f"{name}: loops that do not say how often they run: {facts['loops_of_unknown_length']}. The "
                     "products in them are counted once, so FLOPs and the time are too low."
                 )
-            if found["collectives"]:
+            if facts["collectives"]:
                 summed = ", ".join(
-                    f"{part['kind']} {part['dtype']} {part['bytes'] / 2**20:.1f} MiB" for part in found["collectives"]
+                    f"{part['kind']} {part['dtype']} {part['bytes'] / 2**20:.1f} MiB" for part in facts["collectives"]
                 )
                 notes.append(f"{name}: devices exchange {summed} a step.")
-                notes += [_travel_text(name, part) for part in found["travels_otherwise"]]
+                notes += [_travel_text(name, part) for part in facts["travels_otherwise"]]
         if self.missing:
             notes.append(f"Not compiled within {self.out_of_time:g} s: {', '.join(self.missing)}.")
         elif self.out_of_time is not None:
@@ -304,14 +304,14 @@ class Forecast(Report):
             )
         return notes
 
-    def _float8_lines(self, found) -> list:
-        asked_for, flops, compiled = (found[name] for name in ("products", "flops", "compiled_flops"))
+    def _float8_lines(self, facts) -> list:
+        asked_for, flops, compiled = (facts[name] for name in ("products", "flops", "compiled_flops"))
         if "float8" not in self.target.matrix_rates:
             return [
                 "no product in float8, as this device has no units for it; operands are rounded to float8 and "
                 "multiplied in bfloat16."
             ]
-        lines = float8_text([(layer["path"], layer["reason"]) for layer in found["layers"]])
+        lines = float8_text([(layer["path"], layer["reason"]) for layer in facts["layers"]])
         if not asked_for:
             return lines
         if compiled >= flops:
@@ -347,7 +347,7 @@ class Forecast(Report):
         )
 
 
-# What is said of a program, by the keys of `to_dict`.
+# The facts of a program, by the keys of `to_dict`.
 _OF_A_PROGRAM = (
     *BYTES,
     "matrix_flops",

@@ -83,13 +83,13 @@ class Instruction:
     @property
     def target(self) -> str:
         """The function of a library that is called; `""` where none is."""
-        found = _TARGET.search(self.attributes) if self.operation == "custom-call" else None
-        return found[1] if found else ""
+        match = _TARGET.search(self.attributes) if self.operation == "custom-call" else None
+        return match[1] if match else ""
 
 
 @dataclasses.dataclass
 class Program:
-    """What is in a compiled program.
+    """The contents of a compiled program.
 
     Attributes:
         matrix_flops: `{dtype of the operands: FLOP}` of matrix products and convolutions, a multiplication and an
@@ -126,7 +126,7 @@ def read_program(text: str, weights=()) -> Program:
     products: Counter = Counter()
     exchanged: defaultdict = defaultdict(Counter)
     sources = _Sources(computations, weights)
-    found = Program({}, {}, [])
+    program = Program({}, {}, [])
     seen: set = set()
 
     def count(name, times) -> bool:
@@ -143,10 +143,10 @@ def read_program(text: str, weights=()) -> Program:
                 dtype = _multiplied_in(instruction, operands)
                 flops_by_dtype[dtype] += flops * times
                 products[dtype] += is_new
-                found.float8_call_flops += flops * times * (instruction.target == "__cublas$lt$matmul$f8")
+                program.float8_call_flops += flops * times * (instruction.target == "__cublas$lt$matmul$f8")
             if is_new:
-                found.conditionals += instruction.operation == "conditional"
-                found.host_transfers += _is_host_transfer(instruction)
+                program.conditionals += instruction.operation == "conditional"
+                program.host_transfers += _is_host_transfer(instruction)
             for (kind, dtype), number, moved in _exchanged(instruction):
                 sent = sources.bytes_by_weight(name, instruction, kind, number, moved)
                 exchanged[kind, dtype].update({path: part * times for path, part in sent.items()})
@@ -154,17 +154,17 @@ def read_program(text: str, weights=()) -> Program:
             trips = _TRIPS.search(instruction.attributes) if is_loop else None
             rounds = times * (int(trips[1]) if trips else 1)
             inside = [count(inner, rounds) for inner in instruction.called if inner in computations]
-            found.loops_of_unknown_length += is_loop and trips is None and any(inside)
+            program.loops_of_unknown_length += is_loop and trips is None and any(inside)
             multiplies = multiplies or any(inside)
         return multiplies
 
     count(entry, 1)
-    found.matrix_flops, found.products = dict(sorted(flops_by_dtype.items())), dict(sorted(products.items()))
-    found.collectives = [
+    program.matrix_flops, program.products = dict(sorted(flops_by_dtype.items())), dict(sorted(products.items()))
+    program.collectives = [
         {"kind": kind, "dtype": dtype, "bytes": sum(tensors.values()), "tensors": dict(sorted(tensors.items()))}
         for (kind, dtype), tensors in sorted(exchanged.items())
     ]
-    return found
+    return program
 
 
 def parse(text: str) -> tuple[dict, str]:
@@ -249,15 +249,15 @@ class _Sources:
             if not path and kind == "all-gather":
                 path = self._updated(computation, operand, collective.arrays[-1])
             return {path: moved}
-        found: Counter = Counter()
+        bytes_of: Counter = Counter()
         for part in parts:
             sizes = [] if part is None else part.arrays
             # Single numbers are sums that tell whether a gradient is finite, not gradients.
             if sum(math.prod(shape) for _, shape in sizes) > 1:
                 sent = sum(math.prod(shape) * _bits_of(dtype) // 8 for dtype, shape in sizes)
-                found[self._made_by(computation, part, named)] += sent
-        found[""] += moved - sum(found.values())
-        return +found
+                bytes_of[self._made_by(computation, part, named)] += sent
+        bytes_of[""] += moved - sum(bytes_of.values())
+        return +bytes_of
 
     def _parts(self, computation: str, instruction) -> list:
         """Returns the instructions that make the parts of an array: one, but of what puts several arrays into one."""
@@ -292,10 +292,10 @@ class _Sources:
         parameter = _PARAMETER.search(instruction.attributes)
         if parameter is not None and int(parameter[1]) < len(self._weights):
             return self._weights[int(parameter[1])]
-        found = named.findall(instruction.attributes)
+        names = named.findall(instruction.attributes)
         # Several results are of several operations, but those of a call: what a library returns, and its workspace.
-        if found and (instruction.operation == "custom-call" or not instruction.type.startswith("(")):
-            return found[0]
+        if names and (instruction.operation == "custom-call" or not instruction.type.startswith("(")):
+            return names[0]
         known, operands = self._by_name[computation], instruction.operands
         if instruction.operation == "get-tuple-element":
             (index,) = re.findall(r"\bindex=(\d+)", instruction.attributes)
@@ -310,7 +310,7 @@ class _Sources:
             inside = list(self._by_name.get(instruction.called[0], {}).values())
             root = inside[-1] if inside else None
             path = self._made_by(instruction.called[0], root, named, number)
-            # What a fusion of one operand does, it does to that operand.
+            # A fusion of one operand changes that operand.
             return path or (self._made_by(computation, known.get(operands[0]), named) if len(operands) == 1 else "")
         if instruction.operation in _PASSED_ON and operands:
             return self._made_by(computation, known.get(operands[0]), named)
@@ -337,9 +337,9 @@ def _exchanged(instruction) -> list:
 
 def _multiplied_in(instruction, operands) -> str:
     """Returns the dtype that an algorithm rounds the operands to, whatever they are stored in; else the widest."""
-    found = _ALGORITHM.search(instruction.attributes)
-    if found:
-        return _name(found[1].lower())
+    match = _ALGORITHM.search(instruction.attributes)
+    if match:
+        return _name(match[1].lower())
     return _name(max((dtype for dtype, _ in operands[:2]), key=_bits_of))
 
 
@@ -375,10 +375,10 @@ def _contracted(instruction, left) -> list:
     """Returns the axes of the left operand over which a product sums."""
     if instruction.target.startswith("__onednn$matmul"):
         return [len(left) - 1]
-    found = _CONTRACTED.search(instruction.attributes)
-    if found is None and instruction.operation != "dot":
+    match = _CONTRACTED.search(instruction.attributes)
+    if match is None and instruction.operation != "dot":
         raise ValueError(f"Expected a product that says what it sums over. Received: {instruction.attributes[:200]}.")
-    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+    return [int(n) for n in re.findall(r"\d+", match[1])] if match else []
 
 
 def _of_convolution(instruction, inputs, kernel, outputs) -> int:

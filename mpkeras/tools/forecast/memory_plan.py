@@ -138,10 +138,10 @@ def _bytes_of(memory) -> int:
 
 def _in_bytes(text) -> float:
     """Returns the bytes that a number with a unit stands for; NaN where the text is something else."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
-    unit = None if found is None else _UNITS.get(found[2].upper())
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
+    unit = None if match is None else _UNITS.get(match[2].upper())
     try:
-        return math.nan if found is None or unit is None else float(found[1]) * unit
+        return math.nan if match is None or unit is None else float(match[1]) * unit
     except ValueError:
         return math.nan
 
@@ -157,16 +157,16 @@ def _checked_allow(allow) -> tuple:
 
 def _policies(model, policies, target) -> list:
     if policies is not None:
-        given = [policies] if isinstance(policies, (str, Policy)) else list(policies)
-        if not given:
+        asked_for = [policies] if isinstance(policies, (str, Policy)) else list(policies)
+        if not asked_for:
             raise ValueError("Expected at least one policy. Received: none. Leave `policies` out.")
-        return [get_policy(policy) for policy in given]
-    own = ModelView(model).converted_by() or get_policy(None)
-    if own.compute_dtype != "float32" or ModelView(model).computes_in(dtypes.SIXTEEN_BIT_DTYPES):
-        return [own]
+        return [get_policy(policy) for policy in asked_for]
+    present = ModelView(model).converted_by() or get_policy(None)
+    if present.compute_dtype != "float32" or ModelView(model).computes_in(dtypes.SIXTEEN_BIT_DTYPES):
+        return [present]
     # Not by float32's rate: a TPU rounds float32 to bfloat16, and multiplies both at one rate.
     bfloat16, float16 = (target.matrix_rates.get(dtype, 0.0) for dtype in ("bfloat16", "float16"))
-    return [own, get_policy("mixed_bfloat16" if bfloat16 >= float16 else "mixed_float16")]
+    return [present, get_policy("mixed_bfloat16" if bfloat16 >= float16 else "mixed_float16")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,12 +201,12 @@ class Candidate:
 
 def _ladder(policy, allowed) -> list[Candidate]:
     """Returns the ways to train under a policy, each with less memory and no less work than the one before."""
-    found = [Candidate(policy, policy.slot_dtype, policy.remat)]
+    candidates = [Candidate(policy, policy.slot_dtype, policy.remat)]
     if "slots" in allowed and policy.slot_dtype != "bfloat16" and policy.variable_dtype == "float32":
-        found.append(dataclasses.replace(found[-1], slot_dtype="bfloat16"))
+        candidates.append(dataclasses.replace(candidates[-1], slot_dtype="bfloat16"))
     if "remat" in allowed and policy.remat is None:
-        found += [dataclasses.replace(found[-1], remat=remat) for remat in _REMAT]
-    return found
+        candidates += [dataclasses.replace(candidates[-1], remat=remat) for remat in _REMAT]
+    return candidates
 
 
 def _parts_by_remat(view, ladders) -> tuple[dict, dict]:
@@ -316,16 +316,16 @@ class _Search:
     def _accumulate(self, compiler, candidate):
         """Looks for the fewest parts of a batch that fit; where not even their share of all fits, they are left out."""
         said = self._said(candidate)
-        parts = [2**n for n in range(1, self.batch.bit_length()) if self.batch % 2**n == 0]
+        counts = [2**n for n in range(1, self.batch.bit_length()) if self.batch % 2**n == 0]
         # Weights and optimizer stay as large as they are; the sums of gradients come to them.
         state = said.get("persistent_bytes")
         hopeful = (
-            parts if state is None else [k for k in parts if state + (said["peak_bytes"] - state) / k <= self.usable]
+            counts if state is None else [k for k in counts if state + (said["peak_bytes"] - state) / k <= self.usable]
         )
-        first = hopeful[0] if hopeful else max(parts, default=0)
-        for k in (k for k in parts if k < first):
+        first = hopeful[0] if hopeful else max(counts, default=0)
+        for k in (k for k in counts if k < first):
             self.not_compiled[f"{candidate.name}, {k} parts"] = "all but the state divided by the parts does not fit."
-        steps = (dataclasses.replace(candidate, accumulate_steps=k) for k in parts if k >= first)
+        steps = (dataclasses.replace(candidate, accumulate_steps=k) for k in counts if k >= first)
         self._first_that_fits(compiler, steps)
 
     def _said(self, candidate) -> dict:
@@ -382,7 +382,7 @@ class _Search:
 
 
 class MemoryPlan(Policy, Report):
-    """What `plan_memory` has found: the policy to train under, and all candidates as a table.
+    """The result of `plan_memory`: the policy to train under, and all candidates as a table.
 
     Attributes:
         fits: Whether it fits. If not, it is the smallest that was tried.
@@ -425,7 +425,7 @@ class MemoryPlan(Policy, Report):
 
     @classmethod
     def from_config(cls, config: dict):
-        # What a file holds of a plan is its policy.
+        # Of a plan a file holds the policy.
         return Policy.from_config(config)
 
     def _row(self, candidate, said, chosen) -> dict:

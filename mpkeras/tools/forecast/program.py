@@ -33,21 +33,21 @@ def picture(labels: list, rows: list, usable_bytes: int, *, title: str, unit: st
 
     Args:
         labels, rows: Of each program what it is called and a dictionary with `BYTES`, from top to bottom.
-        usable_bytes: What a program can have.
+        usable_bytes: The bytes that a program can have.
         title, unit: Above the figure, and under its axis.
         width: Of the figure, in inches.
-        limit: What the line at `usable_bytes` is called; it is left out where all programs are far below.
+        limit: The name of the line at `usable_bytes`; it is left out where all programs are far below.
     """
     figure = make_figure(figsize=(width, 2.0 + 0.5 * len(rows)))
     axes = figure.subplots()
     state, temporary, peak = (np.array([(row[key] or 0) / 2**30 for row in rows]) for key in BYTES)
-    held = state + temporary
+    height = state + temporary
     places = np.arange(len(rows))
     axes.barh(places, state, label="weights and optimizer", color="#4c72b0")
     axes.barh(places, temporary, left=state, label="temporary", color="#dd8452")
-    axes.barh(places, np.maximum(peak - held, 0), left=held, label="batch, outputs, program", color="#8c8c8c")
+    axes.barh(places, np.maximum(peak - height, 0), left=height, label="batch, outputs, program", color="#8c8c8c")
     usable = usable_bytes / 2**30
-    if max(np.maximum(peak, held), default=0.0) > usable / 8:
+    if max(np.maximum(peak, height), default=0.0) > usable / 8:
         axes.axvline(usable, color="black", linestyle="--", label=limit)
     axes.set_yticks(places, labels, fontsize="small")
     axes.invert_yaxis()

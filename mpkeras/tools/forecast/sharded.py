@@ -28,7 +28,7 @@ def sharded(
         shard: `"weights"`: weights are split, and the state of the optimizer as they are. `"state"`: each device has
             all weights, and a part of the state; weights are gathered after each update.
         device: With a model the accelerator to compile for, as in `mpkeras.forecast`.
-        x: What the model takes, as in `mpkeras.forecast`; by default eight rows for each device, where the model says
+        x: Its inputs, as in `mpkeras.forecast`; by default eight rows for each device, where the model says
             all other sizes.
 
     Returns:
@@ -63,8 +63,8 @@ def sharded(
     policy, bytes_moved = ModelView(model).policy_in_training, {}
     for distribution in (usual, *others):
         report = forecast(model, x, device=device, devices=distribution, policies=[policy], verbose=0)
-        (found,) = report.policies.values()
-        bytes_moved[distribution] = sum(collective["bytes"] for collective in found["collectives"])
+        (facts,) = report.policies.values()
+        bytes_moved[distribution] = sum(collective["bytes"] for collective in facts["collectives"])
     return min(bytes_moved, key=lambda distribution: bytes_moved[distribution])
 
 

@@ -9,8 +9,8 @@ Rates of matrix products are dense ones, and of a maker's data sheet. Sources:
 - B200: NVIDIA DGX B200 data sheet, one eighth of it, half of the figures with sparsity.
 - TPU v5e, v5p, v6e: Google Cloud TPU documentation, "System architecture" of each.
 
-What the compiler itself asks of a GPU, beside that, is in the CUDA programming guide ("Compute capabilities"), and, for
-some, in XLA's own descriptions (openxla/xla, `xla/backends/gpu/target_config/specs`).
+The facts of a GPU that the compiler itself asks for, beside that, are in the CUDA programming guide ("Compute
+capabilities"), and, for some, in XLA's own descriptions (openxla/xla, `xla/backends/gpu/target_config/specs`).
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Target:
         name: What `forecast` calls it.
         title: What its maker calls it.
         platform: `"cuda"`, `"tpu"` or `"cpu"`.
-        memory_bytes: What a program can have of its memory: as the driver reports it, or the runtime of a TPU.
+        memory_bytes: The memory that a program can have: as the driver reports it, or the runtime of a TPU.
         reserved_bytes: What the CUDA context and the workspaces of cuBLAS and cuDNN take of that.
         bandwidth: Bytes a second to and from memory.
         matrix_rates: `{dtype of the operands: FLOP/s}`. float32 at the precision that JAX has by default:
@@ -64,12 +64,12 @@ class Target:
 
     @property
     def usable_bytes(self) -> int:
-        """What a program can have of its memory."""
+        """The memory that a program can have."""
         return self.memory_bytes - self.reserved_bytes
 
     def environment(self, devices: int) -> dict:
         """Returns the environment variables with which a JAX process can compile for it."""
-        found = {
+        variables = {
             "JAX_PLATFORMS": "cpu,cuda" if self.platform == "cuda" else "cpu",
             # The plugin asks for CUDA's libraries, which compiling does not need.
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -82,8 +82,8 @@ class Target:
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         if self.platform == "cpu":
-            found["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-        return found
+            variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+        return variables
 
     def topology(self, devices: int) -> str:
         """Returns JAX's name of the smallest arrangement of so many devices; raises `ValueError` without one."""
@@ -147,7 +147,7 @@ def _tpu(name, title, memory_gib, bandwidth, bfloat16, topologies):
 _HOPPER = Multiprocessors((9, 0), 132, 128, 2048, 233472, 52428800, 1.98)
 _HOPPER_RATES = {"float64": 67, "float32": 494.7, "float16": 989.4, "bfloat16": 989.4, "float8": 1978.9}
 
-# One host has 2x2 chips, or 2x2x1.
+# A host has 2x2 chips, or 2x2x1.
 _SQUARES = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 

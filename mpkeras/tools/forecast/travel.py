@@ -1,4 +1,4 @@
-"""What travels between devices in another dtype than the policy says."""
+"""Travel between devices in another dtype than the policy says."""
 
 from mpkeras.seams import ConvertedLayer, ModelView, dtypes
 
@@ -15,7 +15,7 @@ def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool
     Args:
         model: The model whose step was compiled.
         policy: Its `Policy`.
-        collectives: What is in the program, as `read_program` returns it.
+        collectives: The collectives of the program, as `read_program` returns them.
         gathers_for_layers: Whether weights are gathered where layers read them. Where only the state of the optimizer
             is split, it is new weights that are gathered, in the dtype that they are stored in.
     """
@@ -27,7 +27,7 @@ def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool
         for variable in ConvertedLayer(layer).own_variables:
             expected[variable.path] = dict.fromkeys(_GATHERS, gathered) | dict.fromkeys(_REDUCES, summed)
     kinds = (*(_GATHERS if gathers_for_layers else ()), *_REDUCES)
-    found = []
+    otherwise = []
     for collective in collectives:
         kind, dtype = collective["kind"], collective["dtype"]
         if kind not in kinds:
@@ -35,5 +35,5 @@ def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool
         for tensor, size in collective["tensors"].items():
             said = expected.get(tensor, {}).get(kind, dtype)
             if said != dtype:
-                found.append({"tensor": tensor, "kind": kind, "dtype": dtype, "expected": said, "bytes": size})
-    return found
+                otherwise.append({"tensor": tensor, "kind": kind, "dtype": dtype, "expected": said, "bytes": size})
+    return otherwise
