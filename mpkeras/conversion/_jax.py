@@ -133,8 +133,8 @@ def _round_and_multiply(by_row, inputs, kernel):
     return outputs, (inputs, of_inputs, kernel, of_kernel)
 
 
-def _differentiate_product(by_row, kept, gradient_as_given):
-    inputs, of_inputs, kernel, of_kernel = kept
+def _differentiate_product(by_row, residuals, gradient_as_given):
+    inputs, of_inputs, kernel, of_kernel = residuals
     gradient, of_gradient = rounded(gradient_as_given, GRADIENT_DTYPE)
     by_inputs = _multiply_float8(gradient, kernel, (1, 1), of_gradient * of_kernel)
     if by_row:

@@ -144,8 +144,8 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     outputs: list = []
 
     def run_on_floats(*floats):
-        given = iter(floats)
-        filled = [next(given) if flag else tensor for tensor, flag in zip(tensors, is_float, strict=True)]
+        inputs = iter(floats)
+        filled = [next(inputs) if flag else tensor for tensor, flag in zip(tensors, is_float, strict=True)]
         for tensor, new in zip(tensors, filled, strict=True):
             _keras.set_mask(new, _keras.get_mask(tensor))
         results = run(filled)
@@ -163,10 +163,10 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
                 "the layers whose outputs are kept, `remat=[...]`, so that it is behind the last one, or train on JAX "
                 "or torch."
             )
-    found = [next(results) if _is_float(tensor) else tensor for tensor in outputs]
-    for tensor, new in zip(outputs, found, strict=True):
+    returned = [next(results) if _is_float(tensor) else tensor for tensor in outputs]
+    for tensor, new in zip(outputs, returned, strict=True):
         _keras.copy_mask(tensor, new)
-    return found
+    return returned
 
 
 def _is_float(value) -> bool:

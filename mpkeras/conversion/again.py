@@ -45,8 +45,8 @@ def alike(layers, call):
     def call_alike(*args, **kwargs):
         if not first:
             states = {id(v): v for layer in layers for v in _states(layer)}
-            before = [(v, ops.copy(_keras.unscoped_value(v))) for v in states.values()]
-            first.append((_keras.surroundings(), before, masks()))
+            old_values = [(v, ops.copy(_keras.unscoped_value(v))) for v in states.values()]
+            first.append((_keras.surroundings(), old_values, masks()))
             return call(*args, **kwargs)
         surroundings, states, masks_before = first[0]
         present = masks()

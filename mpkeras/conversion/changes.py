@@ -166,22 +166,22 @@ def _return_to_caller(layer, dtype: str):
     replace(layer, "call", call_for_caller, kind="caller")
 
 
-def _for_callers(survey, dtypes, heads, kept) -> dict:
+def _for_callers(survey, dtypes, heads, kept_layers) -> dict:
     """Returns `{id: name}` of the changes for layers that return another dtype than the one they are run in.
 
     A layer that writes state stays in float32 among 16-bit ones. Of what it runs it takes float32, and where a 16-bit
     `call` of the user's runs it, it returns 16 bits: to add float32 to float16 is an error on TensorFlow.
     """
-    found: dict = {}
+    changes: dict = {}
     # A layer that makes an output of the model is not rounded.
-    narrowed = kept.keys() - {id(head) for head in heads}
+    narrowed = kept_layers.keys() - {id(head) for head in heads}
     for layer, caller, is_direct in callers_of(survey):
         returned, taken = dtypes[id(layer)], dtypes[id(caller)]
         is_narrowed = id(layer) in narrowed and returned == "float32" and taken in SIXTEEN_BIT_DTYPES
-        is_widened = id(caller) in kept and taken == "float32" and returned in SIXTEEN_BIT_DTYPES and is_direct
+        is_widened = id(caller) in kept_layers and taken == "float32" and returned in SIXTEEN_BIT_DTYPES and is_direct
         if is_narrowed or is_widened:
-            found[id(layer)] = f"outputs in {taken}"
-    return found
+            changes[id(layer)] = f"outputs in {taken}"
+    return changes
 
 
 def _save_softmax_memory(layer):
@@ -268,19 +268,19 @@ CHANGES = {
 }
 
 
-def planned_changes(model, dtypes, products, heads=(), kept=None, *, trains: bool = False) -> dict:
+def planned_changes(model, dtypes, products, heads=(), kept_layers=None, *, trains: bool = False) -> dict:
     """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in, `dtypes[id]`.
 
     `products` has those changes to products, `{id: name}`, that only the policy knows; `heads` the layers that make
     outputs of the model, as calls have told; `kept` what `kept_for_state` returned, where that is known. `trains` says
     whether mpkeras trains the model.
     """
-    found = {}
+    changes = {}
     survey = Survey.of(model)
     model = survey.model
     any_in_16_bits = not set(SIXTEEN_BIT_DTYPES).isdisjoint(dtypes.values())
-    kept = kept_for_state(survey) if kept is None and any_in_16_bits else kept
-    callers = _for_callers(survey, dtypes, heads, kept) if any_in_16_bits else {}
+    kept_layers = kept_for_state(survey) if kept_layers is None and any_in_16_bits else kept_layers
+    callers = _for_callers(survey, dtypes, heads, kept_layers) if any_in_16_bits else {}
     # JAX traces both computations at once, and in one scope. In float32 Keras draws the masks of an RNN anew.
     computes_again = (any_in_16_bits or trains) and keras.backend.backend() != "jax"
     for layer in survey.layers:
@@ -290,19 +290,19 @@ def planned_changes(model, dtypes, products, heads=(), kept=None, *, trains: boo
         if computes_again and _keras.rematerializes(layer):
             names.append("computed again alike")
         names += [callers[id(layer)]] if id(layer) in callers else []
-        found[id(layer)] = (*names, *([products[id(layer)]] if id(layer) in products else []))
-    return found
+        changes[id(layer)] = (*names, *([products[id(layer)]] if id(layer) in products else []))
+    return changes
 
 
 def make_changes(layer, names):
     """Gives `layer` the changes of these names, and takes back the others that it has."""
-    kept = {(CHANGES[name].kind, attribute) for name in names for attribute in CHANGES[name].attributes}
+    attributes_to_stay = {(CHANGES[name].kind, attribute) for name in names for attribute in CHANGES[name].attributes}
     for name, change in CHANGES.items():
         if name in names:
             change.install(layer)
             continue
         for attribute in change.attributes:
-            if (change.kind, attribute) not in kept:
+            if (change.kind, attribute) not in attributes_to_stay:
                 restore(layer, attribute, kind=change.kind)
 
 

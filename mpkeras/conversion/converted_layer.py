@@ -93,9 +93,9 @@ class ConvertedLayer:
         def wide(value):
             return ops.stop_gradient(ops.cast(value, "float32")) if tensor_dtype(value) in FLOAT_DTYPES else value
 
-        before = [(inner, inner.dtype_policy) for inner in layers if inner.compute_dtype in SIXTEEN_BIT_DTYPES]
+        old_policies = [(inner, inner.dtype_policy) for inner in layers if inner.compute_dtype in SIXTEEN_BIT_DTYPES]
         try:
-            for inner, _ in before:
+            for inner, _ in old_policies:
                 inner.dtype_policy = keras.DTypePolicy("float32")
             with _keras.autocast_scope("float32"):
                 args, kwargs = keras.tree.map_structure(wide, (args, kwargs))
@@ -104,7 +104,7 @@ class ConvertedLayer:
         except Exception:  # A layer of the user's that cannot do float32 has no reference.
             return None
         finally:
-            for inner, policy in before:
+            for inner, policy in old_policies:
                 inner.dtype_policy = policy
 
     def set_policy(self, policy: keras.DTypePolicy):

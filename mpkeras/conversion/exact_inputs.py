@@ -95,8 +95,10 @@ def handing_on(model, policy) -> dict:
 def _by_rule(survey, policy) -> dict:
     """Returns `{id: rule}` of the layers that a rule keeps in float32 for the sake of what they are given."""
     by_default = {rule for rule, _ in DEFAULT_RULES if hasattr(keras.layers, rule)} - set(_OF_NO_RAW_DATA)
-    own = {written(rule) for rule in policy.keep_float32} - set(default_rules())
-    return {id(layer): rule for layer, rule in layers_to_keep(survey, policy.keep_float32) if rule in by_default | own}
+    own_rules = {written(rule) for rule in policy.keep_float32} - set(default_rules())
+    return {
+        id(layer): rule for layer, rule in layers_to_keep(survey, policy.keep_float32) if rule in by_default | own_rules
+    }
 
 
 class _Walk:
@@ -152,8 +154,10 @@ class _Walk:
             *around, call = calls
             graph = _keras.graph_of(call.operation)
             inputs = keras.tree.flatten(_keras.input_structure(graph))
-            given = dict(zip(map(id, inputs), call.input_tensors, strict=False))
-            return id(tensor) in given and self._comes_from_input(given[id(tensor)], tuple(around), end)
+            tensors_by_input = dict(zip(map(id, inputs), call.input_tensors, strict=False))
+            return id(tensor) in tensors_by_input and self._comes_from_input(
+                tensors_by_input[id(tensor)], tuple(around), end
+            )
         node = _keras.node_of(layer, node_index)
         graph = _keras.graph_of(layer)
         if graph is not None:
@@ -162,7 +166,7 @@ class _Walk:
         if isinstance(layer, keras.layers.Layer) and not _passes(layer, end):
             return False
         # All of them: each path is noted.
-        if not any([self._comes_from_input(given, calls, end) for given in node.input_tensors]):
+        if not any([self._comes_from_input(read, calls, end) for read in node.input_tensors]):
             return False
         self._keep(layer, end)
         return True
@@ -173,9 +177,9 @@ class _Walk:
             layers = _keras.flatten_layers(layer, include_self=True)
         else:
             layers = [layer] if isinstance(layer, keras.layers.Layer) and not layer.variables else []
-        for kept in layers:
+        for inner in layers:
             reason = f"it hands numbers on and {end.what}: 2049 would be 2048 in float16, 257 would be 256 in bfloat16"
-            self.found.setdefault(id(kept), (kept, end.name, reason))
+            self.found.setdefault(id(inner), (inner, end.name, reason))
 
 
 def _passes(layer, end) -> bool:

@@ -64,12 +64,12 @@ def reasons_against(model, policy, dtypes) -> dict:
     layers = _in_order(survey)
     multiplying = [layer for layer in layers if has_product(layer) or _has_weights_to_multiply(survey, layer)]
     ends = dict(zip(ENDS, (multiplying[:1], multiplying[-1:]), strict=True))
-    kept: dict = {}
+    reason_by_rule: dict = {}
     for rule in policy.keep_16_bits:
         for layer in ends[rule] if rule in ends else _named(survey, layers, rule):
-            kept.setdefault(id(layer), rule)
+            reason_by_rule.setdefault(id(layer), rule)
     return {
-        id(layer): _reason_against(layer, kept.get(id(layer)), dtypes[id(layer)])
+        id(layer): _reason_against(layer, reason_by_rule.get(id(layer)), dtypes[id(layer)])
         for layer in layers
         if has_product(layer)
     }
@@ -77,19 +77,19 @@ def reasons_against(model, policy, dtypes) -> dict:
 
 def _in_order(survey) -> list:
     """Returns each layer of `model` once, in the order in which they run; without a graph, in that of attributes."""
-    found: dict = {}
+    layers: dict = {}
 
     def walk(layer):
-        found.setdefault(id(layer), layer)
+        layers.setdefault(id(layer), layer)
         for inner in layer.layers if isinstance(layer, keras.Model) else survey.direct(layer):
-            if id(inner) not in found:
+            if id(inner) not in layers:
                 walk(inner)
 
     walk(survey.model)
     # What a model holds beside its graph.
     for layer in survey.layers:
-        found.setdefault(id(layer), layer)
-    return list(found.values())
+        layers.setdefault(id(layer), layer)
+    return list(layers.values())
 
 
 def _has_weights_to_multiply(survey, layer) -> bool:
@@ -198,5 +198,7 @@ def einsum_by_matrices(labels: Labels, inputs, kernel, product):
     return _transposed(outputs, [*rows, *columns], of_outputs)
 
 
-def _transposed(tensor, before, after):
-    return tensor if before == after else ops.transpose(tensor, [before.index(name) for name in after])
+def _transposed(tensor, axes_before, axes_after):
+    return (
+        tensor if axes_before == axes_after else ops.transpose(tensor, [axes_before.index(name) for name in axes_after])
+    )

@@ -77,8 +77,8 @@ def refused(layer, args, kwargs, error) -> str | None:
 
 def promoted(layer, args, kwargs, outputs) -> str | None:
     """Returns what lets the `call` of `layer` return a wider float, in a sentence; `None` if nothing in reach does."""
-    found = _other_dtypes(layer, args, kwargs) if _is_promoted(layer, outputs, args, kwargs) else []
-    return _what(layer, {dtype for _, dtype in found}, found) if found else None
+    dtypes = _other_dtypes(layer, args, kwargs) if _is_promoted(layer, outputs, args, kwargs) else []
+    return _what(layer, {dtype for _, dtype in dtypes}, dtypes) if dtypes else None
 
 
 def remedy(layer) -> str:
@@ -137,19 +137,19 @@ def _dtypes_of(value) -> set[str]:
         leaves = keras.tree.flatten(value)
     except Exception:  # A structure of the user's that cannot be flattened holds nothing we could name.
         return set()
-    found: set = set()
+    dtypes: set = set()
     for leaf in leaves:
         if isinstance(leaf, (np.ndarray, np.generic, keras.Variable)):
             # Inside `call` the dtype of a Keras variable is the one that it is read in.
-            found.add(str(leaf.dtype))
+            dtypes.add(str(leaf.dtype))
         elif ops.is_tensor(leaf):
-            found.add(tensor_dtype(leaf))
-    return found & set(FLOAT_DTYPES)
+            dtypes.add(tensor_dtype(leaf))
+    return dtypes & set(FLOAT_DTYPES)
 
 
-def _what(layer, dtypes, found) -> str:
+def _what(layer, dtypes, other_dtypes) -> str:
     others = " and ".join(sorted(set(dtypes) - {layer.compute_dtype}))
-    what = "; ".join(f"{where} is {dtype}" for where, dtype in found)
+    what = "; ".join(f"{where} is {dtype}" for where, dtype in other_dtypes)
     made_inside = "a tensor made inside `call` (`ops.ones`, `ops.arange` … are float32 unless they are given `dtype=`)"
     return (
         f"Layer '{layer.name}' ({type(layer).__name__}) computes in {layer.compute_dtype} and mixes it with {others}: "

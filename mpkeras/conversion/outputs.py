@@ -180,19 +180,19 @@ def _heads_in_trace(layer, call, args, kwargs) -> list:
 
 def _running_layers(layer) -> list:
     """Returns the layers that run inside `layer`, but for models around others, and for what is inside stock layers."""
-    found: dict = {}
+    layers: dict = {}
 
     def walk(whole):
         for inner in _keras.direct_sublayers(whole):
-            if id(inner) in found or isinstance(inner, keras.layers.InputLayer):
+            if id(inner) in layers or isinstance(inner, keras.layers.InputLayer):
                 continue
             is_around_others = isinstance(inner, keras.Model) or has_own_call(inner) and _keras.direct_sublayers(inner)
-            found[id(inner)] = None if is_around_others else inner
+            layers[id(inner)] = None if is_around_others else inner
             if is_around_others:
                 walk(inner)
 
     walk(layer)
-    return [inner for inner in found.values() if inner is not None]
+    return [inner for inner in layers.values() if inner is not None]
 
 
 def _tensors(structure) -> list:
@@ -207,22 +207,22 @@ def _makers(outputs, runs) -> list:
         runs: `(layer, tensors it was given, tensors it returned)`, in the order in which they ended.
     """
     made_in = {id(tensor): run for run in runs for tensor in run[2]}
-    uses = [id(tensor) for tensor in outputs] + [id(tensor) for _, given, _ in runs for tensor in given]
+    uses = [id(tensor) for tensor in outputs] + [id(tensor) for _, inputs, _ in runs for tensor in inputs]
     waiting = [made_in[id(output)] for output in outputs if id(output) in made_in]
     if runs and len(waiting) < len(outputs):
         # Arithmetic of the user's made an output: of the layer that ran last, or of one beside it.
         given_last = {id(tensor) for tensor in runs[-1][1]}
         ends = [run for run in runs if not any(id(tensor) in uses for tensor in run[2])]
         waiting += [run for run in ends if run is runs[-1] or any(id(tensor) in given_last for tensor in run[1])]
-    found: dict = {}
+    makers: dict = {}
     while waiting:
-        maker, given, _ = waiting.pop()
-        if id(maker) in found:
+        maker, inputs, _ = waiting.pop()
+        if id(maker) in makers:
             continue
-        found[id(maker)] = maker
+        makers[id(maker)] = maker
         if passes_numbers_on(maker):
-            waiting += [made_in[id(t)] for t in given if id(t) in made_in and uses.count(id(t)) == 1]
-    return list(found.values())
+            waiting += [made_in[id(t)] for t in inputs if id(t) in made_in and uses.count(id(t)) == 1]
+    return list(makers.values())
 
 
 def end_in_float32(model, in_file: bool = False):

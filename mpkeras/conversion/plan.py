@@ -115,16 +115,16 @@ class Conversion:
         if converts and is_to_16_bits:
             self._lasting_sources = self._later_sources
 
-    def followed(self, layer, before):
-        """Returns the policy that `layer`, which has `before`, gets if no rule keeps it in float32."""
+    def followed(self, layer, old):
+        """Returns the policy that `layer`, which has the policy `old`, gets if no rule keeps it in float32."""
         as_kept, without_rule = self.kept.get(layer, (None, None))
         # A policy that the layer was given since, by its user or as it overflowed, stays.
-        before = without_rule if before is as_kept else before
+        old = without_rule if old is as_kept else old
         sources = self._sources if layer in self._known else self._later_sources
         new = self.policy
-        is_other = (before.compute_dtype, before.variable_dtype) != (new.compute_dtype, new.variable_dtype)
-        is_convertible = layer not in self.seen and before.compute_dtype in sources
-        return new.stock() or new if is_other and is_convertible else before
+        is_other = (old.compute_dtype, old.variable_dtype) != (new.compute_dtype, new.variable_dtype)
+        is_convertible = layer not in self.seen and old.compute_dtype in sources
+        return new.stock() or new if is_other and is_convertible else old
 
     def is_up_to_date(self, layers) -> bool:
         is_seen = all(layer in self.seen and self.seen[layer] == layer.path for layer in layers)
@@ -165,21 +165,21 @@ def plan(model, policy, conversion: Conversion | None = None, heads=()) -> list[
     """
     survey = Survey.of(model)
     model, layers = survey.model, survey.layers
-    before = {id(layer): layer_policy(layer) for layer in layers}
-    followed = dict(before)
+    old_policies = {id(layer): layer_policy(layer) for layer in layers}
+    followed = dict(old_policies)
     if conversion is not None:
         bound = bound_layers(survey, policy.compute_dtype)
         followed |= {
-            id(layer): conversion.followed(layer, before[id(layer)]) for layer in layers if id(layer) not in bound
+            id(layer): conversion.followed(layer, old_policies[id(layer)]) for layer in layers if id(layer) not in bound
         }
     heads = [*heads, *(() if conversion is None else conversion.heads)]
     dtypes = {key: followed[key].compute_dtype for key in followed}
     writing = kept_for_state(survey) if not set(SIXTEEN_BIT_DTYPES).isdisjoint(dtypes.values()) else {}
-    kept = {**writing, **handing_on(survey, policy), **kept_in_float32(survey, policy, dtypes, heads)}
+    reason_by_layer = {**writing, **handing_on(survey, policy), **kept_in_float32(survey, policy, dtypes, heads)}
     after = dict(followed)
     for layer in layers:
         key = id(layer)
-        if key in kept and followed[key].compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer):
+        if key in reason_by_layer and followed[key].compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer):
             after[key] = _float32_policy(layer, followed[key])
     # Keras' `compile` wraps the optimizer of a model whose own policy is "mixed_float16", and of no other. To how a
     # Sequential or Functional model computes, its own policy is nothing.
@@ -193,9 +193,9 @@ def plan(model, policy, conversion: Conversion | None = None, heads=()) -> list[
     rows = []
     for layer in layers:
         key = id(layer)
-        new = before[key] if _is_same(after[key], before[key]) else after[key]
-        _, rule, reason = kept.get(key, (layer, None, _reason(layer, new, policy)))
-        rows.append(Row(layer, before[key], new, followed[key], rule, reason, changes[key]))
+        new = old_policies[key] if _is_same(after[key], old_policies[key]) else after[key]
+        _, rule, reason = reason_by_layer.get(key, (layer, None, _reason(layer, new, policy)))
+        rows.append(Row(layer, old_policies[key], new, followed[key], rule, reason, changes[key]))
     return rows
 
 
@@ -222,8 +222,8 @@ def why_not_float8(model, conversion, dtypes) -> dict:
     """Returns `reasons_against` of a conversion, with what has left float8 since; empty under a policy without it."""
     if conversion.policy.float8 is None:
         return {}
-    found = reasons_against(model, conversion.policy, dtypes)
-    return found | {id(layer): why for layer, why in conversion.left_float8.items() if id(layer) in found}
+    reasons = reasons_against(model, conversion.policy, dtypes)
+    return reasons | {id(layer): why for layer, why in conversion.left_float8.items() if id(layer) in reasons}
 
 
 def _is_same(policy, other) -> bool:

@@ -117,14 +117,14 @@ def _ends(survey, ends_in: Callable) -> dict:
 
 def _behind_products(survey) -> dict:
     layers = [x for x in survey.layers if isinstance(x, _MULTIPLYING) or hasattr(x, "kernel_size")]
-    found = _ends(survey, lambda graph: ends_behind(graph, layers))
-    if not found:
+    ends = _ends(survey, lambda graph: ends_behind(graph, layers))
+    if not ends:
         raise ValueError(
             "Expected a Functional or Sequential model for remat='products' on TensorFlow, which cannot keep what is "
             f"inside a layer. Received: model '{survey.model.name}', of class {type(survey.model).__name__}. Use "
             "remat='blocks'."
         )
-    return found
+    return ends
 
 
 def _blocks(survey) -> tuple[dict, list]:
@@ -132,19 +132,19 @@ def _blocks(survey) -> tuple[dict, list]:
     layers = repeated_layers(survey)
     if layers:
         return {}, layers
-    found = _ends(survey, ends_of_blocks)
-    if not found:
+    ends = _ends(survey, ends_of_blocks)
+    if not ends:
         raise ValueError(
             "Expected a model with repeated blocks: layers of one class that hold others, or parts of a graph that are "
             f"alike. Received: model '{survey.model.name}', of class {type(survey.model).__name__}, in which none were "
             "found. Name the layers whose outputs are kept: remat=['path:REGEX', layer, ...]."
         )
-    return found, []
+    return ends, []
 
 
 def repeated_layers(survey) -> list:
     """Returns the layers that are blocks: two or more of one class in one layer, which hold layers with weights."""
-    found: dict = {}
+    layers: dict = {}
     within: set = set()
     # Outer layers first.
     for parent in survey.layers:
@@ -154,9 +154,9 @@ def repeated_layers(survey) -> list:
                 groups.setdefault(type(layer), []).append(layer)
         for group in groups.values():
             if len(group) > 1:
-                found |= {id(layer): layer for layer in group}
+                layers |= {id(layer): layer for layer in group}
                 within |= {id(inner) for layer in group for inner in survey.within(layer)}
-    return list(found.values())
+    return list(layers.values())
 
 
 def _children(survey, parent) -> list:
@@ -211,8 +211,8 @@ def _compute_layer_again(layer, again: Callable):
             return call(*args, **kwargs)
 
         def run(tensors):
-            given = iter(tensors)
-            filled = [next(given) if flag else leaf for leaf, flag in zip(leaves, is_tensor, strict=True)]
+            tensors_given = iter(tensors)
+            filled = [next(tensors_given) if flag else leaf for leaf, flag in zip(leaves, is_tensor, strict=True)]
             inner_args, inner_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
             outputs = call(*inner_args, **inner_kwargs)
             if not structure:

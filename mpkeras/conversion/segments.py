@@ -81,8 +81,8 @@ def calls_between(graph, ends) -> list[list]:
 
 def ends_behind(graph, layers) -> set:
     """Returns the numbers of the calls in a graph that run one of `layers`."""
-    found = {id(layer) for layer in layers}
-    return {number for number, call in enumerate(_keras.calls_in_order(graph)) if id(call.operation) in found}
+    identities = {id(layer) for layer in layers}
+    return {number for number, call in enumerate(_keras.calls_in_order(graph)) if id(call.operation) in identities}
 
 
 def ends_of_blocks(graph) -> set:
@@ -141,11 +141,11 @@ def _weighted(calls, inputs) -> set:
 
     These are not masks, positions and the like, which cost nothing.
     """
-    found: set = set(map(id, inputs))
+    tensors: set = set(map(id, inputs))
     for call in calls:
-        if getattr(call.operation, "weights", ()) or any(id(x) in found for x in call.input_tensors):
-            found.update(map(id, call.outputs))
-    return found
+        if getattr(call.operation, "weights", ()) or any(id(x) in tensors for x in call.input_tensors):
+            tensors.update(map(id, call.outputs))
+    return tensors
 
 
 def _longest_run(names: list) -> tuple[int, int, int]:

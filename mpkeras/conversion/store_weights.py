@@ -34,7 +34,7 @@ def store_weights(model, optimizers):
 
 def _weight_dtypes(rows) -> list:
     """Returns `(variable, dtype)` of the weights that rows of a plan store in another dtype; see `store_weights`."""
-    found: dict = {}
+    dtype_by_variable: dict = {}
     for row in rows:
         dtype = row.after.variable_dtype
         weights = [v for v in _keras.own_weights(row.layer) if not _keras.overwrites_with_gradient(v)]
@@ -43,8 +43,8 @@ def _weight_dtypes(rows) -> list:
             frozen = {id(v) for v in weights if not (v.trainable and row.layer.trainable)}
             variables = [v for v in variables if id(v) not in frozen]
         # A variable of several rows, of layers that share it or of one conversion after another, follows the last.
-        found |= {id(v): (v, dtype) for v in variables if dtype in ("float32", SMALL_DTYPE)}
-    stored = [(v, dtype, _keras.stored_dtype(v)) for v, dtype in found.values()]
+        dtype_by_variable |= {id(v): (v, dtype) for v in variables if dtype in ("float32", SMALL_DTYPE)}
+    stored = [(v, dtype, _keras.stored_dtype(v)) for v, dtype in dtype_by_variable.values()]
     return [(v, dtype) for v, dtype, old in stored if old != dtype and old in ("float32", *SIXTEEN_BIT_DTYPES)]
 
 

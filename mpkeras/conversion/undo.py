@@ -27,11 +27,11 @@ def converting(model, refreshes: bool = False, survey=None):
     dtypes up to date; `survey` is one of the model as it is, if there is one.
     """
     survey = Survey(model) if survey is None else survey
-    before = _computed(survey)
+    old_dtypes = _computed(survey)
     with put_back_on_error(model, refreshes, survey):
         yield
     survey = Survey(model)
-    if _computed(survey) != before:
+    if _computed(survey) != old_dtypes:
         forget_functions(survey, "test_function", "predict_function")
 
 
@@ -69,7 +69,7 @@ def recorded(model, on=None, survey=None):
     """
     on = model if on is None else on
     layers = layers_of(model if survey is None else survey)
-    before = [
+    old_values = [
         (target, layer_policy(layer), changes_of(layer), product_change(layer))
         for layer, target in zip(layers, layers if on is model else layers_of(on), strict=True)
     ]
@@ -77,14 +77,14 @@ def recorded(model, on=None, survey=None):
     earlier = last_conversion(on)
 
     def put_back(refresh: bool = True):
-        for layer, policy, *_ in before:
+        for layer, policy, *_ in old_values:
             if not is_quantized(layer) and layer_policy(layer) is not policy:
                 set_layer_policy(layer, policy)
-        products = {id(layer): change for layer, *_, change in before if change is not None}
+        products = {id(layer): change for layer, *_, change in old_values if change is not None}
         heads, trains = ((), False) if earlier is None else (earlier.heads, earlier.trains)
         names = planned_changes(on, dtypes_of(on), products, heads, trains=trains)
         place(Survey(on), repeated_parts(Survey(on), None if earlier is None else earlier.policy.remat))
-        for layer, *_, changes, _ in before:
+        for layer, *_, changes, _ in old_values:
             make_changes(layer, names[id(layer)])
             # A layer that was made in 16 bits, and never converted, has had none.
             for name, kind in changes_of(layer) - changes:
