@@ -41,7 +41,6 @@ def same_registry():
     REGISTERED.update(before)
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name, backend, tmp_path, monkeypatch):

@@ -66,7 +66,6 @@ def theirs_as_before(code):
             tf.compat.v1.mixed_precision.disable_mixed_precision_graph_rewrite()
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "kind", "after"), list(pairs()))
 def test_both_sides_train_alike(before, kind, after, tmp_path, backend):
@@ -138,7 +137,6 @@ def is_code(text):
 
 
 # The expressions stand for themselves, without what a whole program has around them.
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*(the loss was not scaled|scales no loss|Under policy 'float16'):UserWarning")
 @pytest.mark.parametrize("cells", list(rows()))

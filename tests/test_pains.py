@@ -158,7 +158,6 @@ class _nothing:
         return False
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_p4_a_softmax_head_learns(policy):
@@ -505,7 +504,6 @@ def test_p22_the_compiled_step_has_no_conditional_on_jax():
     assert " while(" not in hlo
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("replica", [0, 1])

@@ -98,7 +98,6 @@ def case(name, *marks):
 CASES = [case(name, *([] if BACKEND == PROGRAMS[name][0][0] else [pytest.mark.matrix])) for name in HERE]
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_learns_in_float16(name):

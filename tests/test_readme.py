@@ -34,7 +34,6 @@ def cases():
 
 
 # On TensorFlow and JAX the first, as a page says the same on every backend.
-@pytest.mark.every_case("torch")
 @pytest.mark.slow
 @pytest.mark.parametrize("block", list(cases()))
 def test_code_block_runs(block, tmp_path, backend, monkeypatch, capsys):

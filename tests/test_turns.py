@@ -1,17 +1,28 @@
 """Which slow tests `.ci/run` leaves out: over six turns none."""
 
+import ast
+import importlib.util
+from pathlib import Path
+
 import pytest
 
-from tests.conftest import BACKENDS, has_its_turn
+PLUGIN = Path(__file__).parents[1] / ".ci" / "plugin" / "turns.py"
+SPEC = importlib.util.spec_from_file_location("turns", PLUGIN)
+turns_plugin = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(turns_plugin)
+BACKENDS = turns_plugin.BACKENDS
 
 pytestmark = pytest.mark.backends("tensorflow")
+
+
+FILE = "tests/test_something.py"
 
 
 class Item:
     """What pytest collects of a test, as far as turns look at it."""
 
     def __init__(self, name, *marks):
-        self.name, self.location = name, ("tests/test_something.py", 1, name)
+        self.name, self.location = name, (FILE, 1, name)
         self._marks = {decorator.mark.name: decorator.mark for decorator in marks}
 
     def iter_markers(self):
@@ -23,7 +34,7 @@ class Item:
 
 def turns(item):
     """Returns for each of six turns the backends on which the test runs."""
-    return [[name for name in BACKENDS if has_its_turn(item, name, turn)] for turn in range(6)]
+    return [[name for name in BACKENDS if turns_plugin.has_its_turn(item, name, turn)] for turn in range(6)]
 
 
 @pytest.mark.parametrize("name", ["test_a", "test_b", "test_c"])
@@ -33,11 +44,14 @@ def test_each_turn_has_one_backend_and_each_backend_has_two(name):
     assert sorted(sum(found, [])) == sorted(2 * BACKENDS)
 
 
-@pytest.mark.parametrize(
-    "mark", [pytest.mark.backends("jax", "torch"), pytest.mark.seldom("tensorflow")], ids=["named", "others are seldom"]
-)
-def test_of_two_backends_each_has_three(mark):
-    assert sorted(sum(turns(Item("test_a", pytest.mark.slow, mark)), [])) == ["jax"] * 3 + ["torch"] * 3
+@pytest.mark.parametrize("is_seldom", [False, True], ids=["named", "others are seldom"])
+def test_of_two_backends_each_has_three(is_seldom, monkeypatch):
+    marks = [pytest.mark.slow]
+    if is_seldom:
+        monkeypatch.setitem(turns_plugin.SELDOM, FILE, {"test_a": ("tensorflow",)})
+    else:
+        marks.append(pytest.mark.backends("jax", "torch"))
+    assert sorted(sum(turns(Item("test_a", *marks)), [])) == ["jax"] * 3 + ["torch"] * 3
 
 
 def test_a_single_backend_has_every_other_turn():
@@ -45,6 +59,16 @@ def test_a_single_backend_has_every_other_turn():
     assert found in ([["jax"], []] * 3, [[], ["jax"]] * 3)
 
 
-@pytest.mark.parametrize("marks", [[], [pytest.mark.slow, pytest.mark.every_turn]], ids=["quick", "every turn"])
-def test_others_take_no_turns(marks):
-    assert turns(Item("test_a", *marks)) == [list(BACKENDS)] * 6
+@pytest.mark.parametrize("is_slow", [False, True], ids=["quick", "every turn"])
+def test_others_take_no_turns(is_slow, monkeypatch):
+    if is_slow:
+        monkeypatch.setattr(turns_plugin, "EVERY_TURN", (FILE,))
+    assert turns(Item("test_a", *[pytest.mark.slow] * is_slow)) == [list(BACKENDS)] * 6
+
+
+@pytest.mark.parametrize("table", ["EVERY_CASE", "SELDOM"])
+def test_the_tables_name_tests_that_there_are(table):
+    for file, of_file in getattr(turns_plugin, table).items():
+        tree = ast.parse((PLUGIN.parents[2] / file).read_text(encoding="utf-8"))
+        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert set(of_file) <= (names if isinstance(of_file, dict) else set(BACKENDS)), file

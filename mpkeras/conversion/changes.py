@@ -272,8 +272,8 @@ def planned_changes(model, dtypes, products, heads=(), kept_layers=None, *, trai
     """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in, `dtypes[id]`.
 
     `products` has those changes to products, `{id: name}`, that only the policy knows; `heads` the layers that make
-    outputs of the model, as calls have told; `kept` what `kept_for_state` returned, where that is known. `trains` says
-    whether mpkeras trains the model.
+    outputs of the model, as calls have told; `kept_layers` what `kept_for_state` returned, where that is known.
+    `trains` says whether mpkeras trains the model.
     """
     changes = {}
     survey = Survey.of(model)

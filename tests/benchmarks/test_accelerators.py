@@ -63,7 +63,6 @@ def test_a_step_that_the_compiler_refuses_is_a_row_that_says_so(monkeypatch):
     assert (row["fits"], row["temporary GiB"], row["products"], row["of float32's"]) == ("no program", "", "", "")
 
 
-@pytest.mark.seldom
 @pytest.mark.slow
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize("peer", ["keras", "jmp", "flax"])

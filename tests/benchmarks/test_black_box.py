@@ -24,7 +24,6 @@ def test_bad_options_exit_with_status_2(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
-@pytest.mark.seldom("tensorflow", "jax")
 @pytest.mark.slow
 def test_each_fault_is_kept_runs_again_and_is_named():
     # Each of the nine once.

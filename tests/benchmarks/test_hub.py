@@ -45,7 +45,6 @@ def test_a_row_shows_each_check_in_one_word():
 # Keras' own: a task of KerasHub compiles itself, so its optimizer is not the one of the file.
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning")
 # Keras' own, of the layers of KerasHub's T5.
-@pytest.mark.seldom("jax")
 @pytest.mark.filterwarnings("ignore:.*passed an input with a mask attached:UserWarning")
 @pytest.mark.parametrize("name", ["BERT", "ResNet", "Llama", "T5", "Whisper"])
 def test_a_model_learns_in_float16(name, backend):
@@ -61,7 +60,6 @@ def test_a_model_learns_in_float16(name, backend):
         assert differ < 2e-3 * reached, found["saving"]
 
 
-@pytest.mark.seldom("jax", "torch")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_model_that_stands_still_does_not_learn(monkeypatch):

@@ -76,7 +76,6 @@ def test_what_is_there_is_kept_and_what_is_missing_is_compiled(tmp_path, monkeyp
     assert capsys.readouterr().out.count("gpt2_small") == 1 + 7 + 13
 
 
-@pytest.mark.seldom
 @pytest.mark.slow
 @pytest.mark.backends("jax")
 def test_tiny_steps_are_compiled_for_this_cpu():

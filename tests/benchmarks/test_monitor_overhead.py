@@ -25,7 +25,6 @@ def test_bad_options_exit_with_status_2(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
-@pytest.mark.seldom
 @pytest.mark.slow
 def test_tiny_run_measures_every_callback(monkeypatch):
     def small(keras):

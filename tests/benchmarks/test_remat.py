@@ -108,7 +108,6 @@ def test_plans_are_kept_and_the_drawn_one_is_made_anew(tmp_path, monkeypatch, ca
     assert "2 x 32" in shown and "no, by 1.00 GiB" in shown
 
 
-@pytest.mark.seldom
 @pytest.mark.slow
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize("name", ["gpt2_small", "resnet50"])
@@ -121,7 +120,6 @@ def test_tiny_steps_are_compiled_for_this_cpu(name):
     assert len({row["persistent_bytes"] for row in own}) == 1
 
 
-@pytest.mark.seldom
 @pytest.mark.slow
 @pytest.mark.backends("jax")
 def test_a_tiny_plan_for_this_cpu():
@@ -141,7 +139,6 @@ def test_steps_of_torch_have_the_same_losses_and_a_peak():
     assert min(peaks.values()) > 10e6
 
 
-@pytest.mark.seldom
 @pytest.mark.slow
 @pytest.mark.backends("torch")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -143,7 +143,6 @@ def test_demo_prints_and_writes(capsys, tmp_path, backend):
     assert result["summary"][0]["speed_up"] == 1.0
 
 
-@pytest.mark.seldom
 @pytest.mark.slow
 def test_json_alone_is_on_standard_output(capsys, tmp_path):
     arguments = ["--quick", "--seeds", "1", "--epochs", "1", "--task", "digits", "--policy", "mixed_float16"]

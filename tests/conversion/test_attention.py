@@ -110,7 +110,6 @@ CALLS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "over two axes"])
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
-@pytest.mark.every_case
 def test_forward_is_stock_and_the_gradient_as_near_to_float32(name, options):
     ours = model_of(LAYERS[name], "mixed_bfloat16")
     stock = stock_of(LAYERS[name])
@@ -276,7 +275,6 @@ def test_what_an_attention_layer_computes_itself_is_left_alone(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "fused MultiHeadAttention"])
-@pytest.mark.every_case
 def test_trains_and_returns_from_a_file(tmp_path, name, jit_compile):
     model = model_of(LAYERS[name], "mixed_bfloat16")
     model.compile("adam", "mse", jit_compile=jit_compile)

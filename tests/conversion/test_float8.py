@@ -177,7 +177,6 @@ def gradients(model, x, upstream):
     return [numpy(grad) for grad in found]
 
 
-@pytest.mark.every_case("jax", "torch")
 @pytest.mark.parametrize("rows", [32, 13])
 def test_gradients_are_products_of_rounded_operands_and_gradients(rows):
     """Thirteen rows: what is summed over in the gradient by the kernel is no multiple of 16."""
@@ -224,7 +223,6 @@ def penalty(model, x):
     return torch.autograd.grad((by_x**2).sum(), [v.value for v in model.trainable_variables if "kernel" in v.path])
 
 
-@pytest.mark.every_case("jax", "torch")
 def test_a_second_derivative_is_refused():
     x = rng.normal(size=(4, 16)).astype("float32")
     assert penalty(mpkeras.apply_policy(mlp(), "mixed_bfloat16"), x)[0] is not None
@@ -252,7 +250,6 @@ def test_torchs_own_product_of_float8_matrices_is_the_same(monkeypatch):
         assert np.allclose(a, b, rtol=2 * HALF_UNIT_BFLOAT16, atol=1e-2 * np.abs(b).max())
 
 
-@pytest.mark.every_case("jax", "torch")
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_stays_visible(bad):
     model = mpkeras.apply_policy(mlp(), "mixed_float8")
@@ -266,7 +263,6 @@ def test_what_is_not_finite_stays_visible(bad):
         np.testing.assert_array_equal(numpy(ops.cast(found, "bfloat16")) * float(inverse), [1.0, 2.0, np.nan])
 
 
-@pytest.mark.every_case("jax", "torch")
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_gradients_that_are_not_finite_stay_visible(bad):
     model = mpkeras.apply_policy(keras.Sequential([keras.Input((16,)), layers.Dense(32)]), every_layer())
@@ -286,7 +282,6 @@ def heads():
 SHARING = {"dense": (mlp, 16, every_layer()), "attention and heads": (heads, (3, 16), every_layer())}
 
 
-@pytest.mark.every_case("jax", "torch")
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, 1e30])
 @pytest.mark.parametrize("case", SHARING)
 def test_a_bad_row_spoils_only_itself_outside_training(case, bad):
@@ -536,7 +531,6 @@ def compiled_again():
 
 
 @pytest.mark.slow
-@pytest.mark.every_case("jax", "torch")
 @pytest.mark.parametrize(
     "door",
     [by_prepare, by_callback, by_train_step, by_train_step_after_prepare, by_scope, by_autoprepare, compiled_again],
@@ -709,7 +703,6 @@ def test_the_share_that_rounds_to_zero_by_hand():
 
 
 @pytest.mark.slow
-@pytest.mark.every_case("jax", "torch")
 def test_a_layer_that_overflows_leaves_float8_first_and_then_16_bits():
     model = prepared(mlp())
     name = model.layers[1].path

@@ -13,7 +13,6 @@ from tests.conversion.test_remat import ROWS, TARGETS, TOKENS, Branches, recurre
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.every_case,
     pytest.mark.filterwarnings("ignore:.* steps skipped in epoch", "ignore:Step .* was skipped"),
 ]
 # The second of three batches of 8, whose gradients are not finite.

@@ -68,7 +68,6 @@ def test_each_replica_of_a_mirrored_strategy(replicas, in_run):
         assert refused["jit_compile"] == refused["scalar loss"] == refused["odd rows"] == ""
 
 
-@pytest.mark.seldom  # `test_replicas.py` has the two workers in `fit`
 @pytest.mark.backends("tensorflow")
 @pytest.mark.slow
 def test_each_worker_of_a_multi_worker_strategy():
@@ -95,7 +94,6 @@ def test_each_shard_of_a_distribution(where, shards):
         assert [parts["dense/kernel"], parts["sgd/dense_kernel_momentum"]] == [[8, 4], [8, 4]]
 
 
-@pytest.mark.seldom  # `test_shards.py` has the two processes in `fit`
 @pytest.mark.backends("jax")
 @pytest.mark.slow
 def test_each_shard_in_two_processes():

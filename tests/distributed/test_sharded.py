@@ -64,7 +64,6 @@ LARGEST_OF_VARIANT = {
 
 @only_jax
 @pytest.mark.slow
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("variant", "devices", "layouts", "replay"),
     [

@@ -10,7 +10,6 @@ WAYS = {"tensorflow": ["mirrored"], "jax": ["data_parallel", "model_parallel"], 
 
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
-@pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS[keras.backend.backend()])
 def test_all_devices_round_alike(way):
     result = run_program("small_state.py", way)

@@ -161,7 +161,6 @@ def train(loop):
     return optimizer, v
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", WHOLE + PARTS)
 def test_a_loop_that_scales_its_loss_is_not_warned_of(loop):
@@ -169,7 +168,6 @@ def test_a_loop_that_scales_its_loss_is_not_warned_of(loop):
     np.testing.assert_array_equal(numpy(v), [1.0 - 0.5 * 4 * 1.0, 2.0 - 0.5 * 4 * 3.0])
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", WHOLE)
 def test_a_loop_that_forgets_is_told_whatever_came_before(loop):

@@ -92,7 +92,6 @@ def root_of_the_error(y, y_pred):
     return keras.ops.sqrt(y_pred - y)[:, 0]
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize("group", [0, 1, 2, *(pytest.param(i, marks=pytest.mark.matrix) for i in range(3, GROUPS))])

@@ -110,7 +110,6 @@ def slots_of(optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.every_case("tensorflow")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_moves_as_in_float32(name):
     """Single steps are too small for bfloat16: to the nearest nothing would move, or everything too far."""
@@ -130,7 +129,6 @@ def test_moves_as_in_float32(name):
 
 
 @pytest.mark.slow
-@pytest.mark.every_case("jax")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "Nadam", "Muon", "ScheduleFreeAdamW", "a user's own"])
@@ -146,7 +144,6 @@ def test_a_skipped_step_leaves_no_trace(name, dtypes, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.every_case("tensorflow")
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "momentum", "Muon", "a user's own"])
 def test_the_same_bits_in_every_mode(name):
     """To float32's last bit: small weights show it where it decides a rounding, in one of some 60,000."""

@@ -94,7 +94,6 @@ def operations(text):
     return [(op, dtype) for dtype, op in re.findall(r"= (\w+)\[[\d,<=]*\]\S* ([\w-]+)\(", text)]
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize("programs", PROGRAMS)
 @pytest.mark.parametrize("policy", HLO_TYPES)
@@ -110,7 +109,6 @@ def test_products_run_in_16_bits_and_softmax_statistics_and_losses_in_float32(pr
     assert "exponential" in {op for op, _ in found} and "log" in {op for op, _ in found}
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize("programs", PROGRAMS)
 @pytest.mark.parametrize("policy", ["float32", *HLO_TYPES, "bfloat16"])
@@ -159,7 +157,6 @@ def test_one_trace_over_a_hundred_steps_with_overflows():
     assert skipped == 14
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:1 of 10 steps skipped in epoch 1:UserWarning")
 def test_one_trace_in_fit():
@@ -182,7 +179,6 @@ def test_one_trace_in_fit():
     assert int(optimizer.skipped_steps) == 4
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate_steps", [1, 4])
 def test_the_program_grows_with_the_number_of_layers_not_with_its_square(accumulate_steps):

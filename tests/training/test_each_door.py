@@ -83,7 +83,6 @@ def in_float32_without_the_bad_batch():
 DOORS = [by_callback, by_prepare, by_autoprepare, by_the_line, by_apply_policy_and_step]
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:1 of 6 steps skipped:UserWarning")  # said where there are epochs
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)

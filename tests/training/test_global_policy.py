@@ -122,7 +122,6 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.every_case
 @pytest.mark.parametrize(("make", "policy", "options"), CASES)
 def test_it_trains_as_after_prepare_and_a_skipped_step_leaves_no_trace(make, policy, options, backend):
     if backend == "torch" and options.get("jit_compile") is None:
@@ -401,7 +400,6 @@ print(sorted(model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0).history), mo
 
 
 @pytest.mark.slow
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("policy", "printed"),
     [

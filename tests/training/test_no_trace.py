@@ -10,7 +10,6 @@ from mpkeras.training.state import load_state_dict, state_dict
 from tests.step_modes import FIT_MODES, snapshot
 
 # What a skipped step leaves behind is the first of all promises: the whole matrix on the backend that compiles all.
-pytestmark = [pytest.mark.every_case("jax"), pytest.mark.every_turn]
 BACKEND = keras.backend.backend()
 COMPILED = {"tensorflow": [True, False], "jax": [True], "torch": [False]}[BACKEND]
 WAYS = ["fit", "make_train_step"]

@@ -340,7 +340,6 @@ NEAR_ONE = 1 + 2**-9
 
 
 @pytest.mark.slow
-@pytest.mark.every_case
 @pytest.mark.parametrize("door", ["prepare", "prepare without a guard", "callback", "first step", "apply_policy"])
 def test_what_ran_before_runs_in_the_new_dtypes(door):
     # Made when the model is built, in the first step the inner layer follows the policy as the last one.

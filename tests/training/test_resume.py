@@ -57,7 +57,6 @@ def _check_that_the_files_hold_a_state_away_from_its_defaults(directory):
 
 
 @pytest.mark.slow
-@pytest.mark.every_case  # What takes time is the fixture, which has them all.
 @pytest.mark.parametrize(("name", "policy"), resume_program.CASES)
 def test_training_goes_on_exactly(resumed, name, policy):
     if name in resume_program.TF_FORMATS and keras.backend.backend() != "tensorflow":

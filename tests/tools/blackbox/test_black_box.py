@@ -285,7 +285,6 @@ def _schedule():
 
 @SKIPS
 @pytest.mark.slow
-@pytest.mark.every_case
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize(
     "make, options",
@@ -368,7 +367,6 @@ def test_what_a_callback_sets_between_steps_is_seen(tmp_path):
     assert count == 0 and capsule.run()["same_bits"]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("is_on_cpu", [True, pytest.param(False, marks=pytest.mark.backends("jax"))])
 def test_copies_are_those_of_before_the_step_bit_for_bit(is_on_cpu, monkeypatch):
     backend = importlib.import_module(f"mpkeras.tools.blackbox._{keras.backend.backend()}")

@@ -272,7 +272,6 @@ def test_saved_models_load_and_give_the_same_numbers(tmp_path):
                 np.testing.assert_array_equal(found[key], array, err_msg=name)
 
 
-@pytest.mark.seldom("jax")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The structure of `inputs` does:UserWarning")
 def test_a_compiled_model_goes_on_in_plain_keras(tmp_path):

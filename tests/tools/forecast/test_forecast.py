@@ -147,7 +147,6 @@ def test_the_forecast_for_this_cpu_is_what_its_compiled_step_takes(name):
     assert 0 <= sum(np.asarray(v.value).nbytes for v in held) - found["persistent_bytes"] <= 8
 
 
-@pytest.mark.seldom("torch")
 @pytest.mark.slow
 @needs_jax
 @pytest.mark.backends("tensorflow", "torch")
@@ -178,7 +177,6 @@ class UntilSmall(layers.Layer):
         return inputs + n
 
 
-@pytest.mark.seldom("torch")
 @pytest.mark.slow
 @needs_jax
 @pytest.mark.backends("tensorflow", "torch")
@@ -192,7 +190,6 @@ def test_loops_that_do_not_say_how_often_they_run_are_named():
     assert "loops" not in str(report)
 
 
-@pytest.mark.seldom("torch")
 @needs_jax
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
@@ -244,7 +241,6 @@ def test_weights_that_devices_share():
 
 @needs_compilers
 @pytest.mark.slow
-@pytest.mark.every_case
 @pytest.mark.backends("tensorflow")
 # Another program in float16 with attention is compiled below.
 @pytest.mark.parametrize(
@@ -735,7 +731,6 @@ def test_each_layer_that_is_not_in_float8_has_its_reason():
     ]
 
 
-@pytest.mark.seldom("torch")
 @needs_jax
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")

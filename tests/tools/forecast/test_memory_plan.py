@@ -54,7 +54,6 @@ def peaks(plan):
 @needs_compilers
 @ONCE
 @pytest.mark.slow
-@pytest.mark.every_case
 def test_what_fits_is_found_and_no_plan_is_over_its_limit():
     model, shape = residual(128, 6), (4096, 128)
 

@@ -1,0 +1,216 @@
+"""Which tests one run of `.ci/run` leaves out: a pytest plugin, `PYTHONPATH=.ci/plugin pytest -p turns`.
+
+`pytest -m ""` runs every case on every backend, which takes hours. So `.ci/run` takes of parametrized tests the first
+case, and lets slow tests take turns over the backends: six runs in a row have seen each on each of its backends.
+"""
+
+import zlib
+
+import keras
+import pytest
+
+BACKENDS = ("tensorflow", "jax", "torch")
+
+# By file and test, the backends on which each case of a test matters, whatever it takes; for a whole file in place of a
+# dictionary.
+EVERY_CASE = {
+    "tests/conversion/test_attention.py": {
+        "test_forward_is_stock_and_the_gradient_as_near_to_float32": BACKENDS,
+        "test_trains_and_returns_from_a_file": BACKENDS,
+    },
+    "tests/conversion/test_float8.py": {
+        "test_a_bad_row_spoils_only_itself_outside_training": ("jax", "torch"),
+        "test_a_layer_that_overflows_leaves_float8_first_and_then_16_bits": ("jax", "torch"),
+        "test_a_second_derivative_is_refused": ("jax", "torch"),
+        "test_every_door_leads_to_the_same_layers": ("jax", "torch"),
+        "test_gradients_are_products_of_rounded_operands_and_gradients": ("jax", "torch"),
+        "test_gradients_that_are_not_finite_stay_visible": ("jax", "torch"),
+        "test_what_is_not_finite_stays_visible": ("jax", "torch"),
+    },
+    "tests/conversion/test_remat_table.py": BACKENDS,
+    "tests/distributed/test_sharded.py": {
+        "test_everything_trains_under_every_layout_as_on_one_device": BACKENDS,
+    },
+    "tests/distributed/test_small_state.py": {
+        "test_all_devices_round_alike": BACKENDS,
+    },
+    "tests/scaling/test_facts.py": {
+        "test_a_loop_that_forgets_is_told_whatever_came_before": BACKENDS,
+        "test_a_loop_that_scales_its_loss_is_not_warned_of": BACKENDS,
+    },
+    "tests/scaling/test_scale_trajectories.py": {
+        "test_scales_are_those_of_the_documented_rule": BACKENDS,
+    },
+    "tests/scaling/test_small_state.py": {
+        "test_a_skipped_step_leaves_no_trace": ("jax",),
+        "test_moves_as_in_float32": ("tensorflow",),
+        "test_the_same_bits_in_every_mode": ("tensorflow",),
+    },
+    "tests/test_docstrings.py": {
+        "test_example_runs": BACKENDS,
+    },
+    "tests/test_migration.py": {
+        "test_both_sides_train_alike": BACKENDS,
+        "test_what_stands_on_the_right_runs": BACKENDS,
+    },
+    "tests/test_pains.py": {
+        "test_p23_p39_inf_on_one_replica_alone_skips_on_all": BACKENDS,
+        "test_p4_a_softmax_head_learns": BACKENDS,
+    },
+    "tests/test_programs.py": {
+        "test_a_program_learns_in_float16": BACKENDS,
+    },
+    "tests/test_readme.py": {
+        "test_code_block_runs": ("torch",),
+    },
+    "tests/tools/blackbox/test_black_box.py": {
+        "test_copies_are_those_of_before_the_step_bit_for_bit": BACKENDS,
+        "test_training_is_the_same_without_it": BACKENDS,
+    },
+    "tests/tools/forecast/test_forecast.py": {
+        "test_programs_for_an_h100": BACKENDS,
+    },
+    "tests/tools/forecast/test_memory_plan.py": {
+        "test_what_fits_is_found_and_no_plan_is_over_its_limit": BACKENDS,
+    },
+    "tests/training/test_compiled_program.py": {
+        "test_no_conditional_and_no_host_transfer": BACKENDS,
+        "test_one_trace_in_fit": BACKENDS,
+        "test_products_run_in_16_bits_and_softmax_statistics_and_losses_in_float32": BACKENDS,
+        "test_the_program_grows_with_the_number_of_layers_not_with_its_square": BACKENDS,
+    },
+    "tests/training/test_each_door.py": {
+        "test_layers_rules_checks_and_logs": BACKENDS,
+    },
+    "tests/training/test_global_policy.py": {
+        "test_it_trains_as_after_prepare_and_a_skipped_step_leaves_no_trace": BACKENDS,
+        "test_the_environment_variable_guards": BACKENDS,
+    },
+    "tests/training/test_no_trace.py": ("jax",),
+    "tests/training/test_prepare.py": {
+        "test_what_ran_before_runs_in_the_new_dtypes": BACKENDS,
+    },
+    "tests/training/test_resume.py": {
+        # What takes time is the fixture, which has them all.
+        "test_training_goes_on_exactly": BACKENDS,
+    },
+}
+
+# The backends on which a test is left out with `--one-case`: another test, or this one elsewhere, would fail as well.
+SELDOM = {
+    "tests/benchmarks/test_accelerators.py": {
+        "test_the_step_of_a_peer_is_compiled_for_the_same_model": BACKENDS,
+    },
+    "tests/benchmarks/test_black_box.py": {
+        "test_each_fault_is_kept_runs_again_and_is_named": ("tensorflow", "jax"),
+    },
+    "tests/benchmarks/test_hub.py": {
+        "test_a_model_learns_in_float16": ("jax",),
+        "test_a_model_that_stands_still_does_not_learn": ("jax", "torch"),
+    },
+    "tests/benchmarks/test_many_devices.py": {
+        "test_tiny_steps_are_compiled_for_this_cpu": BACKENDS,
+    },
+    "tests/benchmarks/test_monitor_overhead.py": {
+        "test_tiny_run_measures_every_callback": BACKENDS,
+    },
+    "tests/benchmarks/test_remat.py": {
+        "test_a_budget_of_torch_changes_the_program_and_not_the_loss": BACKENDS,
+        "test_a_tiny_plan_for_this_cpu": BACKENDS,
+        "test_tiny_steps_are_compiled_for_this_cpu": BACKENDS,
+    },
+    "tests/cli/test_demo.py": {
+        "test_json_alone_is_on_standard_output": BACKENDS,
+    },
+    "tests/distributed/test_own_loop.py": {
+        # `test_shards.py` has the two processes in `fit`
+        "test_each_shard_in_two_processes": BACKENDS,
+        # `test_replicas.py` has the two workers in `fit`
+        "test_each_worker_of_a_multi_worker_strategy": BACKENDS,
+    },
+    "tests/tools/export/test_without_mpkeras.py": {
+        "test_a_compiled_model_goes_on_in_plain_keras": ("jax",),
+    },
+    "tests/tools/forecast/test_forecast.py": {
+        "test_layers_losses_and_optimizers_of_the_user": ("torch",),
+        "test_loops_that_do_not_say_how_often_they_run_are_named": ("torch",),
+        "test_targets_and_inputs_that_the_program_leaves_out_are_no_state": ("torch",),
+        "test_what_the_user_quantized_to_float8_stays_so": ("torch",),
+    },
+}
+
+# Files whose slow tests take no turns: they run on each of their backends every time.
+EVERY_TURN = ("tests/training/test_no_trace.py",)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--one-case",
+        choices=("slow", "all"),
+        help="the first case alone of each parametrized test (or of those marked slow) that is not in EVERY_CASE, and "
+        "no test in SELDOM",
+    )
+    parser.addoption(
+        "--turn",
+        type=int,
+        metavar="N",
+        help="of the slow tests those alone whose turn it is: each on one of its backends, with the next number on the "
+        "next one; and one of a single backend every other time",
+    )
+
+
+# Last: what runs on other backends alone is marked as skipped by then.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    active = keras.backend.backend()
+    left_out = {}
+    if config.getoption("one_case") is not None:
+        left_out |= later_cases(items, active, slow_ones_only=config.getoption("one_case") == "slow")
+        left_out |= {item: None for item in items if active in _entry(SELDOM, item)}
+    if config.getoption("turn") is not None:
+        left_out |= {item: None for item in items if not has_its_turn(item, active, config.getoption("turn"))}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+
+
+def later_cases(items, backend: str, slow_ones_only: bool) -> dict:
+    """Returns all cases of parametrized tests but the first that runs, with those in `EVERY_CASE` left alone."""
+    seen, later = set(), {}
+    for item in items:
+        marks = {marker.name for marker in item.iter_markers()}
+        if "skip" in marks or (slow_ones_only and not marks & {"slow", "matrix"}):
+            continue
+        name = (item.parent.nodeid, getattr(item, "originalname", item.name))
+        all_matter = backend in _entry(EVERY_CASE, item)
+        # Of a test in `EVERY_CASE`, single cases may be marked `matrix`.
+        if name in seen and (not all_matter or "matrix" in marks):
+            later[item] = None
+        seen.add(name)
+    return later
+
+
+def has_its_turn(item, backend: str, turn: int) -> bool:
+    """Whether a test runs on a backend in this turn: all but the slow ones do in each."""
+    marks = {marker.name for marker in item.iter_markers()}
+    if "slow" not in marks or item.location[0] in EVERY_TURN:
+        return True
+    runs_on = item.get_closest_marker("backends")
+    names = BACKENDS if runs_on is None else runs_on.args
+    names = [name for name in BACKENDS if name in names and name not in _entry(SELDOM, item)]
+    if not names:
+        return False
+    # By name, all cases of a test together: the same ones everywhere, whoever is asked.
+    places = names if len(names) > 1 else [*names, None]
+    name = f"{item.location[0]}::{_name(item)}"
+    return places[(zlib.crc32(name.encode()) + turn) % len(places)] == backend
+
+
+def _entry(table: dict, item) -> tuple:
+    """Returns the backends that a table names for a test."""
+    of_file = table.get(item.location[0], ())
+    return of_file.get(_name(item), ()) if isinstance(of_file, dict) else of_file
+
+
+def _name(item) -> str:
+    return getattr(item, "originalname", item.name)
