@@ -50,6 +50,12 @@ class ConvertedLayer:
         """Whether its `call` is the user's own."""
         return has_own_call(self.layer)
 
+    def dtype_read(self, variable) -> str:
+        """Returns the dtype in which the layer reads one of its variables: as stored, where Keras does not cast it."""
+        if _keras.follows_autocast(variable):
+            return self.layer.compute_dtype
+        return keras.backend.standardize_dtype(variable.dtype)
+
     @property
     def is_output_cast(self) -> bool:
         """Whether a conversion put it at the end of a model, whose outputs it casts to float32."""

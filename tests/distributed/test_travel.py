@@ -296,6 +296,21 @@ def test_what_travels_otherwise_is_named():
     assert [part["tensor"] for part in travels_otherwise(net, asked_for, sent)] == ["near/kernel"]
 
 
+def test_what_a_layer_reads_in_float32_is_expected_in_float32():
+    """Keras casts the scale of a LayerNormalization in no scope: the layer computes with it in float32."""
+    inputs = keras.Input((24,))
+    hidden = keras.layers.Dense(32, name="wide")(keras.layers.LayerNormalization(name="norm")(inputs))
+    net = mpkeras.apply_policy(keras.Model(inputs, keras.layers.Dense(8, name="head")(hidden)), "mixed_bfloat16")
+    wide = {"norm/gamma": 40, "norm/beta": 40, "wide/kernel": 4}
+    sent = [{"kind": "all-gather", "dtype": "float32", "bytes": 84, "tensors": wide}]
+    asked_for = mpkeras.Policy("mixed_bfloat16", gather_dtype="bfloat16")
+    for policy in (mpkeras.Policy("mixed_bfloat16"), asked_for):
+        assert [part["tensor"] for part in travels_otherwise(net, policy, sent)] == ["wide/kernel"]
+    sent = [{"kind": "all-gather", "dtype": "bfloat16", "bytes": 42, "tensors": {"norm/gamma": 20, "wide/kernel": 2}}]
+    (part,) = travels_otherwise(net, mpkeras.Policy("mixed_bfloat16"), sent)
+    assert (part["tensor"], part["expected"]) == ("norm/gamma", "float32")
+
+
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize(
     ("options", "message"),

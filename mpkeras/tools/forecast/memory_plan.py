@@ -450,7 +450,7 @@ class MemoryPlan(Policy, Report):
         return sum(said.get("matrix_flops", {}).values()) / rows
 
     def table(self) -> tuple[list, list]:
-        """Returns `(header, rows)`, a row for each candidate in the order in which they were compiled."""
+        """Returns `(header, rows)`, a row for each candidate, sorted by their costs."""
         header = ["policy", "slots", "remat", "parts x rows", "state\nGiB", "temporary\nGiB", "peak\nGiB", "FLOPs"]
         header += ["at least\nms", "fits"]
         rows = [
