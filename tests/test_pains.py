@@ -467,6 +467,7 @@ def test_p21_scale_loss_of_a_float16_loss(built):
     assert float(optimizer.scale_loss(keras.ops.convert_to_tensor(3.0, "float16"))) == 98304.0
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_p22_the_compiled_step_has_no_conditional_and_is_traced_once():
     import tensorflow as tf

@@ -29,6 +29,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_help_works_and_starts_with_the_question(script):
     result = run(script, "--help")

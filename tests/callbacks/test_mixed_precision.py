@@ -176,6 +176,7 @@ def test_repeated_fit_goes_on_where_it_stopped():
     assert float(optimizer.dynamic_scale) == 1024.0
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 def test_steps_per_execution():
     one, several = compiled(), compiled(steps_per_execution=3)

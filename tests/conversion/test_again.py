@@ -78,6 +78,7 @@ def trained(made, policy, scope):
     return losses, [ops.convert_to_numpy(value) for value in model.get_weights()]
 
 
+@pytest.mark.slow
 @TWICE
 @pytest.mark.parametrize("mode", ["full", "list_of_layers", "activations"])
 @pytest.mark.parametrize("made", MODELS.values(), ids=MODELS)
@@ -91,6 +92,7 @@ def test_numbers_are_those_without(made, mode):
         np.testing.assert_array_equal(again, weight)
 
 
+@pytest.mark.slow
 @TWICE
 @pytest.mark.parametrize("mode", ["full", "list_of_layers"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])

@@ -381,6 +381,7 @@ def test_converted_twice_a_model_converts_layers_that_are_made_later(made_under,
     assert (kept.compute_dtype, model.layers[0].inner.compute_dtype) == (expected, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["apply_policy", "prepare", "compile", "callback"])
 def test_layers_that_are_added_to_a_converted_model_follow(door):
     by_hand, old_head = keras.layers.Dense(4), keras.layers.Dense(3)
@@ -403,6 +404,7 @@ def test_layers_that_are_added_to_a_converted_model_follow(door):
     assert [layer.compute_dtype for layer in model.layers] == ["float32", *["bfloat16"] * 2, *["float32"] * 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["apply_policy", "prepare", "compile", "callback"])
 def test_a_head_that_another_layer_is_put_behind_follows_the_policy_from_then_on(door):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5), keras.layers.Dense(3)])

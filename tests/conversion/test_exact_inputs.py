@@ -64,6 +64,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_the_rows_of_float32_are_trained(graph, policy):
@@ -121,6 +122,7 @@ def test_what_is_kept_and_what_is_not(function, expected):
     assert row_of(of_one_input(function), "moving").rule == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize(
     ("layer", "x"),

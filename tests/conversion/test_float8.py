@@ -282,6 +282,7 @@ def heads():
 SHARING = {"dense": (mlp, 16, every_layer()), "attention and heads": (heads, (3, 16), every_layer())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, 1e30])
 @pytest.mark.parametrize("case", SHARING)
 def test_a_bad_row_spoils_only_itself_outside_training(case, bad):
@@ -476,6 +477,7 @@ class Later(keras.Model):
         return x
 
 
+@pytest.mark.slow
 def test_layers_that_are_built_later_follow():
     model = prepared(Later())
     x = rng.normal(size=(8, 16)).astype("float32")

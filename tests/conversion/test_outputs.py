@@ -205,6 +205,7 @@ def check(predicted, expected):
         np.testing.assert_allclose(array, right, rtol=0, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_outputs_are_computed_in_float32(kind, policy):
@@ -216,6 +217,7 @@ def test_outputs_are_computed_in_float32(kind, policy):
     assert policy.removeprefix("mixed_") in dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nested_outputs, Subclassed, not_built], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("door", ["apply_policy", "callback", "autoprepare", "the line"])
 def test_through_every_door(kind, door):
@@ -383,6 +385,7 @@ def vocabulary():
     return keras.Sequential([keras.Input((4,)), layers.Dense(3, bias_initializer=bias, name="vocabulary")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_large_head_multiplies_in_16_bits_and_sums_in_float32(small_is_large, policy, jit_compile):

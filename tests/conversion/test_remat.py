@@ -134,6 +134,7 @@ def refuses(name, remat):
     return BACKEND == "tensorflow" and name == "subclassed" and remat == "products"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, remat", CASES, ids=[f"{name}-{remat}" for name, remat in CASES])
 def test_it_trains_as_without(name, remat):
     if refuses(name, remat):
@@ -197,6 +198,7 @@ def products_asked_for(remat):
     return len(re.findall(r" dot\(|custom-call\(", text))
 
 
+@pytest.mark.slow
 @pytest.mark.backends("jax", "tensorflow")
 def test_blocks_are_computed_again_in_the_compiled_program():
     # Three blocks, and the two before the only place where the graph is cut.
@@ -373,6 +375,7 @@ def test_it_is_taken_back_by_a_policy_without(name):
     assert not replaced_on(model)
 
 
+@pytest.mark.slow
 def test_it_belongs_to_the_policy_and_holds_after_compile():
     with mpkeras.policy_scope(mpkeras.Policy("mixed_bfloat16", remat="blocks")):
         model = residual()
@@ -393,6 +396,7 @@ def test_predictions_are_those_of_the_model_without(tmp_path):
     np.testing.assert_allclose(loaded.predict(TOKENS, verbose=0), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat, written", [("blocks", "blocks"), (["path:end_1"], ["path:end_1"]), ("end_1", None)])
 def test_a_file_holds_it_and_prepare_gives_it_back(tmp_path, remat, written):
     model = made("residual")
@@ -445,6 +449,7 @@ def loaded_through(door, path):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["prepare", "callback", "step", "autoprepare", "global policy"])
 @pytest.mark.parametrize("saved_by", ["fit", "step"])
 def test_every_door_gives_back_what_a_file_holds(tmp_path, saved_by, door):

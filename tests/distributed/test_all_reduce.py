@@ -63,6 +63,7 @@ def test_other_kinds_of_gradients_and_of_devices(result):
     assert "Expected scaled gradients" in result["unscaled"]
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),

@@ -162,6 +162,7 @@ def states_of(model):
     return steps, np.max(np.abs(np.stack(means) - mean), axis=1)
 
 
+@pytest.mark.slow
 @EACH_MODEL
 def test_state_moves_as_in_float32(made):
     keras.utils.set_random_seed(3)
@@ -177,6 +178,7 @@ def test_state_moves_as_in_float32(made):
     assert {v.dtype for v in model.variables if v.name in ("steps", "mean")} == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", FIT_MODES)
 def test_in_every_mode_of_fit(options):
     model = in_functional(Around)()

@@ -200,6 +200,7 @@ def by_autoprepare(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", [by_prepare, by_callback, by_autoprepare, mpkeras.apply_policy])
 def test_a_policy_that_clear_session_took_away_is_in_force_again_and_that_is_said_once(door):
     set_global_policy(mine(loss_scale=4.0))

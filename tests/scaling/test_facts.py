@@ -182,6 +182,7 @@ def test_a_loop_that_forgets_is_told_whatever_came_before(loop):
         optimizer.apply([keras.ops.convert_to_tensor(SLOPE)], [v])
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_a_compiled_loop_that_forgets_is_told_as_it_is_traced():
     optimizer, v = train(under_a_tape)

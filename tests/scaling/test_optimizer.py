@@ -212,6 +212,7 @@ def test_xla_decays_as_the_optimizer_itself_does(make):
     assert {"assign_sub"} & own <= set(vars(inner)), "what was on the instance is still there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "options",

@@ -276,6 +276,7 @@ def test_it_warns_once_over_several_fits():
     assert messages(lambda: fit(model, y=bad)) == []
 
 
+@pytest.mark.slow
 def test_outside_of_fit_a_prepared_model_returns_what_keras_returns():
     stock, model = compiled(metrics=["mae"]), compiled(metrics=["mae"])
     prepare(model, "float32")
@@ -448,6 +449,7 @@ def outer(inner_optimizer, **options):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["callback", "prepare"])
 def test_compiled_models_inside_are_wrapped_too(door):
     model = outer(keras.optimizers.Adam(0.01))

@@ -223,6 +223,7 @@ def test_clones_and_copies(set_back):
         assert is_guarded(compiled(other)) and float(other.optimizer.loss_scale) == 32.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [True, False])
 def test_load_model(tmp_path, compile):
     model = by_the_line(plain, "mixed_float16")
@@ -257,6 +258,7 @@ def test_what_is_saved_and_pickled_is_plain_keras(tmp_path):
     assert b"mpkeras" not in pickle.dumps(dense.get_config())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_dtypes_of_tensors_are_plain_strings(dtype, recwarn):
     with mpkeras.policy_scope(dtype):
@@ -271,6 +273,7 @@ def test_dtypes_of_tensors_are_plain_strings(dtype, recwarn):
 # Stock stays stock.
 
 
+@pytest.mark.slow
 def test_models_of_keras_are_left_alone():
     before_the_line = plain()
     keras.config.set_dtype_policy("mixed_float16")
@@ -292,6 +295,7 @@ def test_models_of_keras_are_left_alone():
     assert wrapped == [False, True, True, True, True, False, False]
 
 
+@pytest.mark.slow
 def test_a_model_that_keras_has_quantized_is_left_alone():
     keras.config.set_dtype_policy("mixed_bfloat16")
     model = stack(layers.Dense(16, "tanh"), layers.Dense(16))
@@ -465,6 +469,7 @@ def test_a_loop_whose_model_obeys_its_policy_is_told_nothing(carried_out):
     own_loop(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "XLA"])
 def test_a_loop_in_a_tf_function_is_told_too(options):

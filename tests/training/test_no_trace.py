@@ -705,6 +705,7 @@ class WritesItsWeight(keras.layers.Layer):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 @pytest.mark.parametrize("options", FIT_MODES)
 @pytest.mark.parametrize("made", ["by add_weight", "as an attribute"])

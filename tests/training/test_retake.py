@@ -165,6 +165,7 @@ def bits(model):
     return {name: value.tobytes() for name, value in state.items() if "dynamic_scale" not in name}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:All 1 steps of epoch 1 were skipped")
 @pytest.mark.parametrize("options", FIT_MODES)
 def test_nothing_is_left_of_an_attempt_but_the_smaller_scale(options):
@@ -184,6 +185,7 @@ def test_nothing_is_left_of_an_attempt_but_the_smaller_scale(options):
     assert fit(once, X[:BATCH], Y[:BATCH])["skipped_steps"] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [True, False] if BACKEND != "torch" else [False])
 def test_in_a_loop_of_ones_own(jit_compile):
     def first_step(optimizer):
@@ -215,6 +217,7 @@ def drawn_by_python():
     return (lambda: counting(X, Y, drawn)), drawn
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*ran out of data", "ignore:.*shuffle=True")
 @pytest.mark.parametrize("options", FIT_MODES)
 def test_each_batch_of_a_generator_is_drawn_once(options):
@@ -228,6 +231,7 @@ def test_each_batch_of_a_generator_is_drawn_once(options):
     assert bits(model) == bits(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("options", FIT_MODES)
 def test_the_steps_of_an_execution_are_taken_one_by_one_until_one_counts(options):
@@ -238,6 +242,7 @@ def test_the_steps_of_an_execution_are_taken_one_by_one_until_one_counts(options
     assert counters(together.optimizer) == [2 * BATCHES, 0, 0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.filterwarnings("ignore:.*ran out of data", "ignore:.*shuffle=True")
 def test_datasets_of_unknown_length_and_of_ragged_rows():
@@ -275,6 +280,7 @@ class CountsTraces(layers.Layer):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("options", [mode for mode in FIT_MODES if mode.id in ("graph", "xla", "jit")])
@@ -382,6 +388,7 @@ def incurable(**options):
     return prepared(model_of(layers.Dense(4, kernel_initializer="ones"), NoGradient(), layers.Dense(1)), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:All 3 steps of epoch 1 were skipped", "ignore:.*its lowest")
 def test_a_batch_that_no_scale_cures_is_skipped_as_ever():
     model = incurable(metrics=None, **EAGER)
@@ -391,6 +398,7 @@ def test_a_batch_that_no_scale_cures_is_skipped_as_ever():
     assert np.isfinite(history["loss"][0])
 
 
+@pytest.mark.slow
 def test_a_batch_after_one_that_no_scale_cures_is_taken_again():
     model = incurable(metrics=None, **EAGER)
     x = np.concatenate([-POSITIVE[:BATCH], POSITIVE[: 2 * BATCH]])
@@ -398,6 +406,7 @@ def test_a_batch_after_one_that_no_scale_cures_is_taken_again():
     assert counters(model.optimizer) == [2, 1, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_training_that_stands_still_is_told_at_once():
     with pytest.raises(
         FloatingPointError, match="2 steps in a row were skipped at every loss scale down to its lowest"
@@ -429,6 +438,7 @@ def test_who_goes_on_from_a_file_decides_as_who_never_stopped(tmp_path):
     assert all(states[0][name].tobytes() == states[1][name].tobytes() for name in states[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
 def test_accumulation(on_overflow):
     model = everything()
@@ -462,6 +472,7 @@ class Thirds(mpkeras.LossScale):
         return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [Thirds(), DynamicLossScale(2.0**20, hysteresis=3), DynamicLossScale(2.0**15, backoff_factor=0.75)]
 )
@@ -471,6 +482,7 @@ def test_other_rules(rule):
     assert counters(model.optimizer) == [BATCHES, 0, 0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2] if BACKEND != "torch" else [1])
 def test_what_was_taken_again_is_no_fault(steps, tmp_path):
     box, monitor, fallback = BlackBox(tmp_path), NumericsMonitor(), Float32Fallback(patience=1)
@@ -498,6 +510,7 @@ def test_a_capsule_of_a_first_step_is_run_once(tmp_path):
     assert (bool(run["skipped"]), run["loss_scale"], run["same_bits"]) == (True, 2.0**14, True)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("options", FIT_MODES)
 def test_of_two_optimizers_each_finds_its_scale(options):

@@ -154,6 +154,7 @@ def test_frozen_weights_and_lora():
     assert np.abs(keras.ops.convert_to_numpy(keras.ops.cast(adapters[1].value, "float32"))).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_back", [False, True], ids=["bfloat16", "and back to mixed_bfloat16"])
 def test_weights_that_were_frozen_when_they_became_small_train_once_they_are_freed(is_back):
     keras.utils.set_random_seed(4)

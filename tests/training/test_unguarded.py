@@ -152,6 +152,7 @@ class SetsWeights(keras.callbacks.Callback):
         self.on_train_batch_begin(batch)
 
 
+@pytest.mark.slow
 @OWN_STEPS
 @pytest.mark.parametrize("door", ["prepare", "callback"])
 @pytest.mark.parametrize("is_there", ["its user's wrapper", "an update every third step", "assignments", "a callback"])

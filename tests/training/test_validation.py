@@ -71,6 +71,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", [by_prepare, by_callback, by_both, by_autoprepare, by_the_line])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_it_is_said_once_with_epoch_and_batch(fault, door):
@@ -85,6 +86,7 @@ def test_it_is_said_once_with_epoch_and_batch(fault, door):
     assert " from batch 1 on, while training is finite." in text and "NumericsMonitor" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", [by_prepare, by_callback])
 def test_what_is_sound_or_lost_in_training_already_says_nothing_of_validation(door):
     options = {"validation_data": SOUND, "epochs": 2}
@@ -153,6 +155,7 @@ def largest(y, y_pred):
     return ops.max(ops.cast(y, "float32"), axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(keras.callbacks.EarlyStopping("loss"), "_is_improvement"), reason="an older Keras")
 @pytest.mark.parametrize("door", [by_prepare, by_callback])
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def by_step(model, policy):
         step(CODES, np.ones((2, 1), "float32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("door", [by_prepare, by_batch, by_callback, by_autoprepare, by_step])
 def test_a_layer_of_the_users_own_is_named_once_through_every_door(door, policy):
@@ -250,6 +251,7 @@ def test_healthy_data_is_not_named(make, x, policy):
     assert rounded_whole_numbers(model, x) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["generator", "PyDataset", "dataset"])
 def test_batches_of_any_kind_are_looked_at_and_all_of_them_trained_on(kind):
     """The first batch is read before the step, and handed on."""

@@ -151,6 +151,7 @@ def _that_overflows():
     return model
 
 
+@pytest.mark.slow
 @SKIPS
 @pytest.mark.filterwarnings("ignore:Layer 'net/.*' has moved")
 def test_beside_a_fallback_that_moves_layers_every_step_is_seen(tmp_path):

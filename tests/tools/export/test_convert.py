@@ -156,6 +156,7 @@ def test_the_same_file(saved):
     assert [loaded.get_layer(name).compute_dtype for name in ("conv", "head")] == ["bfloat16", "float32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_an_output_in_16_bits_ends_in_a_layer_that_plain_keras_loads(saved, dtype):
     path, _ = saved

@@ -331,6 +331,7 @@ class Planned(mpkeras.Policy):
     _accumulate_steps = 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["prepare", "callback", "global"])
 def test_doors_take_it_as_a_policy(door):
     """The mean over four quarters of a batch is that over the batch."""
@@ -355,6 +356,7 @@ def test_doors_take_it_as_a_policy(door):
     assert max(moved) == pytest.approx(1e-3, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_a_step_accumulates_as_the_plan_says(policy):
     def updates_of(step):

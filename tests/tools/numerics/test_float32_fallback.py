@@ -105,6 +105,7 @@ def test_gradients_that_overflow_move_their_layer_when_the_scale_is_at_its_lowes
     assert model.layers[4].compute_dtype == "float16"  # the layer after it
 
 
+@pytest.mark.slow
 def test_says_what_it_moved_and_when_it_moves_no_more():
     fallback = Float32Fallback(max_layers=1, patience=1)
     with pytest.warns(UserWarning) as warned:

@@ -300,6 +300,7 @@ def test_a_gradient_that_is_lost_beside_a_large_one_is_no_alarm():
     assert np.mean(np.abs(found - expected) < 1e-4) > 0.95
 
 
+@pytest.mark.slow
 def test_that_no_loss_scale_suits_is_true():
     # The gradients of the last layer are 2^48 times those of the first.
     case = {"loss_weight": 2.0**16}

@@ -159,6 +159,7 @@ def test_gradient_statistics_in_the_logs_are_those_of_numpy(loss_scale):
     assert history.history["zero_grad_fraction"] == [pytest.approx(0.75)]
 
 
+@pytest.mark.slow
 def test_p27_lost_gradients_show_and_a_scale_recovers_them():
     def zeros(loss_scale):
         model = six_layers()
@@ -196,6 +197,7 @@ def plainly_fitted(policy, callbacks, *, after_global_policy=None):
     return model, history
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.* steps skipped in epoch")
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_alone_it_names_the_layer_and_training_goes_on(policy):

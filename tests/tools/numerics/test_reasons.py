@@ -82,6 +82,7 @@ def check_numbers(text):
         assert float(number) > largest("float16"), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["alone", "between"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("fault", FAULTS)
@@ -183,6 +184,7 @@ def test_gradients(fault, dtype):
     assert fault is steep or (report.window is None and report.rules == () and "Loss scales from" not in str(report))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["zero by zero", "zero by zero in float32"])
 def test_what_the_callbacks_say_and_do(fault):
     def fit(*callbacks):
