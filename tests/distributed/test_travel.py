@@ -296,7 +296,7 @@ def test_what_travels_otherwise_is_named():
     assert [part["tensor"] for part in travels_otherwise(net, asked_for, sent)] == ["near/kernel"]
 
 
-def test_what_a_layer_reads_in_float32_is_expected_in_float32():
+def test_what_a_layer_reads_in_float32_travels_as_the_layer_says():
     """Keras casts the scale of a LayerNormalization in no scope: the layer computes with it in float32."""
     inputs = keras.Input((24,))
     hidden = keras.layers.Dense(32, name="wide")(keras.layers.LayerNormalization(name="norm")(inputs))
@@ -307,8 +307,10 @@ def test_what_a_layer_reads_in_float32_is_expected_in_float32():
     for policy in (mpkeras.Policy("mixed_bfloat16"), asked_for):
         assert [part["tensor"] for part in travels_otherwise(net, policy, sent)] == ["wide/kernel"]
     sent = [{"kind": "all-gather", "dtype": "bfloat16", "bytes": 42, "tensors": {"norm/gamma": 20, "wide/kernel": 2}}]
+    assert travels_otherwise(net, mpkeras.Policy("mixed_bfloat16"), sent) == []
+    sent = [{"kind": "all-gather", "dtype": "float16", "bytes": 20, "tensors": {"norm/gamma": 20}}]
     (part,) = travels_otherwise(net, mpkeras.Policy("mixed_bfloat16"), sent)
-    assert (part["tensor"], part["expected"]) == ("norm/gamma", "float32")
+    assert (part["tensor"], part["dtype"]) == ("norm/gamma", "float16")
 
 
 @pytest.mark.backends("tensorflow")

@@ -9,9 +9,9 @@ _REDUCES = ("all-reduce", "reduce-scatter")
 def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool = True) -> list:
     """Returns `[{"tensor", "kind", "dtype", "expected", "bytes"}]` of what a policy does not say.
 
-    A weight that a layer reads in 16 bits is expected in `gather_dtype`, and its gradient in `reduce_dtype`. All others
-    are expected in float32: those of float32 layers, and those that a layer in 16 bits reads in float32, as
-    LayerNormalization reads its scale.
+    A weight that a layer in 16 bits reads is expected in `gather_dtype`, and its gradient in `reduce_dtype`; those of
+    float32 layers are expected in float32. A layer in 16 bits may read a weight in float32, as LayerNormalization does
+    its scale, and cast it itself or not: either dtype is as the layer says.
 
     Args:
         model: The model whose step was compiled.
@@ -22,12 +22,13 @@ def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool
     """
     expected = {}
     for layer in ModelView(model).layers:
+        is_small = layer.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES
+        gathered = (policy.gather_dtype or layer.compute_dtype) if is_small else "float32"
+        summed = (policy.reduce_dtype or "float32") if is_small else "float32"
         for variable in ConvertedLayer(layer).own_variables:
             read = ConvertedLayer(layer).dtype_read(variable)
-            is_small = read in dtypes.SIXTEEN_BIT_DTYPES
-            gathered = (policy.gather_dtype or read) if is_small else "float32"
-            summed = (policy.reduce_dtype or "float32") if is_small else "float32"
-            expected[variable.path] = dict.fromkeys(_GATHERS, gathered) | dict.fromkeys(_REDUCES, summed)
+            in_either = (gathered,) if read == layer.compute_dtype else (gathered, read)
+            expected[variable.path] = dict.fromkeys(_GATHERS, in_either) | dict.fromkeys(_REDUCES, (summed,))
     kinds = (*(_GATHERS if gathers_for_layers else ()), *_REDUCES)
     otherwise = []
     for collective in collectives:
@@ -35,7 +36,7 @@ def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool
         if kind not in kinds:
             continue
         for tensor, size in collective["tensors"].items():
-            said = expected.get(tensor, {}).get(kind, dtype)
-            if said != dtype:
-                otherwise.append({"tensor": tensor, "kind": kind, "dtype": dtype, "expected": said, "bytes": size})
+            said = expected.get(tensor, {}).get(kind, (dtype,))
+            if dtype not in said:
+                otherwise.append({"tensor": tensor, "kind": kind, "dtype": dtype, "expected": said[0], "bytes": size})
     return otherwise
