@@ -35,7 +35,8 @@ if __name__ == "__main__":
 
 def run_command(*arguments, **environment):
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    command = [sys.executable, "-m", "mpkeras", "run", *arguments]
+    # As the installed command does: `python -m mpkeras` needs the backend that is chosen when it starts.
+    command = [sys.executable, "-c", "import sys, _mpkeras_cli; sys.exit(_mpkeras_cli.main())", "run", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 
