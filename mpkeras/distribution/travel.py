@@ -30,3 +30,8 @@ class Travel:
         """Returns what a `Policy` says."""
         is_asked_for = (policy.gather_dtype, policy.reduce_dtype) != (None, None)
         return cls(policy.gather_dtype, policy.reduce_dtype or "float32", is_asked_for)
+
+    @staticmethod
+    def is_sum(kind: str) -> bool:
+        """Whether a collective of this kind, as XLA calls it, adds up what devices have."""
+        return kind in ("all-reduce", "reduce-scatter")

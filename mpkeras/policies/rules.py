@@ -226,12 +226,17 @@ def serialized(rules) -> list[str]:
     return [written(rule) for rule in rules]
 
 
-def serialized_for_copies(rules) -> list[str]:
+def serialized_for_copies(rules):
     """Returns `rules` as `serialized`, for the same layers of a model that is made again from its config.
 
     There Keras leaves the name of a Sequential model out of the paths of its layers: what is before the name of a layer
     may be missing.
+
+    Args:
+        rules: Rules, or what a `Policy` may have in their place, which is returned: `None`, or a word.
     """
+    if rules is None or isinstance(rules, str):
+        return rules
     found = serialized(rules)
     for i, rule in enumerate(rules):
         if isinstance(rule, keras.layers.Layer):

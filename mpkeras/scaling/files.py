@@ -57,7 +57,7 @@ def _extra_config(optimizer, config: dict) -> dict:
     if record.is_guarded or record.was_guarded:
         extra["was_guarded"] = True
     if record.remat is not None:
-        extra["remat"] = record.remat if isinstance(record.remat, str) else serialized_for_copies(record.remat)
+        extra["remat"] = serialized_for_copies(record.remat)
     return extra
 
 

@@ -10,6 +10,7 @@ from mpkeras.conversion.plan import compute_dtypes, computes_in, plan
 from mpkeras.conversion.remat import computed_once, named_parts
 from mpkeras.conversion.store_weights import planned_weight_dtypes
 from mpkeras.distribution import distribution_backend
+from mpkeras.distribution.travel import Travel
 from mpkeras.policies.rules import bound_layers, layers_to_keep
 from mpkeras.policies.survey import Survey
 from mpkeras.scaling.small_state import parts_of, slot_dtypes
@@ -90,6 +91,11 @@ class ModelView(Survey):
     def policy_in_training(self):
         """The `Policy` that `prepare` takes for the model where it is given none."""
         return chosen_policy(self, None)
+
+    @property
+    def travel(self) -> Travel:
+        """The dtypes of what travels between devices in a step under `policy_in_training`."""
+        return Travel.of(self.policy_in_training)
 
     @property
     def devices_that_share_a_batch(self) -> int:

@@ -422,9 +422,7 @@ class StepParts:
     def options(self) -> dict:
         """Returns the arguments of `make_train_step` that JSON can hold."""
         steps, on_overflow = self._window
-        remat = (
-            self._remat if self._remat is None or isinstance(self._remat, str) else serialized_for_copies(self._remat)
-        )
+        remat = serialized_for_copies(self._remat)
         options = {"jit_compile": self.jit_compile, "rollback": self._rollback, "remat": remat}
         return {**options, "accumulate_steps": steps, "on_overflow": on_overflow}
 

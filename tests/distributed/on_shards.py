@@ -70,7 +70,7 @@ def main():
                 found = run(variant, options.devices)
                 found |= {"replayed": replayed()} if layout in options.replay else {}
             for name in ("losses", "after"):
-                found[name] = float(np.abs(np.subtract(found[name], alone[name])).max())
+                found[name] = float(np.abs(np.subtract(found[name], alone[name]) / alone[name]).max())
             result[f"{variant}, {layout}"] = found | {"skipped_alone": alone["skipped"]}
     print("RESULT " + json.dumps(result))
 

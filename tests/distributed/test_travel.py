@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.tools.audit.travel import Travel, check_travel
+from mpkeras.distribution.travel import Travel
+from mpkeras.tools.audit.travel import TravelInStep, check_travel
 from mpkeras.tools.forecast.travel import travels_otherwise
 from tests.distributed.planted import Branches, ClipsGradient, LeavesOut, LoopsInBackward, ReadsFloat32
 
@@ -116,7 +117,7 @@ def test_each_weight_travels_as_the_policy_says(policy, gathered, reduced):
     if gathered != "bfloat16":
         # The same program under a policy that says otherwise: each weight is named, twice where it is split.
         net = mpkeras.apply_policy(model(), "mixed_bfloat16")
-        otherwise = travels_otherwise(net, mpkeras.Policy("mixed_bfloat16"), found["collectives"])
+        otherwise = travels_otherwise(net, Travel.of(mpkeras.Policy("mixed_bfloat16")), found["collectives"])
         named = {kind: {part["tensor"] for part in otherwise if part["kind"] in kind} for kind in (GATHERS, REDUCES)}
         inner_weights = {v.path for v in net.trainable_variables if not is_head(v.path)}
         assert named[GATHERS] == {v.path for v in split if not is_head(v.path)}
@@ -215,26 +216,27 @@ def test_an_audit_says_what_belongs_to_no_weight_and_which_step_was_counted():
         {"kind": "reduce-scatter", "dtype": "bfloat16", "bytes": 2, "tensors": {"": 2}},
         {"kind": "all-gather", "dtype": "bfloat16", "bytes": 4096, "tensors": {"": 4096}},
     ]
-    travel = Travel(8, "h100", 64, sent)
+    travel = TravelInStep(8, "h100", 64, sent)
     (unnamed,) = check_travel(net, None, travel)
     assert (unnamed.severity, unnamed.layer) == ("note", None)
     assert unnamed.what.startswith("4.0 KiB a step are summed over devices in bfloat16 (all-reduce)")
-    assert check_travel(net, None, Travel(8, "h100", 64, sent, reduce_dtype="bfloat16")) == []
-    assert check_travel(net, None, Travel(8, why_not="Not counted.")) == []
+    assert check_travel(net, None, TravelInStep(8, why_not="Not counted.")) == []
     # In 16 bits the step of stock Keras is another program than that which was compiled.
     mpkeras.apply_policy(net, mpkeras.Policy("mixed_bfloat16", keep_float32=()))
     stock = keras.optimizers.SGD()
-    (warning,) = check_travel(net, stock, Travel(8, "h100", 64, []))
+    (warning,) = check_travel(net, stock, TravelInStep(8, "h100", 64, []))
     assert warning.severity == "warning" and "`mpkeras.prepare(model)`" in warning.remedy
-    assert check_travel(net, mpkeras.LossScaleOptimizer(stock), Travel(8, "h100", 64, [])) == []
+    assert check_travel(net, mpkeras.LossScaleOptimizer(stock), TravelInStep(8, "h100", 64, [])) == []
+    mpkeras.apply_policy(net, mpkeras.Policy("mixed_bfloat16", keep_float32=(), reduce_dtype="bfloat16"))
+    assert check_travel(net, mpkeras.LossScaleOptimizer(stock), travel) == []
     assert travel.lines()[1] == "- all-reduce in bfloat16, 4.0 KiB: dense/bias 4 bytes, of no weight 4.0 KiB"
-    (nothing,) = Travel(8, "h100", 64, []).lines()
+    (nothing,) = TravelInStep(8, "h100", 64, []).lines()
     assert nothing == "What travels in a step (8 devices, 64 rows, compiled for h100): nothing."
-    assert "CPU's compiler" in Travel(8, "cpu", 64, sent).lines()[-1]
+    assert "CPU's compiler" in TravelInStep(8, "cpu", 64, sent).lines()[-1]
     tensors = {"": 2} | {f"w{i}": i for i in range(3, 9)}
     many = {"kind": "all-gather", "dtype": "float32", "bytes": 35, "tensors": tensors}
     expected = "w8 8 bytes, w7 7 bytes, w6 6 bytes, 3 more weights, of no weight 2 bytes"
-    assert Travel(8, "h100", 64, [many]).lines()[1] == f"- all-gather in float32, 35 bytes: {expected}"
+    assert TravelInStep(8, "h100", 64, [many]).lines()[1] == f"- all-gather in float32, 35 bytes: {expected}"
 
 
 def test_an_audit_counts_what_travels_where_devices_share_a_batch():
@@ -290,10 +292,10 @@ def test_what_travels_otherwise_is_named():
         {"tensor": kernel, "kind": "all-reduce", "dtype": "bfloat16", "expected": "float32", "bytes": 2},
     ]
     policy = mpkeras.Policy("mixed_bfloat16")
-    assert travels_otherwise(net, policy, sent) == expected
-    assert travels_otherwise(net, policy, sent, gathers_for_layers=False) == expected[1:]
+    assert travels_otherwise(net, Travel.of(policy), sent) == expected
+    assert travels_otherwise(net, Travel.of(policy), sent, gathers_for_layers=False) == expected[1:]
     asked_for = mpkeras.Policy("mixed_bfloat16", gather_dtype="float32", reduce_dtype="bfloat16")
-    assert [part["tensor"] for part in travels_otherwise(net, asked_for, sent)] == ["near/kernel"]
+    assert [part["tensor"] for part in travels_otherwise(net, Travel.of(asked_for), sent)] == ["near/kernel"]
 
 
 def test_what_a_layer_reads_in_float32_travels_as_the_layer_says():
@@ -305,11 +307,11 @@ def test_what_a_layer_reads_in_float32_travels_as_the_layer_says():
     sent = [{"kind": "all-gather", "dtype": "float32", "bytes": 84, "tensors": wide}]
     asked_for = mpkeras.Policy("mixed_bfloat16", gather_dtype="bfloat16")
     for policy in (mpkeras.Policy("mixed_bfloat16"), asked_for):
-        assert [part["tensor"] for part in travels_otherwise(net, policy, sent)] == ["wide/kernel"]
+        assert [part["tensor"] for part in travels_otherwise(net, Travel.of(policy), sent)] == ["wide/kernel"]
     sent = [{"kind": "all-gather", "dtype": "bfloat16", "bytes": 42, "tensors": {"norm/gamma": 20, "wide/kernel": 2}}]
-    assert travels_otherwise(net, mpkeras.Policy("mixed_bfloat16"), sent) == []
+    assert travels_otherwise(net, Travel.of(mpkeras.Policy("mixed_bfloat16")), sent) == []
     sent = [{"kind": "all-gather", "dtype": "float16", "bytes": 20, "tensors": {"norm/gamma": 20}}]
-    (part,) = travels_otherwise(net, mpkeras.Policy("mixed_bfloat16"), sent)
+    (part,) = travels_otherwise(net, Travel.of(mpkeras.Policy("mixed_bfloat16")), sent)
     assert (part["tensor"], part["dtype"]) == ("norm/gamma", "float16")
 
 

@@ -9,7 +9,7 @@ from mpkeras.policies.policy import Policy
 from mpkeras.seams import ConvertedLayer, ModelView, RuleNames, check_model, checked_count, dtypes, native
 from mpkeras.tools.audit import findings as checks
 from mpkeras.tools.audit.findings import SEVERITIES, in_order
-from mpkeras.tools.audit.travel import Travel, check_travel, travel_in_step
+from mpkeras.tools.audit.travel import TravelInStep, check_travel, travel_in_step
 from mpkeras.tools.shared.flops import OPEN_SIZE, Program, forward_pass, size, sums_by_dtype
 from mpkeras.tools.shared.report import (
     Figure,
@@ -268,7 +268,7 @@ class AuditReport(Report):
         forward,
         training_bytes,
         computed_again,
-        travel: Travel,
+        travel: TravelInStep,
     ):
         self.title = f"Audit of '{name}' on the {backend} backend"
         self.name = name

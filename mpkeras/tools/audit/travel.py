@@ -12,7 +12,6 @@ from mpkeras.tools.audit.findings import Finding
 from mpkeras.tools.shared.flops import call_arguments
 from mpkeras.tools.shared.report import bytes_text
 
-_REDUCES = ("all-reduce", "reduce-scatter")
 # Fewer bytes that belong to no weight are single numbers: losses, and whether all gradients are finite.
 _FEW_BYTES = 1024
 # Of one collective: the weights that a line of the report names.
@@ -20,7 +19,7 @@ _TENSORS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Travel:
+class TravelInStep:
     """What travels between the devices that share a batch.
 
     Attributes:
@@ -30,7 +29,6 @@ class Travel:
         rows: Rows of the batch, over all devices; 0 where nothing was counted.
         collectives: `[{"kind", "dtype", "bytes", "tensors"}]`, as `mpkeras.forecast` has them; `None` likewise.
         otherwise: `[{"tensor", "kind", "dtype", "expected", "bytes"}]` of what the policy does not say.
-        reduce_dtype: The dtype in which the policy sums gradients.
         why_not: A sentence where devices share a batch and nothing was counted, else `None`.
     """
 
@@ -39,7 +37,6 @@ class Travel:
     rows: int = 0
     collectives: list | None = None
     otherwise: tuple = ()
-    reduce_dtype: str = "float32"
     why_not: str | None = None
 
     def lines(self) -> list:
@@ -60,7 +57,7 @@ class Travel:
         return lines
 
 
-def travel_in_step(model, inputs, *, batch_size: int, open_size: int, device: str | None) -> Travel:
+def travel_in_step(model, inputs, *, batch_size: int, open_size: int, device: str | None) -> TravelInStep:
     """Returns what travels between devices in a training step of `model`; the arguments are those of `audit`.
 
     Raises:
@@ -69,7 +66,7 @@ def travel_in_step(model, inputs, *, batch_size: int, open_size: int, device: st
     view, backend = ModelView(model), keras.backend.backend()
     devices = view.devices_that_share_a_batch
     if device is None:
-        return Travel(devices, why_not=_why_not_counted(devices, backend, model) if devices > 1 else None)
+        return TravelInStep(devices, why_not=_why_not_counted(devices, backend, model) if devices > 1 else None)
     if backend != "jax" or devices == 1:
         raise ValueError(
             "Expected a `keras.distribution` of several devices in force, on JAX, to count what travels between them. "
@@ -100,13 +97,12 @@ def travel_in_step(model, inputs, *, batch_size: int, open_size: int, device: st
             f"Expected a step that fits {report.target.title}: its compiler makes no program of another. Received: "
             f"{report.batch} rows on {devices} devices. Pass a smaller `batch_size`."
         )
-    return Travel(
+    return TravelInStep(
         devices,
         compiled_for=report.target.name,
         rows=report.batch,
         collectives=facts["collectives"],
         otherwise=tuple(facts["travels_otherwise"] if report.target.platform != "cpu" else ()),
-        reduce_dtype=policy.reduce_dtype or "float32",
     )
 
 
@@ -139,19 +135,19 @@ def _weights(part) -> str:
     return ", ".join(shown)
 
 
-def check_travel(model, optimizer, travel: Travel) -> list:
+def check_travel(model, optimizer, travel: TravelInStep) -> list:
     """What travels in another dtype than the policy says, each tensor by its name."""
     if travel.collectives is None:
         return []
-    findings = []
+    findings, asked = [], ModelView(model).travel
     for part in travel.otherwise:
         layer, _, name = part["tensor"].rpartition("/")
-        what, remedy = _otherwise(part, name)
+        what, remedy = _otherwise(part, name, asked.is_sum(part["kind"]))
         findings.append(Finding("warning", layer or None, what, remedy))
     for part in travel.collectives:
         unnamed = part["tensors"].get("", 0)
-        is_narrower = part["dtype"] in dtypes.SIXTEEN_BIT_DTYPES and part["dtype"] != travel.reduce_dtype
-        if part["kind"] in _REDUCES and is_narrower and unnamed >= _FEW_BYTES:
+        is_narrower = part["dtype"] in dtypes.SIXTEEN_BIT_DTYPES and part["dtype"] != asked.reduce_dtype
+        if asked.is_sum(part["kind"]) and is_narrower and unnamed >= _FEW_BYTES:
             what = (
                 f"{bytes_text(unnamed)} a step are summed over devices in {part['dtype']} ({part['kind']}) and belong "
                 "to no weight by name: activations of a layer in parts, or statistics of a batch."
@@ -168,10 +164,10 @@ def check_travel(model, optimizer, travel: Travel) -> list:
     return findings
 
 
-def _otherwise(part, name: str) -> tuple:
+def _otherwise(part, name: str, is_summed: bool) -> tuple:
     """Returns what is found, and the remedy."""
     size, dtype, expected = bytes_text(part["bytes"]), part["dtype"], part["expected"]
-    if part["kind"] in _REDUCES:
+    if is_summed:
         what = f"The gradient of its `{name}` is summed over devices in {dtype}, where the policy says {expected}"
         remedy = (
             f"It is made where the program cannot be changed, such as in a loop without a fixed length: compute it in "

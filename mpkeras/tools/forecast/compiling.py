@@ -172,7 +172,7 @@ class Steps:
         facts = facts_of(program, [variable.path for variable in step.model.trainable_variables])
         splits_weights = (self._wanted["layouts"] or {}).get("shard") != "state"
         facts["travels_otherwise"] = travels_otherwise(
-            step.model, self._policies[policy], facts["collectives"], splits_weights
+            step.model, ModelView(step.model).travel, facts["collectives"], splits_weights
         )
         if "float8" not in self._target.matrix_rates:
             # The compiler leaves out casts before a product: a device without units for it widens what it reads.

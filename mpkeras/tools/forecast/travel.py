@@ -2,11 +2,10 @@
 
 from mpkeras.seams import ConvertedLayer, ModelView, dtypes
 
-_GATHERS = ("all-gather",)
-_REDUCES = ("all-reduce", "reduce-scatter")
+_GATHER = "all-gather"
 
 
-def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool = True) -> list:
+def travels_otherwise(model, travel, collectives: list, gathers_for_layers: bool = True) -> list:
     """Returns `[{"tensor", "kind", "dtype", "expected", "bytes"}]` of what a policy does not say.
 
     A weight that a layer in 16 bits reads is expected in `gather_dtype`, and its gradient in `reduce_dtype`; those of
@@ -15,7 +14,7 @@ def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool
 
     Args:
         model: The model whose step was compiled.
-        policy: Its `Policy`.
+        travel: The dtypes in which its policy says that weights and gradients travel: `ModelView.travel`.
         collectives: The collectives of the program, as `read_program` returns them.
         gathers_for_layers: Whether weights are gathered where layers read them. Where only the state of the optimizer
             is split, it is new weights that are gathered, in the dtype that they are stored in.
@@ -23,20 +22,22 @@ def travels_otherwise(model, policy, collectives: list, gathers_for_layers: bool
     expected = {}
     for layer in ModelView(model).layers:
         is_small = layer.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES
-        gathered = (policy.gather_dtype or layer.compute_dtype) if is_small else "float32"
-        summed = (policy.reduce_dtype or "float32") if is_small else "float32"
+        gathered = (travel.gather_dtype or layer.compute_dtype) if is_small else "float32"
+        summed = travel.reduce_dtype if is_small else "float32"
         for variable in ConvertedLayer(layer).own_variables:
             read = ConvertedLayer(layer).dtype_read(variable)
             in_either = (gathered,) if read == layer.compute_dtype else (gathered, read)
-            expected[variable.path] = dict.fromkeys(_GATHERS, in_either) | dict.fromkeys(_REDUCES, (summed,))
-    kinds = (*(_GATHERS if gathers_for_layers else ()), *_REDUCES)
+            expected[variable.path] = in_either, summed
     otherwise = []
     for collective in collectives:
         kind, dtype = collective["kind"], collective["dtype"]
-        if kind not in kinds:
+        if not travel.is_sum(kind) and not (gathers_for_layers and kind == _GATHER):
             continue
         for tensor, size in collective["tensors"].items():
-            said = expected.get(tensor, {}).get(kind, (dtype,))
+            if tensor not in expected:
+                continue
+            gathered, summed = expected[tensor]
+            said = (summed,) if travel.is_sum(kind) else gathered
             if dtype not in said:
                 otherwise.append({"tensor": tensor, "kind": kind, "dtype": dtype, "expected": said[0], "bytes": size})
     return otherwise
