@@ -333,52 +333,46 @@ class _Rewriting:
 
     def _with_program_inside(self, equation, values, weights, gradients) -> list:
         """Returns what a loop, a branch or a checkpoint makes, with the same changes in the program inside it."""
-        parameters, carried = dict(equation.params), (0, 0)
+        parameters = dict(equation.params)
         if equation.primitive.name == "cond":
             # The first input says which of the programs runs.
             weights = {i - 1: weight for i, weight in weights.items()}
             branches = parameters["branches"]
             parameters["branches"] = tuple(self._rewritten(inside, weights, gradients) for inside in branches)
         else:
-            if equation.primitive.name == "scan":
-                carried = parameters["num_consts"], parameters["num_carry"]
-            values = self._carried_whole(values, gradients, *carried)
-            parameters["jaxpr"] = self._rewritten(parameters["jaxpr"], weights, gradients, *carried)
+            parameters["jaxpr"] = self._rewritten(parameters["jaxpr"], weights, gradients)
         results = equation.primitive.bind(*[value.as_made() for value in values], **parameters)
-        return self._carried_whole(map(_Value, results), gradients, 0, carried[1])
+        if equation.primitive.name == "scan":
+            results = self._summed_behind(results, gradients, parameters["num_carry"])
+        return list(map(_Value, results))
 
-    def _carried_whole(self, values, gradients, first: int, carried: int) -> list:
-        """Returns values of a loop, with gradients that go from round to round whole on each device.
+    def _summed_behind(self, results: list, gradients, carried: int) -> list:
+        """Returns the results of a loop, with gradients that went from round to round whole on each device.
 
         The compiler then sums them over devices once, behind the loop, and not each part where it lies in every round.
 
         Args:
-            values: Each a `_Value`.
-            gradients: `{number of what is carried: path}`.
-            first: The number of the first value that is carried.
-            carried: How many are.
+            results: Arrays; what went from round to round comes first.
+            gradients: `{number of a result: path}`.
+            carried: How many results went from round to round.
         """
-        values = list(values)
+        results = list(results)
         for i, path in gradients.items():
             weight = self._split.get(path)
-            if i < carried and weight is not None:
-                value = values[first + i].as_made()
-                if value.shape == weight.shape:
-                    values[first + i] = _Value(jax.lax.with_sharding_constraint(value, weight.gathered))
-        return values
+            if i < carried and weight is not None and results[i].shape == weight.shape:
+                results[i] = jax.lax.with_sharding_constraint(results[i], weight.gathered)
+        return results
 
-    def _rewritten(self, inside, weights, gradients, constants=0, carried=0):
+    def _rewritten(self, inside, weights, gradients):
         """Returns the program inside an operation, of the same class, with the same changes.
 
         Args:
             inside, weights, gradients: As of `run`.
-            constants, carried: Of a loop: the number of inputs before those that go from round to round, and of these.
         """
         closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
 
         def run(*inputs):
-            values = self._carried_whole(list(map(_Value, inputs)), gradients, constants, carried)
-            outputs = self._carried_whole(self.run(closed, values, weights, gradients), gradients, 0, carried)
+            outputs = self.run(closed, list(map(_Value, inputs)), weights, gradients)
             return [output.as_made() for output in outputs]
 
         shapes = [
