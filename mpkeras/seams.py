@@ -33,7 +33,7 @@ The run of a step:
 - `MixedPrecision`: the public callback, which guards the step for a callback that looks at it.
 - `ModelInFit`: a model in `fit`, as callbacks see it that look at its steps.
 - `FitStep`: one step of `fit`, run by hand.
-- `SkippedStep`: what a skipped step was given and returned, with all state before it and after it.
+- `capsule_file`: the module of the file of a skipped step: writes it, reads it, and says what is in it.
 - `Blueprint`: what another process needs beside a configuration to make a model and its step.
 - `scales_loss`: says whether an optimizer multiplies the loss.
 - `number`: reads a number from a variable or a tensor.
@@ -60,10 +60,10 @@ from mpkeras.policies import dtypes
 from mpkeras.policies.kernels import missing_kernel_rules
 from mpkeras.policies.loss_scaling import number
 from mpkeras.policies.rule_names import RuleNames
+from mpkeras.training import capsule_file
 from mpkeras.training.blueprint import Blueprint
 from mpkeras.training.fit_step import FitStep
 from mpkeras.training.global_policy import policy_alone
-from mpkeras.training.last_step import SkippedStep
 from mpkeras.training.model_in_fit import ModelInFit
 from mpkeras.training.model_view import ModelView
 from mpkeras.training.prepare import check_model
@@ -77,9 +77,9 @@ __all__ = [
     "ModelInFit",
     "ModelView",
     "RuleNames",
-    "SkippedStep",
     "all_generators_put_back",
     "backend_generators_put_back",
+    "capsule_file",
     "check_model",
     "check_switch",
     "checked_count",

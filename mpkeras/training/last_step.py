@@ -6,7 +6,6 @@ step; all else is read after it, and only of a step that was skipped.
 """
 
 import dataclasses
-import importlib
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ class SkippedStep:
         batch, result: What the step was given and what it returned.
         number: Of the step, counted from 0.
         of_state: The arguments of `state_dict` for all that the step changes.
-        parts: The `StepParts` of a step of `make_train_step`; `None` in `fit`.
     """
 
     model: Any
@@ -40,7 +38,6 @@ class SkippedStep:
     result: Any
     number: int
     of_state: tuple
-    parts: Any = None
 
     @classmethod
     def of_fit(cls, model, optimizers, moving_before: dict, *, batch, logs, number: int) -> "SkippedStep":
@@ -53,7 +50,7 @@ class SkippedStep:
         optimizers = [parts.optimizer]
         of_metrics = [variable for metric in parts.metrics for variable in metric.variables]
         of_state = parts.model, optimizers, of_metrics
-        return cls(parts.model, optimizers, parts.metrics, moving_before, batch, result, number, of_state, parts)
+        return cls(parts.model, optimizers, parts.metrics, moving_before, batch, result, number, of_state)
 
     def states(self) -> tuple[dict, dict, bool]:
         """Returns the state before the step and after it, as `state_dict` does, and whether the first is exact.
@@ -80,10 +77,3 @@ class SkippedStep:
             state_before[name] = np.asarray(values.get(id(variable), 0), state_after[name].dtype)
         counts = [names[id(_keras.step_count(optimizer.inner_optimizer))] for optimizer in self.optimizers]
         return state_before, state_after, all(state_before[name] == state_after[name] for name in counts)
-
-
-def write_capsule(path, skipped: SkippedStep) -> int:
-    """Writes the file of a skipped step of `make_train_step`, and returns its size in bytes."""
-    # The one place where the core asks a tool: `step.capsule` is a method of the core's own object, and the format of
-    # the file is the black box's. When it is called, and by name, as the tool imports the core.
-    return importlib.import_module("mpkeras.tools.blackbox.capsule_file").capsule_of_step(path, skipped)

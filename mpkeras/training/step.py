@@ -24,8 +24,9 @@ from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.scaling.small_state import follow_weights
 from mpkeras.scaling.window import checked_steps
 from mpkeras.training import training_backend
+from mpkeras.training.capsule_file import capsule_of_step
 from mpkeras.training.inventory import moving_variables
-from mpkeras.training.last_step import BEFORE, SkippedStep, write_capsule
+from mpkeras.training.last_step import BEFORE
 from mpkeras.training.objective import Objective
 from mpkeras.training.prepare import (
     check_jit_compile,
@@ -262,8 +263,8 @@ class TrainStep:
             )
         batch, result, values = self._last
         moving_before = self._parts.unpacked(values)
-        options = {"batch": batch, "result": result, "number": self._steps - 1}
-        return write_capsule(path, SkippedStep.of_parts(self._parts, moving_before, **options))
+        number = self._steps - 1
+        return capsule_of_step(path, self._parts, moving_before, batch=batch, result=result, number=number)
 
     def compiler_ir(self, x, y=None, sample_weight=None, *, optimized: bool = True) -> str:
         """Returns the HLO text of the step compiled for this batch. Runs no step.

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import keras
 
-from mpkeras.seams import ModelInFit, SkippedStep, checked_count, checked_path, number
-from mpkeras.tools.blackbox.capsule_file import capsule_of_fit
+from mpkeras.seams import ModelInFit, capsule_file, checked_count, checked_path, number
 from mpkeras.tools.shared.skipped_steps import SkippedSteps
 
 # The methods that Keras calls before it gives the state of a model to a function of its own, whatever is asked for.
@@ -148,9 +147,8 @@ class BlackBox(SkippedSteps):
             path = self._new_path(step)
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                options = {"batch": batch, "logs": logs, "number": step}
-                skipped = SkippedStep.of_fit(self._trained, optimizers, numbers_before, **options)
-                capsule_of_fit(path, skipped, epoch=self._epoch)
+                options = {"batch": batch, "logs": logs, "number": step, "epoch": self._epoch}
+                capsule_file.capsule_of_fit(path, self._trained, optimizers, numbers_before, **options)
             except Exception as error:  # of a folder, a batch, or a layer of the user's
                 self._warn(type(error).__name__, step, f", and its capsule could not be written: {error}")
                 return

@@ -18,6 +18,7 @@ from mpkeras.seams import (
     ModelInFit,
     ModelView,
     RuleNames,
+    capsule_file,
     check_model,
     check_switch,
     checked_path,
@@ -29,8 +30,6 @@ from mpkeras.seams import (
     policy_alone,
     replaced,
 )
-from mpkeras.tools.blackbox import capsule_file
-from mpkeras.tools.blackbox.capsule_file import batch_of, computing_layers, layer_dtypes, said_by_step, said_in_fit
 from mpkeras.tools.blackbox.comparison import Comparison, compare_with
 from mpkeras.tools.blackbox.origins import Operation, Origins
 from mpkeras.tools.numerics.numerics import NumericsReport, traced
@@ -152,7 +151,7 @@ class Capsule:
         try:
             self.kind = {"fit": "fit", "step": "step"}[content["kind"]]
             self.step, self.epoch = int(content["step"]), content["epoch"]
-            self.batch = batch_of(content["batch"], arrays)
+            self.batch = capsule_file.batch_of(content["batch"], arrays)
             self.versions = dict(content["versions"])
             self.is_exact = bool(content["is_exact"])
             self._layers = [[str(part) for part in row] for row in content["layers"]]
@@ -367,13 +366,15 @@ class Capsule:
 
     def _give_policies(self, model):
         """Gives the layers the dtypes that they had: not every kind of model has its policies in its configuration."""
-        for layer, row, then in zip(computing_layers(model), layer_dtypes(model), self._layers, strict=False):
+        for layer, row, then in zip(
+            capsule_file.computing_layers(model), capsule_file.layer_dtypes(model), self._layers, strict=False
+        ):
             name = dtypes.stock_name(then[2], then[3])
             if row[1:4] != then[1:4] and row[1] == then[1] and name is not None:
                 ConvertedLayer(layer).set_policy(keras.DTypePolicy(name))
         stored = [then[3] for then in self._layers if "float8" in then[4:]]
         if stored:
-            pairs = zip(computing_layers(model), self._layers, strict=False)
+            pairs = zip(capsule_file.computing_layers(model), self._layers, strict=False)
             others = tuple(
                 layer for layer, then in pairs if ConvertedLayer(layer).has_product and "float8" not in then[4:]
             )
@@ -387,7 +388,7 @@ class Capsule:
 
     def _check_layers(self, model):
         """Raises `ValueError` unless the layers of `model` have the dtypes that they had."""
-        rows = layer_dtypes(model)
+        rows = capsule_file.layer_dtypes(model)
         if [row[1:] for row in rows] != [row[1:] for row in self._layers]:
             pairs = [(then, now) for then, now in zip(self._layers, rows, strict=False) if then[1:] != now[1:]]
             what = f"{pairs[0][1]} instead of {pairs[0][0]}" if pairs else f"{len(rows)} of {len(self._layers)} layers"
@@ -452,10 +453,12 @@ class Capsule:
     def _result(self) -> dict:
         """Runs the step, which changes the state, and returns its results by their names in `said`."""
         if self._train_step is not None:
-            return said_by_step(self._train_step(*self.batch))
+            return capsule_file.said_by_step(self._train_step(*self.batch))
         logs, optimizers = FitStep(self.model).run(self._tensors()), self._optimizers()
         # Of one that nothing uses (`super().compile()` gives every GAN a third) no step is skipped.
-        return said_in_fit(logs, optimizers, any(number(optimizer.last_step_skipped) for optimizer in optimizers))
+        return capsule_file.said_in_fit(
+            logs, optimizers, any(number(optimizer.last_step_skipped) for optimizer in optimizers)
+        )
 
     def _loss_of_fit(self) -> float:
         """Returns the loss of the batch alone: `fit` logs the mean over the steps that counted."""
@@ -553,5 +556,5 @@ def _watched_layers(model, around):
 
         return watched
 
-    with replaced_calls(computing_layers(model), replacement):
+    with replaced_calls(capsule_file.computing_layers(model), replacement):
         yield

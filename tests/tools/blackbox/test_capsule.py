@@ -10,7 +10,7 @@ from keras import layers
 import mpkeras
 from mpkeras.callbacks import BlackBox, MixedPrecision
 from mpkeras.conversion.float8 import multiplies_in_float8
-from mpkeras.tools.blackbox import capsule_file
+from mpkeras.training import capsule_file
 from tests.sixteen_bits import without_outputs
 from tests.tools.blackbox import faults
 

@@ -19,7 +19,10 @@ import ml_dtypes
 import numpy as np
 from keras import ops
 
-from mpkeras.seams import ConvertedLayer, ModelView, SkippedStep, devices
+from mpkeras import devices
+from mpkeras.conversion.converted_layer import ConvertedLayer
+from mpkeras.training.last_step import SkippedStep
+from mpkeras.training.model_view import ModelView
 
 # Goes up when an older mpkeras cannot read what is written.
 FORMAT = 1
@@ -32,24 +35,31 @@ _PLAIN = "?bhilqBHILQefdFD"
 _REMEDY = "Ask for the file again, or write a new one: `mpkeras.callbacks.BlackBox`."
 
 
-def capsule_of_fit(path, skipped: SkippedStep, *, epoch: int) -> int:
-    """Writes the capsule of a step of `fit`, in this epoch, and returns its bytes."""
-    model = skipped.model
+def capsule_of_fit(path, model, optimizers, moving_before: dict, *, batch, logs, number: int, epoch: int) -> int:
+    """Writes the capsule of the last step of `fit`, which was skipped, and returns its size in bytes.
+
+    Args:
+        path: Where it goes; the folder must exist.
+        model, optimizers, moving_before: As the attributes of `SkippedStep`.
+        batch, logs: What the step was given and returned.
+        number, epoch: Of the step, both counted from 0.
+    """
+    skipped = SkippedStep.of_fit(model, optimizers, moving_before, batch=batch, logs=logs, number=number)
     settings = {"jit_compile": bool(model.jit_compile), "run_eagerly": bool(model.run_eagerly)}
-    content = {"kind": "fit", "step": skipped.number, "epoch": epoch, **settings}
+    content = {"kind": "fit", "step": number, "epoch": epoch, **settings}
     content |= _serialized("compile", lambda: model.get_compile_config() or None)
-    return _write_step(path, skipped, said_in_fit(skipped.result, skipped.optimizers, True), content)
+    return _write_step(path, skipped, said_in_fit(logs, optimizers, True), content)
 
 
-def capsule_of_step(path, skipped: SkippedStep) -> int:
-    """Writes the capsule of a step of `make_train_step`, as `capsule_of_fit` does."""
-    parts = skipped.parts
-    content = {"kind": "step", "step": skipped.number, "epoch": None, "options": parts.options()}
+def capsule_of_step(path, parts, moving_before: dict, *, batch, result: dict, number: int) -> int:
+    """Writes the capsule of the last step of a `TrainStep` that is made of `parts`, as `capsule_of_fit` does."""
+    skipped = SkippedStep.of_parts(parts, moving_before, batch=batch, result=result, number=number)
+    content = {"kind": "step", "step": number, "epoch": None, "options": parts.options()}
     loss, metrics = parts.objective.given
     content |= _serialized("loss", lambda: keras.saving.serialize_keras_object(loss))
     content |= _serialized("metrics", lambda: keras.saving.serialize_keras_object(metrics))
     content |= _serialized("optimizer", lambda: _config_of(parts.optimizer))
-    return _write_step(path, skipped, said_by_step(skipped.result), content)
+    return _write_step(path, skipped, said_by_step(result), content)
 
 
 def _write_step(path, skipped, said, content) -> int:

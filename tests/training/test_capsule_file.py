@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.tools.blackbox import capsule_file
+from mpkeras.training import capsule_file
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
