@@ -187,13 +187,19 @@ class KeptBatches:
                     # As Keras' own functions do at the end of the data.
                     raise StopIteration
                 data = iter(batches)
+            keeping = [self]
             if self._run_step is not None and batches:
+                # Those behind this one are not asked: they would take each step for an execution.
+                keeping += [below.mpkeras_kept_batches for below in _attached(function)]
+                for kept in keeping:
+                    kept._begin = None
                 result = self._one_by_one(self._run_step, function, begin, state, batches)
             else:
                 result = function(*state, data)
             # On JAX the new state comes back, too.
             logs = result[0] if isinstance(result, tuple) else result
-            self._add(begin + max(len(batches), 1) - 1, logs, lambda: batches)
+            for kept in keeping:
+                kept._add(begin + max(len(batches), 1) - 1, logs, lambda: batches)
             return result
 
         vars(train_function).update(mpkeras_kept_batches=self, mpkeras_own_function=function)
