@@ -1,6 +1,7 @@
-import contextlib
 import csv
+import re
 import warnings
+from contextlib import nullcontext
 
 import keras
 import numpy as np
@@ -31,31 +32,22 @@ def compiled(**options):
     return model
 
 
-def overflowing_targets():
-    """Finite losses whose gradients are beyond float16 at any scale from 1 up."""
-    return np.full((8, 1), 1e6, "float32")
-
-
 def fit(model, *callbacks, y=Y, **options):
     options = {"batch_size": 2, "verbose": 0, "shuffle": False, **options}
     return model.fit(X, y, callbacks=list(callbacks), **options)
 
 
-def test_logs_reach_history_csv_and_validation(tmp_path):
-    path = tmp_path / "log.csv"
-    history = fit(
-        compiled(),
-        keras.callbacks.CSVLogger(str(path)),
-        MixedPrecision("mixed_float16", loss_scale=64.0),
-        epochs=2,
-        validation_data=(X, Y),
-    ).history
+def test_logs_reach_history_csv_and_the_progress_bar_beside_validation(tmp_path, capsys):
+    writes = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
+    precision = MixedPrecision("mixed_float16", loss_scale=64.0)
+    history = fit(compiled(), writes, precision, epochs=2, validation_data=(X, Y), verbose=1).history
     assert history["loss_scale"] == [64.0, 64.0]
     assert history["skipped_steps"] == [0, 0]
     assert {"loss", "mae", "val_loss", "val_mae"} <= set(history)
-    with open(path) as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["loss_scale"]) for row in rows] == [64.0, 64.0]
+    with open(tmp_path / "log.csv") as file:
+        assert [float(row["loss_scale"]) for row in csv.DictReader(file)] == [64.0, 64.0]
+    printed = capsys.readouterr().out
+    assert "loss_scale: 64.0" in printed and "skipped_steps: 0" in printed
 
 
 @pytest.mark.slow
@@ -83,36 +75,17 @@ def test_fit_with_accumulation(made_by):
     assert int(model.optimizer.accepted_steps) == 6
 
 
-@pytest.mark.backends("tensorflow")
-def test_logs_reach_the_tensorboard_event_file(tmp_path):
-    import tensorflow as tf
-
-    board = keras.callbacks.TensorBoard(str(tmp_path))
-    fit(compiled(), MixedPrecision("mixed_float16", loss_scale=64.0), board)
-    values = {}
-    for path in (tmp_path / "train").glob("events*"):
-        for event in tf.compat.v1.train.summary_iterator(str(path)):
-            for value in event.summary.value:
-                values[value.tag] = float(tf.make_ndarray(value.tensor)) if value.tensor.dtype == 1 else None
-    assert values["epoch_loss_scale"] == 64.0
-    assert values["epoch_skipped_steps"] == 0.0
-
-
-def test_progress_bar_shows_scale_and_skips(capsys):
-    fit(compiled(), MixedPrecision("mixed_float16", loss_scale=64.0), verbose=1)
-    printed = capsys.readouterr().out
-    assert "loss_scale: 64.0" in printed
-    assert "skipped_steps: 0" in printed
-
-
-def test_on_the_way_out_the_train_step_is_put_back_and_the_rest_stays():
+@pytest.mark.parametrize("is_own", [False, True], ids=["of the class", "of the instance"])
+def test_on_the_way_out_the_train_step_is_put_back_and_the_rest_stays(is_own):
     model = compiled()
+    own = model.train_step
+    if is_own:
+        model.train_step = own
     fit(model, MixedPrecision("mixed_float16"))
-    assert "train_step" not in vars(model)
+    assert vars(model).get("train_step") is (own if is_own else None)
     assert isinstance(model.optimizer, LossScaleOptimizer)
-    assert model.layers[0].compute_dtype == "float16"
-    assert model.layers[1].compute_dtype == "float32"
-    # trains on without the callback, and its logs are Keras' own
+    assert [layer.compute_dtype for layer in model.layers[:2]] == ["float16", "float32"]
+    # It trains on without the callback, and its logs are Keras' own.
     assert set(fit(model).history) == {"loss", "mae"}
 
 
@@ -143,20 +116,12 @@ def test_jit_compile_is_put_back(ends):
 
     model, seen = compiled(jit_compile=ends != "switched by its user"), Seen()
     callback = MixedPrecision("mixed_bfloat16", jit_compile=False)
-    with pytest.raises(RuntimeError, match="boom") if ends == "by an exception" else contextlib.nullcontext():
+    with pytest.raises(RuntimeError, match="boom") if ends == "by an exception" else nullcontext():
         fit(model, callback, seen)
     assert seen.jit_compile[0] is False
     if ends == "by an exception":
         fit(model, callback)
     assert model.jit_compile is True
-
-
-def test_a_train_step_of_the_instance_is_put_back():
-    model = compiled()
-    own = model.train_step
-    model.train_step = own
-    fit(model, MixedPrecision("mixed_bfloat16"))
-    assert vars(model)["train_step"] is own
 
 
 @pytest.mark.slow
@@ -174,15 +139,6 @@ def test_repeated_fit_goes_on_where_it_stopped():
     )
     # 8 steps, growth on the third and the sixth
     assert float(optimizer.dynamic_scale) == 1024.0
-
-
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow", "jax")
-def test_steps_per_execution():
-    one, several = compiled(), compiled(steps_per_execution=3)
-    histories = [fit(model, MixedPrecision("mixed_float16", loss_scale=64.0)) for model in (one, several)]
-    assert snapshot(one.variables) == snapshot(several.variables)
-    assert histories[0].history == histories[1].history
 
 
 @pytest.mark.slow
@@ -207,79 +163,44 @@ def test_after_a_fit_that_raised_it_starts_afresh():
         def on_train_batch_end(self, batch, logs=None):
             raise RuntimeError("boom")
 
-    model = compiled()
+    model, callback = compiled(), MixedPrecision("mixed_float16")
     with pytest.raises(RuntimeError, match="boom"):
-        fit(model, MixedPrecision("mixed_float16"), Boom())
+        fit(model, callback, Boom())
     if keras.backend.backend() == "jax":
         model.jax_state_sync()
     optimizer = model.optimizer
     fit(model, MixedPrecision("mixed_float16"))
     assert model.optimizer is optimizer
     assert "train_step" not in vars(model)
-    callback = MixedPrecision("mixed_float16")
     with pytest.raises(RuntimeError, match="boom"):
         fit(model, callback, Boom())
     callback.on_train_end()
     assert "train_step" not in vars(model)
 
 
-def test_backup_and_restore_finds_the_optimizer_it_saved(tmp_path):
-    """Whatever the order of the callbacks: the optimizer is wrapped before training begins."""
+@pytest.mark.parametrize("on_min_scale", ["warn", "stop", "raise"])
+def test_at_the_lowest_scale_it_warns_once_stops_or_raises(on_min_scale):
     model = compiled()
-    backup = keras.callbacks.BackupAndRestore(str(tmp_path / "b"), delete_checkpoint=False)
-    fit(model, backup, MixedPrecision("mixed_float16", loss_scale=DynamicLossScale(256.0)), epochs=1)
-    fresh = compiled()
-    again = keras.callbacks.BackupAndRestore(str(tmp_path / "b"), delete_checkpoint=False)
-    # the backup is of epoch 1 of 1: nothing is left to train
-    fit(fresh, again, MixedPrecision("mixed_float16", loss_scale=DynamicLossScale(256.0)), epochs=1)
-    assert int(fresh.optimizer.iterations) == 4
-    assert snapshot(fresh.variables) == snapshot(model.variables)
-
-
-def test_at_the_lowest_scale_it_warns_once():
-    model = compiled()
-    with pytest.warns(UserWarning) as warned:
-        fit(
-            model,
-            MixedPrecision(without_outputs("mixed_float16"), loss_scale=DynamicLossScale(4.0, min_scale=1.0)),
-            y=overflowing_targets(),
-            epochs=3,
-        )
-    messages = [str(w.message) for w in warned if w.category is UserWarning]
-    assert sum("All 4 steps of epoch 1 were skipped" in m for m in messages) == 1
-    assert sum("4 steps in a row were skipped at every loss scale down to its lowest, 1:" in m for m in messages) == 1
-    assert len(messages) == 2
-
-
-def test_at_the_lowest_scale_it_raises():
-    model = compiled()
-    with pytest.raises(FloatingPointError, match="down to its lowest, 1:"):
-        fit(
-            model,
-            MixedPrecision(
-                without_outputs("mixed_float16"), loss_scale=DynamicLossScale(4.0, min_scale=1.0), on_min_scale="raise"
-            ),
-            y=overflowing_targets(),
-        )
-    # Each was tried at 4, 2 and 1.
-    assert int(model.optimizer.skipped_steps) == 2
+    rule = DynamicLossScale(4.0, min_scale=1.0)
+    precision = MixedPrecision(without_outputs("mixed_float16"), loss_scale=rule, on_min_scale=on_min_scale)
+    # Finite losses, whose gradients are beyond float16 at any scale from 1 up.
+    y = np.full((8, 1), 1e6, "float32")
+    expects = pytest.raises(FloatingPointError, match="down to its lowest, 1:")
+    with warnings.catch_warnings(record=True) as caught, expects if on_min_scale == "raise" else nullcontext():
+        warnings.simplefilter("always", UserWarning)
+        fit(model, precision, y=y, epochs=3)
+    messages = [str(w.message) for w in caught if w.category is UserWarning]
     assert "train_step" not in vars(model)
-
-
-def test_at_the_lowest_scale_it_stops_cleanly():
-    model = compiled()
-    with pytest.warns(UserWarning) as warned:
-        history = fit(
-            model,
-            MixedPrecision(
-                without_outputs("mixed_float16"), loss_scale=DynamicLossScale(4.0, min_scale=1.0), on_min_scale="stop"
-            ),
-            y=overflowing_targets(),
-            epochs=5,
-        )
-    assert any("Training stops here" in str(w.message) for w in warned)
-    assert len(history.epoch) == 1
-    assert "train_step" not in vars(model)
+    if on_min_scale == "raise":
+        # Each was tried at 4, 2 and 1.
+        assert int(model.optimizer.skipped_steps) == 2 and messages == []
+        return
+    assert len(model.history.epoch) == (3 if on_min_scale == "warn" else 1)
+    (stuck,) = [m for m in messages if "steps in a row were skipped at every loss scale down to its lowest, 1:" in m]
+    assert ("Training stops here" in stuck) == (on_min_scale == "stop")
+    if on_min_scale == "warn":
+        assert stuck.startswith("4 steps") and len(messages) == 2
+        assert sum("All 4 steps of epoch 1 were skipped" in m for m in messages) == 1
 
 
 @pytest.mark.parametrize(
@@ -298,89 +219,90 @@ def test_bad_arguments_are_named_at_once(arguments, error, message):
         MixedPrecision(**arguments)
 
 
-@pytest.mark.slow
-def test_mixed_training_ends_where_float32_ends():
-    def final(policy):
-        model = compiled()
-        return fit(model, MixedPrecision(policy), epochs=30).history["loss"][-1]
-
-    single = final("float32")
-    assert final("mixed_float16") == pytest.approx(single, rel=0.05)
-    assert final("mixed_bfloat16") == pytest.approx(single, rel=0.2)  # 8 significant bits
+ONES = np.ones((12, 2), "float32")
 
 
-@pytest.mark.slow
-def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflow():
-    """P7: once an epoch, with the numbers; an overflow now and then is nothing to speak of."""
-    x, y = np.ones((12, 2), "float32"), np.ones((12, 1), "float32")
-
-    def messages(x, y, rule=None):
-        with mpkeras.policy_scope("mixed_float16"):
-            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            rule = rule or mpkeras.DynamicLossScale(2.0**10)
-            precision = MixedPrecision(without_outputs("mixed_float16"), loss_scale=rule)
-            model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[precision])
-        found = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
-        return found, float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))
-
-    with_nan, overflowing = x.copy(), y.copy()
-    with_nan[5] = np.nan
-    overflowing[5] = 1e4
-    (message,), scale = messages(with_nan, y)
-    assert message.startswith("1 of 3 steps skipped in epoch 1: each time the loss itself was not finite: the forward")
-    assert scale == 2.0**10
-    assert messages(x, overflowing) == ([], 2.0**9)
-    # 2 * 1e4 / 4 * 2**5 is over 65504.
-    (message, stuck), scale = messages(x, y + 1e4, mpkeras.DynamicLossScale(2.0**10, min_scale=2.0**5))
-    assert stuck.startswith("3 steps in a row were skipped at every loss scale down to its lowest, 32:")
-    assert message.startswith("All 3 steps of epoch 1 were skipped, nothing was learned: the loss was finite, but grad")
-    assert scale == 2.0**7
-    assert "The loss scale has come down" in message
-    # 2 * 1e4 / 4 * 2**10 is over 65504: a scale that cannot come down is what has to be changed.
-    (message,), scale = messages(x, y + 1e4, mpkeras.FixedLossScale(2.0**10))
-    assert "The loss scale is fixed at 1024: lower it" in message
-    assert scale == 2.0**10
-    # 2 * 1.6e5 / 4 is over 65504 by itself: there is nothing to lower.
-    (message,), scale = messages(x, y + 1.6e5, mpkeras.FixedLossScale(1.0))
-    assert "gradients were not. Train in 'mixed_bfloat16'" in message
-
-
-def test_a_loss_that_is_not_finite_is_no_matter_of_the_lowest_scale():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+def messages(x, y, rule, batch_size=4, **options):
+    """Returns what an epoch tells that begins at the scale of `rule`, and the optimizer."""
+    keras.utils.set_random_seed(7)
+    with mpkeras.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    rule = mpkeras.DynamicLossScale(1.0, min_scale=1.0)
-    x = np.full((12, 2), np.nan, "float32")
-    with pytest.warns(UserWarning, match="forward pass is at fault"):
-        model.fit(
-            x,
-            np.ones((12, 1)),
-            batch_size=4,
-            verbose=0,
-            callbacks=[MixedPrecision("mixed_float16", loss_scale=rule, on_min_scale="raise")],
-        )
-    assert int(model.optimizer.consecutive_skips) == 3
+    precision = MixedPrecision(without_outputs("mixed_float16"), loss_scale=rule, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0, callbacks=[precision])
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)], model.optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "targets", "rule", "scale", "expected"),
+    [
+        pytest.param(
+            np.nan,
+            1.0,
+            DynamicLossScale(2.0**10),
+            2.0**10,
+            ["1 of 3 steps skipped in epoch 1: each time the loss itself was not finite: the forward"],
+            id="a loss that is not finite",
+        ),
+        pytest.param(1e4, 1.0, DynamicLossScale(2.0**10), 2.0**9, [], id="an overflow now and then"),
+        # 2 * 1e4 / 4 * 2**5 is over 65504.
+        pytest.param(
+            1e4,
+            1e4,
+            DynamicLossScale(2.0**10, min_scale=2.0**5),
+            2.0**7,
+            [
+                "All 3 steps of epoch 1 were skipped, nothing was learned: the loss was finite, but grad.*"
+                "The loss scale has come down",
+                "3 steps in a row were skipped at every loss scale down to its lowest, 32:",
+            ],
+            id="at every scale",
+        ),
+        # 2 * 1e4 / 4 * 2**10 is over 65504: a scale that cannot come down is what has to be changed.
+        pytest.param(
+            1e4,
+            1e4,
+            mpkeras.FixedLossScale(2.0**10),
+            2.0**10,
+            ["All 3 steps.*The loss scale is fixed at 1024: lower it"],
+            id="at a fixed scale",
+        ),
+        # 2 * 1.6e5 / 4 is over 65504 by itself: there is nothing to lower.
+        pytest.param(
+            1.6e5,
+            1.6e5,
+            mpkeras.FixedLossScale(1.0),
+            1.0,
+            ["All 3 steps.*gradients were not. Train in 'mixed_bfloat16'"],
+            id="without a scale",
+        ),
+    ],
+)
+def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflow(row, targets, rule, scale, expected):
+    """P7: once an epoch, with the numbers; an overflow now and then is nothing to speak of."""
+    x, y = ONES.copy(), np.full((12, 1), targets, "float32")
+    (x if np.isnan(row) else y)[5] = row
+    told, optimizer = messages(x, y, rule)
+    assert float(optimizer.loss_scale) == scale
+    assert all(re.match(pattern, text) for pattern, text in zip(expected, told, strict=True))
 
 
 @pytest.mark.parametrize("overflowing", [1, 2])
 def test_two_skipped_steps_in_a_row_at_the_lowest_scale_are_told_and_one_is_not(overflowing):
-    with mpkeras.policy_scope("mixed_float16"):
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    y = np.ones((8, 1), "float32")
+    y = np.ones((6, 1), "float32")
     # 2 * 1e5 / 2 is over 65504.
-    y[8 - 2 * overflowing :] = 1e5
+    y[6 - 2 * overflowing :] = 1e5
+    told, optimizer = messages(ONES[:6], y, DynamicLossScale(1.0, min_scale=1.0), batch_size=2)
+    assert int(optimizer.skipped_steps) == overflowing
+    assert len(told) == overflowing - 1
+    assert all(text.startswith("2 steps in a row were skipped with the loss scale at its lowest, 1:") for text in told)
+
+
+def test_a_loss_that_is_not_finite_is_no_matter_of_the_lowest_scale():
     rule = DynamicLossScale(1.0, min_scale=1.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        precision = MixedPrecision(without_outputs("mixed_float16"), loss_scale=rule)
-        model.fit(np.ones((8, 2), "float32"), y, batch_size=2, shuffle=False, verbose=0, callbacks=[precision])
-    messages = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
-    assert int(model.optimizer.skipped_steps) == overflowing
-    if overflowing == 1:
-        assert messages == []
-    else:
-        (message,) = messages
-        assert message.startswith("2 steps in a row were skipped with the loss scale at its lowest, 1:")
+    (told,), optimizer = messages(ONES * np.nan, ONES[:, :1], rule, on_min_scale="raise")
+    assert re.match("All 3 steps of epoch 1 were skipped.*each time the loss itself.*forward pass is at fault", told)
+    assert int(optimizer.consecutive_skips) == 3

@@ -81,6 +81,10 @@ def test_every_compile_is_followed_by_prepare_until_the_block_ends(policy):
         assert guard.is_guarded(model)
         history = model.fit(X, Y, verbose=0).history
         assert set(history) == {"loss", "loss_scale", "skipped_steps"}
+        # A model without an optimizer is left alone.
+        without = small()
+        without.compile(optimizer=None, loss="mse")
+        assert without.layers[0].compute_dtype == "float32" and "train_step" not in vars(without)
     after = compiled()
     assert isinstance(after.optimizer, keras.optimizers.SGD)
     assert after.layers[0].compute_dtype == "float32"
@@ -90,20 +94,25 @@ def test_every_compile_is_followed_by_prepare_until_the_block_ends(policy):
 
 
 def test_a_model_that_was_prepared_by_hand_keeps_what_it_was_prepared_with():
-    model = mpkeras.apply_policy(compiled(), "mixed_bfloat16")
+    by_hand = compiled()
+    mpkeras.prepare(by_hand, "mixed_float16", loss_scale=DynamicLossScale(64.0))
+    converted = mpkeras.apply_policy(compiled(), "mixed_bfloat16")
     with mpkeras.autoprepare("mixed_float16"):
         # By the dtype that its layers have by then.
-        mpkeras.prepare(model, loss_scale=2.0, rollback=False)
-        model.compile("adam", "mse")
-    assert model.layers[0].compute_dtype == "bfloat16"
-    assert model.optimizer.loss_scale_rule == FixedLossScale(2.0)
-    assert not guard.guard_of(model).rollback
-    # One that was not is prepared anew.
+        mpkeras.prepare(converted, loss_scale=2.0, rollback=False)
+        converted.compile("adam", "mse")
+    assert converted.layers[0].compute_dtype == "bfloat16"
+    assert converted.optimizer.loss_scale_rule == FixedLossScale(2.0)
+    assert not guard.guard_of(converted).rollback
     with mpkeras.autoprepare("mixed_bfloat16"):
-        other = compiled()
+        by_hand.compile("adam", "mse")
+        automatic = compiled()
+    assert by_hand.layers[0].compute_dtype == "float16"
+    assert by_hand.optimizer.loss_scale_rule == DynamicLossScale(64.0)
+    # A model that was not prepared by hand is prepared anew.
     with mpkeras.autoprepare("mixed_float16"):
-        other.compile("adam", "mse")
-    assert other.layers[0].compute_dtype == "float16"
+        automatic.compile("adam", "mse")
+    assert automatic.layers[0].compute_dtype == "float16"
 
 
 def test_the_global_policy_is_the_default():
@@ -113,12 +122,14 @@ def test_the_global_policy_is_the_default():
     assert model.optimizer.loss_scale_rule == FixedLossScale(32.0)
 
 
-def test_a_compile_of_ones_own_is_prepared_when_it_is_done():
-    with mpkeras.autoprepare("mixed_float16"):
+@pytest.mark.parametrize("door", [mpkeras.autoprepare, mpkeras.policy_scope])
+def test_a_compile_of_ones_own_is_prepared_when_it_is_done(door):
+    with door("mixed_float16"):
         gan = Gan()
         gan.compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1))
-    assert gan.dtype_in_compile == "float32"
-    assert gan.generator.layers[0].compute_dtype == gan.discriminator.layers[0].compute_dtype == "float16"
+    assert gan.dtype_in_compile == ("float32" if door is mpkeras.autoprepare else "float16")
+    for part in (gan.generator, gan.discriminator):
+        assert [layer.compute_dtype for layer in part.layers] == ["float16", "float32"]
     assert [type(o) for o in (gan.optimizer, gan.d_optimizer, gan.g_optimizer)] == [LossScaleOptimizer] * 3
 
 
@@ -149,21 +160,19 @@ def test_all_classes_are_as_before_also_after_an_error():
 
     before = picture()
     own = dict(vars(Defined))
-    with pytest.raises(RuntimeError, match="no second optimizer"), mpkeras.autoprepare("mixed_float16"):
+    gan, optimizers = Gan(), (keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1))
+    with mpkeras.autoprepare("mixed_float16"):
         assert vars(Defined) != own
-        Gan().compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1), fails=True)
+        with pytest.raises(RuntimeError, match="no second optimizer"):
+            gan.compile(*optimizers, fails=True)
+        assert isinstance(gan.d_optimizer, keras.optimizers.SGD)
+        # Called again, it is followed by `prepare`.
+        gan.compile(*optimizers)
+    assert isinstance(gan.d_optimizer, LossScaleOptimizer)
+    with pytest.raises(RuntimeError, match="no second optimizer"), mpkeras.autoprepare("mixed_float16"):
+        gan.compile(*optimizers, fails=True)
     assert picture() == before
     assert dict(vars(Defined)) == own
-
-
-def test_a_compile_that_raised_is_followed_by_prepare_when_it_is_called_again():
-    with mpkeras.autoprepare("mixed_float16"):
-        gan = Gan()
-        with pytest.raises(RuntimeError):
-            gan.compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1), fails=True)
-        assert isinstance(gan.d_optimizer, keras.optimizers.SGD)
-        gan.compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1))
-    assert isinstance(gan.d_optimizer, LossScaleOptimizer)
 
 
 def test_the_innermost_decides_and_each_is_undone_once():
@@ -208,34 +217,6 @@ def test_what_the_user_put_there_since_stays():
     assert Own.compile is mine
 
 
-def test_an_unknown_policy_changes_nothing():
-    before = picture()
-    with pytest.raises(ValueError, match="mixed_float16"):
-        mpkeras.autoprepare("mixed_flot16")
-    assert picture() == before
-
-
-def test_without_an_optimizer_a_model_is_left_alone():
-    with mpkeras.autoprepare("mixed_float16"):
-        model = small()
-        model.compile(optimizer=None, loss="mse")
-    assert model.layers[0].compute_dtype == "float32"
-    assert "train_step" not in vars(model)
-
-
-def test_what_was_asked_for_one_model_stays():
-    model = compiled()
-    mpkeras.prepare(model, "mixed_float16", loss_scale=DynamicLossScale(64.0))
-    with mpkeras.autoprepare("mixed_bfloat16"):
-        model.compile("adam", "mse")
-        assert model.layers[0].compute_dtype == "float16"
-        assert model.optimizer.loss_scale_rule == DynamicLossScale(64.0)
-        automatic = compiled()
-    with mpkeras.autoprepare("mixed_float16"):
-        automatic.compile("sgd", "mse")
-    assert automatic.layers[0].compute_dtype == "float16"
-
-
 def test_a_loaded_model_is_prepared_and_has_its_optimizer_state(tmp_path):
     model = small()
     model.compile(keras.optimizers.Adam(0.01), "mse")
@@ -258,11 +239,3 @@ def test_a_clone_is_prepared_when_it_is_compiled():
         assert isinstance(clone.optimizer, LossScaleOptimizer)
         clone.compile("adam", "mse")
         assert guard.is_guarded(clone)
-
-
-def test_the_callback_goes_on_top_of_it():
-    with mpkeras.autoprepare("mixed_bfloat16"):
-        model = compiled()
-        model.fit(X, Y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float16", loss_scale=16.0)])
-    assert model.optimizer.loss_scale_rule == FixedLossScale(16.0)
-    assert guard.is_guarded(model)

@@ -1,7 +1,5 @@
 """The guard walks over a model once, and again when it has changed: what comes later leaves no trace either."""
 
-import collections
-
 import keras
 import numpy as np
 import pytest
@@ -51,19 +49,9 @@ def numbers(variables):
 
 @pytest.fixture
 def walks(monkeypatch):
-    """How often each walk of the guard was made."""
-    made = collections.Counter()
-
-    def count(module, name):
-        walk = getattr(module, name)
-
-        def counted(model):
-            made[name] += 1
-            return walk(model)
-
-        monkeypatch.setattr(module, name, counted)
-
-    count(rollback, "weights_and_others")
+    """An entry for each walk of the guard that was made."""
+    made, walk = [], rollback.weights_and_others
+    monkeypatch.setattr(rollback, "weights_and_others", lambda model: made.append(model) or walk(model))
     return made
 
 
@@ -78,7 +66,7 @@ def test_walks_are_made_again_only_after_a_change(walks):
     model.add(Adds())
     for _ in range(3):
         model.train_on_batch(X, Y)
-    assert walks["weights_and_others"] == 1
+    assert len(walks) == 1
 
 
 def late_layer(model):

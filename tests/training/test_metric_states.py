@@ -11,6 +11,7 @@ from mpkeras.callbacks import MixedPrecision
 from mpkeras.training.prepare import prepare
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import FIT_MODES, snapshot
+from tests.training.models import COMPILED, loss_and_gradients, scaled_losses
 
 BACKEND = keras.backend.backend()
 
@@ -41,11 +42,7 @@ def data(targets, rows=4):
 
 def fit(model, x, y, **options):
     logs = BatchLogs()
-    callbacks = [
-        MixedPrecision(without_outputs("mixed_float16"), loss_scale=SCALE),
-        logs,
-        *options.pop("callbacks", []),
-    ]
+    callbacks = [MixedPrecision(without_outputs("mixed_float16"), loss_scale=SCALE), logs]
     history = model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=callbacks, **options)
     return history.history, logs.seen
 
@@ -125,10 +122,9 @@ def test_metrics_after_the_first_counted_step_are_those_of_a_run_without_the_ski
 
 @pytest.mark.slow
 @IGNORES
-@pytest.mark.parametrize("options", FIT_MODES[-1:])
-def test_callbacks_that_look_at_the_loss_do_not_take_nothing_learned_for_the_best(options, tmp_path):
+def test_callbacks_that_look_at_the_loss_do_not_take_nothing_learned_for_the_best(tmp_path):
     """Two epochs of skipped steps show a loss of 1e4, that of the untrained model; then the scale fits."""
-    model = zero_model(0.1, **options)
+    model = zero_model(0.1)
     best, log = tmp_path / "best.weights.h5", tmp_path / "log.csv"
     callbacks = [
         MixedPrecision(without_outputs("mixed_float16"), loss_scale=mpkeras.DynamicLossScale(2.0**10)),
@@ -154,83 +150,60 @@ def test_callbacks_that_look_at_the_loss_do_not_take_nothing_learned_for_the_bes
         assert np.array_equal(saved, weight)
 
 
-def own_step_model(returns):
-    """A model whose train step, as guides write it, keeps trackers of its own."""
+class OwnStep(keras.Model):
+    """Its train step, as guides write it, keeps trackers of its own; `train_step` is that of the backend."""
 
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1, kernel_initializer="zeros")
-            self.total = keras.metrics.Mean(name="total")
-            self.penalty = keras.metrics.Mean(name="penalty")
-            self.largest = keras.metrics.Sum(name="largest")
-            self.dense.build((None, 3))
+    def __init__(self, returns):
+        super().__init__()
+        self.returns = returns
+        self.dense = keras.layers.Dense(1, kernel_initializer="zeros")
+        self.total = keras.metrics.Mean(name="total")
+        self.penalty = keras.metrics.Mean(name="penalty")
+        self.largest = keras.metrics.Sum(name="largest")
+        self.dense.build((None, 3))
 
-        def call(self, x):
-            return self.dense(x)
+    def call(self, x):
+        return self.dense(x)
 
-        def losses_of(self, x, y):
-            error = keras.ops.mean((keras.ops.cast(self(x), "float32") - y) ** 2)
-            return error, 0.5 * error
+    def losses_of(self, x, y):
+        error = keras.ops.mean((keras.ops.cast(self(x), "float32") - y) ** 2)
+        return error, 0.5 * error
 
-        def update(self, error, penalty):
-            self.total.update_state(error + penalty)
-            self.penalty.update_state(penalty)
-            self.largest.update_state(error)
+    def logs(self, error, penalty):
+        self.total.update_state(error + penalty)
+        self.penalty.update_state(penalty)
+        self.largest.update_state(error)
+        if self.returns == "results":
+            return self.get_metrics_result()
+        return {"total": self.total.result(), "largest": self.largest.result(), "error": error, "seven": 7}
 
-        def logs(self, error):
-            if returns == "results":
-                return self.get_metrics_result()
-            return {"total": self.total.result(), "largest": self.largest.result(), "error": error, "seven": 7}
+    def stateless_step(self, state, data):
+        import jax
 
-        if BACKEND == "jax":
+        trainable, non_trainable, optimizer_values, metric_values = state
 
-            def train_step(self, state, data):
-                import jax
+        def losses_of(trainable):
+            with keras.StatelessScope(list(zip(self.trainable_variables, trainable, strict=True))):
+                return self.losses_of(*data[:2])
 
-                trainable, non_trainable, optimizer_values, metric_values = state
-                x, y = data[:2]
+        grad = jax.grad(scaled_losses(losses_of, self.optimizer, optimizer_values), has_aux=True)
+        grads, losses = grad(trainable)
+        trainable, optimizer_values = self.optimizer.stateless_apply(optimizer_values, grads, trainable)
+        with keras.StatelessScope(list(zip(self.metrics_variables, metric_values, strict=True))) as scope:
+            logs = self.logs(*losses)
+        metric_values = [scope.get_current_value(v) for v in self.metrics_variables]
+        return logs, (trainable, non_trainable, optimizer_values, metric_values)
 
-                def scaled_loss(trainable):
-                    scope = zip(self.trainable_variables, trainable, strict=True)
-                    with keras.StatelessScope(list(scope)):
-                        error, penalty = self.losses_of(x, y)
-                    with keras.StatelessScope(list(zip(self.optimizer.variables, optimizer_values, strict=True))):
-                        return self.optimizer.scale_loss(error + penalty), (error, penalty)
+    def step(self, data):
+        error, grads = loss_and_gradients(
+            lambda: self.losses_of(*data[:2])[0],
+            self.trainable_variables,
+            lambda error: self.optimizer.scale_loss(1.5 * error),
+        )
+        self.optimizer.apply(grads, self.trainable_variables)
+        return self.logs(error, 0.5 * error)
 
-                grads, losses = jax.grad(scaled_loss, has_aux=True)(trainable)
-                trainable, optimizer_values = self.optimizer.stateless_apply(optimizer_values, grads, trainable)
-                with keras.StatelessScope(list(zip(self.metrics_variables, metric_values, strict=True))) as scope:
-                    self.update(*losses)
-                    logs = self.logs(losses[0])
-                metric_values = [scope.get_current_value(v) for v in self.metrics_variables]
-                return logs, (trainable, non_trainable, optimizer_values, metric_values)
-
-        elif BACKEND == "tensorflow":
-
-            def train_step(self, data):
-                import tensorflow as tf
-
-                with tf.GradientTape() as tape:
-                    error, penalty = self.losses_of(*data[:2])
-                    scaled_loss = self.optimizer.scale_loss(error + penalty)
-                variables = self.trainable_variables
-                self.optimizer.apply(tape.gradient(scaled_loss, variables), variables)
-                self.update(error, penalty)
-                return self.logs(error)
-
-        else:
-
-            def train_step(self, data):
-                self.zero_grad()
-                error, penalty = (loss for loss in self.losses_of(*data[:2]))
-                self.optimizer.scale_loss(error + penalty).backward()
-                variables = self.trainable_variables
-                self.optimizer.apply([v.value.grad for v in variables], variables)
-                self.update(error.detach(), penalty.detach())
-                return self.logs(error.detach())
-
-    return Own()
+    train_step = stateless_step if BACKEND == "jax" else step
 
 
 @pytest.mark.slow
@@ -239,7 +212,7 @@ def own_step_model(returns):
 @pytest.mark.parametrize("returns", ["results", "some"])
 def test_trackers_of_a_users_own_step_show_the_losses_of_skipped_steps(returns, options):
     """All that `get_metrics_result` says, or some of it among other entries, which are reported as they are."""
-    model = own_step_model(returns)
+    model = OwnStep(returns)
     model.compile(keras.optimizers.SGD(0.0), **options)
     _, logs = fit(model, *data([100.0, np.inf, 200.0, 2.0, 100.0]))
     assert column(logs, "total") == [1.5e4, 1.5e4, 3.75e4, 6.0, 6.0]
@@ -252,7 +225,7 @@ def test_trackers_of_a_users_own_step_show_the_losses_of_skipped_steps(returns, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jit_compile", {"tensorflow": [False, True], "jax": [False, True], "torch": [False]}[BACKEND])
+@pytest.mark.parametrize("jit_compile", COMPILED)
 def test_metrics_of_make_train_step_are_nan_until_a_step_counts(jit_compile):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     metrics = [keras.metrics.MeanAbsoluteError(name="mae"), keras.metrics.RootMeanSquaredError(name="rmse")]

@@ -8,6 +8,7 @@ import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.training.state import load_state_dict, state_dict
 from tests.step_modes import FIT_MODES, snapshot
+from tests.training.models import are_finite, loss_and_gradients, number
 
 # What a skipped step leaves behind is the first of all promises: the whole matrix on the backend that compiles all.
 BACKEND = keras.backend.backend()
@@ -116,20 +117,14 @@ def train(model, optimizer, sequence, *, way, jit_compile, policy):
 
     Each `train_on_batch` starts its metrics anew, so the last batch must be a good one to compare them.
     """
-    scale = 2.0**10 if policy == "mixed_float16" else None
     model.compile(optimizer, "mse", metrics=["mae"], jit_compile=jit_compile)
-    mpkeras.prepare(model, policy, loss_scale=scale)
-    metrics = list(model.metrics_variables)
-    if way == "fit":
-        for x, y in sequence:
-            model.train_on_batch(x, y)
-        metrics = list(model.metrics_variables)
-    else:
-        metric = keras.metrics.MeanAbsoluteError()
+    mpkeras.prepare(model, policy, loss_scale=2.0**10 if policy == "mixed_float16" else None)
+    metric, step = keras.metrics.MeanAbsoluteError(), model.train_on_batch
+    if way == "make_train_step":
         step = mpkeras.make_train_step(model, model.optimizer, "mse", jit_compile=jit_compile, metrics=[metric])
-        for x, y in sequence:
-            step(x, y)
-        metrics = list(metric.variables)
+    for x, y in sequence:
+        step(x, y)
+    metrics = model.metrics_variables if way == "fit" else metric.variables
     optimizer = model.optimizer
     return snapshot(model.variables + optimizer.inner_optimizer.variables + metrics), int(optimizer.skipped_steps)
 
@@ -171,7 +166,7 @@ def test_random_models_optimizers_and_faults(seed):
 
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
-@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize("jit_compile", COMPILED[:1])
 @pytest.mark.parametrize("way", WAYS)
 def test_float8_layers(way, jit_compile):
     """Their scales and histories are overwritten with their gradients, which are no gradients."""
@@ -208,13 +203,11 @@ def test_accumulating_optimizers(way, jit_compile):
         bad = [spoiled(sequence[4], "input")] if with_fault else []
         used = [*sequence[:3], *bad, sequence[3]]
         state, _ = train(model, optimizer, used, way=way, jit_compile=jit_compile, policy="mixed_float16")
-        return state, [np.asarray(keras.ops.convert_to_numpy(v.value)) for v in optimizer.window.sums]
+        return state, snapshot(optimizer.window.sums)
 
     (state, sums), (clean_state, clean_sums) = run(True), run(False)
     assert state == clean_state
-    for a, b in zip(sums, clean_sums, strict=True):
-        assert a.tobytes() == b.tobytes()
-    assert any(np.abs(total).max() > 0 for total in sums)
+    assert sums == clean_sums and any(np.frombuffer(total, "float32").any() for total in sums)
 
 
 @pytest.mark.slow
@@ -249,18 +242,6 @@ def test_steps_per_execution(steps, jit_compile):
     assert history["skipped_steps"] == [2]
     assert history["loss"] == clean_history["loss"] and np.isfinite(history["loss"]).all()
     assert history["mae"] == clean_history["mae"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("jit_compile", COMPILED)
-def test_an_epoch_of_only_skipped_steps_says_so_and_reports_no_loss_of_0(jit_compile):
-    model = model_of(["dense"])
-    model.compile("adam", "mse", jit_compile=jit_compile)
-    x, y = spoiled(batches(1, 0)[0], "input")
-    with pytest.warns(UserWarning, match="All 1 steps of epoch 1 were skipped.*loss itself was not finite"):
-        history = model.fit(x, y, batch_size=4, verbose=0, callbacks=[MixedPrecision("mixed_float16")])
-    assert np.isnan(history.history["loss"]).all()
-    assert history.history["skipped_steps"] == [1]
 
 
 # ------------------------------------------------------------------------------------- what else a step writes to
@@ -317,144 +298,95 @@ def test_a_batch_without_rows_is_a_skipped_step(options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("jit_compile", COMPILED)
-def test_make_train_step_skips_a_batch_without_rows(jit_compile):
-    inputs = keras.Input((FEATURES,))
-    model = keras.Sequential([inputs, keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(2)])
+def test_make_train_step_skips_a_batch_without_rows(jit_compile, reduction):
+    """And its loss is unknown, not one that is not finite: the mean over no rows is NaN."""
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    model = keras.Sequential([keras.Input((FEATURES,)), norm, keras.layers.Dense(2)])
     optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), loss_scale=4.0)
-    loss = keras.losses.MeanSquaredError(reduction="sum")
+    reduce = getattr(keras.ops, reduction)
     metric = keras.metrics.MeanAbsoluteError(name="mae")
-    step = mpkeras.make_train_step(model, optimizer, loss, jit_compile=jit_compile, metrics=[metric])
-    first = step(ROWS_X[:4], ROWS_Y[:4])
-    before = snapshot(model.variables + optimizer.inner_optimizer.variables + metric.variables)
+    step = mpkeras.make_train_step(
+        model,
+        optimizer,
+        lambda y, y_pred: reduce(keras.ops.square(y - y_pred)),
+        jit_compile=jit_compile,
+        metrics=metric,
+    )
+    # The second length is traced as any length.
+    for rows in (2, 4):
+        told = step(ROWS_X[:rows], ROWS_Y[:rows])
+    variables = model.variables + optimizer.inner_optimizer.variables + metric.variables
+    as_before_the_step = snapshot(variables)
     result = step(ROWS_X[:0], ROWS_Y[:0])
     assert np.isnan(float(result["loss"])) and bool(result["skipped"])
-    assert float(result["loss_scale"]) == 4.0
-    assert float(result["mae"]) == float(first["mae"])
-    assert snapshot(model.variables + optimizer.inner_optimizer.variables + metric.variables) == before
-    assert not bool(step(ROWS_X[:4], ROWS_Y[:4])["skipped"])
+    assert (float(result["loss_scale"]), float(result["mae"])) == (4.0, float(told["mae"]))
+    assert snapshot(variables) == as_before_the_step
+    assert not bool(step(ROWS_X[:1], ROWS_Y[:1])["skipped"])
+    assert (int(optimizer.skipped_steps), int(optimizer.nonfinite_losses), int(optimizer.iterations)) == (1, 0, 3)
 
 
-class Fails(keras.layers.Layer):
-    now = False
+class Raising(keras.Sequential):
+    raises = "nowhere"
 
-    def call(self, x):
-        if self.now:
+    def call(self, inputs, training=None, mask=None):
+        outputs = super().call(inputs, training=training, mask=mask)
+        if self.raises == "in the forward pass":
             raise RuntimeError("late")
-        return x
+        return outputs
+
+    def train_step(self, *args):
+        result = super().train_step(*args)
+        if self.raises == "after its update":
+            raise RuntimeError("late")
+        return result
 
 
-@pytest.mark.parametrize("options", FIT_MODES[:1])
-def test_a_step_that_raises_leaves_no_trace(options):
-    """Where steps run op by op; one that is compiled raises before anything ran."""
+# On JAX a step that raises returns nothing at all.
+AFTER_ITS_UPDATE = pytest.param("after its update", marks=pytest.mark.backends("tensorflow", "torch"))
+
+
+@pytest.mark.parametrize("where", ["in the forward pass", AFTER_ITS_UPDATE])
+def test_a_step_that_raises_leaves_no_trace(where):
+    """Where steps run op by op. One that raises after its update leaves what it has learned: statistics go with it."""
     sequence = batches(3, 4)
+    x, y = sequence[1]
 
     def run(raises):
-        last = Fails()
         model = model_of(["batch normalization", "dropout", "state of its own", "spectral normalization"])
-        model = keras.Sequential([keras.Input(batch_shape=(4, TIMESTEPS, FEATURES)), model, last])
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], **options)
+        model = Raising([keras.Input(batch_shape=(4, TIMESTEPS, FEATURES)), model])
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], run_eagerly=BACKEND != "torch")
         mpkeras.prepare(model, "float32")
         model.train_on_batch(*sequence[0])
         if raises:
-            last.now = True
+            model.raises = where
             with pytest.raises(RuntimeError, match="late"):
-                model.train_on_batch(sequence[1][0] * np.inf, sequence[1][1])
-            assert all(np.isfinite(keras.ops.convert_to_numpy(v.value)).all() for v in model.variables)
-            last.now = False
+                model.train_on_batch(x * np.inf if where == "in the forward pass" else x, y)
+            assert are_finite(model.variables)
+            model.raises = "nowhere"
+        elif where == "after its update":
+            model.train_on_batch(x, y)
         model.train_on_batch(*sequence[2])
         return snapshot(model.variables + model.optimizer.variables + model.metrics_variables)
 
     assert run(raises=True) == run(raises=False)
 
 
-@pytest.mark.backends("tensorflow", "torch")
-def test_an_inner_guarded_step_leaves_the_outer_ones_watch_alone():
-    """A part is trained by a step of its own, and then written by the forward pass of the whole."""
+class Halves(keras.layers.Layer):
+    """Times a kernel, which it halves in each forward pass of training."""
 
-    class Halves(keras.layers.Layer):
-        def build(self, shape):
-            self.kernel = self.add_weight(shape=(), initializer="ones")
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(), initializer="ones")
 
-        def call(self, x, training=False):
-            if training:
-                self.kernel.assign(self.kernel.value * 0.5)
-            return x * self.kernel.value
-
-    class Whole(keras.Model):
-        def __init__(self, part):
-            super().__init__()
-            self.part, self.dense = part, keras.layers.Dense(1)
-
-        def call(self, x, training=False):
-            return self.dense(self.part(x, training=training))
-
-        def train_step(self, data):
-            self.part.train_step((data[0], keras.ops.ones((2, 3))))
-            return super().train_step(data)
-
-    part = keras.Sequential([keras.Input((3,)), Halves()])
-    whole = Whole(part)
-    whole(np.ones((2, 3), "float32"))
-    for model in (part, whole):
-        model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=BACKEND == "tensorflow")
-        mpkeras.prepare(model, "float32")
-    kernel = part.layers[0].kernel
-    kernel.assign(3.0)
-    whole.train_on_batch(np.full((2, 3), np.inf, "float32"), np.ones((2, 1), "float32"))
-    assert (int(whole.optimizer.skipped_steps), int(part.optimizer.skipped_steps)) == (1, 1)
-    assert keras.ops.convert_to_numpy(kernel) == 3.0
-    assert "assign" not in vars(kernel)
-    whole.train_on_batch(np.ones((2, 3), "float32"), np.ones((2, 1), "float32"))
-    assert keras.ops.convert_to_numpy(kernel) == 0.75
+    def call(self, x, training=False):
+        if training:
+            self.kernel.assign(self.kernel.value * 0.5)
+        return x * self.kernel.value
 
 
-@pytest.mark.backends("tensorflow", "torch")
-def test_a_step_of_a_part_leaves_what_is_known_of_the_step_around_it():
-    """The part's loss is scaled, the part is trained by a step of its own, and then the gradients are applied."""
-
-    class Around(keras.Model):
-        def __init__(self, part):
-            super().__init__()
-            self.part = part
-
-        def call(self, x):
-            return self.part(x)
-
-        def train_step(self, data):
-            kernel, optimizer = self.part.trainable_variables[0], self.part.optimizer
-            if BACKEND == "torch":
-                loss = keras.ops.mean(self.part(data[0]))
-                self.zero_grad()
-                optimizer.scale_loss(loss).backward()
-                grad = kernel.value.grad.clone()
-            else:
-                import tensorflow as tf
-
-                with tf.GradientTape() as tape:
-                    loss = keras.ops.mean(self.part(data[0]))
-                    scaled_loss = optimizer.scale_loss(loss)
-                grad = tape.gradient(scaled_loss, kernel.value)
-            # Of no gradient: what the part predicts is what it is to predict.
-            self.part.train_step(data)
-            optimizer.apply([grad], [kernel])
-            return {"loss": loss}
-
-    part = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
-    whole = Around(part)
-    whole(np.ones((2, 1), "float32"))
-    for model in (part, whole):
-        model.compile(keras.optimizers.SGD(0.25), "mse")
-        mpkeras.prepare(model, "float32", loss_scale=4.0)
-    # Without what was noted, a warning says that the loss was not scaled, and warnings are errors here.
-    whole.train_on_batch(np.ones((2, 1), "float32"), np.ones((2, 1), "float32"))
-    assert keras.ops.convert_to_numpy(part.trainable_variables[0]) == 0.75
-    assert (int(part.optimizer.iterations), int(part.optimizer.skipped_steps)) == (2, 0)
-
-
-@pytest.mark.backends("tensorflow", "torch")
-def test_an_update_before_the_skipped_step_of_a_part_counts_for_the_step_around_it():
-    """Both by one optimizer: what the step around has written stays, as not all of its updates were skipped."""
+def around(layer, step, **options):
+    """Returns a prepared model around a prepared part of one layer; `step(whole, data)` is its train step."""
 
     class Around(keras.Model):
         def __init__(self, part):
@@ -462,25 +394,86 @@ def test_an_update_before_the_skipped_step_of_a_part_counts_for_the_step_around_
             self.part = part
             self.calls = self.add_weight(shape=(), dtype="int32", trainable=False, initializer="zeros", name="calls")
 
-        def call(self, x):
-            return self.part(x)
+        def call(self, x, training=False):
+            return self.part(x, training=training)
 
         def train_step(self, data):
-            optimizer = self.part.optimizer
-            self.calls.assign(self.calls + 1)
-            optimizer.apply([optimizer.scale_loss(keras.ops.ones((1, 1)))], self.part.trainable_variables)
-            self.part.train_step(data)
-            return {"calls": keras.ops.copy(self.calls.value)}
+            return step(self, data)
 
-    part = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
-    around = Around(part)
-    for model in (part, around):
-        model.compile(keras.optimizers.SGD(0.25), "mse", run_eagerly=BACKEND == "tensorflow")
-        mpkeras.prepare(model, "float32")
-    around.train_on_batch(np.full((2, 1), np.inf, "float32"), np.ones((2, 1), "float32"))
+    whole = Around(keras.Sequential([keras.Input((1,)), layer]))
+    whole(np.ones((2, 1), "float32"))
+    for model in (whole.part, whole):
+        model.compile(keras.optimizers.SGD(0.25), "mse", **options)
+        mpkeras.prepare(model, "float32", loss_scale=4.0)
+    return whole
+
+
+EAGER = {"run_eagerly": BACKEND == "tensorflow"}
+ONES = np.ones((2, 1), "float32")
+
+
+def weight_of_ones():
+    return keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_an_inner_guarded_step_leaves_the_outer_ones_watch_alone():
+    """A part is trained by a step of its own, and then written by the forward pass of the whole."""
+
+    def step(whole, data):
+        whole.part.train_step(data)
+        return keras.Model.train_step(whole, data)
+
+    layer = Halves()
+    whole = around(layer, step, **EAGER)
+    for optimizer in (whole.optimizer, whole.part.optimizer):
+        optimizer.learning_rate = 0.0
+    layer.kernel.assign(3.0)
+    whole.train_on_batch(ONES * np.inf, ONES)
+    assert (int(whole.optimizer.skipped_steps), int(whole.part.optimizer.skipped_steps)) == (1, 1)
+    assert number(layer.kernel) == 3.0
+    assert "assign" not in vars(layer.kernel)
+    whole.train_on_batch(ONES, ONES)
+    assert number(layer.kernel) == 0.75
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_a_step_of_a_part_leaves_what_is_known_of_the_step_around_it():
+    """The part's loss is scaled, the part is trained by a step of its own, and then the gradients are applied."""
+
+    def step(whole, data):
+        kernel, optimizer = whole.part.trainable_variables[0], whole.part.optimizer
+        loss, grads = loss_and_gradients(lambda: keras.ops.mean(whole.part(data[0])), [kernel], optimizer.scale_loss)
+        # Of no gradient: what the part predicts is what it is to predict.
+        whole.part.train_step(data)
+        optimizer.apply(grads, [kernel])
+        return {"loss": loss}
+
+    whole = around(weight_of_ones(), step)
+    # Without what was noted, a warning says that the loss was not scaled, and warnings are errors here.
+    whole.train_on_batch(ONES, ONES)
+    part = whole.part
+    assert number(part.trainable_variables[0]) == 0.75
+    assert (int(part.optimizer.iterations), int(part.optimizer.skipped_steps)) == (2, 0)
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_an_update_before_the_skipped_step_of_a_part_counts_for_the_step_around_it():
+    """Both by one optimizer: what the step around has written stays, as not all of its updates were skipped."""
+
+    def step(whole, data):
+        optimizer = whole.part.optimizer
+        whole.calls.assign(whole.calls + 1)
+        optimizer.apply([optimizer.scale_loss(keras.ops.ones((1, 1)))], whole.part.trainable_variables)
+        whole.part.train_step(data)
+        return {"calls": keras.ops.copy(whole.calls.value)}
+
+    whole = around(weight_of_ones(), step, **EAGER)
+    whole.train_on_batch(ONES * np.inf, ONES)
+    part = whole.part
     assert (int(part.optimizer.skipped_steps), int(part.optimizer.iterations)) == (1, 1)
-    assert keras.ops.convert_to_numpy(part.trainable_variables[0]) == 0.75
-    assert int(around.calls) == 1
+    assert number(part.trainable_variables[0]) == 0.75
+    assert int(whole.calls) == 1
 
 
 @pytest.mark.parametrize("jit_compile", COMPILED)
@@ -495,57 +488,11 @@ def test_what_a_constraint_writes_is_an_update_and_no_write_of_a_layer(jit_compi
     # The gradient is 2 * (3 - 0) * (1, 2).
     x, y = np.array([[1.0, 2.0]], "float32"), np.zeros((1, 1), "float32")
     model.train_on_batch(x, y)
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(layer.kernel), [[0.0], [0.0]])
+    np.testing.assert_array_equal(number(layer.kernel), [[0.0], [0.0]])
     layer.kernel.assign([[0.5], [0.25]])
     model.train_on_batch(x * np.inf, y)
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(layer.kernel), [[0.5], [0.25]])
+    np.testing.assert_array_equal(number(layer.kernel), [[0.5], [0.25]])
     assert int(model.optimizer.skipped_steps) == 1
-
-
-def test_a_loss_over_no_rows_is_not_a_loss_that_is_not_finite():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    step = mpkeras.make_train_step(
-        model,
-        keras.optimizers.SGD(0.1),
-        lambda y, y_pred: keras.ops.mean(keras.ops.square(y - y_pred)),
-        jit_compile=False,
-    )
-    # The second length is traced as any length.
-    for rows in (2, 3, 0, 1):
-        step(np.ones((rows, 2)), np.ones((rows, 1)))
-    optimizer = step.optimizer
-    assert (int(optimizer.skipped_steps), int(optimizer.nonfinite_losses), int(optimizer.iterations)) == (1, 0, 3)
-
-
-@pytest.mark.backends("tensorflow", "torch")
-def test_a_step_that_raises_after_its_update_leaves_what_it_has_learned():
-    """Statistics belong to the weights of the same step. On JAX a step that raises returns nothing at all."""
-
-    class RaisesLate(keras.Model):
-        raises = False
-
-        def train_step(self, data):
-            logs = super().train_step(data)
-            if self.raises:
-                raise RuntimeError("late")
-            return logs
-
-    def run(raises):
-        keras.utils.set_random_seed(2)
-        inputs = keras.Input((FEATURES,))
-        norm = keras.layers.BatchNormalization(momentum=0.5)(inputs)
-        model = RaisesLate(inputs, keras.layers.Dense(2)(norm))
-        model.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=BACKEND == "tensorflow")
-        mpkeras.prepare(model, "float32")
-        model.train_on_batch(ROWS_X[:4], ROWS_Y[:4])
-        model.raises = raises
-        try:
-            model.train_on_batch(ROWS_X[4:8], ROWS_Y[4:8])
-        except RuntimeError:
-            pass
-        return snapshot(model.variables + model.optimizer.variables + model.metrics_variables)
-
-    assert run(raises=True) == run(raises=False)
 
 
 @pytest.mark.backends("torch")

@@ -14,6 +14,7 @@ from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
+from tests.training.models import MakesItsLayers, are_finite, loss_and_gradients, scaled_losses, without_gradients
 
 BACKEND = keras.backend.backend()
 BATCH = 8
@@ -22,26 +23,12 @@ DATA = np.random.default_rng(7).normal(size=(3 * BATCH, 6)).astype("float32")
 UNSCALED = "ignore:.*the loss was not scaled since the last step.*gradients are taken as unscaled"
 
 
-def updated(optimizer, parts, loss_fn):
+def updated(optimizer, parts, loss_of):
     """Takes one step of `optimizer` and returns the loss, which is not scaled, as in the loops of keras.io."""
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = loss_fn()
-        variables = [variable for part in parts for variable in part.trainable_weights]
-        grads = tape.gradient(loss, variables)
-    else:
-        import torch
-
-        loss = loss_fn()
-        variables = [variable for part in parts for variable in part.trainable_weights]
-        grads = torch.autograd.grad(loss, [variable.value for variable in variables])
-    if BACKEND == "torch":
-        with torch.no_grad():
-            optimizer.apply(grads, variables)
-    else:
-        optimizer.apply_gradients(zip(grads, variables, strict=True))
+    variables = [variable for part in parts for variable in part.trainable_weights]
+    loss, grads = loss_and_gradients(loss_of, variables)
+    with without_gradients():
+        optimizer.apply(grads, variables)
     return loss
 
 
@@ -78,20 +65,6 @@ class Program(keras.Model):
 
     def optimizers(self):
         return [self.optimizer]
-
-
-class MakesItsLayers(layers.Layer):
-    """As many layers do: what it is made of comes into being when it is built."""
-
-    def build(self, shape):
-        self.norm = layers.BatchNormalization(momentum=0.5)
-        self.dense = layers.Dense(12)
-        self.norm.build(shape)
-        self.dense.build(shape)
-        self.built = True
-
-    def call(self, x, training=False):
-        return self.dense(self.norm(x, training=training))
 
 
 class Gan(Program):
@@ -131,50 +104,6 @@ class Gan(Program):
         return self.results(d_loss=d_loss, g_loss=g_loss)
 
 
-class WganGp(Gan):
-    """Its penalty is a gradient by the critic's inputs; outputs of parts and data meet in plain arithmetic."""
-
-    def compile_for_test(self):
-        self.compile(keras.optimizers.Adam(1e-3), keras.optimizers.SGD(2e-2, momentum=0.5), None)
-
-    def gradient_penalty(self, real, fake):
-        mixed = real + self.normal(BATCH, 1) * (fake - real)
-        if BACKEND == "tensorflow":
-            import tensorflow as tf
-
-            with tf.GradientTape() as tape:
-                tape.watch(mixed)
-                score = self.discriminator(mixed, training=True)
-            grads = tape.gradient(score, mixed)
-        else:
-            import torch
-
-            mixed.requires_grad_()
-            score = self.discriminator(mixed, training=True).sum()
-            (grads,) = torch.autograd.grad(score, mixed, create_graph=True)
-        return ops.mean((1.0 - ops.sqrt(ops.sum(ops.square(grads), axis=1))) ** 2)
-
-    def train_step(self, real):
-        real = ops.convert_to_tensor(real[0] if isinstance(real, tuple) else real)
-        for _ in range(2):
-            fake = ops.stop_gradient(self.generator(self.normal(BATCH, 4), training=True))
-            d_loss = updated(
-                self.d_optimizer,
-                [self.discriminator],
-                lambda fake=fake: (
-                    ops.mean(self.discriminator(fake) - self.discriminator(real))
-                    + 10.0 * self.gradient_penalty(real, fake)
-                ),
-            )
-        noise = self.normal(BATCH, 4)
-        g_loss = updated(
-            self.g_optimizer,
-            [self.generator],
-            lambda: -ops.mean(self.discriminator(self.generator(noise, training=True))),
-        )
-        return self.results(d_loss=d_loss, g_loss=g_loss)
-
-
 class Vae(Program):
     def make_parts(self):
         self.encoder = self.part(6, layers.Dense(12, activation="relu"), layers.Dense(4))
@@ -203,31 +132,6 @@ class Vae(Program):
         return self.results(total=loss, reconstruction=found[0], kl=found[1])
 
 
-class SimSiam(Program):
-    """Its data are two views of the same rows."""
-
-    def make_parts(self):
-        self.encoder = self.part(6, layers.Dense(12, use_bias=False), MakesItsLayers(), layers.ReLU(), layers.Dense(8))
-        self.predictor = self.part(8, layers.Dense(4, activation="relu"), layers.Dense(8))
-        self.means = {"loss": keras.metrics.Mean(name="loss")}
-
-    def compile_for_test(self):
-        self.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.6))
-
-    def train_step(self, data):
-        views = data[0] if isinstance(data[0], tuple) else data[:2]
-
-        def similarity():
-            z = [self.encoder(view, training=True) for view in views]
-            p = [self.predictor(value) for value in z]
-            return sum(
-                -ops.mean(ops.sum(ops.normalize(ops.stop_gradient(a)) * ops.normalize(b), axis=1)) / 2
-                for a, b in ((z[0], p[1]), (z[1], p[0]))
-            )
-
-        return self.results(loss=updated(self.optimizer, [self.encoder, self.predictor], similarity))
-
-
 def compiled(program, knows_inputs=True):
     keras.utils.set_random_seed(11)
     kind = type(program.__name__, (program,), {"knows_inputs": knows_inputs})
@@ -242,8 +146,7 @@ def fit(model, door=None, policy=None, data=DATA, **options):
         callbacks = [MixedPrecision(policy, **options)]
     elif door == "prepare":
         prepare(model, policy, **options)
-    x = (data, data[:, ::-1].copy()) if isinstance(model, SimSiam) else (data,)
-    return model.fit(*x, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
+    return model.fit(data, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
 
 
 @functools.cache
@@ -267,9 +170,7 @@ def dtypes(model):
 
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
-@pytest.mark.parametrize(
-    ("program", "door"), [(Gan, "prepare"), (WganGp, "callback"), (Vae, "prepare"), (SimSiam, "callback")]
-)
+@pytest.mark.parametrize(("program", "door"), [(Gan, "prepare"), (Vae, "callback")])
 def test_in_float32_every_bit_is_as_without(program, door):
     expected, variables, _ = stock(program)
     guarded = compiled(program)
@@ -284,9 +185,7 @@ def test_in_float32_every_bit_is_as_without(program, door):
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.filterwarnings(UNSCALED)
 @pytest.mark.parametrize(("policy", "rtol"), [("mixed_bfloat16", 0.03), ("mixed_float16", 0.005)])
-@pytest.mark.parametrize(
-    ("program", "door"), [(Gan, "callback"), (WganGp, "prepare"), (Vae, "callback"), (SimSiam, "prepare")]
-)
+@pytest.mark.parametrize(("program", "door"), [(Gan, "callback"), (Vae, "prepare")])
 def test_in_16_bits_all_parts_train_as_in_float32(program, door, policy, rtol):
     expected, _, iterations = stock(program)
     mixed = compiled(program)
@@ -338,7 +237,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(program, skipped):
     assert [int(optimizer.skipped_steps) for optimizer in model.optimizers()] == skipped
     model.train_on_batch(DATA[BATCH : 2 * BATCH])
     assert snapshot(decided) != before
-    assert all(np.isfinite(ops.convert_to_numpy(v.value)).all() for v in model.variables)
+    assert are_finite(model.variables)
 
 
 @pytest.mark.slow
@@ -354,10 +253,9 @@ def test_what_an_optimizer_assigns_in_its_build_is_no_part_of_the_step():
         if built_first:
             model.optimizer.build(model.trainable_variables)
         fit(model)
-        return model.get_weights()
+        return snapshot(model.weights)
 
-    for late, early in zip(run(False), run(True), strict=True):
-        np.testing.assert_array_equal(late, early)
+    assert run(built_first=False) == run(built_first=True)
 
 
 # ------------------------------------------------------------------------------------------------------ JAX
@@ -371,29 +269,21 @@ class JaxVae(Vae):
 
         data = data[0] if isinstance(data, tuple) else data
         trainable, non_trainable, optimizer_variables, metrics = state
-        ours = list(zip(self.trainable_variables, range(len(trainable)), strict=True))
         noise = jax.random.normal(jax.random.PRNGKey(5), (BATCH, 2))
 
-        def values(part, trainable):
-            mine = {id(v): trainable[i] for v, i in ours}
-            return [mine[id(v)] for v in part.trainable_variables]
+        def losses_of(trainable):
+            values = {id(variable): value for variable, value in zip(self.trainable_variables, trainable, strict=True)}
 
-        def total(trainable):
-            def encoder(x):
-                return self.encoder.stateless_call(values(self.encoder, trainable), [], x)[0]
+            def part(model):
+                return lambda x: model.stateless_call([values[id(v)] for v in model.trainable_variables], [], x)[0]
 
-            def decoder(x):
-                return self.decoder.stateless_call(values(self.decoder, trainable), [], x)[0]
+            return self.losses_of(data, part(self.encoder), part(self.decoder), noise)
 
-            reconstruction, kl = self.losses_of(data, encoder, decoder, noise)
-            loss = reconstruction + kl
-            with keras.StatelessScope(list(zip(self.optimizer.variables, optimizer_variables, strict=True))):
-                return self.optimizer.scale_loss(loss), (loss, reconstruction, kl)
-
-        (_, losses), grads = jax.value_and_grad(total, has_aux=True)(trainable)
+        grad = jax.grad(scaled_losses(losses_of, self.optimizer, optimizer_variables), has_aux=True)
+        grads, (reconstruction, kl) = grad(trainable)
         trainable, optimizer_variables = self.optimizer.stateless_apply(optimizer_variables, grads, trainable)
         with keras.StatelessScope(list(zip(self.metrics_variables, metrics, strict=True))) as scope:
-            logs = self.results(**dict(zip(("total", "reconstruction", "kl"), losses, strict=True)))
+            logs = self.results(total=reconstruction + kl, reconstruction=reconstruction, kl=kl)
         metrics = [scope.get_current_value(variable) for variable in self.metrics_variables]
         return logs, (trainable, non_trainable, optimizer_variables, metrics)
 
@@ -403,7 +293,7 @@ class JaxVae(Vae):
 @pytest.mark.parametrize("door", ["callback", "prepare"])
 def test_jax_trains_a_stateless_step_of_parts(policy, rtol, door):
     reference, mixed = compiled(JaxVae), compiled(JaxVae)
-    expected, history = fit(reference), fit(mixed, door, policy)
+    expected, history = fit(reference), fit(mixed, door, policy if policy == "float32" else without_outputs(policy))
     assert dtypes(mixed) == {policy.removeprefix("mixed_")}
     assert isinstance(mixed.optimizer, LossScaleOptimizer)
     assert history["loss_scale"] == [2.0**15 if policy == "mixed_float16" else 1.0] * 2
@@ -471,12 +361,10 @@ def test_jax_an_optimizer_whose_state_a_compiled_step_cannot_carry_is_named():
 class JaxRegression(Program):
     """Its loss has the name of the tracker that `compile` makes and this step never updates."""
 
+    metrics = keras.Model.metrics
+
     def make_parts(self):
         self.net = self.part(6, layers.Dense(1))
-
-    @property
-    def metrics(self):
-        return keras.Model.metrics.fget(self)
 
     def train_step(self, state, data):
         import jax
@@ -484,12 +372,12 @@ class JaxRegression(Program):
         x, y = data[:2]
         trainable, non_trainable, optimizer_variables, metrics = state
 
-        def loss_of(trainable):
-            loss = ops.mean((self.net.stateless_call(trainable, [], x)[0] - y) ** 2)
-            with keras.StatelessScope(list(zip(self.optimizer.variables, optimizer_variables, strict=True))):
-                return self.optimizer.scale_loss(loss), loss
+        def losses_of(trainable):
+            return [ops.mean((self.net.stateless_call(trainable, [], x)[0] - y) ** 2)]
 
-        grads, loss = jax.grad(loss_of, has_aux=True)(trainable)
+        grads, (loss,) = jax.grad(scaled_losses(losses_of, self.optimizer, optimizer_variables), has_aux=True)(
+            trainable
+        )
         trainable, optimizer_variables = self.optimizer.stateless_apply(optimizer_variables, grads, trainable)
         return {"loss": loss}, (trainable, non_trainable, optimizer_variables, metrics)
 

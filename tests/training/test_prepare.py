@@ -34,56 +34,41 @@ def test_layers_follow_the_policy_and_its_float32_rules():
     model.compile("sgd", "mse")
     assert prepare(model, "mixed_float16") is model
     assert compute_dtypes(model) == MIXED
-    # stock policies, so that a saved model needs no mpkeras
+    # Stock policies, so that a saved model needs no mpkeras (G8).
     assert {type(layer.dtype_policy) for layer in model.layers} == {keras.DTypePolicy}
+    assert "mpkeras" not in str(model.get_config())
     assert {v.dtype for v in model.variables} == {"float32"}
-
-
-def test_float32_layers_of_a_mixed_model_are_there_on_purpose():
-    keras.config.set_dtype_policy("mixed_float16")
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), keras.layers.Dense(2, dtype="float32")])
-    model.compile("sgd", "mse")
-    prepare(model, "mixed_bfloat16")
-    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]
-
-
-def test_back_to_float32():
-    model = classifier()
-    model.compile("sgd", "mse")
-    prepare(model, "mixed_float16")
+    prepare(model, Policy("mixed_float16", keep_float32=("path:logits$",)))
+    assert compute_dtypes(model) == {**dict.fromkeys(MIXED, "float16"), "logits": "float32"}
     prepare(model, "float32")
     assert set(compute_dtypes(model).values()) == {"float32"}
     assert model.optimizer.loss_scale_rule == FixedLossScale(1.0)
-
-
-def test_the_global_policy_is_the_default_for_a_float32_model():
-    from mpkeras import policy_scope
-
-    model = classifier()
-    model.compile("sgd", "mse")
-    with policy_scope("mixed_bfloat16"):
+    # Without an argument the global policy is what a float32 model goes by.
+    with mpkeras.policy_scope("mixed_bfloat16"):
         prepare(model)
     assert compute_dtypes(model)["hidden"] == "bfloat16"
 
 
-def test_a_model_that_computes_in_16_bits_keeps_its_own_dtypes_by_default():
-    """P18: what the layers compute in decides, not a name."""
-    dense = [keras.layers.Dense(units, dtype="mixed_float16") for units in (3, 2)]
-    model = keras.Sequential([keras.Input((6,)), *dense])
-    model.compile("sgd", "mse")
-    prepare(model)
-    assert [layer.compute_dtype for layer in model.layers] == ["float16", "float32"]
-    assert model.optimizer.loss_scale_rule == DynamicLossScale()
-
-
-def test_rules_of_ones_own():
-    policy = Policy("mixed_float16", keep_float32=("path:logits$",))
-    model = classifier()
+@pytest.mark.parametrize(
+    ("dtypes", "policy", "expected"),
+    [
+        pytest.param(["mixed_float16"] * 2, None, ["float16", "float32"], id="P18: its own 16 bits by default"),
+        pytest.param(["mixed_float16"] * 3, "mixed_bfloat16", ["bfloat16"] * 2 + ["float32"], id="another policy"),
+        pytest.param(["mixed_float16", "float32", "mixed_float16"], None, ["float16"] + ["float32"] * 2, id="kept"),
+        pytest.param(
+            ["mixed_float16", "float32", "mixed_float16"],
+            "mixed_bfloat16",
+            ["bfloat16"] + ["float32"] * 2,
+            id="kept in float32 on purpose",
+        ),
+    ],
+)
+def test_what_the_layers_compute_in_decides_and_no_name(dtypes, policy, expected):
+    model = keras.Sequential([keras.Input((6,)), *[keras.layers.Dense(3, dtype=dtype) for dtype in dtypes]])
     model.compile("sgd", "mse")
     prepare(model, policy)
-    assert compute_dtypes(model) == {
-        "hidden": "float16", "norm": "float16", "logits": "float32", "head": "float16"
-    }  # fmt: skip
+    assert [layer.compute_dtype for layer in model.layers] == expected
+    assert model.optimizer.loss_scale_rule == (DynamicLossScale() if policy is None else FixedLossScale(1.0))
 
 
 @pytest.mark.parametrize(
@@ -99,10 +84,7 @@ def test_rules_of_ones_own():
             Policy("mixed_float16", loss_scale=None), lambda: "sgd", FixedLossScale(1.0), id="none, by the policy"
         ),
         pytest.param(
-            "mixed_float16",
-            lambda: LossScaleOptimizer("sgd", loss_scale=8.0),
-            FixedLossScale(8.0),
-            id="set on the optimizer",
+            "mixed_float16", lambda: LossScaleOptimizer("sgd", loss_scale=8.0), FixedLossScale(8.0), id="optimizer's"
         ),
         pytest.param(
             "mixed_float16",
@@ -124,23 +106,8 @@ def test_rule_of_the_loss_scale(policy, optimizer, rule):
     prepare(model, policy)
     assert isinstance(model.optimizer, LossScaleOptimizer)
     assert model.optimizer.loss_scale_rule == rule
-
-
-def test_an_optimizer_given_twice_means_the_same_twice():
-    """G16"""
-    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3, loss_scale_factor=16.0)
-    for model in (classifier(), classifier()):
-        model.compile(optimizer, "mse")
-        prepare(prepare(model, "mixed_float16"), "mixed_bfloat16")
-        assert model.optimizer.inner_optimizer is optimizer
-        assert (model.optimizer.window.steps, model.optimizer.loss_scale_rule) == (3, FixedLossScale(16.0))
-        assert (optimizer.gradient_accumulation_steps, optimizer.loss_scale_factor) == (3, 16.0)
-
-
-def test_loss_scale_argument_wins():
-    model = classifier()
-    model.compile(LossScaleOptimizer("sgd", loss_scale=8.0), "mse")
-    prepare(model, Policy("mixed_float16", loss_scale=64.0), loss_scale=2.0)
+    # An argument wins over all of them.
+    prepare(model, policy, loss_scale=2.0)
     assert model.optimizer.loss_scale_rule == FixedLossScale(2.0)
 
 
@@ -154,6 +121,17 @@ def test_a_scale_chosen_by_prepare_follows_the_next_policy():
     ]:
         prepare(model, policy)
         assert model.optimizer.loss_scale_rule == rule
+
+
+def test_an_optimizer_given_twice_means_the_same_twice():
+    """G16"""
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3, loss_scale_factor=16.0)
+    for model in (classifier(), classifier()):
+        model.compile(optimizer, "mse")
+        prepare(prepare(model, "mixed_float16"), "mixed_bfloat16")
+        assert model.optimizer.inner_optimizer is optimizer
+        assert (model.optimizer.window.steps, model.optimizer.loss_scale_rule) == (3, FixedLossScale(16.0))
+        assert (optimizer.gradient_accumulation_steps, optimizer.loss_scale_factor) == (3, 16.0)
 
 
 @pytest.mark.slow
@@ -187,32 +165,6 @@ def test_prepare_twice_wraps_nothing_twice():
     assert compute_dtypes(model) == MIXED
 
 
-def test_optimizer_in_use_keeps_its_state_and_schedule():
-    keras.config.set_dtype_policy("mixed_float16")
-    model = classifier()
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    model.compile(keras.optimizers.Adam(schedule), "mse")
-    model.fit(X, Y, batch_size=2, verbose=0)
-    stock = model.optimizer
-    assert type(stock) is keras.optimizers.LossScaleOptimizer
-    stock.dynamic_scale.assign(512.0)
-    state = snapshot(stock.inner_optimizer.variables)
-    prepare(model)
-    assert isinstance(model.optimizer, LossScaleOptimizer)
-    assert model.optimizer.inner_optimizer is stock.inner_optimizer
-    assert snapshot(model.optimizer.inner_optimizer.variables) == state
-    assert float(model.optimizer.dynamic_scale) == 512.0
-    assert int(model.optimizer.iterations) == 2
-
-
-def test_rollback_false_leaves_a_float32_model_alone():
-    model = classifier()
-    model.compile("sgd", "mse")
-    prepare(model, "float32", rollback=False)
-    assert type(model.optimizer) is not LossScaleOptimizer
-    model.train_on_batch(X, Y)
-
-
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("jit_compile", [True, False])
@@ -224,32 +176,42 @@ def test_jit_compile_is_switched_as_asked(jit_compile):
     assert np.isfinite(model.train_on_batch(X, Y))
 
 
+def test_rollback_false_leaves_a_float32_model_alone():
+    model = classifier()
+    model.compile("sgd", "mse")
+    prepare(model, "float32", rollback=False)
+    assert type(model.optimizer) is not LossScaleOptimizer
+    model.train_on_batch(X, Y)
+
+
 @pytest.mark.parametrize(
-    ("make", "arguments", "error", "message"),
+    ("arguments", "error", "message"),
     [
-        pytest.param(lambda: 3, {}, TypeError, "Pass the model", id="not a model"),
-        pytest.param(classifier, {}, ValueError, "model.compile", id="not compiled"),
-        pytest.param(None, {"policy": "mixed_flot16"}, ValueError, "mixed_float16", id="misspelt policy"),
-        pytest.param(None, {"loss_scale": "auto-matic"}, ValueError, "'dynamic'", id="unknown loss scale"),
-        pytest.param(None, {"jit_compile": "yes"}, TypeError, "jit_compile='yes'", id="jit_compile"),
-        pytest.param(None, {"jit_compile": 0}, TypeError, "jit_compile=0", id="jit_compile that is no bool"),
-        pytest.param(None, {"rollback": None}, TypeError, "rollback=None", id="rollback"),
-        pytest.param(None, {"rollback": "False"}, TypeError, "rollback='False'", id="rollback as text"),
-        pytest.param(None, {"policy": "float16"}, ValueError, "'mixed_float16'", id="pure float16"),
+        ({"policy": "mixed_flot16"}, ValueError, "mixed_float16"),
+        ({"policy": "float16"}, ValueError, "policy 'float16'.*'mixed_float16'"),
+        ({"loss_scale": "auto-matic"}, ValueError, "'dynamic'"),
+        ({"jit_compile": "yes"}, TypeError, "jit_compile='yes'"),
+        ({"jit_compile": 0}, TypeError, "jit_compile=0"),
+        ({"rollback": None}, TypeError, "rollback=None"),
+        ({"rollback": "False"}, TypeError, "rollback='False'"),
     ],
 )
-def test_bad_input_changes_nothing(make, arguments, error, message):
-    if make is None:
-        model = classifier()
-        model.compile("sgd", "mse")
-        before = (compute_dtypes(model), model.optimizer, vars(model).get("train_step"))
-    else:
-        model = make()
+def test_bad_input_changes_nothing(arguments, error, message):
+    model = classifier()
+    with pytest.raises(ValueError, match="model.compile"):
+        prepare(model)
+    with pytest.raises(TypeError, match="Pass the model"):
+        prepare(3)
+    model.compile("sgd", "mse")
+    as_compiled = (compute_dtypes(model), model.optimizer, vars(model).get("train_step"))
     with pytest.raises(error, match=message):
         prepare(model, **arguments)
-    if make is None:
-        assert (compute_dtypes(model), model.optimizer, vars(model).get("train_step")) == before
+    assert (compute_dtypes(model), model.optimizer, vars(model).get("train_step")) == as_compiled
     assert keras.config.dtype_policy().name == "float32"
+    if arguments == {"policy": "float16"}:
+        keras.config.set_dtype_policy("float16")
+        with pytest.raises(error, match=message):
+            prepare(model)
 
 
 def accumulating_part():
@@ -257,70 +219,54 @@ def accumulating_part():
     return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(part))
 
 
+UNWRAPPABLE = [
+    pytest.param(
+        lambda: keras.optimizers.SGD(loss_scale_factor=-8.0, name="mine"),
+        "Received: SGD 'mine' with loss_scale_factor=-8.0.*2\\*\\*-126",
+        id="loss_scale_factor",
+    ),
+    pytest.param(
+        lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(), initial_scale=0.0, dynamic_growth_steps=3, name="mine"
+        ),
+        "Received: LossScaleOptimizer 'mine' with initial_scale=0.0, dynamic_growth_steps=3",
+        id="stock optimizer",
+    ),
+    pytest.param(
+        accumulating_part,
+        "'part' with gradient_accumulation_steps=3",
+        id="part that accumulates",
+        marks=pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in this Keras"),
+    ),
+]
+
+
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("door", ["prepare", "callback"])
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        pytest.param(
-            lambda: keras.optimizers.SGD(loss_scale_factor=-8.0, name="mine"),
-            "Received: SGD 'mine' with loss_scale_factor=-8.0.*2\\*\\*-126",
-            id="loss_scale_factor",
-        ),
-        pytest.param(
-            lambda: keras.optimizers.LossScaleOptimizer(
-                keras.optimizers.SGD(), initial_scale=0.0, dynamic_growth_steps=3, name="mine"
-            ),
-            "Received: LossScaleOptimizer 'mine' with initial_scale=0.0, dynamic_growth_steps=3",
-            id="stock optimizer",
-        ),
-        pytest.param(
-            accumulating_part,
-            "'part' with gradient_accumulation_steps=3",
-            id="part that accumulates",
-            marks=pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in this Keras"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("door", ["prepare", "callback", "prepare after apply_policy"])
+@pytest.mark.parametrize(("make", "message"), UNWRAPPABLE)
 def test_an_optimizer_that_cannot_be_wrapped_leaves_the_model_as_before(door, make, message):
     dense = [keras.layers.Dense(3, name="dense"), keras.layers.Dense(2, name="end")]
     model = keras.Sequential([keras.Input((6,)), *dense])
     model.compile(make(), "mse")
+    if door == "prepare after apply_policy":
+        mpkeras.apply_policy(model, "mixed_bfloat16")
     model.other_optimizer = keras.optimizers.Adam()
-    for optimizer in (model.optimizer, model.other_optimizer):
+    optimizers = model.optimizer, model.other_optimizer
+    for optimizer in optimizers:
         optimizer.build(model.trainable_variables)
-    optimizers, weights, attributes = (
-        (model.optimizer, model.other_optimizer),
-        snapshot(model.variables),
-        set(vars(model)),
-    )
+    weights, attributes, dtypes = snapshot(model.variables), set(vars(model)), compute_dtypes(model)
+    callback = mpkeras.callbacks.MixedPrecision("bfloat16")
     with pytest.raises(ValueError, match=message):
-        if door == "prepare":
-            prepare(model, "bfloat16")
-        else:
-            model.fit(X, Y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("bfloat16")])
-    assert set(compute_dtypes(model).values()) == {"float32"} and {v.dtype for v in model.variables} == {"float32"}
+        model.fit(X, Y, verbose=0, callbacks=[callback]) if door == "callback" else prepare(model, "bfloat16")
+    assert compute_dtypes(model) == dtypes and {v.dtype for v in model.variables} == {"float32"}
     assert snapshot(model.variables) == weights
     assert (model.optimizer, model.other_optimizer) == optimizers
     assert door == "callback" or set(vars(model)) == attributes
     # Nor is anything left to be done: with another optimizer the weights stay in float32.
     model.compile("sgd", "mse")
     model.other_optimizer = None
-    prepare(model, "mixed_bfloat16")
+    prepare(model, None if door == "prepare after apply_policy" else "mixed_bfloat16")
     assert compute_dtypes(model) == {"dense": "bfloat16", "end": "float32"} and snapshot(model.variables) == weights
-
-
-@pytest.mark.backends("tensorflow")
-def test_after_an_error_an_earlier_conversion_goes_on_as_it_was():
-    dense = [keras.layers.Dense(3, name="dense"), keras.layers.Dense(2, name="end")]
-    model = keras.Sequential([keras.Input((6,)), *dense])
-    model.compile(keras.optimizers.SGD(loss_scale_factor=-8.0), "mse")
-    mpkeras.apply_policy(model, "mixed_bfloat16")
-    with pytest.raises(ValueError, match="loss_scale_factor=-8.0"):
-        prepare(model, "bfloat16")
-    prepare(model, loss_scale=4.0)
-    assert compute_dtypes(model) == {"dense": "bfloat16", "end": "float32"}
-    assert {v.dtype for v in model.variables} == {"float32"}
 
 
 class NearOne(keras.layers.Layer):
@@ -403,17 +349,6 @@ def test_float16_variables_are_refused(policy):
         assert keras.config.dtype_policy().name == "float16"
 
 
-def test_a_policy_with_float16_variables_is_refused():
-    model = classifier()
-    model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="policy 'float16'.*'mixed_float16'"):
-        prepare(model, "float16")
-    keras.config.set_dtype_policy("float16")
-    with pytest.raises(ValueError, match="policy 'float16'.*'mixed_float16'"):
-        prepare(model)
-    assert set(compute_dtypes(model).values()) == {"float32"}
-
-
 def test_layers_that_would_make_float16_variables_are_refused_before_they_do():
     model = keras.Sequential([keras.layers.Dense(2, dtype="float16", name="first")])
     model.compile("sgd", "mse")
@@ -432,110 +367,6 @@ def test_frozen_16_bit_variables_are_left_alone():
     prepare(model, "mixed_bfloat16")
     model.fit(X, Y, verbose=0)
     assert [v.dtype for v in model.variables] == ["bfloat16"] * 2 + ["float32"] * 2
-
-
-def test_a_subclassed_model_passes_its_inputs_on_as_they_are():
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.rescale = keras.layers.Rescaling(1e-5)
-            self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-            self.head = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-
-        def call(self, x):
-            return self.head(self.dense(self.rescale(x)))
-
-    model = Model()
-    model.compile("sgd", "mse")
-    prepare(model, "mixed_float16")
-    out = model(np.array([[70000.0, 30000.0]], "float32"))
-    assert (model.dense.compute_dtype, keras.backend.standardize_dtype(out.dtype)) == ("float16", "float32")
-    np.testing.assert_allclose(keras.ops.convert_to_numpy(out), [[1.0]], rtol=2e-3)  # float16 has 11 significant bits
-
-
-class Block(keras.layers.Layer):
-    """Makes its layers when it is built, as many layers do."""
-
-    def build(self, shape):
-        self.norm = keras.layers.BatchNormalization()
-        self.dense = keras.layers.Dense(2)
-        self.norm.build(shape)
-        self.dense.build(shape)
-        self.built = True
-
-    def call(self, x, training=False):
-        return self.dense(self.norm(x, training=training))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["global policy", "policy"])
-def test_layers_made_while_building_get_their_dtypes_too(way):
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.block, self.head = Block(), keras.layers.Dense(2)
-
-        def call(self, x, training=False):
-            return self.head(self.block(x, training=training))
-
-    if way == "global policy":
-        keras.config.set_dtype_policy("mixed_float16")
-    model = Model()
-    model.compile("sgd", "mse")
-    prepare(model, None if way == "global policy" else "mixed_float16")
-    model.train_on_batch(X, Y)
-    assert (model.block.norm.compute_dtype, model.block.dense.compute_dtype) == ("float32", "float16")
-    assert int(model.optimizer.iterations) + int(model.optimizer.skipped_steps) == 1
-
-
-def test_several_inputs_outputs_and_sample_weights():
-    a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
-    joined = keras.layers.Concatenate()([a, b])
-    model = keras.Model(
-        {"a": a, "b": b},
-        {
-            "p": keras.layers.Dense(1, name="p", kernel_initializer="zeros")(joined),
-            "q": keras.layers.Dense(2, name="q", kernel_initializer="zeros")(joined),
-        },
-    )
-    model.compile("sgd", {"p": "mse", "q": "mae"}, loss_weights={"p": 1.0, "q": 0.5})
-    prepare(model, "mixed_float16", loss_scale=64.0)
-    data = {"a": X[:, :3], "b": X[:, 3:]}
-    target = {"p": Y[:, :1], "q": Y}
-    weight = {"p": np.ones(4, "float32"), "q": np.zeros(4, "float32")}
-    # 0.01 from p; q weighs nothing
-    loss = model.train_on_batch(data, target, sample_weight=weight, return_dict=True)["loss"]
-    assert float(loss) == pytest.approx(0.01, rel=1e-3)
-    assert int(model.optimizer.skipped_steps) == 0
-
-
-@pytest.mark.slow
-def test_saved_model_loads_in_plain_keras_for_inference(tmp_path):
-    """G8; the process without mpkeras is in tests/test_public_api.py."""
-    model = classifier()
-    model.compile("sgd", "mse")
-    prepare(model, "mixed_float16")
-    model.train_on_batch(X, Y)
-    path = tmp_path / "model.keras"
-    model.save(path)
-    assert "mpkeras" not in keras.saving.load_model(path, compile=False).to_json()
-
-
-@pytest.mark.slow
-def test_saved_model_resumes_with_its_optimizer_state(tmp_path):
-    """P19, the part that prepare owes: the optimizer whose state is saved is the one in the configuration."""
-    model = classifier()
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    prepare(model, "mixed_float16", loss_scale=DynamicLossScale(256.0, dynamic_growth_steps=2))
-    for _ in range(3):
-        model.train_on_batch(X, Y)
-    path = tmp_path / "model.keras"
-    model.save(path)
-    loaded = keras.saving.load_model(path)
-    assert isinstance(loaded.optimizer, LossScaleOptimizer)
-    assert loaded.optimizer.loss_scale_rule == DynamicLossScale(256.0, dynamic_growth_steps=2)
-    assert snapshot(loaded.optimizer.variables) == snapshot(model.optimizer.variables)
-    assert float(loaded.optimizer.dynamic_scale) == 512.0
 
 
 @pytest.mark.slow
@@ -571,24 +402,3 @@ def test_a_rule_starts_at_its_own_scale_where_the_optimizer_took_no_step():
     optimizer.build(model.trainable_variables)
     prepare(model, loss_scale=mpkeras.DynamicLossScale(64.0))
     assert float(keras.ops.convert_to_numpy(model.optimizer.loss_scale)) == 64.0
-
-
-class Weighing(keras.layers.Layer):
-    """Reads a weight in its `call`, and says no shape of its own."""
-
-    def build(self, input_shape):
-        self.kernel = self.add_weight((input_shape[-1], 2), name="kernel", initializer="ones")
-
-    def call(self, x):
-        return keras.ops.matmul(x, self.kernel)
-
-
-def test_a_layer_of_the_users_own_is_built_by_the_first_step():
-    """On JAX variables have no values while Keras traces it."""
-    model = keras.Sequential([Weighing(), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    prepare(model, "mixed_bfloat16")
-    x = np.ones((4, 3), "float32")
-    history = model.fit(x, x[:, :1], epochs=2, verbose=0).history
-    assert history["skipped_steps"] == [0, 0] and np.isfinite(history["loss"]).all()
-    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]

@@ -59,6 +59,7 @@ def _check_that_the_files_hold_a_state_away_from_its_defaults(directory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "policy"), resume_program.CASES)
 def test_training_goes_on_exactly(resumed, name, policy):
+    """P19: the optimizer whose state is saved is the one that a file makes."""
     if name in resume_program.TF_FORMATS and keras.backend.backend() != "tensorflow":
         pytest.skip("for tensorflow")
     directory, whole = resumed
@@ -134,13 +135,6 @@ def test_files_of_stock_keras_go_on_with_their_scale(stock, load):
     assert snapshot(optimizer.inner_optimizer.variables) == snapshot(trained.optimizer.inner_optimizer.variables)
     assert np.isfinite(float(model.train_on_batch(np.ones((4, 6)), np.ones((4, 1)))))
     assert int(optimizer.iterations) == 4
-
-
-def test_a_stock_file_loaded_under_another_global_policy_loses_its_optimizer_state_aloud(stock):
-    """What `loaded_and_compiled` is for: by the time `prepare` sees the model, its state is gone."""
-    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
-        model = keras.saving.load_model(stock[1] / "stock.keras")
-    assert int(model.optimizer.iterations) == 0
 
 
 @pytest.mark.backends("tensorflow")

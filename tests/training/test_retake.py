@@ -13,6 +13,7 @@ from mpkeras.policies.loss_scaling import DynamicLossScale, number
 from mpkeras.training import retake
 from tests.scaling.test_several_optimizers import Gan
 from tests.step_modes import FIT_MODES
+from tests.training.models import WAYS
 
 BACKEND = keras.backend.backend()
 BATCH, BATCHES = 8, 4
@@ -56,25 +57,10 @@ def counters(optimizer):
     return [int(number(ops.convert_to_tensor(getattr(optimizer, name)))) for name in names]
 
 
-def dense(*units):
-    return lambda: model_of(*[layers.Dense(n, "relu") for n in units], layers.Dense(1))
-
-
 def two_inputs():
     keras.utils.set_random_seed(5)
     first, second = keras.Input((6,)), keras.Input((6,))
     return keras.Model([first, second], layers.Dense(1)(layers.Concatenate()([first, layers.Dense(4)(second)])))
-
-
-def autoencoder():
-    return model_of(layers.Dense(3, "tanh"), layers.Dense(6))
-
-
-def residual():
-    keras.utils.set_random_seed(5)
-    inputs = keras.Input((6,))
-    x = layers.LayerNormalization()(inputs + layers.Dense(6, "gelu")(inputs))
-    return keras.Model(inputs, layers.Dense(1)(x))
 
 
 class OfTheUsersOwn(keras.Model):
@@ -87,34 +73,38 @@ class OfTheUsersOwn(keras.Model):
         return self.head(self.hidden(x))
 
 
-def of_images(*stack):
-    return lambda: model_of(*stack, layers.Flatten(), layers.Dense(1), shape=(6, 6, 2))
+def dense(*units):
+    return lambda: model_of(*[layers.Dense(n, "relu") for n in units], layers.Dense(1))
 
 
-def of_series(*stack):
-    return lambda: model_of(*stack, layers.Dense(1), shape=(5, 3))
-
-
+# What makes a model; inputs, targets, loss and optimizer.
 HEALTHY = {
     "one layer": (dense(), X, Y, "mse", "sgd"),
-    "two layers": (dense(8), X, Y, "mse", "adam"),
     "four layers": (dense(8, 8, 8), X, 3 * Y, "mse", "adamw"),
     "small targets": (dense(8), X, Y / 100, "mse", "rmsprop"),
     "absolute error": (dense(8), X, 30 * Y, "mae", "adam"),
     "huber": (dense(8), X, Y, keras.losses.Huber(50.0), "nadam"),
     "a sum": (dense(8), X, Y / 10, keras.losses.MeanSquaredError(reduction="sum"), "adam"),
-    "log cosh": (dense(4), X, Y, "log_cosh", "lion"),
-    "logarithms": (dense(4), X, np.abs(Y), "mean_squared_logarithmic_error", "adam"),
+    "logarithms": (dense(4), X, np.abs(Y), "mean_squared_logarithmic_error", "lion"),
     "everything": (everything, X, Y, "mse", "adam"),
     "of the user's own": (OfTheUsersOwn, X, Y, "mse", "adam"),
     "two inputs": (two_inputs, [X, X[::-1]], Y, "mse", "adagrad"),
-    "residual": (residual, X, Y, "mse", "adam"),
-    "autoencoder": (autoencoder, X, 100 * X, "mse", "adamax"),
+    "autoencoder": (lambda: model_of(layers.Dense(3, "tanh"), layers.Dense(6)), X, 100 * X, "mse", "adamax"),
     "classifier": (lambda: model_of(layers.Dense(3, "softmax")), X, CLASSES, "sparse_categorical_crossentropy", "adam"),
-    "convolutions": (of_images(layers.Conv2D(3, 3, activation="relu")), IMAGES, Y, "mse", "adam"),
-    "separable": (of_images(layers.SeparableConv2D(3, 3), layers.MaxPooling2D()), IMAGES, Y, "mse", "adam"),
-    "lstm": (of_series(layers.LSTM(4)), SERIES, Y, "mse", "adam"),
-    "gru": (of_series(layers.GRU(4, dropout=0.2, seed=2)), SERIES, Y, "mse", "adam"),
+    "convolutions": (
+        lambda: model_of(layers.SeparableConv2D(3, 3), layers.Flatten(), layers.Dense(1), shape=(6, 6, 2)),
+        IMAGES,
+        Y,
+        "mse",
+        "adam",
+    ),
+    "recurrent": (
+        lambda: model_of(layers.GRU(4, dropout=0.2, seed=2), layers.Dense(1), shape=(5, 3)),
+        SERIES,
+        Y,
+        "mse",
+        "adam",
+    ),
     "embedding": (
         lambda: model_of(layers.Embedding(12, 4), layers.GlobalAveragePooling1D(), layers.Dense(1), shape=(5,)),
         WORDS,
@@ -140,16 +130,17 @@ def test_no_batch_of_a_healthy_model_is_lost(name):
     history = fit(model, x, y)
     assert (history["skipped_steps"], int(model.optimizer.iterations)) == ([0], BATCHES)
 
-    model = make()
-    mpkeras.apply_policy(model, "mixed_float16")
-    loss = keras.losses.get(loss)
-    loss = loss if isinstance(loss, keras.losses.Loss) else lambda y, y_pred, loss=loss: loss(y, y_pred)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one layer", "two inputs", "recurrent"])
+def test_no_batch_is_lost_in_a_loop_of_ones_own(name):
+    make, x, y, loss, optimizer = HEALTHY[name]
+    model = mpkeras.apply_policy(make(), "mixed_float16")
     step = mpkeras.make_train_step(model, optimizer_of(optimizer), loss, jit_compile=False)
-    skipped = []
-    for i in range(0, len(y), BATCH):
-        part = [array[i : i + BATCH] for array in x] if isinstance(x, list) else x[i : i + BATCH]
-        skipped.append(bool(step(part, y[i : i + BATCH])["skipped"]))
-    assert (skipped, int(step.optimizer.iterations)) == ([False] * BATCHES, BATCHES)
+    for rows in (slice(i, i + BATCH) for i in range(0, len(y), BATCH)):
+        batch = [array[rows] for array in x] if isinstance(x, list) else x[rows]
+        assert not bool(step(batch, y[rows])["skipped"])
+    assert int(step.optimizer.iterations) == BATCHES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,61 +151,43 @@ def warmed_up():
         fit(prepared(), X[:BATCH], Y[:BATCH])
 
 
-def bits(model):
-    state = mpkeras.state_dict(model)
-    return {name: value.tobytes() for name, value in state.items() if "dynamic_scale" not in name}
+def bits(state):
+    return {name: value.tobytes() for name, value in state.items() if "scale" not in name}
+
+
+def first_step(way, options, loss_scale=None):
+    """Returns the state after a step on the first batch, what the step tells, and the optimizer."""
+    model, optimizer = everything(), keras.optimizers.Adam(0.02)
+    if way == "fit":
+        history = fit(prepared(model, optimizer=optimizer, loss_scale=loss_scale, **options), X[:BATCH], Y[:BATCH])
+        state, told, optimizer = mpkeras.state_dict(model), {key: history[key][0] for key in history}, model.optimizer
+    else:
+        optimizer = mpkeras.LossScaleOptimizer(optimizer, loss_scale=loss_scale or "dynamic")
+        step = step_of(model, optimizer, metrics=[keras.metrics.MeanAbsoluteError()], **options)
+        told = {name: float(value) for name, value in step(X[:BATCH], Y[:BATCH]).items()}
+        state = step.state_dict()
+    assert told.pop("loss_scale") == number(optimizer.loss_scale)
+    return bits(state), told, optimizer
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:All 1 steps of epoch 1 were skipped")
-@pytest.mark.parametrize("options", FIT_MODES)
-def test_nothing_is_left_of_an_attempt_but_the_smaller_scale(options):
+@pytest.mark.parametrize(("way", "options"), WAYS)
+def test_nothing_is_left_of_an_attempt_but_the_smaller_scale(way, options):
     """The first batch trains as in a model whose scale begins where this one's came to."""
-    models = [prepared(**options)]
-    history = fit(models[0], X[:BATCH], Y[:BATCH])
-    assert history["loss_scale"] == [number(models[0].optimizer.loss_scale)]
-    found = number(models[0].optimizer.loss_scale) * retake.HEADROOM
+    state, told, optimizer = first_step(way, options)
+    found = number(optimizer.loss_scale) * retake.HEADROOM
     assert 2.0 < found < 2.0**13
-    models.append(prepared(loss_scale=DynamicLossScale(found), **options))
-    expected = fit(models[1], X[:BATCH], Y[:BATCH])
-    assert bits(models[0]) == bits(models[1])
-    assert {**history, "loss_scale": None} == {**expected, "loss_scale": None}
-    assert counters(models[0].optimizer) == [1, 0, 0, 0, 0]
+    assert counters(optimizer) == [1, 0, 0, 0, 0]
+    assert (state, told) == first_step(way, options, DynamicLossScale(found))[:2]
     # And twice the scale would have been too much.
-    once = prepared(loss_scale=found * 2, **options)
-    assert fit(once, X[:BATCH], Y[:BATCH])["skipped_steps"] == [1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("jit_compile", [True, False] if BACKEND != "torch" else [False])
-def test_in_a_loop_of_ones_own(jit_compile):
-    def first_step(optimizer):
-        model = everything()
-        mpkeras.apply_policy(model, "mixed_float16")
-        metrics = [keras.metrics.MeanAbsoluteError()]
-        step = mpkeras.make_train_step(model, optimizer, "mse", jit_compile=jit_compile, metrics=metrics)
-        result = {name: float(value) for name, value in step(X[:BATCH], Y[:BATCH]).items()}
-        assert counters(step.optimizer) == [1, 0, 0, 0, 0]
-        assert result.pop("loss_scale") == number(step.optimizer.loss_scale)
-        return step, result
-
-    step, result = first_step(keras.optimizers.Adam(0.02))
-    found = number(step.optimizer.loss_scale) * retake.HEADROOM
-    expected, expected_result = first_step(mpkeras.LossScaleOptimizer(keras.optimizers.Adam(0.02), found))
-    assert result == expected_result and not result["skipped"]
-    states = [one.state_dict() for one in (step, expected)]
-    assert all(states[0][name].tobytes() == states[1][name].tobytes() for name in states[0] if "scale" not in name)
+    assert int(first_step(way, options, found * 2)[2].skipped_steps) == 1
 
 
 def counting(x, y, drawn):
     for i in range(0, len(x), BATCH):
         drawn.append(i)
         yield x[i : i + BATCH], y[i : i + BATCH]
-
-
-def drawn_by_python():
-    drawn: list = []
-    return (lambda: counting(X, Y, drawn)), drawn
 
 
 @pytest.mark.slow
@@ -228,7 +201,7 @@ def test_each_batch_of_a_generator_is_drawn_once(options):
     assert drawn[:BATCHES] == list(range(0, len(X), BATCH))
     expected = prepared(**options)
     fit(expected)
-    assert bits(model) == bits(expected)
+    assert bits(mpkeras.state_dict(model)) == bits(mpkeras.state_dict(expected))
 
 
 @pytest.mark.slow
@@ -238,7 +211,7 @@ def test_the_steps_of_an_execution_are_taken_one_by_one_until_one_counts(options
     together, alone = (prepared(steps_per_execution=steps, **options) for steps in (3, 1))
     assert fit(together, epochs=2)["skipped_steps"] == [0, 0]
     fit(alone, epochs=2)
-    assert bits(together) == bits(alone)
+    assert bits(mpkeras.state_dict(together)) == bits(mpkeras.state_dict(alone))
     assert counters(together.optimizer) == [2 * BATCHES, 0, 0, 0, 0]
 
 
@@ -248,10 +221,10 @@ def test_the_steps_of_an_execution_are_taken_one_by_one_until_one_counts(options
 def test_datasets_of_unknown_length_and_of_ragged_rows():
     import tensorflow as tf
 
-    spec = (tf.TensorSpec((None, 6)), tf.TensorSpec((None, 1)))
-    make, drawn = drawn_by_python()
+    spec, drawn = (tf.TensorSpec((None, 6)), tf.TensorSpec((None, 1))), []
+    data = tf.data.Dataset.from_generator(lambda: counting(X, Y, drawn), output_signature=spec)
     model = prepared(jit_compile=False)
-    fit(model, tf.data.Dataset.from_generator(make, output_signature=spec), None, batch_size=None)
+    fit(model, data, None, batch_size=None)
     assert (counters(model.optimizer)[:2], len(drawn)) == ([BATCHES, 0], BATCHES)
 
     class Bag(keras.Model):
@@ -331,16 +304,15 @@ def test_a_batch_whose_loss_is_not_finite_is_skipped_and_the_next_one_taken_agai
     assert counters(model.optimizer) == [BATCHES - 1, 1, 0, 1, 0]
 
 
+def step_of(model, optimizer, **options):
+    mpkeras.apply_policy(model, "mixed_float16")
+    return mpkeras.make_train_step(model, optimizer, "mse", **{"jit_compile": False, **options})
+
+
 def test_a_batch_without_rows_is_skipped_and_the_next_one_taken_again():
-    step = mpkeras.make_train_step(mpkeras_model(), keras.optimizers.Adam(0.02), "mse", jit_compile=False)
+    step = step_of(dense(4)(), keras.optimizers.Adam(0.02))
     assert bool(step(X[:0], Y[:0])["skipped"]) and float(step(X[:0], Y[:0])["loss_scale"]) == 2.0**15
     assert not bool(step(X[:BATCH], Y[:BATCH])["skipped"])
-
-
-def mpkeras_model():
-    model = model_of(layers.Dense(4), layers.Dense(1))
-    mpkeras.apply_policy(model, "mixed_float16")
-    return model
 
 
 def first_batch_is_skipped(model, scale):
@@ -384,23 +356,19 @@ class NoGradient(layers.Layer):
 POSITIVE = np.abs(X)
 
 
-def incurable(**options):
-    return prepared(model_of(layers.Dense(4, kernel_initializer="ones"), NoGradient(), layers.Dense(1)), **options)
+def incurable():
+    return model_of(layers.Dense(4, kernel_initializer="ones"), NoGradient(), layers.Dense(1))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:All 3 steps of epoch 1 were skipped", "ignore:.*its lowest")
-def test_a_batch_that_no_scale_cures_is_skipped_as_ever():
-    model = incurable(metrics=None, **EAGER)
+def test_a_batch_that_no_scale_cures_is_skipped_and_the_next_one_taken_again():
+    model = prepared(incurable(), metrics=None, **EAGER)
     history = fit(model, -POSITIVE[: 3 * BATCH], Y[: 3 * BATCH])
     assert counters(model.optimizer) == [0, 3, 3, 0, 1]
     assert history["skipped_steps"] == [3] and history["loss_scale"] == [2.0**12]
     assert np.isfinite(history["loss"][0])
-
-
-@pytest.mark.slow
-def test_a_batch_after_one_that_no_scale_cures_is_taken_again():
-    model = incurable(metrics=None, **EAGER)
+    model = prepared(incurable(), metrics=None, **EAGER)
     x = np.concatenate([-POSITIVE[:BATCH], POSITIVE[: 2 * BATCH]])
     assert fit(model, x, Y[: 3 * BATCH])["skipped_steps"] == [1]
     assert counters(model.optimizer) == [2, 1, 0, 0, 0]
@@ -408,32 +376,24 @@ def test_a_batch_after_one_that_no_scale_cures_is_taken_again():
 
 @pytest.mark.slow
 def test_training_that_stands_still_is_told_at_once():
-    with pytest.raises(
-        FloatingPointError, match="2 steps in a row were skipped at every loss scale down to its lowest"
-    ):
-        model = model_of(layers.Dense(4, kernel_initializer="ones"), NoGradient(), layers.Dense(1))
-        model.compile("sgd", "mse", **EAGER)
+    model = incurable()
+    model.compile("sgd", "mse", **EAGER)
+    with pytest.raises(FloatingPointError, match="2 steps in a row were skipped at every loss scale down to its"):
         fit(model, -POSITIVE, callbacks=[MixedPrecision("mixed_float16", on_min_scale="raise")])
     assert counters(model.optimizer)[1] == 2
     with pytest.warns(UserWarning, match="All 4 steps of epoch 1 were skipped"):
         with pytest.warns(UserWarning, match="at every loss scale"):
-            fit(incurable(**EAGER), -POSITIVE)
+            fit(prepared(incurable(), **EAGER), -POSITIVE)
 
 
-def test_who_goes_on_from_a_file_decides_as_who_never_stopped(tmp_path):
-    x = np.concatenate([-POSITIVE[:BATCH], POSITIVE[: 2 * BATCH]])
-    steps = []
-    for _ in range(2):
-        model = model_of(layers.Dense(4, kernel_initializer="ones"), NoGradient(), layers.Dense(1))
-        mpkeras.apply_policy(model, "mixed_float16")
-        steps.append(mpkeras.make_train_step(model, keras.optimizers.SGD(1e-6), "mse", jit_compile=False))
-    one, other = steps
-    assert bool(one(x[:BATCH], Y[:BATCH])["skipped"])
-    np.savez(tmp_path / "state.npz", **one.state_dict())
+def test_a_training_that_goes_on_from_a_file_decides_as_one_that_never_stopped(tmp_path):
+    steps = [step_of(incurable(), keras.optimizers.SGD(1e-6)) for _ in range(2)]
+    assert bool(steps[0](-POSITIVE[:BATCH], Y[:BATCH])["skipped"])
+    np.savez(tmp_path / "state.npz", **steps[0].state_dict())
     with np.load(tmp_path / "state.npz") as state:
-        other.load_state_dict(state)
+        steps[1].load_state_dict(state)
     for step in steps:
-        assert not bool(step(x[BATCH : 2 * BATCH], Y[:BATCH])["skipped"])
+        assert not bool(step(POSITIVE[:BATCH], Y[:BATCH])["skipped"])
     states = [step.state_dict() for step in steps]
     assert all(states[0][name].tobytes() == states[1][name].tobytes() for name in states[0])
 
@@ -441,16 +401,12 @@ def test_who_goes_on_from_a_file_decides_as_who_never_stopped(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
 def test_accumulation(on_overflow):
-    model = everything()
-    mpkeras.apply_policy(model, "mixed_float16")
-    options = {"jit_compile": False, "accumulate_steps": 2, "on_overflow": on_overflow}
-    step = mpkeras.make_train_step(model, keras.optimizers.SGD(1e-4), "mse", **options)
+    step = step_of(everything(), keras.optimizers.SGD(1e-4), accumulate_steps=2, on_overflow=on_overflow)
     skipped = [bool(step(X[i : i + BATCH], Y[i : i + BATCH])["skipped"]) for i in range(0, len(X), BATCH)]
     assert skipped == [False] * BATCHES
     assert counters(step.optimizer)[:2] == [BATCHES // 2, 0] and number(step.optimizer.accepted_steps) == BATCHES
 
-    inner = keras.optimizers.SGD(1e-4, gradient_accumulation_steps=2)
-    model = prepared(optimizer=inner, **EAGER)
+    model = prepared(optimizer=keras.optimizers.SGD(1e-4, gradient_accumulation_steps=2), **EAGER)
     assert fit(model)["skipped_steps"] == [0]
     assert number(model.optimizer.accepted_steps) == BATCHES
 
@@ -486,14 +442,9 @@ def test_other_rules(rule):
 @pytest.mark.parametrize("steps", [1, 2] if BACKEND != "torch" else [1])
 def test_what_was_taken_again_is_no_fault(steps, tmp_path):
     box, monitor, fallback = BlackBox(tmp_path), NumericsMonitor(), Float32Fallback(patience=1)
-    model = everything()
     options = {"jit_compile": False} if BACKEND == "tensorflow" else {}
-    model.compile(keras.optimizers.Adam(0.02), "mse", **options)
-    if steps > 1:
-        model.steps_per_execution = steps
-    for callbacks in ([box], [monitor], [fallback], [box, monitor, fallback]):
-        keras.utils.set_random_seed(5)
-        model = keras.models.clone_model(model)
+    for callbacks in ([box], [monitor], [box, monitor, fallback]):
+        model = everything()
         model.compile(keras.optimizers.Adam(0.02), "mse", steps_per_execution=steps, **options)
         history = fit(model, callbacks=[MixedPrecision("mixed_float16"), *callbacks])
         assert history["skipped_steps"] == [0]
@@ -503,7 +454,7 @@ def test_what_was_taken_again_is_no_fault(steps, tmp_path):
 @pytest.mark.filterwarnings("ignore:All 2 steps of epoch 1 were skipped", "ignore:.*its lowest")
 def test_a_capsule_of_a_first_step_is_run_once(tmp_path):
     box = BlackBox(tmp_path)
-    model = model_of(layers.Dense(4, kernel_initializer="ones"), NoGradient(), layers.Dense(1))
+    model = incurable()
     model.compile("sgd", "mse", **EAGER)
     fit(model, -POSITIVE[: 2 * BATCH], Y[: 2 * BATCH], callbacks=[MixedPrecision("mixed_float16"), box])
     run = mpkeras.load_capsule(box.capsules[0]).run()
@@ -512,7 +463,7 @@ def test_a_capsule_of_a_first_step_is_run_once(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
-@pytest.mark.parametrize("options", FIT_MODES)
+@pytest.mark.parametrize("options", FIT_MODES[:2])
 def test_of_two_optimizers_each_finds_its_scale(options):
     rng = np.random.default_rng(4)
     noise, real = rng.normal(size=(24, 6)).astype("float32"), rng.normal(size=(24, 8, 8, 1)).astype("float32")

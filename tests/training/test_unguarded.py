@@ -7,8 +7,8 @@ import pytest
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.training import inventory
+from tests.training.models import loss_and_gradients, without_gradients
 
-BACKEND = keras.backend.backend()
 OWN_STEPS = pytest.mark.backends("tensorflow", "torch")  # Keras' step on JAX carries `model.optimizer` alone
 RNG = np.random.default_rng(2)
 X = RNG.normal(size=(24, 5)).astype("float32")
@@ -60,22 +60,9 @@ def updated_by(optimizer_of):
         def loss_of():
             return keras.ops.mean(keras.ops.square(keras.ops.cast(model(x), "float32") - y))
 
-        if BACKEND == "torch":
-            import torch
-
-            for weight in weights:
-                weight.value.grad = None
-            loss = loss_of()
-            optimizer.scale_loss(loss).backward()
-            with torch.no_grad():
-                optimizer.apply([weight.value.grad for weight in weights], weights)
-            return loss.detach()
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = loss_of()
-            scaled_loss = optimizer.scale_loss(loss)
-        optimizer.apply(tape.gradient(scaled_loss, weights), weights)
+        loss, grads = loss_and_gradients(loss_of, weights, optimizer.scale_loss)
+        with without_gradients():
+            optimizer.apply(grads, weights)
         return loss
 
     return update

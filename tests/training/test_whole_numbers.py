@@ -1,5 +1,6 @@
 """Ids, codes and positions in float data arrive whole, or the layer that rounds them is named at the first batch."""
 
+import contextlib
 import warnings
 
 import keras
@@ -11,6 +12,7 @@ import mpkeras
 from mpkeras._replaced import replaced_attributes
 from mpkeras.callbacks import MixedPrecision, NumericsMonitor
 from mpkeras.training.whole_numbers import Rounded, rounded_whole_numbers
+from tests.training.models import DOORS, made_by
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
 # 4097 lies between two numbers of both 16-bit dtypes.
@@ -72,55 +74,38 @@ def prepared(model, policy):
     return mpkeras.prepare(model, policy, loss_scale=1.0)
 
 
-def fit(model, policy, x=CODES, y=None):
-    y = np.ones(2, "float32") if y is None else y
-    return said_by(lambda: prepared(model, policy).fit(x, y, batch_size=2, shuffle=False, verbose=0))
+def fit(model, policy, x=CODES):
+    return said_by(lambda: prepared(model, policy).fit(x, np.ones(2, "float32"), shuffle=False, verbose=0))
 
 
-EXPECTED = {"mixed_float16": "4097 becomes 4096", "mixed_bfloat16": "4097 becomes 4096"}
-
-
-def by_prepare(model, policy):
-    prepared(model, policy).fit(CODES, np.ones(2), epochs=2, shuffle=False, verbose=0)
-
-
-def by_batch(model, policy):
-    prepared(model, policy)
-    for _ in range(2):
-        model.train_on_batch(CODES, np.ones(2))
-
-
-def by_callback(model, policy):
-    model.compile(keras.optimizers.SGD(0.01), "mse")
-    model.fit(
-        CODES, np.ones(2), epochs=2, shuffle=False, verbose=0, callbacks=[MixedPrecision(policy), NumericsMonitor()]
-    )
-
-
-def by_autoprepare(model, policy):
-    with mpkeras.autoprepare(policy):
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-    model.fit(CODES, np.ones(2), epochs=2, shuffle=False, verbose=0)
-
-
-def by_step(model, policy):
-    mpkeras.apply_policy(model, policy)
-    step = mpkeras.make_train_step(
-        model, keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError(), jit_compile=False
-    )
-    for _ in range(2):
-        step(CODES, np.ones((2, 1), "float32"))
+def train_twice(door, make, policy):
+    """Takes two steps on the same batch through a door, and returns the model."""
+    y = np.ones((2, 1), "float32")
+    if door == "make_train_step":
+        model = mpkeras.apply_policy(make(), policy)
+        step = mpkeras.make_train_step(model, "sgd", "mse", jit_compile=False)
+    else:
+        model, callbacks = made_by("prepare" if door == "train_on_batch" else door, make, policy)
+        step = model.train_on_batch
+    if door in DOORS:
+        callbacks += [NumericsMonitor()] * len(callbacks)
+        model.fit(CODES, y, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        return model
+    step(CODES, y)
+    step(CODES, y)
+    return model
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("door", [by_prepare, by_batch, by_callback, by_autoprepare, by_step])
+@pytest.mark.parametrize("door", [*DOORS, "train_on_batch", "make_train_step"])
 def test_a_layer_of_the_users_own_is_named_once_through_every_door(door, policy):
-    model = functional(Rows(name="rows"))
-    (message,) = said_by(lambda: door(model, policy))
-    assert message.startswith("Layer 'rows' is given whole numbers that ") and EXPECTED[policy] in message
+    models = []
+    (message,) = said_by(lambda: models.append(train_twice(door, lambda: functional(Rows(name="rows")), policy)))
+    assert message.startswith("Layer 'rows' is given whole numbers that ") and "4097 becomes 4096" in message
     assert "'path:^rows$'" in message and policy.removeprefix("mixed_") in message
-    assert said_by(lambda: model.evaluate(CODES, np.ones(2), verbose=0) if model.compiled else None) == []
+    if models[0].compiled:
+        assert said_by(lambda: models[0].evaluate(CODES, np.ones((2, 1)), verbose=0)) == []
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -142,19 +127,15 @@ def test_the_remedy_that_is_named_trains_the_rows_of_float32(policy):
     assert moved("path:^rows$") == moved() == ([7, 258, 3001, 4093, 4097, 4999], [])
 
 
-def subclassed(reading, **options):
-    return Calling(reading, **options)
-
-
 @pytest.mark.parametrize(
     ("make", "x", "layer", "reader"),
     [
-        pytest.param(lambda: subclassed(Rows(name="rows")), CODES, "rows", "rows", id="subclassed"),
+        pytest.param(lambda: Calling(Rows(name="rows")), CODES, "rows", "rows", id="subclassed"),
         pytest.param(
-            lambda: subclassed(Wave(name="wave"), take=lambda x: x[:, :1]), CODES, "wave", "wave", id="a column of it"
+            lambda: Calling(Wave(name="wave"), take=lambda x: x[:, :1]), CODES, "wave", "wave", id="a column of it"
         ),
         pytest.param(
-            lambda: subclassed(Wave(name="wave"), take=lambda x: x["a"][1]),
+            lambda: Calling(Wave(name="wave"), take=lambda x: x["a"][1]),
             {"a": [CODES * 0.1, CODES]},
             "wave",
             "wave",
@@ -172,7 +153,7 @@ def subclassed(reading, **options):
             id="behind one that moves it",
         ),
         pytest.param(
-            lambda: subclassed(layers.Embedding(6000, 2, name="table"), before=layers.Reshape((3,), name="shape")),
+            lambda: Calling(layers.Embedding(6000, 2, name="table"), before=layers.Reshape((3,), name="shape")),
             CODES,
             "shape",
             "table",
@@ -200,9 +181,11 @@ def test_who_rounds_and_who_reads(make, x, layer, reader):
     assert not any(entry.kind == "observed" for part in model.layers for entry in replaced_attributes(part))
 
 
-def test_what_float16_makes_infinite_is_named():
+def test_what_float16_makes_infinite_and_what_a_model_reads_that_its_first_step_builds_is_named():
     (message,) = fit(functional(Wave(name="wave")), "mixed_float16", CODES * 100)
     assert "409700 becomes inf" in message
+    (message,) = fit(Calling(Rows(name="rows")), "mixed_bfloat16")
+    assert "/rows' is given whole numbers" in message and "4097 becomes 4096" in message
 
 
 def test_audit_and_trace_numerics_name_it():
@@ -239,7 +222,7 @@ PRICES = np.array([[81234.0, 2051.0, 1999.0], [9.0, 4097.0, 12345.0]], "float32"
         pytest.param(lambda: functional(layers.Rescaling(1e-4)), PRICES, id="a float32 layer"),
         pytest.param(lambda: functional(Wave(), before=layers.Rescaling(1e-4)), PRICES, id="made small before"),
         pytest.param(lambda: functional(layers.Embedding(90000, 2)), PRICES, id="an Embedding"),
-        pytest.param(lambda: subclassed(Rows(90000)), PRICES.astype("int32"), id="integers"),
+        pytest.param(lambda: Calling(Rows(90000)), PRICES.astype("int32"), id="integers"),
         pytest.param(lambda: functional(Wave(autocast=False)), PRICES, id="a layer that casts nothing"),
         pytest.param(lambda: functional(Wave()), np.full((2, 3), np.nan, "float32"), id="not a number"),
     ],
@@ -249,6 +232,14 @@ def test_healthy_data_is_not_named(make, x, policy):
     model(x)
     mpkeras.apply_policy(model, policy)
     assert rounded_whole_numbers(model, x) == []
+
+
+@contextlib.contextmanager
+def without_a_look():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("guard", "watch"):
+            patch.setattr(f"mpkeras.training.{module}.looking_at_first_batch", lambda model, function: function)
+        yield
 
 
 @pytest.mark.slow
@@ -285,10 +276,7 @@ def test_batches_of_any_kind_are_looked_at_and_all_of_them_trained_on(kind):
     with_a_look = trained(prepared(functional(Rows(name="rows")), "mixed_bfloat16"))
     keras.utils.set_random_seed(3)
     model = prepared(functional(Rows(name="rows")), "mixed_bfloat16")
-    # Named already, and so not looked at.
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("guard", "watch"):
-            patch.setattr(f"mpkeras.training.{module}.looking_at_first_batch", lambda model, function: function)
+    with without_a_look():
         without = trained(model)
     assert with_a_look[1] == without[1] == 3
     assert all(np.array_equal(*pair) for pair in zip(with_a_look[0], without[0], strict=True))
@@ -305,12 +293,6 @@ def test_with_a_black_box_training_goes_on_in_a_second_fit(tmp_path):
         options = {"epochs": 2, "verbose": 0, "callbacks": callbacks}
         said += said_by(lambda options=options: model.fit(CODES, np.ones(2), batch_size=1, **options))
     assert len(said) == 1 and int(model.optimizer.iterations) == 8
-
-
-def test_a_model_that_its_first_step_builds_is_looked_at():
-    model = subclassed(Rows(name="rows"))
-    (message,) = fit(model, "mixed_bfloat16")
-    assert "/rows' is given whole numbers" in message and "4097 becomes 4096" in message
 
 
 @pytest.mark.backends("tensorflow")
@@ -332,9 +314,7 @@ def test_a_look_costs_no_trace(rows):
         said = said_by(lambda: model.fit(data, np.ones((rows, 1)), batch_size=2, epochs=2, shuffle=False, verbose=0))
         return len(traced), len(said)
 
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("guard", "watch"):
-            patch.setattr(f"mpkeras.training.{module}.looking_at_first_batch", lambda model, function: function)
+    with without_a_look():
         number, _ = traces(x)
     assert traces(x) == (number, 1)
 
