@@ -57,7 +57,6 @@ def test_without_measuring_there_is_no_table_and_the_remedy_is_an_option(capsys,
     assert lines[1:3] == ["", "Not measured, and so not sure: this is a guess from the device and the layers alone."]
 
 
-@pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("arguments", [["--data", "none.npz"], ["--batch-size", "5"], ["--budget", "3"]])
 def test_without_measuring_no_option_is_ignored(capsys, path, arguments):
     line = failing_line(capsys, path, "--no-measure", *arguments)
@@ -72,21 +71,28 @@ def test_what_16_bits_are_good_for_is_followed_by_the_commands(capsys, path, mon
     assert f"`mpkeras convert {path} --policy mixed_float16 OUT.keras` converts the file." in text
 
 
-def test_bad_files(capsys, path, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "arrays", "expected"),
+    [
+        ("none.npz", None, "`numpy.savez"),
+        ("other.npz", {"z": np.ones(3)}, "Expected an array `x`, or one for each of the inputs ['features']"),
+        ("empty.npz", {"x": np.ones((0, 4))}, "at least one example"),
+        ("wrong.npz", {"x": np.ones((2, 9))}, "none of"),
+        ("wrong.npz", {"x": np.ones((2, 9))}, "Give one that it takes: `--data FILE.npz`."),
+    ],
+)
+def test_bad_data(capsys, path, tmp_path, name, arrays, expected):
+    if arrays is not None:
+        np.savez(tmp_path / name, **arrays)
+    assert expected in failing_line(capsys, path, "--data", tmp_path / name)
+
+
+def test_files_of_another_kind(capsys, path, tmp_path):
     assert "does not exist" in failing_line(capsys, tmp_path / "none.keras")
-    assert "`numpy.savez" in failing_line(capsys, path, "--data", tmp_path / "none.npz")
     (tmp_path / "broken.npz").write_bytes(b"PK no zip")
-    assert "`numpy.savez" in failing_line(capsys, path, "--data", tmp_path / "broken.npz")
-    np.savez(tmp_path / "other.npz", z=np.ones(3))
-    line = failing_line(capsys, path, "--data", tmp_path / "other.npz")
-    assert "Expected an array `x`, or one for each of the inputs ['features']" in line
-    np.savez(tmp_path / "empty.npz", x=np.ones((0, 4)))
-    assert "at least one example" in failing_line(capsys, path, "--data", tmp_path / "empty.npz")
-    np.savez(tmp_path / "wrong.npz", x=np.ones((2, 9)))
-    line = failing_line(capsys, path, "--data", tmp_path / "wrong.npz")
-    assert "none of" in line and line.endswith("Give one that it takes: `--data FILE.npz`.")
     np.save(tmp_path / "one.npy", np.ones((2, 4)))
-    assert "`numpy.savez" in failing_line(capsys, path, "--data", tmp_path / "one.npy")
+    for name in ("broken.npz", "one.npy"):
+        assert "`numpy.savez" in failing_line(capsys, path, "--data", tmp_path / name)
 
 
 @keras.saving.register_keras_serializable("test_advice_command")
@@ -99,7 +105,6 @@ class Subclassed(keras.Model):
         return self.dense(x)
 
 
-@pytest.mark.backends("tensorflow")
 def test_of_a_model_without_names_of_inputs_x_alone_is_asked_for(capsys, tmp_path):
     model = Subclassed()
     model(np.ones((2, 4)))
@@ -107,6 +112,8 @@ def test_of_a_model_without_names_of_inputs_x_alone_is_asked_for(capsys, tmp_pat
     np.savez(tmp_path / "other.npz", z=np.ones((2, 4)))
     line = failing_line(capsys, tmp_path / "own.keras", "--data", tmp_path / "other.npz")
     assert "Expected an array `x`. Received: " in line and "with ['z']. Write it with `numpy.savez" in line
+    with pytest.raises(ValueError, match="says what inputs.*--data"):
+        random_inputs(model, 4)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +140,6 @@ def test_random_inputs_follow_the_structure_of_the_model():
     assert set(np.unique(batch["words"])) <= {0, 1}
 
 
-def test_inputs_that_cannot_be_made():
+def test_inputs_of_unknown_size_cannot_be_made():
     with pytest.raises(ValueError, match="known shape.*--data"):
         random_inputs(keras.Sequential([keras.Input((None, 3)), keras.layers.Dense(2)]), 4)
-
-    class Own(keras.Model):
-        def call(self, x):
-            return x
-
-    with pytest.raises(ValueError, match="says what inputs.*--data"):
-        random_inputs(Own(), 4)
