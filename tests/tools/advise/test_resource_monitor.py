@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import pytest
 
-import mpkeras
 from mpkeras.callbacks import MixedPrecision, ResourceMonitor
 from mpkeras.tools.advise import resource_monitor
 from mpkeras.tools.advise.resource_monitor import process_peak_bytes
@@ -123,12 +122,6 @@ def test_history_and_csv_beside_the_loss_scale(monitor_first, tmp_path, capsys):
     assert "step_time_ms: " in shown and "peak_bytes: " in shown and "loss_scale: " in shown
 
 
-def test_history_has_them_behind_a_logger_too(tmp_path):
-    callbacks = [keras.callbacks.CSVLogger(tmp_path / "log.csv"), ResourceMonitor(4)]
-    history = compiled().fit(X, Y, batch_size=4, callbacks=callbacks, verbose=0).history
-    assert set(history) == {"loss", "mae", "examples_per_s"} | NAMES
-
-
 @pytest.mark.parametrize("options", [{"jit_compile": True}, {"steps_per_execution": 3}, {"run_eagerly": True}])
 def test_modes_of_fit(options, backend):
     if backend == "torch" and "run_eagerly" not in options:
@@ -156,28 +149,6 @@ def test_keras_goes_on_handing_out_batches_in_its_own_threads():
     assert with_monitor._async_train == without._async_train
 
 
-@pytest.mark.backends("tensorflow")
-def test_tensorboard_finds_all_of_them(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    callbacks = [MixedPrecision("mixed_float16"), ResourceMonitor(4), keras.callbacks.TensorBoard(tmp_path)]
-    compiled().fit(X, Y, batch_size=4, epochs=2, callbacks=callbacks, verbose=0)
-    events = accumulator.EventAccumulator(str(tmp_path / "train"))
-    events.Reload()
-    names = {"loss", "mae", "loss_scale", "skipped_steps", "examples_per_s"} | NAMES
-    assert {f"epoch_{name}" for name in names} <= set(events.Tags()["tensors"])
-    assert len(events.Tensors("epoch_step_time_ms")) == 2
-
-
 def test_peak_of_the_process_is_in_bytes():
     # More than Python with Keras takes in any case, and less than a machine has.
     assert 5e7 < process_peak_bytes() < 1e13
-
-
-def test_the_guard_sees_the_larger_batch():
-    from mpkeras.training.guard import seen_batch_size
-
-    model = compiled()
-    assert seen_batch_size(model) is None
-    mpkeras.prepare(model, "mixed_bfloat16")
-    model.fit(X, Y, batch_size=8, verbose=0)
-    assert seen_batch_size(model) == (8 if BATCH_IS_SEEN else None)

@@ -68,7 +68,8 @@ def test_what_fits_is_found_and_no_plan_is_over_its_limit():
     of_rungs = [report[name]["peak_bytes"] for name in rungs]
     # In this order, each with less memory than the one before.
     assert of_rungs == sorted(of_rungs, reverse=True)
-    for policy, peak in zip(rungs.values(), of_rungs, strict=True):
+    for name in ("slots", "products"):
+        policy, peak = rungs[name], report[name]["peak_bytes"]
         # Just room for this one: 5 % are left free. The figure is that of `forecast`.
         plan = planned(int(peak / 0.95) + 100)
         (row,) = [row for row in plan.candidates if row["is_the_plan"]]
