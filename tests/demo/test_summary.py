@@ -43,17 +43,35 @@ def row(policy="mixed_bfloat16", task=TEXT, **changes):
         "task": task.name,
         "policy": policy,
         "quality_name": task.quality_name,
+        "higher_is_better": task.higher_is_better,
         "seeds": 3,
         "error": None,
-        "quality_mean": 3.0,
-        "quality_std": 0.01,
-        "speed_up": 1.5,
+        "shortened": None,
+        "quality_mean": 3.00449,
+        "quality_std": 0.0151,
+        "same_quality": True,
+        "step_time_ms": 40.25,
+        "speed_up": 1.496,
         "speed_up_low": 1.4,
         "speed_up_high": 1.6,
+        "skipped_steps": 2,
+        "loss_scale_min": 8192.0,
+        "loss_scale_max": 32768.0,
+        "layer_output_bytes": 9 * 2**20 + 2**19,
         "layer_output_ratio": 0.6,
-        "same_quality": True,
+        "xla_temporary_bytes": None,
+        "missing_kernels": [],
         **changes,
     }
+
+
+def without_numbers(policy="mixed_float16", **changes):
+    """A row of a policy that did not run."""
+    numbers = dict.fromkeys(("speed_up", "speed_up_low", "speed_up_high", "layer_output_ratio"))
+    return row(policy, **{**numbers, "seeds": 0, "error": "NotImplementedError: no kernel", **changes})
+
+
+LEFT_OUT = without_numbers(error=None, shortened="left out: ...", first_step_ms=993.4, first_step_ratio=0.038)
 
 
 def summarized(tasks, policies, records, times, **plans):
@@ -168,7 +186,6 @@ def test_pays_off(changes, expected):
 
 
 SLOW = {"speed_up": 0.95, "speed_up_low": 0.9}
-NOT_RUN = {"task": "text", "policy": "mixed_float16", "error": "no", "same_quality": None}
 
 
 @pytest.mark.parametrize(
@@ -237,54 +254,15 @@ def test_verdict(rows, expected):
         ),
         pytest.param([row(seeds=1, quality_std=None)], "of one seed, so the spread is unknown", id="one seed"),
         pytest.param([row("float32"), row(speed_up=None)], "Nothing could be compared", id="no baseline"),
-        pytest.param([row("float32"), NOT_RUN], "Nothing could be compared", id="no kernel"),
+        pytest.param([row("float32"), without_numbers()], "Nothing could be compared", id="no kernel"),
     ],
 )
 def test_verdict_says(rows, expected):
     assert expected in summary.verdict(rows)
 
 
-def table_row(policy, **changes):
-    return {
-        "task": "text",
-        "policy": policy,
-        "quality_name": "held-out bits per byte",
-        "error": None,
-        "quality_mean": 3.00449,
-        "quality_std": 0.0151,
-        "step_time_ms": 40.25,
-        "speed_up": 1.496,
-        "skipped_steps": 2,
-        "loss_scale_min": 8192.0,
-        "loss_scale_max": 32768.0,
-        "layer_output_bytes": 9 * 2**20 + 2**19,
-        "xla_temporary_bytes": None,
-        "missing_kernels": [],
-        "seeds": 3,
-        "shortened": None,
-        **changes,
-    }
-
-
-FAILED = {
-    "task": "text",
-    "policy": "mixed_float16",
-    "quality_name": "held-out bits per byte",
-    "error": "NotImplementedError: no kernel",
-    "seeds": 0,
-    "shortened": None,
-}
-LEFT_OUT = {
-    **FAILED,
-    "error": None,
-    "shortened": "left out: at 993 ms",
-    "first_step_ms": 993.4,
-    "first_step_ratio": 0.038,
-}
-
-
 def test_cells():
-    header, (cells,), footnotes = summary.columns([table_row("mixed_bfloat16")])
+    header, (cells,), footnotes = summary.columns([row("mixed_bfloat16")])
     assert dict(zip(header, cells, strict=True)) == {
         "Task": "text (bits/byte)",
         "Policy": "mixed_bfloat16",
@@ -309,29 +287,29 @@ def test_cells():
     ],
 )
 def test_cells_of_special_cases(changes, column, expected):
-    header, (cells,), _ = summary.columns([table_row("mixed_bfloat16", **changes)])
+    header, (cells,), _ = summary.columns([row("mixed_bfloat16", **changes)])
     assert dict(zip(header, cells, strict=True))[column] == expected
 
 
 def test_what_did_not_run_was_shortened_or_left_out_gets_a_footnote():
-    fewer = table_row("mixed_bfloat16", seeds=1, shortened="1 of 3 runs: at 400 ms")
+    fewer = row("mixed_bfloat16", seeds=1, shortened="1 of 3 runs: at 400 ms")
     # Its layers without a kernel get a footnote and no mark.
-    kept = table_row("mixed_float16", missing_kernels=[["MultiHeadAttention", "raises in float16 here"]])
-    header, lines, footnotes = summary.columns([fewer, LEFT_OUT, kept, FAILED])
+    kept = row("mixed_float16", missing_kernels=[["MultiHeadAttention", "raises in float16 here"]])
+    header, lines, footnotes = summary.columns([fewer, LEFT_OUT, kept, without_numbers()])
     assert [cells[2] for cells in lines] == ["3.004 ± 0.015 (1)", "left out (2)", "3.004 ± 0.015", "not run (3)"]
     assert lines[1] == ["text (bits/byte)", "mixed_float16", "left out (2)", "993", "0.04x", "-", "-", "-"]
     assert lines[3] == ["text (bits/byte)", "mixed_float16", "not run (3)", "-", "-", "-", "-", "-"]
     assert {len(cells) for cells in lines} == {len(header)}
     assert footnotes == [
         "(1) text, mixed_bfloat16: 1 of 3 runs: at 400 ms",
-        "(2) text, mixed_float16: left out: at 993 ms",
+        "(2) text, mixed_float16: left out: ...",
         "text, mixed_float16: MultiHeadAttention stays in float32, as it raises in float16 here",
         "(3) text, mixed_float16: NotImplementedError: no kernel",
     ]
 
 
 def test_the_table_its_footnotes_and_notes_are_shown():
-    text = summary.render([table_row("float32"), table_row("mixed_bfloat16"), FAILED], "On this machine", "3")
+    text = summary.render([row("float32"), row("mixed_bfloat16"), without_numbers()], "On this machine", "3")
     for wanted in (
         "On this machine",
         "float32",
@@ -342,7 +320,7 @@ def test_the_table_its_footnotes_and_notes_are_shown():
     ):
         assert wanted in text
     assert "left out: the" not in text
-    text = summary.render([table_row("float32"), LEFT_OUT], "On this machine", "3")
+    text = summary.render([row("float32"), LEFT_OUT], "On this machine", "3")
     assert "left out: the second training step" in " ".join(text.split())
 
 
@@ -355,7 +333,7 @@ def test_the_table_its_footnotes_and_notes_are_shown():
     ],
 )
 def test_nothing_is_cut_off_where_the_terminal_is_narrow(policy, temporary_bytes, widest):
-    rows = [table_row(policy, loss_scale_max=8192.0, step_time_ms=234.5, xla_temporary_bytes=temporary_bytes)]
+    rows = [row(policy, loss_scale_max=8192.0, step_time_ms=234.5, xla_temporary_bytes=temporary_bytes)]
     text = summary.render(rows, "On this machine", "3", width=80)
     (line,) = [line for line in text.splitlines() if "MiB" in line]
     wanted = ["text (bits/byte)", policy, "3.004 ± 0.015", "234.5", "1.50x", "2", "8192", "9.5 MiB"]
@@ -363,52 +341,30 @@ def test_nothing_is_cut_off_where_the_terminal_is_narrow(policy, temporary_bytes
     assert max(len(line) for line in text.splitlines()) <= widest
 
 
-def bar(task, policy, **changes):
-    return {
-        "task": task,
-        "policy": policy,
-        "quality_name": "held-out accuracy",
-        "higher_is_better": True,
-        "seeds": 2,
-        "error": None,
-        "speed_up": 1.5,
-        "speed_up_low": 1.4,
-        "speed_up_high": 1.7,
-        "layer_output_ratio": 0.6,
-        **changes,
-    }
-
-
-def curve(task, policy, *quality):
-    return {"task": task, "policy": policy, "error": None, "history": {"quality": list(quality)}}
-
-
-def failed_bar(task, policy):
-    of_speed = dict.fromkeys(("speed_up", "speed_up_low", "speed_up_high", "layer_output_ratio"))
-    return bar(task, policy, **of_speed, seeds=0, error="no kernel")
-
-
-NO_BASELINE = bar("digits", "mixed_float16", speed_up=None, layer_output_ratio=None)
+def curve(policy, *quality, task=TEXT):
+    return {"task": task.name, "policy": policy, "error": None, "history": {"quality": list(quality)}}
 
 
 @NEEDS_MATPLOTLIB
 @pytest.mark.parametrize(
-    ("rows", "seeds"),
+    "rows",
     [
         pytest.param(
-            [bar(task, policy) for task in ("digits", "text") for policy in ("float32", "mixed_bfloat16", "another")],
-            2,
+            [row(policy, task) for task in (DIGITS, TEXT) for policy in ("float32", "mixed_bfloat16", "another")],
             id="two tasks",
         ),
-        pytest.param([bar("digits", "float32", seeds=1), failed_bar("digits", "mixed_float16")], 1, id="one seed"),
-        pytest.param([failed_bar("digits", "float32"), NO_BASELINE], 1, id="no baseline"),
+        pytest.param([row("float32", seeds=1), without_numbers()], id="one seed"),
+        pytest.param([without_numbers("float32"), row(speed_up=None, layer_output_ratio=None)], id="no baseline"),
     ],
 )
-def test_picture_is_1600_pixels_wide(tmp_path, rows, seeds):
-    ran = [row for row in rows if row["error"] is None]
-    records = [curve(row["task"], row["policy"], 0.5, 0.75 + seed / 10) for row in ran for seed in range(seeds)]
-    titles = {"digits": "title", "text": "title"}
-    summary.save_picture(tmp_path / "demo.png", rows, records, titles, "heading")
+def test_picture_is_1600_pixels_wide(tmp_path, rows):
+    tasks = {task.name: task for task in (DIGITS, TEXT)}
+    records = [
+        curve(row["policy"], 0.5, 0.75 + seed / 10, task=tasks[row["task"]])
+        for row in rows
+        for seed in range(row["seeds"])
+    ]
+    summary.save_picture(tmp_path / "demo.png", rows, records, dict.fromkeys(tasks, "title"), "heading")
     content = (tmp_path / "demo.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", content[16:24]) == (1600, 1150)  # width and height in the header chunk
@@ -420,12 +376,9 @@ def test_what_was_left_out_is_drawn_with_its_first_step(tmp_path, monkeypatch):
 
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
-    left_out = {**failed_bar("digits", "mixed_float16"), "error": None, "shortened": "left out: ..."}
-    rows = [bar("digits", "float32"), bar("digits", "mixed_bfloat16", seeds=1, shortened="1 of 2"), left_out]
-    left_out["first_step_ratio"] = 0.038
-    runs = [("float32", 0.5), ("float32", 0.6), ("mixed_bfloat16", 0.5)]
-    records = [curve("digits", policy, quality) for policy, quality in runs]
-    summary.save_picture(tmp_path / "demo.png", rows, records, {"digits": "title"}, "heading")
+    rows = [row("float32", seeds=2), row("mixed_bfloat16", seeds=1, shortened="1 of 2"), LEFT_OUT]
+    records = [curve("float32", 0.5), curve("float32", 0.6), curve("mixed_bfloat16", 0.5)]
+    summary.save_picture(tmp_path / "demo.png", rows, records, {"text": "title"}, "heading")
     curves, _, speed, memory = figures[0].axes
     assert "mixed_float16 (left out)" in curves.get_legend_handles_labels()[1]
     assert "of 1 to 2 seeds" in curves.get_title()

@@ -146,18 +146,6 @@ def test_steps_of_fit_are_kept_with_their_state_and_run_again_with_the_same_bits
     assert capsules[1].first_operation().side == "batch"
 
 
-@pytest.mark.slow
-@SKIPS
-def test_a_step_that_ends_a_window_and_moves_the_weights_says_so(tmp_path):
-    model = faults.model_with()
-    step = mpkeras.make_train_step(model, mpkeras.LossScaleOptimizer("sgd", loss_scale=1.0), "mse", accumulate_steps=2)
-    step(*faults.batch())
-    x, y = faults.batch(scale=np.nan)
-    assert bool(step(x, y)["skipped"])
-    step.capsule(tmp_path / "last.mpk")
-    assert not mpkeras.load_capsule(tmp_path / "last.mpk").is_exact
-
-
 # The layer and its dtype, what the batch is like, and of the operation its side, its layer and its name.
 FAULTS = {
     "matmul": (None, None, {"scale": 2e4}, "forward", "net/hidden", "matmul"),

@@ -150,16 +150,20 @@ def test_an_index_that_is_not_ours(tmp_path, change, expected):
 
 
 @pytest.mark.parametrize(
-    "text", [b"{", b"\xff\xfe", b'{"format": NaN}', b"[" * 100_000], ids=["cut", "bytes", "nan", "deep"]
+    ("name", "data", "expected"),
+    [
+        *(("capsule.json", text, "JSON that cannot be read") for text in (b"{", b"\xff\xfe", b'{"format": NaN}')),
+        pytest.param("capsule.json", b"[" * 100_000, "JSON that cannot be read", id="deep JSON"),
+        ("../../evil.npy", b"x", "an entry named"),
+        ("/etc/x.npy", b"x", "an entry named"),
+        ("arrays/../x.npy", b"x", "an entry named"),
+        ("arrays/1.pkl", b"x", "an entry named"),
+        ("arrays\\1.npy", b"x", "an entry named"),
+    ],
 )
-def test_json_that_cannot_be_read(tmp_path, text):
-    refused(rewritten(tmp_path / "a.mpk", {"capsule.json": text}), "JSON that cannot be read")
-
-
-@pytest.mark.parametrize("name", ["../../evil.npy", "/etc/x.npy", "arrays/../x.npy", "arrays/1.pkl", "arrays\\1.npy"])
-def test_names_that_are_no_names_of_ours(tmp_path, name):
+def test_entries_that_are_not_ours(tmp_path, name, data, expected):
     path = written(tmp_path)
-    refused(rewritten(path, {**entries_of(path), name: b"x"}), "an entry named")
+    refused(rewritten(path, {**entries_of(path), name: data}), expected)
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.mpk"]
 
 
