@@ -1,4 +1,4 @@
-"""Twelve small models of different kinds, each with a batch: what `plan_memory` is asked about."""
+"""Thirteen small models of different kinds, each with a batch: what `plan_memory` is asked about."""
 
 import keras
 from keras import layers, ops
@@ -73,6 +73,11 @@ def residual():
 def dropout():
     hidden = [layer for _ in range(3) for layer in (layers.Dense(4 * WIDTH, "tanh"), layers.Dropout(0.2))]
     return keras.Sequential([rows(WIDTH), *hidden, layers.Dense(1)])
+
+
+def cnn():
+    hidden = [layers.Conv2D(16, 3, padding="same", activation="relu") for _ in range(3)]
+    return keras.Sequential([rows(16, 16, 3), *hidden, layers.GlobalAveragePooling2D(), layers.Dense(1)])
 
 
 def batch_normalization():
@@ -152,11 +157,12 @@ MODELS = {
         subclassed,
         mlp,
         dropout,
-        residual_cnn,
         nested,
-        two_inputs,
+        residual_cnn,
         two_outputs,
         shared_layer,
+        cnn,
+        two_inputs,
     )
 }
 
