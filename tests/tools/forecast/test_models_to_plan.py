@@ -1,4 +1,4 @@
-"""`plan_memory` for thirteen kinds of models: the step that then trains is the program whose bytes the plan has shown."""
+"""`plan_memory` for thirteen kinds of models: the step that trains is the program whose bytes the plan has shown."""
 
 import importlib.util
 
