@@ -34,15 +34,17 @@ def name(path):
     return path.rpartition("/")[2]
 
 
-def six_layers(k=None, policy="mixed_float16", *, loss_scale=1.0, **fault):
+def stack_of_six(k=None, **fault):
     """Dense layers of which the k-th is followed by a fault."""
     keras.utils.set_random_seed(0)
+    stack = [Times(name=f"layer_{i}", **fault) if i == k else layers.Dense(8, name=f"layer_{i}") for i in range(1, 7)]
+    return keras.Sequential([keras.Input((8,)), *stack])
+
+
+def six_layers(k=None, policy="mixed_float16", *, loss_scale=1.0, **fault):
     policy = without_outputs(policy)
     with mpkeras.policy_scope(policy):
-        stack = [keras.Input((8,))]
-        for i in range(1, 7):
-            stack.append(Times(name=f"layer_{i}", **fault) if i == k else layers.Dense(8, name=f"layer_{i}"))
-        model = keras.Sequential(stack)
+        model = stack_of_six(k, **fault)
     model.compile(keras.optimizers.SGD(0.01), "mse")
     return mpkeras.prepare(model, policy, loss_scale=loss_scale)
 

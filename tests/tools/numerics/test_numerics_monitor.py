@@ -12,7 +12,7 @@ from mpkeras.tools.numerics.numerics import trace_numerics
 from mpkeras.training import guard
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
-from tests.tools.numerics.test_numerics import Times, name
+from tests.tools.numerics.test_numerics import Times, name, stack_of_six
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(12, 8)).astype("float32")
@@ -34,11 +34,7 @@ SKIPS = pytest.mark.filterwarnings(
 
 
 def six_layers(k=None, options=(), learning_rate=0.01, **fault):
-    keras.utils.set_random_seed(0)
-    stack = [keras.Input((8,))]
-    for i in range(1, 7):
-        stack.append(Times(name=f"layer_{i}", **fault) if i == k else layers.Dense(8, name=f"layer_{i}"))
-    model = keras.Sequential(stack)
+    model = stack_of_six(k, **fault)
     model.compile(keras.optimizers.SGD(learning_rate), "mse", **dict(options))
     return model
 
