@@ -23,11 +23,6 @@ def demo_that(monkeypatch):
     return lambda function: monkeypatch.setattr("mpkeras.demo.runs.run_demo", function)
 
 
-def test_help_says_that_float32_is_always_trained(capsys):
-    main(["demo", "--help"])
-    assert "float32 is always among them" in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -23,11 +23,13 @@ pytestmark = pytest.mark.backends("tensorflow")
         pytest.param(["--help"], "demo", id="help"),
         pytest.param([], "usage: mpkeras [-h]", id="no command prints the help"),
         pytest.param(["demo", "--help"], "--policy NAME[,NAME]", id="help of demo"),
+        pytest.param(["demo", "--help"], "float32 is always among them", id="what demo trains always"),
+        pytest.param(["run", "--help"], "every `compile` followed by `mpkeras.prepare`", id="help of run"),
     ],
 )
 def test_status_0(capsys, arguments, expected):
     assert main(arguments) == 0
-    assert expected in capsys.readouterr().out
+    assert expected in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_message_with_which_a_module_ends_the_process_is_printed(capsys, monkeypatch):

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from _mpkeras_cli import main
 from tests.cli.lines import failing_line
 
 # What is tested here knows no backend: once is enough.
@@ -150,8 +149,3 @@ def test_a_program_may_choose_a_backend_that_is_installed(tmp_path):
 )
 def test_run_names_bad_input_in_one_line(capsys, arguments, expected):
     assert expected in failing_line(capsys, "run", *arguments)
-
-
-def test_help_of_run(capsys):
-    assert main(["run", "--help"]) == 0
-    assert "every `compile` followed by `mpkeras.prepare`" in " ".join(capsys.readouterr().out.split())

@@ -9,7 +9,6 @@ import pytest
 
 import mpkeras
 from mpkeras.callbacks import BlackBox, Float32Fallback, MixedPrecision, NumericsMonitor
-from mpkeras.tools.blackbox import black_box
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 from tests.tools.blackbox import faults
@@ -183,20 +182,6 @@ def test_what_cannot_be_written_is_told_once_and_training_goes_on(tmp_path):
     told = [str(w.message) for w in warned if "could not be written" in str(w.message)]
     assert len(told) == 1 and "Step 0 of epoch 1" in told[0] and "file" in told[0]
     assert box.capsules == [] and history.history["skipped_steps"] == [2]
-
-
-@SKIPS
-@pytest.mark.slow
-def test_a_step_without_a_failure_writes_and_reads_nothing(tmp_path, monkeypatch):
-    calls = []
-
-    def counted(path, skipped, **options):
-        calls.append(skipped.number)
-        return 0
-
-    monkeypatch.setattr(black_box, "capsule_of_fit", counted)
-    fit(compiled(), BlackBox(tmp_path), bad=[3])
-    assert calls == [3]
 
 
 def counted_reads(monkeypatch):
