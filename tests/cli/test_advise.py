@@ -57,10 +57,36 @@ def test_without_measuring_there_is_no_table_and_the_remedy_is_an_option(capsys,
     assert lines[1:3] == ["", "Not measured, and so not sure: this is a guess from the device and the layers alone."]
 
 
-@pytest.mark.parametrize("arguments", [["--data", "none.npz"], ["--batch-size", "5"], ["--budget", "3"]])
-def test_without_measuring_no_option_is_ignored(capsys, path, arguments):
-    line = failing_line(capsys, path, "--no-measure", *arguments)
-    assert f"--no-measure: not allowed with argument {arguments[0]}, as nothing is run" in line
+IGNORED = "--no-measure: not allowed with argument {}, as nothing is run"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--data none.npz", "`numpy.savez"),
+        ("--data broken.npz", "`numpy.savez"),
+        ("--data one.npy", "`numpy.savez"),
+        ("--data other.npz", "Expected an array `x`, or one for each of the inputs ['features']"),
+        ("--data empty.npz", "at least one example"),
+        ("--data wrong.npz", "none of"),
+        ("--data wrong.npz", "Give one that it takes: `--data FILE.npz`."),
+        ("--budget 0", "--budget: expected a positive number of seconds, received '0'"),
+        ("--budget inf", "received 'inf'"),
+        ("--batch-size -1", "--batch-size: expected a whole number of at least 1, received '-1'"),
+        ("--import no_such_module_here", "module"),
+        ("--no-measure --data none.npz", IGNORED.format("--data")),
+        ("--no-measure --batch-size 5", IGNORED.format("--batch-size")),
+        ("--no-measure --budget 3", IGNORED.format("--budget")),
+    ],
+)
+def test_bad_input_is_one_line(capsys, monkeypatch, path, tmp_path, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.npz").write_bytes(b"PK no zip")
+    np.save(tmp_path / "one.npy", np.ones((2, 4)))
+    np.savez(tmp_path / "other.npz", z=np.ones(3))
+    np.savez(tmp_path / "empty.npz", x=np.ones((0, 4)))
+    np.savez(tmp_path / "wrong.npz", x=np.ones((2, 9)))
+    assert expected in failing_line(capsys, path, *arguments.split())
 
 
 def test_what_16_bits_are_good_for_is_followed_by_the_commands(capsys, path, monkeypatch):
@@ -69,30 +95,6 @@ def test_what_16_bits_are_good_for_is_followed_by_the_commands(capsys, path, mon
     text = printed(capsys, path, "--no-measure")
     assert "`mpkeras run --policy mixed_float16 SCRIPT` trains so" in text
     assert f"`mpkeras convert {path} --policy mixed_float16 OUT.keras` converts the file." in text
-
-
-@pytest.mark.parametrize(
-    ("name", "arrays", "expected"),
-    [
-        ("none.npz", None, "`numpy.savez"),
-        ("other.npz", {"z": np.ones(3)}, "Expected an array `x`, or one for each of the inputs ['features']"),
-        ("empty.npz", {"x": np.ones((0, 4))}, "at least one example"),
-        ("wrong.npz", {"x": np.ones((2, 9))}, "none of"),
-        ("wrong.npz", {"x": np.ones((2, 9))}, "Give one that it takes: `--data FILE.npz`."),
-    ],
-)
-def test_bad_data(capsys, path, tmp_path, name, arrays, expected):
-    if arrays is not None:
-        np.savez(tmp_path / name, **arrays)
-    assert expected in failing_line(capsys, path, "--data", tmp_path / name)
-
-
-def test_files_of_another_kind(capsys, path, tmp_path):
-    assert "does not exist" in failing_line(capsys, tmp_path / "none.keras")
-    (tmp_path / "broken.npz").write_bytes(b"PK no zip")
-    np.save(tmp_path / "one.npy", np.ones((2, 4)))
-    for name in ("broken.npz", "one.npy"):
-        assert "`numpy.savez" in failing_line(capsys, path, "--data", tmp_path / name)
 
 
 @keras.saving.register_keras_serializable("test_advice_command")
@@ -114,19 +116,6 @@ def test_of_a_model_without_names_of_inputs_x_alone_is_asked_for(capsys, tmp_pat
     assert "Expected an array `x`. Received: " in line and "with ['z']. Write it with `numpy.savez" in line
     with pytest.raises(ValueError, match="says what inputs.*--data"):
         random_inputs(model, 4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--budget", "0"], "--budget: expected a positive number of seconds, received '0'"),
-        (["--budget", "inf"], "received 'inf'"),
-        (["--batch-size", "-1"], "--batch-size: expected a whole number of at least 1, received '-1'"),
-        (["--import", "no_such_module_here"], "module"),
-    ],
-)
-def test_bad_options(capsys, path, arguments, expected):
-    assert expected in failing_line(capsys, path, *arguments)
 
 
 def test_random_inputs_follow_the_structure_of_the_model():
