@@ -25,6 +25,20 @@ needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="
 needs_compilers = pytest.mark.skipif(not HAS_COMPILERS, reason="needs the extra `forecast`, for Linux on x86-64")
 
 
+def for_an_accelerator(test):
+    """Marks a test of programs for devices that are not here. JAX compiles them, whatever the backend."""
+    for mark in (needs_compilers, pytest.mark.slow, pytest.mark.backends("tensorflow")):
+        test = mark(test)
+    return test
+
+
+def compiled_by_jax(test):
+    """Marks a test of models of other backends than the one that compiles."""
+    for mark in (needs_jax, pytest.mark.slow, pytest.mark.backends("tensorflow", "torch")):
+        test = mark(test)
+    return test
+
+
 class Gate(layers.Layer):
     """A layer of the user's, which keeps a function of the user's."""
 
@@ -128,9 +142,7 @@ def test_the_forecast_for_this_cpu(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.slow
-@needs_jax
-@pytest.mark.backends("tensorflow", "torch")
+@compiled_by_jax
 def test_targets_and_inputs_that_the_program_leaves_out_are_no_state():
     inputs = {"x": keras.Input((8,), name="x"), "unused": keras.Input((512,), name="unused")}
     features = layers.Dense(256, name="features")(inputs["x"])
@@ -158,9 +170,7 @@ class UntilSmall(layers.Layer):
         return inputs + n
 
 
-@pytest.mark.slow
-@needs_jax
-@pytest.mark.backends("tensorflow", "torch")
+@compiled_by_jax
 def test_loops_that_do_not_say_how_often_they_run_are_named():
     model = keras.Sequential([keras.Input((16,)), layers.Dense(16), UntilSmall()])
     report = mpkeras.forecast(model, (8, 16), device="cpu", policies=["float32"], optimizer="sgd", verbose=0)
@@ -171,9 +181,7 @@ def test_loops_that_do_not_say_how_often_they_run_are_named():
     assert "loops" not in str(report)
 
 
-@needs_jax
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow", "torch")
+@compiled_by_jax
 def test_layers_losses_and_optimizers_of_the_user():
     inputs = keras.Input((24,))
     model = keras.Model(inputs, {"a": Gate(24)(inputs), "b": layers.Dense(3)(inputs)})
@@ -218,9 +226,7 @@ def test_weights_that_devices_share():
     assert 0 <= found["persistent_bytes"] - 5 * 4 * (kernels // 4 + biases) < 200
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 # Another program in float16 with attention is compiled below.
 @pytest.mark.parametrize(
     "name", ["mlp", "cnn", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("transformer", "lstm"))]
@@ -237,9 +243,7 @@ def test_programs_for_an_h100(name):
         assert found["fits"] and found["step_time_lower_bound_ms"] > 0
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_attention_on_an_h100_takes_half_of_the_memory():
     """JAX' own keeps the probabilities in float32, and a third of the temporaries with them: 0.7 of float32's."""
     inputs = x = keras.Input((512, 32))
@@ -251,9 +255,7 @@ def test_attention_on_an_h100_takes_half_of_the_memory():
     assert in_16_bits < 0.5 * of_float32, (in_16_bits, of_float32)
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_what_is_computed_again_takes_less_on_an_h100():
     x = inputs = keras.Input((256, 64))
     for _ in range(6):
@@ -292,9 +294,7 @@ def test_a_model_made_in_a_remat_scope_is_forecast_with_it():
     assert flops - plain_flops == 3 * 2 * 384 * 192 * 192 and bytes_ < plain_bytes
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_a_program_for_eight_h100s(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
     report = mpkeras.forecast(mlp(), (64, 96), device="h100", devices=8, policies=["mixed_float16"], verbose=0)
@@ -331,17 +331,13 @@ def decided_after_the_sums(text) -> bool:
     return all(any("all-reduce" in lines[name].operation for name in sources(check, set())) for check in checks)
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_a_program_for_a_tpu():
     report = mpkeras.forecast(cnn(), (16, 16, 16, 16), device="v5e", policies=["bfloat16"], verbose=0)
     check_products(clean(report.policies["bfloat16"]), "cnn", "bfloat16")
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_the_check_of_programs_can_fail():
     """A conditional around a product, a copy to the host, and a callback."""
     command = [sys.executable, str(FOLDER / "programs_to_refuse.py")]
@@ -642,9 +638,7 @@ def test_models_of_a_script(tmp_path):
     assert re.search(r"one that raised ValueError: .*found shape=\(4, 9\).* Pass `x` and `y` as", other_size)
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 @pytest.mark.parametrize("device", ["h100", "l4", "a100", "v5e"])
 def test_products_in_float8_are_float8_in_the_program_where_a_device_has_units(device):
     """Three products of each of two layers: one forward, two backward. First bfloat16, last float32."""
@@ -674,9 +668,7 @@ def test_products_in_float8_are_float8_in_the_program_where_a_device_has_units(d
     assert total == sum(report.policies["mixed_bfloat16"]["matrix_flops"].values())
 
 
-@pytest.mark.slow
-@needs_compilers
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_each_layer_that_is_not_in_float8_has_its_reason():
     model = keras.Sequential(
         [keras.Input((32,)), layers.Dense(24, name="narrow"), layers.Dense(48, name="single"), layers.Dense(16)],
@@ -696,9 +688,7 @@ def test_each_layer_that_is_not_in_float8_has_its_reason():
     ]
 
 
-@needs_jax
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow", "torch")
+@compiled_by_jax
 def test_what_the_user_quantized_to_float8_stays_so():
     def net():
         hidden = [layers.Dense(width, "relu") for width in (32, 64, 32)]
@@ -714,9 +704,7 @@ def test_what_the_user_quantized_to_float8_stays_so():
     assert bytes_of(quantized) > bytes_of(net())
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_plain_keras_asks_for_float8_and_gets_none():
     """P43: what `quantize("float8")` rounds is multiplied in bfloat16."""
     with mpkeras.policy_scope("mixed_bfloat16"):
