@@ -119,9 +119,6 @@ SELDOM = {
         "test_a_tiny_plan_for_this_cpu": BACKENDS,
         "test_tiny_steps_are_compiled_for_this_cpu": BACKENDS,
     },
-    "tests/cli/test_demo.py": {
-        "test_json_alone_is_on_standard_output": BACKENDS,
-    },
     "tests/distributed/test_own_loop.py": {
         # `test_shards.py` has the two processes in `fit`
         "test_each_shard_in_two_processes": BACKENDS,

@@ -37,22 +37,16 @@ def test_a_line_of_the_user(capsys, tmp_path, monkeypatch):
     assert "custom_objects" in failing_line(capsys, path) or "--import" in failing_line(capsys, path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     text = printed(capsys, path, "--import", "tests.tools.blackbox.faults")
-    assert "faults.py:" in text and "in Log.call: return inputs + ops.log(shifted)" in text.replace(
-        "in call", "in Log.call"
-    )
+    assert "faults.py:" in text and "call: return inputs + ops.log(shifted)" in text
 
 
 @pytest.mark.backends("tensorflow")
-def test_json_and_comparison(capsys, tmp_path):
+def test_json_comparison_and_a_bad_batch(capsys, tmp_path):
     report = json.loads(printed(capsys, capsule(tmp_path, scale=1e6), "--json", "--compare"))
     assert report["run"]["same_bits"] and report["run"]["loss"] == "nan" and report["step"] == 0
     assert report["operation"]["side"] == "forward" and report["operation"]["where"] == "net/hidden"
     assert report["comparison"]["first"]["path"].endswith("hidden")
     assert "How far each layer is from float32" in printed(capsys, tmp_path / "failure.mpk", "--compare")
-
-
-@pytest.mark.backends("tensorflow")
-def test_the_batch_is_named(capsys, tmp_path):
     text = printed(capsys, capsule(tmp_path, scale=np.nan))
     assert "First operation: none before the batch: 'x' holds 24 values that are not finite." in text
 

@@ -79,8 +79,8 @@ KINDS = {
     "functional": functional,
     "sequential": lambda: keras.Sequential([keras.Input((4,)), *stack()]),
     "subclassed": Subclassed,
-    "subclassed without get_config": WithoutConfig,
-    "subclassed that loses its configuration": LosesItsConfig,
+    "without config": WithoutConfig,
+    "loses its config": LosesItsConfig,
 }
 
 
@@ -92,7 +92,7 @@ def everything(model):
     layers = model._flatten_layers()
     random_state = np.random.get_state()
     content = {
-        "values": [np.array(keras.ops.convert_to_numpy(v)).tobytes() for v in variables],
+        "values": snapshot(variables),
         "variables": [id(v) for v in variables],
         "policies": [
             (layer.name, layer.dtype_policy.name, layer.compute_dtype, "call" in vars(layer)) for layer in layers
@@ -114,8 +114,10 @@ def everything(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*((kind, "mixed_bfloat16") for kind in KINDS), ("sequential", None), ("without config", None)],
+)
 def test_the_model_stays_as_it_was(kind, policy):
     model = KINDS[kind]()
     model.compile(keras.optimizers.Adam(0.01), "mse")
@@ -254,8 +256,7 @@ def test_failures_are_in_the_table():
 
 
 def test_a_loss_that_is_not_finite_is_said():
-    model = functional()
-    bench = Bench(model, X * np.inf, Y, keras.optimizers.Adam, "mse")
+    bench = Bench(functional(), X * np.inf, Y, keras.optimizers.Adam, "mse")
     with pytest.raises(NotTrainable, match="loss not finite"):
         bench.begin(Cell("float32", False))
 
@@ -293,10 +294,7 @@ def test_losses_of_several_outputs_by_position():
     inputs = keras.Input((4,))
     outputs = [keras.layers.Dense(3, name="a")(inputs), keras.layers.Dense(3, name="b")(inputs)]
     model = keras.Model(inputs, outputs)
-    for loss, targets in (
-        ({"a": "mse", "b": "mae"}, {"a": Y, "b": Y}),
-        (["mse", "mae"], [Y, Y]),
-    ):
+    for loss, targets in (({"a": "mse", "b": "mae"}, {"a": Y, "b": Y}), (["mse", "mae"], [Y, Y])):
         model.compile("adam", loss)
         found, y = loss_and_targets(model, targets)
         assert found == {0: "mse", 1: "mae"} and y[0] is Y and y[1] is Y
@@ -307,12 +305,15 @@ def test_losses_of_several_outputs_by_position():
     assert loss_and_targets(single, {"a": Y})[0] == "mse"
 
 
+class Own(keras.optimizers.SGD):
+    """Cannot be made from its configuration."""
+
+    def __init__(self, needed, **kwargs):
+        super().__init__(**kwargs)
+
+
 @pytest.mark.slow
 def test_an_optimizer_that_cannot_be_copied_is_named():
-    class Own(keras.optimizers.SGD):
-        def __init__(self, needed, **kwargs):
-            super().__init__(**kwargs)
-
     model = functional()
     model.compile(Own(1), "mse")
     report = measured_advice(model, X, Y, "mse", settings=(advice._present_jit(model),), rounds=1)
@@ -390,24 +391,20 @@ def test_ratios_are_of_the_same_round():
 
 
 @pytest.mark.parametrize(
-    ("faster_rounds", "expected"),
+    ("faster_rounds", "rounds", "expected"),
     [
-        pytest.param(20, "sure", id="all"),
-        pytest.param(19, "sure", id="95 %"),
-        pytest.param(18, "fairly sure", id="90 %"),
-        pytest.param(15, "fairly sure", id="75 %"),
-        pytest.param(14, "not sure", id="70 %"),
+        pytest.param(20, 20, "sure", id="all"),
+        pytest.param(19, 20, "sure", id="95 %"),
+        pytest.param(18, 20, "fairly sure", id="90 %"),
+        pytest.param(15, 20, "fairly sure", id="75 %"),
+        pytest.param(14, 20, "not sure", id="70 %"),
+        pytest.param(2, 2, "not sure", id="all of two"),
     ],
 )
-def test_sureness_is_the_share_of_rounds_that_agree(faster_rounds, expected):
-    times = [5.0] * faster_rounds + [11.0] * (20 - faster_rounds)
-    found = decide([timed("float32", times=[10.0] * 20), timed("mixed_bfloat16", times=times)], False)
+def test_sureness_is_the_share_of_rounds_that_agree(faster_rounds, rounds, expected):
+    times = [5.0] * faster_rounds + [11.0] * (rounds - faster_rounds)
+    found = decide([timed("float32", times=[10.0] * rounds), timed("mixed_bfloat16", times=times)], False)
     assert found.bother and found.sureness() == expected
-
-
-def test_few_rounds_are_not_sure():
-    found = decide([timed("float32", times=[10.0] * 2), timed("mixed_bfloat16", times=[5.0] * 2)], False)
-    assert found.sureness() == "not sure"
 
 
 def test_failed_cells_are_left_out():
@@ -493,16 +490,21 @@ def test_bytes_by_hand(model, optimizer, expected, is_built):
     assert optimizer.built == is_built
 
 
+SMALL_SLOTS = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")
+
+
 @pytest.mark.parametrize(
-    ("way", "policy"),
+    ("before", "way", "policy"),
     [
-        (0, "mixed_bfloat16"),
-        (1, mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")),
-        (2, "bfloat16"),
+        (None, 0, "mixed_bfloat16"),
+        ("mixed_float16", 1, SMALL_SLOTS),
+        (None, 2, "bfloat16"),
+        ("bfloat16", 0, "mixed_bfloat16"),
+        ("bfloat16", 1, SMALL_SLOTS),
+        ("mixed_float16", 2, "bfloat16"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("before", [None, "bfloat16", "mixed_float16"])
 def test_what_is_told_is_what_is_kept(before, way, policy):
     model = classifier()
     model.compile(keras.optimizers.Nadam(), "mse")
@@ -565,10 +567,6 @@ def test_it_is_a_choice_where_the_state_is_much_of_the_memory(step_bytes, kind, 
 
 
 def test_what_is_not_known_is_not_told():
-    class Own(keras.optimizers.SGD):
-        def __init__(self, needed, **kwargs):
-            super().__init__(**kwargs)
-
     not_built = keras.Sequential([keras.layers.Dense(2)])
     reports = [advised(), advised(Own(1)), advised(keras.optimizers.Adam(), model=lambda: not_built)]
     assert all(report.storage == [] and "optimizer state" not in str(report) for report in reports)
@@ -579,11 +577,8 @@ def test_advise_counts_with_the_optimizer_of_the_model():
     model = dense()
     model.compile(keras.optimizers.Adadelta(), "mse")
     report = mpkeras.advise(model, None, measure=False)
-    assert report.to_dict()["storage"][2] == {
-        "name": "bfloat16 weights and slots",
-        "state_bytes": 7200,
-        "gradient_bytes": 2400,
-    }
+    last = {"name": "bfloat16 weights and slots", "state_bytes": 7200, "gradient_bytes": 2400}
+    assert report.to_dict()["storage"][2] == last
     assert "with Adadelta: 12.9 KiB" in str(report) and not model.optimizer.built
     x, y = np.ones((8, 20), "float32"), np.ones((8, 2), "float32")
     measured = mpkeras.advise(model, x, y, verbose=0, jit_compile=False, budget_s=5.0)

@@ -43,29 +43,25 @@ def grid(bench, cells=None, **options):
     return cells
 
 
-def test_rounds_and_the_turns_in_them():
-    cells = grid(FakeBench({A: 10.0, B: 11.0, C: 12.0}), rounds=9)
-    assert [len(cell.times_ms) for cell in cells] == [9, 9, 9]
-    assert [cell.failure for cell in cells] == [None] * 3
-
-
-def test_each_is_first_equally_often():
+def test_every_cell_has_all_rounds_and_is_first_equally_often():
     bench = FakeBench({A: 10.0, B: 11.0, C: 12.0})
-    grid(bench, rounds=9)
+    cells = grid(bench, rounds=9)
+    assert [(len(cell.times_ms), cell.failure) for cell in cells] == [(9, None)] * 3
     firsts = bench.measured[3::3]
     assert {name: firsts.count(name) for name in (A, B, C)} == {A: 3, B: 3, C: 3}
 
 
-def test_hopeless_cells_drop_out():
-    cells = grid(FakeBench({A: 10.0, B: 20.0, C: 40.0}), rounds=20)
-    # More than three times as slow: after 3 rounds; more than 1.5 times: after 12.
-    assert [len(cell.times_ms) for cell in cells] == [20, 12, 3]
-
-
-def test_the_worst_are_not_timed_again():
-    bench = FakeBench({A: 10.0, B: 20.0, C: 101.0})
-    cells = grid(bench, rounds=5)
-    assert cells[2].times_ms == [101.0] and bench.measured.count(C) == 1
+@pytest.mark.parametrize(
+    ("step_ms", "rounds"),
+    [
+        # More than three times as slow: after 3 rounds; more than 1.5 times: after 12; ten times: the first step.
+        ((10.0, 20.0, 40.0), [20, 12, 3]),
+        ((10.0, 20.0, 101.0), [20, 12, 1]),
+    ],
+)
+def test_hopeless_cells_drop_out(step_ms, rounds):
+    cells = grid(FakeBench(dict(zip((A, B, C), step_ms, strict=True))), rounds=20)
+    assert [len(cell.times_ms) for cell in cells] == rounds
 
 
 def test_short_steps_are_read_together():
@@ -82,15 +78,11 @@ def test_the_budget_bounds_all_of_it():
     assert min(len(cell.times_ms) for cell in cells) >= 5
 
 
-def test_what_cannot_be_compiled_in_time_says_so():
+def test_what_cannot_be_compiled_in_time_says_so_and_the_first_is_measured_all_the_same():
     bench = FakeBench({A: 100.0, B: 100.0, C: 100.0}, compile_s={A: 1.0, B: 7.0, C: 7.0})
     cells = grid(bench, budget_s=10.0)
-    assert bench.begun == [A, B]
+    assert bench.begun == [A, B] and bench.now <= 10.0
     assert cells[2].failure == "not measured: time" and not cells[2].is_measured
-    assert bench.now <= 10.0
-
-
-def test_a_budget_that_is_over_at_once_still_measures_the_first():
     cells = grid(FakeBench({A: 1000.0, B: 1.0, C: 1.0}, compile_s=9.0), budget_s=0.1)
     assert [cell.is_measured for cell in cells] == [True, False, False]
 

@@ -53,14 +53,9 @@ def test_the_report_says_what_it_chose_and_why():
     # all compute the same model: the least able one decides
     assert "mixed_auto is mixed_float16 on the tensorflow backend: V100 (compute capability 7.0)" in text
     found = json.loads(json.dumps(report.to_dict()))
-    assert [device["native_dtypes"] for device in found["devices"]] == [
-        ["float32", "float16"],
-        ["float32", "bfloat16", "float16"],
-    ]
+    native = [device["native_dtypes"] for device in found["devices"]]
+    assert native == [["float32", "float16"], ["float32", "bfloat16", "float16"]]
     assert (found["policy"], found["backend"]) == ("mixed_float16", "tensorflow")
-
-
-def test_the_figure_has_a_row_for_each_device():
     pytest.importorskip("matplotlib")
     (axes,) = HardwareReport("jax", [EPYC, A100]).plot().axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["CPU", "A100"]
@@ -126,31 +121,12 @@ def test_of_this_process_what_is_native_is_what_was_probed(monkeypatch, backend)
         assert mpkeras.hardware().speeds == {}
 
 
-def test_the_devices_are_those_of_the_backend(backend):
-    devices = mpkeras.hardware().devices
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        kinds = ["gpu"] * len(tf.config.list_physical_devices("GPU"))
-    elif backend == "jax":
-        import jax
-
-        kinds = [device.platform for device in jax.devices() if device.platform != "cpu"]
-    else:
-        import torch
-
-        kinds = ["gpu"] * torch.cuda.device_count()
-    assert [device.kind for device in devices] == (kinds or ["cpu"])
-
-
-@pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_the_command(capsys, flags, backend):
-    assert main(["hardware", *flags]) == 0
+def test_the_command(capsys, backend):
+    assert main(["hardware", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["backend"] == backend
+    assert main(["hardware"]) == 0
     printed = capsys.readouterr().out
-    if flags:
-        assert json.loads(printed)["backend"] == backend
-    else:
-        assert f" on the {backend} backend: " in printed and printed.startswith("Devices and what they multiply")
+    assert f" on the {backend} backend: " in printed and printed.startswith("Devices and what they multiply")
 
 
 def test_tables():

@@ -3,12 +3,12 @@
 import contextlib
 import csv
 import math
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 
-import mpkeras
 from mpkeras.callbacks import MixedPrecision, ResourceMonitor
 from mpkeras.tools.advise import resource_monitor
 from mpkeras.tools.advise.resource_monitor import process_peak_bytes
@@ -25,14 +25,6 @@ def compiled(**options):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
     model.compile("sgd", "mse", **{"metrics": ["mae"], **options})
     return model
-
-
-class Clock:
-    """Stands for `time.perf_counter`, and moves when told."""
-
-    def __init__(self, monkeypatch):
-        self.now = 100.0
-        monkeypatch.setattr(resource_monitor.time, "perf_counter", lambda: self.now)
 
 
 def epoch(monitor, clock, seconds, *, number=0, together=1, validation=0.0):
@@ -52,60 +44,50 @@ def epoch(monitor, clock, seconds, *, number=0, together=1, validation=0.0):
 
 @pytest.fixture
 def clock(monkeypatch):
-    return Clock(monkeypatch)
+    """Stands for `time.perf_counter`, and moves when told."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(resource_monitor.time, "perf_counter", lambda: clock.now)
+    return clock
 
 
 def started(steps=None, **options):
     monitor = ResourceMonitor(**options)
-    model = compiled()
-    monitor.set_model(model)
+    monitor.set_model(compiled())
     monitor.set_params({"epochs": 2, "steps": steps, "verbose": 0})
     monitor.on_train_begin()
     return monitor
 
 
-def test_the_first_batch_compiles_and_is_left_out(clock):
-    monitor = started()
-    assert epoch(monitor, clock, [30.0, 2.0, 4.0])["step_time_ms"] == pytest.approx(3000.0)
-    # From the second epoch on all of them count.
-    assert epoch(monitor, clock, [3.0, 2.0, 4.0], number=1)["step_time_ms"] == pytest.approx(3000.0)
-
-
-def test_the_last_batch_of_the_first_epoch_is_left_out_where_it_is_known(clock):
-    monitor = started(steps=4)
-    assert epoch(monitor, clock, [30.0, 2.0, 4.0, 20.0])["step_time_ms"] == pytest.approx(3000.0)
-    assert epoch(monitor, clock, [1.0, 2.0, 4.0, 1.0], number=1)["step_time_ms"] == pytest.approx(2000.0)
+@pytest.mark.parametrize(
+    ("steps", "first", "second"),
+    [
+        # The first batch compiles; from the second epoch on all of them count.
+        pytest.param(None, ([30.0, 2.0, 4.0], 3000.0), ([3.0, 2.0, 4.0], 3000.0), id="unknown number"),
+        # The last one may be smaller, and is compiled anew.
+        pytest.param(4, ([30.0, 2.0, 4.0, 20.0], 3000.0), ([1.0, 2.0, 4.0, 1.0], 2000.0), id="known number"),
+        pytest.param(2, ([30.0, 2.0], 2000.0), ([2.0, 2.0], 2000.0), id="two"),
+        pytest.param(None, ([30.0], math.nan), ([2.0], 2000.0), id="one"),
+    ],
+)
+def test_which_batches_count(clock, steps, first, second):
+    monitor = started(steps=steps)
+    for number, (seconds, expected) in enumerate((first, second)):
+        found = epoch(monitor, clock, seconds, number=number)["step_time_ms"]
+        assert found == pytest.approx(expected, nan_ok=True)
 
 
 def test_validation_is_not_counted(clock):
-    monitor = started()
-    assert epoch(monitor, clock, [9.0, 2.0, 2.0], validation=50.0)["step_time_ms"] == pytest.approx(2000.0)
+    assert epoch(started(), clock, [9.0, 2.0, 2.0], validation=50.0)["step_time_ms"] == pytest.approx(2000.0)
 
 
 def test_batches_of_one_execution_share_its_time(clock):
-    monitor = started()
-    logs = epoch(monitor, clock, [30.0, 8.0, 8.0], together=4)
-    assert logs["step_time_ms"] == pytest.approx(2000.0)
+    assert epoch(started(), clock, [30.0, 8.0, 8.0], together=4)["step_time_ms"] == pytest.approx(2000.0)
 
 
-def test_an_epoch_of_one_batch(clock):
+def test_examples_are_those_of_a_full_batch_where_it_is_given(clock):
     monitor = started(batch_size=16)
-    logs = epoch(monitor, clock, [30.0])
-    assert math.isnan(logs["step_time_ms"]) and math.isnan(logs["examples_per_s"])
-    assert epoch(monitor, clock, [2.0], number=1)["step_time_ms"] == pytest.approx(2000.0)
-
-
-def test_two_known_batches(clock):
-    monitor = started(steps=2)
-    assert epoch(monitor, clock, [30.0, 2.0])["step_time_ms"] == pytest.approx(2000.0)
-
-
-def test_examples_are_those_of_a_full_batch(clock):
-    monitor = started(batch_size=16)
-    assert epoch(monitor, clock, [9.0, 2.0, 2.0])["examples_per_s"] == pytest.approx(8.0)
-
-
-def test_without_a_batch_size_nothing_is_guessed(clock):
+    assert math.isnan(epoch(monitor, clock, [30.0])["examples_per_s"])
+    assert epoch(started(batch_size=16), clock, [9.0, 2.0, 2.0])["examples_per_s"] == pytest.approx(8.0)
     assert set(epoch(started(), clock, [9.0, 2.0])) == NAMES
 
 
@@ -140,12 +122,6 @@ def test_history_and_csv_beside_the_loss_scale(monitor_first, tmp_path, capsys):
     assert "step_time_ms: " in shown and "peak_bytes: " in shown and "loss_scale: " in shown
 
 
-def test_history_has_them_wherever_the_callback_stands(tmp_path):
-    callbacks = [keras.callbacks.CSVLogger(tmp_path / "log.csv"), ResourceMonitor(4)]
-    history = compiled().fit(X, Y, batch_size=4, callbacks=callbacks, verbose=0).history
-    assert set(history) == {"loss", "mae", "examples_per_s"} | NAMES
-
-
 @pytest.mark.parametrize("options", [{"jit_compile": True}, {"steps_per_execution": 3}, {"run_eagerly": True}])
 def test_modes_of_fit(options, backend):
     if backend == "torch" and "run_eagerly" not in options:
@@ -173,28 +149,6 @@ def test_keras_goes_on_handing_out_batches_in_its_own_threads():
     assert with_monitor._async_train == without._async_train
 
 
-@pytest.mark.backends("tensorflow")
-def test_tensorboard_finds_all_of_them(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    callbacks = [MixedPrecision("mixed_float16"), ResourceMonitor(4), keras.callbacks.TensorBoard(tmp_path)]
-    compiled().fit(X, Y, batch_size=4, epochs=2, callbacks=callbacks, verbose=0)
-    events = accumulator.EventAccumulator(str(tmp_path / "train"))
-    events.Reload()
-    names = {"loss", "mae", "loss_scale", "skipped_steps", "examples_per_s"} | NAMES
-    assert {f"epoch_{name}" for name in names} <= set(events.Tags()["tensors"])
-    assert len(events.Tensors("epoch_step_time_ms")) == 2
-
-
 def test_peak_of_the_process_is_in_bytes():
     # More than Python with Keras takes in any case, and less than a machine has.
     assert 5e7 < process_peak_bytes() < 1e13
-
-
-def test_the_guard_sees_the_larger_batch():
-    from mpkeras.training.guard import seen_batch_size
-
-    model = compiled()
-    assert seen_batch_size(model) is None
-    mpkeras.prepare(model, "mixed_bfloat16")
-    model.fit(X, Y, batch_size=8, verbose=0)
-    assert seen_batch_size(model) == (8 if BATCH_IS_SEEN else None)

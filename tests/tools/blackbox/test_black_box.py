@@ -9,7 +9,6 @@ import pytest
 
 import mpkeras
 from mpkeras.callbacks import BlackBox, Float32Fallback, MixedPrecision, NumericsMonitor
-from mpkeras.tools.blackbox import black_box
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 from tests.tools.blackbox import faults
@@ -50,10 +49,8 @@ def test_the_first_failures_are_kept_and_finite_losses_give_way(tmp_path):
     box = BlackBox(tmp_path / "a" / "b", keep=2)
     fit(compiled(), box, large=[0, 1, 2], bad=[4])
     assert steps_of(box) == [(0, 0), (0, 4)]
-    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [
-        "net-epoch1-step0.mpk",
-        "net-epoch1-step4.mpk",
-    ]
+    names = sorted(path.name for path in (tmp_path / "a" / "b").iterdir())
+    assert names == ["net-epoch1-step0.mpk", "net-epoch1-step4.mpk"]
     # Full of losses that were not finite: nothing gives way any more.
     box = BlackBox(tmp_path / "c", keep=2)
     fit(compiled(), box, bad=[0, 1, 2], large=[3], epochs=2)
@@ -69,40 +66,26 @@ def test_files_of_an_earlier_training_stay(tmp_path):
     assert [path.name for path in box.capsules] == ["net-epoch1-step1-2.mpk"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="default"),
-        pytest.param({"steps_per_execution": 3}, id="several", marks=TENSORFLOW_AND_JAX),
-    ],
-)
-def test_a_clean_training_is_left_alone(tmp_path, options):
-    watched, alone = compiled(**options), compiled(**options)
-    box = BlackBox(tmp_path / "none")
-    history = fit(watched, box, epochs=2)
-    expected = fit(alone, epochs=2)
-    assert box.capsules == [] and list(tmp_path.iterdir()) == []
-    assert history.history == expected.history
-    assert snapshot(watched.variables) == snapshot(alone.variables)
-    assert watched.train_function is None or not hasattr(watched.train_function, "mpkeras_kept_batches")
+ONE_OR_SEVERAL = [
+    pytest.param({}, id="default"),
+    pytest.param({"steps_per_execution": 3}, id="several", marks=TENSORFLOW_AND_JAX),
+]
 
 
 @SKIPS
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="default"),
-        pytest.param({"steps_per_execution": 3}, id="several", marks=TENSORFLOW_AND_JAX),
-    ],
-)
-def test_training_with_a_failure_is_left_alone(tmp_path, options):
+@pytest.mark.parametrize("options", ONE_OR_SEVERAL)
+@pytest.mark.parametrize("bad", [(), (1, 5)], ids=["clean", "with failures"])
+def test_training_is_left_alone(tmp_path, options, bad):
     watched, alone = compiled(**options), compiled(**options)
-    fit(watched, BlackBox(tmp_path), epochs=2, bad=[1, 5])
-    fit(alone, epochs=2, bad=[1, 5])
+    box = BlackBox(tmp_path / "none")
+    history = fit(watched, box, epochs=2, bad=bad)
+    expected = fit(alone, epochs=2, bad=bad)
+    assert (box.capsules == [] and list(tmp_path.iterdir()) == []) == (not bad)
+    assert history.history == expected.history
     assert snapshot(watched.variables) == snapshot(alone.variables)
     assert snapshot(watched.optimizer.variables) == snapshot(alone.optimizer.variables)
+    assert watched.train_function is None or not hasattr(watched.train_function, "mpkeras_kept_batches")
 
 
 @SKIPS
@@ -129,13 +112,7 @@ def test_steps_of_a_window_run_again_with_the_same_bits(tmp_path):
 @SKIPS
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1], ids=["box first", "monitor first"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="default"),
-        pytest.param({"steps_per_execution": 3}, id="several", marks=TENSORFLOW_AND_JAX),
-    ],
-)
+@pytest.mark.parametrize("options", ONE_OR_SEVERAL)
 def test_beside_a_numerics_monitor(tmp_path, order, options):
     box, monitor = BlackBox(tmp_path), NumericsMonitor()
     fit(compiled(**options), *[box, monitor][::order], bad=[1, 4], epochs=2)
@@ -205,20 +182,6 @@ def test_what_cannot_be_written_is_told_once_and_training_goes_on(tmp_path):
     told = [str(w.message) for w in warned if "could not be written" in str(w.message)]
     assert len(told) == 1 and "Step 0 of epoch 1" in told[0] and "file" in told[0]
     assert box.capsules == [] and history.history["skipped_steps"] == [2]
-
-
-@SKIPS
-@pytest.mark.slow
-def test_a_step_without_a_failure_writes_and_reads_nothing(tmp_path, monkeypatch):
-    calls = []
-
-    def counted(path, skipped, **options):
-        calls.append(skipped.number)
-        return 0
-
-    monkeypatch.setattr(black_box, "capsule_of_fit", counted)
-    fit(compiled(), BlackBox(tmp_path), bad=[3])
-    assert calls == [3]
 
 
 def counted_reads(monkeypatch):
@@ -315,8 +278,16 @@ def test_training_is_the_same_without_it(tmp_path, make, options):
 
 @SKIPS
 @pytest.mark.slow
-@pytest.mark.parametrize("does", ["predict", "evaluate", "predict_on_batch", "test_on_batch", "train_on_batch"])
-@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["compiled", "eager"])
+@pytest.mark.parametrize(
+    ("does", "options"),
+    [
+        ("predict", {}),
+        ("evaluate", {"run_eagerly": True}),
+        ("predict_on_batch", {"run_eagerly": True}),
+        ("test_on_batch", {}),
+        ("train_on_batch", {}),
+    ],
+)
 def test_what_a_callback_computes_between_steps_leaves_all_there(does, options, tmp_path):
     """On JAX such a call overwrites what the step has left."""
     x, y = faults.batch(rows=4)

@@ -14,18 +14,21 @@ from mpkeras.training import capsule_file
 from tests.sixteen_bits import without_outputs
 from tests.tools.blackbox import faults
 
-CUSTOM = {
-    cls.__name__: cls
-    for cls in (
-        faults.Log,
-        faults.Steep,
-        faults.Root,
-        faults.Looping,
-        faults.Branching,
-        faults.OwnGradient,
-        faults.Masked,
-    )
-} | {"by_zero": faults.by_zero}
+OF_FAULTS = (
+    faults.Log,
+    faults.Steep,
+    faults.Root,
+    faults.Looping,
+    faults.Branching,
+    faults.OwnGradient,
+    faults.Masked,
+    faults.by_zero,
+)
+CUSTOM = {part.__name__: part for part in OF_FAULTS}
+TENSORFLOW_AND_JAX = pytest.mark.backends("tensorflow", "jax")
+SKIPS = pytest.mark.filterwarnings(
+    "ignore:Step .* was skipped", "ignore:.* steps skipped in epoch", "ignore:All .* steps"
+)
 
 
 def skipped_step(tmp_path, model, data, *, loss="mse", loss_scale=1.0, before=(), **options):
@@ -48,12 +51,15 @@ def same(arrays, others):
     return [name for name in arrays if arrays[name].tobytes() != others[name].tobytes()]
 
 
-JIT = [pytest.param(False, id="plain"), pytest.param(True, id="xla", marks=pytest.mark.backends("tensorflow", "jax"))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("jit_compile", JIT)
-@pytest.mark.parametrize("steps", [1, 3], ids=["one by one", "accumulated"])
+@pytest.mark.parametrize(
+    ("steps", "jit_compile"),
+    [
+        pytest.param(1, False, id="one by one"),
+        pytest.param(3, True, id="accumulated, xla", marks=TENSORFLOW_AND_JAX),
+        pytest.param(3, False, id="accumulated", marks=pytest.mark.backends("torch")),
+    ],
+)
 def test_a_step_is_kept_with_its_state_and_runs_again_with_the_same_bits(tmp_path, jit_compile, steps):
     # The loss is finite, and the gradient by the outputs, about 8 * 1e6 / 6, is beyond 65504.
     x, y = faults.batch()
@@ -112,17 +118,17 @@ def fitted_and_skipped(folder, options, x, y, fit_options=(), **of_model):
     return box, states, model
 
 
+# The default is graph mode on TensorFlow (on a CPU), XLA on JAX, and eager on torch.
 FIT = [
     pytest.param({}, id="default"),
-    pytest.param({"run_eagerly": True}, id="eager"),
-    pytest.param({"jit_compile": True}, id="xla", marks=pytest.mark.backends("tensorflow", "jax")),
-    pytest.param({"jit_compile": False}, id="graph", marks=pytest.mark.backends("tensorflow")),
-    pytest.param({"steps_per_execution": 3}, id="several", marks=pytest.mark.backends("tensorflow", "jax")),
+    pytest.param({"run_eagerly": True}, id="eager", marks=TENSORFLOW_AND_JAX),
+    pytest.param({"jit_compile": True}, id="xla", marks=pytest.mark.backends("tensorflow")),
+    pytest.param({"steps_per_execution": 3}, id="several", marks=TENSORFLOW_AND_JAX),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:.* steps skipped in epoch")
+@SKIPS
 @pytest.mark.parametrize("options", FIT)
 def test_steps_of_fit_are_kept_with_their_state_and_run_again_with_the_same_bits(tmp_path, options):
     x, y = faults.batch(rows=24)
@@ -140,55 +146,30 @@ def test_steps_of_fit_are_kept_with_their_state_and_run_again_with_the_same_bits
     assert capsules[1].first_operation().side == "batch"
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:.* steps skipped in epoch")
-def test_a_step_that_ends_a_window_and_moves_the_weights_says_so(tmp_path):
-    model = faults.model_with()
-    step = mpkeras.make_train_step(model, mpkeras.LossScaleOptimizer("sgd", loss_scale=1.0), "mse", accumulate_steps=2)
-    step(*faults.batch())
-    x, y = faults.batch(scale=np.nan)
-    assert bool(step(x, y)["skipped"])
-    step.capsule(tmp_path / "last.mpk")
-    assert not mpkeras.load_capsule(tmp_path / "last.mpk").is_exact
-
-
+# The layer and its dtype, what the batch is like, and of the operation its side, its layer and its name.
 FAULTS = {
-    "matmul": (None, {"scale": 2e4}, "mse", "forward", "net/hidden", "matmul"),
-    "cast": (None, {"scale": 1e6}, "mse", "forward", "net/hidden", "cast"),
-    "log": (lambda: faults.Log(name="fault", dtype="float32"), {}, "mse", "forward", "fault", "log"),
-    "loss": (None, {}, faults.by_zero, "forward", None, "divide"),
-    "backward": (lambda: faults.Steep(name="fault", dtype="mixed_float16"), {}, "mse", "backward", "fault", "multiply"),
-    "slope": (lambda: faults.Root(name="fault", dtype="float32"), {}, "mse", "backward", "fault", "sqrt"),
-    "loop": (lambda: faults.Looping(name="fault", dtype="mixed_float16"), {}, "mse", "forward", "fault", "exp"),
-    "branch": (
-        lambda: faults.Branching(name="fault", dtype="mixed_float16"),
-        {},
-        "mse",
-        "forward",
-        "fault",
-        "multiply",
-    ),
-    "own gradient": (
-        lambda: faults.OwnGradient(name="fault", dtype="float32"),
-        {},
-        "mse",
-        "backward",
-        "fault",
-        "divide",
-    ),
+    "matmul": (None, None, {"scale": 2e4}, "forward", "net/hidden", "matmul"),
+    "cast": (None, None, {"scale": 1e6}, "forward", "net/hidden", "cast"),
+    "log": (faults.Log, "float32", {}, "forward", "fault", "log"),
+    "loss": (None, None, {}, "forward", None, "divide"),
+    "backward": (faults.Steep, "mixed_float16", {}, "backward", "fault", "multiply"),
+    "slope": (faults.Root, "float32", {}, "backward", "fault", "sqrt"),
+    "loop": (faults.Looping, "mixed_float16", {}, "forward", "fault", "exp"),
+    "branch": (faults.Branching, "mixed_float16", {}, "forward", "fault", "multiply"),
+    "own gradient": (faults.OwnGradient, "float32", {}, "backward", "fault", "divide"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_first_operation_is_named(tmp_path, fault, backend):
-    layer, data, loss, side, where, name = FAULTS[fault]
-    model = faults.model_with(*([] if layer is None else [layer()]))
+    make, dtype, data, side, where, name = FAULTS[fault]
+    model = faults.model_with(*([] if make is None else [make(name="fault", dtype=dtype)]))
     if fault == "matmul":
         model.get_layer("hidden").kernel.assign(np.full((6, 8), 2.0))
     # By the outputs the gradients are some thousands: only the layer's own are beyond 65504.
     scale = 2.0**10 if fault == "backward" else 1.0
-    options = {"loss": loss, "loss_scale": scale, "jit_compile": False}
+    options = {"loss": faults.by_zero if fault == "loss" else "mse", "loss_scale": scale, "jit_compile": False}
     path, _, _ = skipped_step(tmp_path, model, faults.batch(**data), **options)
     capsule = mpkeras.load_capsule(path, custom_objects=CUSTOM)
     found = capsule.first_operation()
@@ -210,17 +191,17 @@ def test_nan_in_the_batch_and_in_a_weight_are_named(tmp_path):
     x, y = faults.batch()
     y[2, 1] = np.nan
     path, _, _ = skipped_step(tmp_path, faults.model_with(), (x, y), jit_compile=False)
-    found = mpkeras.load_capsule(path).first_operation()
+    capsule = mpkeras.load_capsule(path)
+    found = capsule.first_operation()
     assert (found.side, found.where, found.message) == ("batch", "y", "holds 1 values that are not finite")
+    comparison = capsule.compare(bound=0.5)
+    assert comparison.first is None and "No layer is more than 50 %" in str(comparison)
     model = faults.model_with()
-    kernel = model.get_layer("head").kernel
-    values = keras.ops.convert_to_numpy(kernel).copy()
-    values[0, 0] = np.inf
-    kernel.assign(values)
+    model.get_layer("head").bias.assign([np.inf, 0.0, 0.0])
     path, _, _ = skipped_step(tmp_path, model, faults.batch(), jit_compile=False)
     capsule = mpkeras.load_capsule(path)
     found = capsule.first_operation()
-    assert found.side == "weight" and found.where.endswith("/kernel")
+    assert found.side == "weight" and found.where.endswith("/bias")
     assert "checkpoint" in capsule.remedy(found)
 
 
@@ -245,7 +226,7 @@ class Subclassed(keras.Model):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:.* steps skipped in epoch")
+@SKIPS
 @pytest.mark.parametrize("make", [functools.partial(faults.model_with, policy="float32"), Subclassed])
 def test_weights_in_bfloat16_are_in_bfloat16_again(tmp_path, make):
     model = make()
@@ -259,7 +240,7 @@ def test_weights_in_bfloat16_are_in_bfloat16_again(tmp_path, make):
     assert capsule.run()["same_bits"]
 
 
-@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:2 of 3 steps skipped in epoch 1")
+@SKIPS
 def test_a_loss_that_overflows_after_other_skipped_steps_is_named(tmp_path):
     model = keras.Sequential([keras.Input((3,)), layers.Dense(1, kernel_initializer="zeros")])
     model.compile("adam", "mse")
@@ -350,13 +331,6 @@ def test_what_draws_numbers_in_a_loop_is_compared_as_it_was(tmp_path):
     assert comparison.first.path.endswith("hidden") and comparison.first.outputs == np.inf
 
 
-def test_a_bound_that_no_layer_is_beyond(tmp_path):
-    x, y = faults.batch()
-    path, _, _ = skipped_step(tmp_path, faults.model_with(), (x, y * np.nan), jit_compile=False)
-    comparison = mpkeras.load_capsule(path).compare(bound=0.5)
-    assert comparison.first is None and "No layer is more than 50 %" in str(comparison)
-
-
 def test_the_model_may_be_given(tmp_path):
     path, state, _ = skipped_step(tmp_path, faults.model_with(), faults.batch(scale=1e6), jit_compile=False)
     model = faults.model_with()
@@ -372,9 +346,8 @@ def test_the_model_may_be_given(tmp_path):
 
 
 def test_classes_and_lambdas_need_what_keras_asks_for(tmp_path):
-    path, _, _ = skipped_step(
-        tmp_path, faults.model_with(faults.Log(dtype="float32")), faults.batch(), jit_compile=False
-    )
+    model = faults.model_with(faults.Log(dtype="float32"))
+    path, _, _ = skipped_step(tmp_path, model, faults.batch(), jit_compile=False)
     capsule = mpkeras.load_capsule(path)
     assert capsule.batch[0].shape == (4, 6) and "model/0/kernel" in capsule.state
     with pytest.raises(ValueError, match="Expected a model that can be made here.*custom_objects"):
@@ -408,26 +381,19 @@ def test_a_capsule_is_of_a_step_that_was_skipped_just_now(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@SKIPS
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:All 1 steps of epoch 1 were skipped")
-@pytest.mark.parametrize("kind", ["step", "fit"])
-def test_products_in_float8_are_in_float8_again(tmp_path, kind):
+def test_products_in_float8_are_in_float8_again(tmp_path):
     """The loss is finite, and the scaled gradient is not: the loss says which numbers were multiplied."""
     parts = [layers.Dense(width, "relu", name=f"part{width}") for width in (32, 48, 64, 80)]
     model = keras.Sequential([keras.Input((16,)), *parts, layers.Dense(16, name="last")], name="net")
     policy = mpkeras.Policy("mixed_float8", keep_16_bits=("first", "last", "path:part64"))
-    scale = mpkeras.FixedLossScale(2.0**125)
     x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
-    y = np.full((8, 16), 100.0, "float32")
-    if kind == "step":
-        model = mpkeras.apply_policy(model, policy)
-        path, _, _ = skipped_step(tmp_path, model, (x, y), loss_scale=scale)
-    else:
-        model.compile("adam", "mse")
-        mpkeras.prepare(model, policy, loss_scale=scale)
-        box = BlackBox(tmp_path)
-        model.fit(x, y, batch_size=8, epochs=1, verbose=0, callbacks=[box])
-        (path,) = box.capsules
+    model.compile("adam", "mse")
+    mpkeras.prepare(model, policy, loss_scale=mpkeras.FixedLossScale(2.0**125))
+    box = BlackBox(tmp_path)
+    model.fit(x, np.full((8, 16), 100.0, "float32"), batch_size=8, epochs=1, verbose=0, callbacks=[box])
+    (path,) = box.capsules
     capsule = mpkeras.load_capsule(path)
     run = capsule.run()
     assert run["same_bits"] and run["skipped"], run["different"]

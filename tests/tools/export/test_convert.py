@@ -3,6 +3,7 @@
 import json
 import sys
 import textwrap
+import zipfile
 
 import keras
 import numpy as np
@@ -13,11 +14,16 @@ from _mpkeras_cli import main
 from _mpkeras_cli.convert import FORMAT_NAMES
 from mpkeras.tools.export import files
 from mpkeras.tools.export.convert import convert
+from tests.cli.lines import lines_of
 from tests.sixteen_bits import without_outputs
 
 # Keras 3.10 warns of the structure of inputs for any Functional model that it has loaded.
 pytestmark = pytest.mark.filterwarnings("ignore:The structure of `inputs` does:UserWarning")
 HAS_LITERT = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 13)
+LITERT = [
+    pytest.mark.backends("tensorflow"),
+    pytest.mark.skipif(not HAS_LITERT, reason="since Keras 3.13"),
+]
 IMAGES = np.random.default_rng(0).uniform(0, 255, size=(2, 8, 8, 3)).astype("float32")
 
 
@@ -44,19 +50,13 @@ def saved(tmp_path):
     return path, model
 
 
-def failing_line(capsys, *arguments):
-    assert main(["convert", *map(str, arguments)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("mpkeras convert: error: ")
-    return line
+_, failing_line = lines_of("convert")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_keras_file(saved, capsys, dtype):
+def test_a_keras_file(saved, capsys):
     path, _ = saved
+    dtype = "float16"
     out = path.parent / "new" / "converted.keras"
     assert main(["convert", str(path), str(out), "--policy", f"mixed_{dtype}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -157,9 +157,9 @@ def test_the_same_file(saved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_an_output_in_16_bits_ends_in_a_layer_that_plain_keras_loads(saved, dtype):
+def test_an_output_in_16_bits_ends_in_a_layer_that_plain_keras_loads(saved):
     path, _ = saved
+    dtype = "bfloat16"
     out, back, policy = path.parent / "out.keras", path.parent / "back.keras", without_outputs(f"mixed_{dtype}")
     report = convert(path, out, policy)
     assert report.layers_by_dtype() == {dtype: 3, "float32": 3} and report.outputs == ["float32"]
@@ -227,56 +227,42 @@ def test_classes_of_the_user(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        pytest.param(["{in}", "{out}"], "required: --policy", id="no policy"),
-        pytest.param(["{dir}/no.keras", "{out}", "--policy", "float32"], "which does not exist", id="no file"),
-        pytest.param(["{dir}", "{out}", "--policy", "float32"], "a directory", id="a directory"),
-        pytest.param(["{dir}/text.keras", "{out}", "--policy", "float32"], "to be a zip archive", id="not a zip"),
-        pytest.param(["{dir}/half.keras", "{out}", "--policy", "float32"], "half of one", id="half of the file"),
-        pytest.param(["{dir}/text.h5", "{out}", "--policy", "float32"], "that Keras 3.", id="not HDF5"),
-        pytest.param(["{dir}/zip.keras", "{out}", "--policy", "float32"], "config.json", id="another zip"),
-        pytest.param(["{dir}/text.pt", "{out}", "--policy", "float32"], "a `.keras` or `.h5` file", id="other file"),
-        pytest.param(["{dir}/w.weights.h5", "{out}", "--policy", "float32"], "holds weights only", id="weights only"),
-        pytest.param(["{in}", "{out}", "--policy", "mixed_flaot16"], "Did you mean 'mixed_float16'?", id="policy"),
+        pytest.param("{in} {out}", "required: --policy", id="no policy"),
+        pytest.param("{dir}/no.keras {out} --policy float32", "which does not exist", id="no file"),
+        pytest.param("{dir} {out} --policy float32", "a directory", id="a directory"),
+        pytest.param("{dir}/text.keras {out} --policy float32", "to be a zip archive", id="not a zip"),
+        pytest.param("{dir}/half.keras {out} --policy float32", "half of one", id="half of the file"),
+        pytest.param("{dir}/text.h5 {out} --policy float32", "that Keras 3.", id="not HDF5"),
+        pytest.param("{dir}/zip.keras {out} --policy float32", "config.json", id="another zip"),
+        pytest.param("{dir}/text.pt {out} --policy float32", "a `.keras` or `.h5` file", id="other file"),
+        pytest.param("{dir}/w.weights.h5 {out} --policy float32", "holds weights only", id="weights only"),
+        pytest.param("{in} {out} --policy mixed_flaot16", "Did you mean 'mixed_float16'?", id="policy"),
+        pytest.param("{in} {out} --policy float16", "with float32 or bfloat16 variables", id="float16 variables"),
+        pytest.param("{in} {in} --policy float32", "Say `--force` to replace it", id="output exists"),
+        pytest.param("{in} {dir} --policy float32 --force", "that ends in", id="a dotted dir"),
         pytest.param(
-            ["{in}", "{out}", "--policy", "float16"], "with float32 or bfloat16 variables", id="float16 variables"
-        ),
-        pytest.param(["{in}", "{in}", "--policy", "float32"], "Say `--force` to replace it", id="output exists"),
-        pytest.param(["{in}", "{dir}", "--policy", "float32", "--force"], "that ends in", id="a dotted dir"),
-        pytest.param(
-            ["{in}", "{dir}", "--policy", "float32", "--force", "--format", "savedmodel"],
+            "{in} {dir} --policy float32 --force --format savedmodel",
             "to replace a SavedModel",
             id="a directory of something else",
             marks=pytest.mark.backends("tensorflow", "jax"),
         ),
-        pytest.param(["{in}", "{dir}/out.pb", "--policy", "float32"], "Received: '{dir}/out.pb'", id="unknown ending"),
-        pytest.param(["{in}", "{out}", "--policy", "float32", "--format", "pb"], "invalid choice: 'pb'", id="format"),
+        pytest.param("{in} {dir}/out.pb --policy float32", "Received: '{dir}/out.pb'", id="unknown ending"),
+        pytest.param("{in} {out} --policy float32 --format pb", "invalid choice: 'pb'", id="format"),
+        pytest.param("{in} {out} --policy float32 --format onnx", "to end in '.onnx'", id="format and ending"),
+        pytest.param("{in} {out} --policy float32 --format savedmodel", "to be a directory", id="not a directory"),
+        pytest.param("{in} {dir}/text.pt/o.keras --policy float32", "can be written to", id="no place"),
+        pytest.param("{in} {out} --policy float32 --import no_such", "'no_such' (Mod", id="no module"),
         pytest.param(
-            ["{in}", "{out}", "--policy", "float32", "--format", "onnx"], "to end in '.onnx'", id="format and ending"
+            "{in} {dir}/o.tflite --policy mixed_float16", "Use `--policy float32`", id="16-bit TFLite", marks=LITERT
         ),
         pytest.param(
-            ["{in}", "{out}", "--policy", "float32", "--format", "savedmodel"],
-            "to be a directory",
-            id="not a directory",
-        ),
-        pytest.param(["{in}", "{dir}/text.pt/o.keras", "--policy", "float32"], "can be written to", id="no place"),
-        pytest.param(["{in}", "{out}", "--policy", "float32", "--import", "no_such"], "'no_such' (Mod", id="no module"),
-        pytest.param(
-            ["{in}", "{dir}/o.tflite", "--policy", "mixed_float16"],
-            "Use `--policy float32`",
-            id="16-bit TFLite",
-            marks=[
-                pytest.mark.backends("tensorflow"),
-                pytest.mark.skipif(not HAS_LITERT, reason="since Keras 3.13"),
-            ],
-        ),
-        pytest.param(
-            ["{in}", "{dir}/o.tflite", "--policy", "float32"],
+            "{in} {dir}/o.tflite --policy float32",
             "set KERAS_BACKEND=tensorflow",
             id="TFLite elsewhere",
             marks=pytest.mark.backends("jax", "torch"),
         ),
         pytest.param(
-            ["{in}", "{dir}/served", "--policy", "float32"],
+            "{in} {dir}/served --policy float32",
             "set KERAS_BACKEND=tensorflow",
             id="SavedModel on torch",
             marks=pytest.mark.backends("torch"),
@@ -284,8 +270,6 @@ def test_classes_of_the_user(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_bad_input(saved, capsys, tmp_path, arguments, expected):
-    import zipfile
-
     path, model = saved
     folder = tmp_path / "bad.d"
     folder.mkdir()
@@ -299,9 +283,9 @@ def test_bad_input(saved, capsys, tmp_path, arguments, expected):
 
     places = {"{in}": str(path), "{out}": str(tmp_path / "new" / "out.keras"), "{dir}": str(folder)}
     for place, value in places.items():
-        arguments = [argument.replace(place, value) for argument in arguments]
+        arguments = arguments.replace(place, value)
         expected = expected.replace(place, value)
-    assert expected in failing_line(capsys, *arguments)
+    assert expected in failing_line(capsys, *arguments.split())
     assert {found: found.read_bytes() for found in tmp_path.rglob("*") if found.is_file()} == before
     assert not (tmp_path / "new").exists()
 
@@ -338,20 +322,26 @@ def test_a_failed_export_leaves_what_was_there(saved, monkeypatch, capsys):
     assert sorted(found.name for found in path.parent.iterdir()) == ["model.keras", "out.keras"]
 
 
-@pytest.mark.parametrize(("find", "message"), [(lambda name: None, r"Run `pip install .*onnx"), (None, None)])
-def test_packages_are_looked_for_before_any_work(monkeypatch, tmp_path, find, message):
-    found = files.FORMATS["onnx"]
-    monkeypatch.setattr(files.importlib.util, "find_spec", find or (lambda name: object()))
-    policy = mpkeras.get_policy("float32")
-    if message is None:
-        files.check(found, policy)
-    else:
-        with pytest.raises(ValueError, match=message):
-            files.check(found, policy)
+def test_packages_are_looked_for_before_any_work(monkeypatch):
+    onnx, policy = files.FORMATS["onnx"], mpkeras.get_policy("float32")
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: object())
+    files.check(onnx, policy)
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"Run `pip install .*onnx"):
+        files.check(onnx, policy)
 
 
 def test_format_names_are_those_of_the_formats():
     assert FORMAT_NAMES == tuple(files.FORMATS)
+
+
+class Subclassed(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.head = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.head(x)
 
 
 def test_subclassed_models(tmp_path, monkeypatch):
@@ -362,15 +352,6 @@ def test_subclassed_models(tmp_path, monkeypatch):
     report = convert(tmp_path / "model.keras", tmp_path / "out.keras", "mixed_bfloat16")
     assert report.layers_by_dtype() == {"bfloat16": 1}
     assert "what the `call` of the model makes of them" in str(report)
-
-
-class Subclassed(keras.Model):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.head = keras.layers.Dense(2)
-
-    def call(self, x):
-        return self.head(x)
 
 
 def test_the_figure_has_a_bar_for_each_dtype(saved):

@@ -8,7 +8,6 @@ import mpkeras
 from mpkeras.tools.export.convert import convert
 from tests.sixteen_bits import without_outputs
 
-POLICIES = ["mixed_float16", "mixed_bfloat16"]
 IMAGES = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype("float32")
 VECTORS = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 # Keras 3.10 warns of the structure of inputs for any Functional model that it has loaded.
@@ -64,8 +63,7 @@ JAX_TO_TF = pytest.mark.filterwarnings("ignore:.*(native_serialization|jax2tf)")
 @pytest.mark.slow
 @JAX_TO_TF
 @pytest.mark.backends("tensorflow", "jax")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("make", [functional, sequential, nested, softmax_head])
+@pytest.mark.parametrize(("make", "policy"), [(nested, "mixed_float16"), (softmax_head, "mixed_bfloat16")])
 def test_signatures_of_a_saved_model_are_float32(tmp_path, make, policy):
     import tensorflow as tf
 
@@ -75,9 +73,8 @@ def test_signatures_of_a_saved_model_are_float32(tmp_path, make, policy):
     signature = served.signatures["serving_default"]
     specs = [*signature.structured_input_signature[1].values(), *signature.structured_outputs.values()]
     assert {spec.dtype for spec in specs} == {tf.float32}
-    for output, expected in zip(
-        keras.tree.flatten(served.serve(IMAGES)), keras.tree.flatten(model(IMAGES)), strict=True
-    ):
+    outputs = [keras.tree.flatten(call(IMAGES)) for call in (served.serve, model)]
+    for output, expected in zip(*outputs, strict=True):
         # JAX compiles what is served, and rounds a 16-bit intermediate less often than one operation at a time.
         np.testing.assert_allclose(output.numpy(), numpy(expected), atol=1e-2)
 
@@ -112,18 +109,6 @@ def test_a_saved_model_by_convert(tmp_path):
 
 
 # Since TensorFlow 2.20 the interpreter announces its own package; it is the one that TensorFlow has.
-@pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated")
-@pytest.mark.backends("tensorflow")
-def test_tflite_of_the_float32_twin(tmp_path):
-    import tensorflow as tf
-
-    model = trained_in_16_bits()
-    assert model.layers[2].compute_dtype == "float16"
-    twin = mpkeras.apply_policy(model, "float32")
-    converted = tf.lite.TFLiteConverter.from_keras_model(twin).convert()
-    assert_runs(tf.lite.Interpreter(model_content=converted), twin)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated")
 @pytest.mark.backends("tensorflow")
@@ -136,10 +121,6 @@ def test_tflite_by_convert(tmp_path):
     model.save(tmp_path / "model.keras")
     convert(tmp_path / "model.keras", tmp_path / "model.tflite", "float32")
     interpreter = tf.lite.Interpreter(model_path=str(tmp_path / "model.tflite"))
-    assert_runs(interpreter, mpkeras.apply_policy(model, "float32"))
-
-
-def assert_runs(interpreter, twin):
     (taken,), (given,) = interpreter.get_input_details(), interpreter.get_output_details()
     assert {taken["dtype"], given["dtype"]} == {np.float32}
     interpreter.resize_tensor_input(taken["index"], IMAGES.shape)
@@ -147,7 +128,7 @@ def assert_runs(interpreter, twin):
     assert {tensor["dtype"] for tensor in interpreter.get_tensor_details()} <= {np.float32, np.int32, np.int64}
     interpreter.set_tensor(taken["index"], IMAGES)
     interpreter.invoke()
-    expected = twin.predict(IMAGES, verbose=0)
+    expected = mpkeras.apply_policy(model, "float32").predict(IMAGES, verbose=0)
     np.testing.assert_allclose(interpreter.get_tensor(given["index"]), expected, atol=1e-5)
 
 

@@ -25,6 +25,20 @@ needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="
 needs_compilers = pytest.mark.skipif(not HAS_COMPILERS, reason="needs the extra `forecast`, for Linux on x86-64")
 
 
+def for_an_accelerator(test):
+    """Marks a test of programs for devices that are not here. JAX compiles them, whatever the backend."""
+    for mark in (needs_compilers, pytest.mark.slow, pytest.mark.backends("tensorflow")):
+        test = mark(test)
+    return test
+
+
+def compiled_by_jax(test):
+    """Marks a test of models of other backends than the one that compiles."""
+    for mark in (needs_jax, pytest.mark.slow, pytest.mark.backends("tensorflow", "torch")):
+        test = mark(test)
+    return test
+
+
 class Gate(layers.Layer):
     """A layer of the user's, which keeps a function of the user's."""
 
@@ -128,28 +142,7 @@ def test_the_forecast_for_this_cpu(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.slow
-@pytest.mark.backends("jax")
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
-def test_the_forecast_for_this_cpu_is_what_its_compiled_step_takes(name):
-    make, shape = MODELS[name]
-    model = make()
-    x = np.zeros(shape, model.inputs[0].dtype)
-    found = mpkeras.forecast(
-        model, x, device="cpu", policies=["mixed_bfloat16"], optimizer="adam", loss="mse", verbose=0
-    ).policies["mixed_bfloat16"]
-    mpkeras.apply_policy(model, "mixed_bfloat16")
-    step = mpkeras.make_train_step(model, "adam", "mse", jit_compile=True)
-    y = np.zeros(tuple(model.compute_output_shape(shape)), "float32")
-    assert found["temporary_bytes"] == step.temporary_bytes(x, y)
-    held = [*model.variables, *step.optimizer.variables]
-    # A step is not given the flags that it only writes.
-    assert 0 <= sum(np.asarray(v.value).nbytes for v in held) - found["persistent_bytes"] <= 8
-
-
-@pytest.mark.slow
-@needs_jax
-@pytest.mark.backends("tensorflow", "torch")
+@compiled_by_jax
 def test_targets_and_inputs_that_the_program_leaves_out_are_no_state():
     inputs = {"x": keras.Input((8,), name="x"), "unused": keras.Input((512,), name="unused")}
     features = layers.Dense(256, name="features")(inputs["x"])
@@ -177,9 +170,7 @@ class UntilSmall(layers.Layer):
         return inputs + n
 
 
-@pytest.mark.slow
-@needs_jax
-@pytest.mark.backends("tensorflow", "torch")
+@compiled_by_jax
 def test_loops_that_do_not_say_how_often_they_run_are_named():
     model = keras.Sequential([keras.Input((16,)), layers.Dense(16), UntilSmall()])
     report = mpkeras.forecast(model, (8, 16), device="cpu", policies=["float32"], optimizer="sgd", verbose=0)
@@ -190,16 +181,12 @@ def test_loops_that_do_not_say_how_often_they_run_are_named():
     assert "loops" not in str(report)
 
 
-@needs_jax
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow", "torch")
+@compiled_by_jax
 def test_layers_losses_and_optimizers_of_the_user():
     inputs = keras.Input((24,))
     model = keras.Model(inputs, {"a": Gate(24)(inputs), "b": layers.Dense(3)(inputs)})
-    model.compile(
-        keras.optimizers.AdamW(1e-3, gradient_accumulation_steps=2),
-        {"a": absolute_error, "b": "sparse_categorical_crossentropy"},
-    )
+    losses = {"a": absolute_error, "b": "sparse_categorical_crossentropy"}
+    model.compile(keras.optimizers.AdamW(1e-3, gradient_accumulation_steps=2), losses)
     small = mpkeras.Policy("mixed_float16", slot_dtype="bfloat16")
     mine = mpkeras.Policy("mine", compute_dtype="bfloat16", variable_dtype="float32")
     found = mpkeras.forecast(model, (8, 24), device="cpu", policies=["mixed_float16", small, mine], verbose=0)
@@ -239,9 +226,7 @@ def test_weights_that_devices_share():
     assert 0 <= found["persistent_bytes"] - 5 * 4 * (kernels // 4 + biases) < 200
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 # Another program in float16 with attention is compiled below.
 @pytest.mark.parametrize(
     "name", ["mlp", "cnn", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("transformer", "lstm"))]
@@ -258,24 +243,19 @@ def test_programs_for_an_h100(name):
         assert found["fits"] and found["step_time_lower_bound_ms"] > 0
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_on_an_h100_takes_half_of_the_memory(causal):
+@for_an_accelerator
+def test_attention_on_an_h100_takes_half_of_the_memory():
     """JAX' own keeps the probabilities in float32, and a third of the temporaries with them: 0.7 of float32's."""
     inputs = x = keras.Input((512, 32))
     for _ in range(6):
-        x = x + layers.MultiHeadAttention(2, 16)(x, x, use_causal_mask=causal)
+        x = x + layers.MultiHeadAttention(2, 16)(x, x, use_causal_mask=True)
     policies = ["float32", "mixed_float16"]
     report = mpkeras.forecast(keras.Model(inputs, x), (4, 512, 32), device="h100", policies=policies, verbose=0)
     of_float32, in_16_bits = (clean(report.policies[policy])["temporary_bytes"] for policy in policies)
     assert in_16_bits < 0.5 * of_float32, (in_16_bits, of_float32)
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_what_is_computed_again_takes_less_on_an_h100():
     x = inputs = keras.Input((256, 64))
     for _ in range(6):
@@ -314,16 +294,11 @@ def test_a_model_made_in_a_remat_scope_is_forecast_with_it():
     assert flops - plain_flops == 3 * 2 * 384 * 192 * 192 and bytes_ < plain_bytes
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_a_program_for_eight_h100s(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
-    found = clean(
-        mpkeras.forecast(mlp(), (64, 96), device="h100", devices=8, policies=["mixed_float16"], verbose=0).policies[
-            "mixed_float16"
-        ]
-    )
+    report = mpkeras.forecast(mlp(), (64, 96), device="h100", devices=8, policies=["mixed_float16"], verbose=0)
+    found = clean(report.policies["mixed_float16"])
     hidden, head = 96 * 128, 128 * 16
     summed = {(part["kind"], part["dtype"]): part["bytes"] for part in found["collectives"]}
     # The product that makes the gradient of the hidden kernel multiplies in 16 bits; devices sum it in float32.
@@ -356,25 +331,17 @@ def decided_after_the_sums(text) -> bool:
     return all(any("all-reduce" in lines[name].operation for name in sources(check, set())) for check in checks)
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_a_program_for_a_tpu():
-    found = clean(
-        mpkeras.forecast(cnn(), (16, 16, 16, 16), device="v5e", policies=["bfloat16"], verbose=0).policies["bfloat16"]
-    )
-    check_products(found, "cnn", "bfloat16")
+    report = mpkeras.forecast(cnn(), (16, 16, 16, 16), device="v5e", policies=["bfloat16"], verbose=0)
+    check_products(clean(report.policies["bfloat16"]), "cnn", "bfloat16")
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_the_check_of_programs_can_fail():
     """A conditional around a product, a copy to the host, and a callback."""
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "programs_to_refuse.py")], capture_output=True, text=True, timeout=200
-    )
-    found = json.loads(done.stdout)
+    command = [sys.executable, str(FOLDER / "programs_to_refuse.py")]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=200).stdout)
     assert found["with a conditional"]["conditionals"] == 1 and found["with a conditional"]["host_transfers"] == 0
     assert found["to the host"]["conditionals"] == 0 and found["to the host"]["host_transfers"] >= 1
     assert found["with a callback"]["conditionals"] == 0 and found["with a callback"]["host_transfers"] == 1
@@ -403,12 +370,8 @@ def test_the_largest_batch(slope, fixed, first, unit):
 
 
 @pytest.mark.backends("tensorflow")
-def test_no_batch_fits():
+def test_no_batch_fits_or_it_grows_in_steps():
     assert largest_that_fits(lambda batch: -1 - batch, 8, 1) == 0
-
-
-@pytest.mark.backends("tensorflow")
-def test_a_batch_that_grows_in_steps_is_found_nevertheless():
     # Half the memory at once from 1000 rows on, as where a compiler takes another algorithm.
     assert 983 <= largest_that_fits(lambda batch: 5000 - batch if batch < 1000 else -10 * batch, 16, 1) < 1000
 
@@ -441,9 +404,8 @@ def facts(**changed):
 
 @pytest.mark.backends("tensorflow")
 def test_the_time_is_bound_by_products_or_by_bytes():
-    found = report(
-        bytes=facts(), products=facts(matrix_flops={"float16": 121 * 10**10, "float32": 60 * 10**10, "float6": 1})
-    ).policies
+    flops = {"float16": 121 * 10**10, "float32": 60 * 10**10, "float6": 1}
+    found = report(bytes=facts(), products=facts(matrix_flops=flops)).policies
     # 3 GB at 300 GB/s; 1.21 TFLOP at 121 TFLOP/s and 0.6 at 60.
     assert found["bytes"]["step_time_lower_bound_ms"] == pytest.approx(10)
     assert found["products"]["step_time_lower_bound_ms"] == pytest.approx(20)
@@ -453,9 +415,8 @@ def test_the_time_is_bound_by_products_or_by_bytes():
 def test_what_fits():
     l4 = TARGETS["l4"]
     room = l4.memory_bytes - l4.reserved_bytes
-    found = report(
-        fits=facts(peak_bytes=room), too_much=facts(peak_bytes=room + 1), refused={"too_large": 9 * 10**10}
-    ).policies
+    refused = {"too_large": 9 * 10**10}
+    found = report(fits=facts(peak_bytes=room), too_much=facts(peak_bytes=room + 1), refused=refused).policies
     assert [found[name]["fits"] for name in ("fits", "too_much", "refused")] == [True, False, False]
     assert found["refused"]["peak_bytes"] == 9 * 10**10 and found["refused"]["temporary_bytes"] is None
 
@@ -677,9 +638,7 @@ def test_models_of_a_script(tmp_path):
     assert re.search(r"one that raised ValueError: .*found shape=\(4, 9\).* Pass `x` and `y` as", other_size)
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 @pytest.mark.parametrize("device", ["h100", "l4", "a100", "v5e"])
 def test_products_in_float8_are_float8_in_the_program_where_a_device_has_units(device):
     """Three products of each of two layers: one forward, two backward. First bfloat16, last float32."""
@@ -709,9 +668,7 @@ def test_products_in_float8_are_float8_in_the_program_where_a_device_has_units(d
     assert total == sum(report.policies["mixed_bfloat16"]["matrix_flops"].values())
 
 
-@pytest.mark.slow
-@needs_compilers
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_each_layer_that_is_not_in_float8_has_its_reason():
     model = keras.Sequential(
         [keras.Input((32,)), layers.Dense(24, name="narrow"), layers.Dense(48, name="single"), layers.Dense(16)],
@@ -731,9 +688,7 @@ def test_each_layer_that_is_not_in_float8_has_its_reason():
     ]
 
 
-@needs_jax
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow", "torch")
+@compiled_by_jax
 def test_what_the_user_quantized_to_float8_stays_so():
     def net():
         hidden = [layers.Dense(width, "relu") for width in (32, 64, 32)]
@@ -749,9 +704,7 @@ def test_what_the_user_quantized_to_float8_stays_so():
     assert bytes_of(quantized) > bytes_of(net())
 
 
-@needs_compilers
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow")
+@for_an_accelerator
 def test_plain_keras_asks_for_float8_and_gets_none():
     """P43: what `quantize("float8")` rounds is multiplied in bfloat16."""
     with mpkeras.policy_scope("mixed_bfloat16"):

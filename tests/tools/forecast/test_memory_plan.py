@@ -68,7 +68,8 @@ def test_what_fits_is_found_and_no_plan_is_over_its_limit():
     of_rungs = [report[name]["peak_bytes"] for name in rungs]
     # In this order, each with less memory than the one before.
     assert of_rungs == sorted(of_rungs, reverse=True)
-    for policy, peak in zip(rungs.values(), of_rungs, strict=True):
+    for name in ("slots", "products"):
+        policy, peak = rungs[name], report[name]["peak_bytes"]
         # Just room for this one: 5 % are left free. The figure is that of `forecast`.
         plan = planned(int(peak / 0.95) + 100)
         (row,) = [row for row in plan.candidates if row["is_the_plan"]]
@@ -80,38 +81,6 @@ def test_what_fits_is_found_and_no_plan_is_over_its_limit():
     # Parts may take more memory than larger ones, whose products XLA computes otherwise: each was compiled.
     assert peaks(plan)[-1] <= 0.95 * limit < min(peaks(plan)[:-1])
     assert [row["remat"] for row in plan.candidates if row["accumulate_steps"] == 1] == [None, "blocks"]
-    everything = planned(2**20)
-    assert not everything.fits and everything.missing_bytes > 0 and "Nothing that was tried fits" in str(everything)
-    assert everything.missing_bytes == min(peaks(everything)) - int(0.95 * 2**20)
-
-
-@needs_jax
-@ONCE
-@pytest.mark.slow
-def test_the_program_that_then_trains_is_the_one_of_the_plan():
-    model = residual()
-    everything = mpkeras.plan_memory(model, (1024, 64), memory=2**20, device="cpu", policies=["float32"], verbose=0)
-    (row,) = [row for row in everything.candidates if row["remat"] == "blocks" and row["accumulate_steps"] == 1]
-    report = mpkeras.forecast(
-        model,
-        (1024, 64),
-        device="cpu",
-        policies=[mpkeras.Policy("float32", slot_dtype="bfloat16", remat="blocks").renamed("mine")],
-        verbose=0,
-    )
-    assert report.policies["mine"]["peak_bytes"] == row["peak_bytes"]
-
-
-@needs_jax
-@ONCE
-@pytest.mark.slow
-def test_the_largest_batch():
-    plan = mpkeras.plan_memory(
-        residual(), (64, 64), memory="40MB", device="cpu", policies=["float32"], batch="largest", verbose=0
-    )
-    tried = {row["batch"]: row["peak_bytes"] for row in plan.candidates if row["remat"] == "blocks"}
-    assert plan.fits and tried[plan.batch] <= 0.95 * 40e6
-    assert min(n for n, peak in tried.items() if peak > 0.95 * 40e6) <= 1.03 * plan.batch + 1
 
 
 @pytest.fixture
@@ -268,13 +237,17 @@ def test_what_the_backend_cannot_compute_again_is_no_candidate(compiled):
 
 
 @ONCE
-@pytest.mark.parametrize("remat", ["products", ["path:nowhere"]])
-def test_a_policy_whose_parts_are_not_there_is_refused(compiled, remat):
+@pytest.mark.parametrize(
+    ("remat", "expected"),
+    [
+        ("products", "Expected .*Use remat='blocks'"),
+        (["path:nowhere"], "Expected `remat` to name layers.*path:nowhere"),
+    ],
+)
+def test_a_policy_whose_parts_are_not_there_is_refused(compiled, remat, expected):
     names = compiled(in_parts)
     policies = [mpkeras.Policy("float32", remat=remat)]
-    with pytest.raises(
-        ValueError, match=r"Expected .*Use remat='blocks'|Expected `remat` to name layers.*path:nowhere"
-    ):
+    with pytest.raises(ValueError, match=expected):
         mpkeras.plan_memory(unlike(), (8, 4), memory=1, policies=policies, allow=("remat",), verbose=0)
     assert names == []
 
@@ -357,8 +330,9 @@ def test_doors_take_it_as_a_policy(door):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_a_step_accumulates_as_the_plan_says(policy):
+def test_a_step_accumulates_as_the_plan_says():
+    policy = "mixed_bfloat16"
+
     def updates_of(step):
         return int(keras.ops.convert_to_numpy(step.optimizer.inner_optimizer.iterations))
 

@@ -36,9 +36,11 @@ def test_a_name_that_is_unknown_names_the_nearest(name, nearest):
         find_target(name)
 
 
-def test_a_device_that_is_no_name():
+def test_what_is_no_device():
     with pytest.raises(TypeError, match="Expected `device` to be the name of a device. Received: 100 of type int"):
         find_target(100)
+    with pytest.raises(ValueError, match="Expected at most 256 devices of TPU v6e. Received: 257"):
+        TARGETS["v6e"].topology(257)
 
 
 def test_16_bits_are_faster_where_there_are_units_for_them():
@@ -66,11 +68,6 @@ def test_the_description_of_a_gpu():
 )
 def test_the_smallest_arrangement_of_so_many_devices(device, devices, topology):
     assert TARGETS[device].topology(devices) == topology
-
-
-def test_more_devices_than_there_are():
-    with pytest.raises(ValueError, match="Expected at most 256 devices of TPU v6e. Received: 257"):
-        TARGETS["v6e"].topology(257)
 
 
 def test_the_names():

@@ -16,7 +16,6 @@ from tests.step_modes import snapshot
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(4, 8)).astype("float32")
-POLICIES = ["mixed_float16", "mixed_bfloat16"]
 
 
 class Times(layers.Layer):
@@ -35,39 +34,43 @@ def name(path):
     return path.rpartition("/")[2]
 
 
-def six_layers(k=None, policy="mixed_float16", *, loss_scale=1.0, **fault):
+def stack_of_six(k=None, **fault):
     """Dense layers of which the k-th is followed by a fault."""
     keras.utils.set_random_seed(0)
+    stack = [Times(name=f"layer_{i}", **fault) if i == k else layers.Dense(8, name=f"layer_{i}") for i in range(1, 7)]
+    return keras.Sequential([keras.Input((8,)), *stack])
+
+
+def six_layers(k=None, policy="mixed_float16", *, loss_scale=1.0, **fault):
     policy = without_outputs(policy)
     with mpkeras.policy_scope(policy):
-        stack = [keras.Input((8,))]
-        for i in range(1, 7):
-            stack.append(Times(name=f"layer_{i}", **fault) if i == k else layers.Dense(8, name=f"layer_{i}"))
-        model = keras.Sequential(stack)
+        model = stack_of_six(k, **fault)
     model.compile(keras.optimizers.SGD(0.01), "mse")
     return mpkeras.prepare(model, policy, loss_scale=loss_scale)
 
 
-@pytest.mark.parametrize("k", range(1, 7))
+FIRST_MIDDLE_LAST = pytest.mark.parametrize("k", [1, 4, 6])
+
+
+@FIRST_MIDDLE_LAST
 def test_p1_an_overflow_forward_is_named_with_number_and_remedy(k):
     report = mpkeras.trace_numerics(six_layers(k, up=1e3), X, Y)
     assert report.culprit.side == "output" and name(report.culprit.path) == f"layer_{k}"
     named = next(layer for layer in report.layers if name(layer.path) == f"layer_{k}")
     assert 0 < named.overflow <= 1 and named.true_outputs.max_abs > 65504
     assert any(rule.endswith(f"/layer_{k}$") for rule in report.rules)
-    assert f"Layer '{named.path}': its output reaches {named.true_outputs.max_abs:.3g}, over float16's 65504" in str(
-        report
-    )
+    said = f"Layer '{named.path}': its output reaches {named.true_outputs.max_abs:.3g}, over float16's 65504"
+    assert said in str(report)
 
 
-@pytest.mark.parametrize("k", range(1, 7))
+@FIRST_MIDDLE_LAST
 def test_p1_an_overflow_backward_is_named(k):
     report = mpkeras.trace_numerics(six_layers(k, down=200.0, loss_scale=64.0), X, Y)
     assert report.culprit.side == "gradient" and name(report.culprit.path) == f"layer_{k}"
     assert all(layer.overflow == 0 for layer in report.layers)
 
 
-@pytest.mark.parametrize("k", range(1, 7))
+@FIRST_MIDDLE_LAST
 def test_a_weight_that_is_not_finite_is_named(k):
     model = six_layers(policy="mixed_bfloat16")
     kernel = model.layers[k - 1].kernel
@@ -77,20 +80,13 @@ def test_a_weight_that_is_not_finite_is_named(k):
     assert "kernel" in report.culprit.message
 
 
-def test_data_and_loss_are_named():
-    model = six_layers()
-    bad = X.copy()
-    bad[0, 0] = np.inf
-    culprit = mpkeras.trace_numerics(model, bad, Y).culprit
-    assert culprit.side == "input" and "look into the data" in culprit.message
-    culprit = mpkeras.trace_numerics(model, X * 1e5, Y).culprit
+def test_inputs_that_are_more_than_the_dtype_holds_are_named():
+    culprit = mpkeras.trace_numerics(six_layers(), X * 1e5, Y).culprit
     assert culprit.side == "input" and name(culprit.path) == "layer_1" and "more than float16 holds" in culprit.message
-    report = mpkeras.trace_numerics(model, X, np.full_like(Y, np.nan))
-    assert report.culprit.side == "loss" and "look at the loss and the labels" in str(report)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [*POLICIES, "float32"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
 def test_a_clean_model_has_no_culprit_and_is_as_it_was(policy):
     keras.utils.set_random_seed(0)
     stack = [keras.Input((8,)), layers.Dense(8, "relu", activity_regularizer="l2"), layers.BatchNormalization()]
@@ -98,15 +94,15 @@ def test_a_clean_model_has_no_culprit_and_is_as_it_was(policy):
     model.compile("adam", "mse", metrics=["mae"])
     mpkeras.prepare(model, policy, loss_scale=1.0)
     model.train_on_batch(X, Y)
-    before = snapshot(model.variables), snapshot(model.optimizer.variables), snapshot(model.metrics_variables)
+
+    def state():
+        return [snapshot(v) for v in (model.variables, model.optimizer.variables, model.metrics_variables)]
+
+    before = state()
     config, methods = model.get_config(), [layer.call for layer in model.layers]
     report = mpkeras.trace_numerics(model, X, Y)
     assert report.culprit is None and report.rules == () and "Everything is finite" in str(report)
-    assert before == (
-        snapshot(model.variables),
-        snapshot(model.optimizer.variables),
-        snapshot(model.metrics_variables),
-    )
+    assert state() == before
     assert model.get_config() == config and [layer.call for layer in model.layers] == methods
     assert model.losses == [] or len(model.losses) == 1
     model.train_on_batch(X, Y)
@@ -268,9 +264,8 @@ def steps_of_early(model):
 def test_a_layer_whose_gradient_is_lost_raises_an_alarm_that_is_true(factors):
     report = mpkeras.trace_numerics(two_layers(*factors), X, Y)
     assert {name(path) for path in report.lost} == {"early"}
-    assert "The loss scale of 1 is too small: layer '" in str(report) and "of its gradient. Scale the loss" in str(
-        report
-    )
+    assert "The loss scale of 1 is too small: layer '" in str(report)
+    assert "of its gradient. Scale the loss" in str(report)
     expected = steps_of_early(two_layers(*factors, policy="float32"))
     assert np.abs(expected).min() > 0.009  # Adam's first step is the learning rate
     lost = steps_of_early(two_layers(*factors)) == 0
@@ -393,18 +388,15 @@ def test_a_gradient_that_is_rounded_on_its_way_back():
     np.testing.assert_array_equal(-layer.get_weights()[0] * 8, [[0.0, 2.0**-24, -(2.0**-24)], [1.0, 0.0, 2.0**-14]])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_proposed_policy_cures_the_model(policy):
-    if policy == "mixed_float16":
-        model = six_layers(3, up=1e3)
-        report = mpkeras.trace_numerics(model, X, Y)
-        keras.utils.set_random_seed(0)
-        mpkeras.prepare(model, report.policy(), loss_scale=1.0)
-        again = mpkeras.trace_numerics(model, X, Y)
-        assert again.culprit is None or again.culprit.side == "gradient"
-        assert all(layer.overflow == 0 for layer in again.layers)
-    else:
-        assert mpkeras.trace_numerics(six_layers(3, policy, up=1e3), X, Y).rules == ()
+def test_the_proposed_policy_cures_the_model():
+    model = six_layers(3, up=1e3)
+    report = mpkeras.trace_numerics(model, X, Y)
+    mpkeras.prepare(model, report.policy(), loss_scale=1.0)
+    again = mpkeras.trace_numerics(model, X, Y)
+    assert again.culprit is None or again.culprit.side == "gradient"
+    assert all(layer.overflow == 0 for layer in again.layers)
+    # bfloat16 holds what overflows in float16.
+    assert mpkeras.trace_numerics(six_layers(3, "mixed_bfloat16", up=1e3), X, Y).rules == ()
 
 
 class Subclassed(keras.Model):
@@ -460,17 +452,16 @@ def test_what_people_see(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("model", "options", "error", "message"),
     [
-        ((layers.Dense(2), X), TypeError, "keras.Model"),
-        ((keras.Sequential([keras.Input((8,)), layers.Dense(8)]), X, Y), ValueError, "compiled with a loss"),
+        (lambda: layers.Dense(2), {}, TypeError, "keras.Model"),
+        (lambda: keras.Sequential([keras.Input((8,)), layers.Dense(8)]), {}, ValueError, "compiled with a loss"),
+        (six_layers, {"loss_scale": 0.0}, ValueError, "positive finite number"),
     ],
 )
-def test_bad_input(arguments, error, message):
+def test_bad_input(model, options, error, message):
     with pytest.raises(error, match=message):
-        mpkeras.trace_numerics(*arguments)
-    with pytest.raises(ValueError, match="positive finite number"):
-        mpkeras.trace_numerics(six_layers(), X, Y, loss_scale=0.0)
+        mpkeras.trace_numerics(model(), X, Y, **options)
 
 
 def test_ranges_of_hand_worked_arrays():
