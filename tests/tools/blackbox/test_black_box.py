@@ -111,8 +111,9 @@ def test_steps_of_a_window_run_again_with_the_same_bits(tmp_path):
 
 @SKIPS
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [1, -1], ids=["box first", "monitor first"])
-@pytest.mark.parametrize("options", ONE_OR_SEVERAL)
+# The box runs steps one by one: the monitor behind it is to see each execution as a whole.
+@pytest.mark.parametrize("order", [-1, 1], ids=["monitor first", "box first"])
+@pytest.mark.parametrize("options", ONE_OR_SEVERAL[::-1])
 def test_beside_a_numerics_monitor(tmp_path, order, options):
     box, monitor = BlackBox(tmp_path), NumericsMonitor()
     fit(compiled(**options), *[box, monitor][::order], bad=[1, 4], epochs=2)
