@@ -331,10 +331,9 @@ def rule_for(optimizer, model, policy, explicit_rule, must_wrap: bool):
     if policy.loss_scale is None and policy.compute_dtype == "float16":
         # Every float16 policy scales unless it is told not to.
         return FixedLossScale(1.0)
-    if is_ours and not optimizer.record.rule_is_chosen_by_prepare:
-        return optimizer.loss_scale_rule
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not is_ours:
-        return _rule_of(optimizer, DynamicLossScale, "initial_scale", "dynamic_growth_steps")
+    users_rule = _users_rule(optimizer)
+    if users_rule is not None:
+        return users_rule
     # Of one that was wrapped here before, too: the setting stays on the inner optimizer.
     if optimizer.loss_scale_factor is not None:
         return _rule_of(optimizer, lambda loss_scale_factor: FixedLossScale(loss_scale_factor), "loss_scale_factor")
@@ -345,6 +344,15 @@ def rule_for(optimizer, model, policy, explicit_rule, must_wrap: bool):
     # Nothing to scale, but float32 and bfloat16 steps are checked and skipped, and what is stored small is rounded.
     is_small = SMALL_DTYPE in (policy.variable_dtype, policy.slot_dtype) or _weights_of(model, SMALL_DTYPE)
     return FixedLossScale(1.0) if must_wrap or is_ours or is_small else None
+
+
+def _users_rule(optimizer):
+    """Returns the rule that its user gave an optimizer which scales the loss, `None` for any other."""
+    if isinstance(optimizer, LossScaleOptimizer):
+        return None if optimizer.record.rule_is_chosen_by_prepare else optimizer.loss_scale_rule
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return _rule_of(optimizer, DynamicLossScale, "initial_scale", "dynamic_growth_steps")
+    return None
 
 
 def _rule_of(optimizer, make, *names):
@@ -380,6 +388,8 @@ def wrapped(optimizer, rule, slot_dtype: str = "auto", reduce_dtype: str | None 
     if is_same_rule and is_same_slot_dtype and all_reduce_dtype == optimizer.all_reduce_dtype:
         return optimizer
     wrapper = rewrapped(optimizer, rule, slot_dtype, all_reduce_dtype)
-    wrapper.record.rule_is_chosen_by_prepare = not is_same_rule or optimizer.record.rule_is_chosen_by_prepare
+    # With its defaults Keras wraps an optimizer by itself, too: they are nobody's choice.
+    is_users = rule == _users_rule(optimizer) and (is_ours or rule != DynamicLossScale())
+    wrapper.record.rule_is_chosen_by_prepare = not is_users
     wrapper.record.slots_are_chosen_by_prepare = not is_same_slot_dtype or optimizer.record.slots_are_chosen_by_prepare
     return wrapper

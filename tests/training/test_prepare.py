@@ -123,6 +123,29 @@ def test_a_scale_chosen_by_prepare_follows_the_next_policy():
         assert model.optimizer.loss_scale_rule == rule
 
 
+@pytest.mark.parametrize(
+    ("settings", "in_bfloat16"),
+    [
+        pytest.param(
+            {"initial_scale": 16.0, "dynamic_growth_steps": 9},
+            DynamicLossScale(16.0, dynamic_growth_steps=9),
+            id="the user's",
+        ),
+        # As Keras wraps an optimizer by itself.
+        pytest.param({}, FixedLossScale(1.0), id="defaults"),
+    ],
+)
+def test_settings_of_a_stock_optimizer_outlast_other_policies(settings, in_bfloat16):
+    model = classifier()
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), **settings), "mse")
+    rules = []
+    for policy in ("mixed_float16", "mixed_bfloat16", "mixed_float16"):
+        prepare(model, policy)
+        rules.append(model.optimizer.loss_scale_rule)
+    expected = DynamicLossScale(**settings)
+    assert rules == [expected, in_bfloat16, expected]
+
+
 def test_an_optimizer_given_twice_means_the_same_twice():
     """G16"""
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3, loss_scale_factor=16.0)
