@@ -1,4 +1,4 @@
-"""benchmarks/fine_tune.py: its options, what it finds wrong, the layers of ResNet-50, a run of the transformer."""
+"""benchmarks/fine_tune.py: what it finds wrong, the layers of ResNet-50, a run of the transformer."""
 
 import json
 
@@ -13,21 +13,6 @@ import mpkeras
 pytestmark = pytest.mark.backends("tensorflow")
 
 pytest.importorskip("sklearn")
-
-
-def test_quick_means_one_model_and_fewer_steps():
-    options = benchmark.parse_arguments(["--quick"])
-    assert (options.model, options.steps) == (["transformer"], 8)
-    options = benchmark.parse_arguments(["--quick", "--model", "resnet50", "--steps", "2"])
-    assert (options.model, options.steps) == (["resnet50"], 2)
-
-
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--model", "mlp"], ["--backend", "torch"]], ids=str)
-def test_bad_options_exit_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.parse_arguments(arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
 
 
 def test_passes_are_means_over_the_batches():

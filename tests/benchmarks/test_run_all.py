@@ -1,4 +1,4 @@
-"""benchmarks/run_all.py: its options, its goals, and runs of benchmarks that take no time."""
+"""benchmarks/run_all.py: its goals, and runs of benchmarks that take no time."""
 
 from pathlib import Path
 
@@ -74,21 +74,6 @@ def test_goal_rows_say_by_how_much():
         ["a", "jax jit, mpkeras", "ratio", "1.5", "≤ 1.25", "missed by 20%"],
         ["b", "mlp, 3,000 parameters, batch 8", "speedup", "2", "≥ 1.6", "reached, 25% better"],
     ]
-
-
-def test_options():
-    options = benchmark.parse_arguments(["--quick", "--only", "peers", "import_time"])
-    assert (options.quick, options.only) == (True, ["peers", "import_time"])
-    assert benchmark.parse_arguments([]).only == list(benchmark.SCRIPTS)
-    assert benchmark.parse_arguments([]).out == Path(benchmark.__file__).parent / "results"
-
-
-@pytest.mark.parametrize("arguments", [["--only", "layer_zoo"], ["--backend", "theano"]], ids=str)
-def test_bad_options_exit_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.parse_arguments(arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
 
 
 def test_every_script_with_quick_is_run():
