@@ -20,14 +20,14 @@ def run_program(script: str, *arguments, timeout_s: float = 300):
     return run_workers(script, [(arguments, {})], timeout_s=timeout_s)[0]
 
 
-def run_processes(script: str, *arguments, timeout_s: float = 180) -> list:
+def run_processes(script: str, *arguments, timeout_s: float = 300) -> list:
     """Runs `script` as two processes that know each other by number and port (JAX, torch); returns their results."""
     (port,) = free_ports(1)
     options = [*arguments, "--processes", 2, "--port", port]
     return run_workers(script, [([*options, "--process", i], {}) for i in range(2)], timeout_s)
 
 
-def run_tensorflow_workers(script: str, *arguments, timeout_s: float = 180) -> list:
+def run_tensorflow_workers(script: str, *arguments, timeout_s: float = 300) -> list:
     """Runs `script` as two workers, to which `TF_CONFIG` says which they are; returns their results."""
     ports = free_ports(2)
     return run_workers(script, [(arguments, {"TF_CONFIG": tf_config(i, ports)}) for i in range(2)], timeout_s)

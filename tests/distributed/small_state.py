@@ -11,28 +11,29 @@ STEPS, ROWS = 5, 16
 
 
 def main():
-    own_parser = parser(__doc__)
-    own_parser.add_argument("--by", choices=["fit", "loop", "step"], default="fit")
-    options = own_parser.parse_args()
+    options = parser(__doc__).parse_args()
     devices = many_devices(options)
     warnings.simplefilter("ignore")
-    policies = {"weights and slots": ("bfloat16", None), "slots": ("mixed_bfloat16", "bfloat16")}
-    result = {name: {"one": trained(options, ALONE, *policy)} for name, policy in policies.items()}
+    # By `fit`; among ranks in a loop under `DistributedDataParallel` and in a step of ours.
+    ways = ("loop", "step") if options.where == "ranks" else ("fit",)
+    policies = (("bfloat16", None), ("mixed_bfloat16", "bfloat16"))
+    cases = [(options, way, *policy) for way in ways for policy in policies]
+    result = [{"case": case[1:], "one": trained(ALONE, *case)} for case in cases]
     devices.begin_to_share()
-    for name, policy in policies.items():
-        result[name]["many"] = trained(options, devices, *policy)
-        result[name]["with faults"] = trained(options, devices, *policy, faults=(0, 3))
+    for case, found in zip(cases, result, strict=True):
+        found["many"] = trained(devices, *case)
+        found["with faults"] = trained(devices, *case, faults=(0, 3))
     print_result(result)
 
 
-def trained(options, devices, policy, slot_dtype, faults=()) -> dict:
+def trained(devices, options, way, policy, slot_dtype, faults=()) -> dict:
     """Trains for `STEPS` and returns what is kept; before the steps in `faults` one with an infinite row is skipped."""
     import numpy as np
 
     x = np.random.default_rng(0).integers(-3, 4, size=(ROWS, 8)).astype("float32")
     bad = np.where(np.arange(ROWS)[:, None] == ROWS - 3, np.inf, x).astype("float32")
     with devices.scope():
-        model, step = made(options, devices, policy, slot_dtype)
+        model, step = made(devices, options, way, policy, slot_dtype)
     first = [local_values(v)[0].tobytes() for v in model.weights]
     for number in range(STEPS):
         if number in faults:
@@ -52,7 +53,7 @@ def trained(options, devices, policy, slot_dtype, faults=()) -> dict:
     }
 
 
-def made(options, devices, policy, slot_dtype):
+def made(devices, options, way, policy, slot_dtype):
     """Returns a model and what trains it on the rows of a batch."""
     import keras
     import numpy as np
@@ -66,7 +67,7 @@ def made(options, devices, policy, slot_dtype):
     inner = keras.optimizers.SGD(0.001, momentum=0.9, weight_decay=0.001)
     # No rule: the one layer makes the outputs, and has small weights all the same.
     policy = mpkeras.Policy(policy, slot_dtype=slot_dtype or "auto", keep_float32=())
-    if options.by == "fit":
+    if way == "fit":
         model.compile(inner, loss_of_rows(), jit_compile=keras.backend.backend() == "jax")
         mpkeras.prepare(model, policy)
         return model, lambda x: model.fit(x, np.zeros((ROWS, 16)), batch_size=ROWS, verbose=0)
@@ -74,7 +75,7 @@ def made(options, devices, policy, slot_dtype):
     model.optimizer = optimizer = mpkeras.LossScaleOptimizer(inner, slot_dtype=policy.slot_dtype)
     # Ranks make the mean of their gradients.
     loss = loss_of_rows(1.0 if devices.is_shared else 1 / 2)
-    if options.by == "step":
+    if way == "step":
         if devices.is_shared:
             average_gradients(model, options.processes)
         step = mpkeras.make_train_step(model, optimizer, loss)

@@ -67,7 +67,7 @@ class Fit:
 
         self.options, self.devices, self.callbacks = options, devices, []
         self.model = new_model(with_statistics, Counting)
-        optimizer = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=accumulate_steps)
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=accumulate_steps, name="sgd")
         self.model.compile(optimizer, "mse", run_eagerly=options.eager, jit_compile=jit_compile)
         # Low enough that no gradient overflows by chance.
         rule = mpkeras.DynamicLossScale(INITIAL_SCALE)
@@ -217,7 +217,7 @@ def new_optimizer():
     import mpkeras
 
     rule = mpkeras.DynamicLossScale(INITIAL_SCALE)
-    return mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), loss_scale=rule)
+    return mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.05, momentum=0.9, name="sgd"), loss_scale=rule)
 
 
 def new_model(with_statistics: bool, model_class=None, **options_of_last):
@@ -236,15 +236,15 @@ def new_model(with_statistics: bool, model_class=None, **options_of_last):
             self.mean.assign(0.9 * self.mean + 0.1 * new)
             return inputs
 
-    def dense(units, seed, **options):
-        return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed), **options)
+    def dense(name, seed, **options):
+        return keras.layers.Dense(8, kernel_initializer=keras.initializers.GlorotUniform(seed), name=name, **options)
 
     keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     hidden = inputs
     if with_statistics:
         hidden = RunningMean()(keras.layers.BatchNormalization()(inputs))
-    return (model_class or keras.Model)(inputs, dense(8, 4, **options_of_last)(dense(8, 3)(hidden)))
+    return (model_class or keras.Model)(inputs, dense("dense", 4, **options_of_last)(dense("hidden", 3)(hidden)))
 
 
 # ------------------------------------------------------------------------------------------------ what is trained
