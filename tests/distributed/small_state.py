@@ -33,12 +33,10 @@ def trained(devices, options, way, policy, slot_dtype, faults=()) -> dict:
     x = np.random.default_rng(0).integers(-3, 4, size=(ROWS, 8)).astype("float32")
     bad = np.where(np.arange(ROWS)[:, None] == ROWS - 3, np.inf, x).astype("float32")
     with devices.scope():
-        model, step = made(devices, options, way, policy, slot_dtype)
+        model, train = made(devices, options, way, policy, slot_dtype)
     first = [local_values(v)[0].tobytes() for v in model.weights]
-    for number in range(STEPS):
-        if number in faults:
-            step(bad)
-        step(np.roll(x, number, axis=1))
+    batches = [[bad] * (number in faults) + [np.roll(x, number, axis=1)] for number in range(STEPS)]
+    train(sum(batches, []))
     kept = [v for v in [*model.weights, *model.optimizer.inner_optimizer.variables] if "float" in v.dtype]
     if options.where.endswith("parallel"):
         model.jax_state_sync()
@@ -54,7 +52,7 @@ def trained(devices, options, way, policy, slot_dtype, faults=()) -> dict:
 
 
 def made(devices, options, way, policy, slot_dtype):
-    """Returns a model and what trains it on the rows of a batch."""
+    """Returns a model and what trains it on batches."""
     import keras
     import numpy as np
 
@@ -70,7 +68,12 @@ def made(devices, options, way, policy, slot_dtype):
     if way == "fit":
         model.compile(inner, loss_of_rows(), jit_compile=keras.backend.backend() == "jax")
         mpkeras.prepare(model, policy)
-        return model, lambda x: model.fit(x, np.zeros((ROWS, 16)), batch_size=ROWS, verbose=0)
+
+        def fit(batches):
+            x = np.concatenate(batches)
+            model.fit(x, np.zeros((len(x), 16)), batch_size=ROWS, shuffle=False, verbose=0)
+
+        return model, fit
     mpkeras.apply_policy(model, policy)
     model.optimizer = optimizer = mpkeras.LossScaleOptimizer(inner, slot_dtype=policy.slot_dtype)
     # Ranks make the mean of their gradients.
@@ -79,15 +82,18 @@ def made(devices, options, way, policy, slot_dtype):
         if devices.is_shared:
             average_gradients(model, options.processes)
         step = mpkeras.make_train_step(model, optimizer, loss)
-        return model, lambda x: step(devices.own_rows(x), np.zeros((len(devices.own_rows(x)), 16), "float32"))
+        return model, lambda batches: [
+            step(devices.own_rows(x), devices.own_rows(np.zeros((ROWS, 16)))) for x in batches
+        ]
     module = wrapped(model) if devices.is_shared else model
 
-    def loop(x):
-        model.zero_grad()
-        outputs = module(keras.ops.convert_to_tensor(devices.own_rows(x)))
-        optimizer.scale_loss(loss(keras.ops.zeros_like(outputs), outputs)).backward()
-        variables = model.trainable_variables
-        optimizer.apply([v.value.grad for v in variables], variables)
+    def loop(batches):
+        for x in batches:
+            model.zero_grad()
+            outputs = module(keras.ops.convert_to_tensor(devices.own_rows(x)))
+            optimizer.scale_loss(loss(keras.ops.zeros_like(outputs), outputs)).backward()
+            variables = model.trainable_variables
+            optimizer.apply([v.value.grad for v in variables], variables)
 
     return model, loop
 
