@@ -31,7 +31,8 @@ def test_each_replica_of_a_mirrored_strategy(replicas, eager):
     assert [line.partition(":")[0] for line in result["audited"]] == expected
     # The callback, made outside the strategy, makes its variables on every replica.
     check_faults(result["callback"], shards=replicas, copies=replicas)
-    assert ("XLA" in result["xla"]) == (replicas > 1)
+    # XLA under several replicas is refused by its name.
+    assert ("XLA" in result["xla"]) == (replicas > 1 and not eager)
 
 
 @pytest.mark.slow
