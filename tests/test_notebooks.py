@@ -42,39 +42,27 @@ def test_these_and_no_others():
 
 
 @pytest.mark.parametrize("name", NAMES)
-class TestNotebook:
-    def test_begins_with_a_title_and_what_will_be_seen(self, name):
-        first = NOTEBOOKS[name]["cells"][0]
-        assert first["cell_type"] == "markdown" and re.match(r"# \w.*\n\n\w", source(first))
+def test_a_notebook_was_run_from_top_to_bottom_and_shows_results_without_noise(name):
+    first = NOTEBOOKS[name]["cells"][0]
+    assert first["cell_type"] == "markdown" and re.match(r"# \w.*\n\n\w", source(first)), "a title, what will be seen"
+    counts = [cell["execution_count"] for cell in code_cells(name)]
+    assert counts == list(range(1, len(counts) + 1))
+    kinds = {(output["output_type"], output.get("name")) for output in outputs(name)}
+    assert ("stream", "stdout") in kinds
+    assert kinds <= {("stream", "stdout"), ("display_data", None), ("execute_result", None)}
+    assert any("image/png" in output.get("data", {}) for output in outputs(name)), "a picture"
+    assert not [text for text in texts(name) if re.search(r"INFO:|WARNING:|Traceback|\x1b\[", text)]
+    assert not [text for text in texts(name) if MACHINE_PATH.search(text)]
 
-    def test_was_run_from_top_to_bottom(self, name):
-        counts = [cell["execution_count"] for cell in code_cells(name)]
-        assert counts == list(range(1, len(counts) + 1))
 
-    def test_shows_results_and_pictures(self, name):
-        assert any(output.get("name") == "stdout" for output in outputs(name))
-        assert any("image/png" in output.get("data", {}) for output in outputs(name))
-
-    def test_shows_no_errors_and_no_noise(self, name):
-        kinds = {(output["output_type"], output.get("name")) for output in outputs(name)}
-        assert kinds <= {("stream", "stdout"), ("display_data", None), ("execute_result", None)}
-        assert not [text for text in texts(name) if re.search(r"INFO:|WARNING:|Traceback|\x1b\[", text)]
-
-    def test_names_no_path_of_a_machine(self, name):
-        assert not [text for text in texts(name) if MACHINE_PATH.search(text)]
-
-    def test_sets_its_seed(self, name):
-        assert any("keras.utils.set_random_seed(" in source(cell) for cell in code_cells(name))
-
-    def test_uses_public_names_only(self, name):
-        code = "\n".join(source(cell) for cell in code_cells(name))
-        assert not re.search(r"\bfrom mpkeras\b|\bmpkeras(\.\w+)*\._|\b\w+\._\w", code)
-
-    def test_links_lead_somewhere(self, name):
-        for cell in NOTEBOOKS[name]["cells"]:
-            if cell["cell_type"] == "markdown":
-                for target in re.findall(r"\]\(([^)#]+)\)", source(cell)):
-                    assert target.startswith("http") or (FOLDER / target).exists(), target
+@pytest.mark.parametrize("name", NAMES)
+def test_code_sets_its_seed_and_uses_public_names_only_and_links_lead_somewhere(name):
+    code = "\n".join(source(cell) for cell in code_cells(name))
+    assert "keras.utils.set_random_seed(" in code
+    assert not re.search(r"\bfrom mpkeras\b|\bmpkeras(\.\w+)*\._|\b\w+\._\w", code)
+    prose = "\n".join(source(cell) for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == "markdown")
+    for target in re.findall(r"\]\(([^)#]+)\)", prose):
+        assert target.startswith("http") or (FOLDER / target).exists(), target
 
 
 @pytest.mark.parametrize(

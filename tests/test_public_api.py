@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import keras
+import numpy as np
 import pytest
 
 import mpkeras
@@ -20,12 +21,6 @@ def run(code, *arguments, **environment):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
-
-
-@pytest.mark.parametrize("name", mpkeras.__all__)
-def test_every_public_name_is_there_and_documented(name):
-    thing = getattr(mpkeras, name)
-    assert name == "__version__" or (thing.__doc__ or "").strip()
 
 
 @pytest.mark.slow
@@ -72,65 +67,43 @@ print(" ".join(sorted({name.partition(".")[0] for name in set(sys.modules) - bef
 
 
 @pytest.mark.slow
-def test_policy_from_the_environment():
-    code = "import mpkeras, keras; print(mpkeras.global_policy().name, keras.config.dtype_policy().name)"
-    assert run(code, MPKERAS_POLICY="mixed_bfloat16").endswith("mixed_bfloat16 mixed_bfloat16")
+def test_a_trained_model_and_its_weights_load_where_mpkeras_cannot_be_imported(tmp_path):
+    """G8. Plain Keras leaves out the optimizer's state in a file of weights, and says so where there is one."""
 
+    def new_model():
+        inputs = keras.Input((4,))
+        x = keras.layers.BatchNormalization()(keras.layers.Dense(8, activation="relu")(inputs))
+        return keras.Model(inputs, keras.layers.Dense(2, activation="softmax")(x))
 
-@pytest.mark.slow
-def test_a_trained_model_loads_where_mpkeras_cannot_be_imported(tmp_path):
-    """G8"""
-    import numpy as np
-
-    inputs = keras.Input((4,))
-    x = keras.layers.Dense(8, activation="relu")(inputs)
-    x = keras.layers.BatchNormalization()(x)
-    model = keras.Model(inputs, keras.layers.Dense(2, activation="softmax")(x))
+    model, data = new_model(), np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
     model.compile("adam", "mse")
-    data = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
     model.fit(data, data[:, :2], verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision("mixed_float16")])
-    path = tmp_path / "model.keras"
-    model.save(path)
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
     expected = keras.ops.convert_to_numpy(model(data))
     code = """
-import sys
+import sys, warnings
 sys.modules["mpkeras"] = None
 import keras, numpy as np
-model = keras.saving.load_model(sys.argv[1], compile=False)
+folder = sys.argv[1]
+model = keras.saving.load_model(folder + "/model.keras", compile=False)
 data = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
 out = keras.ops.convert_to_numpy(keras.ops.cast(model(data), "float32"))
 print(" ".join(layer.compute_dtype for layer in model.layers[1:]))
 print(" ".join(repr(float(v)) for v in out.ravel()))
-"""
-    dtypes, values = run(code, str(path)).splitlines()[-2:]
-    assert dtypes == "float16 float32 float32"
-    np.testing.assert_array_equal(np.array(values.split(), float), expected.astype(float).ravel())
-
-
-@pytest.mark.slow
-def test_a_weights_file_loads_where_mpkeras_cannot_be_imported(tmp_path):
-    """Plain Keras takes the weights. It leaves out the optimizer's state, and says so where there is one."""
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    model.compile("adam", "mse")
-    mpkeras.prepare(model, "mixed_float16").optimizer.build(model.trainable_variables)
-    path = tmp_path / "model.weights.h5"
-    model.save_weights(path)
-    code = """
-import sys, warnings
-sys.modules["mpkeras"] = None
-import keras
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+kernel = model.layers[1].kernel
+trained = keras.ops.convert_to_numpy(kernel)
+kernel.assign(0.0 * kernel)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    model.load_weights(sys.argv[1])
+    model.load_weights(folder + "/model.weights.h5")
     before = len(caught)
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
-    model.load_weights(sys.argv[1])
-print(before, caught[-1].message)
-print(" ".join(repr(float(v)) for v in keras.ops.convert_to_numpy(model.layers[0].kernel).ravel()))
+    model.load_weights(folder + "/model.weights.h5")
+print((keras.ops.convert_to_numpy(kernel) == trained).all(), before, caught[-1].message)
 """
-    warned, values = run(code, str(path)).splitlines()[-2:]
-    assert warned.startswith("0 Skipping variable loading for optimizer 'adam'")
-    kernel = keras.ops.convert_to_numpy(model.layers[0].kernel)
-    assert values.split() == [repr(float(v)) for v in kernel.ravel()]
+    dtypes, values, weights = run(code, str(tmp_path)).splitlines()[-3:]
+    assert dtypes == "float16 float32 float32"
+    np.testing.assert_array_equal(np.array(values.split(), float), expected.astype(float).ravel())
+    assert weights.startswith("True 0 Skipping variable loading for optimizer 'adam'")

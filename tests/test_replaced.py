@@ -53,17 +53,6 @@ def test_what_is_covered_is_not_covered_by_the_same_kind(layer):
     assert layer.call is users
 
 
-@pytest.mark.parametrize("first", ["layer", "observed"])
-def test_kinds_lie_over_each_other_and_go_in_any_order(layer, first):
-    vars(layer)["call"] = users
-    replace(layer, "call", ours, kind="layer")
-    assert replace(layer, "call", print, kind="observed") and is_replaced(layer, "call", "layer")
-    restore(layer, "call", kind=first)
-    assert layer.call is (print if first == "layer" else ours)
-    restore(layer, "call", kind="observed" if first == "layer" else "layer")
-    assert layer.call is users and not listed(layer)
-
-
 @pytest.mark.parametrize("order", list(itertools.permutations(("layer", "observed", "outputs"))), ids="-".join)
 def test_three_kinds_over_each_other_go_in_any_order(layer, order):
     vars(layer)["call"] = users

@@ -1,4 +1,4 @@
-"""benchmarks/accelerators.py: its options, its shares, and the steps of peers, compiled for this CPU."""
+"""benchmarks/accelerators.py: its shares, what it keeps, and the steps of peers, compiled for this CPU."""
 
 import argparse
 import json
@@ -7,15 +7,10 @@ import pytest
 
 import accelerators as benchmark
 
-
-@pytest.mark.backends("tensorflow")
-def test_bad_options_exit_with_status_2(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.main(["--peer", "apex"])
-    assert stopped.value.code == 2 and "--peer" in capsys.readouterr().err
+# What is tested here knows no backend: once is enough.
+pytestmark = pytest.mark.backends("tensorflow")
 
 
-@pytest.mark.backends("tensorflow")
 def test_shares_are_of_mpkeras_in_float32_and_goals_are_ours():
     def result(policy, step, temporary_bytes):
         place = {"model": "resnet50", "device": "h100"}
@@ -32,7 +27,6 @@ def test_shares_are_of_mpkeras_in_float32_and_goals_are_ours():
     assert ["goal_temporary_share" in row for row in found] == [False, False, True, False]
 
 
-@pytest.mark.backends("tensorflow")
 def test_what_is_there_is_kept_and_the_largest_batch_is_added(tmp_path, monkeypatch, capsys):
     def forecast_model(name, device, policy, *, is_tiny, largest_batch):
         asked.append((policy, largest_batch))
@@ -52,7 +46,6 @@ def test_what_is_there_is_kept_and_the_largest_batch_is_added(tmp_path, monkeypa
     assert capsys.readouterr().out.count(" 96 ") == 2 * 2
 
 
-@pytest.mark.backends("tensorflow")
 def test_a_step_that_the_compiler_refuses_is_a_row_that_says_so(monkeypatch):
     said = json.dumps({"refused": "UNIMPLEMENTED: Dot algorithm"})
     monkeypatch.setattr(benchmark.subprocess, "run", lambda *args, **options: argparse.Namespace(stdout=said + "\n"))

@@ -1,4 +1,4 @@
-"""benchmarks/advise_repetitions.py: its options, and how choices are judged."""
+"""benchmarks/advise_repetitions.py: how choices are judged."""
 
 import pytest
 
@@ -6,19 +6,6 @@ import advise_repetitions as benchmark
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
-
-
-def test_options():
-    options = benchmark.parse_arguments(["--task", "text", "--budget", "5"])
-    assert (options.task, options.budget, options.repetitions) == (["text"], 5.0, 10)
-
-
-@pytest.mark.parametrize("arguments", [["--repetitions", "0"], ["--budget", "0"], ["--task", "images"]], ids=str)
-def test_bad_options_exit_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.parse_arguments(arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
 
 
 def test_choices_are_compared_with_the_best_of_the_grid():

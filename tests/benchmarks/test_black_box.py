@@ -1,4 +1,4 @@
-"""benchmarks/black_box.py: its options, and a few faults on the active backend."""
+"""benchmarks/black_box.py: a few faults on the active backend."""
 
 import json
 
@@ -6,22 +6,6 @@ import keras
 import pytest
 
 import black_box as benchmark
-
-
-def test_options():
-    options = benchmark.parse_arguments(["--quick", "--faults", "5"])
-    assert (options.faults, options.rounds, options.model, options.batch) == (5, 3, "cnn", [32])
-
-
-@pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize(
-    "arguments", [["--faults", "-1"], ["--rounds", "-1"], ["--model", "lstm"], ["--batch", "0"]], ids=str
-)
-def test_bad_options_exit_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.parse_arguments(arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
 
 
 @pytest.mark.slow

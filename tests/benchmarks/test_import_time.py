@@ -1,4 +1,4 @@
-"""benchmarks/import_time.py: its options, what it makes of the times, and one import in a fresh interpreter."""
+"""benchmarks/import_time.py: what it makes of the times, and one import in a fresh interpreter."""
 
 import json
 
@@ -9,20 +9,6 @@ import import_time as benchmark
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
-
-
-def test_quick_means_fewer_rounds():
-    assert benchmark.parse_arguments([]).rounds == 10
-    assert benchmark.parse_arguments(["--quick"]).rounds == 3
-    assert benchmark.parse_arguments(["--quick", "--rounds", "1"]).rounds == 1
-
-
-@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--backend", "theano"]], ids=str)
-def test_bad_options_exit_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.parse_arguments(arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -41,19 +27,14 @@ def test_a_failing_import_shows_its_message(tmp_path):
         benchmark.import_in_process(["no_such_module"], "jax", str(tmp_path))
 
 
-def test_other_backends():
-    assert benchmark.other_backends(["jax", "torch", "torch.nn", "numpy"], "jax") == ["torch"]
-
-
 def test_medians_leave_out_the_first_interpreter(monkeypatch):
     backend = keras.backend.backend()
     orders, times = [], iter([900.0, 40.0, 60.0, 50.0])
 
     def fake(names, backend, folder):
         orders.append(names)
-        other = "jax" if backend != "jax" else "torch"
-        mpkeras = {"time_ms": next(times), "modules": ["mpkeras", other]}
-        return {"keras": {"time_ms": 2000.0, "modules": ["keras"]}, benchmark.EMPTY: mpkeras, "mpkeras": mpkeras}
+        ours = {"time_ms": next(times), "modules": ["mpkeras", "torch", "torch.nn", "numpy"]}
+        return {"keras": {"time_ms": 2000.0, "modules": ["keras"]}, benchmark.EMPTY: ours, "mpkeras": ours}
 
     monkeypatch.setattr(benchmark, "import_in_process", fake)
     results = json.loads(json.dumps(benchmark.measure(backend, rounds=3)))["results"]
@@ -62,5 +43,4 @@ def test_medians_leave_out_the_first_interpreter(monkeypatch):
     assert results[2]["time_ms"] == {"median": 50.0, "q1": 45.0, "q3": 55.0}
     rows = benchmark.table_rows(results)
     assert [row["goal ms"] for row in rows] == ["", "", "50"]
-    assert rows[2]["modules"] == "2" and rows[2]["other backends"] in ("jax", "torch")
-    assert rows[0]["other backends"] == "none"
+    assert [(row["modules"], row["other backends"]) for row in rows[::2]] == [("1", "none"), ("4", "torch")]

@@ -1,4 +1,4 @@
-"""benchmarks/many_devices.py: options, what exists and what is usual, the table, and what is kept of an earlier run."""
+"""benchmarks/many_devices.py: what exists and what is usual, the table, and what is kept of an earlier run."""
 
 import json
 
@@ -7,15 +7,7 @@ import pytest
 import many_devices as benchmark
 
 # What is tested here knows no backend: once is enough.
-once = pytest.mark.backends("tensorflow")
-
-
-@once
-@pytest.mark.parametrize("arguments", [["--devices", "3"], ["--policy", "float16"], ["--who", "torch"]])
-def test_bad_options_exit_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.main(arguments)
-    assert stopped.value.code == 2 and arguments[0] in capsys.readouterr().err
+pytestmark = pytest.mark.backends("tensorflow")
 
 
 def program(**others):
@@ -30,7 +22,6 @@ def program(**others):
     return {**sizes, "collectives": collectives, "travels_otherwise": [{}], **others}
 
 
-@once
 def test_collectives_are_summed_by_what_they_do():
     place = {"model": "gpt2_small", "device": "t4", "devices": 8, "layout": "weights", "policy": "float32"}
     ours = benchmark.with_fits({**place, "who": "mpkeras", **program()})
@@ -43,7 +34,6 @@ def test_collectives_are_summed_by_what_they_do():
     assert [row["fits"] for row in (first, second)] == ["yes", "no"]
 
 
-@once
 def test_what_is_there_is_kept_and_what_is_missing_is_compiled(tmp_path, monkeypatch, capsys):
     def compiles(who):
         def compile_steps(case, device, count, layout, policies):

@@ -1,4 +1,4 @@
-"""benchmarks/memory.py: its options, what XLA says about a tiny step, and the ratios."""
+"""benchmarks/memory.py: what XLA says about a tiny step, and the ratios."""
 
 import keras
 import numpy as np
@@ -8,27 +8,6 @@ import memory as benchmark
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
-
-
-def test_options():
-    options = benchmark.parse_arguments(["--quick", "--target", "cpu"])
-    assert (options.model, options.policy) == (["resnet50_small", "bert_small"], ["mixed_bfloat16"])
-    assert benchmark.parse_arguments([]).model == ["resnet50", "bert_base"]
-
-
-@pytest.mark.parametrize("arguments", [["--model", "lstm"], ["--backend", "torch"], ["--policy", "float32"]], ids=str)
-def test_bad_options_exit_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.parse_arguments(arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
-def test_a_target_without_its_compiler_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "available_targets", lambda: ["cpu"])
-    with pytest.raises(SystemExit):
-        benchmark.parse_arguments(["--target", "tpu v5p"])
-    assert "libtpu" in capsys.readouterr().err
 
 
 def test_the_ratio_is_to_float32_of_the_same_target(monkeypatch):

@@ -1,4 +1,4 @@
-"""benchmarks/remat.py, memory_plan.py and remat_time.py: options, ratios, goals, and what is kept of an earlier run."""
+"""benchmarks/remat.py, memory_plan.py and remat_time.py: ratios, goals, and what is kept of an earlier run."""
 
 import json
 
@@ -9,26 +9,7 @@ import remat
 import remat_time
 
 # What is tested here knows no backend: once is enough.
-once = pytest.mark.backends("tensorflow")
-
-
-@once
-@pytest.mark.parametrize(
-    ("main", "arguments"),
-    [
-        (remat.main, ["--peer", "torch"]),
-        (remat.main, ["--device", "gtx"]),
-        (memory_plan.main, ["--question", "33"]),
-        (memory_plan.main, ["--plot", "plan.png", "--question", "largest"]),
-        (remat_time.parse_arguments, ["--backend", "jax"]),
-        (remat_time.parse_arguments, ["--rounds", "0"]),
-    ],
-    ids=["peer", "device", "question", "plot", "backend", "rounds"],
-)
-def test_bad_options_exit_with_status_2(main, arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2 and arguments[0] in capsys.readouterr().err
+pytestmark = pytest.mark.backends("tensorflow")
 
 
 def program(remat, temporary_bytes, flops, policy="mixed_float16", model="gpt2_small"):
@@ -37,7 +18,6 @@ def program(remat, temporary_bytes, flops, policy="mixed_float16", model="gpt2_s
     return {**place, "temporary_bytes": temporary_bytes, "matrix_flops": flops, **figures}
 
 
-@once
 def test_ratios_are_to_the_step_that_keeps_everything_and_goals_are_of_16_bits():
     found = remat.with_ratios(
         [
@@ -56,7 +36,6 @@ def test_ratios_are_to_the_step_that_keeps_everything_and_goals_are_of_16_bits()
     assert cells[-1]["fits"] == "no program" and cells[-1]["FLOPs"] == ""
 
 
-@once
 def test_what_is_there_is_kept_and_what_is_missing_is_compiled(tmp_path, monkeypatch, capsys):
     def compile_steps(name, device, policy, remats, *, is_tiny):
         asked.append((device, policy, tuple(remats)))
@@ -83,7 +62,6 @@ def test_what_is_there_is_kept_and_what_is_missing_is_compiled(tmp_path, monkeyp
     assert capsys.readouterr().out.count("gpt2_small") == 3 + 6 + 7
 
 
-@once
 def test_plans_are_kept_and_the_drawn_one_is_made_anew(tmp_path, monkeypatch, capsys):
     class Plan:
         def to_dict(self):

@@ -1,4 +1,4 @@
-"""benchmarks/run_all.py: its options, its goals, and runs of benchmarks that take no time."""
+"""benchmarks/run_all.py: its goals, and runs of benchmarks that take no time."""
 
 from pathlib import Path
 
@@ -76,41 +76,20 @@ def test_goal_rows_say_by_how_much():
     ]
 
 
-def test_options():
-    options = benchmark.parse_arguments(["--quick", "--only", "peers", "import_time"])
-    assert (options.quick, options.only) == (True, ["peers", "import_time"])
-    assert benchmark.parse_arguments([]).only == list(benchmark.SCRIPTS)
-    assert benchmark.parse_arguments([]).out == Path(benchmark.__file__).parent / "results"
-
-
-@pytest.mark.parametrize("arguments", [["--only", "layer_zoo"], ["--backend", "theano"]], ids=str)
-def test_bad_options_exit_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.parse_arguments(arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
 def test_every_script_with_quick_is_run():
     texts = {path.stem: path.read_text() for path in Path(benchmark.__file__).parent.glob("*.py")}
     quick = {name for name, text in texts.items() if '"--quick"' in text and name != "run_all"}
     assert quick <= {*benchmark.SCRIPTS, *benchmark.OTHERS}
 
 
-def test_files_are_written(folder, tmp_path, capsys):
+def test_files_are_written_and_a_failure_leaves_earlier_ones(folder, tmp_path, capsys):
     out = tmp_path / "out"
     content = benchmark.run_script("peers", ["--quick"], out, folder)
     assert content["results"][0]["goal_ratio"] == 1.25
     assert (out / "peers.txt").read_text() == "the table, quick\n"
     assert (out / "peers.json").exists() and "the table, quick" in capsys.readouterr().out
-
-
-def test_a_failure_leaves_earlier_files(folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "peers.txt").write_text("earlier")
     assert benchmark.run_script("peers", ["--status", "3"], out, folder) is None
-    assert [path.name for path in out.iterdir()] == ["peers.txt"] and (out / "peers.txt").read_text() == "earlier"
+    assert (out / "peers.txt").read_text() == "the table, quick\n"
     assert "exit status 3" in capsys.readouterr().err
 
 

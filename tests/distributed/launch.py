@@ -1,6 +1,5 @@
 """Runs the programs of this folder, alone or as several workers, and returns what they found."""
 
-import functools
 import json
 import os
 import socket
@@ -16,15 +15,27 @@ FOLDER = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
 
 
-@functools.cache
-def mirrored_runs(*runs: str, against: str = "mpkeras") -> dict:
-    """What `mirrored.py` found in these runs: one process for all tests that ask for them."""
-    return run_program("mirrored.py", "--against", against, *runs)
-
-
 def run_program(script: str, *arguments, timeout_s: float = 300):
     """Runs `script` in a process of its own and returns its result."""
     return run_workers(script, [(arguments, {})], timeout_s=timeout_s)[0]
+
+
+def run_processes(script: str, *arguments, timeout_s: float = 300) -> list:
+    """Runs `script` as two processes that know each other by number and port (JAX, torch); returns their results."""
+    (port,) = free_ports(1)
+    options = [*arguments, "--processes", 2, "--port", port]
+    return run_workers(script, [([*options, "--process", i], {}) for i in range(2)], timeout_s)
+
+
+def run_tensorflow_workers(script: str, *arguments, timeout_s: float = 300) -> list:
+    """Runs `script` as two workers, to which `TF_CONFIG` says which they are; returns their results."""
+    ports = free_ports(2)
+    return run_workers(script, [(arguments, {"TF_CONFIG": tf_config(i, ports)}) for i in range(2)], timeout_s)
+
+
+def tf_config(index: int, ports) -> str:
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    return json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
 
 
 def result_of(output: str):

@@ -1,114 +1,113 @@
-"""Trains on several devices with small weights and slots, and prints whether all devices round alike.
+"""Trains with small weights and slots on one device and on many, and prints the bits to which each of them rounds.
 
-Gradients are whole numbers, whose sums are exact in any order: one step is then bit for bit that of one device.
+Gradients are whole numbers and halves of them, whose sums are exact in any order, and know nothing of the weights.
 """
 
-import json
-import os
-import sys
+import warnings
 
-DEVICES = 4
-if os.environ["KERAS_BACKEND"] == "jax":
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+from devices import ALONE, average_gradients, local_values, many_devices, parser, print_result, wrapped
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-
-import mpkeras  # noqa: E402
-
-X = np.random.default_rng(0).integers(-3, 4, size=(16, 8)).astype("float32")
-BAD = np.where(np.arange(16)[:, None] == 13, np.inf, X).astype("float32")
-
-
-class Sum(keras.losses.Loss):
-    """A loss whose gradient to the outputs is 1."""
-
-    def __init__(self):
-        super().__init__(reduction="sum")
-
-    def call(self, y_true, y_pred):
-        return keras.ops.sum(keras.ops.cast(y_pred, "float32"), axis=-1)
-
-
-def model_of():
-    keras.utils.set_random_seed(1)
-    kernel = keras.initializers.RandomUniform(-2.0, 2.0, seed=3)
-    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, kernel_initializer=kernel, name="dense")])
-
-
-def trained(inputs):
-    model = model_of()
-    # A rate at which nearly every weight has to be rounded.
-    model.compile(keras.optimizers.SGD(0.001, momentum=0.9, weight_decay=0.001), Sum(), jit_compile=JIT)
-    # No rule: the one layer makes the outputs, and has small weights all the same.
-    mpkeras.prepare(model, mpkeras.Policy("bfloat16", keep_float32=()))
-    for x in inputs:
-        model.fit(x, np.zeros((16, 16)), batch_size=16, verbose=0)
-    if keras.backend.backend() == "jax":
-        model.jax_state_sync()
-    return model
-
-
-def variables(model):
-    return [v for v in [*model.weights, *model.optimizer.inner_optimizer.variables] if "float" in v.dtype]
-
-
-def bits(value):
-    return np.asarray(value).tobytes().hex()
-
-
-def copies(variable):
-    """Returns the values of a variable on each device; of one that is split, the one value."""
-    if keras.backend.backend() == "jax":
-        shards = variable.value.addressable_shards
-        return [bits(s.data) for s in shards] if all(s.data.shape == variable.shape for s in shards) else []
-    return [bits(copy) for copy in STRATEGY.experimental_local_results(variable.value)]
+STEPS, ROWS = 5, 16
 
 
 def main():
-    one = [bits(v.numpy()) for v in variables(trained([X]))]
-    with SCOPE():
-        first, clean, skipped = trained([X]), trained([X, X]), trained([X, BAD, X])
-    of_step = [v.dtype for v in variables(first)]
-    result = {
-        "dtypes": sorted(set(of_step)),
-        "copies": [len(set(copies(v))) for v in variables(clean)],
-        "like_one_device": [bits(v.numpy()) for v in variables(first)] == one,
-        "moved": bool(
-            np.any(first.weights[0].numpy() != model_of().weights[0].numpy().astype(first.weights[0].numpy().dtype))
-        ),
-        "no_trace": [bits(v.numpy()) for v in variables(clean)] == [bits(v.numpy()) for v in variables(skipped)],
-        "skipped": int(skipped.optimizer.skipped_steps.numpy()),
+    options = parser(__doc__).parse_args()
+    devices = many_devices(options)
+    warnings.simplefilter("ignore")
+    # By `fit`; among ranks in a loop under `DistributedDataParallel` and in a step of ours.
+    ways = ("loop", "step") if options.where == "ranks" else ("fit",)
+    policies = (("bfloat16", None), ("mixed_bfloat16", "bfloat16"))
+    cases = [(options, way, *policy) for way in ways for policy in policies]
+    result = [{"case": case[1:], "one": trained(ALONE, *case)} for case in cases]
+    devices.begin_to_share()
+    for case, found in zip(cases, result, strict=True):
+        found["many"] = trained(devices, *case)
+        found["with faults"] = trained(devices, *case, faults=(0, 3))
+    print_result(result)
+
+
+def trained(devices, options, way, policy, slot_dtype, faults=()) -> dict:
+    """Trains for `STEPS` and returns what is kept; before the steps in `faults` one with an infinite row is skipped."""
+    import numpy as np
+
+    x = np.random.default_rng(0).integers(-3, 4, size=(ROWS, 8)).astype("float32")
+    bad = np.where(np.arange(ROWS)[:, None] == ROWS - 3, np.inf, x).astype("float32")
+    with devices.scope():
+        model, train = made(devices, options, way, policy, slot_dtype)
+    first = [local_values(v)[0].tobytes() for v in model.weights]
+    batches = [[bad] * (number in faults) + [np.roll(x, number, axis=1)] for number in range(STEPS)]
+    train(sum(batches, []))
+    kept = [v for v in [*model.weights, *model.optimizer.inner_optimizer.variables] if "float" in v.dtype]
+    if options.where.endswith("parallel"):
+        model.jax_state_sync()
+    # Of variables that lie whole on each device: how many different values there are.
+    copies = [{a.tobytes() for a in local_values(v)} for v in kept if local_values(v)[0].shape == v.shape]
+    return {
+        "bits": [np.asarray(v.numpy()).tobytes().hex() for v in kept],
+        "copies": [len(found) for found in copies],
+        "dtypes": sorted({v.dtype for v in kept}),
+        "moved": [local_values(v)[0].tobytes() for v in model.weights] != first,
+        "skipped": int(model.optimizer.skipped_steps.numpy()),
     }
-    print("RESULT " + json.dumps(result))
+
+
+def made(devices, options, way, policy, slot_dtype):
+    """Returns a model and what trains it on batches."""
+    import keras
+    import numpy as np
+
+    import mpkeras
+
+    keras.utils.set_random_seed(1)
+    kernel = keras.initializers.RandomUniform(-2.0, 2.0, seed=3)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, kernel_initializer=kernel, name="dense")])
+    # A rate at which nearly every weight has to be rounded.
+    inner = keras.optimizers.SGD(0.001, momentum=0.9, weight_decay=0.001)
+    # No rule: the one layer makes the outputs, and has small weights all the same.
+    policy = mpkeras.Policy(policy, slot_dtype=slot_dtype or "auto", keep_float32=())
+    if way == "fit":
+        model.compile(inner, loss_of_rows(), jit_compile=keras.backend.backend() == "jax")
+        mpkeras.prepare(model, policy)
+
+        def fit(batches):
+            x = np.concatenate(batches)
+            model.fit(x, np.zeros((len(x), 16)), batch_size=ROWS, shuffle=False, verbose=0)
+
+        return model, fit
+    mpkeras.apply_policy(model, policy)
+    model.optimizer = optimizer = mpkeras.LossScaleOptimizer(inner, slot_dtype=policy.slot_dtype)
+    # Ranks make the mean of their gradients.
+    loss = loss_of_rows(1.0 if devices.is_shared else 1 / 2)
+    if way == "step":
+        if devices.is_shared:
+            average_gradients(model, options.processes)
+        step = mpkeras.make_train_step(model, optimizer, loss)
+        return model, lambda batches: [
+            step(devices.own_rows(x), devices.own_rows(np.zeros((ROWS, 16)))) for x in batches
+        ]
+    module = wrapped(model) if devices.is_shared else model
+
+    def loop(batches):
+        for x in batches:
+            model.zero_grad()
+            outputs = module(keras.ops.convert_to_tensor(devices.own_rows(x)))
+            optimizer.scale_loss(loss(keras.ops.zeros_like(outputs), outputs)).backward()
+            variables = model.trainable_variables
+            optimizer.apply([v.value.grad for v in variables], variables)
+
+    return model, loop
+
+
+def loss_of_rows(factor=1.0):
+    """Returns a loss whose gradient to the outputs is `factor`."""
+    import keras
+
+    class Sum(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return factor * keras.ops.sum(keras.ops.cast(y_pred, "float32"), axis=-1)
+
+    return Sum(reduction="sum")
 
 
 if __name__ == "__main__":
-    import contextlib
-    import warnings
-
-    warnings.simplefilter("ignore")
-    JIT = keras.backend.backend() == "jax"
-    if sys.argv[1] == "mirrored":
-        import tensorflow as tf
-
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
-        STRATEGY = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(DEVICES)])
-        SCOPE = STRATEGY.scope
-    else:
-        devices = keras.distribution.list_devices()
-        if sys.argv[1] == "data_parallel":
-            distribution = keras.distribution.DataParallel(devices=devices)
-        else:
-            mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], devices)
-            layout_map = keras.distribution.LayoutMap(mesh)
-            layout_map["dense/kernel"] = (None, "model")
-            distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
-
-        @contextlib.contextmanager
-        def SCOPE():
-            with distribution.scope():
-                yield
-
     main()

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.distributed.launch import FOLDER, ROOT, free_ports, run_torchrun, run_workers
+from tests.distributed.launch import FOLDER, ROOT, free_ports, run_torchrun, run_workers, tf_config
 
 CLUSTER = ROOT / "examples" / "cluster"
 # Not imported here: only the programs need it.
@@ -40,9 +40,7 @@ def check_both_ranks(lines, loss_below: float = 0.25, skipped: int = 3, loss_sca
 def worker(index: int, ports, arguments) -> tuple:
     """Returns arguments and environment of a worker: on TensorFlow `TF_CONFIG` says which it is."""
     if keras.backend.backend() == "tensorflow":
-        cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
-        config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
-        return arguments, {"TF_CONFIG": json.dumps(config), "OMP_NUM_THREADS": "1"}
+        return arguments, {"TF_CONFIG": tf_config(index, ports), "OMP_NUM_THREADS": "1"}
     return [*arguments, "--coordinator", f"127.0.0.1:{ports[0]}", "--worker", index], {"OMP_NUM_THREADS": "1"}
 
 
@@ -73,14 +71,10 @@ def test_tensorflow_workers(loop):
 
 
 @pytest.mark.backends("torch")
-def test_torch_ddp():
-    check_both_ranks(last_lines(run_torchrun(CLUSTER / "torch_ddp.py", "--plant-overflow", 1)))
-
-
-@pytest.mark.backends("torch")
-def test_torch_fsdp2():
-    # The loss of the whole data, after the weights were put together: it is the one of DDP, and the same everywhere.
-    check_both_ranks(last_lines(run_torchrun(CLUSTER / "torch_fsdp2.py", "--plant-overflow", 1)))
+@pytest.mark.parametrize("program", ["torch_ddp.py", "torch_fsdp2.py"])
+def test_torch_ranks(program):
+    # Of FSDP2 it is the loss of the whole data, after the weights were put together.
+    check_both_ranks(last_lines(run_torchrun(CLUSTER / program, "--plant-overflow", 1)))
 
 
 @pytest.mark.backends("torch")
@@ -190,7 +184,10 @@ def test_a_job_whose_workers_are_killed_ends_as_the_one_without_kills(tmp_path, 
     job.run()
     # All workers of a start go on from the same step; each step's batch was taken once in what survives.
     assert job.surviving_history() == undisturbed.surviving_history()
-    state, expected = job.state(), undisturbed.state()
+    check_same(job.state(), undisturbed.state())
+
+
+def check_same(state, expected):
     assert state.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(state[name], array, err_msg=name)
@@ -210,9 +207,8 @@ def test_ray_train(tmp_path):
 
 @WITH_RAY
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [2, 10])
-def test_a_job_of_ray_whose_workers_are_killed_ends_as_the_one_without_kills(tmp_path, kills):
-    rng = np.random.default_rng(kills)
+def test_a_job_of_ray_whose_workers_are_killed_ends_as_the_one_without_kills(tmp_path):
+    kills, rng = 10, np.random.default_rng(10)
     steps = sorted(rng.choice(KILLED_STEPS - EVERY, kills, replace=False).tolist())
     plan = [(int(rng.integers(2)), step, rng.uniform(0, 0.02)) for step in steps]
     states = {}
@@ -230,18 +226,15 @@ def test_a_job_of_ray_whose_workers_are_killed_ends_as_the_one_without_kills(tmp
         with np.load(Path(re.findall(r"checkpoint: (\S+)", output)[-1]) / "checkpoint.npz") as file:
             states[name] = dict(file)
         # Of each start and each rank: the steps that it began.
-        starts = [[json.loads((folder / f"steps-{i}-{rank}").read_text().splitlines()[0]) for rank in range(2)]
-                  for i in range(len(kills_of_job) + 1)]  # fmt: skip
-        assert all(first == second for first, second in starts)
-        begins = [first for first, _ in starts] + [KILLED_STEPS]
-        surviving = []
-        for i in range(len(starts)):
-            begun = list(map(json.loads, (folder / f"steps-{i}-0").read_text().splitlines()))
-            surviving += [step for step in begun if step < begins[i + 1]]
+        starts = [
+            [[int(step) for step in (folder / f"steps-{i}-{rank}").read_text().split()] for rank in range(2)]
+            for i in range(len(kills_of_job) + 1)
+        ]
+        assert all(first[0] == second[0] for first, second in starts)
+        ends = [first[0] for first, _ in starts[1:]] + [KILLED_STEPS]
+        surviving = [step for (first, _), end in zip(starts, ends, strict=True) for step in first if step < end]
         assert surviving == list(range(KILLED_STEPS))
-    assert states["killed"].keys() == states["undisturbed"].keys()
-    for name, array in states["undisturbed"].items():
-        np.testing.assert_array_equal(states["killed"][name], array, err_msg=name)
+    check_same(states["killed"], states["undisturbed"])
 
 
 def run_ray(script, *arguments, timeout_s: float = 300) -> str:

@@ -1,12 +1,10 @@
 """`make_train_step` on many devices: inf on shard k alone, for each k, and one device with the joined batch."""
 
-import json
-
 import numpy as np
 import pytest
 
 from tests.distributed.expectations import check_equals_one_device, check_faults
-from tests.distributed.launch import free_ports, run_program, run_workers
+from tests.distributed.launch import run_processes, run_program, run_tensorflow_workers
 
 
 def check(result, shards: int, copies: int, reports: int = 1):
@@ -40,13 +38,12 @@ def check(result, shards: int, copies: int, reports: int = 1):
     [
         pytest.param(2, False, id="2 replicas"),
         pytest.param(1, False, id="1 replica"),
-        pytest.param(2, True, id="2 replicas, called in strategy.run"),
-        pytest.param(4, False, id="4 replicas"),
         pytest.param(4, True, id="4 replicas, called in strategy.run"),
     ],
 )
 def test_each_replica_of_a_mirrored_strategy(replicas, in_run):
-    result = run_program("own_loop.py", "mirrored", "--shards", replicas, *(["--in-run"] if in_run else []))
+    in_run_options = ["--in-run"] if in_run else []
+    result = run_program("train.py", "mirrored", "--by", "step", "--shards", replicas, *in_run_options)
     check(result, replicas, copies=replicas, reports=replicas if in_run else 1)
     assert not result["many"]["jit_compile"] and result["one"]["jit_compile"]
     if not in_run:
@@ -71,13 +68,7 @@ def test_each_replica_of_a_mirrored_strategy(replicas, in_run):
 @pytest.mark.backends("tensorflow")
 @pytest.mark.slow
 def test_each_worker_of_a_multi_worker_strategy():
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-
-    def environment(index):
-        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        return {"TF_CONFIG": json.dumps(config)}
-
-    results = run_workers("own_loop.py", [(["multiworker"], environment(i)) for i in range(2)], timeout_s=180)
+    results = run_tensorflow_workers("train.py", "multiworker", "--by", "step")
     for result in results:
         check(result, shards=2, copies=1)
     assert results[0]["many"] == results[1]["many"]
@@ -86,7 +77,7 @@ def test_each_worker_of_a_multi_worker_strategy():
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize(("where", "shards"), [("data_parallel", 8), ("model_parallel", 4)])
 def test_each_shard_of_a_distribution(where, shards):
-    result = run_program("own_loop.py", where, "--shards", shards)
+    result = run_program("train.py", where, "--by", "step", "--shards", shards)
     check(result, shards, copies=8)
     assert result["layouts_kept"]
     if where == "model_parallel":
@@ -97,9 +88,7 @@ def test_each_shard_of_a_distribution(where, shards):
 @pytest.mark.backends("jax")
 @pytest.mark.slow
 def test_each_shard_in_two_processes():
-    (port,) = free_ports(1)
-    arguments = ["data_parallel", "--shards", 8, "--processes", 2, "--port", port]
-    results = run_workers("own_loop.py", [([*arguments, "--process", i], {}) for i in range(2)], timeout_s=180)
+    results = run_processes("train.py", "data_parallel", "--by", "step", "--shards", 8)
     for result in results:
         # Four of the eight devices are seen by each process.
         check(result, shards=8, copies=4)

@@ -1,11 +1,13 @@
-"""G7 on TensorFlow: inf on replica k alone, for each k, under `MirroredStrategy` and on several workers."""
+"""G7 on TensorFlow: inf on replica k alone, for each k, under `MirroredStrategy` and on several workers.
 
-import json
+On one replica alone P23 and P39 are these, too: the scale halves where only a gradient overflowed, and stays where the
+forward pass is at fault.
+"""
 
 import pytest
 
 from tests.distributed.expectations import check_equals_one_device, check_faults
-from tests.distributed.launch import free_ports, run_program, run_workers
+from tests.distributed.launch import run_program, run_tensorflow_workers
 
 pytestmark = pytest.mark.backends("tensorflow")
 
@@ -17,8 +19,6 @@ pytestmark = pytest.mark.backends("tensorflow")
         pytest.param(2, False, id="2 replicas in a graph"),
         # As on a machine with one GPU.
         pytest.param(1, False, id="1 replica in a graph"),
-        pytest.param(2, True, id="2 replicas in eager mode"),
-        pytest.param(4, False, id="4 replicas in a graph"),
         pytest.param(4, True, id="4 replicas in eager mode"),
     ],
 )
@@ -29,24 +29,20 @@ def test_each_replica_of_a_mirrored_strategy(replicas, eager):
     assert eager or result["new_traces"] == 0
     expected = [f"{replicas} replicas share a batch, each with whole weights"] if replicas > 1 else []
     assert [line.partition(":")[0] for line in result["audited"]] == expected
+    # The callback, made outside the strategy, makes its variables on every replica.
+    check_faults(result["callback"], shards=replicas, copies=replicas)
+    # XLA under several replicas is refused by its name.
+    assert ("XLA" in result["xla"]) == (replicas > 1 and not eager)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eager", [False, True], ids=["in a graph", "in eager mode"])
-def test_each_worker_of_a_multi_worker_strategy(eager):
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-
-    def environment(index):
-        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        return {"TF_CONFIG": json.dumps(config)}
-
-    arguments = ["multiworker", *(["--eager"] if eager else [])]
-    results = run_workers("train.py", [(arguments, environment(i)) for i in range(2)], timeout_s=180)
+def test_each_worker_of_a_multi_worker_strategy():
+    results = run_tensorflow_workers("train.py", "multiworker")
     for result in results:
         check_faults(result, shards=2, copies=1)
         check_equals_one_device(result)
-        assert eager or result["new_traces"] == 0
+        assert result["new_traces"] == 0
+        assert result["sum_in_16_bits"] == {"value": [-3.0], "scale": 8.0}
+        # A NaN loss that worker 1 alone knows of: skipped by both, and no scale would cure it.
+        assert result["one_worker_knows_its_loss"] == {"value": [0.0], "scale": 8.0}
     assert results[0]["many"] == results[1]["many"]
-    assert [result["sum_in_16_bits"] for result in results] == [{"value": [-3.0], "scale": 8.0}] * 2
-    # A NaN loss that worker 1 alone knows of: skipped by both, and no scale would cure it.
-    assert [result["one_worker_knows_its_loss"] for result in results] == [{"value": [1.0, 1.0, 1.0], "scale": 8.0}] * 2

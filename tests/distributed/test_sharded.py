@@ -22,7 +22,7 @@ def trained(*policies) -> dict:
 
 
 # float32: sums in another order. bfloat16 has 8 significant bits, float16 11: each device rounds what it computes.
-LARGEST = {"float32": 1e-5, "mixed_float16": 5e-4, "mixed_bfloat16": 2e-3, "bfloat16": 2e-3}
+LARGEST = {"float32": 1e-5, "mixed_float16": 5e-4, "bfloat16": 2e-3}
 
 
 def check(result, policy):
@@ -44,7 +44,7 @@ def test_a_model_in_parts_trains_as_on_one_device():
 
 @only_jax
 @pytest.mark.matrix
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 def test_a_model_in_parts_trains_as_on_one_device_in_16_bits(policy):
     check(trained(policy), policy)
 

@@ -3,38 +3,24 @@
 import keras
 import pytest
 
-from tests.distributed.launch import free_ports, run_program, run_workers
+from tests.distributed.launch import run_processes, run_program
 
-WAYS = {"tensorflow": ["mirrored"], "jax": ["data_parallel", "model_parallel"], "torch": []}
+WAYS = {"tensorflow": ["mirrored"], "jax": ["data_parallel", "model_parallel"], "torch": ["ranks"]}
 
 
 @pytest.mark.slow
-@pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("way", WAYS[keras.backend.backend()])
 def test_all_devices_round_alike(way):
-    result = run_program("small_state.py", way)
-    assert result["dtypes"] == ["bfloat16", "float32"]
-    assert max(result.pop("copies")) == 1
-    assert result["like_one_device"] and result["moved"] and result["no_trace"]
-    assert result["skipped"] == 1
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    (port,) = free_ports(1)
-    return run_workers("small_state_ddp.py", [(["--rank", rank, "--port", port], {}) for rank in range(2)], 180)
-
-
-@pytest.mark.slow
-@pytest.mark.backends("torch")
-@pytest.mark.parametrize("what", ["weights and slots", "slots"])
-@pytest.mark.parametrize("way", ["loop", "step"])
-def test_ranks_round_as_one_process_does(ranks, way, what):
-    """Under `DistributedDataParallel`: a fault on one rank is skipped by both."""
-    for result in ranks:
-        one, found, skipped = (result[what][name] for name in ("one", way, f"{way}, with a fault"))
-        assert "bfloat16" in one["dtypes"] and one["moved"]
-        assert found == one
-        assert (skipped.pop("skipped"), found.pop("skipped")) == (2, 0)
-        assert skipped == found
-    assert ranks[0][what] == ranks[1][what]
+    if way == "ranks":
+        results = run_processes("small_state.py", way)
+        assert results[0] == results[1]
+    else:
+        results = [run_program("small_state.py", way, "--shards", 2, "--devices", 4)]
+    for result in results:
+        for case, one, many, with_faults in (found.values() for found in result):
+            assert "bfloat16" in one["dtypes"] and one["moved"], case
+            assert set(many["copies"]) == {1}, case
+            assert many["bits"] == one["bits"], case
+            # A fault in one shard is skipped by all, and leaves no trace.
+            assert with_faults["bits"] == many["bits"], case
+            assert (many["skipped"], with_faults["skipped"]) == (0, 2), case
