@@ -17,7 +17,9 @@ _MOST_NAMED = 5
 
 def _is_layer(thing) -> bool:
     # Not `isinstance`: it asks objects that stand for others what they are, and some raise.
-    return issubclass(type(thing), keras.layers.Layer)
+    is_layer = issubclass(type(thing), keras.layers.Layer)
+    # Of some classes Keras makes an object without `__init__` first, which has nothing yet and lives on for a while.
+    return is_layer and hasattr(thing, "trainable_variables")
 
 
 def warn_of_layers_in_16_bits(optimizer, variables):

@@ -411,6 +411,22 @@ def test_a_loop_of_ones_own_is_told_once_which_layers_should_be_in_float32():
     assert bystander.built
 
 
+def test_a_loop_goes_on_beside_objects_that_have_no_init_yet():
+    """Keras makes one of each class that is called as `Functional` is: `Own(inputs, outputs)`."""
+
+    class Own(keras.Model):
+        pass
+
+    unmade = Own.__new__(Own), keras.layers.Dense.__new__(keras.layers.Dense)
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        model = mpkeras.apply_policy(with_statistics(), "mixed_bfloat16")
+    weight = model.trainable_variables[0]
+    value = keras.ops.convert_to_numpy(weight.value)
+    own_loop(model, mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1, weight_decay=0.5)))
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(weight.value), value * 0.95**2, rtol=1e-6)
+    del unmade
+
+
 @pytest.mark.parametrize(
     "carried_out", ["apply_policy", "a policy of one's own", "make_train_step", "compile", "stock"]
 )
