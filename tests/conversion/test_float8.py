@@ -18,6 +18,7 @@ from mpkeras.conversion.float8 import labels_of, multiplies_in_float8
 from mpkeras.conversion.float8_rounding import rounded
 from mpkeras.conversion.last import float8_products
 from mpkeras.conversion.layer import move_to_float32
+from tests.conversion.derivatives import derivatives
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 
@@ -124,32 +125,12 @@ def test_a_layer_multiplies_rounded_operands_and_nothing_else(case):
 
 
 def gradients(function, weights, x, upstream):
-    """Returns `(by x, by each weight)` of the sum of `function(x, values of the weights)` times `upstream`."""
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        import tensorflow as tf
+    """Returns `(by x, by each weight)` of the sum of outputs times `upstream`."""
 
-        x = tf.constant(x)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(ops.cast(function(x), "float32") * upstream)
-        found = tape.gradient(loss, [x, *(v.value for v in weights)])
-    elif backend == "jax":
-        import jax
+    def total(x):
+        return ops.sum(ops.cast(function(x), "float32") * upstream)
 
-        def loss_of(x, values):
-            with keras.StatelessScope(state_mapping=list(zip(weights, values, strict=True))):
-                return (function(x).astype("float32") * upstream).sum()
-
-        by_x, by_weights = jax.grad(loss_of, argnums=(0, 1))(x, [v.value for v in weights])
-        found = [by_x, *by_weights]
-    else:
-        import torch
-
-        x = torch.tensor(x, requires_grad=True)
-        loss = (function(x).float() * torch.tensor(upstream)).sum()
-        found = torch.autograd.grad(loss, [x, *(v.value for v in weights)])
-    return [numpy(grad) for grad in found]
+    return [numpy(grad) for grad in derivatives(total, x, weights)]
 
 
 def training_gradients(model, x, upstream):
@@ -174,32 +155,11 @@ def test_gradients_are_products_of_rounded_operands_and_gradients(rows):
 
 def penalty(model, x):
     """Returns the gradients by the weights of the squared gradient by the inputs."""
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        import tensorflow as tf
 
-        x = tf.constant(x)
-        with tf.GradientTape() as outer:
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                loss = tf.reduce_sum(ops.cast(model(x), "float32"))
-            squares = tf.reduce_sum(inner.gradient(loss, x) ** 2)
-        return outer.gradient(squares, [v.value for v in model.trainable_variables])
-    if backend == "jax":
-        import jax
+    def squares(x):
+        return ops.sum(derivatives(lambda x: ops.sum(ops.cast(model(x), "float32")), x)[0] ** 2)
 
-        def squares_of(values):
-            def loss_of(x):
-                return model.stateless_call(values, [], x)[0].astype("float32").sum()
-
-            return (jax.grad(loss_of)(x) ** 2).sum()
-
-        return jax.grad(squares_of)([v.value for v in model.trainable_variables])
-    import torch
-
-    x = torch.tensor(x, requires_grad=True)
-    (by_x,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
-    return torch.autograd.grad((by_x**2).sum(), [v.value for v in model.trainable_variables if "kernel" in v.path])
+    return derivatives(squares, x, model.trainable_variables)[1:]
 
 
 def test_a_second_derivative_is_refused():
