@@ -68,10 +68,6 @@ class Backbone(keras.Model):
         super().__init__(inputs, keras.layers.LayerNormalization()(x))
         self.width = width
 
-    def train_step(self, *args):
-        self.steps = getattr(self, "steps", 0) + 1
-        return super().train_step(*args)
-
     def get_config(self):
         return {"width": self.width}
 
@@ -101,12 +97,11 @@ def real_dtypes(outputs):
     return [keras.backend.standardize_dtype(output.dtype) for output in keras.tree.flatten(outputs)]
 
 
-def layer_outputs(model, x):
-    """Returns `(symbolic dtype, real dtype)` of every tensor between the layers of a Functional model."""
-    inner = model if not isinstance(model, keras.Sequential) else keras.Model(model.inputs, model.outputs)
-    tensors = [tensor for layer in inner.layers for tensor in keras.tree.flatten(layer.output) if layer.output is not x]
+def assert_symbolic_dtypes_are_the_real_ones(model, x):
+    """Of every tensor between the layers of a graph."""
+    tensors = [tensor for layer in model.layers for tensor in keras.tree.flatten(layer.output)]
     inputs = x if isinstance(x, list) else [x]
-    return [tensor.dtype for tensor in tensors], real_dtypes(keras.Model(inner.inputs, tensors)(inputs))
+    assert [tensor.dtype for tensor in tensors] == real_dtypes(keras.Model(model.inputs, tensors)(inputs))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -128,6 +123,8 @@ def test_every_kind_of_model(kind, policy, backend):
     for output, reference in zip(keras.tree.flatten(outputs), expected, strict=True):
         # bfloat16 has 8 significant bits; a few layers
         np.testing.assert_allclose(numpy(output), numpy(reference), rtol=5e-2, atol=5e-2)
+    for graph in model.layers[1:3] if kind == "nested" else [model]:
+        assert_symbolic_dtypes_are_the_real_ones(graph, x)
 
     # Back: the same numbers, layers and configuration.
     apply_policy(model, "float32")
@@ -137,49 +134,19 @@ def test_every_kind_of_model(kind, policy, backend):
     assert snapshot(model.variables) == weights
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["functional", "sequential", "softmax head", "shared layers"])
-def test_symbolic_dtypes_are_the_real_ones(kind, policy):
-    make, x = KINDS[kind]
-    symbolic, real = layer_outputs(apply_policy(make(), policy), x)
-    assert symbolic == real
-    assert policy.removeprefix("mixed_") in real
-
-
-def test_symbolic_dtypes_within_nested_models():
-    model = apply_policy(nested(), "mixed_bfloat16")
-    for inner in model.layers[1:3]:
-        symbolic, real = layer_outputs(inner, IMAGES)
-        assert symbolic == real and real[-2:] == ["bfloat16", "float32"]
-
-
-def test_an_output_in_16_bits_ends_in_a_cast_and_one_in_float32_in_none():
-    model = apply_policy(functional(), without_outputs("mixed_bfloat16"))
-    dense = model.layers[-1]
-    assert (dense.compute_dtype, dense.output.dtype, model.output.dtype) == ("bfloat16", "bfloat16", "float32")
-    model = apply_policy(functional(), "mixed_bfloat16")
-    dense = model.layers[-1]
-    assert (dense.compute_dtype, dense.output.dtype) == ("float32", "float32") and dense.output is model.output
-    # A softmax is in float32 by a rule of its own.
-    model = apply_policy(softmax_head(), without_outputs("mixed_bfloat16"))
-    assert model.layers[-1].output is model.output
-
-
-def test_from_one_policy_to_another_and_twice():
+def test_outputs_end_in_one_cast_where_they_are_in_16_bits_from_policy_to_policy():
     model = functional()
-    operations = len(model.operations)
-    for policy in ("mixed_float16", "mixed_bfloat16", "mixed_bfloat16"):
-        apply_policy(model, without_outputs(policy))
-        assert len(model.operations) == operations + 1
-    assert model.layers[2].compute_dtype == model.layers[-1].compute_dtype == "bfloat16"
-    for policy, casts in [("mixed_float16", 0), (without_outputs("mixed_float16"), 1), ("mixed_bfloat16", 0)]:
+    operations, in_16_bits = len(model.operations), without_outputs("mixed_bfloat16")
+    steps = [(without_outputs("mixed_float16"), "float16"), (in_16_bits, "bfloat16"), (in_16_bits, "bfloat16")]
+    for policy, of_the_head in [*steps, ("mixed_float16", "float32"), *steps, ("float32", "float32")]:
         apply_policy(model, policy)
-        assert len(model.operations) == operations + casts
-        assert model.layers[-1].compute_dtype == ("float16" if casts else "float32")
-    assert model.layers[2].compute_dtype == "bfloat16"
-    apply_policy(model, without_outputs("mixed_bfloat16"))
-    apply_policy(model, "float32")
-    assert len(model.operations) == operations
+        head = model.layers[-1]
+        assert (head.compute_dtype, head.output.dtype, model.output.dtype) == (of_the_head, of_the_head, "float32")
+        assert len(model.operations) == operations + (of_the_head != "float32")
+        assert (head.output is model.output) == (of_the_head == "float32")
+    # A softmax is in float32 by a rule of its own.
+    model = apply_policy(softmax_head(), in_16_bits)
+    assert model.layers[-1].output is model.output
 
 
 def two_heads(names=("a", "b")):
@@ -199,37 +166,26 @@ def compile_by_name(model):
     return model
 
 
-@pytest.mark.slow
-def test_outputs_keep_the_names_that_losses_and_targets_go_by():
-    expected = compile_by_name(two_heads())
-    model = compile_by_name(apply_policy(two_heads(), "mixed_bfloat16"))
-    model.set_weights(expected.get_weights())
-    assert model.output_names == ["a", "b"]
-    names = [layer.name for layer in expected.layers]
-    assert [layer.name for layer in model.layers] == names and real_dtypes(model(VECTORS)) == ["float32"] * 2
-    wanted = expected.evaluate(VECTORS, TARGETS, verbose=0, return_dict=True)
-    found = model.evaluate(VECTORS, TARGETS, verbose=0, return_dict=True)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, rtol=0.1)  # bfloat16 has 8 significant bits
-    model.fit(VECTORS, TARGETS, verbose=0)
-    # Copies go by the same names, and so do models from a file.
-    compile_by_name(keras.models.clone_model(model)).fit(VECTORS, TARGETS, verbose=0)
-
-
 # Keras 3.10 warns of the structure of inputs for any Functional model that it has loaded.
 @pytest.mark.filterwarnings("ignore:The structure of `inputs` does:UserWarning")
-def test_a_file_has_the_outputs_under_their_names(tmp_path):
-    model = two_heads()
-    config = model.get_config()
+@pytest.mark.slow
+def test_outputs_keep_the_names_that_losses_and_targets_go_by_in_copies_and_files(tmp_path):
+    stock, model = compile_by_name(two_heads()), two_heads()
+    model.set_weights(stock.get_weights())
+    config, names = model.get_config(), [layer.name for layer in model.layers]
     compile_by_name(apply_policy(model, "mixed_bfloat16"))
-    expected = [numpy(output) for output in model(VECTORS)]
+    assert model.output_names == ["a", "b"] and [layer.name for layer in model.layers] == names
+    wanted = stock.evaluate(VECTORS, TARGETS, verbose=0, return_dict=True)
+    found = model.evaluate(VECTORS, TARGETS, verbose=0, return_dict=True)
+    assert found == pytest.approx(wanted, rel=0.1)  # bfloat16 has 8 significant bits
+    compile_by_name(keras.models.clone_model(model)).fit(VECTORS, TARGETS, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
-    for output, values in zip(loaded(VECTORS), expected, strict=True):
-        np.testing.assert_array_equal(numpy(output), values)
+    for output, saved in zip(loaded(VECTORS), model(VECTORS), strict=True):
+        np.testing.assert_array_equal(numpy(output), numpy(saved))
     assert [layer.name for layer in loaded.layers] == [layer.name for layer in model.layers]
     loaded.fit(VECTORS, TARGETS, verbose=0)
+    assert len(apply_policy(loaded, "float32").layers) == len(names)
     # Saving has left the model as it was.
     assert real_dtypes(model(VECTORS)) == ["float32"] * 2 == [output.dtype for output in model.outputs]
     apply_policy(model, "float32")
@@ -291,19 +247,9 @@ def test_a_sequential_of_which_the_last_layer_is_used_twice():
     np.testing.assert_array_equal(numpy(model(VECTORS)), expected)
 
 
-def test_a_class_around_a_graph_keeps_its_class_and_its_train_step():
-    model = apply_policy(Backbone(), "mixed_bfloat16")
-    assert type(model) is Backbone
-    model.compile("sgd", "mse")
-    model.train_on_batch(IMAGES, np.zeros((2, 8, 8, 4), "float32"))
-    assert model.steps >= 1
-
-
-@pytest.mark.parametrize("built", [True, False])
-def test_subclassed_models(built):
-    model = Subclassed()
-    if built:
-        model(IMAGES)
+@pytest.mark.parametrize("is_built", [True, False])
+def test_subclassed_models(is_built):
+    model = subclassed(is_built)
     weights = snapshot(model.variables)
     assert apply_policy(model, "mixed_bfloat16") is model
     assert snapshot(model.variables) == weights
@@ -323,7 +269,7 @@ def test_a_sequential_that_is_not_built():
 
 
 class Late(keras.Model):
-    """Its layers are made when it is built."""
+    """Its layers are made when it is built: the norm behind a head that makes no outputs."""
 
     def build(self, input_shape):
         self.head = keras.layers.Dense(3, name="head")
@@ -335,18 +281,28 @@ class Late(keras.Model):
         return self.norm(self.head(x))
 
 
-def test_layers_that_are_made_when_the_model_is_built_follow():
-    model = apply_policy(Late(), "mixed_bfloat16")
-    model(IMAGES)
-    assert (model.head.compute_dtype, model.norm.compute_dtype) == ("bfloat16", "float32")
-
-
-def test_the_last_conversion_counts_when_the_model_is_built():
+@pytest.mark.parametrize(
+    ("policies", "expected"),
+    [
+        pytest.param(["mixed_bfloat16"], ("bfloat16", "float32"), id="one"),
+        pytest.param(["mixed_float16", "float32"], ("float32", "float32"), id="the last counts"),
+        # Else the build would tell of a rule that matches nothing, and warnings are errors here.
+        pytest.param(
+            [
+                mpkeras.Policy("mixed_float16", keep_float32=("path:no_such_layer",)),
+                mpkeras.Policy("mixed_bfloat16", keep_float32=()),
+            ],
+            ("bfloat16", "bfloat16"),
+            id="rules of an earlier one are forgotten",
+        ),
+    ],
+)
+def test_layers_that_are_made_when_the_model_is_built_follow_the_last_conversion(policies, expected):
     model = Late()
-    for policy in ("mixed_float16", "float32"):
+    for policy in policies:
         apply_policy(model, policy)
     model(IMAGES)
-    assert {layer.compute_dtype for layer in model.layers} == {"float32"}
+    assert (model.head.compute_dtype, model.norm.compute_dtype) == expected
 
 
 class MakesALayerInBuild(keras.layers.Layer):
@@ -381,45 +337,32 @@ def test_converted_twice_a_model_converts_layers_that_are_made_later(made_under,
     assert (kept.compute_dtype, model.layers[0].inner.compute_dtype) == (expected, expected)
 
 
+def converted_by(door, model, policy, targets):
+    """Gives a compiled `model` a policy through a door."""
+    if door == "callback":
+        callback = mpkeras.callbacks.MixedPrecision(policy, loss_scale=1.0)
+        model.fit(VECTORS, targets, verbose=0, callbacks=[callback])
+    else:
+        (apply_policy if door == "apply_policy" else mpkeras.prepare)(model, policy)
+    return model
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("door", ["apply_policy", "prepare", "compile", "callback"])
-def test_layers_that_are_added_to_a_converted_model_follow(door):
-    by_hand, old_head = keras.layers.Dense(4), keras.layers.Dense(3)
-    model = keras.Sequential([keras.Input((4,)), by_hand, keras.layers.Dense(5), old_head])
+def test_layers_that_are_added_follow_and_so_does_the_head_before_them(door):
+    by_hand, head = keras.layers.Dense(4), keras.layers.Dense(3)
+    model = keras.Sequential([keras.Input((4,)), by_hand, keras.layers.Dense(5), head])
     model.compile("sgd", "mse")
-    apply_policy(model, "mixed_bfloat16") if door == "apply_policy" else mpkeras.prepare(model, "mixed_bfloat16")
+    converted_by("apply_policy" if door == "apply_policy" else "prepare", model, "mixed_bfloat16", None)
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16", "float32"]
     by_hand.dtype_policy = "float32"
-    model.pop()
-    model.add(keras.layers.Dense(4))
     model.add(keras.layers.Dense(2))
     model.add(keras.layers.Softmax())
     model.compile("sgd", "mse")  # which prepares a prepared model again
-    if door == "apply_policy":
-        apply_policy(model, "mixed_bfloat16")
-    elif door == "prepare":
-        mpkeras.prepare(model)
-    callbacks = [mpkeras.callbacks.MixedPrecision("mixed_bfloat16")] if door == "callback" else []
-    model.fit(VECTORS, np.ones((5, 2), "float32"), verbose=0, callbacks=callbacks)
+    if door != "compile":
+        converted_by(door, model, "mixed_bfloat16", np.ones((5, 2), "float32"))
     # What was there before, and the rules, stay.
     assert [layer.compute_dtype for layer in model.layers] == ["float32", *["bfloat16"] * 2, *["float32"] * 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("door", ["apply_policy", "prepare", "compile", "callback"])
-def test_a_head_that_another_layer_is_put_behind_follows_the_policy_from_then_on(door):
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5), keras.layers.Dense(3)])
-    model.compile("sgd", "mse")
-    apply_policy(model, "mixed_bfloat16") if door == "apply_policy" else mpkeras.prepare(model, "mixed_bfloat16")
-    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32"]
-    model.add(keras.layers.Dense(2))
-    model.compile("sgd", "mse")
-    if door == "apply_policy":
-        apply_policy(model, "mixed_bfloat16")
-    elif door == "prepare":
-        mpkeras.prepare(model)
-    callbacks = [mpkeras.callbacks.MixedPrecision("mixed_bfloat16")] if door == "callback" else []
-    model.fit(VECTORS, np.ones((5, 2), "float32"), verbose=0, callbacks=callbacks)
-    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16", "float32"]
     assert real_dtypes(model(VECTORS)) == ["float32"]
 
 
@@ -441,12 +384,7 @@ def test_rules_go_with_the_policy_that_has_them(door):
     model.compile(mpkeras.LossScaleOptimizer("sgd", 1.0), "mse")
 
     def give(name, *rules):
-        policy = mpkeras.Policy(name, keep_float32=rules)
-        if door == "callback":
-            callback = mpkeras.callbacks.MixedPrecision(policy, loss_scale=1.0)
-            model.fit(VECTORS, np.zeros((5, 3), "float32"), verbose=0, callbacks=[callback])
-        else:
-            (apply_policy if door == "apply_policy" else mpkeras.prepare)(model, policy)
+        converted_by(door, model, mpkeras.Policy(name, keep_float32=rules), np.zeros((5, 3), "float32"))
         return [layer.compute_dtype for layer in model.layers]
 
     rules = ("path:/a$", "path:/b$")
@@ -477,23 +415,6 @@ def test_what_a_rule_did_stays_where_the_next_door_gives_no_policy():
     assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16", "float32"]
 
 
-def test_rules_of_an_earlier_conversion_are_forgotten_when_the_model_is_built():
-    """Else the build would tell of a rule that matches nothing, and warnings are errors here."""
-    model = Late()
-    apply_policy(model, mpkeras.Policy("mixed_float16", keep_float32=("path:no_such_layer",)))
-    apply_policy(model, mpkeras.Policy("mixed_bfloat16", keep_float32=()))
-    model(IMAGES)
-    assert model.compute_dtype == "bfloat16"
-
-
-def test_the_global_policy_is_the_default():
-    with mpkeras.policy_scope("mixed_bfloat16"):
-        pass
-    model = functional()
-    mpkeras.set_global_policy("mixed_bfloat16")
-    assert apply_policy(model).layers[2].compute_dtype == "bfloat16"
-
-
 class Tower(keras.Model):
     """The path of its head is "tower/inner/head", the name "head"."""
 
@@ -506,32 +427,22 @@ class Tower(keras.Model):
         return self.inner(x)
 
 
-BY_PATH = [
-    pytest.param("path:inner/head$", {"body": "bfloat16", "head": "float32"}, id="matches the path, not the name"),
-    pytest.param(
-        "path:^(head|inner/body)", {"body": "bfloat16", "head": "bfloat16"}, id="matches the name, not the path"
-    ),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "expected"), BY_PATH)
+@pytest.mark.parametrize(
+    ("rule", "of_the_head"), [("path:inner/head$", "float32"), ("path:^(head|inner/body)", "bfloat16")]
+)
 @pytest.mark.parametrize("door", ["apply_policy", "prepare", "callback"])
-def test_path_rules_are_matched_when_there_is_a_path(door, rule, expected):
-    policy = mpkeras.Policy("mixed_bfloat16", keep_float32=(rule,))
+def test_path_rules_are_matched_when_there_is_a_path(door, rule, of_the_head):
+    """The first rule matches the path of the head and not its name, the second one its name and not the path."""
     model = Tower(name="tower")
-    targets = np.zeros((5, 3), "float32")
     model.compile("sgd", "mse")
     with pytest.MonkeyPatch.context() as patch:
         # That a rule matches nothing is told in another test.
         patch.setattr("mpkeras.conversion.converter.unmatched", lambda model, rules, argument: [])
-        if door == "apply_policy":
-            apply_policy(model, policy)(VECTORS)
-        elif door == "prepare":
-            mpkeras.prepare(model, policy).train_on_batch(VECTORS, targets)
-        else:
-            model.fit(VECTORS, targets, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision(policy)])
-    assert {layer.name: layer.compute_dtype for layer in model.inner.layers} == expected
+        policy = mpkeras.Policy("mixed_bfloat16", keep_float32=(rule,))
+        converted_by(door, model, policy, np.zeros((5, 3), "float32"))
+        model.train_on_batch(VECTORS, np.zeros((5, 3), "float32"))
+    assert [layer.compute_dtype for layer in model.inner.layers] == ["bfloat16", of_the_head]
 
 
 def test_a_rule_that_matches_nothing_is_told_once():
@@ -565,40 +476,6 @@ def test_nothing_is_told_of_a_model_before_it_is_built():
         model(VECTORS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_converted_model_trains(policy):
-    model = apply_policy(functional(), policy)
-    step = mpkeras.make_train_step(model, keras.optimizers.SGD(0.1), "mse")
-    results = [step(IMAGES, np.ones((2, 5), "float32")) for _ in range(8)]
-    losses = [float(numpy(result["loss"])) for result in results]
-    assert losses[-1] < losses[0]
-    assert step.optimizer.dynamic == (policy == "mixed_float16")
-
-
-# Keras 3.10 warns of the structure of inputs for any Functional model that it has loaded.
-@pytest.mark.filterwarnings("ignore:The structure of `inputs` does:UserWarning")
-def test_a_converted_model_saves_and_loads_in_plain_keras(tmp_path):
-    model = apply_policy(functional(), "mixed_bfloat16")
-    expected = numpy(model(IMAGES))
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras", compile=False)
-    np.testing.assert_array_equal(numpy(loaded(IMAGES)), expected)
-    # The way back works on the loaded model, too.
-    assert len(apply_policy(loaded, "float32").layers) == len(functional().layers)
-
-
-@pytest.mark.backends("tensorflow")
-def test_signatures_are_float32_in_and_out(tmp_path):
-    import tensorflow as tf
-
-    model = apply_policy(functional(), "mixed_bfloat16")
-    model.export(tmp_path / "saved", verbose=False)
-    signature = tf.saved_model.load(str(tmp_path / "saved")).signatures["serving_default"]
-    specs = [*signature.structured_input_signature[1].values(), *signature.structured_outputs.values()]
-    assert {spec.dtype for spec in specs} == {tf.float32}
-
-
 def test_float16_on_a_compiled_model_without_loss_scaling_is_said():
     """P18: its `fit` would lose small gradients."""
     model = functional()
@@ -609,25 +486,19 @@ def test_float16_on_a_compiled_model_without_loss_scaling_is_said():
     apply_policy(model, "mixed_float16")
 
 
-class SmallParts(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.hidden, self.head = keras.layers.Dense(6, "relu"), keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.head(self.hidden(x))
-
-
-def built_parts():
-    model = SmallParts()
-    model(np.zeros((1, 5), "float32"))
-    return model
-
-
 SMALL_STATE = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("make", [functional, SmallParts, built_parts])
+def subclassed(is_built):
+    model = Subclassed()
+    if is_built:
+        model(IMAGES)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [functional, lambda: subclassed(False), lambda: subclassed(True)], ids=["graph", "late", "built"]
+)
 @pytest.mark.parametrize(
     ("optimizer", "policy", "message"),
     [
@@ -679,33 +550,34 @@ def test_bad_input_changes_nothing(make, policy, error, message):
 
 
 @keras.saving.register_keras_serializable(package="tests")
-class Refusing(keras.layers.Layer):
-    """Its arithmetic knows float32 only."""
+class Only(keras.layers.Layer):
+    """Its arithmetic knows one dtype."""
+
+    def __init__(self, known="float32", **kwargs):
+        super().__init__(**kwargs)
+        self.known = known
 
     def call(self, x):
-        if keras.backend.standardize_dtype(x.dtype) != "float32":
-            raise TypeError("only float32")
-        return x + 1.0
+        if keras.backend.standardize_dtype(x.dtype) != self.known:
+            raise TypeError(f"only {self.known}")
+        return x + x
 
 
-def refusing():
+def refusing(known="float32"):
     inputs = keras.Input((4,), name="x")
     x = keras.layers.Dense(8, activation="relu", name="body", activity_regularizer="l2")(inputs)
-    x = keras.layers.Dense(700, activation="sigmoid", name="gate")(x)
-    return keras.Model(inputs, keras.layers.Dense(2, name="head")(Refusing(name="refusing")(x)), name="net")
+    x = keras.layers.Dense(700, activation="sigmoid" if known == "float32" else "relu", name="gate")(x)
+    return keras.Model(inputs, keras.layers.Dense(2, name="head")(Only(known, name="refusing")(x)), name="net")
 
 
 def picture(model):
     """Everything that a conversion may change of a model: attributes, policies, symbolic dtypes."""
-    return [
-        (
-            layer.name,
-            layer.dtype_policy,
-            sorted(vars(layer)),
-            [tensor.dtype for tensor in keras.tree.flatten(layer.output)],
-        )
-        for layer in model.layers
-    ] + [[tensor.dtype for tensor in model.outputs], model.output_names, sorted(vars(model))]
+    layers = [(layer, [tensor.dtype for tensor in keras.tree.flatten(layer.output)]) for layer in model.layers]
+    return [(layer.name, layer.dtype_policy, sorted(vars(layer)), dtypes) for layer, dtypes in layers] + [
+        [tensor.dtype for tensor in model.outputs],
+        model.output_names,
+        sorted(vars(model)),
+    ]
 
 
 @pytest.mark.parametrize("door", ["apply_policy", "prepare", "callback"])
@@ -714,11 +586,7 @@ def test_after_an_error_the_model_is_as_it_was(door):
     model.compile("sgd", "mse")
     before, expected, optimizer = picture(model), numpy(model(VECTORS)), model.optimizer
     with pytest.raises(TypeError, match="only float32"):
-        if door == "callback":
-            callbacks = [mpkeras.callbacks.MixedPrecision("bfloat16")]
-            model.fit(VECTORS, np.ones((5, 2), "float32"), verbose=0, callbacks=callbacks)
-        else:
-            (apply_policy if door == "apply_policy" else mpkeras.prepare)(model, "bfloat16")
+        converted_by(door, model, "bfloat16", np.ones((5, 2), "float32"))
     # Of the model itself, `fit` keeps what it was called with.
     assert picture(model)[:-1] == before[:-1] and (door == "callback" or picture(model)[-1] == before[-1])
     assert {variable.dtype for variable in model.variables} == {"float32"} and model.optimizer is optimizer
@@ -726,7 +594,7 @@ def test_after_an_error_the_model_is_as_it_was(door):
 
 
 def test_after_an_error_a_converted_model_is_as_it_was():
-    model = apply_policy(refusing(), mpkeras.Policy("mixed_bfloat16", keep_float32=("Refusing", "activation:sigmoid")))
+    model = apply_policy(refusing(), mpkeras.Policy("mixed_bfloat16", keep_float32=("Only", "activation:sigmoid")))
     before, expected = picture(model), numpy(model(VECTORS))
     with pytest.raises(TypeError, match="only float32"):
         # In float16 now, and without the rule that the layer needs: the float32 layers of a 16-bit model stay.
@@ -739,7 +607,7 @@ def test_after_an_error_a_converted_model_is_as_it_was():
 
 def test_after_an_error_layers_made_under_a_policy_have_no_covers():
     with mpkeras.policy_scope("mixed_float16"):
-        model = refusing_but_float16()
+        model = refusing("float16")
     before = picture(model)
     with pytest.raises(TypeError, match="only float16"):
         apply_policy(model, mpkeras.Policy("mixed_bfloat16", keep_float32=()))
@@ -782,49 +650,23 @@ def test_what_keras_has_compiled_before_is_compiled_anew(function):
     assert set(layer.seen) == {"bfloat16"}
 
 
-class OnlyFloat16(keras.layers.Layer):
-    def call(self, x):
-        if keras.backend.standardize_dtype(x.dtype) != "float16":
-            raise TypeError("only float16")
-        return x + x
-
-
-def refusing_but_float16():
-    inputs = keras.Input((4,))
-    x = keras.layers.Dense(8, activation="relu", name="body", activity_regularizer="l2")(inputs)
-    return keras.Model(inputs, OnlyFloat16(name="refusing")(x))
-
-
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize(
-    ("name", "size"),
+    "name",
     [
-        ("ConvNeXtTiny", 32),
-        ("DenseNet121", 32),
-        ("EfficientNetB0", 32),
-        ("EfficientNetV2B0", 32),
-        ("InceptionResNetV2", 75),
-        ("InceptionV3", 75),
-        ("MobileNet", 32),
-        ("MobileNetV2", 32),
-        ("MobileNetV3Small", 32),
-        ("NASNetMobile", 32),
-        ("ResNet50", 32),
-        ("ResNet50V2", 32),
-        ("VGG16", 32),
-        ("Xception", 75),
+        "ConvNeXtTiny", "DenseNet121", "EfficientNetB0", "InceptionResNetV2", "MobileNetV2", "MobileNetV3Small",
+        "NASNetMobile", "ResNet50V2", "VGG16", "Xception",
     ],
-)
-def test_applications(name, size):
-    """One model of each family."""
+)  # fmt: skip
+def test_applications(name):
+    size = 75 if name in ("InceptionResNetV2", "Xception") else 32
     model = getattr(keras.applications, name)(weights=None, input_shape=(size, size, 3), classes=10)
     weights, config = snapshot(model.variables), model.get_config()
     x = rng.uniform(0, 255, size=(2, size, size, 3)).astype("float32")
     expected = numpy(model(x))
     apply_policy(model, "mixed_bfloat16")
-    symbolic, real = layer_outputs(model, x)
-    assert symbolic == real
+    assert_symbolic_dtypes_are_the_real_ones(model, x)
     assert snapshot(model.variables) == weights
     # probabilities of ten classes
     np.testing.assert_allclose(numpy(model(x)), expected, atol=5e-2)
@@ -834,36 +676,30 @@ def test_applications(name, size):
 
 @pytest.mark.backends("torch")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_torch_modules_follow(policy, tmp_path):
+def test_torch_modules_follow(policy):
     """P25: stock Keras hands 16-bit inputs to float32 weights, and torch raises."""
     import torch
 
     torch.manual_seed(0)
     module = keras.layers.TorchModuleWrapper(torch.nn.Linear(4, 3))
     model = keras.Sequential([keras.Input((4,)), module, keras.layers.Dense(2)])
-    x = SEQUENCES[0]
-    expected = numpy(model(x))
+    expected = numpy(model(VECTORS))
     apply_policy(model, policy)
-    assert real_dtypes(module(x)) == [policy.removeprefix("mixed_")]
-    np.testing.assert_allclose(numpy(model(x)), expected, atol=5e-2)
+    assert real_dtypes(module(VECTORS)) == [policy.removeprefix("mixed_")]
+    np.testing.assert_allclose(numpy(model(VECTORS)), expected, atol=5e-2)
     step = mpkeras.make_train_step(model, keras.optimizers.SGD(0.1), "mse")
-    losses = [float(step(x, np.ones((5, 2), "float32"))["loss"]) for _ in range(5)]
+    losses = [float(step(VECTORS, np.ones((5, 2), "float32"))["loss"]) for _ in range(5)]
     assert losses[-1] < losses[0]
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     apply_policy(model, "float32")
-    assert real_dtypes(module(x)) == ["float32"]
-
-
-@pytest.mark.backends("torch")
-def test_a_torch_module_made_under_a_policy_follows_once_prepared():
-    import torch
-
-    with mpkeras.policy_scope("mixed_bfloat16"):
-        layers = [keras.Input((4,)), keras.layers.TorchModuleWrapper(torch.nn.Linear(4, 3), output_shape=(None, 3))]
-        model = keras.Sequential(layers)
+    assert real_dtypes(module(VECTORS)) == ["float32"]
+    # One that was made under a policy follows once it is prepared.
+    with mpkeras.policy_scope(policy):
+        made = keras.layers.TorchModuleWrapper(torch.nn.Linear(4, 3), output_shape=(None, 3))
+        model = keras.Sequential([keras.Input((4,)), made])
     model.compile("sgd", "mse")
     mpkeras.prepare(model)
-    assert np.isfinite(float(model.train_on_batch(SEQUENCES[0], np.ones((5, 3), "float32"))))
+    assert np.isfinite(float(model.train_on_batch(VECTORS, np.ones((5, 3), "float32"))))
 
 
 def pure(dtype):

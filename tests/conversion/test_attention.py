@@ -15,6 +15,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras._replaced import is_replaced
+from tests.conversion.derivatives import derivatives
 from tests.sixteen_bits import without_outputs
 
 pytestmark = pytest.mark.backends("jax", "tensorflow")
@@ -30,7 +31,6 @@ LAYERS = {
     "fused GroupQueryAttention": lambda: layers.GroupQueryAttention(4, 4, 2),
     "MultiHeadAttention": lambda: layers.MultiHeadAttention(2, 4, dropout=1e-9),
     "GroupQueryAttention": lambda: layers.GroupQueryAttention(4, 2, 1, dropout=1e-9),
-    "over two axes": lambda: layers.MultiHeadAttention(2, 4, dropout=1e-9, attention_axes=(1, 2)),
 }
 
 
@@ -71,27 +71,12 @@ def attention_layer(model):
 
 def gradient(model, x, **options):
     layer = attention_layer(model)
-    x = ops.cast(x, layer.compute_dtype)
 
     def total(x):
         y = ops.cast(layer(x, x, **options), "float32")
         return ops.sum(y * y)
 
-    return ops.convert_to_numpy(ops.cast(differentiated(total, x), "float32")).astype("float64")
-
-
-def differentiated(function, x):
-    """Returns the gradient of a scalar `function` at `x`, as a tensor."""
-    if keras.backend.backend() == "jax":
-        import jax
-
-        return jax.grad(function)(x)
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = function(x)
-    return tape.gradient(y, x)
+    return as_float32(derivatives(total, ops.cast(x, layer.compute_dtype))[0]).astype("float64")
 
 
 def as_float32(tensor):
@@ -108,12 +93,11 @@ CALLS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "over two axes"])
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_forward_is_stock_and_the_gradient_as_near_to_float32(name, options):
-    ours = model_of(LAYERS[name], "mixed_bfloat16")
-    stock = stock_of(LAYERS[name])
-    reference = model_of(LAYERS[name], None)
+    make = LAYERS[name]
+    ours, stock, reference = model_of(make, "mixed_bfloat16"), stock_of(make), model_of(make, None)
     assert is_applied(attention_layer(ours))
     stock.set_weights(ours.get_weights())
     reference.set_weights(ours.get_weights())
@@ -129,8 +113,8 @@ def test_forward_is_stock_and_the_gradient_as_near_to_float32(name, options):
 
 
 def test_over_several_axes():
-    ours = model_of(LAYERS["over two axes"], "mixed_bfloat16", shape=(3, 2, 8))
-    reference = model_of(LAYERS["over two axes"], None, shape=(3, 2, 8))
+    make = functools.partial(layers.MultiHeadAttention, 2, 4, dropout=1e-9, attention_axes=(1, 2))
+    ours, reference = (model_of(make, policy, shape=(3, 2, 8)) for policy in ("mixed_bfloat16", None))
     reference.set_weights(ours.get_weights())
     x = rng.normal(size=(2, 3, 2, 8)).astype("float32")
     exact = gradient(reference, x)
@@ -193,8 +177,7 @@ def test_whoever_asks_for_a_kernel_gets_keras_own(flash_attention):
         expected = as_float32(layer(x, x))
     except Exception as error:
         expected = error
-    model = model_of(make, None)
-    mpkeras.apply_policy(model, without_outputs("mixed_bfloat16"))
+    model = model_of(make, "mixed_bfloat16")
     assert is_applied(attention_layer(model))
     if isinstance(expected, Exception):
         with pytest.raises(type(expected)):
@@ -203,22 +186,20 @@ def test_whoever_asks_for_a_kernel_gets_keras_own(flash_attention):
         np.testing.assert_array_equal(as_float32(attention_layer(model)(x, x)), expected)
 
 
-def test_one_query_and_one_key_of_one_head_in_eager_code():
-    """The first step of a generation: JAX on a CPU has no such product with the sums that are asked for."""
-    make = functools.partial(layers.MultiHeadAttention, 1, 4)
+@pytest.mark.parametrize(
+    ("heads", "x", "options"),
+    [
+        # The first step of a generation: JAX on a CPU has no such product with the sums that are asked for.
+        pytest.param(1, X[:1, :1], {"use_causal_mask": True}, id="one query and one key of one head"),
+        pytest.param(2, X, {"return_attention_scores": True}, id="scores are returned"),
+    ],
+)
+def test_in_eager_code_as_stock(heads, x, options):
+    make = functools.partial(layers.MultiHeadAttention, heads, 4)
     ours, stock = model_of(make, "mixed_bfloat16"), stock_of(make)
     stock.set_weights(ours.get_weights())
-    x = ops.cast(X[:1, :1], "bfloat16")
-    results = [attention_layer(m)(x, x, use_causal_mask=True) for m in (ours, stock)]
-    np.testing.assert_array_equal(as_float32(results[0]), as_float32(results[1]))
-
-
-def test_scores_are_returned_as_stock_returns_them():
-    make = LAYERS["fused MultiHeadAttention"]
-    ours, stock = model_of(make, "mixed_bfloat16"), stock_of(make)
-    stock.set_weights(ours.get_weights())
-    results = [attention_layer(m)(X, X, return_attention_scores=True) for m in (ours, stock)]
-    for mine, theirs in zip(*results, strict=True):
+    results = [attention_layer(m)(ops.cast(x, "bfloat16"), ops.cast(x, "bfloat16"), **options) for m in (ours, stock)]
+    for mine, theirs in zip(*map(keras.tree.flatten, results), strict=True):
         np.testing.assert_array_equal(as_float32(mine), as_float32(theirs))
 
 
@@ -233,12 +214,12 @@ def test_the_derivative_is_that_of_softmax():
         return ops.cast(attend(query, key, value, 1.0)[0, 0, 0, 0], "float32")
 
     def slope(scores):
-        return ops.cast(differentiated(first_probability, scores)[0], "float32")
+        return ops.cast(derivatives(first_probability, scores)[0][0], "float32")
 
     scores = ops.cast([0.0, np.log(3.0)], "bfloat16")
     # p = [1/4, 3/4]: dp1/ds1 = p1 (1 - p1) = 3/16, dp1/ds2 = -3/16; twice: p1 (1 - p1) (1 - 2 p1) = 3/32.
-    np.testing.assert_allclose(as_float32(differentiated(first_probability, scores)), [3 / 16, -3 / 16], rtol=0.02)
-    np.testing.assert_allclose(as_float32(differentiated(slope, scores)), [3 / 32, -3 / 32], rtol=0.05)
+    np.testing.assert_allclose(as_float32(derivatives(first_probability, scores)[0]), [3 / 16, -3 / 16], rtol=0.02)
+    np.testing.assert_allclose(as_float32(derivatives(slope, scores)[0]), [3 / 32, -3 / 32], rtol=0.05)
 
 
 @pytest.mark.backends("jax")

@@ -26,24 +26,35 @@ def identity(**options):
     return layers.Dense(512, kernel_initializer="identity", **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", ["fit", "make_train_step"])
-def test_a_penalty_beyond_float16_is_finite_and_that_of_float32(policy, way):
+def penalized(regularizer):
     inputs = keras.Input((512,))
-    outputs = identity(activity_regularizer=keras.regularizers.L2(0.01))(inputs)
-    loss = loss_of_one_step(keras.Model(inputs, outputs), policy, way, X, X)
-    # The outputs are the labels: the penalty is all of the loss, and inf in float16.
-    assert loss == pytest.approx(0.01 * 400**2 * 512, rel=1e-6)
+    return keras.Model(inputs, identity(activity_regularizer=regularizer)(inputs))
+
+
+def with_a_loss_of_its_own():
+    inputs = keras.Input((512,))
+    return keras.Model(inputs, Penalized()(identity()(inputs)))
+
+
+def a_function_of_the_users_own(x):
+    return ops.sum(ops.square(x)) * 1e-4
+
+
+# Beyond float16, they or what they are made of. The outputs are the labels: the penalty is all of the loss.
+PENALTIES = {
+    "regularizer": (lambda: penalized(keras.regularizers.L2(0.01)), 0.01 * 400**2 * 512),
+    "function": (lambda: penalized(a_function_of_the_users_own), 1e-4 * 400**2 * 512),
+    "the layer's own": (with_a_loss_of_its_own, 400 * 512),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", ["fit", "make_train_step"])
-def test_a_layers_own_loss_is_summed_in_float32(policy, way):
-    inputs = keras.Input((512,))
-    loss = loss_of_one_step(keras.Model(inputs, Penalized()(identity()(inputs))), policy, way, X, X)
-    assert loss == pytest.approx(400 * 512, rel=1e-6)  # 204800: inf in float16
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_penalty_beyond_float16_is_finite_and_that_of_float32(penalty, way, policy):
+    make, expected = PENALTIES[penalty]
+    assert loss_of_one_step(make(), policy, way, X, X) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("regularizer", [keras.regularizers.L1L2(0.1, 0.2), keras.regularizers.OrthogonalRegularizer()])
@@ -65,16 +76,8 @@ def test_a_converted_layer_is_saved_with_the_regularizer_itself(regularizer):
     assert model.get_config() == before
 
 
-def a_function_of_the_users_own(x):
-    return ops.sum(ops.square(x)) * 1e-4
-
-
-def test_a_function_is_a_regularizer_as_well():
-    inputs = keras.Input((512,))
-    outputs = identity(activity_regularizer=a_function_of_the_users_own)(inputs)
-    model = keras.Model(inputs, outputs)
-    loss = loss_of_one_step(model, without_outputs("mixed_float16"), "fit", X, X)
-    assert loss == pytest.approx(400**2 * 512 * 1e-4, rel=1e-6)
+def test_a_function_keeps_its_name():
+    model = mpkeras.apply_policy(penalized(a_function_of_the_users_own), without_outputs("mixed_float16"))
     assert model.layers[1].activity_regularizer.__name__ == "a_function_of_the_users_own"
 
 

@@ -6,8 +6,6 @@ import pytest
 from keras import layers
 
 import mpkeras
-from mpkeras.callbacks import MixedPrecision
-from mpkeras.policies import set_layer_policy
 from tests.op_trace import casts, exponential_dtypes, product_dtypes, training_ops
 from tests.sixteen_bits import without_outputs
 
@@ -20,8 +18,8 @@ def dtype_of(policy):
     return policy.removeprefix("mixed_")
 
 
-def head():
-    return keras.Sequential([keras.Input((6, 8)), layers.Dense(64, "relu"), layers.Dense(80, "softmax")])
+def head(activation="softmax"):
+    return keras.Sequential([keras.Input((6, 8)), layers.Dense(64, "relu"), layers.Dense(80, activation)])
 
 
 def two_heads():
@@ -67,9 +65,8 @@ def test_products_of_heads_are_in_float32_and_all_others_in_16_bits(make, policy
 
 
 @pytest.mark.backends("tensorflow", "jax")
-@pytest.mark.parametrize("make", [head])
-def test_casts_are_those_that_a_hand_count_gives(make):
-    model = mpkeras.apply_policy(make(), "mixed_bfloat16")
+def test_casts_are_those_that_a_hand_count_gives():
+    model = mpkeras.apply_policy(head(), "mixed_bfloat16")
     # The input, the kernel and bias of the first layer, and what the head takes.
     assert casts(training_ops(model, x, forward_only=True)) == 1 + 2 + 1
 
@@ -79,127 +76,16 @@ def test_logits_cost_nothing(policy, backend):
     # What `audit` advises in the place of a large head: the product in 16 bits, the loss in float32.
     if backend == "torch" and policy == "mixed_float16":
         pytest.skip("Keras itself multiplies float16 in float32 on a CPU with torch")
-    model = mpkeras.apply_policy(linear_head(), without_outputs(policy))
+    model = mpkeras.apply_policy(head("linear"), without_outputs(policy))
     assert product_dtypes(training_ops(model, x)) == {dtype_of(policy)}
     assert model.outputs[0].dtype == "float32"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_head_is_a_stock_float32_layer_for_everyone_else(policy):
-    model = mpkeras.apply_policy(head(), policy)
+@pytest.mark.backends("tensorflow")
+def test_a_head_is_a_stock_float32_layer_for_everyone_else():
+    model = mpkeras.apply_policy(head(), "mixed_bfloat16")
     layer = model.layers[-1]
-    assert layer.compute_dtype == "float32" and layer.dtype_policy == keras.DTypePolicy("float32")
-    assert model.outputs[0].dtype == "float32"
-    assert layer.get_config()["activation"] == "softmax"
-    assert "mpkeras." not in str(model.get_config())
+    assert layer.dtype_policy == keras.DTypePolicy("float32") and model.outputs[0].dtype == "float32"
+    assert layer.get_config()["activation"] == "softmax" and "mpkeras." not in str(model.get_config())
     copy = keras.Sequential.from_config(model.get_config())
-    assert copy.layers[-1].compute_dtype == "float32" and copy.layers[0].compute_dtype == dtype_of(policy)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_way_back_and_the_way_there_again(policy):
-    model = head()
-    before, weights = model.get_config(), model.get_weights()
-    expected = keras.ops.convert_to_numpy(model(x))
-    half = keras.ops.convert_to_numpy(mpkeras.apply_policy(model, policy)(x))
-    mpkeras.apply_policy(model, "mixed_float16" if policy == "mixed_bfloat16" else "mixed_bfloat16")
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(mpkeras.apply_policy(model, policy)(x)), half)
-    mpkeras.apply_policy(model, "float32")
-    assert model.get_config() == before
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(x)), expected)
-    for new, old in zip(model.get_weights(), weights, strict=True):
-        np.testing.assert_array_equal(new, old)
-
-
-def linear_head():
-    return keras.Sequential([keras.Input((6, 8)), layers.Dense(64, "relu"), layers.Dense(80)])
-
-
-def test_an_activation_that_the_user_has_changed_is_the_users():
-    model = head()
-    model.compile("sgd", "mse")
-    mpkeras.prepare(model, "mixed_bfloat16")
-    model.layers[-1].activation = keras.activations.linear
-    expected = linear_head()
-    expected.set_weights(model.get_weights())
-    logits = model(x)
-    assert keras.backend.standardize_dtype(logits.dtype) == "float32"
-    np.testing.assert_allclose(
-        keras.ops.convert_to_numpy(logits), keras.ops.convert_to_numpy(expected(x)), rtol=0.1, atol=0.05
-    )
-    mpkeras.apply_policy(model, "float32")
-    assert model.layers[-1].activation is keras.activations.linear
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(x)), keras.ops.convert_to_numpy(expected(x)))
-
-
-def test_a_call_that_the_user_has_wrapped_since_computes_as_the_layer_says():
-    model = mpkeras.apply_policy(head(), "mixed_bfloat16")
-    last, reference = model.layers[-1], head()
-    reference.set_weights(model.get_weights())
-    ours, seen = last.call, []
-
-    def call_and_count(*args, **kwargs):
-        seen.append(True)
-        return ours(*args, **kwargs)
-
-    last.call = call_and_count
-    mpkeras.apply_policy(model, "float32")
-    assert last.call is call_and_count
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(x)), keras.ops.convert_to_numpy(reference(x)))
-    assert seen
-
-
-def test_undone_rules_leave_nothing_on_the_layer():
-    layer = layers.Dense(600, activation="softmax", dtype="mixed_bfloat16")
-    model = keras.Sequential([keras.Input((6, 8)), layer])
-    before, attributes = layer.get_config(), dict(vars(layer))
-    policy = layer.dtype_policy
-    set_layer_policy(layer, keras.DTypePolicy("float32"))
-    set_layer_policy(layer, policy)
-    assert layer.get_config() == before
-    assert set(vars(layer)) == set(attributes) and layer.activation is keras.activations.softmax
-    assert product_dtypes(training_ops(model, x)) == exponential_dtypes(training_ops(model, x)) == {"bfloat16"}
-
-
-def test_a_file_with_the_mark_of_a_split_head_loads(tmp_path):
-    """Earlier versions split large heads, and marked them by an entry of a `DTypePolicyMap` that matches no path."""
-    model = mpkeras.apply_policy(head(), "mixed_bfloat16")
-    entry = {"mpkeras: product in 16 bits(?!)": keras.DTypePolicy("mixed_bfloat16")}
-    marked = keras.Sequential(
-        [
-            keras.Input((6, 8)),
-            layers.Dense(64, "relu", dtype="mixed_bfloat16"),
-            layers.Dense(80, "softmax", dtype=keras.dtype_policies.DTypePolicyMap("float32", entry)),
-        ]
-    )
-    marked.set_weights(model.get_weights())
-    marked.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    mpkeras.apply_policy(loaded, "mixed_bfloat16")
-    assert [layer.compute_dtype for layer in loaded.layers] == ["bfloat16", "float32"]
-    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
-    mpkeras.apply_policy(loaded, "float32")
-    assert [layer.compute_dtype for layer in loaded.layers] == ["float32", "float32"]
-
-
-@pytest.mark.slow
-def test_training_goes_on_from_a_file_as_if_nothing_had_happened(tmp_path):
-    y = np.random.default_rng(0).integers(0, 80, size=(2, 6))
-
-    def fit(model, epochs):
-        model.fit(x, y, epochs=epochs, verbose=0, shuffle=False, callbacks=[MixedPrecision("mixed_bfloat16")])
-
-    def compiled():
-        keras.utils.set_random_seed(0)
-        model = head()
-        model.compile("adam", "sparse_categorical_crossentropy")
-        return model
-
-    model, uninterrupted = compiled(), compiled()
-    fit(uninterrupted, 4)
-    fit(model, 2)
-    model.save(tmp_path / "model.keras")
-    model = keras.models.load_model(tmp_path / "model.keras")
-    fit(model, 2)
-    for new, old in zip(model.get_weights(), uninterrupted.get_weights(), strict=True):
-        np.testing.assert_array_equal(new, old)
+    assert [layer.compute_dtype for layer in copy.layers] == ["bfloat16", "float32"]

@@ -24,55 +24,14 @@ def hidden():
     return layers.Dense(4, activation="tanh")
 
 
-def single():
-    return keras.Sequential([keras.Input((3,)), hidden(), head()])
-
-
 def functional(make_outputs):
     inputs = keras.Input((3,))
     return keras.Model(inputs, make_outputs(hidden()(inputs)))
 
 
-def reshaped():
-    return functional(lambda h: layers.Reshape((1, 1))(layers.Activation("linear")(head()(h))))
-
-
-def by_lambda():
-    return functional(lambda h: layers.Lambda(lambda t: t[:, 0], output_shape=())(head()(h)))
-
-
-def by_operations():
-    return functional(lambda h: ops.squeeze(head()(h) * 1.5, -1) - 7.0)
-
-
-def summed():
-    return functional(lambda h: layers.Add()([head()(h), layers.Dense(1)(h)]))
-
-
-def nested_outputs():
-    return functional(lambda h: {"a": [head()(h), (head()(h),)], "b": head()(h)})
-
-
-def with_weights_of_its_own():
-    return functional(lambda h: layers.PReLU()(head()(h)))
-
-
-def nested_model():
+def inner_graph():
     inner_input = keras.Input((4,))
-    inner = keras.Model(inner_input, layers.Dropout(0.5)(head()(inner_input)))
-    return functional(lambda h: inner(hidden()(h)))
-
-
-def sequential_inside():
-    return functional(lambda h: keras.Sequential([hidden(), head()])(h))
-
-
-def time_distributed():
-    return functional(lambda h: layers.TimeDistributed(head())(layers.Reshape((2, 2))(h)))
-
-
-def not_built():
-    return keras.Sequential([hidden(), head(), layers.Flatten()])
+    return keras.Model(inner_input, layers.Dropout(0.5)(head()(inner_input)))
 
 
 class Subclassed(keras.Model):
@@ -143,42 +102,55 @@ class Block(layers.Layer):
         return ops.reshape(self.last(self.wide(x)), (-1,))
 
 
-def own_layer_at_the_end():
-    return functional(lambda h: Block()(h))
+class Frozen(layers.Layer):
+    """Computes with weights of its own behind a layer inside: all of it is one layer."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(4)
+
+    def build(self, input_shape):
+        self.inner.build(input_shape)
+        self.kernel = self.add_weight((4, 1), name="kernel", initializer="ones")
+
+    def call(self, x):
+        return ops.matmul(self.inner(x), self.kernel) + 5003.0
 
 
-KINDS = [
-    single,
-    reshaped,
-    by_lambda,
-    by_operations,
-    summed,
-    nested_outputs,
-    with_weights_of_its_own,
-    nested_model,
-    sequential_inside,
-    time_distributed,
-    not_built,
-    Subclassed,
-    Towers,
-    RawTowers,
-    Around,
-    own_layer_at_the_end,
-]
+KINDS = {
+    "single": lambda: keras.Sequential([keras.Input((3,)), hidden(), head()]),
+    "reshaped": lambda: functional(lambda h: layers.Reshape((1, 1))(layers.Activation("linear")(head()(h)))),
+    "by a Lambda": lambda: functional(lambda h: layers.Lambda(lambda t: t[:, 0], output_shape=())(head()(h))),
+    "by operations": lambda: functional(lambda h: ops.squeeze(head()(h) * 1.5, -1) - 7.0),
+    "summed": lambda: functional(lambda h: layers.Add()([head()(h), layers.Dense(1)(h)])),
+    "nested outputs": lambda: functional(lambda h: {"a": [head()(h), (head()(h),)], "b": head()(h)}),
+    "with weights of its own": lambda: functional(lambda h: layers.PReLU()(head()(h))),
+    "nested model": lambda: functional(lambda h: inner_graph()(hidden()(h))),
+    "Sequential inside": lambda: functional(lambda h: keras.Sequential([hidden(), head()])(h)),
+    "TimeDistributed": lambda: functional(lambda h: layers.TimeDistributed(head())(layers.Reshape((2, 2))(h))),
+    "own layer at the end": lambda: functional(lambda h: Block()(h)),
+    "weights behind a layer inside": lambda: functional(lambda h: Frozen(name="frozen")(h)),
+    "not built": lambda: keras.Sequential([hidden(), head(), layers.Flatten()]),
+    "Subclassed": Subclassed,
+    "Towers": Towers,
+    "RawTowers": RawTowers,
+    "Around": Around,
+}
 
 
 def made(kind, policy, door):
     """Returns a model of a kind under a policy, through a door, and the same model in float32."""
     keras.utils.set_random_seed(11)
-    reference = kind()
+    make = KINDS.get(kind, kind)
+    reference = make()
     expected = reference.predict(X, verbose=0)
     keras.utils.set_random_seed(11)
     if door == "the line":
         mpkeras.set_global_policy(policy)
-    model = kind()
+    model = make()
     targets = keras.tree.map_structure(lambda array: array + 1, expected)
     arguments = {"optimizer": keras.optimizers.SGD(0.0), "loss": keras.tree.map_structure(lambda _: "mse", targets)}
-    if kind in (nested_outputs, Subclassed):
+    if kind in ("nested outputs", "Subclassed"):
         # Keras takes no nested structure of losses for a model of the user's own.
         arguments["loss"] = None
         targets = None
@@ -206,8 +178,10 @@ def check(predicted, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*((kind, "mixed_bfloat16") for kind in KINDS), ("single", "mixed_float16"), ("Around", "mixed_float16")],
+)
 def test_outputs_are_computed_in_float32(kind, policy):
     model, expected = made(kind, policy, "prepare")
     check(model.predict(X, verbose=0), expected)
@@ -218,7 +192,7 @@ def test_outputs_are_computed_in_float32(kind, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [nested_outputs, Subclassed, not_built], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ["nested outputs", "Subclassed", "not built"])
 @pytest.mark.parametrize("door", ["apply_policy", "callback", "autoprepare", "the line"])
 def test_through_every_door(kind, door):
     model, expected = made(kind, "mixed_bfloat16", door)
@@ -242,7 +216,7 @@ def test_a_train_step_of_ours_and_its_metrics():
 
 
 def test_the_way_back_leaves_nothing():
-    model, expected = made(Subclassed, "mixed_bfloat16", "prepare")
+    model, expected = made("Subclassed", "mixed_bfloat16", "prepare")
     model.predict(X, verbose=0)
     assert {model.one.compute_dtype, model.other.compute_dtype} == {"float32"}
     mpkeras.apply_policy(model, "float32")
@@ -253,7 +227,7 @@ def test_the_way_back_leaves_nothing():
 
 def test_a_policy_without_the_rule_casts_behind_the_rounding():
     policy = mpkeras.Policy("mixed_bfloat16", keep_float32=())
-    model, _ = made(single, policy, "prepare")
+    model, _ = made("single", policy, "prepare")
     predicted = model.predict(X, verbose=0)
     assert predicted.dtype == np.float32
     # XLA on a CPU leaves out the rounding in between.
@@ -328,50 +302,17 @@ def test_metrics_of_a_step_of_the_users_own(metric):
     assert 84000 < next(v for name, v in value.items() if name != "loss") < 86000
 
 
-def sizes_of(heads):
-    return [layer.name for layer in heads.layers]
-
-
 @pytest.mark.backends("tensorflow")  # a graph is the same everywhere
 def test_heads_are_followed_back_only_where_they_lead_to_the_output_alone():
     inputs = keras.Input((8, 4))
     h = layers.Dense(4, name="stream")(inputs)
     branch = layers.Dense(4, name="branch")(h)
-    out = layers.Flatten(name="flat")(layers.Add(name="sum")([h, branch]))
-    heads = heads_of(keras.Model(inputs, out))
+    heads = heads_of(keras.Model(inputs, layers.Flatten(name="flat")(layers.Add(name="sum")([h, branch]))))
     # "stream" leads to the branch, too.
-    assert sorted(sizes_of(heads)) == ["branch", "flat", "sum"] and heads.unknown == []
-
-
-@pytest.mark.backends("tensorflow")
-def test_a_hidden_tensor_that_is_an_output_is_made_in_float32():
-    inputs = keras.Input((4,))
-    h = layers.Dense(4, name="hidden")(inputs)
-    model = keras.Model(inputs, [h, layers.Dense(2, name="end")(layers.Dense(3, name="middle")(h))])
-    assert sorted(sizes_of(heads_of(model))) == ["end", "hidden"]
-
-
-class Frozen(layers.Layer):
-    """Computes with weights of its own behind a layer inside: all of it is one layer."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.inner = layers.Dense(4)
-
-    def build(self, input_shape):
-        self.inner.build(input_shape)
-        self.kernel = self.add_weight((4, 1), name="kernel", initializer="ones")
-
-    def call(self, x):
-        return ops.matmul(self.inner(x), self.kernel) + 5003.0
-
-
-def test_a_layer_with_weights_of_its_own_and_layers_inside():
-    model = functional(lambda h: Frozen(name="frozen")(h))
-    expected = model.predict(X, verbose=0)
-    model.compile("sgd", "mse")
-    mpkeras.prepare(model, "mixed_bfloat16")
-    check(model.predict(X, verbose=0), expected)
+    assert sorted(layer.name for layer in heads.layers) == ["branch", "flat", "sum"] and heads.unknown == []
+    # A hidden tensor that is an output is made in float32.
+    heads = heads_of(keras.Model(inputs, [h, layers.Dense(2, name="end")(layers.Dense(3, name="middle")(h))]))
+    assert sorted(layer.name for layer in heads.layers) == ["end", "stream"]
 
 
 @pytest.fixture

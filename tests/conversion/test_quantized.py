@@ -55,6 +55,14 @@ def predictions(model, x=X):
     return np.asarray(ops.convert_to_numpy(ops.cast(model(x), "float32")))
 
 
+def quantized(model, mode="int8"):
+    with pytest.MonkeyPatch.context() as patch:
+        # An embedding has no float8 form, of which Keras warns.
+        patch.setattr("warnings.warn", lambda *args, **kwargs: None)
+        model.quantize(mode)
+    return model
+
+
 def lora(model):
     for name in ("hidden", "head"):
         layer = model.get_layer(name)
@@ -67,22 +75,27 @@ def lora(model):
 @pytest.mark.parametrize(
     ("mode", "steps"),
     [
-        pytest.param("int8", [convert, "quantize"], id="converted"),
         pytest.param("int8", [convert, "quantize", convert], id="converted before and after"),
         pytest.param("int4", [convert, "quantize", prepare], id="prepared after"),
         pytest.param("float8", [prepare, "quantize", prepare], id="prepared before and after"),
         pytest.param("int8", [convert, "quantize", back, convert], id="back and forth"),
+        pytest.param("int8", [lora, convert, "quantize", convert], id="LoRA first"),
+        pytest.param("int8", [convert, lora, "quantize", prepare], id="LoRA second"),
+        pytest.param("int8", [convert, "quantize", lora, convert], id="LoRA last"),
     ],
 )
-def test_a_model_that_was_converted_first(mode, steps):
-    # Plain Keras, with the policies by which it knows the converted layers.
-    stock = classifier(POLICY)
-    stock.quantize(mode)
-    model = classifier()
+def test_a_model_that_was_converted_before_it_was_quantized(mode, steps):
+    """As plain Keras, with the policies by which it knows the converted layers."""
+    stock, model = classifier(POLICY), classifier()
     for step in steps:
-        model.quantize(mode) if step == "quantize" else step(model)
+        for each in (stock, model):
+            if step == "quantize":
+                each.quantize(mode)
+            elif step is lora or each is model:
+                keras.utils.set_random_seed(5)
+                step(each)
     names = [layer.dtype_policy.name for layer in model.layers[1:]]
-    assert names == [layer.dtype_policy.name for layer in stock.layers[1:]]
+    assert names == [layer.dtype_policy.name for layer in stock.layers[1:]] and names[-1].endswith("_from_float32")
     np.testing.assert_array_equal(predictions(model), predictions(stock))
 
 
@@ -103,37 +116,13 @@ def test_a_model_that_was_quantized_first(mode, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param([lora, convert, "quantize", convert], id="LoRA first"),
-        pytest.param([convert, lora, "quantize", prepare], id="LoRA second"),
-        pytest.param([convert, "quantize", lora, convert], id="LoRA last"),
-    ],
-)
-def test_lora_at_any_time(steps):
-    stock, model = classifier(POLICY), classifier()
-    for step in steps:
-        for each in (stock, model):
-            if step == "quantize":
-                each.quantize("int8")
-            elif step is lora or each is model:
-                keras.utils.set_random_seed(5)
-                step(each)
-    np.testing.assert_array_equal(predictions(model), predictions(stock))
-    assert model.get_layer("head").dtype_policy.name == "int8_from_float32"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int8", "float8"])
 def test_a_quantized_model_that_was_converted_is_saved_as_plain_keras_saves_it(mode, tmp_path):
     model = classifier()
     convert(model)
-    model.quantize(mode)
-    expected = predictions(model)
-    model.save(tmp_path / "model.keras")
+    quantized(model, mode).save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras", compile=False)
-    np.testing.assert_array_equal(predictions(loaded), expected)
+    np.testing.assert_array_equal(predictions(loaded), predictions(model))
 
 
 def test_a_head_that_cannot_be_quantized_stays_as_it_was():
@@ -181,10 +170,7 @@ def language_model(policy="float32"):
 def test_a_quantized_language_model_trains(mode, built_under):
     """Stock Keras trains it; LoRA, where the kernels are integers."""
     model = language_model(built_under)
-    with pytest.MonkeyPatch.context() as patch:
-        # An embedding has no float8 form, of which Keras warns.
-        patch.setattr("warnings.warn", lambda *args, **kwargs: None)
-        model.quantize(mode)
+    quantized(model, mode)
     policies = {layer.path: layer.dtype_policy.name for layer in model._flatten_layers() if layer.quantization_mode}
     assert len(policies) >= 7
     if mode == "int8":
@@ -203,11 +189,8 @@ def test_a_quantized_language_model_trains(mode, built_under):
 
 @NOT_ON_JAX
 @pytest.mark.slow
-def test_a_layer_that_runs_quantized_ones_stays_with_them():
-    model = language_model()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *args, **kwargs: None)
-        model.quantize("int8")
+def test_a_layer_that_runs_quantized_ones_stays_with_them_even_against_a_rule():
+    model = quantized(language_model())
     block, attention = model.get_layer("block"), model.get_layer("attention")
     assert running_quantized(model, "bfloat16") == [block, attention]
     assert running_quantized(model, "float32") == []
@@ -217,17 +200,9 @@ def test_a_layer_that_runs_quantized_ones_stays_with_them():
     convert(model)
     assert {layer.compute_dtype for layer in block._flatten_layers()} == {"float32"}
 
-
-@NOT_ON_JAX
-@pytest.mark.slow
-def test_a_rule_on_a_layer_that_runs_quantized_ones_leaves_it_to_them():
-    model = language_model(POLICY)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *args, **kwargs: None)
-        model.quantize("int8")
+    model = quantized(language_model(POLICY))
     expected = predictions(model, TOKENS)
-    policy = mpkeras.Policy(POLICY, keep_float32=("Block", "Embedding", "path:logits"))
-    mpkeras.apply_policy(model, policy)
+    mpkeras.apply_policy(model, mpkeras.Policy(POLICY, keep_float32=("Block", "Embedding", "path:logits")))
     np.testing.assert_array_equal(predictions(model, TOKENS), expected)
 
 
@@ -239,9 +214,7 @@ def test_a_rule_on_a_layer_that_runs_quantized_ones_leaves_it_to_them():
 )
 def test_trace_numerics_of_quantized_layers(make, built_under):
     model = make(built_under)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *args, **kwargs: None)
-        model.quantize("int8")
+    quantized(model)
     x, y = (X, Y) if make is classifier else (TOKENS, TOKENS)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=make is language_model))
     expected = predictions(model, x)

@@ -4,32 +4,13 @@ import keras
 import numpy as np
 import pytest
 
+from tests.conversion.derivatives import derivatives
+
 
 @pytest.fixture
-def gradient(backend):
+def gradient():
     """Returns a function: the gradient of a scalar function of one float32 array, as an array."""
-
-    def of(function, x):
-        x = np.asarray(x, "float32")
-        if backend == "tensorflow":
-            import tensorflow as tf
-
-            tensor = tf.constant(x)
-            with tf.GradientTape() as tape:
-                tape.watch(tensor)
-                value = function(tensor)
-            return tape.gradient(value, tensor).numpy()
-        if backend == "jax":
-            import jax
-
-            return np.asarray(jax.grad(function)(jax.numpy.asarray(x)))
-        import torch
-
-        tensor = torch.tensor(x, requires_grad=True)
-        function(tensor).backward()
-        return tensor.grad.numpy()
-
-    return of
+    return lambda function, x: keras.ops.convert_to_numpy(derivatives(function, np.asarray(x, "float32"))[0])
 
 
 @pytest.fixture

@@ -69,16 +69,11 @@ def test_the_inputs_of_a_layer_without_autocast_are_cast(numbers):
     np.testing.assert_array_equal(numbers(layer(inputs)), numbers(expected))
 
 
+SERIALIZED = {"class_name": "DTypePolicy", "config": {"name": "float32"}}
+
+
 @pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param("float32", id="name"),
-        pytest.param(np.float32, id="NumPy dtype"),
-        pytest.param(keras.DTypePolicy("float32"), id="Keras policy"),
-        pytest.param(Policy("float32"), id="Policy"),
-        pytest.param({"class_name": "DTypePolicy", "config": {"name": "float32"}}, id="serialized"),
-        pytest.param(None, id="None"),
-    ],
+    "dtype", ["float32", np.float32, keras.DTypePolicy("float32"), Policy("float32"), SERIALIZED, None]
 )
 def test_float32_may_be_said(dtype):
     assert Float32Dense(1, dtype=dtype).compute_dtype == "float32"
@@ -87,20 +82,17 @@ def test_float32_may_be_said(dtype):
 @pytest.mark.parametrize(
     "dtype",
     [
-        pytest.param("mixed_float16", id="name"),
-        pytest.param("float64", id="float64"),
-        pytest.param(keras.DTypePolicy("mixed_bfloat16"), id="Keras policy"),
-        pytest.param(Policy("float16"), id="Policy"),
-        pytest.param(keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"), id="quantized"),
-        pytest.param("flaot32", id="misspelled"),
+        "mixed_float16",
+        "float64",
+        keras.DTypePolicy("mixed_bfloat16"),
+        Policy("float16"),
+        keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"),
+        "flaot32",
     ],
 )
 def test_another_dtype_is_an_error(dtype):
     with pytest.raises(ValueError, match=r"float32, which Float32Dense.*Received: dtype=.*Leave it out"):
         Float32Dense(1, dtype=dtype)
-
-
-def test_autocast_cannot_be_turned_off():
     with pytest.raises(ValueError, match="autocast=False"):
         Float32Dense(1, autocast=False)
 
@@ -117,43 +109,31 @@ def test_config_round_trip_under_another_policy(layer):
     assert json.dumps(config) == before
 
 
-def test_saved_model(tmp_path, numbers):
-    set_global_policy("mixed_bfloat16")
-    model = keras.Sequential([keras.Input((2,)), Float32Dense(3), Float32Composite(2)])
-    model.save(tmp_path / "model.keras")
-    set_global_policy("mixed_float16")
-    reloaded = keras.models.load_model(tmp_path / "model.keras")
-    x = np.array([[7e4, 1.0]], "float32")
-    np.testing.assert_array_equal(numbers(reloaded(x)), numbers(model(x)))
-
-
-LAYERS = pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param("Softmax", {"axis": 1}, id="Softmax"),
-        pytest.param("Activation", {"activation": "relu"}, id="Activation"),
-        pytest.param("BatchNormalization", {"momentum": 0.5, "epsilon": 1e-12}, id="BatchNormalization"),
-        pytest.param("LayerNormalization", {"epsilon": 1e-12, "center": False}, id="LayerNormalization"),
-        pytest.param("GroupNormalization", {"groups": 2, "scale": False}, id="GroupNormalization"),
-        pytest.param("RMSNormalization", {"epsilon": 1e-12}, id="RMSNormalization"),
-    ],
-)
+OPTIONS = {
+    "Softmax": {"axis": 1},
+    "Activation": {"activation": "relu"},
+    "BatchNormalization": {"momentum": 0.5, "epsilon": 1e-12},
+    "LayerNormalization": {"epsilon": 1e-12, "center": False},
+    "GroupNormalization": {"groups": 2, "scale": False},
+    "RMSNormalization": {"epsilon": 1e-12},
+}
+LAYERS = pytest.mark.parametrize("name", OPTIONS)
 
 
 @LAYERS
 @pytest.mark.parametrize(
     ("policy", "output_dtype", "expected"),
     [
-        pytest.param("mixed_float16", None, "float32", id="float32 by default"),
-        pytest.param("mixed_float16", "compute", "float16", id="back to float16"),
-        pytest.param("mixed_bfloat16", "compute", "bfloat16", id="back to bfloat16"),
-        pytest.param("float32", "compute", "float32", id="nothing to go back to"),
-        pytest.param("mixed_float16", "bfloat16", "bfloat16", id="by name"),
+        ("mixed_float16", None, "float32"),
+        ("mixed_float16", "compute", "float16"),
+        ("mixed_bfloat16", "compute", "bfloat16"),
+        ("float32", "compute", "float32"),
+        ("mixed_float16", "bfloat16", "bfloat16"),
     ],
 )
-def test_symbolic_dtype_is_the_real_one(name, options, policy, output_dtype, expected, dtype_of):
+def test_symbolic_dtype_is_the_real_one(name, policy, output_dtype, expected, dtype_of):
     set_global_policy(policy)
-    layer = getattr(layers, name)(output_dtype=output_dtype, **options)
+    layer = getattr(layers, name)(output_dtype=output_dtype, **OPTIONS[name])
     assert layer(keras.Input((4,))).dtype == expected
     assert dtype_of(layer(np.ones((2, 4), "float32"))) == expected
     assert layer(keras.Input((4,))).shape == (None, 4)
@@ -161,27 +141,26 @@ def test_symbolic_dtype_is_the_real_one(name, options, policy, output_dtype, exp
 
 
 @LAYERS
-def test_config_keeps_every_option_and_does_not_depend_on_the_global_policy(name, options):
+def test_config_keeps_every_option_and_does_not_depend_on_the_global_policy(name):
     set_global_policy("mixed_float16")
-    layer = getattr(layers, name)(output_dtype="compute", name="mine", **options)
-    config = layer.get_config()
-    assert config["output_dtype"] == "float16"
+    config = getattr(layers, name)(output_dtype="compute", name="mine", **OPTIONS[name]).get_config()
     before = json.dumps(config)
     set_global_policy("mixed_bfloat16")
-    reloaded = type(layer).from_config(json.loads(before))
-    assert reloaded.get_config() == config
-    assert reloaded.output_dtype == "float16"
-    assert {key: config[key] for key in options} == options
-    assert json.dumps(config) == before
+    reloaded = getattr(layers, name).from_config(json.loads(before))
+    assert reloaded.get_config() == config and reloaded.output_dtype == config["output_dtype"] == "float16"
+    assert {key: config[key] for key in OPTIONS[name]} == OPTIONS[name]
 
 
-@LAYERS
-def test_a_saved_model_keeps_its_output_dtype(name, options, tmp_path, numbers):
+@pytest.mark.parametrize("name", [*OPTIONS, "of the user's own"])
+def test_a_saved_model_keeps_its_dtypes(name, tmp_path, numbers):
     set_global_policy("mixed_bfloat16")
-    layer = getattr(layers, name)(output_dtype="compute", **options)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), layer])
+    if name in OPTIONS:
+        inner = [keras.layers.Dense(4), getattr(layers, name)(output_dtype="compute", **OPTIONS[name])]
+    else:
+        inner = [Float32Dense(3), Float32Composite(2)]
+    model = keras.Sequential([keras.Input((4,)), *inner])
     model.save(tmp_path / "model.keras")
-    set_global_policy("float32")
+    set_global_policy("mixed_float16")
     reloaded = keras.models.load_model(tmp_path / "model.keras")
     x = np.array([[7e4, 1.0, 2.0, 3.0]], "float32")
     np.testing.assert_array_equal(numbers(reloaded(x)), numbers(model(x)))
@@ -222,9 +201,6 @@ def test_sixteen_bit_tensors_arrive_in_float32_wherever_they_are(narrow):
     args, kwargs = dtypes(x, [x, {"deep": (x, i)}], None, "text", key=x, flag=True)
     assert args == ("float32", ["float32", {"deep": ("float32", "int32")}], None, "text")
     assert kwargs == {"key": "float32", "flag": True}
-
-
-def test_numpy_arrays_and_wider_tensors():
     args, _ = dtypes(np.ones(2, "float16"), np.float16(1), np.ones(2, "float64"), np.ones(2, "bool"))
     assert args == ("float32", "float32", "float64", "bool")
 
@@ -244,21 +220,12 @@ def test_symbolic_tensors(narrow):
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(outputs), [1.8e5])
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        pytest.param("mixed_float16", "float32", id="mixed_float16"),
-        pytest.param("mixed_bfloat16", "float32", id="mixed_bfloat16"),
-        pytest.param("float16", "float32", id="16-bit variables are read in float32"),
-        pytest.param("float32", "float32", id="float32"),
-    ],
-)
-def test_variables_of_a_method_are_read_in_float32(policy, expected, dtype_of):
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16", "float32"])
+def test_variables_of_a_method_are_read_in_float32(policy, dtype_of):
     layer = Scaled(dtype=policy)
     outputs = layer({"x": [np.ones((2, 3), "float32")]})
-    assert layer.seen == [expected, expected]
-    assert dtype_of(outputs) == expected
-    assert layer({"x": [keras.Input((3,))]}).dtype == expected
+    assert layer.seen == ["float32", "float32"]
+    assert dtype_of(outputs) == layer({"x": [keras.Input((3,))]}).dtype == "float32"
     # Outside, everything is as before.
     assert _keras.autocast_dtype() is None
 
@@ -270,22 +237,22 @@ def test_float64_stays_float64():
     assert layer.seen == ["float64", "float64"]
 
 
-def test_the_scope_ends_with_an_exception():
-    class Failing(keras.layers.Layer):
-        def build(self, input_shape):
-            self.scale = self.add_weight(shape=(1,), initializer="ones")
+class Failing(keras.layers.Layer):
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(1,), initializer="ones")
 
-        def call(self, x):
-            with pytest.raises(RuntimeError, match="inside"):
-                self.fail(x)
-            return x * self.scale
+    def call(self, x):
+        with pytest.raises(RuntimeError, match="inside"):
+            self.fail(x)
+        return x * self.scale
 
-        @float32_island
-        def fail(self, x):
-            raise RuntimeError("inside")
+    @float32_island
+    def fail(self, x):
+        raise RuntimeError("inside")
 
-    outputs = Failing(dtype="mixed_float16")(np.ones((1, 2), "float32"))
-    assert keras.backend.standardize_dtype(outputs.dtype) == "float16"
+
+def test_the_scope_ends_with_an_exception(dtype_of):
+    assert dtype_of(Failing(dtype="mixed_float16")(np.ones((1, 2), "float32"))) == "float16"
 
 
 def test_layers_called_inside_follow_their_own_policy(dtype_of):
@@ -306,19 +273,14 @@ def test_the_mask_of_a_tensor_survives():
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(mask), [[True, False]])
 
 
-def test_a_variable_is_passed_on_as_it_is():
+def test_variables_names_docstrings_and_signatures_stay():
     variable = keras.Variable([1.0], dtype="float16")
     assert float32_island(lambda x: x)(variable) is variable
-
-
-def test_name_docstring_and_signature_are_kept():
     assert (dtypes.__name__, dtypes.__doc__) == ("dtypes", "The dtypes of what arrives.")
     assert list(inspect.signature(Scaled().call).parameters) == ["inputs", "mask"]
 
 
-@pytest.mark.parametrize(
-    "argument", [pytest.param(keras.layers.Dense, id="a class"), pytest.param(None, id="no function")]
-)
+@pytest.mark.parametrize("argument", [keras.layers.Dense, None])
 def test_what_is_no_function_is_an_error(argument):
     with pytest.raises(TypeError, match="without parentheses.*Float32Mixin"):
         float32_island(argument)

@@ -11,7 +11,8 @@ from mpkeras.policies.own_state import REMAT_RULE, STATE_RULE, kept_for_state, s
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import FIT_MODES
 
-STEPS = 300  # bfloat16 counts to 256.
+# A counter that begins at 240 and a mean that begins at 2 stand still in bfloat16, at 256 and at once.
+STEPS, FIRST_STEP, FIRST_MEAN = 24, 240, 2.0
 X = np.random.default_rng(5).normal(loc=2.73, size=(2 * STEPS, 4)).astype("float32")
 POLICY = mpkeras.Policy("mixed_bfloat16")
 WITH_HEADS_IN_16_BITS = without_outputs()
@@ -21,10 +22,13 @@ def follow(average, x, decay):
     average.assign(average * decay + (1 - decay) * ops.mean(x, axis=0))
 
 
+COUNTER, MEAN = keras.initializers.Constant(FIRST_STEP), keras.initializers.Constant(FIRST_MEAN)
+
+
 class Stateful(layers.Layer):
     def build(self, shape):
-        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
-        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
+        self.steps = self.add_weight(shape=(), initializer=COUNTER, trainable=False, name="steps")
+        self.mean = self.add_weight(shape=(shape[-1],), initializer=MEAN, trainable=False, name="mean")
         self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
 
 
@@ -95,8 +99,8 @@ class Network(keras.Model):
     def __init__(self):
         super().__init__()
         self.inner, self.head = layers.Dense(4), layers.Dense(1)
-        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
-        self.mean = self.add_weight(shape=(4,), initializer="zeros", trainable=False, name="mean")
+        self.steps = self.add_weight(shape=(), initializer=COUNTER, trainable=False, name="steps")
+        self.mean = self.add_weight(shape=(4,), initializer=MEAN, trainable=False, name="mean")
 
     def call(self, x, training=False):
         if training:
@@ -117,10 +121,6 @@ def in_functional(cls):
     return made
 
 
-def unbuilt():
-    return keras.Sequential([ByMethod(), layers.Dense(1, name="head")])
-
-
 MODELS = {
     "in Sequential": in_sequential(ByMethod),
     "in Functional": in_functional(ByFunction),
@@ -128,34 +128,29 @@ MODELS = {
     "in a layer": in_functional(Around),
     "weights": in_sequential(WithWeights),
     "a model's own": Network,
-    "built late": unbuilt,
+    "built late": lambda: keras.Sequential([ByMethod(), layers.Dense(1, name="head")]),
 }
-EACH_MODEL = pytest.mark.parametrize("made", MODELS.values(), ids=MODELS)
 
 
-def by_fit(model, options, batches, policy=POLICY):
+def by_fit(model, policy=POLICY, door="prepare", **options):
     model.compile(keras.optimizers.SGD(1e-4), "mse", **options)
-    mpkeras.prepare(model, policy)
-    model.fit(X[: 2 * batches], X[: 2 * batches, :1], batch_size=2, shuffle=False, verbose=0)
+    callbacks = [mpkeras.callbacks.MixedPrecision(policy)] if door == "callback" else []
+    if door == "prepare":
+        mpkeras.prepare(model, policy)
+    model.fit(X, X[:, :1], batch_size=2, shuffle=False, verbose=0, callbacks=callbacks)
 
 
-def by_callback(model, batches):
-    model.compile(keras.optimizers.SGD(1e-4), "mse")
-    callbacks = [mpkeras.callbacks.MixedPrecision(POLICY)]
-    model.fit(X[: 2 * batches], X[: 2 * batches, :1], batch_size=2, shuffle=False, verbose=0, callbacks=callbacks)
-
-
-def by_step(model, batches):
+def by_step(model):
     mpkeras.apply_policy(model, POLICY)
     step = mpkeras.make_train_step(model, keras.optimizers.SGD(1e-4), "mse")
-    for start in range(0, 2 * batches, 2):
+    for start in range(0, 2 * STEPS, 2):
         step(X[start : start + 2], X[start : start + 2, :1])
 
 
 def states_of(model):
-    """Returns the counters, and by how much each running mean is off."""
-    steps = [float(ops.convert_to_numpy(v)) for v in model.variables if v.name == "steps"]
-    mean = np.zeros(4)
+    """Returns what the counters have counted, and by how much each running mean is off."""
+    steps = [float(ops.convert_to_numpy(v)) - FIRST_STEP for v in model.variables if v.name == "steps"]
+    mean = np.full(4, FIRST_MEAN)
     for start in range(0, 2 * STEPS, 2):
         mean = mean * 0.99 + 0.01 * X[start : start + 2].mean(axis=0, dtype="float64")
     means = [ops.convert_to_numpy(v) for v in model.variables if v.name == "mean"]
@@ -163,11 +158,11 @@ def states_of(model):
 
 
 @pytest.mark.slow
-@EACH_MODEL
+@pytest.mark.parametrize("made", MODELS.values(), ids=MODELS)
 def test_state_moves_as_in_float32(made):
     keras.utils.set_random_seed(3)
     model = made()
-    by_fit(model, {}, STEPS, WITH_HEADS_IN_16_BITS)
+    by_fit(model, WITH_HEADS_IN_16_BITS)
     steps, off = states_of(model)
     assert set(steps) == {STEPS}
     # That of `Around` is of activations in part: the mean of the raw inputs is one of them.
@@ -179,17 +174,16 @@ def test_state_moves_as_in_float32(made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", FIT_MODES)
+@pytest.mark.parametrize("options", [*FIT_MODES, pytest.param({"door": "callback"}, id="callback")])
 def test_in_every_mode_of_fit(options):
     model = in_functional(Around)()
-    by_fit(model, options, STEPS)
+    by_fit(model, **options)
     assert set(states_of(model)[0]) == {STEPS}
 
 
-@pytest.mark.parametrize("door", [by_callback, by_step], ids=lambda door: door.__name__)
-def test_through_other_doors(door):
-    model = Network() if door is by_callback else in_sequential(ByMethod)()
-    door(model, STEPS)
+def test_in_a_step_of_ours():
+    model = Network()
+    by_step(model)
     steps, off = states_of(model)
     assert steps == [STEPS] and off.max() < 3e-3
 
@@ -233,8 +227,6 @@ def test_a_model_that_is_compiled_later_scales_its_loss():
     assert (model.compute_dtype, model.inner.compute_dtype) == ("float32", "float16")
     model.compile("sgd", "mse")
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    mpkeras.apply_policy(model, "float32")
-    assert model.dtype_policy == keras.DTypePolicy("float32")
 
 
 class Ema:
@@ -349,30 +341,18 @@ def test_a_wrapper_follows_the_layer_that_it_runs():
     assert model(np.ones((2, 3, 4))).shape == (2, 3, 2)
 
 
-def test_layers_that_only_read_stay_in_16_bits():
-    model = mpkeras.apply_policy(in_sequential(Holder)(), WITH_HEADS_IN_16_BITS)
-    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16"]
-
-
-def test_integers_are_counted_in_16_bits():
-    model = keras.Sequential([Counting(), layers.Dense(1)])
-    by_fit(model, {}, 4, WITH_HEADS_IN_16_BITS)
-    assert {layer.compute_dtype for layer in model.layers} == {"bfloat16"}
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_states_of_stock_recurrent_layers(policy):
+def test_states_of_stock_recurrent_layers():
     keras.utils.set_random_seed(2)
     model = keras.Sequential([keras.Input(batch_shape=(2, 3, 4)), layers.LSTM(5, stateful=True)])
     sequences = X[:12].reshape(2, 6, 4)
     whole = keras.Sequential([keras.Input((6, 4)), layers.LSTM(5)])
     whole.set_weights(model.get_weights()[: len(whole.weights)])
     expected = ops.convert_to_numpy(whole(sequences))
-    mpkeras.apply_policy(model, without_outputs(policy))
+    mpkeras.apply_policy(model, WITH_HEADS_IN_16_BITS)
     model(sequences[:, :3])
     outputs = ops.convert_to_numpy(model(sequences[:, 3:]))
     np.testing.assert_allclose(outputs, expected, atol=3e-2)  # 8 bits
-    assert model.layers[0].compute_dtype == policy.removeprefix("mixed_")
+    assert model.layers[0].compute_dtype == "bfloat16"
 
 
 class UnderRemat(layers.Layer):

@@ -25,15 +25,15 @@ BUILT_IN = (
 )
 
 
+QUANTIZED = keras.dtype_policies.QuantizedDTypePolicy("int8", "mixed_bfloat16")
+
+
 def mine(**options):
     return Policy("mine", compute_dtype="bfloat16", variable_dtype="float32", **options)
 
 
-def test_built_in_names():
-    assert registered_policies() == BUILT_IN
-
-
 def test_register_and_overwrite():
+    assert registered_policies() == BUILT_IN
     register_policy(mine())
     assert registered_policies() == (*BUILT_IN, "mine")
     with pytest.raises(ValueError, match="overwrite=True"):
@@ -41,9 +41,6 @@ def test_register_and_overwrite():
     assert get_policy("mine").loss_scale is None
     register_policy(mine(loss_scale=2.0), overwrite=True)
     assert get_policy("mine").loss_scale == FixedLossScale(2.0)
-
-
-def test_only_a_policy_is_registered():
     with pytest.raises(TypeError, match=r"mpkeras\.Policy\(name"):
         register_policy(keras.DTypePolicy("float32"))
 
@@ -72,18 +69,13 @@ def test_get_policy(identifier, expected):
 @pytest.mark.parametrize(
     ("identifier", "error", "message"),
     [
-        pytest.param("mixed_bfloat", ValueError, "Did you mean 'mixed_bfloat16'", id="misspelled"),
-        pytest.param("float8", ValueError, "Use 'mixed_float8'", id="float8 alone (P37)"),
-        pytest.param(keras.DTypePolicy("int32"), ValueError, "Use 'float32'", id="integers"),
-        pytest.param(keras.dtype_policies.DTypePolicyMap("float32"), TypeError, r"\.default_policy", id="a map"),
-        pytest.param(
-            keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"),
-            TypeError,
-            r"model\.quantize\('int8'\)",
-            id="a quantized policy",
-        ),
-        pytest.param(16, TypeError, "Use for example 'mixed_float16'", id="a number"),
-        pytest.param({"name": "mine"}, TypeError, "a config or None. Received: {'name': 'mine'}", id="half a config"),
+        ("mixed_bfloat", ValueError, "Did you mean 'mixed_bfloat16'"),
+        ("float8", ValueError, "Use 'mixed_float8'"),
+        (keras.DTypePolicy("int32"), ValueError, "Use 'float32'"),
+        (keras.dtype_policies.DTypePolicyMap("float32"), TypeError, r"\.default_policy"),
+        (QUANTIZED, TypeError, r"model\.quantize\('int8'\)"),
+        (16, TypeError, "Use for example 'mixed_float16'"),
+        ({"name": "mine"}, TypeError, "a config or None. Received: {'name': 'mine'}"),
     ],
 )
 def test_what_is_no_policy_is_refused_and_changes_nothing(identifier, error, message):
@@ -96,12 +88,14 @@ def test_what_is_no_policy_is_refused_and_changes_nothing(identifier, error, mes
         assert global_policy() == mine(loss_scale=4.0)
 
 
-def test_keras_gets_its_own_policy_where_it_has_one():
+def test_keras_gets_its_own_policy_where_it_has_one_and_what_it_is_told_later_wins():
     set_global_policy(mine(loss_scale=4.0))
     assert keras.config.dtype_policy() == keras.DTypePolicy("mixed_bfloat16")
     # What a saved layer says has no trace of mpkeras (G8).
     assert keras.layers.Dense(1).get_config()["dtype"]["config"] == {"name": "mixed_bfloat16"}
     assert global_policy() == mine(loss_scale=4.0)
+    keras.config.set_dtype_policy("mixed_bfloat16")  # The same dtypes, and still the later word.
+    assert global_policy() == Policy("mixed_bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -129,24 +123,12 @@ def test_keras_gets_ours_where_it_has_none():
     assert (layer.compute_dtype, layer.variable_dtype) == ("float16", "bfloat16")
 
 
-def test_a_policy_set_through_keras_afterwards_wins():
-    set_global_policy(mine(loss_scale=4.0))
-    keras.config.set_dtype_policy("mixed_bfloat16")  # The same dtypes, and still the later word.
-    assert global_policy() == Policy("mixed_bfloat16")
-
-
 @pytest.mark.parametrize(
     ("keras_policy", "expected"),
     [
-        pytest.param(mine(), mine(), id="a Policy"),
-        pytest.param(
-            keras.dtype_policies.DTypePolicyMap("mixed_float16"), Policy("mixed_float16"), id="default of a map"
-        ),
-        pytest.param(
-            keras.dtype_policies.QuantizedDTypePolicy("int8", "mixed_bfloat16"),
-            Policy("int8_from_mixed_bfloat16", compute_dtype="bfloat16", variable_dtype="float32"),
-            id="dtypes of a quantized policy",
-        ),
+        (mine(), mine()),
+        (keras.dtype_policies.DTypePolicyMap("mixed_float16"), Policy("mixed_float16")),
+        (QUANTIZED, Policy("int8_from_mixed_bfloat16", compute_dtype="bfloat16", variable_dtype="float32")),
     ],
 )
 def test_global_policy_answers_whatever_keras_holds(keras_policy, expected):
@@ -154,25 +136,18 @@ def test_global_policy_answers_whatever_keras_holds(keras_policy, expected):
     assert global_policy() == expected
 
 
-def test_scopes_nest_and_restore():
+def test_scopes_nest_and_restore_after_an_exception_too():
     set_global_policy(mine(loss_scale=4.0))
     outside = keras.config.dtype_policy()
-    with policy_scope("mixed_float16") as first:
+    with pytest.raises(RuntimeError, match="inside"), policy_scope("mixed_float16") as first:
         assert (first, global_policy()) == (Policy("mixed_float16"), Policy("mixed_float16"))
         with policy_scope("float64"):
             assert keras.layers.Flatten().compute_dtype == "float64"
         assert global_policy() == Policy("mixed_float16")
         assert keras.layers.Flatten().compute_dtype == "float16"
+        raise RuntimeError("inside")
     assert keras.config.dtype_policy() is outside
     assert global_policy() == mine(loss_scale=4.0)
-
-
-def test_scope_restores_after_an_exception():
-    keras.config.set_dtype_policy("float64")
-    with pytest.raises(RuntimeError, match="inside"), policy_scope("mixed_float16"):
-        raise RuntimeError("inside")
-    assert keras.config.dtype_policy() == keras.DTypePolicy("float64")
-    assert global_policy() == Policy("float64")
 
 
 # What Keras resets.
@@ -182,10 +157,6 @@ def small_model():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
-
-
-def by_prepare(model):
-    return mpkeras.prepare(model)
 
 
 def by_callback(model):
@@ -201,7 +172,7 @@ def by_autoprepare(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", [by_prepare, by_callback, by_autoprepare, mpkeras.apply_policy])
+@pytest.mark.parametrize("door", [mpkeras.prepare, by_callback, by_autoprepare, mpkeras.apply_policy])
 def test_a_policy_that_clear_session_took_away_is_in_force_again_and_that_is_said_once(door):
     set_global_policy(mine(loss_scale=4.0))
     keras.utils.clear_session(free_memory=False)
@@ -248,7 +219,7 @@ def test_a_scope_that_clear_session_ends_says_so_and_restores_what_was_around_it
     # Inside, it is in force again from what asks for it on.
     with pytest.warns(UserWarning, match="clear_session") as told, policy_scope("mixed_float16"):
         keras.utils.clear_session(free_memory=False)
-        assert by_prepare(small_model()).layers[0].compute_dtype == "float16"
+        assert mpkeras.prepare(small_model()).layers[0].compute_dtype == "float16"
     assert len(told) == 1 and global_policy() == mine(loss_scale=4.0)
     keras.config.set_dtype_policy("float64")
     with pytest.warns(UserWarning, match="clear_session"), policy_scope("mixed_float16"):
@@ -281,29 +252,17 @@ def test_a_new_thread_has_the_default_and_that_is_said():
     assert in_thread(global_policy) == (Policy("float32"), [])
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        pytest.param("mixed_float16", "mixed_float16", id="a name"),
-        pytest.param(" mixed_float16 ", "mixed_float16", id="spaces around it"),
-        pytest.param("", "float32", id="empty"),
-        pytest.param(None, "float32", id="unset"),
-    ],
-)
-def test_environment_variable(monkeypatch, value, expected):
-    if value is None:
-        monkeypatch.delenv("MPKERAS_POLICY", raising=False)
-    else:
+@pytest.mark.parametrize("value", ["mixed_float16", " mixed_float16 ", "", None, "fp16"])
+def test_environment_variable(monkeypatch, value):
+    monkeypatch.delenv("MPKERAS_POLICY", raising=False)
+    if value is not None:
         monkeypatch.setenv("MPKERAS_POLICY", value)
-    install_from_environment()
-    assert global_policy() == Policy(expected)
-
-
-def test_environment_variable_error_names_the_variable(monkeypatch):
-    monkeypatch.setenv("MPKERAS_POLICY", "fp16")
-    with pytest.raises(ValueError, match="MPKERAS_POLICY='fp16'.*unset MPKERAS_POLICY"):
+    if value == "fp16":
+        with pytest.raises(ValueError, match="MPKERAS_POLICY='fp16'.*unset MPKERAS_POLICY"):
+            install_from_environment()
+    else:
         install_from_environment()
-    assert keras.config.dtype_policy() == keras.DTypePolicy("float32")
+    assert global_policy() == Policy("mixed_float16" if "mixed" in (value or "") else "float32")
 
 
 def test_mixed_auto_is_a_policy_of_that_name_with_a_reason():

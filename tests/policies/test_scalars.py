@@ -40,18 +40,14 @@ def test_where(condition):
             assert_same("where", condition, *arguments)
 
 
-@pytest.mark.parametrize("name", ["logical_and", "logical_or"])
-def test_two_flags(name):
+def test_flags_and_single_operands():
     for x1 in (True, False):
-        for x2 in (True, False):
-            assert_same(name, tensor(x1), tensor(x2))
-            assert_same(name, x1, tensor(x2))
-
-
-def test_one_operand():
-    for flag in (True, False):
-        assert_same("logical_not", tensor(flag))
-        assert_same("logical_not", flag)
+        for name in ("logical_and", "logical_or"):
+            for x2 in (tensor(True), tensor(False)):
+                assert_same(name, tensor(x1), x2)
+                assert_same(name, x1, x2)
+        assert_same("logical_not", tensor(x1))
+        assert_same("logical_not", x1)
     for value in (True, 3, 2.5):
         assert_same("zeros_like", tensor(value))
 

@@ -51,10 +51,6 @@ def tf_function(function, **options):
     return tf.function(function, **options)
 
 
-def in_xla(optimizer, v):
-    return tf_function(eager(optimizer, v), jit_compile=True)
-
-
 def under_a_tape(optimizer, v):
     import tensorflow as tf
 
@@ -89,16 +85,22 @@ def scaled_in_a_function_within(optimizer, v):
     return tf_function(lambda x: optimizer.apply([gradient()], [v]))
 
 
-def stateless(optimizer, v, compile_step=lambda step: step, compile_parts=lambda part: part):
+def stateless(optimizer, v, compile_step=False, compile_parts=False):
     import jax
+
+    def compiled(function, is_compiled):
+        return jax.jit(function) if is_compiled else function
 
     def scaled_loss(value, state, x):
         with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state, strict=True))):
             return optimizer.scale_loss(keras.ops.mean(x) * (value * SLOPE).sum())
 
-    gradient = compile_parts(jax.grad(scaled_loss))
-    apply = compile_parts(lambda state, grad, value, x: optimizer.stateless_apply(state, [grad], [value]))
-    update = compile_step(lambda state, value, x: apply(state, gradient(value, state, keras.ops.ones(2)), value, x))
+    def updated(state, value, x):
+        return apply(state, gradient(value, state, keras.ops.ones(2)), value, x)
+
+    gradient = compiled(jax.grad(scaled_loss), compile_parts)
+    apply = compiled(lambda state, grad, value, x: optimizer.stateless_apply(state, [grad], [value]), compile_parts)
+    update = compiled(updated, compile_step)
 
     def step(x):
         (value,), state = update([u.value for u in optimizer.variables], v.value, x)
@@ -106,24 +108,6 @@ def stateless(optimizer, v, compile_step=lambda step: step, compile_parts=lambda
             variable.assign(new)
 
     return step
-
-
-def jit(function):
-    import jax
-
-    return jax.jit(function)
-
-
-def in_jit(optimizer, v):
-    return stateless(optimizer, v, compile_step=jit)
-
-
-def in_jit_of_jits(optimizer, v):
-    return stateless(optimizer, v, compile_step=jit, compile_parts=jit)
-
-
-def in_two_jits(optimizer, v):
-    return stateless(optimizer, v, compile_parts=jit)
 
 
 def in_torch_compile(optimizer, v):
@@ -135,8 +119,12 @@ def in_torch_compile(optimizer, v):
 
 # Both halves of a step in one trace, or in none.
 WHOLE = [eager, of_tf_keras] + {
-    "tensorflow": [lambda o, v: tf_function(eager(o, v)), in_xla, under_a_tape],
-    "jax": [stateless, in_jit],
+    "tensorflow": [
+        lambda o, v: tf_function(eager(o, v)),
+        lambda o, v: tf_function(eager(o, v), jit_compile=True),
+        under_a_tape,
+    ],
+    "jax": [stateless, lambda o, v: stateless(o, v, compile_step=True)],
     "torch": [],
 }[keras.backend.backend()]
 # A part that is compiled by itself scales a loss, or applies, at each call without Python seeing it.
@@ -147,7 +135,10 @@ PARTS = {
         scaled_in_a_function_within,
         applied_in_a_function_of_its_own,
     ],
-    "jax": [in_two_jits, in_jit_of_jits],
+    "jax": [
+        lambda o, v: stateless(o, v, compile_parts=True),
+        lambda o, v: stateless(o, v, compile_step=True, compile_parts=True),
+    ],
     "torch": [in_torch_compile],
 }[keras.backend.backend()]
 

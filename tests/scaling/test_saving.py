@@ -64,15 +64,19 @@ def as_if_unknown(config):
 def test_plain_keras_makes_its_own_optimizer_of_the_config(make, initial_scale, growth):
     optimizer = make()
     config = keras.saving.serialize_keras_object(optimizer)
+    before = copy.deepcopy(config)
     stock = keras.saving.deserialize_keras_object(as_if_unknown(config))
     assert type(stock) is keras.optimizers.LossScaleOptimizer
     assert (stock.initial_scale, stock.dynamic_growth_steps) == (initial_scale, growth)
     assert stock.name == optimizer.name
     assert type(stock.inner_optimizer) is type(optimizer.inner_optimizer)
     ours = keras.saving.deserialize_keras_object(config)
-    assert type(ours) is LossScaleOptimizer
-    assert ours.get_config() == optimizer.get_config()
-    assert ours.loss_scale_rule == optimizer.loss_scale_rule
+    assert type(ours) is LossScaleOptimizer and ours.name == optimizer.name
+    assert ours.get_config() == optimizer.get_config() and ours.loss_scale_rule == optimizer.loss_scale_rule
+    assert ours.inner_optimizer.get_config() == optimizer.inner_optimizer.get_config()
+    assert type(keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))) is LossScaleOptimizer
+    LossScaleOptimizer.from_config(config["config"])
+    assert config == before
 
 
 @pytest.mark.backends("tensorflow")
@@ -132,19 +136,24 @@ def as_once(variable):
     return variable.numpy().astype(bool) if variable.name in FLAGS else variable.numpy()
 
 
-def away_from_defaults(optimizer):
-    for i, variable in enumerate(optimizer.variables):
+def built(optimizer=None):
+    model = compiled(every_option_set() if optimizer is None else optimizer)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def away_from_defaults(optimizer=None):
+    model = built(optimizer)
+    for i, variable in enumerate(model.optimizer.variables):
         value = 1 if variable.name in FLAGS else i + 2
         variable.assign(keras.ops.full(variable.shape, value, dtype=variable.dtype))
-    return optimizer
+    return model
 
 
 @pytest.mark.parametrize("written_by", ["this version", "before the scale had a name", "0.1.0"])
 @pytest.mark.parametrize("file_name", ["model.keras", "model.weights.h5"])
 def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch):
-    model = compiled(every_option_set())
-    model.optimizer.build(model.trainable_variables)
-    away_from_defaults(model.optimizer)
+    model = away_from_defaults()
     if written_by == "0.1.0":
         # All variables in one group, in our order, as the base class of all optimizers writes them.
         def save_own_variables(self, store):
@@ -162,8 +171,7 @@ def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch)
     if file_name.endswith(".keras"):
         loaded = keras.saving.load_model(tmp_path / file_name)
     else:
-        loaded = compiled(every_option_set())
-        loaded.optimizer.build(loaded.trainable_variables)
+        loaded = built()
         loaded.load_weights(tmp_path / file_name)
     assert type(loaded.optimizer) is LossScaleOptimizer
     assert snapshot(lasting_variables(loaded.optimizer)) == snapshot(lasting_variables(model.optimizer))
@@ -172,16 +180,13 @@ def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch)
 
 def test_no_variable_is_a_bool_and_state_dictionaries_with_bools_load():
     """Keras' `OrbaxCheckpoint` stores no bools."""
-    model = compiled(every_option_set())
-    model.optimizer.build(model.trainable_variables)
-    away_from_defaults(model.optimizer)
+    model = away_from_defaults()
     assert not [variable.path for variable in model.optimizer.variables if variable.dtype == "bool"]
     state = mpkeras.state_dict(model)
     flags = {name for name in state if name.endswith(FLAGS)}
     assert len(flags) == 2
     old = {name: array.astype(bool) if name in flags else array for name, array in state.items()}
-    other = compiled(every_option_set())
-    other.optimizer.build(other.trainable_variables)
+    other = built()
     mpkeras.load_state_dict(other, old)
     assert snapshot(lasting_variables(other.optimizer)) == snapshot(lasting_variables(model.optimizer))
     assert bool(other.optimizer.last_step_skipped) is True
@@ -190,12 +195,10 @@ def test_no_variable_is_a_bool_and_state_dictionaries_with_bools_load():
 
 def test_what_only_we_know_is_found_by_name(tmp_path):
     """Around another inner optimizer, with another window and another rule: what both have is loaded."""
-    model = compiled(every_option_set())
-    model.optimizer.build(model.trainable_variables)
-    away_from_defaults(model.optimizer)
+    model = away_from_defaults()
     model.save_weights(tmp_path / "model.weights.h5")
-    other = compiled(LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=DynamicLossScale(8.0, max_scale=2.0**20)))
-    other.optimizer.build(other.trainable_variables)
+    rule = DynamicLossScale(8.0, max_scale=2.0**20)
+    other = built(LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=rule))
     with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
         other.load_weights(tmp_path / "model.weights.h5")
     for name in ("dynamic_scale", "step_counter", "skipped_steps", "consecutive_skips", "nonfinite_losses"):
@@ -206,12 +209,9 @@ def test_what_only_we_know_is_found_by_name(tmp_path):
 
 def test_weights_files_give_stock_keras_its_optimizer_state(tmp_path):
     """Without a warning: they are errors here."""
-    model = compiled(LossScaleOptimizer(keras.optimizers.Adam(0.25), 256.0))
-    model.optimizer.build(model.trainable_variables)
-    away_from_defaults(model.optimizer)
+    model = away_from_defaults(LossScaleOptimizer(keras.optimizers.Adam(0.25), 256.0))
     model.save_weights(tmp_path / "model.weights.h5")
-    stock = compiled(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.25), 256.0))
-    stock.optimizer.build(stock.trainable_variables)
+    stock = built(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.25), 256.0))
     stock.load_weights(tmp_path / "model.weights.h5")
     ours, theirs = model.optimizer, stock.optimizer
     assert snapshot([theirs.dynamic_scale, theirs.step_counter]) == snapshot([ours.dynamic_scale, ours.step_counter])
@@ -260,33 +260,20 @@ def test_a_copy_of_a_guarded_model_says_at_its_first_step_that_it_is_not_guarded
         again.train_on_batch(X, Y)
 
 
-def by_prepare(model):
-    mpkeras.prepare(model).fit(X, Y, verbose=0)
-
-
-def by_callback(model):
-    model.fit(X, Y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision()])
-
-
-def by_our_step(model):
-    mpkeras.make_train_step(model, model.optimizer, "mse", jit_compile=False)(X, Y)
-
-
-def by_prepare_without_rollback(model):
-    """Asked for by the user."""
-    mpkeras.prepare(model, rollback=False).fit(X, Y, verbose=0)
-
-
-def by_prediction(model):
-    model.predict(X, verbose=0)
-    model.evaluate(X, Y, verbose=0)
+AGAIN = {
+    "prepare": lambda model: mpkeras.prepare(model).fit(X, Y, verbose=0),
+    "callback": lambda model: model.fit(X, Y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision()]),
+    "our step": lambda model: mpkeras.make_train_step(model, model.optimizer, "mse", jit_compile=False)(X, Y),
+    "no rollback, as asked for": lambda model: mpkeras.prepare(model, rollback=False).fit(X, Y, verbose=0),
+    "predict": lambda model: model.predict(X, verbose=0),
+    "evaluate": lambda model: model.evaluate(X, Y, verbose=0),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("go_on", [by_prepare, by_callback, by_our_step, by_prepare_without_rollback, by_prediction])
-def test_a_copy_that_is_guarded_again_says_nothing(go_on):
-    model = copy.deepcopy(prepared())
-    go_on(model)
+@pytest.mark.parametrize("way", AGAIN)
+def test_a_copy_that_is_guarded_again_says_nothing(way):
+    AGAIN[way](copy.deepcopy(prepared()))
 
 
 def test_a_guard_that_is_there_again_puts_a_bad_step_back():
