@@ -37,7 +37,7 @@ F: quantized models did not train
 G: the demo took minutes for float16, and `hardware` called native what is slower
     demo/test_runs.py test_what_would_take_minutes_is_shortened_or_left_out_and_said_before
         test_as_many_runs_as_fit_into_the_limit test_what_is_not_run_is_said_with_the_numbers_and_the_way_to_run_it
-    demo/test_summary.py test_what_was_shortened_or_left_out_gets_a_footnote_and_its_first_step
+    demo/test_summary.py test_what_did_not_run_was_shortened_or_left_out_gets_a_footnote
     tools/advise/test_hardware.py test_what_the_probe_finds_slower_is_not_called_native
         test_of_this_process_what_is_native_is_what_was_probed
 H: `make_train_step` applied no float32 rules
@@ -50,7 +50,7 @@ H: `make_train_step` applied no float32 rules
     training/test_step.py test_float16_variables_are_refused
     scaling/test_optimizer.py test_variables_of_float16_are_warned_of_once
 2: quantized layers were given another policy
-    conversion/test_quantized.py test_a_model_that_was_converted_first test_lora_at_any_time
+    conversion/test_quantized.py test_a_model_that_was_converted_before_it_was_quantized
         test_trace_numerics_of_quantized_layers
 3: float16 without loss scaling after a second `compile`
     training/test_doors.py test_after_the_callback_a_compile_wraps_as_stock_keras_does
@@ -80,7 +80,7 @@ H: `make_train_step` applied no float32 rules
 13: `fit` with accumulation and the callback failed
     callbacks/test_mixed_precision.py test_fit_with_accumulation
 14: `apply_policy` renamed outputs and appended layers
-    conversion/test_apply.py test_outputs_keep_the_names_that_losses_and_targets_go_by
+    conversion/test_apply.py test_outputs_keep_the_names_that_losses_and_targets_go_by_in_copies_and_files
         test_a_sequential_keeps_its_layers
 15: upsampling under XLA on TensorFlow failed
     policies/test_kernels.py test_p42_upsampling_trains
@@ -113,7 +113,7 @@ H: `make_train_step` applied no float32 rules
     training/test_inventory.py test_walks_are_made_again_only_after_a_change
         test_a_skipped_step_leaves_no_trace_in_what_has_changed
 26: `dynamic` took anything
-    scaling/test_optimizer.py test_what_is_no_answer_to_dynamic_is_an_error
+    scaling/test_optimizer.py test_contradictions_are_named
 27: layers frozen or freed between steps
     training/test_step.py test_layers_frozen_and_freed_between_steps_obey_from_the_next_step_on
         test_a_freed_layer_that_the_optimizer_does_not_know_is_named
@@ -142,8 +142,8 @@ H: `make_train_step` applied no float32 rules
     cli/test_audit.py test_the_summary_and_open_sizes
 33: `advise` without measuring: an empty table, Python in a shell, ignored data, other advice than measured
     cli/test_advise.py test_without_measuring_there_is_no_table_and_the_remedy_is_an_option
-        test_without_measuring_no_option_is_ignored test_what_16_bits_are_good_for_is_followed_by_the_commands
-        test_of_a_model_without_names_of_inputs_x_alone_is_asked_for test_bad_files
+        test_bad_input_is_one_line test_what_16_bits_are_good_for_is_followed_by_the_commands
+        test_of_a_model_without_names_of_inputs_x_alone_is_asked_for
     tools/advise/test_advice.py test_the_guess_is_a_setting_in_which_16_bits_have_been_seen_to_gain
         test_the_guess_says_stay_only_of_what_the_model_has
 34: `NumericsMonitor()` alone did nothing, and `mpkeras` alone was an error

@@ -1,14 +1,12 @@
 """`apply_policy`: gives an existing model the dtypes of a policy."""
 
-import functools
 import warnings
 
 import keras
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
-from mpkeras._replaced import replace, restore
-from mpkeras.conversion.converter import layer_converter
+from mpkeras.conversion.converter import convert_when_built, layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import computes_in, layers_of
@@ -76,14 +74,23 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     optimizer = getattr(model, "optimizer", None)
     optimizers = [] if optimizer is None else [optimizer]
     convert = layer_converter(model, policy)
+
+    def convert_new_layers():
+        with put_back_on_error(model, refreshes=True):
+            has_new = convert()
+            if has_new:
+                refresh_graphs(model)
+        if has_new:
+            store_weights(model, [])
+            end_in_float32(model)
+
     with converting(model, refreshes=True):
         convert()
         refresh_graphs(model)
     store_weights(model, optimizers)
     store(model, [(variable, "float32") for variable in model.variables if variable.dtype == "float16"])
     end_in_float32(model)
-    if not model.built:
-        _convert_when_built(model, convert)
+    convert_when_built(model, convert_new_layers)
     forget_functions(model, "train_function", "test_function", "predict_function")
     _warn_unscaled(model)
     _warn_not_rounded(model, policy)
@@ -133,25 +140,6 @@ def scales_loss(optimizer) -> bool:
     """Whether `optimizer` multiplies the loss before the backward pass."""
     is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
     return is_scaling and not getattr(optimizer, "scale_is_one", False)
-
-
-def _convert_when_built(model, convert):
-    """Converts `model` once more when it is built: its layers have their paths then, and layers of their own."""
-    build = model.build
-
-    @functools.wraps(build)
-    def build_and_convert(*args, **kwargs):
-        build(*args, **kwargs)
-        restore(model, "build", kind="converted")
-        with put_back_on_error(model, refreshes=True):
-            is_converted = convert()
-            if is_converted:
-                refresh_graphs(model)
-        if is_converted:
-            store_weights(model, [])
-            end_in_float32(model)
-
-    replace(model, "build", build_and_convert, kind="converted")
 
 
 def _check_variable_dtypes(model, policy, float32_variables):

@@ -3,7 +3,7 @@
 import functools
 import warnings
 
-from mpkeras._replaced import restore
+from mpkeras._replaced import replace, restore
 from mpkeras.conversion.changes import make_changes, planned_changes
 from mpkeras.conversion.float8 import ENDS
 from mpkeras.conversion.last import conversion_of, dtypes_of, last_conversion, set_last_conversion
@@ -53,6 +53,24 @@ def layer_converter(model, policy, converts: bool = True, survey=None, *, trains
         return True
 
     return convert
+
+
+def convert_when_built(model, convert_new_layers):
+    """Lets `convert_new_layers()` be called when `model` is built, unless it is.
+
+    Its layers have their paths then, and layers of their own.
+    """
+    if model.built:
+        return
+    build = model.build
+
+    @functools.wraps(build)
+    def build_and_convert(*args, **kwargs):
+        build(*args, **kwargs)
+        restore(model, "build", kind="converted")
+        convert_new_layers()
+
+    replace(model, "build", build_and_convert, kind="converted")
 
 
 def _ask_for_heads(model, conversion, convert):

@@ -8,13 +8,13 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
-from mpkeras.conversion.converter import layer_converter
+from mpkeras.conversion.converter import convert_when_built, layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
 from mpkeras.conversion.last import converted_by, last_conversion
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import compute_dtypes, computes_in
 from mpkeras.conversion.store_weights import store_weights, unstored_dtypes
-from mpkeras.conversion.undo import converting
+from mpkeras.conversion.undo import converting, put_back_on_error
 from mpkeras.distribution import distribution_backend
 from mpkeras.distribution.travel import Travel
 from mpkeras.policies import loss_scaling
@@ -159,8 +159,8 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         end_in_float32(model)
         training_backend.track_random_states(model)
 
-    def convert_new_layers():
-        with converting(model, refreshes=True):
+    def convert_new_layers(around=converting):
+        with around(model, refreshes=True):
             has_new = convert_layers()
             if has_new:
                 refresh_graphs(model)
@@ -214,6 +214,8 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     guards = [(part, functools.partial(guard_again, part)) for part in models]
     for _, put_around in guards:
         put_around()
+    # What is built in the middle of `evaluate` or `predict` goes on with their function.
+    convert_when_built(model, functools.partial(convert_new_layers, put_back_on_error))
     return guards
 
 

@@ -68,6 +68,10 @@ class Backbone(keras.Model):
         super().__init__(inputs, keras.layers.LayerNormalization()(x))
         self.width = width
 
+    def train_step(self, *args):
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().train_step(*args)
+
     def get_config(self):
         return {"width": self.width}
 
@@ -415,6 +419,14 @@ def test_what_a_rule_did_stays_where_the_next_door_gives_no_policy():
     assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16", "float32"]
 
 
+def test_a_class_around_a_graph_keeps_its_class_and_its_train_step():
+    model = apply_policy(Backbone(), "mixed_bfloat16")
+    assert type(model) is Backbone
+    model.compile("sgd", "mse")
+    model.train_on_batch(IMAGES, np.zeros((2, 8, 8, 4), "float32"))
+    assert model.steps >= 1
+
+
 class Tower(keras.Model):
     """The path of its head is "tower/inner/head", the name "head"."""
 
@@ -441,6 +453,9 @@ def test_path_rules_are_matched_when_there_is_a_path(door, rule, of_the_head):
         patch.setattr("mpkeras.conversion.converter.unmatched", lambda model, rules, argument: [])
         policy = mpkeras.Policy("mixed_bfloat16", keep_float32=(rule,))
         converted_by(door, model, policy, np.zeros((5, 3), "float32"))
+        # The callback is there in `fit` alone, which builds the model.
+        model(VECTORS)
+        assert [layer.compute_dtype for layer in model.inner.layers] == ["bfloat16", of_the_head]
         model.train_on_batch(VECTORS, np.zeros((5, 3), "float32"))
     assert [layer.compute_dtype for layer in model.inner.layers] == ["bfloat16", of_the_head]
 

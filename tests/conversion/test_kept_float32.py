@@ -89,3 +89,58 @@ def test_a_head_is_a_stock_float32_layer_for_everyone_else():
     assert layer.get_config()["activation"] == "softmax" and "mpkeras." not in str(model.get_config())
     copy = keras.Sequential.from_config(model.get_config())
     assert [layer.compute_dtype for layer in copy.layers] == ["bfloat16", "float32"]
+
+
+def test_an_activation_that_the_user_has_changed_is_the_users():
+    model = head()
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    model.layers[-1].activation = keras.activations.linear
+    expected = head("linear")
+    expected.set_weights(model.get_weights())
+    logits = model(x)
+    assert keras.backend.standardize_dtype(logits.dtype) == "float32"
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(logits), keras.ops.convert_to_numpy(expected(x)), rtol=0.1, atol=0.05
+    )
+    mpkeras.apply_policy(model, "float32")
+    assert model.layers[-1].activation is keras.activations.linear
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(x)), keras.ops.convert_to_numpy(expected(x)))
+
+
+def test_a_call_that_the_user_has_wrapped_since_computes_as_the_layer_says():
+    model = mpkeras.apply_policy(head(), "mixed_bfloat16")
+    last, reference = model.layers[-1], head()
+    reference.set_weights(model.get_weights())
+    ours, seen = last.call, []
+
+    def call_and_count(*args, **kwargs):
+        seen.append(True)
+        return ours(*args, **kwargs)
+
+    last.call = call_and_count
+    mpkeras.apply_policy(model, "float32")
+    assert last.call is call_and_count
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(x)), keras.ops.convert_to_numpy(reference(x)))
+    assert seen
+
+
+def test_a_file_with_the_mark_of_a_split_head_loads(tmp_path):
+    """Earlier versions split large heads, and marked them by an entry of a `DTypePolicyMap` that matches no path."""
+    model = mpkeras.apply_policy(head(), "mixed_bfloat16")
+    entry = {"mpkeras: product in 16 bits(?!)": keras.DTypePolicy("mixed_bfloat16")}
+    marked = keras.Sequential(
+        [
+            keras.Input((6, 8)),
+            layers.Dense(64, "relu", dtype="mixed_bfloat16"),
+            layers.Dense(80, "softmax", dtype=keras.dtype_policies.DTypePolicyMap("float32", entry)),
+        ]
+    )
+    marked.set_weights(model.get_weights())
+    marked.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    mpkeras.apply_policy(loaded, "mixed_bfloat16")
+    assert [layer.compute_dtype for layer in loaded.layers] == ["bfloat16", "float32"]
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    mpkeras.apply_policy(loaded, "float32")
+    assert [layer.compute_dtype for layer in loaded.layers] == ["float32", "float32"]

@@ -1,4 +1,4 @@
-"""Thirteen small models of different kinds, each with a batch: what `plan_memory` is asked about."""
+"""Twenty small models of different kinds, each with a batch: what `plan_memory` is asked about."""
 
 import keras
 from keras import layers, ops
@@ -58,6 +58,10 @@ def rows(*shape):
     return keras.Input(shape)
 
 
+def tokens(length=16):
+    return keras.Input((length,), dtype="int32")
+
+
 def mlp():
     hidden = [layers.Dense(4 * WIDTH, "relu") for _ in range(4)]
     return keras.Sequential([rows(WIDTH), *hidden, layers.Dense(1)])
@@ -96,21 +100,61 @@ def residual_cnn():
     return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
 
 
+def separable_cnn():
+    hidden = [layers.SeparableConv2D(16, 3, padding="same", activation="relu") for _ in range(3)]
+    return keras.Sequential([rows(16, 16, 3), *hidden, layers.GlobalMaxPooling2D(), layers.Dense(1)])
+
+
+def cnn_of_one_dimension():
+    hidden = [layers.Conv1D(WIDTH, 5, padding="causal", activation="relu") for _ in range(3)]
+    return keras.Sequential([rows(32, 4), *hidden, layers.GlobalAveragePooling1D(), layers.Dense(1)])
+
+
 def lstm():
     return keras.Sequential(
         [rows(12, 8), layers.LSTM(WIDTH, return_sequences=True), layers.LSTM(WIDTH), layers.Dense(1)]
     )
 
 
-def causal_transformer():
-    inputs = keras.Input((16,), dtype="int32")
+def gru():
+    return keras.Sequential([rows(12, 8), layers.GRU(WIDTH, return_sequences=True), layers.GRU(WIDTH), layers.Dense(1)])
+
+
+def bidirectional():
+    return keras.Sequential(
+        [rows(12, 8), layers.Bidirectional(layers.LSTM(16, return_sequences=True)), layers.GRU(16), layers.Dense(1)]
+    )
+
+
+def _transformer(causal):
+    inputs = tokens()
     x = layers.Embedding(50, WIDTH)(inputs)
     for _ in range(3):
         y = layers.LayerNormalization()(x)
-        x = layers.Add()([x, layers.MultiHeadAttention(2, 16, dropout=0.1)(y, y, use_causal_mask=True)])
+        x = layers.Add()([x, layers.MultiHeadAttention(2, 16, dropout=0.1)(y, y, use_causal_mask=causal)])
         y = layers.LayerNormalization()(x)
         x = layers.Add()([x, layers.Dense(WIDTH)(layers.Dense(4 * WIDTH, "gelu")(y))])
     return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+
+
+def transformer():
+    return _transformer(causal=False)
+
+
+def causal_transformer():
+    return _transformer(causal=True)
+
+
+def bag_of_words():
+    return keras.Sequential(
+        [
+            tokens(),
+            layers.Embedding(50, WIDTH),
+            layers.GlobalAveragePooling1D(),
+            *(layers.Dense(4 * WIDTH, "relu") for _ in range(3)),
+            layers.Dense(1),
+        ]
+    )
 
 
 def nested():
@@ -147,6 +191,11 @@ def shared_layer():
     return keras.Model(inputs, layers.Dense(1)(x))
 
 
+def autoencoder():
+    sizes = (64, 16, 4, 16, 64)
+    return keras.Sequential([rows(WIDTH), *(layers.Dense(size, "elu") for size in sizes), layers.Dense(WIDTH)])
+
+
 MODELS = {
     build.__name__: build
     for build in (
@@ -157,12 +206,19 @@ MODELS = {
         subclassed,
         mlp,
         dropout,
-        nested,
+        cnn,
         residual_cnn,
+        separable_cnn,
+        cnn_of_one_dimension,
+        gru,
+        bidirectional,
+        transformer,
+        bag_of_words,
+        nested,
+        two_inputs,
         two_outputs,
         shared_layer,
-        cnn,
-        two_inputs,
+        autoencoder,
     )
 }
 
