@@ -127,11 +127,16 @@ def test_each_weight_travels_as_the_policy_says(policy, gathered, reduced):
 @needs_compilers
 @pytest.mark.slow
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("where", ["data", "state", "model"])
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("where", ["data", "weights", "state", "model"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
 def test_gradients_are_summed_in_float32(where, policy):
-    devices = {"data": None, "state": mpkeras.sharded(devices=8, shard="state"), "model": model_parallel()}[where]
-    found = collectives_of(policy, devices=devices)
+    layouts = {
+        "data": lambda: None,
+        "weights": lambda: mpkeras.sharded(devices=8),
+        "state": lambda: mpkeras.sharded(devices=8, shard="state"),
+        "model": model_parallel,
+    }
+    found = collectives_of(policy, devices=layouts[where]())
     assert list(bytes_by_dtype(found, REDUCES, lambda tensor: True)) == ["float32"]
     assert found["travels_otherwise"] == []
     if where != "model":  # There activations are summed, too.

@@ -205,6 +205,36 @@ def test_xla_decays_as_the_optimizer_itself_does(make):
     assert {"assign_sub"} & own <= set(vars(inner)), "what was on the instance is still there"
 
 
+def test_scale_loss_is_float32_built_or_not():
+    """P21: 3.0 * 2**15 is beyond float16."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    half = keras.ops.convert_to_tensor(3.0, "float16")
+    for _ in range(2):
+        scaled = optimizer.scale_loss(half)
+        assert keras.backend.standardize_dtype(scaled.dtype) == "float32"
+        assert float(scaled) == 98304.0
+        optimizer.build([variable()])
+
+
+def test_get_unscaled_gradients_keeps_none_and_get_scaled_loss_takes_a_callable():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=4.0)
+    grads = optimizer.get_unscaled_gradients([None, keras.ops.convert_to_tensor([8.0])])
+    assert grads[0] is None
+    np.testing.assert_array_equal(numpy(grads[1]), [2.0])
+    assert float(optimizer.get_scaled_loss(lambda: keras.ops.convert_to_tensor(2.0))()) == 8.0
+
+
+def test_several_applies_after_get_unscaled_gradients_take_unscaled_ones():
+    variables = [variable([1.0]), variable([1.0])]
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=512.0)
+    optimizer.build(variables)
+    optimizer.get_scaled_loss(keras.ops.convert_to_tensor(1.0))
+    grads = optimizer.get_unscaled_gradients([keras.ops.convert_to_tensor([512.0])] * 2)
+    optimizer.apply_gradients([(grads[0], variables[0])])
+    optimizer.apply_gradients([(grads[1], variables[1])])
+    assert [float(numpy(v)[0]) for v in variables] == [0.5, 0.5]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(

@@ -372,6 +372,17 @@ def test_float16_variables_are_refused(policy):
         assert keras.config.dtype_policy().name == "float16"
 
 
+def test_a_policy_with_float16_variables_is_refused():
+    model = classifier()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="policy 'float16'.*'mixed_float16'"):
+        prepare(model, "float16")
+    keras.config.set_dtype_policy("float16")
+    with pytest.raises(ValueError, match="policy 'float16'.*'mixed_float16'"):
+        prepare(model)
+    assert set(compute_dtypes(model).values()) == {"float32"}
+
+
 def test_layers_that_would_make_float16_variables_are_refused_before_they_do():
     model = keras.Sequential([keras.layers.Dense(2, dtype="float16", name="first")])
     model.compile("sgd", "mse")
