@@ -44,7 +44,7 @@ def capsule_of_fit(path, model, optimizers, moving_before: dict, *, batch, logs,
         batch, logs: What the step was given and returned.
         number, epoch: Of the step, both counted from 0.
     """
-    skipped = SkippedStep.of_fit(model, optimizers, moving_before, batch=batch, logs=logs, number=number)
+    skipped = SkippedStep.of_fit(model, optimizers, moving_before, batch)
     settings = {"jit_compile": bool(model.jit_compile), "run_eagerly": bool(model.run_eagerly)}
     content = {"kind": "fit", "step": number, "epoch": epoch, **settings}
     content |= _serialized("compile", lambda: model.get_compile_config() or None)
@@ -53,7 +53,7 @@ def capsule_of_fit(path, model, optimizers, moving_before: dict, *, batch, logs,
 
 def capsule_of_step(path, parts, moving_before: dict, *, batch, result: dict, number: int) -> int:
     """Writes the capsule of the last step of a `TrainStep` that is made of `parts`, as `capsule_of_fit` does."""
-    skipped = SkippedStep.of_parts(parts, moving_before, batch=batch, result=result, number=number)
+    skipped = SkippedStep.of_parts(parts, moving_before, batch)
     content = {"kind": "step", "step": number, "epoch": None, "options": parts.options()}
     loss, metrics = parts.objective.given
     content |= _serialized("loss", lambda: keras.saving.serialize_keras_object(loss))

@@ -1,4 +1,4 @@
-"""A step that was skipped just now: what it was given and returned, and all state before it and after it.
+"""A step that was skipped just now: what it was given, and all state before it and after it.
 
 After a skipped step all state is what it was before, but for what the step notes of itself: the loss scale's own
 state, counters, and the trackers that show the losses of skipped steps. These few single numbers are read before a
@@ -25,8 +25,7 @@ class SkippedStep:
     Attributes:
         model, optimizers, metrics: Their variables hold the values after the step.
         moving_before: The values of `moving_variables` before the step, as arrays by `id` of the variable.
-        batch, result: What the step was given and what it returned.
-        number: Of the step, counted from 0.
+        batch: What the step was given.
         of_state: The arguments of `state_dict` for all that the step changes.
     """
 
@@ -35,22 +34,20 @@ class SkippedStep:
     metrics: list
     moving_before: dict
     batch: Any
-    result: Any
-    number: int
     of_state: tuple
 
     @classmethod
-    def of_fit(cls, model, optimizers, moving_before: dict, *, batch, logs, number: int) -> "SkippedStep":
-        """Returns the last step of `fit`, which returned `logs`."""
-        return cls(model, optimizers, model.metrics, moving_before, batch, logs, number, (model,))
+    def of_fit(cls, model, optimizers, moving_before: dict, batch) -> "SkippedStep":
+        """Returns the last step of `fit`."""
+        return cls(model, optimizers, model.metrics, moving_before, batch, (model,))
 
     @classmethod
-    def of_parts(cls, parts, moving_before: dict, *, batch, result: dict, number: int) -> "SkippedStep":
+    def of_parts(cls, parts, moving_before: dict, batch) -> "SkippedStep":
         """Returns the last step of a `TrainStep` that is made of `parts`."""
         optimizers = [parts.optimizer]
         of_metrics = [variable for metric in parts.metrics for variable in metric.variables]
         of_state = parts.model, optimizers, of_metrics
-        return cls(parts.model, optimizers, parts.metrics, moving_before, batch, result, number, of_state)
+        return cls(parts.model, optimizers, parts.metrics, moving_before, batch, of_state)
 
     def states(self) -> tuple[dict, dict, bool]:
         """Returns the state before the step and after it, as `state_dict` does, and whether the first is exact.
