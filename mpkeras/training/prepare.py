@@ -214,7 +214,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     guards = [(part, functools.partial(guard_again, part)) for part in models]
     for _, put_around in guards:
         put_around()
-    # What is built in the middle of `evaluate` or `predict` goes on with their function.
+    # A model that is built in the middle of `evaluate` or `predict` goes on with their functions.
     convert_when_built(model, functools.partial(convert_new_layers, put_back_on_error))
     return guards
 

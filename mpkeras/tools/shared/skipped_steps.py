@@ -189,7 +189,7 @@ class KeptBatches:
                 data = iter(batches)
             keeping = [self]
             if self._run_step is not None and batches:
-                # Those behind this one are not asked: they would take each step for an execution.
+                # The functions behind this one keep nothing of single steps: to them each would be an execution.
                 keeping += [below.mpkeras_kept_batches for below in _attached(function)]
                 for kept in keeping:
                     kept._begin = None
