@@ -11,6 +11,8 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras._replaced import replaced_attributes
+from mpkeras.conversion.remat import repeated_layers
+from mpkeras.policies.survey import Survey
 
 BACKEND = keras.backend.backend()
 RNG = np.random.default_rng(11)
@@ -220,6 +222,17 @@ def products_asked_for(remat):
     # On a CPU XLA finds what JAX computes twice, and computes it once. What TensorFlow asks for is in part not used.
     text = step.compiler_ir(ROWS, TARGETS, optimized=BACKEND == "tensorflow")
     return len(re.findall(r" dot\(|custom-call\(", text))
+
+
+def test_two_layers_of_one_class_are_blocks_and_one_is_none():
+    def paths(count):
+        return [layer.path for layer in repeated_layers(Survey(keras.Sequential([keras.Input((16,)), *blocks(count)])))]
+
+    def blocks(count):
+        return [Block(name=f"block_{i}") for i in range(count)]
+
+    assert [path.rpartition("/")[2] for path in paths(2)] == ["block_0", "block_1"]
+    assert paths(1) == []
 
 
 @pytest.mark.slow

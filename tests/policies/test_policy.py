@@ -27,6 +27,12 @@ def every_option_set():
     )
 
 
+def test_slots_of_a_registered_policy_go_with_its_weights():
+    register_policy(Policy("mixed_bfloat16", slot_dtype="bfloat16").renamed("small slots"))
+    assert Policy("small slots").slot_dtype == Policy("small slots", loss_scale=2.0).slot_dtype == "bfloat16"
+    assert Policy("small slots", variable_dtype="bfloat16").slot_dtype == "auto"
+
+
 def through_json(config):
     return json.loads(json.dumps(config))
 

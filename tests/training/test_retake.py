@@ -184,6 +184,18 @@ def test_nothing_is_left_of_an_attempt_but_the_smaller_scale(way, options):
     assert int(first_step(way, options, found * 2)[2].skipped_steps) == 1
 
 
+@pytest.mark.parametrize(("gradient", "expected"), [(4e3, 4.0), (2e4, 1.0), (4e4, 1.0)])
+def test_headroom_ends_at_a_scale_of_1(gradient, expected):
+    """float16 ends at 65504: the scales that are found are 16, 2 and 1, and a quarter of the last two is below 1."""
+    model = model_of(layers.Dense(1, use_bias=False, kernel_initializer=keras.initializers.Constant(1e-3)), shape=(1,))
+    mpkeras.apply_policy(model, mpkeras.Policy("mixed_float16", keep_float32=()))
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(1e-12), initial_scale=64.0)
+    # The gradient of the mean of `kernel * x` by the kernel is `x`.
+    step = mpkeras.make_train_step(model, optimizer, lambda y, y_pred: ops.mean(y_pred))
+    step(np.array([[gradient]], "float32"), np.ones((1, 1), "float32"))
+    assert (number(optimizer.loss_scale), int(optimizer.skipped_steps)) == (expected, 0)
+
+
 def counting(x, y, drawn):
     for i in range(0, len(x), BATCH):
         drawn.append(i)

@@ -188,6 +188,19 @@ def test_what_float16_makes_infinite_and_what_a_model_reads_that_its_first_step_
     assert "/rows' is given whole numbers" in message and "4097 becomes 4096" in message
 
 
+@pytest.mark.parametrize(
+    ("policy", "code", "text"),
+    [("mixed_bfloat16", 257.0, "257 becomes 256"), ("mixed_float16", 2049.0, "2049 becomes 2048")],
+)
+def test_the_first_number_that_a_dtype_has_not_is_named(policy, code, text):
+    """8 and 11 significant bits, the leading one included: 256 and 2048 are the last below which none is missing."""
+    codes = np.array([[code, 7.0, 3.0], [2.0, 5.0, 1.0]], "float32")
+    (message,) = fit(functional(Rows(name="rows")), policy, codes)
+    assert text in message
+    codes[0, 0] = code - 1
+    assert fit(functional(Rows(name="rows")), policy, codes) == []
+
+
 def test_audit_and_trace_numerics_name_it():
     model = functional(Wave(name="wave"))
     model.compile("sgd", "mse")

@@ -51,6 +51,10 @@ def test_the_first_failures_are_kept_and_finite_losses_give_way(tmp_path):
     assert steps_of(box) == [(0, 0), (0, 4)]
     names = sorted(path.name for path in (tmp_path / "a" / "b").iterdir())
     assert names == ["net-epoch1-step0.mpk", "net-epoch1-step4.mpk"]
+    # Full of finite ones: the first stay, as what comes after often follows from them.
+    box = BlackBox(tmp_path / "b", keep=2)
+    fit(compiled(), box, large=[0, 1, 3, 4])
+    assert steps_of(box) == [(0, 0), (0, 1)]
     # Full of losses that were not finite: nothing gives way any more.
     box = BlackBox(tmp_path / "c", keep=2)
     fit(compiled(), box, bad=[0, 1, 2], large=[3], epochs=2)

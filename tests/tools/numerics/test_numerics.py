@@ -80,6 +80,18 @@ def test_a_weight_that_is_not_finite_is_named(k):
     assert "kernel" in report.culprit.message
 
 
+@pytest.mark.parametrize(("value", "is_beyond"), [(65519.0, False), (65520.0, True)])
+def test_what_rounds_to_the_largest_number_is_within_the_range(value, is_beyond):
+    """65504 is float16's largest; the numbers below 65520 are rounded to it, and 65520 to infinity."""
+    one = layers.Dense(1, kernel_initializer="ones", use_bias=False, name="one")
+    model = keras.Sequential([keras.Input((1,)), one, layers.Dense(1, name="head")])
+    model.compile("sgd", "mse")
+    x, y = np.array([[value]], "float32"), np.ones((1, 1), "float32")
+    report = mpkeras.trace_numerics(mpkeras.prepare(model, "mixed_float16"), x, y)
+    what, _ = next(row for row in report.layers if row.path.endswith("one")).too_large
+    assert (what == "output") == is_beyond
+
+
 def test_inputs_that_are_more_than_the_dtype_holds_are_named():
     culprit = mpkeras.trace_numerics(six_layers(), X * 1e5, Y).culprit
     assert culprit.side == "input" and name(culprit.path) == "layer_1" and "more than float16 holds" in culprit.message
