@@ -2,6 +2,7 @@
 
 import gc
 import os
+from unittest import mock
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -27,6 +28,13 @@ def fresh_keras():
     for follow in left_over:
         covered_compile.leave(follow)
     assert not left_over, "`mpkeras.autoprepare` was left in force, for every test that follows"
+
+
+@pytest.fixture(autouse=True)
+def environment_put_back():
+    """What a script that a test runs sets for its own programs does not reach those of later tests."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture
