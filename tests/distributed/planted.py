@@ -3,14 +3,14 @@
 import keras
 from keras import ops
 
+from mpkeras import _keras
+
 
 class WithKernel(keras.layers.Layer):
     """A square kernel."""
 
-    autocast_kernel = True
-
     def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel", autocast=self.autocast_kernel)
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
 
     def compute_output_shape(self, shape):
         return shape
@@ -18,12 +18,12 @@ class WithKernel(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("tests")
 class ReadsFloat32(WithKernel):
-    """Reads its kernel as it is stored, in a layer that computes in 16 bits: a gather in float32."""
-
-    autocast_kernel = False
+    """Computes in 16 bits, and reads its kernel as it is stored all the same: a gather in float32."""
 
     def call(self, inputs):
-        return ops.cast(ops.matmul(ops.cast(inputs, "float32"), self.kernel), self.compute_dtype)
+        with _keras.autocast_scope(None):
+            kernel = ops.convert_to_tensor(self.kernel)
+        return ops.cast(ops.matmul(ops.cast(inputs, "float32"), kernel), self.compute_dtype)
 
 
 @keras.saving.register_keras_serializable("tests")
