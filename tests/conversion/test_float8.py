@@ -128,7 +128,7 @@ def gradients(function, weights, x, upstream):
     """Returns `(by x, by each weight)` of the sum of outputs times `upstream`."""
 
     def total(x):
-        return ops.sum(ops.cast(function(x), "float32") * upstream)
+        return ops.sum(ops.cast(function(x), "float32") * ops.convert_to_tensor(upstream, "float32"))
 
     return [numpy(grad) for grad in derivatives(total, x, weights)]
 
