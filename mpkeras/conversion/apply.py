@@ -6,7 +6,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
-from mpkeras.conversion.converter import convert_when_built, layer_converter
+from mpkeras.conversion.converter import convert_new, convert_when_built, layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import computes_in, layers_of
@@ -76,11 +76,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     convert = layer_converter(model, policy)
 
     def convert_new_layers():
-        with put_back_on_error(model, refreshes=True):
-            has_new = convert()
-            if has_new:
-                refresh_graphs(model)
-        if has_new:
+        if convert_new(model, convert, put_back_on_error):
             store_weights(model, [])
             end_in_float32(model)
 

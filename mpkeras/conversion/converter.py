@@ -6,6 +6,7 @@ import warnings
 from mpkeras._replaced import replace, restore
 from mpkeras.conversion.changes import make_changes, planned_changes
 from mpkeras.conversion.float8 import ENDS
+from mpkeras.conversion.graphs import refresh_graphs
 from mpkeras.conversion.last import conversion_of, dtypes_of, last_conversion, set_last_conversion
 from mpkeras.conversion.layer import save_as_made
 from mpkeras.conversion.outputs import tell_heads_at_first_call
@@ -53,6 +54,24 @@ def layer_converter(model, policy, converts: bool = True, survey=None, *, trains
         return True
 
     return convert
+
+
+def convert_new(model, convert, around) -> bool:
+    """Converts the layers of `model` that are new to `convert`, and brings its graphs up to date.
+
+    Args:
+        model: The model.
+        convert: What `layer_converter` has returned for it.
+        around: `converting` or `put_back_on_error`: after an error the model is as before.
+
+    Returns:
+        Whether there were new ones: their weights are still stored as they were.
+    """
+    with around(model, refreshes=True):
+        has_new = convert()
+        if has_new:
+            refresh_graphs(model)
+    return has_new
 
 
 def convert_when_built(model, convert_new_layers):

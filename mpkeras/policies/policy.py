@@ -336,7 +336,7 @@ class Policy(keras.DTypePolicy):
             config["float8"] = self.float8
             config["keep_16_bits"] = rules.serialized(self.keep_16_bits)
         if self.remat is not None:
-            config["remat"] = self.remat if isinstance(self.remat, str) else rules.serialized(self.remat)
+            config["remat"] = rules.serialized(self.remat)
         for name in ("gather_dtype", "reduce_dtype"):
             if getattr(self, name) is not None:
                 config[name] = getattr(self, name)

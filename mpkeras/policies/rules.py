@@ -214,8 +214,18 @@ def written(rule) -> str:
     return rule
 
 
-def serialized(rules) -> list[str]:
-    """Returns `rules` as strings for the same layers. Raises `ValueError` for a layer that is not built."""
+def serialized(rules, write=written):
+    """Returns `rules` as strings for the same layers, each as `write` returns it.
+
+    Args:
+        rules: Rules, or what a `Policy` may have in their place, which is returned: `None`, or a word.
+        write: Function of a rule.
+
+    Raises:
+        ValueError: If a layer among the rules is not built.
+    """
+    if rules is None or isinstance(rules, str):
+        return rules
     for rule in rules:
         if isinstance(rule, keras.layers.Layer) and not rule.path:
             raise ValueError(
@@ -223,7 +233,7 @@ def serialized(rules) -> list[str]:
                 f"their path. Received: layer '{rule.name}', which is not. Build the model first, or write a "
                 "'path:REGEX' rule in the place of the layer."
             )
-    return [written(rule) for rule in rules]
+    return [write(rule) for rule in rules]
 
 
 def serialized_for_copies(rules):
@@ -231,18 +241,15 @@ def serialized_for_copies(rules):
 
     There Keras leaves the name of a Sequential model out of the paths of its layers: what is before the name of a layer
     may be missing.
-
-    Args:
-        rules: Rules, or what a `Policy` may have in their place, which is returned: `None`, or a word.
     """
-    if rules is None or isinstance(rules, str):
-        return rules
-    found = serialized(rules)
-    for i, rule in enumerate(rules):
-        if isinstance(rule, keras.layers.Layer):
-            *around, name = map(re.escape, rule.path.split("/"))
-            found[i] = f"path:^{''.join(f'(?:{part}/)?' for part in around)}{name}$"
-    return found
+
+    def written_for_copies(rule):
+        if not isinstance(rule, keras.layers.Layer):
+            return written(rule)
+        *around, name = map(re.escape, rule.path.split("/"))
+        return f"path:^{''.join(f'(?:{part}/)?' for part in around)}{name}$"
+
+    return serialized(rules, written_for_copies)
 
 
 def matches(rule, layer) -> bool:

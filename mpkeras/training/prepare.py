@@ -8,7 +8,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
-from mpkeras.conversion.converter import convert_when_built, layer_converter
+from mpkeras.conversion.converter import convert_new, convert_when_built, layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
 from mpkeras.conversion.last import converted_by, last_conversion
 from mpkeras.conversion.outputs import end_in_float32
@@ -160,11 +160,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         training_backend.track_random_states(model)
 
     def convert_new_layers(around=converting):
-        with around(model, refreshes=True):
-            has_new = convert_layers()
-            if has_new:
-                refresh_graphs(model)
-        if has_new:
+        if convert_new(model, convert_layers, around):
             store(inventory.all_optimizers(model))
 
     with converting(model, refreshes=True, survey=survey):
