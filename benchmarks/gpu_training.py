@@ -22,14 +22,19 @@ from gpu.cases import CASES, FLOPS_FORMULA, case_of, flops_per_step
 from gpu.rounds import WorkerError, Workers, measure_model
 from gpu.variants import VARIANTS
 
+QUESTION = __doc__.splitlines()[0]
 # Large enough to keep every matrix unit busy for milliseconds.
 MATRIX_SIZE, TINY_MATRIX_SIZE = 8192, 128
 DEFAULTS = {"rounds": 8, "steps": 20, "warm_up": 6}
 TINY = {"rounds": 2, "steps": 2, "warm_up": 4}
 
 
-def measure(options: argparse.Namespace, log=print) -> dict:
-    """Returns the content of the JSON: environments, the matrix peak, results and goals."""
+def measure(options: argparse.Namespace, log=print, keep=lambda content: None) -> dict:
+    """Returns the content of the JSON: environments, the matrix peak, results and goals.
+
+    Args:
+        keep: Gets what there is after each model.
+    """
     workers = Workers(shared=options.tiny, torch_python=options.torch_python or sys.executable)
     content = {"environments": [], "matrix_flops_per_s": {}, "flops_formula": FLOPS_FORMULA, "results": []}
     try:
@@ -46,9 +51,10 @@ def measure(options: argparse.Namespace, log=print) -> dict:
             for name, result in measured.items():
                 if result["blocks"]:
                     content.setdefault("blocks", {}).setdefault(model, {})[name] = result["blocks"]
+            content["goals"] = report.goals(content["results"], is_judged=is_gpu and not options.tiny)
+            keep(content)
     finally:
         workers.close()
-    content["goals"] = report.goals(content["results"], is_judged=is_gpu and not options.tiny)
     return content
 
 
@@ -89,6 +95,14 @@ def _settings(options) -> dict:
         # On a CPU inductor compiles C++ for minutes: there its front half shows that the code can be traced.
         "torch_compiler": "aot_eager" if options.tiny else "inductor",
         "torch_mode": options.torch_mode,
+    }
+
+
+def _shown(options, content) -> dict:
+    """Returns the settings as tables and results show them."""
+    return {
+        **_settings(options),
+        "batch sizes": {result["model"]: result["batch_size"] for result in content["results"]},
     }
 
 
@@ -148,30 +162,29 @@ def main() -> int:
     if options.torch_python is None and importlib.util.find_spec("torch") is None:
         print("No torch here: its variants are left out.", file=sys.stderr)
         options.variant = [name for name in options.variant if VARIANTS[name].framework != "torch"]
+
+    def keep(content):
+        if options.json:
+            harness.write_json(options.json, {"question": QUESTION, "settings": _shown(options, content), **content})
+
     try:
-        content = measure(options, log=lambda line: print(line, file=sys.stderr, flush=True))
+        content = measure(options, log=lambda line: print(line, file=sys.stderr, flush=True), keep=keep)
     except WorkerError as error:
         print(error, file=sys.stderr)
         return 1
     for line in harness.environment_lines(content["environments"]):
         print(line)
-    shown = {
-        **_settings(options),
-        "batch sizes": {result["model"]: result["batch_size"] for result in content["results"]},
-    }
-    print("; ".join(f"{name}: {value}" for name, value in shown.items()))
+    print("; ".join(f"{name}: {value}" for name, value in _shown(options, content).items()))
     for framework, rates in content["matrix_flops_per_s"].items():
         cells = ", ".join(f"{name} {'-' if rate is None else f'{rate / 1e12:.2f}'}" for name, rate in rates.items())
         print(f"matrix products, {framework}, TFLOP/s: {cells}")
     print(FLOPS_FORMULA, end=".\n\n")
-    harness.print_table(report.table_rows(content["results"]), title=__doc__.splitlines()[0])
+    harness.print_table(report.table_rows(content["results"]), title=QUESTION)
     for heading, lines in (
         ("Notes", report.note_lines(content["results"])),
         ("Goals", report.goal_lines(content["goals"])),
     ):
         print(f"\n{heading}", *lines, sep="\n- ")
-    if options.json:
-        harness.write_json(options.json, {"question": __doc__.splitlines()[0], "settings": shown, **content})
     if options.plot:
         report.write_plot(options.plot, content["results"])
     # A variant that failed is a result; all of them is a failure.

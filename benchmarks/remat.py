@@ -11,7 +11,6 @@ takes about 25 seconds on two cores; what is there in `--json` is kept, so that 
 
 import argparse
 import contextlib
-import dataclasses
 import json
 from pathlib import Path
 
@@ -49,9 +48,6 @@ def compile_steps(name: str, device: str, policy: str, remats, *, is_tiny: bool)
 
     found = []
     case = case_of(name, is_tiny)
-    if is_tiny and case.family != "resnet":
-        # Blocks are what repeats.
-        case = case._replace(sizes=dataclasses.replace(case.sizes, blocks=2))
     own = [remat for remat in remats if not f"{remat}".startswith("RematScope")]
     for group in [own, *([remat] for remat in remats if remat not in own)]:
         if not group:

@@ -27,7 +27,8 @@ def make_trainer(case: Case, variant: Variant, options: dict) -> Trainer:
     lacks_float16_attention = stock_policy == "mixed_float16" and jax.default_backend() == "cpu"
     model = keras_models.build(case, "float32" if lacks_float16_attention else None)
     if variant.library == "mpkeras":
-        model = mpkeras.apply_policy(model, f"mixed_{variant.dtype}")
+        name = variant.policy or f"mixed_{variant.dtype}"
+        model = mpkeras.apply_policy(model, mpkeras.Policy(name, **dict(variant.options)))
     return KerasTrainer(case, variant, model)
 
 
@@ -78,6 +79,7 @@ class KerasTrainer(Trainer):
             "params": sum(int(ops.size(variable)) for variable in self.model.trainable_variables),
             "attention": ("cuDNN flash" if is_flash else "XLA") if has_attention else None,
             "compiler_bytes": None if temporary_bytes is None else temporary_bytes + held,
+            "held_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_pool_bytes", peak_bytes()),
         }
 
     def state(self) -> dict:
@@ -89,7 +91,7 @@ class KerasTrainer(Trainer):
         return {
             "losses": self.losses,
             "loss_scale": float(ops.convert_to_numpy(optimizer.dynamic_scale)) if is_scaling else None,
-            "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+            "peak_bytes": peak_bytes(),
         }
 
 
@@ -139,6 +141,11 @@ class StockStep:
         (_, (loss, updated)), grads = jax.value_and_grad(scaled_loss_of, has_aux=True)(trainable)
         trainable, optimizer_values = self.optimizer.stateless_apply(optimizer_values, grads, trainable)
         return [trainable, updated, optimizer_values], loss
+
+
+def peak_bytes() -> int | None:
+    """Returns the most bytes that this process had taken of the device at once; `None` where JAX does not count."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def _formatted(x):

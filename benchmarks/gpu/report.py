@@ -149,6 +149,7 @@ def table_rows(results: list[dict]) -> list[dict[str, str]]:
             "x float32": _cell(result["speedup"], ".2f"),
             "x TF32": _cell(result["speedup_tf32"], ".2f"),
             "peak GiB": _cell(result["peak_bytes"] and result["peak_bytes"] / 2**30, ".2f"),
+            "planned GiB": _cell(result["compiler_bytes"] and result["compiler_bytes"] / 2**30, ".2f"),
             "of float32's": _cell(result["memory_ratio"], ".2f"),
             "scaling ms": _cell(result["scaling_ms"], "+.2f"),
             "utilisation": _cell(result["utilisation"], ".1%"),

@@ -5,7 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import harness
@@ -13,9 +16,11 @@ from gpu.variants import FLOAT32, TF32, UNITS, Variant
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 NO_TF32 = "TF32 is a mode of NVIDIA GPUs; on this device the variant would be the float32 one again"
-# Of the memory that the largest process so far took: what has to be free before another is started. More than one,
-# as a compiler that finds little memory left quietly takes slower algorithms.
+# Of the memory that a process is expected to take: what has to be free before it is started. More than one, as a
+# compiler that finds little memory left quietly takes slower algorithms.
 HEADROOM = 1.25
+# What CUDA and its libraries take in each process, beside what the framework allocates.
+CONTEXT_BYTES = 2**30
 
 
 class WorkerError(RuntimeError):
@@ -39,6 +44,10 @@ class Worker:
         command = [python, "-m", "gpu.worker", framework]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, env=settings, **pipes)
+
+    def kill(self):
+        """Ends the process at once, whatever it does: who waits for a reply gets a `WorkerError`."""
+        self._process.kill()
 
     def ask(self, do: str, **arguments):
         """Returns the result of a command. Raises `WorkerError` where it failed or the process is gone."""
@@ -72,30 +81,50 @@ class Workers:
 
     def __init__(self, shared: bool, torch_python: str = sys.executable):
         self._shared = {} if shared else None
+        # What one process of JAX has compiled and chosen is used by the next: the same product gets the same kernel.
+        self._cache = tempfile.TemporaryDirectory()
         self._pythons = {"keras": sys.executable, "torch": torch_python}
+        self._started: list[Worker] = []
+        self._is_over = False
 
     @property
     def are_shared(self) -> bool:
         return self._shared is not None
 
     def start(self, framework: str, variant: str | None = None) -> Worker:
+        """Returns a worker. Raises `WorkerError` after `kill`."""
+        if self._is_over:
+            raise WorkerError("the benchmark is being ended")
+        if self._shared is not None and framework in self._shared:
+            return self._shared[framework]
         if self._shared is None:
-            # JAX is told by its precision; NVIDIA's libraries hear of it as well, in case a call does not pass it on.
-            extra = {"NVIDIA_TF32_OVERRIDE": "0"} if variant == FLOAT32 else {}
-            return Worker(framework, self._pythons[framework], extra)
-        if framework not in self._shared:
+            extra = {"JAX_COMPILATION_CACHE_DIR": self._cache.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+            if variant == FLOAT32:
+                # JAX is told by its precision; NVIDIA's libraries hear of it, too, in case a call does not pass it on.
+                extra["NVIDIA_TF32_OVERRIDE"] = "0"
+        else:
             # Half the time of a tiny run is XLA's: less optimized, its programs are quick enough.
             extra = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")}
-            self._shared[framework] = Worker(framework, self._pythons[framework], extra)
-        return self._shared[framework]
+        worker = Worker(framework, self._pythons[framework], extra)
+        self._started.append(worker)
+        if self._shared is not None:
+            self._shared[framework] = worker
+        return worker
 
     def release(self, worker: Worker):
         if self._shared is None:
             worker.close()
 
+    def kill(self):
+        """Ends all processes at once, and starts no more."""
+        self._is_over = True
+        for worker in self._started:
+            worker.kill()
+
     def close(self):
         for worker in (self._shared or {}).values():
             worker.close()
+        self._cache.cleanup()
 
 
 def free_bytes() -> int | None:
@@ -115,8 +144,9 @@ def free_bytes() -> int | None:
 def measure_model(model: str, names: list[str], workers: Workers, options: dict, *, is_gpu: bool, log=print) -> dict:
     """Returns a result for each variant in `names`: timed blocks, losses, memory, or what went wrong.
 
-    Variants are started one after the other, as long as the GPU has memory, and timed in rounds; what found no
-    room comes in a group of its own after the first has ended. `"group"` tells which variants shared rounds.
+    Variants are started as long as the GPU has memory, and timed in rounds; what found no room comes in a group of
+    its own after the first has ended. `"group"` tells which variants shared rounds. Those of one framework compile one
+    after the other, as its compiler times kernels to choose among them; the other framework's compile meanwhile.
 
     Args:
         model: A key of `CASES`.
@@ -127,14 +157,23 @@ def measure_model(model: str, names: list[str], workers: Workers, options: dict,
         log: Gets a line when a variant is ready.
     """
     units = [[variant for variant in unit if variant.name in names] for unit in UNITS]
-    units = [unit for unit in units if unit]
+    # First what is in 16 bits: that is compared most closely, and more of it fits side by side.
+    units = sorted((unit for unit in units if unit), key=lambda unit: unit[0].dtype == "float32")
     results, group = {}, 0
+    room = Room()
     while units:
-        running, needed = {}, 0
-        try:
-            while units and (not running or _has_room(needed * len(units[0]))):
-                for variant in units.pop(0):
-                    before = free_bytes()
+        running, lanes = {}, {}
+        room.begin_group()
+        for unit in units:
+            lanes.setdefault(unit[0].framework, []).append(unit)
+
+        def prepare(lane, running=running, group=group):
+            """Returns how many of the units of one framework were prepared."""
+            for done, unit in enumerate(lane):
+                if not room.take(unit):
+                    return done
+                found_room = True
+                for variant in unit:
                     results[variant.name] = result = {"group": group, "blocks": [], "unavailable": None}
                     if variant.name == TF32 and not is_gpu:
                         result["unavailable"] = NO_TF32
@@ -142,10 +181,28 @@ def measure_model(model: str, names: list[str], workers: Workers, options: dict,
                     worker = _prepared(model, variant, workers, options, result, log)
                     if worker is not None:
                         running[variant.name] = worker
-                    if before is not None:
-                        needed = max(needed, before - (free_bytes() or before))
+                        room.learn(variant, result.get("held_bytes"))
+                    found_room = found_room and not is_out_of_memory(result["unavailable"])
+                room.give_back(unit)
+                if not found_room and not room.had_one_alone():
+                    # Others held what it needed: it comes in the next group.
+                    for variant in unit:
+                        if variant.name in running:
+                            workers.release(running.pop(variant.name))
+                    return done
+            return len(lane)
+
+        try:
+            with ThreadPoolExecutor(1 if workers.are_shared else len(lanes)) as pool:
+                try:
+                    done = dict(zip(lanes, pool.map(prepare, lanes.values()), strict=True))
+                except BaseException:
+                    # A lane waits for its process: without this, Control-C would wait for it, too.
+                    workers.kill()
+                    raise
+            units = [unit for framework, lane in lanes.items() for unit in lane[done[framework] :]]
             if running:
-                _time_rounds(model, running, options, results)
+                _time_rounds(model, {name: running[name] for name in names if name in running}, options, results)
         finally:
             for worker in running.values():
                 workers.release(worker)
@@ -153,9 +210,56 @@ def measure_model(model: str, names: list[str], workers: Workers, options: dict,
     return {name: results[name] for name in names}
 
 
-def _has_room(needed: int) -> bool:
-    free = free_bytes()
-    return free is None or free >= HEADROOM * needed
+def is_out_of_memory(said: str | None) -> bool:
+    """Whether a variant failed, in these words, as the GPU's memory was not enough."""
+    return said is not None and any(words in said for words in ("RESOURCE_EXHAUSTED", "OutOfMemoryError"))
+
+
+class Room:
+    """Decides whether the GPU has room for another unit, by what variants of its framework and dtype took before."""
+
+    def __init__(self):
+        self._taken_by, self._being_prepared, self._in_group = {}, [], 0
+        self._lock = threading.Lock()
+
+    def begin_group(self):
+        """Tells that nothing runs."""
+        self._in_group = 0
+
+    def had_one_alone(self) -> bool:
+        """Whether one unit alone has been in the group so far."""
+        return self._in_group == 1
+
+    def take(self, unit: list[Variant]) -> bool:
+        """Returns whether `unit` may start; it then counts as being prepared. The first of a group always may."""
+        with self._lock:
+            free = free_bytes()
+            needed = sum(self._expected(variant) for other in (unit, *self._being_prepared) for variant in other)
+            may = self._in_group == 0 or free is None or free >= HEADROOM * needed
+            if may:
+                self._being_prepared.append(unit)
+                self._in_group += 1
+            return may
+
+    def give_back(self, unit: list[Variant]):
+        """Tells that `unit` is ready: from now on its memory is seen as taken."""
+        with self._lock:
+            self._being_prepared.remove(unit)
+
+    def learn(self, variant: Variant, held_bytes: int | None):
+        """Keeps what `variant` took."""
+        with self._lock:
+            kind = variant.framework, variant.dtype == "float32"
+            self._taken_by[kind] = max(self._taken_by.get(kind, 0), (held_bytes or 0) + CONTEXT_BYTES)
+
+    def _expected(self, variant: Variant) -> float:
+        is_float32 = variant.dtype == "float32"
+        known = self._taken_by.get((variant.framework, is_float32))
+        if known is None:
+            # Float32 takes about twice as much, and another framework about as much.
+            of_others = max((taken / (1 + was) for (_, was), taken in self._taken_by.items()), default=0)
+            known = of_others * (1 + is_float32)
+        return known
 
 
 def _prepared(model, variant: Variant, workers, options, result, log) -> Worker | None:

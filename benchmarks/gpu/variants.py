@@ -15,6 +15,8 @@ class Variant(NamedTuple):
         tf32: Whether float32 products may round their inputs to TF32's 11 bits.
         compiles: Whether torch compiles. The JAX step always is.
         unscaled: Name of the same without loss scaling: the difference is what loss scaling costs.
+        policy: Name of mpkeras' policy, where it is not `mixed_{dtype}`.
+        options: Further arguments of `mpkeras.Policy`, as pairs.
     """
 
     name: str
@@ -25,6 +27,8 @@ class Variant(NamedTuple):
     tf32: bool = False
     compiles: bool = False
     unscaled: str | None = None
+    policy: str | None = None
+    options: tuple[tuple[str, object], ...] = ()
 
 
 def _with_and_without(name: str, **options) -> list[Variant]:
@@ -47,6 +51,15 @@ UNITS = (
     # in float16 without it. The difference is the whole of scaling, checks and rollback.
     _with_and_without(MPKERAS_FLOAT16, framework="keras", dtype="float16", library="mpkeras"),
     [Variant(MPKERAS_BFLOAT16, "keras", "bfloat16", "mpkeras", scales=True)],
+    [Variant("mpkeras small state", "keras", "bfloat16", "mpkeras", scales=True, policy="bfloat16")],
+    *(
+        [Variant(f"{MPKERAS_BFLOAT16}, {words}", "keras", "bfloat16", "mpkeras", scales=True, options=(option,))]
+        for words, option in (
+            ("remat products", ("remat", "products")),
+            ("remat blocks", ("remat", "blocks")),
+            ("float8", ("float8", "current")),
+        )
+    ),
     _with_and_without(TORCH_FLOAT16[0], framework="torch", dtype="float16", library="torch"),
     _with_and_without(TORCH_FLOAT16[1], framework="torch", dtype="float16", library="torch", compiles=True),
     [Variant(TORCH_BFLOAT16[0], "torch", "bfloat16", "torch")],

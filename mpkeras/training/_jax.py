@@ -31,6 +31,9 @@ from mpkeras.training.defaults import (  # noqa: F401
     variable_scope,
 )
 
+# The most elements of a variable whose sum is taken in one program with those of others: statistics, not weights.
+SUMMED_TOGETHER = 2**16
+
 
 def empty_step(model, optimizers, state, data):
     """The train step of a batch without rows: nothing is computed, and a skipped step is counted."""
@@ -166,23 +169,41 @@ def _closed(optimizer, values):
 
 def _restored(values, old_values, step_is_skipped):
     # Where a value is the old one it was not assigned in this step (frozen weights): there is nothing to choose.
-    assigned = [value for value, old in zip(values, old_values, strict=True) if value is not old]
+    pairs = [(value, old) for value, old in zip(values, old_values, strict=True) if value is not old]
+    assigned, replaced = [value for value, _ in pairs], [old for _, old in pairs]
     # The compiler for TPUs would compute statistics where they are chosen, at the end of the step, and keep the
     # activations that they are of until then: a tenth of ResNet-50's temporaries.
-    assigned = iter(jax.lax.optimization_barrier(assigned))
+    assigned = list(jax.lax.optimization_barrier(assigned))
+    takes_old = _became_non_finite(assigned, replaced)
+    chosen = iter(
+        [
+            jnp.where(step_is_skipped | became, old, value)
+            for value, old, became in zip(assigned, replaced, takes_old, strict=True)
+        ]
+    )
+    return [old if value is old else next(chosen) for value, old in zip(values, old_values, strict=True)]
 
-    def chosen(value, old):
-        takes_old = step_is_skipped
+
+def _became_non_finite(values, old_values) -> list:
+    """Returns for each of `values` whether it is not finite, and was: bools of shape `()`; `False` of whole numbers."""
+    groups = {}
+    for index, value in enumerate(values):
         if jnp.issubdtype(value.dtype, jnp.floating):
-            takes_old |= _is_finite(old) & ~_is_finite(value)
-        return jnp.where(takes_old, old, value)
+            # Small ones of a shape at once: for every sum a GPU starts a kernel, and ResNet-50 has 106 statistics.
+            alone = index if value.size > SUMMED_TOGETHER else None
+            groups.setdefault((value.shape, value.dtype, alone), []).append(index)
+    found = [False] * len(values)
+    for indices in groups.values():
+        is_finite, was_finite = (_are_finite([of[index] for index in indices]) for of in (values, old_values))
+        for position, index in enumerate(indices):
+            found[index] = was_finite[position] & ~is_finite[position]
+    return found
 
-    pairs = zip(values, old_values, strict=True)
-    return [old if value is old else chosen(next(assigned), old) for value, old in pairs]
 
-
-def _is_finite(values):
-    return jnp.isfinite(jnp.sum(values, dtype=jnp.float32))
+def _are_finite(values):
+    """Returns which of `values`, of one shape and dtype, are finite: bools of shape `(len(values),)`."""
+    values = jnp.stack(values)
+    return jnp.isfinite(jnp.sum(values, axis=tuple(range(1, values.ndim)), dtype=jnp.float32))
 
 
 def scale_logs(optimizers, result) -> tuple:

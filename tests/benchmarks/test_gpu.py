@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import keras
@@ -184,42 +185,114 @@ def test_goals(step_ms, peak_bytes, is_judged, met):
 
 
 class FakeWorkers:
-    """Stands in for processes: each takes 10 bytes of 28, and `torch bfloat16` fails."""
+    """Stands in for processes: each takes 10 bytes of 28, in float32 20, and `torch bfloat16` fails."""
+
+    are_shared = False
 
     def __init__(self):
-        self.free, self.alive_at_once = 28, 0
-        self._alive = 0
+        self.free, self.alive, self.alive_at_once = 28, [], set()
 
     def start(self, framework, variant):
-        self._alive += 1
-        self.free -= 10
-        self.alive_at_once = max(self.alive_at_once, self._alive)
-        return self
+        self.alive.append(variant)
+        self.free -= self.taken_by(variant)
+        self.alive_at_once.add(frozenset(self.alive))
+        return variant_of(self, variant)
+
+    @staticmethod
+    def taken_by(variant):
+        return 20 if "float32" in variant else 10
 
     def ask(self, do, variant, **arguments):
         if variant.startswith("torch bfloat16"):
             raise rounds.WorkerError("no kernel")
-        return {"prepare": {}, "block": measured([1.0])["blocks"][0], "finish": {"losses": [1.0]}}[do]
+        if self.free < 0:
+            raise rounds.WorkerError("RESOURCE_EXHAUSTED: out of memory")
+        prepared = {"held_bytes": self.taken_by(variant)}
+        return {"prepare": prepared, "block": measured([1.0])["blocks"][0], "finish": {"losses": [1.0]}}[do]
 
     def release(self, worker):
-        self._alive -= 1
-        self.free += 10
+        self.alive.remove(worker.variant)
+        self.free += self.taken_by(worker.variant)
+
+
+def variant_of(workers, variant):
+    return types.SimpleNamespace(variant=variant, ask=workers.ask)
 
 
 def test_variants_that_find_no_room_come_in_a_later_group(monkeypatch):
     workers = FakeWorkers()
     monkeypatch.setattr(rounds, "free_bytes", lambda: workers.free)
+    monkeypatch.setattr(rounds, "CONTEXT_BYTES", 0)
     options = {"rounds": 3, "steps": 1, "warm_up": 1}
     found = rounds.measure_model("bert_base", list(VARIANTS), workers, options, is_gpu=False, log=lambda line: None)
-    # Room for 25 beside each process, for 50 beside a pair: two single variants, then one pair at a time.
-    assert workers.alive_at_once == 2 and workers.free == 28
+    # Room for two in 16 bits, for one in float32.
+    assert workers.free == 28 and not workers.alive
+    timed = {}
     for variant in VARIANTS.values():
         entry = found[variant.name]
         failed = variant.name == TF32 or variant.name.startswith("torch bfloat16")
-        assert (entry["unavailable"] is not None) == failed
+        assert (entry["unavailable"] is not None) == failed, entry
         assert len(entry["blocks"]) == (0 if failed else 3)
+        timed.setdefault(entry["group"], []).append(0 if failed else FakeWorkers.taken_by(variant.name))
         if variant.unscaled:
             assert found[variant.unscaled]["group"] == entry["group"]
+    assert max(sum(taken) for taken in timed.values()) == 20
+
+
+def test_what_no_memory_was_left_for_is_tried_again_alone(monkeypatch):
+    workers = FakeWorkers()
+    # The GPU says that there is more than there is.
+    monkeypatch.setattr(rounds, "free_bytes", lambda: 2**40)
+    options = {"rounds": 1, "steps": 1, "warm_up": 1}
+    names = [FLOAT32, MPKERAS_FLOAT16, MPKERAS_BFLOAT16]
+    found = rounds.measure_model("bert_base", names, workers, options, is_gpu=False, log=lambda line: None)
+    assert [found[name]["unavailable"] for name in names] == [None] * 3
+    assert [found[name]["group"] for name in names] == [1, 0, 0]
+    workers.free = 15
+    found = rounds.measure_model("bert_base", [FLOAT32], workers, options, is_gpu=False, log=lambda line: None)
+    assert rounds.is_out_of_memory(found[FLOAT32]["unavailable"])
+
+
+def test_an_interrupted_benchmark_waits_for_no_process(monkeypatch):
+    workers = rounds.Workers(shared=False)
+    monkeypatch.setattr(rounds, "free_bytes", lambda: None)
+    killed = []
+
+    class Endless:
+        def ask(self, do, **arguments):
+            if killed:
+                raise rounds.WorkerError("the process ended")
+            raise KeyboardInterrupt
+
+        def kill(self):
+            killed.append(self)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(rounds, "Worker", lambda *arguments: Endless())
+    with pytest.raises(KeyboardInterrupt):
+        rounds.measure_model("bert_base", list(VARIANTS), workers, {"warm_up": 1}, is_gpu=True, log=lambda line: None)
+    assert killed
+    with pytest.raises(rounds.WorkerError, match="being ended"):
+        workers.start("keras")
+    workers.close()
+
+
+@pytest.mark.backends("torch")
+def test_torch_trains_on_after_a_first_step_that_is_skipped():
+    """Its fused SGD would go on with a momentum that nobody has set."""
+    import torch
+
+    from gpu import torch_trainer
+
+    case = cases.TINY_CASES["resnet50"]
+    trainer = torch_trainer.make_trainer(case, VARIANTS[TORCH_FLOAT16[0]]._replace(dtype="float32"), {})
+    ((x, y), *_) = trainer.batches
+    trainer.step(x * float("inf"), y)
+    assert trainer.scaler.get_scale() == 2.0**15
+    for buffer in trainer.optimizer.state.values():
+        assert not torch.any(buffer["momentum_buffer"])
 
 
 def test_a_worker_says_what_went_wrong():

@@ -98,6 +98,42 @@ def test_batchnorm_statistics_never_become_non_finite_even_on_an_applied_step(op
     assert are_finite(model.side.non_trainable_variables)
 
 
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_of_states_of_one_shape_those_alone_keep_their_values_that_became_non_finite(options):
+    """In the update that counts: the others move, and what was NaN before is whatever the layer makes of it."""
+
+    class States(keras.layers.Layer):
+        def build(self, shape):
+            shapes = {"first": (3,), "second": (3,), "nan_before": (3,), "number": (), "large": (2, 40_000)}
+            self.states = {
+                name: self.add_weight(shape=shape, initializer="ones", trainable=False, name=name)
+                for name, shape in shapes.items()
+            }
+
+        def call(self, x, training=False):
+            if training:
+                infinity = keras.ops.exp(keras.ops.cast(keras.ops.sum(x), "float32") + 100.0)
+                for name, state in self.states.items():
+                    lost = keras.ops.stop_gradient(infinity) if name in ("second", "nan_before", "number") else 1.0
+                    # One element is enough.
+                    is_first = keras.ops.reshape(keras.ops.arange(keras.ops.size(state)) == 0, state.shape)
+                    state.assign(2.0 * state + keras.ops.where(is_first, lost - 1.0, 0.0))
+            return x
+
+    model = keras.Sequential([keras.Input((2,)), States(), keras.layers.Dense(1)])
+    states = model.layers[0].states
+    states["nan_before"].assign([1.0, np.nan, 1.0])
+    step, optimizer = stepper("fit", options, model, keras.optimizers.SGD(0.1), "float32")
+    step(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"))
+    assert int(optimizer.skipped_steps) == 0
+    left = {name: keras.ops.convert_to_numpy(state) for name, state in states.items()}
+    np.testing.assert_array_equal(left["first"], 2.0)
+    np.testing.assert_array_equal(left["large"], 2.0)
+    np.testing.assert_array_equal(left["second"], 1.0)
+    assert left["number"] == 1.0
+    np.testing.assert_array_equal(left["nan_before"], [np.inf, np.nan, 2.0])
+
+
 @pytest.mark.parametrize(("way", "options"), WAYS)
 def test_a_loss_that_is_not_finite_leaves_the_scale_alone(way, options):
     """P7: the forward pass is at fault; gradients that overflow alone do lower the scale."""
