@@ -10,7 +10,7 @@ from mpkeras import _keras
 from mpkeras._arguments import check_switch, checked_path
 from mpkeras.conversion.converter import layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
-from mpkeras.conversion.last import converted_by, times_stored
+from mpkeras.conversion.last import converted_by, last_conversion, times_stored
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import layers_of
 from mpkeras.conversion.store_weights import store_weights
@@ -407,6 +407,8 @@ class StepParts:
         self._rollback = rollback
         self._window = window
         self._remat = remat
+        # The policy, the conversion of the model by it, and the function that goes on with that.
+        self._converter: tuple | None = None
         self._moving: list | None = None
         # As in `fit`: a model whose `call` takes no `training` is not told.
         takes_training = "training" in inspect.signature(model.call).parameters
@@ -456,7 +458,14 @@ class StepParts:
     def apply_rules(self):
         """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""
         policy = chosen_policy(self.model, None).with_remat(self._remat)
-        if layer_converter(self.model, policy, converts=False, trains=True)():
+        if self._converter is None or self._converter[:2] != (policy, last_conversion(self.model)):
+            convert = layer_converter(self.model, policy, converts=False, trains=True)
+        else:
+            # It knows what layers were before a rule that matches them no more, now that they are built.
+            convert = self._converter[-1]
+        has_new = convert()
+        self._converter = policy, last_conversion(self.model), convert
+        if has_new:
             refresh_graphs(self.model)
             store_weights(self.model, [self.optimizer])
             end_in_float32(self.model)

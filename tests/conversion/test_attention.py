@@ -146,7 +146,9 @@ def test_of_the_size_of_the_scores_nothing_is_kept_in_float32(name):
 
     ours = kept_by_each(functools.partial(model_of, policy="mixed_bfloat16", shape=x.shape[1:]))
     # A CPU widens all 16-bit numbers, and keeps some of them so; what an H100 keeps is in `test_forecast.py`.
-    assert ours + 1.9 < kept_by_each(stock_of)
+    assert ours < 6.2
+    # Since JAX 0.11 the program of its own attention keeps as little on a CPU (0.10.2: 8.1).
+    assert ours < kept_by_each(stock_of)
 
 
 @pytest.mark.slow

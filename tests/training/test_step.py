@@ -808,3 +808,20 @@ def test_sparse_batches_train_as_dense_ones_do(policy, backend):
     rtol = 1e-5 if policy == "float32" else 2.0**-7  # sums in another order; bfloat16 has 8 significant bits
     np.testing.assert_allclose(losses[0], losses[1], rtol=rtol)
     np.testing.assert_allclose(weights[0][0], weights[1][0], rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("rule", "of_the_body"), [("path:net/body$", "float32"), ("path:^body$", "bfloat16")], ids=["path", "name"]
+)
+def test_path_rules_of_a_model_that_the_first_step_builds_are_matched_by_paths(rule, of_the_body):
+    """A layer that is not built has a name and no path: what matched the name alone is in 16 bits after all."""
+    with mpkeras.policy_scope(mpkeras.Policy("mixed_bfloat16", keep_float32=(rule,))):
+        body, head = keras.layers.Dense(4, name="body"), keras.layers.Dense(2, name="head")
+        model = keras.Sequential([body, keras.layers.ReLU(), head], name="net")
+    step = mpkeras.make_train_step(model, "sgd", "mse")
+    with pytest.MonkeyPatch.context() as patch:
+        # That a rule matches nothing is told in another test.
+        patch.setattr("mpkeras.conversion.converter.unmatched", lambda model, rules, argument: [])
+        for _ in range(2):
+            step(np.ones((3, 5), "float32"), np.zeros((3, 2), "float32"))
+    assert (body.compute_dtype, head.compute_dtype) == (of_the_body, "bfloat16")
