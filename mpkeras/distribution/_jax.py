@@ -343,7 +343,7 @@ class _Rewriting:
             parameters["jaxpr"] = self._rewritten(parameters["jaxpr"], weights, gradients)
         results = equation.primitive.bind(*[value.as_made() for value in values], **parameters)
         if equation.primitive.name == "scan":
-            results = self._summed_behind(results, gradients, parameters["num_carry"])
+            results = self._summed_behind(results, gradients, _carried(equation))
         return list(map(_Value, results))
 
     def _summed_behind(self, results: list, gradients, carried: int) -> list:
@@ -381,6 +381,14 @@ class _Rewriting:
         ]
         rewritten = jax.make_jaxpr(run)(*shapes)
         return rewritten if isinstance(inside, ClosedJaxpr) else rewritten.jaxpr
+
+
+def _carried(loop) -> int:
+    """Returns how many results of a `scan` went from round to round; they come before those of each round."""
+    # By their shapes: each version of JAX has its own parameters for it. Results of rounds have an axis of rounds more.
+    inside = loop.params["jaxpr"]
+    pairs = zip(loop.outvars, getattr(inside, "jaxpr", inside).outvars, strict=True)
+    return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)
 
 
 def _as_traced(equation, jaxpr, values) -> list:

@@ -162,7 +162,7 @@ class _Interpreter:
             return self.run(getattr(jaxpr, "jaxpr", jaxpr), consts, arguments, owner, is_backward)
 
         if name == "scan":
-            return _scan(params, inputs, inner)
+            return _scan(equation, inputs, inner)
         if name == "while":
             return _while(params, inputs, inner)
         if name == "cond":
@@ -188,8 +188,12 @@ class _Interpreter:
         return outputs
 
 
-def _scan(params, inputs, run) -> list:
-    consts, carried = params["num_consts"], params["num_carry"]
+def _scan(equation, inputs, run) -> list:
+    params = equation.params
+    body = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+    # By the shapes, as each version of JAX has its own parameters for it: what comes from the rounds has an axis more.
+    carried = _same_rank(equation.outvars, body.outvars)
+    consts = _same_rank(equation.invars, body.invars) - carried
     fixed, carry, sequences = inputs[:consts], inputs[consts : consts + carried], inputs[consts + carried :]
     collected: list = []
     steps = range(params["length"])
@@ -200,9 +204,13 @@ def _scan(params, inputs, run) -> list:
     if params["reverse"]:
         collected.reverse()
     if not collected:
-        shapes = [variable.aval for variable in params["jaxpr"].jaxpr.outvars[carried:]]
+        shapes = [variable.aval for variable in body.outvars[carried:]]
         return [*carry, *(jnp.zeros((0, *aval.shape), aval.dtype) for aval in shapes)]
     return [*carry, *(jnp.stack(parts) for parts in zip(*collected, strict=True))]
+
+
+def _same_rank(variables, others) -> int:
+    return sum(one.aval.ndim == other.aval.ndim for one, other in zip(variables, others, strict=True))
 
 
 def _while(params, inputs, run) -> list:

@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -449,3 +450,31 @@ def test_without_rollback_there_is_no_state_to_keep(tmp_path):
     x, y = faults.batch()
     with pytest.raises(ValueError, match="undoes skipped steps.*rollback=False"):
         model.fit(x, y, verbose=0, callbacks=[BlackBox(tmp_path)])
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("length", [3, 0])
+def test_loops_are_run_as_jax_runs_them(length):
+    """The step of a black box is taken again operation by operation, rounds of loops included."""
+    import jax
+    import jax.numpy as jnp
+
+    interpreting = importlib.import_module("mpkeras.tools.blackbox._jax")
+
+    def loop(factor, rows, columns):
+        def one_round(carried, slices):
+            total, count = carried
+            row, column = slices
+            return (total * factor + row, count + 1), (total - row, column[::-1])
+
+        return jax.lax.scan(one_round, (jnp.ones(2), 0), (rows, columns), reverse=True)
+
+    rows, columns = np.arange(2.0 * length).reshape(length, 2), np.arange(4.0 * length).reshape(length, 4)
+    arguments = (jnp.float32(0.5), jnp.asarray(rows, "float32"), jnp.asarray(columns, "float32"))
+    program = jax.make_jaxpr(loop)(*arguments)
+    nobody = SimpleNamespace(**dict.fromkeys(("enter", "note", "know_constant"), lambda *arguments: None))
+    found = interpreting._Interpreter(nobody, []).run(program.jaxpr, program.consts, arguments)
+    expected = jax.tree_util.tree_leaves(loop(*arguments))
+    assert len(found) == len(expected) == 4
+    for own, of_jax in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(own, of_jax)
