@@ -157,3 +157,18 @@ def test_what_fails_at_the_start_is_shown(capfd):
         raise ImportError("no backend")
     os.write(2, b"and later lines\n")
     assert capfd.readouterr().err == "E0000 no library\nand later lines\n"
+
+
+def test_a_report_that_lacks_a_module_ends_in_one_line(capsys):
+    from _mpkeras_cli.command import add_report
+
+    def make(args):
+        raise ModuleNotFoundError("No module named 'compilers_of_theirs'")
+
+    parser = argparse.ArgumentParser(prog="mpkeras")
+    add_report(parser.add_subparsers(), "look", make, help="looks", description="Looks.")
+    args = parser.parse_args(["look"])
+    with pytest.raises(SystemExit) as ended:
+        args.run(args)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("error: No module named 'compilers_of_theirs'")

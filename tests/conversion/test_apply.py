@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import mpkeras
+from mpkeras.conversion import outputs as outputs_module
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.conversion.undo import recorded
 from tests.sixteen_bits import without_outputs
@@ -801,3 +802,65 @@ def test_p29_lora_weights_are_float32_and_move():
     moved = np.abs(numpy(dense.lora_kernel_b) - before)
     # Adam's first steps are of the size of the learning rate: 1e-5 each.
     assert np.all(moved > 5e-6) and np.all(moved < 2e-4)
+
+
+def test_the_slots_of_a_compiled_model_follow_its_weights_at_once():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="body"), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.5), "mse")
+    mpkeras.prepare(model, "float32")
+    model.train_on_batch(VECTORS[:, :4], np.zeros((5, 2), "float32"))
+    apply_policy(model, "bfloat16")
+    slots = {v.path.split("/")[-1]: v.dtype for v in model.optimizer.variables if v.path.endswith("_momentum")}
+    assert {dtype for name, dtype in slots.items() if "body" in name} == {"bfloat16"}
+    # The head stays in float32.
+    assert sorted(slots.values()) == ["bfloat16"] * 2 + ["float32"] * 2
+
+
+def test_a_file_of_an_output_with_a_mask_holds_no_cast_that_would_lose_it():
+    tokens = keras.Input((5,), dtype="int32")
+    outputs = keras.layers.Dense(3)(keras.layers.Embedding(7, 4, mask_zero=True)(tokens))
+    model = apply_policy(keras.Model(tokens, outputs), without_outputs("mixed_bfloat16"))
+    assert real_dtypes(model(np.ones((2, 5)))) == ["float32"]
+    assert [layer["class_name"] for layer in model.get_config()["layers"]] == ["InputLayer", "Embedding", "Dense"]
+
+
+class CountsAndScales(keras.layers.Layer):
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+        self.factor = self.add_weight(shape=(shape[-1],), initializer="ones", name="factor")
+
+    def call(self, x):
+        self.count.assign_add(1.0)
+        return (1.0 + 2.0**-12) * self.factor * x
+
+
+def test_a_head_that_writes_state_is_not_rounded_for_the_model_that_runs_it():
+    """Elsewhere such a layer returns what the 16-bit `call` around it takes."""
+
+    class Counting(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = keras.layers.Dense(4), CountsAndScales()
+
+        def call(self, x):
+            return self.head(self.body(x))
+
+    model = Counting()
+    model(VECTORS)
+    apply_policy(model, "mixed_bfloat16")
+    for _ in range(2):
+        outputs = model(VECTORS)
+        assert real_dtypes(outputs) == ["float32"]
+        values = keras.ops.convert_to_numpy(outputs)
+        # Of bfloat16 numbers, times one that has 13 bits.
+        in_bfloat16 = keras.ops.convert_to_numpy(keras.ops.cast(keras.ops.cast(values, "bfloat16"), "float32"))
+        assert np.any(values) and not np.any((values == in_bfloat16) & (values != 0))
+
+
+def test_a_head_is_followed_back_where_its_input_leads_to_the_output_alone():
+    """By hand: `hidden` goes to the activation, and in the second case to another layer as well."""
+    dense, activation, other = keras.layers.Dense(2), keras.layers.Activation("linear"), keras.layers.Dense(3)
+    x, hidden, output, aside = (object() for _ in range(4))
+    runs = [(dense, [x], [hidden]), (activation, [hidden], [output])]
+    assert outputs_module._makers([output], runs) == [activation, dense]
+    assert outputs_module._makers([output], [*runs, (other, [hidden], [aside])]) == [activation]

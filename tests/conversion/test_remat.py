@@ -13,6 +13,7 @@ import mpkeras
 from mpkeras._replaced import replaced_attributes
 from mpkeras.conversion.remat import repeated_layers
 from mpkeras.policies.survey import Survey
+from mpkeras.training.model_view import ModelView
 
 BACKEND = keras.backend.backend()
 RNG = np.random.default_rng(11)
@@ -568,3 +569,12 @@ def test_a_kept_step_computes_again_and_has_the_same_bits(name, policy, door, tm
     of_capsule, of_model = (mpkeras.audit(each).computed_again for each in (capsule.model, model))
     assert len(of_capsule) == len(of_model) > 0
     assert replaced_on(capsule.model) == replaced_on(model)
+
+
+def test_after_a_look_the_parts_are_computed_again():
+    model = made("causal")
+    mpkeras.apply_policy(model, mpkeras.Policy("mixed_bfloat16", remat="blocks"))
+    with pytest.raises(KeyError), ModelView(model).computed_once():
+        assert not replaced_on(model)
+        raise KeyError
+    assert replaced_on(model) == OF_A_GRAPH

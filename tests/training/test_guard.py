@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import mpkeras
 from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.training.prepare import prepare
 from tests.sixteen_bits import without_outputs
@@ -367,3 +368,33 @@ def test_an_optimizer_put_in_after_prepare_is_named():
     model.optimizer = keras.optimizers.SGD(0.1)
     with pytest.warns(UserWarning, match="call `mpkeras.prepare\\(model\\)` again"):
         model.train_on_batch(X[0], Y[0])
+
+
+# On JAX Keras carries the state of `model.optimizer` alone, and on torch its `fit` builds that one.
+@pytest.mark.backends("tensorflow")
+def test_logs_tell_of_an_optimizer_that_is_in_use():
+    """`super().compile()` gives the model one of its own, which comes first and is never built."""
+
+    class OwnOptimizer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+            self.own_optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1), loss_scale=64.0)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = (keras.ops.convert_to_tensor(part) for part in data)
+            variables, scale_loss = self.dense.trainable_variables, self.own_optimizer.scale_loss
+            _, grads = loss_and_gradients(lambda: keras.ops.mean((self(x) - y) ** 2), variables, scale_loss)
+            self.own_optimizer.apply(grads, variables)
+            return {"seen": keras.ops.sum(x)}
+
+    model = OwnOptimizer()
+    model(X[0])
+    model.compile(run_eagerly=True)
+    prepare(model, "float32", rollback=True)
+    assert not model.optimizer.built
+    logs = model.fit(X[0], Y[0], batch_size=4, verbose=0).history
+    assert (logs["loss_scale"], logs["skipped_steps"]) == ([64.0], [0.0])

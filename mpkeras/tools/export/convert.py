@@ -9,7 +9,6 @@ from typing import NamedTuple
 import keras
 
 from mpkeras.conversion.apply import apply_policy
-from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ConvertedLayer, ModelView, RuleNames, checked_path, dtypes, end_in_float32
 from mpkeras.tools.export import files
@@ -73,18 +72,9 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     apply_policy(model, policy)
     # As all formats can hold them.
     end_in_float32(model, in_file=True)
-    _give_stock_policies(model)
     source_bytes = source.stat().st_size  # now: `out` may be the same file
     files.write(model, out, chosen)
     return ConversionReport(model, policy, source, source_bytes, out, chosen.name, was_compiled)
-
-
-def _give_stock_policies(model):
-    """Exchanges `Policy` objects that the file brought for stock ones: the result then loads without mpkeras."""
-    for layer in ModelView(model).layers:
-        policy = layer.dtype_policy
-        if isinstance(policy, Policy) and policy.stock() is not None:
-            ConvertedLayer(layer).set_policy(policy.stock())
 
 
 class LayerDtype(NamedTuple):

@@ -10,6 +10,7 @@ from keras import layers
 import mpkeras
 from mpkeras.callbacks import BlackBox, MixedPrecision
 from mpkeras.conversion.float8 import multiplies_in_float8
+from mpkeras.tools.blackbox import comparison
 from mpkeras.training import capsule_file
 from tests.sixteen_bits import without_outputs
 from tests.tools.blackbox import faults
@@ -411,3 +412,16 @@ def test_products_in_float8_are_in_float8_again(tmp_path):
     other.compile("adam", "mse")
     with pytest.raises(ValueError, match="same layers in the same dtypes"):
         mpkeras.load_capsule(path, model=other).run()
+
+
+def test_how_far_arrays_are_from_their_references():
+    """By hand; what is not finite where the reference is is infinitely far, be it NaN or infinity."""
+    reference = np.array([2.0, -4.0, np.inf])
+    for array, share in (
+        ([2.0, -3.0, np.inf], 0.25),
+        ([2.0, -4.0, np.nan], 0.0),
+        ([np.nan, -4.0, np.inf], np.inf),
+        ([2.0, np.inf, np.inf], np.inf),
+    ):
+        assert comparison._deviation([np.array(array)], [reference]) == share
+        assert comparison._deviation([None, 8.0 * np.array(array)], [None, reference], scale=8.0) == share

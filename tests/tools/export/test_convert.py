@@ -359,3 +359,15 @@ def test_the_figure_has_a_bar_for_each_dtype(saved):
     path, _ = saved
     (axes,) = convert(path, path.parent / "out.keras", "mixed_bfloat16").plot().axes
     assert {text.get_text() for text in axes.get_yticklabels()} == {"bfloat16", "float32"}
+
+
+def test_a_policy_object_that_the_file_has_already_is_stock_in_the_new_one(tmp_path):
+    # A float32 layer among layers in 16 bits is there on purpose, and stays as it is.
+    on_purpose = keras.layers.Dense(3, dtype=mpkeras.Policy("float32"))
+    others = [keras.layers.Dense(2, dtype="mixed_bfloat16") for _ in range(2)]
+    model = keras.Sequential([keras.Input((4,)), others[0], on_purpose, others[1]])
+    model.save(tmp_path / "model.keras")
+    convert(tmp_path / "model.keras", tmp_path / "out.keras", "mixed_bfloat16")
+    for name, has_ours in (("model", True), ("out", False)):
+        with zipfile.ZipFile(tmp_path / f"{name}.keras") as file:
+            assert (b"mpkeras" in file.read("config.json")) == has_ours
