@@ -38,25 +38,26 @@ def turns(item):
 
 
 @pytest.mark.parametrize("name", ["test_a", "test_b", "test_c"])
-def test_each_turn_has_one_backend_and_each_backend_has_two(name):
+def test_each_backend_has_one_of_six_turns(name):
     found = turns(Item(name, pytest.mark.slow))
-    assert [len(names) for names in found] == [1] * 6
-    assert sorted(sum(found, [])) == sorted(2 * BACKENDS)
+    assert sorted(sum(found, [])) == sorted(BACKENDS)
+    # Every other turn has none.
+    assert {tuple(map(len, found))} <= {(1, 0) * 3, (0, 1) * 3}
 
 
 @pytest.mark.parametrize("is_seldom", [False, True], ids=["named", "others are seldom"])
-def test_of_two_backends_each_has_three(is_seldom, monkeypatch):
+def test_of_two_backends_each_has_two(is_seldom, monkeypatch):
     marks = [pytest.mark.slow]
     if is_seldom:
         monkeypatch.setitem(turns_plugin.SELDOM, FILE, {"test_a": ("tensorflow",)})
     else:
         marks.append(pytest.mark.backends("jax", "torch"))
-    assert sorted(sum(turns(Item("test_a", *marks)), [])) == ["jax"] * 3 + ["torch"] * 3
+    assert sorted(sum(turns(Item("test_a", *marks)), [])) == ["jax"] * 2 + ["torch"] * 2
 
 
-def test_a_single_backend_has_every_other_turn():
+def test_a_single_backend_has_two():
     found = turns(Item("test_a", pytest.mark.slow, pytest.mark.backends("jax")))
-    assert found in ([["jax"], []] * 3, [[], ["jax"]] * 3)
+    assert sum(found, []) == ["jax"] * 2 and found[:3] == found[3:]
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["quick", "every turn"])
