@@ -13,6 +13,7 @@ from jax.experimental import sparse
 from mpkeras._keras import put
 from mpkeras.distribution._jax import with_dtypes
 from mpkeras.policies.dtypes import as_array
+from mpkeras.scaling._jax import stacked
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training import defaults, metric_states
 from mpkeras.training.defaults import (  # noqa: F401
@@ -30,9 +31,6 @@ from mpkeras.training.defaults import (  # noqa: F401
     track_random_states,
     variable_scope,
 )
-
-# The most elements of a variable whose sum is taken in one program with those of others: statistics, not weights.
-SUMMED_TOGETHER = 2**16
 
 
 def empty_step(model, optimizers, state, data):
@@ -186,24 +184,22 @@ def _restored(values, old_values, step_is_skipped):
 
 def _became_non_finite(values, old_values) -> list:
     """Returns for each of `values` whether it is not finite, and was: bools of shape `()`; `False` of whole numbers."""
-    groups = {}
-    for index, value in enumerate(values):
-        if jnp.issubdtype(value.dtype, jnp.floating):
-            # Small ones of a shape at once: for every sum a GPU starts a kernel, and ResNet-50 has 106 statistics.
-            alone = index if value.size > SUMMED_TOGETHER else None
-            groups.setdefault((value.shape, value.dtype, alone), []).append(index)
     found = [False] * len(values)
-    for indices in groups.values():
-        is_finite, was_finite = (_are_finite([of[index] for index in indices]) for of in (values, old_values))
-        for position, index in enumerate(indices):
-            found[index] = was_finite[position] & ~is_finite[position]
+    floats = [index for index, value in enumerate(values) if jnp.issubdtype(value.dtype, jnp.floating)]
+    of_new, of_old = (_are_finite([of[index] for index in floats]) for of in (values, old_values))
+    for index, is_finite, was_finite in zip(floats, of_new, of_old, strict=True):
+        found[index] = was_finite & ~is_finite
     return found
 
 
-def _are_finite(values):
-    """Returns which of `values`, of one shape and dtype, are finite: bools of shape `(len(values),)`."""
-    values = jnp.stack(values)
-    return jnp.isfinite(jnp.sum(values, axis=tuple(range(1, values.ndim)), dtype=jnp.float32))
+def _are_finite(values) -> list:
+    """Returns whether each of `values` is finite: bools of shape `()`."""
+    found = [None] * len(values)
+    for indices, stack in stacked(values):
+        are_finite = jnp.isfinite(jnp.sum(stack, axis=tuple(range(1, stack.ndim)), dtype=jnp.float32))
+        for position, index in enumerate(indices):
+            found[index] = are_finite[position]
+    return found
 
 
 def scale_logs(optimizers, result) -> tuple:

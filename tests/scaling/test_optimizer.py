@@ -898,3 +898,22 @@ def test_rows_of_a_table_are_chosen_whole(mode):
     step(tf.constant([[8.0, 8.0], [16.0, 16.0], [32.0, 32.0]]), tf.constant([2, 2, 3]))
     assert table.numpy()[:2].tobytes() == start[:2].tobytes()
     np.testing.assert_array_equal(table.numpy()[2:], [[3.5, 5.5], [-2.0, 7.0]])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_number_that_is_not_finite_in_any_gradient_skips_the_step(mode):
+    """Of one shape there are several, small and large, and one that is alone; the number is the last of it."""
+    shapes = [(3,), (3,), (3,), (2, 4), (2, 4), (), (), (70, 70), (70, 70), (9000,)]
+    ones = [np.ones(shape, "float32") for shape in shapes]
+    weights = [keras.Variable(gradient) for gradient in ones]
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=1.0)
+    apply = applier(optimizer, weights, mode)
+    for bad in range(len(shapes)):
+        grads = [gradient.copy() for gradient in ones]
+        grads[bad][(-1,) * grads[bad].ndim] = (np.nan, np.inf, -np.inf)[bad % 3]
+        apply(grads)
+        assert int(optimizer.skipped_steps) == bad + 1
+    apply(ones)
+    assert int(optimizer.skipped_steps) == len(shapes)
+    for weight in weights:
+        np.testing.assert_array_equal(ops.convert_to_numpy(weight), 0.5)

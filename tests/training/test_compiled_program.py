@@ -187,3 +187,14 @@ def test_the_program_grows_with_the_number_of_layers_not_with_its_square(accumul
 
     # 4 times as many operations; 9 times and more with the sums in every update.
     assert length(40) < 6 * length(10)
+
+
+@pytest.mark.backends("jax")
+def test_the_check_of_a_bias_reads_its_gradient_and_not_what_that_is_the_sum_of():
+    """Of a sum of a sum XLA makes one, here of all rows of the activations' gradient, which are read once more."""
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(96, "relu"), keras.layers.Dense(1)])
+    step = mpkeras.make_train_step(model, keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+    program = step.compiler_ir(np.ones((64, 32), "float32"), np.ones((64, 1), "float32"))
+    shapes = dict(re.findall(r"%?([\w.-]+) = \w+\[([\d,]*)\]", program))
+    added_up = [shapes[operand] for operand in re.findall(r"= f32\[\]\S* reduce\(%?([\w.-]+)", program)]
+    assert added_up and "64,96" not in added_up
