@@ -159,12 +159,13 @@ def measure_model(model: str, names: list[str], workers: Workers, options: dict,
     units = [[variant for variant in unit if variant.name in names] for unit in UNITS]
     # First what is in 16 bits: that is compared most closely, and more of it fits side by side.
     units = sorted((unit for unit in units if unit), key=lambda unit: unit[0].dtype == "float32")
-    results, group = {}, 0
+    results, group, is_stuck = {}, 0, False
     room = Room()
     while units:
         running, lanes = {}, {}
         room.begin_group()
-        for unit in units:
+        # Two that ran out of memory beside each other would do so again.
+        for unit in units[:1] if is_stuck else units:
             lanes.setdefault(unit[0].framework, []).append(unit)
 
         def prepare(lane, running=running, group=group):
@@ -200,7 +201,9 @@ def measure_model(model: str, names: list[str], workers: Workers, options: dict,
                     # A lane waits for its process: without this, Control-C would wait for it, too.
                     workers.kill()
                     raise
-            units = [unit for framework, lane in lanes.items() for unit in lane[done[framework] :]]
+            prepared = [id(unit) for framework, lane in lanes.items() for unit in lane[: done[framework]]]
+            is_stuck = not prepared
+            units = [unit for unit in units if id(unit) not in prepared]
             if running:
                 _time_rounds(model, {name: running[name] for name in names if name in running}, options, results)
         finally:

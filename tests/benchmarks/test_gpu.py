@@ -251,6 +251,11 @@ def test_what_no_memory_was_left_for_is_tried_again_alone(monkeypatch):
     workers.free = 15
     found = rounds.measure_model("bert_base", [FLOAT32], workers, options, is_gpu=False, log=lambda line: None)
     assert rounds.is_out_of_memory(found[FLOAT32]["unavailable"])
+    # There is never enough: each is tried beside the other and alone, and that is said.
+    workers.free = 5
+    names = [MPKERAS_FLOAT16, TORCH_FLOAT16[0]]
+    found = rounds.measure_model("bert_base", names, workers, options, is_gpu=False, log=lambda line: None)
+    assert all(rounds.is_out_of_memory(found[name]["unavailable"]) for name in names) and workers.free == 5
 
 
 def test_an_interrupted_benchmark_waits_for_no_process(monkeypatch):
