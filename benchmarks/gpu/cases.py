@@ -68,7 +68,7 @@ CASES = {
 # The same code at sizes that a CPU compiles and runs in seconds.
 TINY_CASES = {
     "resnet50": Case("resnet", 4, 0.01, ResNetSizes(32, (2, 1), 8, 10)),
-    "bert_base": Case("encoder", 4, 1e-3, TransformerSizes(16, 32, 2, 2, 64, 2)),
+    "bert_base": Case("encoder", 4, 1e-3, TransformerSizes(16, 32, 2, 3, 64, 2)),
     "gpt2_small": Case("decoder", 4, 1e-3, TransformerSizes(16, 32, 2, 2, 64, None)),
 }
 
