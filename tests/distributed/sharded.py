@@ -60,7 +60,9 @@ def new_model(policy):
         hidden = keras.layers.Embedding(WORDS, 32)(ids)
         hidden = keras.layers.Conv1D(64, 3, padding="same", activation="gelu")(hidden)
         hidden = keras.layers.BatchNormalization()(hidden)
-        hidden = keras.layers.LSTM(32, return_sequences=True)(hidden)
+        # JAX makes no orthogonal matrix in bfloat16.
+        initializer = "glorot_uniform" if policy == "bfloat16" else "orthogonal"
+        hidden = keras.layers.LSTM(32, return_sequences=True, recurrent_initializer=initializer)(hidden)
         return keras.Model(ids, keras.layers.Dense(WORDS)(keras.layers.Dropout(0.1)(hidden)))
 
 

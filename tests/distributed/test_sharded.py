@@ -31,9 +31,11 @@ def check(result, policy):
         assert found["difference"] <= LARGEST[policy]
         assert found["skipped_without_trace"] == [True] * 8
     assert result[f"{policy} fit"]["difference"] <= LARGEST[policy]
-    assert result[f"{policy} weights"]["share"] <= 1 / 8 + 0.02
-    # Weights whole, Adam's two slots in parts; with 2 % for what is small or odd. bfloat16 statistics are float32.
-    assert result[f"{policy} state"]["share"] <= (1 + 2 / 8) / 3 + 0.02
+    # For what is small or odd, and whole on each device: in bfloat16 the rest has half the bytes, statistics have not.
+    whole = 0.03 if policy == "bfloat16" else 0.02
+    assert result[f"{policy} weights"]["share"] <= 1 / 8 + whole
+    # Weights whole, Adam's two slots in parts.
+    assert result[f"{policy} state"]["share"] <= (1 + 2 / 8) / 3 + whole
 
 
 @only_jax
