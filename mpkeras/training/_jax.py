@@ -13,7 +13,7 @@ from jax.experimental import sparse
 from mpkeras._keras import put
 from mpkeras.distribution._jax import with_dtypes
 from mpkeras.policies.dtypes import as_array
-from mpkeras.scaling._jax import stacked
+from mpkeras.scaling._jax import sums
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training import defaults, metric_states
 from mpkeras.training.defaults import (  # noqa: F401
@@ -195,10 +195,9 @@ def _became_non_finite(values, old_values) -> list:
 def _are_finite(values) -> list:
     """Returns whether each of `values` is finite: bools of shape `()`."""
     found = [None] * len(values)
-    for indices, stack in stacked(values):
-        are_finite = jnp.isfinite(jnp.sum(stack, axis=tuple(range(1, stack.ndim)), dtype=jnp.float32))
-        for position, index in enumerate(indices):
-            found[index] = are_finite[position]
+    for indices, of_some in sums(values):
+        for index, is_finite in zip(indices, jnp.isfinite(of_some), strict=True):
+            found[index] = is_finite
     return found
 
 
