@@ -79,7 +79,8 @@ class KerasTrainer(Trainer):
             "params": sum(int(ops.size(variable)) for variable in self.model.trainable_variables),
             "attention": ("cuDNN flash" if is_flash else "XLA") if has_attention else None,
             "compiler_bytes": None if temporary_bytes is None else temporary_bytes + held,
-            "held_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_pool_bytes", peak_bytes()),
+            # What the allocator has taken of the device, some of which it may have in reserve.
+            "held_bytes": most_bytes("peak_pool_bytes") or most_bytes("peak_bytes_in_use"),
         }
 
     def state(self) -> dict:
@@ -91,7 +92,7 @@ class KerasTrainer(Trainer):
         return {
             "losses": self.losses,
             "loss_scale": float(ops.convert_to_numpy(optimizer.dynamic_scale)) if is_scaling else None,
-            "peak_bytes": peak_bytes(),
+            "peak_bytes": most_bytes("peak_bytes_in_use"),
         }
 
 
@@ -143,9 +144,9 @@ class StockStep:
         return [trainable, updated, optimizer_values], loss
 
 
-def peak_bytes() -> int | None:
-    """Returns the most bytes that this process had taken of the device at once; `None` where JAX does not count."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+def most_bytes(name: str) -> int | None:
+    """Returns a figure of JAX's allocator, by its name; `None` where JAX does not count."""
+    return (jax.devices()[0].memory_stats() or {}).get(name)
 
 
 def _formatted(x):

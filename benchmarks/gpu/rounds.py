@@ -173,24 +173,19 @@ def measure_model(model: str, names: list[str], workers: Workers, options: dict,
             for done, unit in enumerate(lane):
                 if not room.take(unit):
                     return done
-                found_room = True
+                new = {variant.name: {"group": group, "blocks": [], "unavailable": None} for variant in unit}
+                results.update(new)
+                started = _prepared_unit(model, unit, workers, options, new, is_gpu, log)
                 for variant in unit:
-                    results[variant.name] = result = {"group": group, "blocks": [], "unavailable": None}
-                    if variant.name == TF32 and not is_gpu:
-                        result["unavailable"] = NO_TF32
-                        continue
-                    worker = _prepared(model, variant, workers, options, result, log)
-                    if worker is not None:
-                        running[variant.name] = worker
-                        room.learn(variant, result.get("held_bytes"))
-                    found_room = found_room and not is_out_of_memory(result["unavailable"])
+                    if variant.name in started:
+                        room.learn(variant, new[variant.name].get("held_bytes"))
                 room.give_back(unit)
-                if not found_room and not room.had_one_alone():
+                if any(is_out_of_memory(result["unavailable"]) for result in new.values()) and not room.had_one_alone():
                     # Others held what it needed: it comes in the next group.
-                    for variant in unit:
-                        if variant.name in running:
-                            workers.release(running.pop(variant.name))
+                    for worker in started.values():
+                        workers.release(worker)
                     return done
+                running.update(started)
             return len(lane)
 
         try:
@@ -263,6 +258,19 @@ class Room:
             of_others = max((taken / (1 + was) for (_, was), taken in self._taken_by.items()), default=0)
             known = of_others * (1 + is_float32)
         return known
+
+
+def _prepared_unit(model, unit, workers, options, results, is_gpu, log) -> dict[str, Worker]:
+    """Returns the workers of a unit by variant; of one that failed `results` says why."""
+    started = {}
+    for variant in unit:
+        if variant.name == TF32 and not is_gpu:
+            results[variant.name]["unavailable"] = NO_TF32
+            continue
+        worker = _prepared(model, variant, workers, options, results[variant.name], log)
+        if worker is not None:
+            started[variant.name] = worker
+    return started
 
 
 def _prepared(model, variant: Variant, workers, options, result, log) -> Worker | None:

@@ -167,19 +167,15 @@ def _closed(optimizer, values):
 
 def _restored(values, old_values, step_is_skipped):
     # Where a value is the old one it was not assigned in this step (frozen weights): there is nothing to choose.
-    pairs = [(value, old) for value, old in zip(values, old_values, strict=True) if value is not old]
-    assigned, replaced = [value for value, _ in pairs], [old for _, old in pairs]
+    assigned = [i for i, (value, old) in enumerate(zip(values, old_values, strict=True)) if value is not old]
     # The compiler for TPUs would compute statistics where they are chosen, at the end of the step, and keep the
     # activations that they are of until then: a tenth of ResNet-50's temporaries.
-    assigned = list(jax.lax.optimization_barrier(assigned))
-    takes_old = _became_non_finite(assigned, replaced)
-    chosen = iter(
-        [
-            jnp.where(step_is_skipped | became, old, value)
-            for value, old, became in zip(assigned, replaced, takes_old, strict=True)
-        ]
-    )
-    return [old if value is old else next(chosen) for value, old in zip(values, old_values, strict=True)]
+    new = jax.lax.optimization_barrier([values[i] for i in assigned])
+    takes_old = _became_non_finite(new, [old_values[i] for i in assigned])
+    restored = list(old_values)
+    for i, value, became in zip(assigned, new, takes_old, strict=True):
+        restored[i] = jnp.where(step_is_skipped | became, old_values[i], value)
+    return restored
 
 
 def _became_non_finite(values, old_values) -> list:

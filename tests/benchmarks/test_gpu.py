@@ -190,13 +190,12 @@ class FakeWorkers:
     are_shared = False
 
     def __init__(self):
-        self.free, self.alive, self.alive_at_once = 28, [], set()
+        self.free, self.alive = 28, []
 
     def start(self, framework, variant):
         self.alive.append(variant)
         self.free -= self.taken_by(variant)
-        self.alive_at_once.add(frozenset(self.alive))
-        return variant_of(self, variant)
+        return types.SimpleNamespace(variant=variant, ask=self.ask)
 
     @staticmethod
     def taken_by(variant):
@@ -213,10 +212,6 @@ class FakeWorkers:
     def release(self, worker):
         self.alive.remove(worker.variant)
         self.free += self.taken_by(worker.variant)
-
-
-def variant_of(workers, variant):
-    return types.SimpleNamespace(variant=variant, ask=workers.ask)
 
 
 def test_variants_that_find_no_room_come_in_a_later_group(monkeypatch):

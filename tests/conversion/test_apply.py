@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import mpkeras
-from mpkeras.conversion import outputs as outputs_module
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.conversion.undo import recorded
 from tests.sixteen_bits import without_outputs
@@ -855,12 +854,3 @@ def test_a_head_that_writes_state_is_not_rounded_for_the_model_that_runs_it():
         # Of bfloat16 numbers, times one that has 13 bits.
         in_bfloat16 = keras.ops.convert_to_numpy(keras.ops.cast(keras.ops.cast(values, "bfloat16"), "float32"))
         assert np.any(values) and not np.any((values == in_bfloat16) & (values != 0))
-
-
-def test_a_head_is_followed_back_where_its_input_leads_to_the_output_alone():
-    """By hand: `hidden` goes to the activation, and in the second case to another layer as well."""
-    dense, activation, other = keras.layers.Dense(2), keras.layers.Activation("linear"), keras.layers.Dense(3)
-    x, hidden, output, aside = (object() for _ in range(4))
-    runs = [(dense, [x], [hidden]), (activation, [hidden], [output])]
-    assert outputs_module._makers([output], runs) == [activation, dense]
-    assert outputs_module._makers([output], [*runs, (other, [hidden], [aside])]) == [activation]

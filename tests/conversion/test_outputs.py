@@ -6,6 +6,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
+from mpkeras.conversion import outputs
 from mpkeras.policies.heads import heads_of
 
 # Keras says so of a model with a layer that its call does not use.
@@ -381,3 +382,12 @@ def test_what_is_not_large_or_no_product_of_two_matrices(small_is_large):
     assert ["call" in vars(layer) for layer in heads] == [False, False, True]
     outputs = model(np.ones((1, 4, 4), "float32"))
     assert {keras.backend.standardize_dtype(output.dtype) for output in outputs} == {"float32"}
+
+
+def test_a_head_is_followed_back_where_its_input_leads_to_the_output_alone():
+    """By hand: `hidden` goes to the activation, and in the second case to another layer as well."""
+    dense, activation, other = keras.layers.Dense(2), keras.layers.Activation("linear"), keras.layers.Dense(3)
+    x, hidden, output, aside = (object() for _ in range(4))
+    runs = [(dense, [x], [hidden]), (activation, [hidden], [output])]
+    assert outputs._makers([output], runs) == [activation, dense]
+    assert outputs._makers([output], [*runs, (other, [hidden], [aside])]) == [activation]
