@@ -372,16 +372,77 @@ def test_a_large_head_is_large_again_after_a_file_and_on_the_way_back(small_is_l
     assert model.layers[-1].compute_dtype == "float32" and "call" not in vars(model.layers[-1])
 
 
-def test_what_is_not_large_or_no_product_of_two_matrices(small_is_large):
+def test_what_is_not_large_or_no_head_of_a_vocabulary(small_is_large):
     inputs = keras.Input((4, 4))
-    # A kernel of 4 x 2 and its bias are 10 weights; a convolution of 3 x 4 x 2 is large, and Keras' own arithmetic.
-    heads = [layers.Dense(2), layers.Conv1D(2, 3), layers.Dense(9, activation="relu")]
+    # A kernel of 4 x 2 and its bias are 10 weights; convolutions and recurrent layers are no heads of a vocabulary.
+    heads = [layers.Dense(2), layers.Conv1D(2, 3), layers.LSTM(2), layers.Dense(9, activation="relu")]
     model = keras.Model(inputs, [layer(inputs) for layer in heads])
     mpkeras.apply_policy(model, "mixed_bfloat16")
-    assert [layer.compute_dtype for layer in heads] == ["float32", "bfloat16", "bfloat16"]
-    assert ["call" in vars(layer) for layer in heads] == [False, False, True]
+    assert [layer.compute_dtype for layer in heads] == ["float32"] * 3 + ["bfloat16"]
+    assert ["call" in vars(layer) for layer in heads] == [False] * 3 + [True]
     outputs = model(np.ones((1, 4, 4), "float32"))
     assert {keras.backend.standardize_dtype(output.dtype) for output in outputs} == {"float32"}
+
+
+def rounded_to(dtype, array):
+    return np.asarray(ops.convert_to_numpy(ops.cast(ops.cast(array, dtype), "float32")), "float64")
+
+
+@pytest.mark.skipif(not hasattr(layers, "ReversibleEmbedding"), reason="Keras 3.10 does not have it")
+@pytest.mark.parametrize(
+    "policy, options",
+    [
+        ("mixed_bfloat16", {}),
+        ("mixed_float16", {"tie_weights": False}),
+        ("mixed_bfloat16", {"logit_soft_cap": 30.0}),
+        ("mixed_bfloat16", {"reverse_dtype": "bfloat16"}),
+    ],
+)
+def test_a_table_read_in_reverse_sums_in_float32(small_is_large, policy, options):
+    """The tied head of a language model: by hand, from rounded operands. As a table it gives the rows in 16 bits."""
+    dtype = policy.removeprefix("mixed_")
+    keras.utils.set_random_seed(3)
+    ids = keras.Input((5,), dtype="int32")
+    initializer = keras.initializers.RandomNormal(stddev=7)
+    table = layers.ReversibleEmbedding(7, 4, embeddings_initializer=initializer, **options)
+    rows = table(ids)
+    model = keras.Model(ids, table(rows, reverse=True))
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    mpkeras.prepare(model, policy, loss_scale=4.0)
+    assert table.compute_dtype == dtype
+    x = np.array([[0, 6, 3, 3, 1], [2, 4, 5, 0, 0]])
+    before = [np.asarray(array, "float64") for array in table.get_weights()]
+    weights = [rounded_to(dtype, array) for array in before]
+    kernel = weights[0].T if options.get("tie_weights", True) else weights[1]
+    logits = weights[0][x] @ kernel
+    cap = options.get("logit_soft_cap")
+    expected = logits if cap is None else np.tanh(logits / cap) * cap
+    predicted = model.predict(x, verbose=0)
+    assert predicted.dtype == np.float32
+    np.testing.assert_allclose(predicted, expected, rtol=2e-5)
+    assert keras.backend.standardize_dtype(table(x).dtype) == dtype
+    y = (expected - np.random.default_rng(6).normal(size=expected.shape)).astype("float32")
+    model.fit(x, y, verbose=0)
+    grads = 2 * (expected - y) / y.size * (1 if cap is None else 1 - (expected / cap) ** 2)
+    of_rows = np.zeros_like(before[0])
+    np.add.at(of_rows, x, grads @ kernel.T)
+    of_kernel = np.einsum("bsd,bsv->dv", weights[0][x], grads)
+    new = [of_rows + of_kernel.T] if options.get("tie_weights", True) else [of_rows, of_kernel]
+    for array, old, grad in zip(table.get_weights(), before, new, strict=True):
+        np.testing.assert_allclose(array, old - 0.5 * grad, atol=2e-2)
+    mpkeras.apply_policy(model, "float32")
+    assert "call" not in vars(table)
+
+
+def test_a_head_in_a_wrapper_over_time_sums_in_float32(small_is_large):
+    inputs = keras.Input((3, 4))
+    inner = layers.Dense(5, kernel_initializer=keras.initializers.RandomNormal(stddev=9, seed=8))
+    model = keras.Model(inputs, layers.TimeDistributed(inner)(inputs))
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert inner.compute_dtype == "bfloat16"
+    x = np.random.default_rng(9).normal(size=(2, 3, 4)).astype("float32")
+    expected = rounded_to("bfloat16", x) @ rounded_to("bfloat16", inner.get_weights()[0])
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_is_followed_back_where_its_input_leads_to_the_output_alone():

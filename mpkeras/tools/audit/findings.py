@@ -160,6 +160,31 @@ def check_float32_rules(model, rows) -> list:
     return findings
 
 
+def check_rounded_outputs(model, rows) -> list:
+    """Layers so large that they multiply in 16 bits, and whose results, outputs of the model, are rounded."""
+    heads = {id(layer) for layer in ModelView(model).known_heads()}
+    findings = []
+    for row in rows:
+        layer = ConvertedLayer(row.layer)
+        # Of a wrapper, the layer inside makes them.
+        is_maker = id(row.layer) in heads and not isinstance(row.layer, keras.layers.Wrapper)
+        if not (is_maker and layer.is_large) or row.compute_dtype not in dtypes.SIXTEEN_BIT_DTYPES:
+            continue
+        if layer.sums_in_float32:
+            continue
+        what = f"It makes outputs of the model from {row.parameters:,} parameters, and rounds them to {row.compute_dtype}."
+        remedy = "`mpkeras.apply_policy` and `mpkeras.prepare` let it sum in float32."
+        if layer.has_own_call:
+            rule = RuleNames.of_path(row.path)
+            remedy = (
+                f"Its `call` is its author's, and is not looked into. The `keep_float32` rule {rule!r} keeps it in "
+                "float32; `Dense`, `EinsumDense` and `ReversibleEmbedding` in its place multiply in 16 bits and sum in "
+                "float32."
+            )
+        findings.append(Finding("note", row.path, what, remedy))
+    return findings
+
+
 def check_written_state(model, rows) -> list:
     """Layers that write state in their `call`: those that do so in 16 bits, and those that stay in float32 for it."""
     findings = []

@@ -131,6 +131,30 @@ def test_large_products_in_float32_are_named_with_a_remedy_that_holds(monkeypatc
         assert (end.severity, "sums in float32" in end.what, "jit_compile=True" in end.remedy) == ("note", True, True)
 
 
+class OwnHead(layers.Dense):
+    def call(self, inputs):
+        return keras.ops.matmul(inputs, self.kernel)
+
+
+def test_outputs_that_a_large_head_rounds_are_named_with_a_rule_that_holds(monkeypatch):
+    monkeypatch.setattr("mpkeras.policies.heads._LARGE", 24)
+
+    def rounded(policy):
+        model = keras.Sequential([keras.Input((6,)), OwnHead(4, name="own")], name="net")
+        report = mpkeras.audit(mpkeras.apply_policy(model, policy))
+        return [finding for finding in report.findings if "rounds them" in finding.what]
+
+    (finding,) = rounded("mixed_float16")
+    assert (finding.severity, finding.layer) == ("note", "net/own")
+    assert finding.what == "It makes outputs of the model from 28 parameters, and rounds them to float16."
+    rule = finding.remedy.partition("rule '")[2].partition("'")[0]
+    assert rounded(mpkeras.Policy("mixed_float16", keep_float32=(*mpkeras.policies.default_rules(), rule))) == []
+    # Keras' arithmetic in the policy of plain Keras.
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4, dtype="mixed_bfloat16", name="stock")])
+    (finding,) = [f for f in mpkeras.audit(model).findings if "rounds them" in f.what]
+    assert "prepare" in finding.remedy
+
+
 def test_the_report_as_json_and_as_a_figure():
     pytest.importorskip("matplotlib")
     report = mpkeras.audit(mpkeras.apply_policy(image_model(), "mixed_bfloat16"))
