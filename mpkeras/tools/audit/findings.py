@@ -172,7 +172,8 @@ def check_rounded_outputs(model, rows) -> list:
             continue
         if layer.sums_in_float32:
             continue
-        what = f"It makes outputs of the model from {row.parameters:,} parameters, and rounds them to {row.compute_dtype}."
+        dtype, parameters = row.compute_dtype, row.parameters
+        what = f"It makes outputs of the model from {parameters:,} parameters, and rounds them to {dtype}."
         remedy = "`mpkeras.apply_policy` and `mpkeras.prepare` let it sum in float32."
         if layer.has_own_call:
             rule = RuleNames.of_path(row.path)
