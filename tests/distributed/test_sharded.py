@@ -45,6 +45,7 @@ def test_a_model_in_parts_trains_as_on_one_device():
 
 
 @only_jax
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 def test_a_model_in_parts_trains_as_on_one_device_in_16_bits(policy):
