@@ -64,7 +64,6 @@ EVERY_CASE = {
         "test_code_block_runs": ("torch",),
     },
     "tests/tools/blackbox/test_black_box.py": {
-        "test_copies_are_those_of_before_the_step_bit_for_bit": BACKENDS,
         "test_training_is_the_same_without_it": BACKENDS,
     },
     "tests/tools/forecast/test_forecast.py": {

@@ -1,6 +1,6 @@
 """A model while `fit` trains it, as callbacks see it that look at its steps."""
 
-from mpkeras import _keras, _replaced
+from mpkeras import _keras
 from mpkeras.training import for_one_fit, guard, retake, training_backend
 from mpkeras.training.inventory import moving_variables
 from mpkeras.training.validations import not_finite
@@ -53,19 +53,15 @@ class ModelInFit:
         """Notes that `leave` was called."""
         for_one_fit.ended(self.model, leave)
 
-    def put_in_front(self, name: str, method):
-        """Puts `method` in the place of a method of the model, until `take_away`."""
-        _replaced.replace(self.model, name, method, kind="callback")
-
-    def take_away(self, name: str):
-        """Puts the method back as it was; does nothing where none was put in its place."""
-        _replaced.restore(self.model, name, kind="callback")
-
     def moving_variables(self, optimizers) -> list:
         """Returns the variables that a skipped step changes, and those that count updates: single numbers."""
         return moving_variables(optimizers, self.model.metrics)
 
-    def held_by_variables(self, state):
+    def held_state(self, arguments):
+        """Returns the `HeldState` between two steps, by what the train function is given before its data."""
+        return training_backend.HeldState(self.model, arguments)
+
+    def held_by_variables(self, state=None):
         """Context manager: on JAX the variables hold `state`, which `fit` hands on, instead of their own values."""
         return _keras.held_by_variables(self.model, state)
 

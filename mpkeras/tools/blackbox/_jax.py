@@ -1,4 +1,4 @@
-"""On JAX: the numbers that a skipped step changes, and the operations of a step one by one."""
+"""On JAX: the operations of a step one by one."""
 
 import dataclasses
 
@@ -11,79 +11,6 @@ from mpkeras.tools.blackbox.origins import user_line
 from mpkeras.tools.shared._jax import scope
 from mpkeras.tools.shared.flops import owner_name, owner_of
 from mpkeras.tools.shared.ranges import is_finite
-
-
-class NumberCopies:
-    """Copies what a skipped step changes, as the step is given its state to overwrite.
-
-    Args:
-        model: A model in `fit`.
-        variables: Its variables that hold the numbers, each of shape `()`.
-        skip_counts: Those of them that count skipped steps.
-    """
-
-    def __init__(self, model, variables, skip_counts):
-        groups = {1: model.non_trainable_variables, 2: model.optimizer.variables, 3: model.metrics_variables}
-        places = {id(v): (i, j) for i, group in groups.items() for j, v in enumerate(group)}
-        # `fit` hands on no state of optimizers beside `model.optimizer`: a step that runs op by op assigns it.
-        self._places = [(variable, places.get(id(variable))) for variable in variables]
-        self._counts = [i for i, v in enumerate(variables) if any(v is count for count in skip_counts)]
-        # The numbers after the last step: as a rule the next step is given the same arrays.
-        self._last: _Numbers | None = None
-
-    def before_step(self, state):
-        """Returns the numbers in `state`; waits for the step that computes them."""
-        values = self._values(state)
-        if self._last is None or not self._last.are_of(values):
-            # The first step of an epoch, or a callback has set a variable.
-            self._last = _Numbers(values)
-        # The step overwrites what has not been copied by then.
-        self._last.copies()
-        return self._last
-
-    def after_step(self, numbers_before, state):
-        """Returns what `skipped` needs; nothing is waited for."""
-        del numbers_before
-        self._last = _Numbers(self._values(state))
-        self._last.send()
-        return self._last
-
-    def skipped(self, numbers_before, after) -> bool:
-        """Whether the step was skipped; waits for it."""
-        return any(after.copies()[i] > numbers_before.copies()[i] for i in self._counts)
-
-    def read(self, copies) -> list:
-        """Returns the numbers as NumPy arrays of shape `()`, in the order of the variables."""
-        return copies.copies()
-
-    def _values(self, state) -> list:
-        return [variable.value if place is None else state[place[0]][place[1]] for variable, place in self._places]
-
-
-class _Numbers:
-    def __init__(self, values):
-        self._values = values
-        self._copies: list | None = None
-
-    def are_of(self, values) -> bool:
-        return all(value is own_value for value, own_value in zip(values, self._values, strict=True))
-
-    def send(self):
-        """Lets the device send the numbers to the host as soon as it has them; on a CPU they are there."""
-        for value in self._values:
-            if not _is_on_cpu(value):
-                value.copy_to_host_async()
-
-    def copies(self) -> list:
-        """Returns the numbers as NumPy arrays; the first call waits for them."""
-        if self._copies is None:
-            # Singly: on a CPU in a tenth of the time of `jax.device_get`, and no program has to run on the device.
-            self._copies = [np.array(value) for value in self._values]
-        return self._copies
-
-
-def _is_on_cpu(value) -> bool:
-    return all(device.platform == "cpu" for device in value.devices())
 
 
 def first_operation(step, state, data, gradients, origins, watch_layers):

@@ -1,41 +1,10 @@
-"""On TensorFlow: the numbers that a skipped step changes, and the operations of a step one by one."""
+"""On TensorFlow: the operations of a step one by one."""
 
 import keras
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 
 from mpkeras.tools.blackbox.origins import frames, stack, user_line
-
-
-class NumberCopies:
-    """As in `_jax.py`; the numbers are in the variables, and `after_step` returns how many more steps were skipped."""
-
-    def __init__(self, model, variables, skip_counts):
-        own_part = model.distribute_strategy.experimental_local_results
-        self._variables = [own_part(variable.value)[0] for variable in variables]
-        self._counts = [i for i, v in enumerate(variables) if any(v is count for count in skip_counts)]
-
-    def before_step(self):
-        # Reading copies nothing: TensorFlow gives a variable a new buffer when it is assigned.
-        return [_value(variable) for variable in self._variables]
-
-    def after_step(self, numbers_before):
-        changes = [tf.subtract(_value(self._variables[i]), numbers_before[i]) for i in self._counts]
-        return changes[0] if len(changes) == 1 else tf.add_n(changes)
-
-    def skipped(self, numbers_before, after) -> bool:
-        del numbers_before
-        return int(after.numpy()) > 0
-
-    def read(self, copies) -> list:
-        return [np.array(value.numpy()) for value in copies]
-
-
-def _value(variable):
-    # The operation itself: by way of `tf.Variable` it took four times as long.
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-
 
 # Keras and TensorFlow call these between an operation of the backward pass and the code that asked for gradients.
 _BACKWARD = ("imperative_grad", "_gradient_function")

@@ -1,4 +1,4 @@
-"""On torch: the numbers that a skipped step changes, and the operations of a step one by one."""
+"""On torch: the operations of a step one by one."""
 
 import warnings
 
@@ -8,42 +8,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkeras.tools.blackbox.origins import frames_of_text, stack, user_line
-
-
-class NumberCopies:
-    """As in `_jax.py`; the numbers are in the variables, and `after_step` returns how many more steps were skipped."""
-
-    def __init__(self, model, variables, skip_counts):
-        del model
-        self._variables = variables
-        self._skip_counts = skip_counts
-
-    @torch.no_grad()
-    def before_step(self):
-        # A tensor for each dtype: to copy a single variable takes as long as to copy all.
-        groups: dict = {}
-        for variable in self._variables:
-            value = variable.value
-            groups.setdefault((value.device, value.dtype), []).append(value)
-        return {key: torch.stack(values) for key, values in groups.items()}, self._skip_count()
-
-    @torch.no_grad()
-    def after_step(self, numbers_before):
-        return self._skip_count() - numbers_before[1]
-
-    def skipped(self, numbers_before, after) -> bool:
-        del numbers_before
-        return int(after) > 0
-
-    def read(self, copies) -> list:
-        rows = {key: iter(values.cpu().numpy()) for key, values in copies[0].items()}
-        values = (variable.value for variable in self._variables)
-        return [next(rows[value.device, value.dtype]) for value in values]
-
-    def _skip_count(self):
-        # A sum is a tensor of its own, which no step overwrites.
-        return torch.stack([variable.value for variable in self._skip_counts]).sum()
-
 
 # Under this name a node of the graph has the path of the layer that made it.
 _LAYER = "mpkeras_layer"

@@ -1,18 +1,11 @@
 """`BlackBox`: a file for each skipped step, from which it can be run again elsewhere."""
 
-import functools
-import importlib
 import itertools
 import re
 from pathlib import Path
 
-import keras
-
 from mpkeras.seams import ModelInFit, capsule_file, checked_count, checked_path, number
 from mpkeras.tools.shared.skipped_steps import SkippedSteps
-
-# The methods that Keras calls before it gives the state of a model to a function of its own, whatever is asked for.
-_TAKING_STATE = ("make_train_function", "make_test_function", "make_predict_function")
 
 
 class BlackBox(SkippedSteps):
@@ -27,8 +20,8 @@ class BlackBox(SkippedSteps):
     says why and training goes on.
 
     Nothing is copied of a step but a handful of single numbers: all else is still there after a skipped step. Each step
-    is looked at before the next one begins, so the device is waited for. Steps of one execution (`steps_per_execution`)
-    run one by one.
+    is looked at when it has run, so the device is waited for. Steps of one execution (`steps_per_execution`) run one by
+    one.
 
     A model whose train step is not guarded, by `MixedPrecision` or `mpkeras.prepare`, is guarded for this `fit` as
     `MixedPrecision()` does.
@@ -67,8 +60,6 @@ class BlackBox(SkippedSteps):
         # Whether the loss of a capsule's step was not finite.
         self._lost_its_loss: dict[Path, bool] = {}
         self._numbers: _MovingNumbers | None = None
-        # The last step, until it is looked at.
-        self._unseen: tuple | None = None
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
@@ -84,74 +75,38 @@ class BlackBox(SkippedSteps):
                 f"{ModelInFit(self.model).replicas} replicas. Find the batch on one of them, or use "
                 "`NumericsMonitor`."
             )
-        self.capsules, self._lost_its_loss, self._numbers, self._unseen = [], {}, None, None
-        # On JAX, what a callback evaluates, predicts or trains takes over the state that is still to be looked at.
-        for name in _TAKING_STATE if keras.backend.backend() == "jax" else ():
-            make_function = self._looking(getattr(self._trained, name))
-            self._in_fit.put_in_front(name, make_function)
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._look()
-        super().on_epoch_end(epoch, logs)
-
-    def on_train_end(self, logs=None):
-        self._look()
-        super().on_train_end(logs)
-
-    def _looking(self, make_function):
-        @functools.wraps(make_function)
-        def look_and_make(*args, **kwargs):
-            self._look()
-            return make_function(*args, **kwargs)
-
-        return look_and_make
+        self.capsules, self._lost_its_loss, self._numbers = [], {}, None
 
     def _leave(self):
-        for name in _TAKING_STATE:
-            self._in_fit.take_away(name)
-        self._numbers = self._unseen = None
+        self._numbers = None
         super()._leave()
 
-    def _run_step(self, run, step, batch, state=None):
-        numbers = self._numbers
-        # All work of the host comes before `_look`, which waits for the device: behind it the device idles.
-        if numbers is None or not numbers.are_all():
-            numbers = self._numbers = _MovingNumbers(self._trained)
-        self._look()
-        arguments = [] if state is None else [state]
-        numbers_before = numbers.copies.before_step(*arguments)
-        result = run(*arguments)
-        logs, *state = result if isinstance(result, tuple) else (result,)
-        seen = numbers_before, numbers.copies.after_step(numbers_before, *state)
-        self._unseen = numbers, seen, step, batch, logs, state
-        # On JAX steps run on while `fit` gets the next batch, and the state is there until that step begins.
-        if not state:
-            self._look()
+    def _run_step(self, run, step, batch, *state):
+        if self._numbers is None or not self._numbers.are_all():
+            self._numbers = _MovingNumbers(self._trained)
+        numbers, held = self._numbers, self._in_fit.held_state(state)
+        numbers_before = numbers.read(held)
+        result = run(*state)
+        logs, held = held.after(result)
+        if numbers.skipped(numbers_before, held):
+            with self._in_fit.held_by_variables(*held.arguments()):
+                self._write(step, batch, logs, numbers_before)
         return result
 
-    def _look(self):
-        """Looks at the last step, unless that was done, and writes it where it was skipped."""
-        if self._unseen is None:
+    def _write(self, step, batch, logs, numbers_before):
+        optimizers = self._in_fit.optimizers
+        lost = any(number(o.nonfinite_losses) > numbers_before[id(o.nonfinite_losses)] for o in optimizers)
+        given_way = [path for path in self.capsules if not self._lost_its_loss[path]]
+        if len(self.capsules) >= self._keep and not (lost and given_way):
             return
-        (numbers, seen, step, batch, logs, state), self._unseen = self._unseen, None
-        if numbers.skipped(seen):
-            self._write(step, batch, logs, numbers.read(seen), *state)
-
-    def _write(self, step, batch, logs, numbers_before, state=None):
-        with self._in_fit.held_by_variables(state):
-            optimizers = self._in_fit.optimizers
-            lost = any(number(o.nonfinite_losses) > numbers_before[id(o.nonfinite_losses)] for o in optimizers)
-            given_way = [path for path in self.capsules if not self._lost_its_loss[path]]
-            if len(self.capsules) >= self._keep and not (lost and given_way):
-                return
-            path = self._new_path(step)
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                options = {"batch": batch, "logs": logs, "number": step, "epoch": self._epoch}
-                capsule_file.capsule_of_fit(path, self._trained, optimizers, numbers_before, **options)
-            except Exception as error:  # of a folder, a batch, or a layer of the user's
-                self._warn(type(error).__name__, step, f", and its capsule could not be written: {error}")
-                return
+        path = self._new_path(step)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            options = {"batch": batch, "logs": logs, "number": step, "epoch": self._epoch}
+            capsule_file.capsule_of_fit(path, self._trained, optimizers, numbers_before, **options)
+        except Exception as error:  # of a folder, a batch, or a layer of the user's
+            self._warn(type(error).__name__, step, f", and its capsule could not be written: {error}")
+            return
         if len(self.capsules) >= self._keep:
             self.capsules.remove(given_way[-1])
             given_way[-1].unlink(missing_ok=True)
@@ -170,27 +125,23 @@ class BlackBox(SkippedSteps):
 
 
 class _MovingNumbers:
-    """The numbers that a skipped step changes: copied before each step, and written of a skipped one alone."""
+    """The numbers that a skipped step changes: read before each step, and written of a skipped one alone."""
 
     def __init__(self, model):
-        self._model = model
-        self._optimizers = ModelInFit(model).optimizers
+        self._model, self._optimizers = model, ModelInFit(model).optimizers
         self._variables = ModelInFit(model).moving_variables(self._optimizers)
         self._are_built = all(optimizer.built for optimizer in self._optimizers)
         self._metrics = len(model.metrics)
-        backend = importlib.import_module(f"mpkeras.tools.blackbox._{keras.backend.backend()}")
-        skip_counts = [optimizer.skipped_steps for optimizer in self._optimizers]
-        self.copies = backend.NumberCopies(model, self._variables, skip_counts)
 
     def are_all(self) -> bool:
         """Whether optimizers and metrics are those that there are now: some come into being in the first step."""
         return self._are_built and self._metrics == len(self._model.metrics)
 
-    def skipped(self, seen) -> bool:
-        """Whether a step was skipped; waits for it. `seen`: what `copies` returned before the step, and after it."""
-        return self.copies.skipped(*seen)
+    def read(self, held) -> dict:
+        """Returns the numbers in `held`, a `HeldState`, as arrays by `id` of the variable; waits for them."""
+        return {id(variable): held.read(variable)[0] for variable in self._variables}
 
-    def read(self, seen) -> dict:
-        """Returns the numbers before the step as arrays, by `id` of the variable."""
-        ids = [id(variable) for variable in self._variables]
-        return dict(zip(ids, self.copies.read(seen[0]), strict=True))
+    def skipped(self, numbers_before: dict, held) -> bool:
+        """Whether the step after which `held` is the state was skipped; waits for it."""
+        counts = [optimizer.skipped_steps for optimizer in self._optimizers]
+        return any(held.number(count) > numbers_before[id(count)] for count in counts)
