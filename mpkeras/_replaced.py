@@ -32,8 +32,7 @@ KINDS = {
     "monitor": "`_is_improvement` of a callback that keeps the best epoch, until `fit` ends: a value that is not "
     "finite is no improvement",
     "callback": "`fit` of a model, while a callback has something on it for one `fit`: where an exception has ended "
-    "that one, the next begins without. `make_train_function`, `make_test_function` and `make_predict_function` of "
-    "one, on JAX: a skipped step is looked at before another function overwrites what it has left",
+    "that one, the next begins without",
     "written weights": "`assign` of a variable, for one step: what a layer writes into its weights is put back if the "
     "step is skipped",
     "update": "methods of an optimizer, for one update or for its build: on TensorFlow gradients are summed already "
