@@ -326,9 +326,11 @@ def print_table(rows: Sequence[Mapping[str, str]], title: str) -> None:
 
 
 def write_json(path: str | os.PathLike, content: object) -> None:
-    """Writes `content` to `path`, making its folder."""
+    """Writes `content` to `path`, making its folder; a number that is not finite, which JSON lacks, as `null`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Read again, as JSON names every such number.
+    content = json.loads(json.dumps(content), parse_constant=lambda name: None)
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -82,8 +82,10 @@ def test_tables_and_files(tmp_path):
     rows = [{"step": "jax jit", "ms": "1.5"}, {"step": "torch", "ms": "10.25"}]
     assert harness.format_table(rows) == "\n".join(["step     ms", "-------  -----", "jax jit  1.5", "torch    10.25"])
     assert harness.format_table([]) == ""
-    harness.write_json(tmp_path / "new" / "results.json", {"ratio": 1.25})
-    assert json.loads((tmp_path / "new" / "results.json").read_text()) == {"ratio": 1.25}
+    harness.write_json(tmp_path / "new" / "results.json", {"ratio": 1.25, "losses": [0.5, float("nan"), float("-inf")]})
+    # What JSON knows alone: other programs read it, too.
+    text = (tmp_path / "new" / "results.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"ratio": 1.25, "losses": [0.5, None, None]}
 
 
 def test_environment_names_versions_and_device():
