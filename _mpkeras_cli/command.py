@@ -138,11 +138,17 @@ def verbose(args) -> int:
 
 
 def import_mpkeras(error):
-    """Imports mpkeras without notes; without a backend of Keras, ends the command by `error(message)`."""
+    """Imports mpkeras without notes; where the environment is wrong, ends the command by `error(message)`."""
     with without_notes():
         try:
             import mpkeras  # noqa: F401
-        except ModuleNotFoundError as reason:
-            if reason.name not in ("tensorflow", "jax", "torch"):
+        except (ImportError, ValueError) as reason:
+            if not is_of_environment(reason):
                 raise
             error(reason)
+
+
+def is_of_environment(reason: Exception) -> bool:
+    """Whether an import of mpkeras raised `reason` for what environment variables say, or for want of a backend."""
+    # An `ImportError` that names mpkeras is its own; any other says that an installation is broken.
+    return not isinstance(reason, ImportError) or reason.name in ("mpkeras", "tensorflow", "jax", "torch")

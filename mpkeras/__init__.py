@@ -59,4 +59,5 @@ __all__ = [
     "trace_numerics",
 ]
 
-install_from_environment()
+with _start.ending_in_one_line():
+    install_from_environment()

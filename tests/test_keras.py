@@ -337,8 +337,11 @@ def test_symbolic_dtypes_follow_the_layers():
     model = keras.Model(inputs, keras.layers.Flatten(dtype="mixed_bfloat16")(dense(inputs)))
     dense.dtype_policy = keras.DTypePolicy("mixed_float16")
     assert dense.output.dtype == "float32"
+    calls = [len(layer._outbound_nodes) for layer in model.layers]
     private.refresh_symbolic_dtypes(model)
     assert (inputs.dtype, dense.output.dtype, model.output.dtype) == ("float32", "float16", "bfloat16")
+    # The casts between them are no calls of the model's.
+    assert [len(layer._outbound_nodes) for layer in model.layers] == calls
 
 
 def test_last_layers_of_a_sequential_are_exchanged_without_a_call(nested):

@@ -25,7 +25,9 @@ def refresh_graphs(model):
         if graph is None:
             continue
         present = [_how_computed(inner) for inner in survey.within(layer)]
-        if _refreshed.pop(graph, None) != present:
+        if _refreshed.get(graph) != present:
+            # What a layer raises on the way leaves no note.
+            _refreshed.pop(graph, None)
             _keras.refresh_symbolic_dtypes(graph)
             _refreshed[graph] = present
 

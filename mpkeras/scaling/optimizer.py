@@ -29,13 +29,8 @@ if keras.backend.backend() == "tensorflow":
     from mpkeras.scaling import _tensorflow as _backend
 elif keras.backend.backend() == "jax":
     from mpkeras.scaling import _jax as _backend  # type: ignore[no-redef]
-elif keras.backend.backend() == "torch":
-    from mpkeras.scaling import _torch as _backend  # type: ignore[no-redef]
 else:
-    raise ImportError(
-        "Expected a Keras backend that trains: 'tensorflow', 'jax' or 'torch'. Received: "
-        f"KERAS_BACKEND={keras.backend.backend()!r}. Set KERAS_BACKEND to one of them before importing keras."
-    )
+    from mpkeras.scaling import _torch as _backend  # type: ignore[no-redef]
 
 
 _alive: weakref.WeakSet = weakref.WeakSet()

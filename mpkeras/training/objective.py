@@ -105,7 +105,7 @@ def _checked_losses(loss_fn):
         loss_fn = keras.losses.get(loss_fn)
     if isinstance(loss_fn, keras.losses.Loss):
         return _weighted(loss_fn)
-    if callable(loss_fn):
+    if callable(loss_fn) and not isinstance(loss_fn, type):
         return _reduced(loss_fn)
     raise TypeError(
         "Expected `loss_fn` to be a `keras.losses.Loss`, its name, a function `loss_fn(y, y_pred)`, or a list "

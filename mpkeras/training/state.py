@@ -95,7 +95,7 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
     unknown = [key for key in state if key not in expected]
     if missing or unknown:
         remedy = "Load it into the model, built and compiled in the same way, that it was taken of."
-        if not missing and all(key.startswith("metrics/") for key in unknown):
+        if not missing and all(str(key).startswith("metrics/") for key in unknown):
             remedy = "The metrics are not built yet: call `model.test_on_batch(x, y)` with any batch first."
         raise ValueError(
             "Expected `state` to hold one array for each variable of the model and its optimizers. Received: a "

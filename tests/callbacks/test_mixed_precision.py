@@ -1,3 +1,4 @@
+import copy
 import csv
 import re
 import warnings
@@ -201,6 +202,23 @@ def test_at_the_lowest_scale_it_warns_once_stops_or_raises(on_min_scale):
     if on_min_scale == "warn":
         assert stuck.startswith("4 steps") and len(messages) == 2
         assert sum("All 4 steps of epoch 1 were skipped" in m for m in messages) == 1
+
+
+@pytest.mark.parametrize("of_user", [False, True], ids=["a copy", "a subclass"])
+def test_who_looks_after_each_batch_may_be_a_copy_or_have_a_method_of_its_own(of_user):
+    batches = []
+
+    class Counting(MixedPrecision):
+        def on_train_batch_end(self, batch, logs=None):
+            batches.append(batch)
+            super().on_train_batch_end(batch, logs)
+
+    arguments = {"loss_scale": DynamicLossScale(2.0, min_scale=1.0), "on_min_scale": "raise"}
+    make = Counting if of_user else MixedPrecision
+    precision = copy.copy(make(without_outputs("mixed_float16"), **arguments))
+    with pytest.raises(FloatingPointError, match="scale"):
+        fit(compiled(), precision, y=Y * 1e6, batch_size=1, epochs=2)
+    assert bool(batches) == of_user
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 
@@ -124,6 +125,24 @@ def test_without_a_backend_python_m_mpkeras_says_so_and_runs_no_command(tmp_path
         check_missing_backend(command(*arguments, module=True, **environment), "jax", program="mpkeras")
     done = command("--version", **environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"mpkeras {__version__}\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [False, True], ids=["mpkeras", "python -m mpkeras"])
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"KERAS_BACKEND": "numpy"}, "Expected a Keras backend that trains: .* Received: KERAS_BACKEND='numpy'. Set"),
+        ({"KERAS_BACKEND": "numpi"}, "numpi"),
+        ({"MPKERAS_POLICY": "half"}, "MPKERAS_POLICY='half'.* Correct or unset MPKERAS_POLICY"),
+    ],
+    ids=["no training", "no backend", "no policy"],
+)
+def test_a_wrong_environment_is_status_2_and_one_line(module, environment, expected):
+    done = command("hardware", module=module, **environment)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.match(f"mpkeras.*: error: .*{expected}", line)
 
 
 def check_missing_backend(done, backend, program="mpkeras hardware"):

@@ -854,3 +854,19 @@ def test_a_head_that_writes_state_is_not_rounded_for_the_model_that_runs_it():
         # Of bfloat16 numbers, times one that has 13 bits.
         in_bfloat16 = keras.ops.convert_to_numpy(keras.ops.cast(keras.ops.cast(values, "bfloat16"), "float32"))
         assert np.any(values) and not np.any((values == in_bfloat16) & (values != 0))
+
+
+def test_a_graph_whose_layers_stay_as_they_are_is_not_traced_again():
+    traced = []
+
+    class Counting(keras.layers.Dense):
+        def compute_output_spec(self, inputs):
+            traced.append(self.name)
+            return super().compute_output_spec(inputs)
+
+    model = keras.Sequential([keras.Input((3,)), Counting(4), keras.layers.Dense(2)])
+    apply_policy(model, "mixed_bfloat16")
+    traced.clear()
+    for _ in range(3):
+        apply_policy(model, "mixed_bfloat16")
+    assert not traced

@@ -92,6 +92,7 @@ def test_bfloat16_variables_survive_savez(tmp_path):
 CHANGES = [
     pytest.param({SCALE: None}, r"without 1 keys \['optimizers/0/7/dynamic_scale'\]", id="missing"),
     pytest.param({"model/99/k": np.zeros(2)}, r"unknown 1 keys \['model/99/k'\]\. Load it into", id="unknown"),
+    pytest.param({7: np.zeros(2)}, r"unknown 1 keys \[7\]\. Load it into", id="no name"),
     pytest.param({KERNEL: np.zeros((6, 5), "float32")}, r"shape \(6, 4\).*/kernel'.*shape \(6, 5\)", id="shape"),
     pytest.param({KERNEL: np.zeros((6, 4))}, r"dtype float32.*dtype float64", id="dtype"),
     pytest.param({KERNEL: np.zeros((6, 4), "V2")}, r"dtype float32.*dtype \|V2", id="two bytes for four"),

@@ -379,6 +379,7 @@ def test_layers_that_xla_cannot_compile():
         ({"optimizer": 3}, TypeError, "optimizer=3"),
         ({"optimizer": {}}, ValueError, "optimizer={}.*class_name"),
         ({"loss_fn": 3}, TypeError, "loss_fn=3"),
+        ({"loss_fn": keras.losses.Huber}, TypeError, "loss_fn=<class .*Huber.*Pass for example"),
         ({"loss_fn": {}}, ValueError, "at least one loss. Received: loss_fn={}"),
         ({"loss_fn": keras.losses.MeanSquaredError(reduction=None)}, ValueError, "scalar"),
         ({"jit_compile": "yes"}, TypeError, "jit_compile='yes'"),
