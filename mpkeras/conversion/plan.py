@@ -17,8 +17,6 @@ from mpkeras.policies.own_state import kept_for_state
 from mpkeras.policies.rules import bound_layers, is_quantized, kept_in_float32, layer_policy
 from mpkeras.policies.survey import Survey
 
-_CONVERTIBLE = ("float32", "float16", "bfloat16")
-
 
 class Row(NamedTuple):
     """What happens to one layer, and why.
@@ -103,10 +101,12 @@ class Conversion:
             self.asked_for = policy
         self.kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary(kept if converts else {})
         self._kept_before: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary({} if converts else kept)
-        # Among 16-bit layers a float32 layer is there on purpose; alone, it is what Keras does by default.
-        has_16_bits = computes_in(survey, SIXTEEN_BIT_DTYPES)
+        # Among layers of narrower dtypes a wider one is there on purpose; alone, it is what Keras does by default.
+        has_16_bits, has_float32 = (computes_in(survey, dtypes) for dtypes in (SIXTEEN_BIT_DTYPES, ("float32",)))
         is_to_16_bits = policy.compute_dtype in SIXTEEN_BIT_DTYPES
-        sources = SIXTEEN_BIT_DTYPES if has_16_bits or not is_to_16_bits else _CONVERTIBLE
+        sources = SIXTEEN_BIT_DTYPES
+        if not has_16_bits:
+            sources += ("float32",) if has_float32 else ("float32", "float64")
         self._sources: tuple[str, ...] = sources if converts else ()
         # Of a model that an earlier conversion found in float32, a layer that is made from now on is in float32 by
         # default.

@@ -3,8 +3,11 @@
 from mpkeras import _keras
 from mpkeras.conversion.last import conversion_of, last_conversion
 from mpkeras.conversion.plan import Conversion, plan
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
+from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.scaling.small_state import following
+
+# float16 is none of them: small updates are lost in it.
+_STORED = (SMALL_DTYPE, "float32", "float64")
 
 
 def store(model, dtypes):
@@ -43,9 +46,9 @@ def _weight_dtypes(rows) -> list:
             frozen = {id(v) for v in weights if not (v.trainable and row.layer.trainable)}
             variables = [v for v in variables if id(v) not in frozen]
         # A variable of several rows, of layers that share it or of one conversion after another, follows the last.
-        dtype_by_variable |= {id(v): (v, dtype) for v in variables if dtype in ("float32", SMALL_DTYPE)}
+        dtype_by_variable |= {id(v): (v, dtype) for v in variables if dtype in _STORED}
     stored = [(v, dtype, _keras.stored_dtype(v)) for v, dtype in dtype_by_variable.values()]
-    return [(v, dtype) for v, dtype, old in stored if old != dtype and old in ("float32", *SIXTEEN_BIT_DTYPES)]
+    return [(v, dtype) for v, dtype, old in stored if old != dtype and old in FLOAT_DTYPES]
 
 
 def unstored_dtypes(model) -> dict:

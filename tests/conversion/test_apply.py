@@ -870,3 +870,28 @@ def test_a_graph_whose_layers_stay_as_they_are_is_not_traced_again():
     for _ in range(3):
         apply_policy(model, "mixed_bfloat16")
     assert not traced
+
+
+@pytest.mark.backends("tensorflow", "torch")  # JAX has no float64 unless `jax_enable_x64` is set
+def test_double_precision_and_the_way_back():
+    keras.utils.set_random_seed(5)
+    parts = [keras.layers.Dense(4, "tanh"), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((3,)), *parts])
+    before = model.get_weights()
+    # An `Input` stays as it is, in float32.
+    x = np.random.default_rng(6).normal(size=(5, 3)).astype("float32")
+    (kernel, bias, gamma, beta, mean, variance, head, head_bias) = (np.asarray(w, "float64") for w in before)
+    hidden = np.tanh(x @ kernel + bias)
+    expected = ((hidden - mean) / np.sqrt(variance + 1e-3) * gamma + beta) @ head + head_bias
+    for policy in ("float64", "mixed_bfloat16", "float64"):
+        mpkeras.apply_policy(model, policy)
+    assert {layer.compute_dtype for layer in model.layers} == {w.dtype for w in model.weights} == {"float64"}
+    np.testing.assert_allclose(numpy(model(x)), expected, rtol=1e-13)
+    mpkeras.apply_policy(model, "float32")
+    assert {layer.compute_dtype for layer in model.layers} == {w.dtype for w in model.weights} == {"float32"}
+    for array, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(array, old)
+    # Among others a layer in float64 is there on purpose.
+    own = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2, dtype="float64")])
+    mpkeras.apply_policy(own, "mixed_bfloat16")
+    assert [layer.compute_dtype for layer in own.layers] == ["bfloat16", "float64"]
