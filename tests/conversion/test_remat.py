@@ -261,6 +261,56 @@ def test_blocks_are_computed_again_op_by_op():
     assert runs == {None: 3, "blocks": 6, ("path:end_1",): 5}
 
 
+class ChangesInPlace(layers.Layer):
+    """Adds its bias to the product itself, as tensors of torch let `+=` do."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
+        self.bias = self.add_weight(shape=(shape[-1],), initializer="ones", name="bias")
+
+    def call(self, x):
+        product = ops.matmul(x, self.kernel)
+        product += self.bias
+        return ops.tanh(product)
+
+
+class SlopePenalty(keras.Model):
+    """Its loss holds a gradient, whose own gradient goes through the model once more."""
+
+    def train_step(self, data):
+        import torch
+
+        x, y = data
+        x = x.clone().requires_grad_(True)
+        outputs = self(x, training=True)
+        (slopes,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        loss = self.compute_loss(x, y, outputs) + (slopes**2).mean()
+        self.zero_grad()
+        self.optimizer.scale_loss(loss).backward()
+        variables = self.trainable_variables
+        self.optimizer.apply([variable.value.grad for variable in variables], variables)
+        return {"loss": loss}
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("layer, kind", [(ChangesInPlace, keras.Model), (layers.GRU, keras.Model),
+                                         (ChangesInPlace, SlopePenalty)])  # fmt: skip
+def test_products_are_kept_of_what_is_changed_in_place_or_differentiated_twice(layer, kind):
+    def losses(remat):
+        keras.utils.set_random_seed(4)
+        options = {"return_sequences": True, "units": 16} if layer is layers.GRU else {}
+        x = inputs = keras.Input((5, 16))
+        for _ in range(3):
+            x = layers.Add()([x, layer(**options)(x)])
+        model = kind(inputs, layers.Dense(1)(x))
+        model.compile("sgd", "mse")
+        mpkeras.prepare(model, "float32", remat=remat)
+        x = np.stack(5 * [ROWS], axis=1)
+        return model.fit(x, x[..., :1], batch_size=8, shuffle=False, epochs=2, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(losses("products"), losses(None), rtol=1e-6)
+
+
 class Stack(keras.Model):
     """Subclassed: eight blocks, and little else."""
 
