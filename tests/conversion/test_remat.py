@@ -236,6 +236,39 @@ def test_two_layers_of_one_class_are_blocks_and_one_is_none():
     assert paths(1) == []
 
 
+class Cell(layers.Layer):
+    """A recurrent cell, which holds a layer with weights as a block does."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.state_size, self.dense = units, layers.Dense(units, "tanh")
+
+    def build(self, shape):
+        self.dense.build((shape[0], shape[1] + self.state_size))
+
+    def call(self, x, states):
+        output = self.dense(ops.concatenate([x, *states], axis=-1))
+        return output, [output]
+
+
+@pytest.mark.parametrize("remat", ["blocks", ["path:first", "path:second"]], ids=label)
+def test_cells_are_computed_again_with_their_loop(remat):
+    """On TensorFlow the gradient of a loop whose step is computed again cannot be made."""
+
+    def losses(remat):
+        keras.utils.set_random_seed(3)
+        stack = [layers.RNN([Cell(12), Cell(8)], return_sequences=True, name=name) for name in ("first", "second")]
+        model = keras.Sequential([keras.Input((5, 8)), *stack, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        mpkeras.prepare(model, "float32", remat=remat)
+        ends = [last.rpartition("/")[2] for _, last in mpkeras.audit(model).computed_again]
+        assert ends == (["first", "second"] if remat else [])
+        x = np.stack(5 * [ROWS[:, :8]], axis=1)
+        return model.fit(x, x[..., :1], batch_size=8, shuffle=False, epochs=2, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(losses(remat), losses(None), rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.backends("jax", "tensorflow")
 def test_blocks_are_computed_again_in_the_compiled_program():
