@@ -78,9 +78,12 @@ class MixedPrecision(SkipWatch):
         self._is_on_model = False
         # `jit_compile` of the model before, and as it was given.
         self._switched: tuple | None = None
-        # Only where it is asked for: to look at a number after each batch makes `fit` wait for the device.
-        if on_min_scale != "warn":
-            self.on_train_batch_end = self._check_scale_after_batch
+
+    @property
+    def on_train_batch_end(self):
+        # Only where it is asked for: to look at a number after each batch makes `fit` wait for the device. Keras waits
+        # as well where this is another method than its own.
+        return super().on_train_batch_end if self._on_min_scale == "warn" else self._check_scale_after_batch
 
     def set_model(self, model):
         if self._is_on_model:
