@@ -595,6 +595,46 @@ def test_tensorflow_says_what_it_cannot_do():
         step(ROWS, TARGETS)
 
 
+class Remembering(layers.Layer):
+    """Leaves behind how large its product was."""
+
+    def build(self, shape):
+        self.inner = layers.Dense(shape[-1])
+        self.inner.build(shape)
+
+    def call(self, x):
+        product = self.inner(x)
+        self.energy = ops.mean(ops.square(product))
+        return x + product
+
+
+@SKIPS
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize("factor", [0.0, 2.0], ids=["looked at", "in the loss"])
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
+def test_a_tensor_left_on_a_layer_has_a_gradient_or_an_error(factor, run_eagerly):
+    class Heated(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            self.seen = [layer.energy for layer in self.layers if isinstance(layer, Remembering)]
+            return super().compute_loss(x, y, y_pred) + (factor * sum(self.seen) if factor else 0.0)
+
+    def losses(remat):
+        keras.utils.set_random_seed(2)
+        x = inputs = keras.Input((16,))
+        for _ in range(3):
+            x = Remembering()(x)
+        model = Heated(inputs, layers.Dense(1)(x))
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+        mpkeras.prepare(model, "float32", remat=remat)
+        return model.fit(ROWS, TARGETS, batch_size=8, shuffle=False, verbose=0).history["loss"]
+
+    if BACKEND == "tensorflow" and factor:
+        with pytest.raises(ValueError, match="attribute 'energy' of .*remembering"):
+            losses("blocks")
+    else:
+        np.testing.assert_allclose(losses("blocks"), losses(None), rtol=1e-5)
+
+
 @pytest.mark.backends("jax", "torch")
 def test_losses_that_layers_add_count():
     def losses(remat):
