@@ -141,6 +141,8 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     if not any(is_float) or any(isinstance(layer, keras.layers.Embedding) for layer in layers):
         return run(tensors)
     added = {id(layer): len(_keras.added_losses(layer)) for layer in layers}
+    inside = {id(part): part for layer in layers for part in _keras.flatten_layers(layer, include_self=True)}
+    held = {id(tensor): tensor for part in inside.values() for _, tensor in _tensors_held(part)}
     outputs: list = []
 
     def run_on_floats(*floats):
@@ -154,7 +156,7 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
         return [tensor for tensor in results if _is_float(tensor)]
 
     floats = [tensor for tensor, flag in zip(tensors, is_float, strict=True) if flag]
-    results = iter(tf.recompute_grad(alike(layers, run_on_floats))(*floats))
+    results = tf.recompute_grad(alike(layers, run_on_floats))(*floats)
     for layer in layers:
         if len(_keras.added_losses(layer)) > added[id(layer)]:
             raise ValueError(
@@ -163,10 +165,44 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
                 "the layers whose outputs are kept, `remat=[...]`, so that it is behind the last one, or train on JAX "
                 "or torch."
             )
+    for part in inside.values():
+        for name, tensor in _tensors_held(part):
+            if id(tensor) not in held:
+                setattr(part, name, _without_gradient(tensor, results, part.path, name))
+    results = iter(results)
     returned = [next(results) if _is_float(tensor) else tensor for tensor in outputs]
     for tensor, new in zip(outputs, returned, strict=True):
         _keras.copy_mask(tensor, new)
     return returned
+
+
+def _tensors_held(layer) -> list:
+    """Returns `(name, tensor)` of the attributes of a layer of the user's that are tensors of floats."""
+    if type(layer).__module__.startswith("keras."):
+        # What Keras keeps there, such as the masks of a cell, is part of no loss.
+        return []
+    return [(name, x) for name, x in vars(layer).items() if isinstance(x, tf.Tensor) and x.dtype.is_floating]
+
+
+def _without_gradient(tensor, results, path, name):
+    """Returns a tensor, left on a layer by what is computed again, whose gradient would be lost in silence.
+
+    To TensorFlow it depends on nothing. Its gradient is asked for as it seems to be made of `results`.
+    """
+
+    @tf.custom_gradient
+    def refused(tensor, *results):
+        def gradient(upstream):
+            raise ValueError(
+                "Expected a loss of what the layers return where TensorFlow computes again in the backward pass: a "
+                f"tensor that a layer keeps as an attribute has no gradient there. Received: attribute '{name}' of "
+                f"'{path}'. Return it from the layer's `call`, or name the layers whose outputs are kept, "
+                "`remat=[...]`, so that this one is behind the last."
+            )
+
+        return tf.identity(tensor), gradient
+
+    return refused(tensor, *results)
 
 
 def _is_float(value) -> bool:

@@ -2,10 +2,12 @@
 
 import functools
 import gc
+import itertools
 
 import keras
 import torch
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkeras._replaced import replace
 from mpkeras.conversion.again import alike
@@ -137,15 +139,83 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
         gc.collect(_YOUNG)
         return outputs
 
-    kept = functools.partial(checkpoint.create_selective_checkpoint_contexts, _kept_or_not)
-    options = {"context_fn": kept} if keeps_products else {}
+    products = _Products()
+    options = {"context_fn": products.contexts} if keeps_products else {}
     # To the end, in the second run, too: what a layer of the user's clears at the end of its `call` would be found by
     # the next step.
     with checkpoint.set_checkpoint_early_stop(False):
-        return checkpoint.checkpoint(alike(layers, run_without_garbage), tensors, use_reentrant=False, **options)
+        outputs = checkpoint.checkpoint(alike(layers, run_without_garbage), tensors, use_reentrant=False, **options)
+    if keeps_products:
+        products.let_go(outputs)
+    return outputs
 
 
-def _kept_or_not(context, operation, *args, **kwargs):
-    del context, args, kwargs
-    policies = checkpoint.CheckpointPolicy
-    return policies.MUST_SAVE if operation in _PRODUCTS else policies.PREFER_RECOMPUTE
+class _Products:
+    """The products of one run of a part, for the run that repeats it; what is let go is computed again.
+
+    As `checkpoint.create_selective_checkpoint_contexts`, which refuses a second backward pass (that of a gradient's
+    gradient) and a product that a layer changes in place (`y = ops.matmul(x, kernel); y += bias`), or does not see it
+    and takes what was made of it, where the product has three axes.
+    """
+
+    def __init__(self):
+        self._kept: list = []
+
+    def contexts(self) -> tuple:
+        """Returns the context of the first run and that of each which repeats it."""
+        return _Keeping(self), _Taking(self)
+
+    def keep(self, product):
+        # Without what autograd will add to it, which would hold this in a cycle.
+        self._kept.append(product.detach())
+
+    def take(self, number):
+        """Returns a product, once: the backward pass frees it where it is done with it. `None` if it was let go."""
+        product, self._kept[number] = self._kept[number], None
+        return product
+
+    def let_go(self, tensors):
+        """Lets go the products whose memory is that of `tensors`, which are changed, or may be from now on."""
+        memory = {_memory_of(x) for x in tensors if torch.is_tensor(x) and x.layout == torch.strided}
+        self._kept = [None if x is None or _memory_of(x) in memory else x for x in self._kept]
+
+
+def _memory_of(tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Keeping(TorchDispatchMode):
+    def __init__(self, products: _Products):
+        super().__init__()
+        self._products = products
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
+        if operation in _PRODUCTS:
+            self._products.keep(result)
+        elif operation._schema.is_mutable:
+            self._products.let_go(_written(operation, args, kwargs))
+        return result
+
+
+def _written(operation, args, kwargs) -> list:
+    """Returns the arguments that an operation writes to."""
+    expected = operation._schema.arguments
+    values = {**{argument.name: value for argument, value in zip(expected, args, strict=False)}, **kwargs}
+    written = [x.name for x in expected if x.alias_info is not None and x.alias_info.is_write and x.name in values]
+    return keras.tree.flatten([values[name] for name in written])
+
+
+class _Taking(TorchDispatchMode):
+    def __init__(self, products: _Products):
+        super().__init__()
+        self._products = products
+
+    def __enter__(self):
+        self._numbers = itertools.count()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        product = self._products.take(next(self._numbers)) if operation in _PRODUCTS else None
+        return operation(*args, **(kwargs or {})) if product is None else product

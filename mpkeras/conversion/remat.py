@@ -92,11 +92,14 @@ def _parts(survey, remat) -> Parts:
             # Between products there is nothing but what a compiler joins to one pass: cut once, behind the last block.
             ends = {key: {max(numbers)} for key, numbers in ends.items()}
         return Parts(ends, layers, products)
-    layers = [layer for layer in survey.layers if any(first_match((rule,), layer) is not None for rule in remat)]
+    in_loops = _in_loops(survey)
+    candidates = [layer for layer in survey.layers if id(layer) not in in_loops]
+    layers = [layer for layer in candidates if any(first_match((rule,), layer) is not None for rule in remat)]
     if not layers:
         raise ValueError(
             f"Expected `remat` to name layers of model '{survey.model.name}', whose outputs are kept. Received: "
-            f"remat={remat!r}, which matches none. Look at `layer.path`, or use remat='blocks'."
+            f"remat={remat!r}, which matches none (a cell is part of its RNN). Look at `layer.path`, or use "
+            "remat='blocks'."
         )
     in_graphs = {id(layer) for graph in _graphs(survey) for layer in _keras.calls_in(graph)}
     return Parts(
@@ -145,7 +148,7 @@ def _blocks(survey) -> tuple[dict, list]:
 def repeated_layers(survey) -> list:
     """Returns the layers that are blocks: two or more of one class in one layer, which hold layers with weights."""
     layers: dict = {}
-    within: set = set()
+    within = _in_loops(survey)
     # Outer layers first.
     for parent in survey.layers:
         groups: dict = {}
@@ -157,6 +160,11 @@ def repeated_layers(survey) -> list:
                 layers |= {id(layer): layer for layer in group}
                 within |= {id(inner) for layer in group for inner in survey.within(layer)}
     return list(layers.values())
+
+
+def _in_loops(survey) -> set:
+    """Returns ids of the layers that an RNN runs at each of its steps: the loop is computed again as a whole."""
+    return {id(x) for layer in survey.layers if isinstance(layer, keras.layers.RNN) for x in survey.within(layer)[1:]}
 
 
 def _children(survey, parent) -> list:

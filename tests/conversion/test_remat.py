@@ -236,6 +236,39 @@ def test_two_layers_of_one_class_are_blocks_and_one_is_none():
     assert paths(1) == []
 
 
+class Cell(layers.Layer):
+    """A recurrent cell, which holds a layer with weights as a block does."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.state_size, self.dense = units, layers.Dense(units, "tanh")
+
+    def build(self, shape):
+        self.dense.build((shape[0], shape[1] + self.state_size))
+
+    def call(self, x, states):
+        output = self.dense(ops.concatenate([x, *states], axis=-1))
+        return output, [output]
+
+
+@pytest.mark.parametrize("remat", ["blocks", ["path:first", "path:second"]], ids=label)
+def test_cells_are_computed_again_with_their_loop(remat):
+    """On TensorFlow the gradient of a loop whose step is computed again cannot be made."""
+
+    def losses(remat):
+        keras.utils.set_random_seed(3)
+        stack = [layers.RNN([Cell(12), Cell(8)], return_sequences=True, name=name) for name in ("first", "second")]
+        model = keras.Sequential([keras.Input((5, 8)), *stack, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        mpkeras.prepare(model, "float32", remat=remat)
+        ends = [last.rpartition("/")[2] for _, last in mpkeras.audit(model).computed_again]
+        assert ends == (["first", "second"] if remat else [])
+        x = np.stack(5 * [ROWS[:, :8]], axis=1)
+        return model.fit(x, x[..., :1], batch_size=8, shuffle=False, epochs=2, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(losses(remat), losses(None), rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.backends("jax", "tensorflow")
 def test_blocks_are_computed_again_in_the_compiled_program():
@@ -259,6 +292,56 @@ def test_blocks_are_computed_again_op_by_op():
         step(ROWS, TARGETS)
         runs[remat] = Counted.runs
     assert runs == {None: 3, "blocks": 6, ("path:end_1",): 5}
+
+
+class ChangesInPlace(layers.Layer):
+    """Adds its bias to the product itself, as tensors of torch let `+=` do."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
+        self.bias = self.add_weight(shape=(shape[-1],), initializer="ones", name="bias")
+
+    def call(self, x):
+        product = ops.matmul(x, self.kernel)
+        product += self.bias
+        return ops.tanh(product)
+
+
+class SlopePenalty(keras.Model):
+    """Its loss holds a gradient, whose own gradient goes through the model once more."""
+
+    def train_step(self, data):
+        import torch
+
+        x, y = data
+        x = x.clone().requires_grad_(True)
+        outputs = self(x, training=True)
+        (slopes,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        loss = self.compute_loss(x, y, outputs) + (slopes**2).mean()
+        self.zero_grad()
+        self.optimizer.scale_loss(loss).backward()
+        variables = self.trainable_variables
+        self.optimizer.apply([variable.value.grad for variable in variables], variables)
+        return {"loss": loss}
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("layer, kind", [(ChangesInPlace, keras.Model), (layers.GRU, keras.Model),
+                                         (ChangesInPlace, SlopePenalty)])  # fmt: skip
+def test_products_are_kept_of_what_is_changed_in_place_or_differentiated_twice(layer, kind):
+    def losses(remat):
+        keras.utils.set_random_seed(4)
+        options = {"return_sequences": True, "units": 16} if layer is layers.GRU else {}
+        x = inputs = keras.Input((5, 16))
+        for _ in range(3):
+            x = layers.Add()([x, layer(**options)(x)])
+        model = kind(inputs, layers.Dense(1)(x))
+        model.compile("sgd", "mse")
+        mpkeras.prepare(model, "float32", remat=remat)
+        x = np.stack(5 * [ROWS], axis=1)
+        return model.fit(x, x[..., :1], batch_size=8, shuffle=False, epochs=2, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(losses("products"), losses(None), rtol=1e-6)
 
 
 class Stack(keras.Model):
@@ -510,6 +593,46 @@ def test_tensorflow_says_what_it_cannot_do():
     step = mpkeras.make_train_step(keras.Model(inputs, layers.Dense(1)(x)), "sgd", "mse", remat="blocks")
     with pytest.raises(ValueError, match="adds a loss.*penalized"):
         step(ROWS, TARGETS)
+
+
+class Remembering(layers.Layer):
+    """Leaves behind how large its product was."""
+
+    def build(self, shape):
+        self.inner = layers.Dense(shape[-1])
+        self.inner.build(shape)
+
+    def call(self, x):
+        product = self.inner(x)
+        self.energy = ops.mean(ops.square(product))
+        return x + product
+
+
+@SKIPS
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize("factor", [0.0, 2.0], ids=["looked at", "in the loss"])
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
+def test_a_tensor_left_on_a_layer_has_a_gradient_or_an_error(factor, run_eagerly):
+    class Heated(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            self.seen = [layer.energy for layer in self.layers if isinstance(layer, Remembering)]
+            return super().compute_loss(x, y, y_pred) + (factor * sum(self.seen) if factor else 0.0)
+
+    def losses(remat):
+        keras.utils.set_random_seed(2)
+        x = inputs = keras.Input((16,))
+        for _ in range(3):
+            x = Remembering()(x)
+        model = Heated(inputs, layers.Dense(1)(x))
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+        mpkeras.prepare(model, "float32", remat=remat)
+        return model.fit(ROWS, TARGETS, batch_size=8, shuffle=False, verbose=0).history["loss"]
+
+    if BACKEND == "tensorflow" and factor:
+        with pytest.raises(ValueError, match="attribute 'energy' of .*remembering"):
+            losses("blocks")
+    else:
+        np.testing.assert_allclose(losses("blocks"), losses(None), rtol=1e-5)
 
 
 @pytest.mark.backends("jax", "torch")

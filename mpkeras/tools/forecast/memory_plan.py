@@ -352,10 +352,14 @@ class _Search:
             return candidate if batch == self.batch else dataclasses.replace(candidate, batch=batch)
 
         def room(batch):
-            return self.room(self._compiled(compiler, of_rows(batch)))
+            left = self.room(self._compiled(compiler, of_rows(batch)))
+            if left >= 0:
+                # Of batches that fit each is larger than those before it. Time may be up with the next one.
+                self.found = of_rows(batch)
+            return left
 
-        largest = largest_that_fits(room, self.batch, 1)
-        self.found = of_rows(largest) if largest else None
+        self.found = None
+        largest_that_fits(room, self.batch, 1)
 
     def _compiled(self, compiler, candidate):
         """Returns what the compiler says of a candidate; `None` where there is no program of it.

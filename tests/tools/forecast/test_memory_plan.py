@@ -227,6 +227,24 @@ def test_what_fits_is_the_plan_when_time_is_up(compiled):
 
 
 @ONCE
+@pytest.mark.parametrize("allow, too_long, largest", [(("slots", "remat"), 20, 8), ((), 3, 1)])
+def test_the_largest_batch_that_fits_is_the_plan_when_time_is_up(compiled, allow, too_long, largest):
+    """Of the batch that was given it may be known that it does not fit."""
+
+    def sizes(remat, rows):
+        if rows == too_long:
+            raise TimeoutError
+        return in_parts(remat, rows)
+
+    compiled(sizes)
+    plan = mpkeras.plan_memory(
+        residual(), (4, 64), memory=460 / 0.95 + 1, policies=["float32"], allow=allow, batch="largest", verbose=0
+    )
+    assert plan.fits and plan.missing_bytes == 0 and plan.batch == plan.step_batch == largest
+    assert "were not enough" in str(plan) and "Nothing that was tried fits" not in str(plan)
+
+
+@ONCE
 def test_what_the_backend_cannot_compute_again_is_no_candidate(compiled):
     model = unlike()
     names = compiled(in_parts)
