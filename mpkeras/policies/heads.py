@@ -70,7 +70,8 @@ class _Search:
         if isinstance(layer, keras.Model) and not has_own_call(layer):
             self._end_at_model(layer)
             return False
-        passes_on = passes_numbers_on(layer)
+        # What a whole model passes on, its layers make.
+        passes_on = layer is not self._whole and passes_numbers_on(layer)
         is_unknown = has_own_call(layer) and _keras.direct_sublayers(layer) and not passes_on
         # A model that computes with weights of its own behind its layers is one layer.
         if is_unknown and (layer is self._whole or not _keras.own_weights(layer)):

@@ -192,6 +192,25 @@ def test_outputs_are_computed_in_float32(kind, policy):
     assert policy.removeprefix("mixed_") in dtypes
 
 
+class Weightless(keras.Model):
+    """Such as one behind another model."""
+
+    def __init__(self):
+        super().__init__()
+        self.positive = layers.ReLU()
+
+    def call(self, x):
+        return self.positive(x)
+
+
+def test_a_model_without_weights_that_has_run_already():
+    x = X + LEVEL
+    model = Weightless()
+    expected = ops.convert_to_numpy(model(x))
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nested outputs", "Subclassed", "not built"])
 @pytest.mark.parametrize("door", ["apply_policy", "callback", "autoprepare", "the line"])
