@@ -750,6 +750,27 @@ def refresh_symbolic_dtypes(model):
                 tensor._dtype = spec.dtype
 
 
+def dtype_of_made_input(layer) -> str | None:
+    """Returns the dtype of the input of a built Sequential model that Keras has made; `None` for any other layer.
+
+    A copy of the model is given the shape of the batch as Keras gives it, and one's own mostly a shape without it.
+    """
+    graph = graph_of(layer)
+    if graph is None or not isinstance(layer, keras.Sequential):
+        return None
+    first = layer._layers[0]
+    was_given_shape = first._auto_config is None or first._auto_config.config.get("shape") is not None
+    return None if was_given_shape else first.dtype
+
+
+def set_dtype_of_made_input(sequential, dtype: str):
+    """Gives it another dtype, in the graph and in the file."""
+    first = sequential._layers[0]
+    first._dtype = dtype
+    for tensor in keras.tree.flatten(first.output):
+        tensor._dtype = dtype
+
+
 def _as_input_of(layer, value):
     """Returns a symbolic tensor in the dtype in which `layer` hands it to its `call`; anything else as it is."""
     converts = isinstance(layer, keras.layers.Layer) and layer._convert_input_args

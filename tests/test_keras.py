@@ -344,6 +344,18 @@ def test_symbolic_dtypes_follow_the_layers():
     assert [len(layer._outbound_nodes) for layer in model.layers] == calls
 
 
+def test_a_sequential_that_is_given_no_shape_makes_an_input_of_the_dtype_of_its_first_layer():
+    own = keras.Sequential([keras.Input((3,), dtype="float16"), keras.layers.Dense(2)])
+    model = keras.Sequential([keras.layers.Embedding(9, 2, dtype="mixed_bfloat16")])
+    assert [private.dtype_of_made_input(layer) for layer in (own, model, model.layers[0])] == [None, None, None]
+    model.build((None, 3))
+    assert private.dtype_of_made_input(model) == "bfloat16"
+    assert private.dtype_of_made_input(keras.models.clone_model(model)) == "bfloat16"
+    private.set_dtype_of_made_input(model, "float32")
+    assert private.dtype_of_made_input(model) == model.input_dtype == model.inputs[0].dtype == "float32"
+    assert model.get_config()["layers"][0]["config"]["dtype"] == "float32"
+
+
 def test_last_layers_of_a_sequential_are_exchanged_without_a_call(nested):
     first, old = nested.layers
     calls = len(first._inbound_nodes)

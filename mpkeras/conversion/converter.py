@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+from mpkeras import _keras
 from mpkeras._replaced import replace, restore
 from mpkeras.conversion.changes import make_changes, planned_changes
 from mpkeras.conversion.float8 import ENDS
@@ -43,6 +44,7 @@ def layer_converter(model, policy, converts: bool = True, survey=None, *, trains
             if row.after is not row.before:
                 set_layer_policy(row.layer, row.after)
             make_changes(row.layer, row.changes)
+            _widen_made_input(row.layer)
         place(survey, parts)
         save_as_made(model, conversion.made_with)
         if not conversion.seen:
@@ -54,6 +56,15 @@ def layer_converter(model, policy, converts: bool = True, survey=None, *, trains
         return True
 
     return convert
+
+
+def _widen_made_input(layer):
+    """Makes the input float32 that Keras has made for a Sequential model in 16 bits, by its first layer.
+
+    Its graph casts what it is given to it, ids too: 257 would be 256 in bfloat16.
+    """
+    if _keras.dtype_of_made_input(layer) in SIXTEEN_BIT_DTYPES:
+        _keras.set_dtype_of_made_input(layer, "float32")
 
 
 def convert_new(model, convert, around) -> bool:

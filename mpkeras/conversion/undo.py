@@ -74,6 +74,7 @@ def recorded(model, on=None, survey=None):
         for layer, target in zip(layers, layers if on is model else layers_of(on), strict=True)
     ]
     stored = [(v, _keras.stored_dtype(v)) for v in on.variables]
+    made_inputs = [(target, _keras.dtype_of_made_input(target)) for target, *_ in old_values]
     earlier = last_conversion(on)
 
     def put_back(refresh: bool = True):
@@ -89,6 +90,9 @@ def recorded(model, on=None, survey=None):
             # A layer that was made in 16 bits, and never converted, has had none.
             for name, kind in changes_of(layer) - changes:
                 restore(layer, name, kind=kind)
+        for layer, dtype in made_inputs:
+            if dtype is not None and _keras.dtype_of_made_input(layer) is not None:
+                _keras.set_dtype_of_made_input(layer, dtype)
         store(on, [(variable, dtype) for variable, dtype in stored if _keras.stored_dtype(variable) != dtype])
         save_as_made(on, on.dtype_policy)
         if refresh:

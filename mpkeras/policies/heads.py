@@ -36,7 +36,7 @@ class Heads(NamedTuple):
 def heads_of(model) -> Heads:
     """Returns the layers that make the outputs of `model`, looked up in its graph; nothing is run.
 
-    An output is followed back through what has no weights (a reshape, an activation, a sum) and leads to this output
+    An output is followed back through what has no weights (a reshape, an activation, a sum) and leads to outputs
     alone, up to and including the layer that multiplies: rounding there could not be undone behind it. A model inside
     that returns an output is looked into. Where the `train_step` of a model is its user's own, the outputs of the
     models that it holds count, too: such a step computes with them.
@@ -74,7 +74,8 @@ class _Search:
         if isinstance(layer, keras.Model) and not has_own_call(layer):
             self._end_at_model(layer)
             return False
-        passes_on = passes_numbers_on(layer)
+        # What a whole model passes on, its layers make.
+        passes_on = layer is not self._whole and passes_numbers_on(layer)
         is_unknown = has_own_call(layer) and _keras.direct_sublayers(layer) and not passes_on
         # A model that computes with weights of its own behind its layers is one layer.
         if is_unknown and (layer is self._whole or not _keras.own_weights(layer)):
@@ -105,6 +106,8 @@ class _Search:
         """Follows symbolic tensors back."""
         given_to = _keras.calls_behind(outputs)
         uses = collections.Counter(map(id, [*outputs, *itertools.chain(*given_to.values())]))
+        # How many uses of a tensor lead to outputs alone.
+        reached = collections.Counter(map(id, outputs))
         waiting, followed = list(outputs), set()
         while waiting:
             call = operation, _ = _keras.made_by(waiting.pop())
@@ -112,7 +115,8 @@ class _Search:
                 continue
             followed.add(call)
             if not isinstance(operation, keras.layers.Layer) or self.end_at(operation):
-                waiting += [tensor for tensor in given_to[call] if uses[id(tensor)] == 1]
+                reached.update(map(id, given_to[call]))
+                waiting += [tensor for tensor in given_to[call] if reached[id(tensor)] == uses[id(tensor)]]
 
 
 def is_large(layer) -> bool:

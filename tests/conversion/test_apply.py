@@ -886,7 +886,9 @@ def test_double_precision_and_the_way_back():
     for policy in ("float64", "mixed_bfloat16", "float64"):
         mpkeras.apply_policy(model, policy)
     assert {layer.compute_dtype for layer in model.layers} == {w.dtype for w in model.weights} == {"float64"}
-    np.testing.assert_allclose(numpy(model(x)), expected, rtol=1e-13)
+    # On torch a `Dense` of plain Keras in float64 is off by 5e-8.
+    accuracy = 1e-6 if keras.backend.backend() == "torch" else 1e-13
+    np.testing.assert_allclose(numpy(model(x)), expected, rtol=accuracy)
     mpkeras.apply_policy(model, "float32")
     assert {layer.compute_dtype for layer in model.layers} == {w.dtype for w in model.weights} == {"float32"}
     for array, old in zip(model.get_weights(), before, strict=True):

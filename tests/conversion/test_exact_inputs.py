@@ -7,6 +7,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.conversion.plan import plan
+from mpkeras.conversion.undo import recorded
 from tests.sixteen_bits import without_outputs
 
 CODES = np.array([[4097.0, 2909.0, 259.0, 5555.0]], "float32")
@@ -87,6 +88,62 @@ def test_the_rows_of_float32_are_trained(graph):
     if "table" in by_name:
         # The rows themselves are 16-bit.
         assert by_name["table"].compute_dtype == "bfloat16"
+
+
+class AroundTable(keras.Model):
+    """Its table, in a model inside, is built by the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([layers.Embedding(6000, 1, "zeros"), layers.Flatten()])
+        self.head = layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.head(self.inner(x))
+
+
+def sequential():
+    embedding = layers.Embedding(6000, 1, "zeros")
+    return keras.Sequential([embedding, layers.Flatten(), layers.Dense(1, kernel_initializer="ones")])
+
+
+def built_sequential():
+    model = sequential()
+    model.build((None, 3))
+    return model
+
+
+def compiled(model):
+    model.compile(keras.optimizers.SGD(1.0), "mse", jit_compile=False)
+    return model.train_on_batch
+
+
+def stepping(model):
+    return mpkeras.make_train_step(model, keras.optimizers.SGD(1.0), keras.losses.MeanSquaredError(), jit_compile=False)
+
+
+@pytest.mark.parametrize("train", [compiled, stepping])
+@pytest.mark.parametrize("make", [sequential, built_sequential, AroundTable])
+def test_a_sequential_model_that_is_given_no_shape_takes_codes_whole(make, train):
+    codes = np.array([[257, 1027, 2049], [3, 4099, 5003]])
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        model = make()
+        train(model)(codes, np.full((2, 1), 3.0, "float32"))
+    (table,) = [variable for variable in model.trainable_variables if tuple(variable.shape) == (6000, 1)]
+    assert np.nonzero(ops.convert_to_numpy(table)[:, 0])[0].tolist() == sorted(codes.ravel())
+
+
+def test_an_input_of_the_users_own_and_one_before_an_error_stay():
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        own = keras.Sequential([keras.Input((3,), dtype="float16"), layers.Dense(2)])
+        made = built_sequential()
+    mpkeras.apply_policy(own, "mixed_bfloat16")
+    assert own.inputs[0].dtype == "float16"
+    put_back = recorded(made)
+    mpkeras.apply_policy(made, "mixed_bfloat16")
+    assert (made.inputs[0].dtype, made.input_dtype) == ("float32", "float32")
+    put_back()
+    assert (made.inputs[0].dtype, made.input_dtype) == ("bfloat16", "bfloat16")
 
 
 def row_of(model, name):

@@ -192,6 +192,49 @@ def test_outputs_are_computed_in_float32(kind, policy):
     assert policy.removeprefix("mixed_") in dtypes
 
 
+class Normalizing(keras.Model):
+    """What its head makes is used twice, both times on the way to an output."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(5, kernel_initializer=keras.initializers.RandomNormal(seed=4))
+
+    def call(self, x):
+        h = self.head(x)
+        return h / ops.sqrt(ops.sum(h * h, axis=-1, keepdims=True))
+
+
+def normalizing_graph():
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, Normalizing().call(inputs))
+
+
+@pytest.mark.parametrize("make", [Normalizing, normalizing_graph])
+def test_what_is_used_twice_on_the_way_to_an_output(make):
+    expected = make().predict(X, verbose=0)
+    model = mpkeras.apply_policy(make(), "mixed_bfloat16")
+    np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=0, atol=1e-6)
+
+
+class Weightless(keras.Model):
+    """Such as one behind another model."""
+
+    def __init__(self):
+        super().__init__()
+        self.positive = layers.ReLU()
+
+    def call(self, x):
+        return self.positive(x)
+
+
+def test_a_model_without_weights_that_has_run_already():
+    x = X + LEVEL
+    model = Weightless()
+    expected = ops.convert_to_numpy(model(x))
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nested outputs", "Subclassed", "not built"])
 @pytest.mark.parametrize("door", ["apply_policy", "callback", "autoprepare", "the line"])
