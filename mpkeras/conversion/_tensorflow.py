@@ -142,6 +142,8 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
         return run(tensors)
     added = {id(layer): len(_keras.added_losses(layer)) for layer in layers}
     inside = {id(part): part for layer in layers for part in _keras.flatten_layers(layer, include_self=True)}
+    if not tf.executing_eagerly():
+        _refuse_draws_in_loops(inside.values())
     held = {id(tensor): tensor for part in inside.values() for _, tensor in _tensors_held(part)}
     outputs: list = []
 
@@ -174,6 +176,24 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     for tensor, new in zip(outputs, returned, strict=True):
         _keras.copy_mask(tensor, new)
     return returned
+
+
+def _refuse_draws_in_loops(layers):
+    """Raises `ValueError` for a recurrent layer whose cell draws at each step, as a `Dropout` in a cell of one's own.
+
+    The loop is traced once, and the state of the generator that the second run is to begin with would be that of each
+    step. A cell of Keras' draws its masks before the loop.
+    """
+    for layer in layers:
+        cells = _keras.flatten_layers(layer) if isinstance(layer, keras.layers.RNN) else []
+        drawing = [x for x in cells if _keras.own_seed_generators(x) and not hasattr(x, "get_dropout_mask")]
+        if drawing:
+            name = drawing[0].path or drawing[0].name
+            raise ValueError(
+                "Expected parts that TensorFlow can compute again in a graph: a loop in which a layer draws random "
+                f"numbers at each step is none. Received: '{layer.path}', in whose cell '{name}' draws. Name the "
+                "layers whose outputs are kept, `remat=[...]`, so that it is behind the last one, or train on torch."
+            )
 
 
 def _tensors_held(layer) -> list:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import weakref
 from collections.abc import Callable
 
 import keras
@@ -53,6 +54,11 @@ def compute_metrics_in_float32(model):
     replace(model, "compute_metrics", compute_float32_metrics, kind="outputs")
 
 
+# Layer -> `id`s of the layers inside that its last call has left unbuilt. A model that has been built meanwhile is
+# converted again, and waits for its first call anew.
+_left_unbuilt: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
 def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
     """Calls `tell` with the layers inside `layer` that make its outputs, before it computes for the first time.
 
@@ -65,20 +71,18 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
         tell, withdraw: Functions of the `Heads` inside `layer`.
     """
     call = layer.call
-    left_unbuilt: set | None = None
 
     @functools.wraps(call)
     def call_and_tell(*args, **kwargs):
-        nonlocal left_unbuilt
         # Keras builds what is not built by a run of its own, which comes this way first. Its results are not used.
-        if _unbuilt(layer) in (set(), left_unbuilt):
+        if _unbuilt(layer) in (set(), _left_unbuilt.get(layer)):
             restore(layer, "call", kind="heads")
             heads = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
             tell(heads)
             if heads.layers and not _runs(layer, args, kwargs):
                 withdraw(heads)
         outputs = call(*args, **kwargs)
-        left_unbuilt = _unbuilt(layer)
+        _left_unbuilt[layer] = _unbuilt(layer)
         return outputs
 
     replace(layer, "call", call_and_tell, kind="heads")

@@ -104,7 +104,7 @@ class Conversion:
         # Among layers of narrower dtypes a wider one is there on purpose; alone, it is what Keras does by default.
         has_16_bits, has_float32 = (computes_in(survey, dtypes) for dtypes in (SIXTEEN_BIT_DTYPES, ("float32",)))
         is_to_16_bits = policy.compute_dtype in SIXTEEN_BIT_DTYPES
-        sources = SIXTEEN_BIT_DTYPES
+        sources: tuple[str, ...] = SIXTEEN_BIT_DTYPES
         if not has_16_bits:
             sources += ("float32",) if has_float32 else ("float32", "float64")
         self._sources: tuple[str, ...] = sources if converts else ()

@@ -251,6 +251,16 @@ class Cell(layers.Layer):
         return output, [output]
 
 
+class DrawingCell(Cell):
+    def __init__(self, units, **kwargs):
+        super().__init__(units, **kwargs)
+        self.mask = layers.Dropout(0.25, name="mask")
+
+    def call(self, x, states, training=None):
+        output, states = super().call(x, states)
+        return self.mask(output, training=training), states
+
+
 @pytest.mark.parametrize("remat", ["blocks", ["path:first", "path:second"]], ids=label)
 def test_cells_are_computed_again_with_their_loop(remat):
     """On TensorFlow the gradient of a loop whose step is computed again cannot be made."""
@@ -593,6 +603,13 @@ def test_tensorflow_says_what_it_cannot_do():
     step = mpkeras.make_train_step(keras.Model(inputs, layers.Dense(1)(x)), "sgd", "mse", remat="blocks")
     with pytest.raises(ValueError, match="adds a loss.*penalized"):
         step(ROWS, TARGETS)
+    # Each step of the second loop would draw the mask of the first step.
+    stack = [layers.RNN(DrawingCell(6), return_sequences=True, name=name) for name in ("first", "second", "third")]
+    model = keras.Sequential([keras.Input((5, 16)), *stack, layers.Dense(1)])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "float32", remat="blocks")
+    with pytest.raises(ValueError, match="a loop in which a layer draws.*'sequential.*/first', in whose cell '.*mask'"):
+        model.train_on_batch(np.stack(5 * [ROWS], axis=1), TARGETS[:, None])
 
 
 class Remembering(layers.Layer):
