@@ -61,9 +61,9 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     policy = get_policy(policy)
     if policy.variable_dtype not in ("float32", dtypes.SMALL_DTYPE):
         raise ValueError(
-            "Expected a policy with float32 or bfloat16 variables: the range of float16 is too small for weights that "
-            f"are trained on. Received: policy {policy.name!r}. Use 'mixed_float16', 'mixed_bfloat16', 'float32' or, "
-            "for a file half as large, 'bfloat16'."
+            "Expected a policy with float32 or bfloat16 variables: no file is made for float64, and the range of "
+            f"float16 is too small for weights that are trained on. Received: policy {policy.name!r}. Use "
+            "'mixed_float16', 'mixed_bfloat16', 'float32' or, for a file half as large, 'bfloat16'."
         )
     files.check(chosen, policy)
     files.check_place(out, chosen, force)

@@ -14,7 +14,7 @@ from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.program import BYTES, bound_ms, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
 from mpkeras.tools.shared.arguments import check_seconds
-from mpkeras.tools.shared.report import Figure, Report, computed_again_text
+from mpkeras.tools.shared.report import Figure, Report, bytes_text, computed_again_text
 
 # In the order in which they are tried.
 _ALLOWED = ("slots", "remat", "accumulation")
@@ -424,7 +424,7 @@ class MemoryPlan(Policy, Report):
             {**self._row(candidate, said, chosen), "flops_factor": flops / fewest if flops else None}
             for (candidate, said), flops in zip(tried, of_a_row, strict=True)
         ]
-        room = target.title if limit is None else f"{limit / 2**30:.2f} GiB, compiled for {target.title}"
+        room = target.title if limit is None else f"{_gib_text(limit)}, compiled for {target.title}"
         self.title = f"To train model '{model_name}' within {room}, batch {search.batch}"
 
     @classmethod
@@ -483,7 +483,7 @@ class MemoryPlan(Policy, Report):
                 "own: `apply_policy(model, plan)` and `make_train_step`, which takes as many of them for one update."
             )
         else:
-            notes.append(f"Nothing that was tried fits. The smallest misses by {self.missing_bytes / 2**30:.2f} GiB.")
+            notes.append(f"Nothing that was tried fits. The smallest misses by {_gib_text(self.missing_bytes)}.")
         notes += computed_again_text(self.computed_again)
         for name, why in search.not_compiled.items():
             notes.append(f"{name}: not compiled: {why}")
@@ -492,7 +492,7 @@ class MemoryPlan(Policy, Report):
         if search.out_of_time is not None:
             notes.append(f"{search.out_of_time:g} s were not enough to try all that is allowed.")
         if self._limit is None:
-            left = f"{self._target.reserved_bytes / 2**30:.2f} GiB are left to the device's libraries"
+            left = f"{_gib_text(self._target.reserved_bytes)} are left to the device's libraries"
         else:
             left = f"{_MARGIN:.0%} of the memory are left free"
         notes.append(f"Each row was compiled, none was run; {left}. FLOPs: of an example, by the fewest in the table.")
@@ -535,4 +535,9 @@ class MemoryPlan(Policy, Report):
 
 
 def _missing_text(row, search) -> str:
-    return f"no, by {(row['peak_bytes'] - search.usable) / 2**30:.2f} GiB"
+    return f"no, by {_gib_text(row['peak_bytes'] - search.usable)}"
+
+
+def _gib_text(n: int) -> str:
+    # The unit of the table, where it says more than 0.00.
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 / 100 else bytes_text(n)

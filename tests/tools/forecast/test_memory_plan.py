@@ -155,6 +155,8 @@ def test_what_is_sure_to_be_too_large_is_not_compiled(compiled, limit, expected,
     names = compiled(in_parts)
     found = mpkeras.plan_memory(residual(), (8, 64), memory=limit / 0.95 + 1, policies=["float32"], verbose=0)
     assert names == expected and found.fits == (limit > 70)
+    # One row takes 60 bytes of state and 20 more.
+    assert found.fits or ("misses by 10 bytes." in str(found) and "no, by 10 bytes" in str(found))
     assert (found.slot_dtype, found.remat) == {
         "float32": ("auto", None), SLOTS: ("bfloat16", None), PRODUCTS: ("bfloat16", "products"),
         BLOCKS: ("bfloat16", "blocks"),
