@@ -733,10 +733,12 @@ def refresh_symbolic_dtypes(model):
 
     Keras computes them once, when the model is made. Its own `KerasTensor.dtype` has no setter.
     """
-    nodes = [model._nodes_by_depth[depth] for depth in sorted(model._nodes_by_depth, reverse=True)]
+    nodes = [node for depth in sorted(model._nodes_by_depth, reverse=True) for node in model._nodes_by_depth[depth]]
     # A cast of what a layer is given would stay on the layer that it comes from.
-    with kept_graphs([node.operation for node in nodes_of(model)]):
-        for node in (node for of_depth in nodes for node in of_depth if not node.is_input):
+    with kept_graphs([node.operation for node in nodes]):
+        for node in nodes:
+            if node.is_input:
+                continue
             args, kwargs = keras.tree.map_structure(
                 lambda value, layer=node.operation: _as_input_of(layer, value),
                 (node.arguments.args, node.arguments.kwargs),

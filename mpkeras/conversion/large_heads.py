@@ -35,18 +35,20 @@ def sum_in_float32(layer):
     if product_change(layer) == WITH_FLOAT32_SUMS:
         return
     restore(layer, "call", kind="layer")
+    labels = labels_of(layer)
+    assert labels is not None  # `can_sum_in_float32` has asked.
     make_call = _reversed_with_float32_sums if is_reversible_embedding(layer) else _with_float32_sums
-    call = functools.wraps(layer.call)(make_call(layer, layer.call))
+    call = functools.wraps(layer.call)(make_call(layer, layer.call, functools.partial(_product, labels)))
     mark_product(call, WITH_FLOAT32_SUMS)
     replace(layer, "call", call, kind="layer")
 
 
-def _with_float32_sums(layer, call):
+def _with_float32_sums(layer, call, product):
     def call_with_float32_sums(inputs, training=None):
         # It may have moved to float32 since.
         if layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
             return call(inputs, training=training)
-        outputs = _product(layer, inputs, layer.kernel, layer.compute_dtype)
+        outputs = product(inputs, layer.kernel, layer.compute_dtype)
         if layer.bias is not None:
             # As it is stored: within `call` Keras reads it in 16 bits.
             outputs = ops.add(outputs, ops.cast(_keras.unscoped_value(layer.bias), "float32"))
@@ -55,20 +57,18 @@ def _with_float32_sums(layer, call):
     return call_with_float32_sums
 
 
-def _reversed_with_float32_sums(layer, call):
+def _reversed_with_float32_sums(layer, call, product):
     def call_with_float32_sums(inputs, reverse=False):
         dtype = layer.reverse_dtype or layer.compute_dtype
         if not reverse or not {layer.compute_dtype, dtype} <= set(SIXTEEN_BIT_DTYPES):
             return call(inputs, reverse=reverse)
         kernel = ops.transpose(layer.embeddings) if layer.tie_weights else layer.reverse_embeddings
-        logits, cap = _product(layer, inputs, kernel, dtype), layer.logit_soft_cap
+        logits, cap = product(inputs, kernel, dtype), layer.logit_soft_cap
         return logits if cap is None else ops.multiply(ops.tanh(ops.divide(logits, cap)), cap)
 
     return call_with_float32_sums
 
 
-def _product(layer, inputs, kernel, dtype: str):
-    labels = labels_of(layer)
-    assert labels is not None  # `can_sum_in_float32` has asked.
+def _product(labels, inputs, kernel, dtype: str):
     inputs, kernel = (ops.cast(operand, dtype) for operand in (inputs, kernel))
     return einsum_by_matrices(labels, inputs, kernel, _backend.product_with_float32_sums)
