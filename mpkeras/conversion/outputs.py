@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import re
 import weakref
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
 from mpkeras.conversion.mixing import in_silence
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
-from mpkeras.policies.heads import Heads, has_own_call, heads_behind, passes_numbers_on
+from mpkeras.policies.heads import Heads, follow_back, has_own_call, heads_behind, passes_numbers_on
 from mpkeras.policies.rules import is_quantized
 
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
@@ -210,22 +211,34 @@ def _makers(outputs, runs) -> list:
         outputs: Tensors.
         runs: `(layer, tensors it was given, tensors it returned)`, in the order in which they ended.
     """
-    made_in = {id(tensor): run for run in runs for tensor in run[2]}
-    uses = [id(tensor) for tensor in outputs] + [id(tensor) for _, inputs, _ in runs for tensor in inputs]
-    waiting = [made_in[id(output)] for output in outputs if id(output) in made_in]
-    if runs and len(waiting) < len(outputs):
+    made_in: dict = {}
+
+    def made(tensors) -> list:
+        return [(id(tensor), made_in.get(id(tensor))) for tensor in tensors]
+
+    given_to, made_by = {}, {}
+    for number, (_, inputs, returned) in enumerate(runs):
+        given_to[number] = made(inputs)
+        # `Dropout` may return the tensor that it was given: what follows was given it by `Dropout`.
+        made_in |= {id(tensor): number for tensor in returned}
+        made_by[number] = made(returned)
+    ends = made(outputs)
+    if runs and any(number is None for _, number in ends):
         # Arithmetic of the user's made an output: of the layer that ran last, or of one beside it.
-        given_last = {id(tensor) for tensor in runs[-1][1]}
-        ends = [run for run in runs if not any(id(tensor) in uses for tensor in run[2])]
-        waiting += [run for run in ends if run is runs[-1] or any(id(tensor) in given_last for tensor in run[1])]
+        used = {*ends, *itertools.chain(*given_to.values())}
+        last = max(given_to)
+        for number in given_to:
+            is_last_or_beside = number == last or not set(given_to[last]).isdisjoint(given_to[number])
+            if is_last_or_beside and used.isdisjoint(made_by[number]):
+                ends += made_by[number]
     makers: dict = {}
-    while waiting:
-        maker, inputs, _ = waiting.pop()
-        if id(maker) in makers:
-            continue
+
+    def leads_on(number) -> bool:
+        maker = runs[number][0]
         makers[id(maker)] = maker
-        if passes_numbers_on(maker):
-            waiting += [made_in[id(t)] for t in inputs if id(t) in made_in and uses.count(id(t)) == 1]
+        return passes_numbers_on(maker)
+
+    follow_back(ends, given_to, leads_on)
     return list(makers.values())
 
 

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import keras
@@ -52,7 +53,7 @@ def heads_of(model) -> Heads:
 def heads_behind(layer, outputs) -> Heads:
     """Returns the layers inside `layer` that make symbolic `outputs` of its call, as `heads_of` does."""
     search = _Search(layer)
-    search.follow_back(outputs)
+    search.follow(outputs)
     return search.heads()
 
 
@@ -89,7 +90,7 @@ class _Search:
     def _end_at_model(self, model):
         graph = _keras.graph_of(model)
         if graph is not None:
-            self.follow_back(keras.tree.flatten(_keras.output_structure(graph)))
+            self.follow(keras.tree.flatten(_keras.output_structure(graph)))
         elif isinstance(model, keras.Sequential):
             # Its graph is made when it is built.
             for layer in reversed(model.layers):
@@ -102,21 +103,41 @@ class _Search:
         for part in models_used_by(model):
             self.end_at(part)
 
-    def follow_back(self, outputs):
+    def follow(self, outputs):
         """Follows symbolic tensors back."""
-        given_to = _keras.calls_behind(outputs)
-        uses = collections.Counter(map(id, [*outputs, *itertools.chain(*given_to.values())]))
-        # How many uses of a tensor lead to outputs alone.
-        reached = collections.Counter(map(id, outputs))
-        waiting, followed = list(outputs), set()
-        while waiting:
-            call = operation, _ = _keras.made_by(waiting.pop())
-            if call in followed or call not in given_to:
-                continue
-            followed.add(call)
-            if not isinstance(operation, keras.layers.Layer) or self.end_at(operation):
-                reached.update(map(id, given_to[call]))
-                waiting += [tensor for tensor in given_to[call] if reached[id(tensor)] == uses[id(tensor)]]
+
+        def made(tensors) -> list:
+            return [(id(tensor), _keras.made_by(tensor)) for tensor in tensors]
+
+        given_to = {call: made(tensors) for call, tensors in _keras.calls_behind(outputs).items()}
+        follow_back(made(outputs), given_to, lambda call: self._leads_on(call[0]))
+
+    def _leads_on(self, operation) -> bool:
+        return not isinstance(operation, keras.layers.Layer) or self.end_at(operation)
+
+
+def follow_back(outputs, given_to: Mapping, leads_on: Callable):
+    """Goes from `outputs` to the calls that made them, and on to those that made what a call was given.
+
+    A tensor is followed where all of its uses lead to outputs.
+
+    Args:
+        outputs: Tensors, each a pair of its `id` and the call that made it, or `None`.
+        given_to: The tensors that each call was given, such pairs.
+        leads_on: Function of a call, asked once for each that is met: whether what it was given is followed, too.
+    """
+    uses = collections.Counter([*outputs, *itertools.chain(*given_to.values())])
+    # How many uses of a tensor lead to outputs alone.
+    reached = collections.Counter(outputs)
+    waiting, met = list(outputs), set()
+    while waiting:
+        _, call = waiting.pop()
+        if call in met or call not in given_to:
+            continue
+        met.add(call)
+        if leads_on(call):
+            reached.update(given_to[call])
+            waiting += [tensor for tensor in given_to[call] if reached[tensor] == uses[tensor]]
 
 
 def is_large(layer) -> bool:

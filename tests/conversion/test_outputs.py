@@ -216,6 +216,30 @@ def test_what_is_used_twice_on_the_way_to_an_output(make):
     np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=0, atol=1e-6)
 
 
+class BehindRaw(keras.Model):
+    """Behind a function of the backend, which takes no symbolic tensors, a head and what passes its numbers on."""
+
+    def __init__(self, gated):
+        super().__init__()
+        self.head = layers.Dense(5, kernel_initializer=keras.initializers.RandomNormal(seed=4))
+        self.gate, self.product = (layers.Activation("sigmoid"), layers.Multiply()) if gated else (None, None)
+        self.drop = layers.Dropout(0.5)
+
+    def call(self, x, training=False):
+        h = self.head(raw_squeeze(ops.expand_dims(x, -1)))
+        if self.gate is not None:
+            h = self.product([h, self.gate(h)])
+        return self.drop(h, training=training)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_behind_functions_of_the_backend(gated):
+    """`Dropout` returns the tensor that it was given; gated, that of the head is used twice."""
+    expected = BehindRaw(gated).predict(X, verbose=0)
+    model = mpkeras.apply_policy(BehindRaw(gated), "mixed_bfloat16")
+    np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=0, atol=1e-6)
+
+
 class Weightless(keras.Model):
     """Such as one behind another model."""
 
@@ -495,3 +519,5 @@ def test_a_head_is_followed_back_where_its_input_leads_to_the_output_alone():
     runs = [(dense, [x], [hidden]), (activation, [hidden], [output])]
     assert outputs._makers([output], runs) == [activation, dense]
     assert outputs._makers([output], [*runs, (other, [hidden], [aside])]) == [activation]
+    # Two uses, both of which lead to outputs.
+    assert outputs._makers([output, hidden], runs) == [dense, activation]
