@@ -119,16 +119,6 @@ def trace_for_shapes(function, variables, args, kwargs):
     keras.src.backend.compute_output_spec(run, *args, **kwargs)
 
 
-def call_symbolically(function, variables, args, kwargs):
-    """Returns what `function` returns for symbolic tensors, with its graph: for layers and `keras.ops` alone.
-
-    Nothing is computed or assigned. Takes what `trace_for_shapes` does.
-    """
-    args, kwargs = _as_symbolic((args, kwargs))
-    with _scope_within(variables)():
-        return function(*args, **kwargs)
-
-
 def _as_symbolic(structure):
     def symbolic(value):
         is_tensor = keras.ops.is_tensor(value)

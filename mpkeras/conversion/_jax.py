@@ -1,15 +1,17 @@
-"""JAX's part of a conversion: attention that keeps 16-bit probabilities, the float8 product, and rematerialization."""
+"""JAX's part of a conversion: attention that keeps 16-bit probabilities, float8 products, remat, what a call makes of what."""
 
 import functools
 
 import jax
-import jax.extend
+import jax.extend.core
 import jax.numpy as jnp
 import keras
+from jax.ad_checkpoint import checkpoint_name
 
 from mpkeras import _keras
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded
 from mpkeras.devices._jax import has_float8_units
+from mpkeras.policies.heads import Flow
 
 # Products of 16-bit numbers with sums in float32, in the backward pass, too: what JAX' own attention asks for.
 _PRECISION = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32}
@@ -212,3 +214,76 @@ def _is_product_with_weights(primitive, *args, **params) -> bool:
     """The policy of a checkpoint: whether the result of an operation is kept. Products in attention have batch axes."""
     is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
     return bool(is_product) or primitive is jax.extend.core.primitives.conv_general_dilated_p
+
+
+_MARK = "mpkeras_output_"
+
+
+class FlowTrace:
+    """Finds the `Flow` of a call that is traced, by names on what layers return."""
+
+    def __init__(self):
+        self._marked: list = []
+        self._given_to: dict = {}
+        self._layers: dict = {}
+
+    def mark(self, tensor, layer):
+        """Returns `tensor` by another name: as returned by `layer`."""
+        self._marked.append(layer)
+        return checkpoint_name(tensor, f"{_MARK}{len(self._marked) - 1}")
+
+    def run(self, call, args, kwargs) -> Flow:
+        """Returns the `Flow` of `call(*args, **kwargs)`."""
+        tensors = [value for value in keras.tree.flatten((args, kwargs)) if keras.ops.is_tensor(value)]
+
+        def call_with(*tensors):
+            following = iter(tensors)
+            new_args, new_kwargs = keras.tree.map_structure(
+                lambda value: next(following) if keras.ops.is_tensor(value) else value, (args, kwargs)
+            )
+            return [value for value in keras.tree.flatten(call(*new_args, **new_kwargs)) if keras.ops.is_tensor(value)]
+
+        jaxpr = jax.make_jaxpr(call_with)(*tensors).jaxpr
+        return Flow(self._follow(jaxpr, [(id(v), None) for v in jaxpr.invars]), self._given_to, self._layers)
+
+    def _follow(self, jaxpr, inputs) -> list:
+        """Notes the equations of `jaxpr`, for tensors of a `Flow`, and returns its outputs."""
+        made = {id(variable): (id(variable), None) for variable in jaxpr.constvars}
+        made |= {id(variable): tensor for variable, tensor in zip(jaxpr.invars, inputs, strict=True)}
+
+        def tensors(atoms) -> list:
+            # A literal has a value, and no equation.
+            return [made.get(id(atom), (id(atom), None)) for atom in atoms]
+
+        for equation in jaxpr.eqns:
+            given, inner = tensors(equation.invars), _body(equation)
+            if inner is not None:
+                returned = self._follow(inner, given)
+            else:
+                call = len(self._given_to)
+                self._given_to[call] = given
+                if equation.primitive.name == "name" and equation.params["name"].startswith(_MARK):
+                    self._layers[call] = self._marked[int(equation.params["name"].removeprefix(_MARK))]
+                returned = [(id(variable), call) for variable in equation.outvars]
+            made |= {id(variable): tensor for variable, tensor in zip(equation.outvars, returned, strict=True)}
+        return tensors(jaxpr.outvars)
+
+
+def _body(equation):
+    """Returns the program inside an equation that takes and returns what the equation does: of `jit`, a checkpoint."""
+    for value in equation.params.values():
+        program = getattr(value, "jaxpr", value)
+        if isinstance(program, jax.extend.core.Jaxpr):
+            counts = [[len(part.invars), len(part.outvars)] for part in (program, equation)]
+            return program if counts[0] == counts[1] else None
+    return None
+
+
+def trace(layer, call, args, kwargs, *, is_dry_run=False):
+    """Runs `call`, that of `layer`, for shapes alone: nothing is computed or assigned.
+
+    Args:
+        is_dry_run: Whether it raises where it would raise with these arguments.
+    """
+    del is_dry_run  # It always does.
+    _keras.trace_for_shapes(call, layer.variables, args, kwargs)

@@ -10,6 +10,7 @@ from mpkeras import _keras
 from mpkeras.conversion.again import alike
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
 from mpkeras.devices._tensorflow import in_xla
+from mpkeras.policies.heads import Flow
 
 
 def takes_kernel(layer, query, key, value, *, is_masked: bool) -> bool:
@@ -227,3 +228,35 @@ def _without_gradient(tensor, results, path, name):
 
 def _is_float(value) -> bool:
     return tf.is_tensor(value) and value.dtype.is_floating
+
+
+class FlowTrace:
+    """As in `_jax.py`: by what an operation of the graph is given."""
+
+    def __init__(self):
+        self._layers: dict = {}
+
+    def mark(self, tensor, layer):
+        """As in `_jax.py`."""
+        marked = tf.identity(tensor)
+        self._layers |= {part.op.name: layer for part in tf.nest.flatten(marked, expand_composites=True)}
+        return marked
+
+    def run(self, call, args, kwargs) -> Flow:
+        """As in `_jax.py`."""
+
+        def tensors(values) -> list:
+            return [(tensor.name, tensor.op.name) for tensor in values]
+
+        graph = tf.compat.v1.get_default_graph()
+        outputs = tf.nest.flatten(keras.tree.flatten(call(*args, **kwargs)), expand_composites=True)
+        # One that is not of the graph is a constant.
+        outputs = [value for value in outputs if getattr(value, "graph", None) is graph]
+        given_to = {operation.name: tensors(operation.inputs) for operation in graph.get_operations()}
+        return Flow(tensors(outputs), given_to, self._layers)
+
+
+def trace(layer, call, args, kwargs, *, is_dry_run=False):
+    """As in `_jax.py`."""
+    del is_dry_run  # It always does.
+    _keras.trace_for_shapes(call, layer.variables, args, kwargs)

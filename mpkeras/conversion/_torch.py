@@ -6,14 +6,17 @@ import itertools
 
 import keras
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpkeras import _keras
 from mpkeras._replaced import replace
 from mpkeras.conversion.again import alike
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
 from mpkeras.devices._torch import has_float8_units, is_distributed
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.heads import Flow
 
 
 def let_module_follow(layer):
@@ -219,3 +222,78 @@ class _Taking(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         product = self._products.take(next(self._numbers)) if operation in _PRODUCTS else None
         return operation(*args, **(kwargs or {})) if product is None else product
+
+
+class FlowTrace(TorchFunctionMode):
+    """As in `_jax.py`: by the calls of torch's functions."""
+
+    def __init__(self):
+        super().__init__()
+        self._made_by: dict = {}
+        self._given_to: dict = {}
+        self._layers: dict = {}
+        # No other tensor gets the `id` of one that is here.
+        self._tensors: list = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        # A function that returns no tensor looks at one (`shape`), but for this.
+        returned = args[0] if func is torch.Tensor.__setitem__ else result
+        made = _tensors(returned)
+        if made:
+            given = _tensors((args, kwargs))
+            self._tensors += [*given, *made]
+            call = len(self._given_to)
+            self._given_to[call] = self._made(given)
+            self._made_by |= {id(tensor): call for tensor in made}
+        return result
+
+    def mark(self, tensor, layer):
+        """As in `_jax.py`."""
+        marked = tensor.view_as(tensor)
+        self._layers[self._made_by[id(marked)]] = layer
+        return marked
+
+    def run(self, call, args, kwargs) -> Flow:
+        """As in `_jax.py`."""
+        with self:
+            outputs = _tensors(call(*args, **kwargs))
+        return Flow(self._made(outputs), self._given_to, self._layers)
+
+    def _made(self, tensors) -> list:
+        return [(id(tensor), self._made_by.get(id(tensor))) for tensor in tensors]
+
+
+def trace(layer, call, args, kwargs, *, is_dry_run=False):
+    """As in `_jax.py`. A dry run has numbers, by which Keras finds shapes where it finds none without.
+
+    Read in Keras 3.15.1: on the device without numbers it reads all variables as they are stored, and torch multiplies
+    dtypes there that it refuses to multiply.
+    """
+
+    def run(*args, **kwargs):
+        if is_dry_run and any(tensor.is_meta for tensor in _tensors((args, kwargs))):
+            raise RuntimeError("A dry run on torch is one with numbers.")
+        return call(*args, **kwargs)
+
+    layers = _keras.flatten_layers(layer, include_self=True)
+    modules = modules_with_buffers(layers)
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    try:
+        _keras.trace_for_shapes(run, layer.variables, args, kwargs)
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def modules_with_buffers(layers) -> list:
+    """Returns the torch modules that hold state of their own: wrapped ones, and of Keras' `layers` themselves."""
+    wrapped = [layer.module for layer in layers if isinstance(layer, keras.layers.TorchModuleWrapper)]
+    modules = [*layers, *(module for outer in wrapped for module in outer.modules())]
+    # torch's own dictionary: to ask each of many modules without any costs ten times more.
+    return list({id(module): module for module in modules if module._buffers}.values())
+
+
+def _tensors(structure) -> list:
+    return [value for value in keras.tree.flatten(structure) if torch.is_tensor(value)]

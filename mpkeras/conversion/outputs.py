@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import itertools
+import importlib
 import re
 import weakref
 from collections.abc import Callable
@@ -13,11 +13,14 @@ from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
 from mpkeras.conversion.mixing import in_silence
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
-from mpkeras.policies.heads import Heads, follow_back, has_own_call, heads_behind, passes_numbers_on
+from mpkeras.policies.heads import Flow, Heads, heads_in_flow
 from mpkeras.policies.rules import is_quantized
 
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
 CAST_NAME = "mpkeras_float32_output"
+
+# The part of the active backend: only that may be imported.
+_backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
 
 
 def widen(value):
@@ -93,7 +96,7 @@ def _runs(layer, args, kwargs) -> bool:
     """Whether the `call` of `layer` can be traced as its layers compute now."""
     with _keras.kept_losses(_keras.flatten_layers(layer, include_self=True)), in_silence():
         try:
-            _keras.trace_for_shapes(value_below(layer, "call"), layer.variables, args, kwargs)
+            _backend.trace(layer, value_below(layer, "call"), args, kwargs, is_dry_run=True)
         except Exception:
             return False
     return True
@@ -111,7 +114,7 @@ def let_heads_tell(model, *args, **kwargs):
     if any(is_replaced(layer, "call", "heads") for layer in _keras.flatten_layers(model, include_self=True)):
         args, kwargs = keras.tree.map_structure(as_tensor, (args, kwargs))
         with in_silence():
-            _keras.trace_for_shapes(model, model.variables, args, kwargs)
+            _backend.trace(model, model, args, kwargs)
 
 
 def _unbuilt(layer) -> set:
@@ -122,20 +125,42 @@ def _heads_in_call(layer, call, args, kwargs) -> Heads:
     """Returns the layers inside `layer` that make what `call` returns; nothing is computed."""
     inside = _keras.flatten_layers(layer, include_self=True)
     # In float32, where a head mixes no dtypes: it may do so in 16 bits, in which it will not compute.
-    with _keras.kept_losses(inside), _keras.kept_graphs(inside), _in_float32(inside), in_silence():
+    with _keras.kept_losses(inside), _in_float32(inside), in_silence(), _keras.autocast_scope("float32"):
         try:
-            with _keras.autocast_scope("float32"):
-                outputs = _keras.call_symbolically(call, layer.variables, args, kwargs)
-            symbolic = [value for value in keras.tree.flatten(outputs) if isinstance(value, keras.KerasTensor)]
-            return heads_behind(layer, symbolic)
-        except Exception:
-            # A function of the backend's own refuses a symbolic tensor, by whatever error. It takes traced ones.
-            pass
-        try:
-            return Heads(_heads_in_trace(layer, call, args, kwargs), [])
+            return heads_in_flow(layer, _flow(layer, call, args, kwargs))
         except Exception:
             # The call itself says if something is wrong with it; or quantized layers mix with float32.
             return Heads([], [])
+
+
+def _flow(layer, call, args, kwargs) -> Flow:
+    flows: list = []
+
+    def run(*args, **kwargs):
+        trace = _backend.FlowTrace()
+
+        def noted(inner, replacement):
+            inner_call = inner.call if replacement is None else replacement
+
+            @functools.wraps(inner_call)
+            def call_and_note(*args, **kwargs):
+                return keras.tree.map_structure(note, inner_call(*args, **kwargs))
+
+            def note(value):
+                if not keras.ops.is_tensor(value):
+                    return value
+                marked = trace.mark(value, inner)
+                _keras.copy_mask(value, marked)
+                return marked
+
+            return call_and_note
+
+        with replaced_on_all(_keras.flatten_layers(layer), "call", noted):
+            # Keras traces it twice where a size is not known.
+            flows[:] = [trace.run(call, args, kwargs)]
+
+    _backend.trace(layer, run, args, kwargs)
+    return flows[0]
 
 
 @contextlib.contextmanager
@@ -153,93 +178,6 @@ def _in_float32(layers):
     finally:
         for layer, policy in policies:
             layer.dtype_policy = policy
-
-
-def _heads_in_trace(layer, call, args, kwargs) -> list:
-    """Returns the layers inside `layer` that make what `call` returns, as far as tensors tell that they pass on."""
-    runs: list[tuple] = []
-    makers: list = []
-
-    def observed(inner, replacement):
-        inner_call = inner.call if replacement is None else replacement
-
-        @functools.wraps(inner_call)
-        def call_and_note(*args, **kwargs):
-            outputs = inner_call(*args, **kwargs)
-            runs.append((inner, _tensors((args, kwargs)), _tensors(outputs)))
-            return outputs
-
-        return call_and_note
-
-    def run(*args, **kwargs):
-        # Keras traces it twice where a size is not known.
-        runs.clear()
-        outputs = call(*args, **kwargs)
-        makers[:] = _makers(_tensors(outputs), runs)
-        return outputs
-
-    with replaced_on_all(_running_layers(layer), "call", observed), _keras.autocast_scope("float32"):
-        _keras.trace_for_shapes(run, layer.variables, args, kwargs)
-    return makers
-
-
-def _running_layers(layer) -> list:
-    """Returns the layers that run inside `layer`, but for models around others, and for what is inside stock layers."""
-    layers: dict = {}
-
-    def walk(whole):
-        for inner in _keras.direct_sublayers(whole):
-            if id(inner) in layers or isinstance(inner, keras.layers.InputLayer):
-                continue
-            is_around_others = isinstance(inner, keras.Model) or has_own_call(inner) and _keras.direct_sublayers(inner)
-            layers[id(inner)] = None if is_around_others else inner
-            if is_around_others:
-                walk(inner)
-
-    walk(layer)
-    return [inner for inner in layers.values() if inner is not None]
-
-
-def _tensors(structure) -> list:
-    return [value for value in keras.tree.flatten(structure) if keras.ops.is_tensor(value)]
-
-
-def _makers(outputs, runs) -> list:
-    """Returns the layers that make `outputs`, followed back through what has no weights and leads there alone.
-
-    Args:
-        outputs: Tensors.
-        runs: `(layer, tensors it was given, tensors it returned)`, in the order in which they ended.
-    """
-    made_in: dict = {}
-
-    def made(tensors) -> list:
-        return [(id(tensor), made_in.get(id(tensor))) for tensor in tensors]
-
-    given_to, made_by = {}, {}
-    for number, (_, inputs, returned) in enumerate(runs):
-        given_to[number] = made(inputs)
-        # `Dropout` may return the tensor that it was given: what follows was given it by `Dropout`.
-        made_in |= {id(tensor): number for tensor in returned}
-        made_by[number] = made(returned)
-    ends = made(outputs)
-    if runs and any(number is None for _, number in ends):
-        # Arithmetic of the user's made an output: of the layer that ran last, or of one beside it.
-        used = {*ends, *itertools.chain(*given_to.values())}
-        last = max(given_to)
-        for number in given_to:
-            is_last_or_beside = number == last or not set(given_to[last]).isdisjoint(given_to[number])
-            if is_last_or_beside and used.isdisjoint(made_by[number]):
-                ends += made_by[number]
-    makers: dict = {}
-
-    def leads_on(number) -> bool:
-        maker = runs[number][0]
-        makers[id(maker)] = maker
-        return passes_numbers_on(maker)
-
-    follow_back(ends, given_to, leads_on)
-    return list(makers.values())
 
 
 def end_in_float32(model, in_file: bool = False):

@@ -1,7 +1,6 @@
 """Heads: the layers that make the outputs of a model, with those behind them that only pass their numbers on."""
 
 import collections
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -50,10 +49,10 @@ def heads_of(model) -> Heads:
     return search.heads()
 
 
-def heads_behind(layer, outputs) -> Heads:
-    """Returns the layers inside `layer` that make symbolic `outputs` of its call, as `heads_of` does."""
+def heads_in_flow(layer, flow) -> Heads:
+    """Returns the layers inside `layer` that make what its call returns, as `heads_of` does; `flow` is a `Flow`."""
     search = _Search(layer)
-    search.follow(outputs)
+    follow_back(flow.outputs, flow.given_to, lambda call: call not in flow.layers or search.end_at(flow.layers[call]))
     return search.heads()
 
 
@@ -109,24 +108,45 @@ class _Search:
         def made(tensors) -> list:
             return [(id(tensor), _keras.made_by(tensor)) for tensor in tensors]
 
-        given_to = {call: made(tensors) for call, tensors in _keras.calls_behind(outputs).items()}
-        follow_back(made(outputs), given_to, lambda call: self._leads_on(call[0]))
+        def leads_on(call) -> bool:
+            operation, _ = call
+            return not isinstance(operation, keras.layers.Layer) or self.end_at(operation)
 
-    def _leads_on(self, operation) -> bool:
-        return not isinstance(operation, keras.layers.Layer) or self.end_at(operation)
+        given_to = {call: made(tensors) for call, tensors in _keras.calls_behind(outputs).items()}
+        follow_back(made(outputs), given_to, leads_on)
+
+
+class Flow(NamedTuple):
+    """What the calls of layers and operations in a trace made of what. A tensor is `(name, call that made it)`.
+
+    Attributes:
+        outputs: The tensors that the trace returned.
+        given_to: The tensors that each call was given, by call. What comes from outside has a call that is not there.
+        layers: The layers, by those of the calls that return what a layer returned.
+    """
+
+    outputs: list
+    given_to: dict
+    layers: dict
 
 
 def follow_back(outputs, given_to: Mapping, leads_on: Callable):
     """Goes from `outputs` to the calls that made them, and on to those that made what a call was given.
 
-    A tensor is followed where all of its uses lead to outputs.
+    A tensor is followed where all of its uses on the way to outputs lead there through calls that are followed.
 
     Args:
-        outputs: Tensors, each a pair of its `id` and the call that made it, or `None`.
-        given_to: The tensors that each call was given, such pairs.
+        outputs, given_to: As in a `Flow`.
         leads_on: Function of a call, asked once for each that is met: whether what it was given is followed, too.
     """
-    uses = collections.Counter([*outputs, *itertools.chain(*given_to.values())])
+    uses = collections.Counter(outputs)
+    waiting, met = list(outputs), set()
+    while waiting:
+        _, call = waiting.pop()
+        if call not in met and call in given_to:
+            met.add(call)
+            uses.update(given_to[call])
+            waiting += given_to[call]
     # How many uses of a tensor lead to outputs alone.
     reached = collections.Counter(outputs)
     waiting, met = list(outputs), set()

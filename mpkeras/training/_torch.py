@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from mpkeras import _keras
+from mpkeras.conversion._torch import modules_with_buffers
 from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training.defaults import (  # noqa: F401
@@ -133,13 +134,9 @@ class NativeState:
 
 def native_states(model) -> list:
     """Returns the buffers of the torch modules in `model`: wrapped ones, and Keras' layers themselves."""
-    layers = _keras.flatten_layers(model, include_self=True)
-    wrapped = [layer.module for layer in layers if isinstance(layer, keras.layers.TorchModuleWrapper)]
-    modules = layers + [module for outer in wrapped for module in outer.modules()]
-    # Each module on its own: `buffers()` of a model would name those of a shared module once more. And torch's own
-    # dictionary first: to ask each of many modules without any costs ten times more.
-    once = {id(module): module for module in modules if module._buffers}.values()
-    return [NativeState(module, name) for module in once for name, _ in module.named_buffers(recurse=False)]
+    # Each module on its own: `buffers()` of a model would name those of a shared module once more.
+    modules = modules_with_buffers(_keras.flatten_layers(model, include_self=True))
+    return [NativeState(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
 
 
 def scale_logs(optimizers, result) -> tuple:

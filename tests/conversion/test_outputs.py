@@ -6,8 +6,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.conversion import outputs
-from mpkeras.policies.heads import heads_of
+from mpkeras.policies.heads import follow_back, heads_of
 
 # Keras says so of a model with a layer that its call does not use.
 pytestmark = pytest.mark.filterwarnings("ignore:.build.*looks like it has unbuilt state")
@@ -240,6 +239,31 @@ def test_behind_functions_of_the_backend(gated):
     np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=0, atol=1e-6)
 
 
+class RawProduct(keras.Model):
+    """Two layers that share no input, and a function of the backend that makes one output of what both return."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = hidden(), hidden()
+        self.heads = [layers.Dense(5, kernel_initializer=keras.initializers.RandomNormal(seed=seed)) for seed in (4, 7)]
+
+    def call(self, pair):
+        x, y = (raw_squeeze(ops.expand_dims(part, -1)) for part in pair)
+        # A branch with layers of its own, of which the output takes a part.
+        x, y = (ops.add(part, 0.0 * ops.mean(layer(part))) for part, layer in ((x, self.left), (y, self.right)))
+        left, right = self.heads[0](x), self.heads[1](y)
+        return left @ right.T if keras.backend.backend() != "tensorflow" else left @ ops.transpose(right)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_product_of_two_heads_by_the_backend(policy):
+    pair = [X, X[::-1] + 1]
+    expected = RawProduct().predict(pair, batch_size=12, verbose=0)
+    model = mpkeras.apply_policy(RawProduct(), policy)
+    np.testing.assert_allclose(model.predict(pair, batch_size=12, verbose=0), expected, rtol=1e-5, atol=1e-5)
+    assert {layer.compute_dtype for layer in (model.left, model.right)} == {policy.removeprefix("mixed_")}
+
+
 class Weightless(keras.Model):
     """Such as one behind another model."""
 
@@ -333,6 +357,50 @@ def test_a_program_that_cannot_take_float32_from_a_head_goes_on(door):
         np.testing.assert_allclose(predicted, expected, rtol=4e-3)  # bfloat16 has 8 significant bits
     else:
         check(predicted, expected)
+
+
+class WithItsHead(keras.Model):
+    """Multiplies what a hidden layer returns with what a head makes of it."""
+
+    def __init__(self, *before):
+        super().__init__()
+        self.before, self.body, self.end = list(before), hidden(), layers.Dense(4)
+
+    def call(self, x, training=False):
+        for layer in self.before:
+            x = layer(x, training=training)
+        h = self.body(x)
+        return h @ (self.end(h).T if keras.backend.backend() != "tensorflow" else ops.transpose(self.end(h)))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_hidden_layer_times_its_head(jit_compile):
+    """torch refuses two dtypes."""
+    if jit_compile and keras.backend.backend() == "torch":
+        pytest.skip("torch has no XLA")
+    keras.utils.set_random_seed(2)
+    model = WithItsHead()
+    expected = ops.convert_to_numpy(model(X))
+    model.compile("sgd", "mse", jit_compile=jit_compile)
+    mpkeras.prepare(model, "mixed_bfloat16")
+    predicted = model.predict(X, batch_size=12, verbose=0)
+    assert predicted.dtype == np.float32
+    np.testing.assert_allclose(predicted, expected, atol=0.03)  # sums of 4 products of numbers below 1 of 8 bits
+    is_wide = keras.backend.backend() != "torch"
+    assert model.end.compute_dtype == ("float32" if is_wide else "bfloat16")
+
+
+@pytest.mark.backends("torch")
+def test_the_first_batch_counts_once_in_a_module_of_torchs():
+    import torch
+
+    model = WithItsHead(layers.TorchModuleWrapper(torch.nn.BatchNorm1d(3, momentum=0.25)))
+    model(X)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    model(X, training=True)
+    module = model.before[0].module
+    assert int(module.num_batches_tracked) == 1
+    np.testing.assert_allclose(module.running_mean.numpy(force=True), 0.25 * X.mean(0), rtol=1e-2)
 
 
 class OwnStep(keras.Model):
@@ -512,12 +580,21 @@ def test_a_head_in_a_wrapper_over_time_sums_in_float32(small_is_large):
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_is_followed_back_where_its_input_leads_to_the_output_alone():
-    """By hand: `hidden` goes to the activation, and in the second case to another layer as well."""
-    dense, activation, other = keras.layers.Dense(2), keras.layers.Activation("linear"), keras.layers.Dense(3)
-    x, hidden, output, aside = (object() for _ in range(4))
-    runs = [(dense, [x], [hidden]), (activation, [hidden], [output])]
-    assert outputs._makers([output], runs) == [activation, dense]
-    assert outputs._makers([output], [*runs, (other, [hidden], [aside])]) == [activation]
+def test_a_tensor_is_followed_back_where_its_uses_lead_to_outputs_alone():
+    """By hand: "dense" makes `hidden`, "activation" the output of it."""
+    x, hidden, output, aside = ("x", None), ("hidden", "dense"), ("output", "activation"), ("aside", "other")
+    given_to = {"dense": [x], "activation": [hidden]}
+
+    def met(outputs, **more):
+        calls: list = []
+        follow_back(outputs, given_to | more, lambda call: calls.append(call) or call in ("activation", "sum"))
+        return calls
+
+    assert met([output]) == ["activation", "dense"]
+    # What does not lead to an output is no use of it.
+    assert met([output], other=[hidden]) == ["activation", "dense"]
+    # "other" multiplies, and is not followed.
+    assert met([aside, output], other=[hidden]) == ["activation", "other"]
+    assert met([("all", "sum")], other=[hidden], sum=[aside, output]) == ["sum", "activation", "other"]
     # Two uses, both of which lead to outputs.
-    assert outputs._makers([output, hidden], runs) == [dense, activation]
+    assert sorted(met([output, hidden])) == ["activation", "dense"]
