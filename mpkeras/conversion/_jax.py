@@ -1,4 +1,4 @@
-"""JAX's part of a conversion: attention that keeps 16-bit probabilities, float8 products, remat, what a call makes of what."""
+"""JAX's part of a conversion: attention that keeps 16-bit probabilities, float8, remat, what is made of what in a call."""
 
 import functools
 
