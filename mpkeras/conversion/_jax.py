@@ -1,4 +1,4 @@
-"""JAX's part of a conversion: attention that keeps 16-bit probabilities, float8, remat, what is made of what in a call."""
+"""JAX's part of a conversion: attention that keeps 16-bit probabilities, float8, remat, and what a call makes."""
 
 import functools
 
