@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import operator
 import sys
 import types
@@ -964,35 +965,102 @@ def layout_map_of(distribution):
     return distribution._layout_map
 
 
-def paths_of(model) -> dict:
-    """Returns `{"layers": [[name, path]], "variables": [[name, path]], "remat": [mode or None]}` of a model.
+def beside_config_of(model) -> dict:
+    """Returns what the config of a model does not say of it, as JSON can hold it: `give_beside_config` gives it.
 
-    A layer keeps the mode of the `keras.RematScope` that it was made in, and its config does not have it.
+    A config has neither paths, nor the mode of a `keras.RematScope`, nor, of layers within layers, LoRA and what is
+    frozen.
     """
-    layers = flatten_layers(model, include_self=True)
     return {
-        "layers": [[layer.name, layer.path] for layer in layers],
-        "variables": [[variable.name, variable.path] for variable in model.variables],
-        "remat": [list(layer._remat_mode) if rematerializes(layer) else None for layer in layers],
+        "is_built": is_built(model),
+        "layers": [
+            {
+                "class_name": type(layer).__name__,
+                "path": layer.path,
+                "remat": list(layer._remat_mode) if rematerializes(layer) else None,
+                "lora": [layer.lora_rank, layer.lora_alpha] if getattr(layer, "lora_enabled", False) else None,
+                "trainable": layer.trainable,
+                "variables": [
+                    {"shape": list(variable.shape), "path": variable.path, "trainable": variable.trainable}
+                    for variable in _variables_to_match(layer)
+                ],
+            }
+            for layer in flatten_layers(model, include_self=True)
+        ],
     }
 
 
-def give_paths(model, paths: dict):
-    """Gives the layers and variables of a model that was made again from its config the paths that they had, and modes.
+def _variables_to_match(layer) -> list:
+    """Returns the own variables of a layer, in an order that is the same for a layer that was made again."""
+    # A layer that was quantized when it was built has made them in another order than one made of its config.
+    states = [generator.state for generator in own_seed_generators(layer)]
+    return sorted([*own_variables(layer), *states], key=lambda variable: (tuple(variable.shape), variable.name))
 
-    Keras 3.15 builds a layer when it is read, so its path is without the model that it is in. Where names or numbers
-    differ, as in a model that had not been built, the paths stay.
 
-    Args:
-        paths: As `paths_of` returns them.
+def give_beside_config(model, facts: dict):
+    """Gives a model that was made again from its config what `beside_config_of` returned for it.
+
+    Layers are told by their places: names that Keras makes up differ from process to process. Where the model had not
+    been built, what has no counterpart stays as it is.
+
+    Raises:
+        ValueError: If the model had been built, and its config makes other weights than it had.
     """
     layers = flatten_layers(model, include_self=True)
-    for key, owners in (("layers", layers), ("variables", model.variables)):
-        if [owner.name for owner in owners] == [name for name, _ in paths[key]]:
-            for owner, (_, path) in zip(owners, paths[key], strict=True):
-                owner._path = path
-            for layer, mode in zip(layers, paths["remat"], strict=True) if key == "layers" else ():
-                layer._remat_mode = None if mode is None else keras.src.backend.common.remat.RematMode(*mode)
+    pairs = list(itertools.zip_longest(layers, facts["layers"]))
+    has_same_layers = all(layer and part and type(layer).__name__ == part["class_name"] for layer, part in pairs)
+    for layer, part in pairs if has_same_layers else ():
+        # Keras 3.15 builds a layer when it is read, so its path is without the model that it is in.
+        layer._path = part["path"]
+        layer._remat_mode = None
+        if part["remat"] is not None:
+            layer._remat_mode = keras.src.backend.common.remat.RematMode(*part["remat"])
+        if part["lora"] is not None and not layer.lora_enabled:
+            rank, alpha = part["lora"]
+            layer.enable_lora(rank, lora_alpha=alpha)
+        # Not the property, which frees and freezes what is in the layer.
+        layer._trainable = part["trainable"]
+        variables = _variables_to_match(layer)
+        if [list(variable.shape) for variable in variables] == [known["shape"] for known in part["variables"]]:
+            for variable, known in zip(variables, part["variables"], strict=True):
+                variable._path, variable.trainable = known["path"], known["trainable"]
+    if not facts["is_built"]:
+        return
+    had = collections.Counter(tuple(known["shape"]) for part in facts["layers"] for known in part["variables"])
+    made = collections.Counter(tuple(v.shape) for layer in layers for v in _variables_to_match(layer))
+    if had != made:
+        raise ValueError(
+            f"Expected a model whose config makes the variables that it has. Received: model '{model.name}', which has "
+            f"variables of shapes {list((had - made).elements())[:3]}, in place of which those made from its config "
+            f"have {list((made - had).elements())[:3]}. Let `get_config` return all that its class is made with; of "
+            "layers within layers it cannot say that they were quantized, or changed otherwise, behind their class's "
+            "back."
+        )
+
+
+@contextlib.contextmanager
+def without_values():
+    """Context manager: variables are made without values, and get none when it ends. For a process that only compiles.
+
+    Keras' own scope refuses a variable that is made of a value, which optimizers of Keras and layers of users make:
+    here it gets an initializer.
+    """
+    base = keras.src.backend.common.variables.Variable
+    init = base.__init__
+
+    @functools.wraps(init)
+    def init_without_value(self, initializer, shape=None, dtype=None, *args, **options):
+        if not callable(initializer) and not isinstance(initializer, str):
+            value = self._convert_to_tensor(initializer, dtype=dtype)
+            initializer, shape, dtype = (lambda shape, dtype: value), value.shape, dtype or value.dtype
+        init(self, initializer, shape, dtype, *args, **options)
+
+    base.__init__ = init_without_value
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:
+        base.__init__ = init
 
 
 def lay_out(variables, distribution):

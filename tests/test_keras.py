@@ -595,17 +595,80 @@ def test_the_config_of_an_optimizer_names_the_class_of_every_backend():
     assert private.portable_config(Mine())["module"] == __name__
 
 
-def test_a_model_that_was_made_again_gets_its_paths(nested):
-    paths = private.paths_of(nested)
+def test_a_model_that_was_made_again_gets_what_its_config_does_not_say(nested):
+    facts = private.beside_config_of(nested)
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(nested))
-    assert private.paths_of(again) != paths
-    private.give_paths(again, paths)
-    assert private.paths_of(again) == paths
+    assert private.beside_config_of(again) != facts
+    private.give_beside_config(again, facts)
+    assert private.beside_config_of(again) == facts
     assert [v.path for v in again.variables] == [v.path for v in nested.variables]
-    other = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="other")
-    before = private.paths_of(other)
-    private.give_paths(other, paths)
-    assert private.paths_of(other) == before
+
+
+class TwoWidths(keras.Model):
+    """A model whose config is without the width of its first layer, and without the names of both."""
+
+    def __init__(self, width=3, **kwargs):
+        super().__init__(**kwargs)
+        self.first, self.second = keras.layers.Dense(width), keras.layers.Dense(2)
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build((*shape[:-1], self.first.units))
+        self.built = True
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def get_config(self):
+        return {}
+
+
+def test_what_is_frozen_and_lora_inside_of_a_model_without_a_graph_are_given_by_place():
+    model, again = TwoWidths(), TwoWidths()
+    for made in (model, again):
+        made.build((None, 4))
+    # Keras numbers the names of the layers of a process.
+    assert model.second.name != again.second.name
+    model.first.enable_lora(1, lora_alpha=5)
+    model.second.bias.trainable = False
+    private.give_beside_config(again, private.beside_config_of(model))
+    assert [v.path for v in again.trainable_variables] == [v.path for v in model.trainable_variables]
+    assert [v.name for v in again.trainable_variables] == ["bias", "lora_kernel_a", "lora_kernel_b", "kernel"]
+    assert (again.first.lora_rank, again.first.lora_alpha) == (1, 5)
+
+
+def test_a_config_that_makes_another_model_is_refused():
+    facts = private.beside_config_of(TwoWidths(width=7))
+    again = TwoWidths()
+    again.build((None, 4))
+    paths = [v.path for v in again.variables]
+    # Nothing is known of a model that was not built.
+    private.give_beside_config(again, facts)
+    assert [v.path for v in again.variables] == paths
+    model = TwoWidths(width=7)
+    model.build((None, 4))
+    message = r"has variables of shapes .*\(4, 7\).*, in place of .* have .*\(4, 3\).* Let `get_config`"
+    with pytest.raises(ValueError, match=message):
+        private.give_beside_config(again, private.beside_config_of(model))
+
+
+@pytest.mark.backends("jax")
+def test_variables_that_are_made_of_values_have_none_either():
+    init = keras.Variable.__init__
+    optimizer = keras.optimizers.Nadam()
+    with private.without_values():
+        table = keras.Variable(np.arange(6, dtype="int32").reshape(2, 3), trainable=False, name="table")
+        wide = keras.Variable([1, 2], dtype="float16")
+        weight = keras.Variable("zeros", shape=(2, 3))
+        optimizer.build([weight])
+    assert keras.Variable.__init__ is init
+    # Behind the two that were made before, two slots and the product of its schedule.
+    variables = [table, wide, weight, *optimizer.variables[2:]]
+    shapes = [(2, 3), (2,), (2, 3), (2, 3), (2, 3), ()]
+    assert [tuple(variable.shape) for variable in variables] == shapes
+    assert [variable.dtype for variable in variables] == ["int32", "float16", *["float32"] * 4]
+    assert (table.name, table.trainable) == ("table", False)
+    assert all(v._value is None for v in variables)
 
 
 @pytest.mark.backends("jax")

@@ -242,6 +242,8 @@ class CompiledStep:
             return jax.ShapeDtypeStruct(tuple(variable.shape), variable.dtype, sharding=layout)
 
         def of_data(tensor):
+            if tensor is None:
+                return None
             layout = one or distribution.get_data_layout(tensor.shape).backend_layout
             return jax.ShapeDtypeStruct(tuple(tensor.shape), tensor.dtype, sharding=layout)
 

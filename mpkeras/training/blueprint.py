@@ -9,17 +9,26 @@ from mpkeras.training.objective import Objective
 
 
 class Blueprint:
-    """The paths of a model's layers, as JSON can hold them, and what goes with an optimizer, a loss and devices."""
+    """What the config of a model does not say, and what goes with an optimizer, a loss and devices, for JSON."""
 
     @staticmethod
-    def paths_of(model) -> dict:
-        """Returns the paths of the layers and weights of a model."""
-        return _keras.paths_of(model)
+    def beside_config_of(model) -> dict:
+        """Returns what the config of a model does not say of it: paths, what is frozen, LoRA, `keras.RematScope`."""
+        return _keras.beside_config_of(model)
 
     @staticmethod
-    def give_paths(model, paths: dict):
-        """Gives a model that was made again from its configuration these paths: rules and layouts go by them."""
-        _keras.give_paths(model, paths)
+    def give_beside_config(model, facts: dict):
+        """Gives a model that was made again from its configuration what that does not say: rules go by the paths.
+
+        Raises:
+            ValueError: If its configuration makes other weights than the model had.
+        """
+        _keras.give_beside_config(model, facts)
+
+    @staticmethod
+    def without_values():
+        """Context manager, for a process that only compiles: variables are made without values, and get none."""
+        return _keras.without_values()
 
     @staticmethod
     def check_loss(loss):

@@ -113,7 +113,7 @@ class Compiler:
 
     @staticmethod
     def _failed(answer) -> Exception:
-        if answer["is_of_policy"]:
+        if answer["says_remedy"]:
             return NotCompiled(answer["message"], answer["message"])
         where = "one" if answer["layer"] is None else f"layer '{answer['layer']}'"
         if not answer["is_made"]:
@@ -176,16 +176,16 @@ class CompileRequest:
         mesh, layouts = _mesh(devices)
         self.devices = devices if mesh is None else math.prod(mesh["shape"])
         self.rows_split = 1 if mesh is None else mesh["shape"][mesh["axis_names"].index(mesh["batch_dim_name"])]
-        if loss is None and getattr(model, "compiled", False) and model.loss is not None:
-            loss, y = loss_and_targets(model, y)
-        loss = "mean_squared_error" if loss is None else loss
+        if loss is None:
+            loss, y = loss_and_targets(model, y, "mean_squared_error")
         Blueprint.check_loss(loss)
         x = _tensors(x, ModelView(model).inputs, "x")
-        if not keras.tree.flatten(x):
+        arrays = [tensor for tensor in keras.tree.flatten(x) if tensor is not None]
+        if not arrays:
             raise ValueError(
                 f"Expected at least one array or shape in `x`. Received: {x!r}. Pass a batch, or its shape."
             )
-        self.batch = keras.tree.flatten(x)[0].shape[0]
+        self.batch = arrays[0].shape[0]
         sparse = [_takes_classes(part) for part in keras.tree.flatten(loss)]
         y = None if y is None else _tensors(y, None, "y", "int32" if any(sparse) else "float32")
         rows = {tensor.shape[0] for tensor in keras.tree.flatten((x, y)) if tensor is not None}
@@ -207,7 +207,7 @@ class CompileRequest:
                 "modules": modules,
                 "main": _main_source() if "__main__" in modules else None,
                 "model": config,
-                "paths": Blueprint.paths_of(model),
+                "beside_config": Blueprint.beside_config_of(model),
                 "optimizer": Blueprint.config_of(optimizer),
                 "losses": keras.saving.serialize_keras_object(keras.tree.flatten(loss)),
                 # As text: JSON knows no numbers as keys.
@@ -339,7 +339,9 @@ def _main_source() -> str:
 
 
 def _tensors(structure, inputs, name, default="float32"):
-    """Returns `KerasTensor`s for arrays, tensors and shapes."""
+    """Returns `KerasTensor`s for arrays, tensors and shapes; `None` where one is left out."""
+    if structure is None:
+        return None
     if _is_shape(structure):
         dtype = default if inputs is None else keras.tree.flatten(inputs)[0].dtype
         return _tensor(structure, dtype, name)

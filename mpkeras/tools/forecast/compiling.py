@@ -27,6 +27,8 @@ from mpkeras.tools.forecast.travel import travels_otherwise
 from mpkeras.training.step import make_train_step
 
 _BYTES = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?)")
+# A policy that the model cannot be given, and a config that makes another model, say by themselves what is to be done.
+_SAY_REMEDY = (apply_policy.__code__, Blueprint.give_beside_config.__code__)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -75,8 +77,7 @@ def failure(error: Exception) -> dict:
         "message": str(cause),
         "layer": layer,
         "is_made": is_made,
-        # A policy that the model cannot be given says by itself what is to be done.
-        "is_of_policy": isinstance(error, ValueError) and apply_policy.__code__ in running,
+        "says_remedy": isinstance(error, ValueError) and not running.isdisjoint(_SAY_REMEDY),
     }
 
 
@@ -162,7 +163,7 @@ class Steps:
         if key not in self._steps:
             self._steps[key] = self._step(policy, x, accumulate_steps)
         step = self._steps[key]
-        with _without_values():
+        with Blueprint.without_values():
             if y is None:
                 y = self._targets(step.model(x))
             # Only here: what an optimizer begins with could not be put on a device that is not there.
@@ -185,34 +186,43 @@ class Steps:
 
     def _step(self, policy, x, accumulate_steps):
         wanted = self._wanted
-        with _without_values():
+        with Blueprint.without_values():
             model = _made(wanted["model"])
             if not ModelView(model).is_built:
                 model(x)
-            Blueprint.give_paths(model, wanted["paths"])
+            Blueprint.give_beside_config(model, wanted["beside_config"])
             apply_policy(model, self._policies[policy])
             if self._distribution is not None:
                 # Before there are slots, which lie as their weights do.
                 Blueprint.lay_out(model.variables, self._distribution)
-        loss = keras.tree.pack_sequence_as(ast.literal_eval(wanted["loss_structure"]), _made(wanted["losses"]))
+        loss = self._of_losses(_made(wanted["losses"]))
         # An optimizer begins with a few numbers, which it has to get.
         optimizer = _made(wanted["optimizer"])
-        return make_train_step(model, optimizer, loss, jit_compile=True, accumulate_steps=accumulate_steps)
+        return make_train_step(model, optimizer, loss, jit_compile=None, accumulate_steps=accumulate_steps)
 
     def _targets(self, outputs):
         """Returns targets for what the model returns: as it, or class numbers where the loss takes them."""
-        sparse = self._wanted["sparse"]
-        flat = keras.tree.flatten(outputs)
-        sparse = sparse if len(sparse) == len(flat) else [sparse[0]] * len(flat)
-        classes = [keras.KerasTensor(output.shape[:-1], "int32") for output in flat]
-        values = [keras.KerasTensor(output.shape, "float32") for output in flat]
-        targets = [c if takes_classes else v for c, v, takes_classes in zip(classes, values, sparse, strict=True)]
-        return keras.tree.pack_sequence_as(outputs, targets)
+        takes_classes = self._of_losses(self._wanted["sparse"])
 
+        def targets_of(outputs, takes_classes):
+            def target(output):
+                shape, dtype = (output.shape[:-1], "int32") if takes_classes else (output.shape, "float32")
+                return keras.KerasTensor(shape, dtype)
 
-def _without_values():
-    """Context manager: variables are made without values, and get none when it ends."""
-    return keras.StatelessScope(initialize_variables=False)
+            return keras.tree.map_structure(target, outputs)
+
+        if not isinstance(takes_classes, (dict, list)):
+            return targets_of(outputs, takes_classes)
+        by_key = takes_classes if isinstance(takes_classes, dict) else dict(enumerate(takes_classes))
+        by_name = isinstance(outputs, dict)
+        flat = outputs if by_name else dict(enumerate(keras.tree.flatten(outputs)))
+        # An output without a loss has no targets.
+        targets = {key: targets_of(flat[key], of_loss) for key, of_loss in by_key.items() if key in flat}
+        return targets if by_name else keras.tree.pack_sequence_as(outputs, [targets.get(key) for key in flat])
+
+    def _of_losses(self, flat):
+        """Returns what there is for each loss, in the structure of the losses."""
+        return keras.tree.pack_sequence_as(ast.literal_eval(self._wanted["loss_structure"]), flat)
 
 
 def _of_rows(structure, batch):

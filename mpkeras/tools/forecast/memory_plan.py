@@ -5,6 +5,9 @@ import math
 import numbers
 import re
 import time
+from collections.abc import Iterable
+
+import keras
 
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
@@ -147,7 +150,8 @@ def _in_bytes(text) -> float:
 
 
 def _checked_allow(allow) -> tuple:
-    if isinstance(allow, str) or not all(isinstance(name, str) for name in allow):
+    is_list = isinstance(allow, Iterable) and not isinstance(allow, str)
+    if not is_list or not all(isinstance(name, str) for name in allow):
         raise TypeError(f"Expected `allow` to be a tuple of names. Received: allow={allow!r}. Pass {_ALLOWED}.")
     others = [name for name in allow if name not in _ALLOWED]
     if others:
@@ -157,10 +161,16 @@ def _checked_allow(allow) -> tuple:
 
 def _policies(model, policies, target) -> list:
     if policies is not None:
-        asked_for = [policies] if isinstance(policies, (str, Policy)) else list(policies)
-        if not asked_for:
+        asked_for = [policies] if isinstance(policies, (str, keras.DTypePolicy)) else policies
+        if not isinstance(asked_for, Iterable):
+            raise TypeError(
+                f"Expected `policies` to be a list of policies or their names. Received: {policies!r} of type "
+                f"{type(policies).__name__}. Leave it out for that of the model."
+            )
+        chosen = [get_policy(policy) for policy in asked_for]
+        if not chosen:
             raise ValueError("Expected at least one policy. Received: none. Leave `policies` out.")
-        return [get_policy(policy) for policy in asked_for]
+        return chosen
     present = ModelView(model).converted_by() or get_policy(None)
     if present.compute_dtype != "float32" or ModelView(model).computes_in(dtypes.SIXTEEN_BIT_DTYPES):
         return [present]

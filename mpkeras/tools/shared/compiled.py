@@ -5,9 +5,13 @@ import keras
 from mpkeras.seams import ModelView
 
 
-def loss_and_targets(model, y) -> tuple:
-    """Returns the loss the model is compiled with and its targets as `make_train_step` takes them: by position."""
-    loss = model.loss
+def loss_and_targets(model, y, default=None) -> tuple:
+    """Returns the loss the model is compiled with, or `default` for each output, and its targets: by position.
+
+    That is how `make_train_step` takes them.
+    """
+    loss = model.loss if getattr(model, "compiled", False) else None
+    loss = default if loss is None else loss
     names = list(getattr(model, "output_names", None) or [])
     structure = ModelView(model).outputs
     if isinstance(loss, dict) and names and not isinstance(structure, dict):

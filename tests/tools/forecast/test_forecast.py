@@ -156,6 +156,65 @@ def test_targets_and_inputs_that_the_program_leaves_out_are_no_state():
         assert 0 <= found.policies["float32"]["persistent_bytes"] - 4 * weights < 100
 
 
+class Positions(layers.Layer):
+    """Adds numbers that it keeps in a variable made of a value."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.positions = keras.Variable(np.arange(24.0, dtype="float32"), trainable=False)
+
+    def call(self, inputs):
+        return inputs + self.positions
+
+
+def partly_frozen():
+    inputs = keras.Input((24,))
+    model = keras.Model(inputs, layers.Dense(3)(Gate(24)(Gate(24)(Positions()(inputs)))))
+    # The config of the layer around it does not say so.
+    model.layers[2].dense.trainable = False
+    model.layers[3].dense.enable_lora(2)
+    return model
+
+
+@compiled_by_jax
+@pytest.mark.parametrize(
+    ("optimizer", "per_weight", "numbers"), [("nadam", 2, 1), ("adafactor", 1, 24 + 3 + 2 * (24 + 2))]
+)
+def test_what_is_frozen_inside_and_optimizers_that_make_variables_of_values(optimizer, per_weight, numbers):
+    model = partly_frozen()
+    model.compile(optimizer, "mse")
+    report = mpkeras.forecast(model, (8, 24), device="cpu", policies=["float32"], verbose=0)
+    head, lora, kernel, bias = 24 * 3 + 3, 2 * 24 * 2, 24 * 24, 24
+    trained = head + lora + bias
+    # Nadam's is the product of its schedule, Adafactor's are means of rows and of columns, beside a slot of no use.
+    state = 4 * (24 + 2 * (kernel + bias) + lora + head + per_weight * trained + numbers)
+    assert 0 <= report.policies["float32"]["persistent_bytes"] - state < 150
+
+
+@compiled_by_jax
+def test_outputs_without_a_loss_and_layers_that_keras_does_not_compile():
+    inputs = keras.Input((8, 8, 3))
+    x = layers.GlobalAveragePooling2D()(layers.Conv2D(32, 3)(layers.RandomRotation(0.1)(inputs)))
+    outputs = {name: layers.Dense(units, name=name)(x) for name, units in (("a", 3), ("b", 64), ("c", 4))}
+    rows = np.zeros((8, 8, 8, 3), "float32")
+    named, listed = keras.Model(inputs, outputs), keras.Model(inputs, list(outputs.values()))
+    losses = {"c": "mse", "a": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+    targets = {"a": np.zeros(8, "int32"), "c": np.zeros((8, 4))}
+    found = []
+    for model, loss, y in (
+        (named, losses, None),
+        (named, losses, targets),
+        (listed, losses, targets),
+        (listed, [losses["a"], None, "mse"], [targets["a"], None, targets["c"]]),
+        (keras.Model(inputs, list(outputs.values())), None, None),
+    ):
+        model.compile("sgd", loss)
+        report = mpkeras.forecast(model, rows, y, device="cpu", policies=["float32"], verbose=0)
+        found.append(sum(report.policies["float32"]["matrix_flops"].values()))
+    # What no loss asks for is not computed; without a loss each output has one, the mean squared error.
+    assert len(set(found[:4])) == 1 and found[4] - found[0] == 3 * 2 * 8 * 32 * 64
+
+
 class UntilSmall(layers.Layer):
     """Adds how often its inputs can be halved, by a product, before they are small: XLA cannot know how often."""
 
@@ -461,6 +520,7 @@ def test_the_report(tmp_path):
         ({"x": (32, None)}, ValueError, r"Expected sizes that are all known .* Received: \(32, None\)"),
         ({"x": []}, ValueError, "at least one array or shape in `x`. Received: \\[\\]"),
         ({"x": {}}, ValueError, "at least one array or shape in `x`. Received: {}"),
+        ({"x": None}, ValueError, "at least one array or shape in `x`. Received: None"),
         ({"loss": 3}, TypeError, "Expected `loss_fn` to be a .* Received: loss_fn=3"),
         ({"loss": []}, ValueError, "Expected at least one loss. Received: loss_fn=\\[\\]"),
         ({"loss": "mean_squard_error"}, ValueError, "^Could not interpret loss identifier: mean_squard_error"),

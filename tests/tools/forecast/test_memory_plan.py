@@ -387,6 +387,8 @@ def test_a_step_accumulates_as_the_plan_says():
         ({"memory": float("nan")}, ValueError, "memory=nan"),
         ({"memory": float("inf")}, ValueError, "memory=inf"),
         ({"memory": "1GB", "allow": "remat"}, TypeError, "tuple of names"),
+        ({"memory": "1GB", "allow": None}, TypeError, "tuple of names. Received: allow=None"),
+        ({"memory": "1GB", "policies": 3}, TypeError, "list of policies or their names. Received: 3 of type int"),
         ({"memory": "1GB", "allow": ("remats",)}, ValueError, r"\['remats'\]"),
         ({"memory": "1GB", "batch": "most"}, ValueError, "batch='most'"),
         ({"memory": "1GB", "policies": []}, ValueError, "at least one policy"),
