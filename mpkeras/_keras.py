@@ -1038,31 +1038,6 @@ def give_beside_config(model, facts: dict):
         )
 
 
-@contextlib.contextmanager
-def without_values():
-    """Context manager: variables are made without values, and get none when it ends. For a process that only compiles.
-
-    Keras' own scope refuses a variable that is made of a value, which optimizers of Keras and layers of users make:
-    here it gets an initializer.
-    """
-    base = keras.src.backend.common.variables.Variable
-    init = base.__init__
-
-    @functools.wraps(init)
-    def init_without_value(self, initializer, shape=None, dtype=None, *args, **options):
-        if not callable(initializer) and not isinstance(initializer, str):
-            value = self._convert_to_tensor(initializer, dtype=dtype)
-            initializer, shape, dtype = (lambda shape, dtype: value), value.shape, dtype or value.dtype
-        init(self, initializer, shape, dtype, *args, **options)
-
-    base.__init__ = init_without_value
-    try:
-        with keras.StatelessScope(initialize_variables=False):
-            yield
-    finally:
-        base.__init__ = init
-
-
 def lay_out(variables, distribution):
     """Gives variables that have no values the layouts that `distribution` has for them.
 

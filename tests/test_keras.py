@@ -653,25 +653,6 @@ def test_a_config_that_makes_another_model_is_refused():
 
 
 @pytest.mark.backends("jax")
-def test_variables_that_are_made_of_values_have_none_either():
-    init = keras.Variable.__init__
-    optimizer = keras.optimizers.Nadam()
-    with private.without_values():
-        table = keras.Variable(np.arange(6, dtype="int32").reshape(2, 3), trainable=False, name="table")
-        wide = keras.Variable([1, 2], dtype="float16")
-        weight = keras.Variable("zeros", shape=(2, 3))
-        optimizer.build([weight])
-    assert keras.Variable.__init__ is init
-    # Behind the two that were made before, two slots and the product of its schedule.
-    variables = [table, wide, weight, *optimizer.variables[2:]]
-    shapes = [(2, 3), (2,), (2, 3), (2, 3), (2, 3), ()]
-    assert [tuple(variable.shape) for variable in variables] == shapes
-    assert [variable.dtype for variable in variables] == ["int32", "float16", *["float32"] * 4]
-    assert (table.name, table.trainable) == ("table", False)
-    assert all(v._value is None for v in variables)
-
-
-@pytest.mark.backends("jax")
 def test_the_layouts_that_a_distribution_was_made_with():
     mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), ["cpu:0", "cpu:1", "cpu:2", "cpu:3"])
     layouts = keras.distribution.LayoutMap(mesh)

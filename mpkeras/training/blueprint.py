@@ -26,11 +26,6 @@ class Blueprint:
         _keras.give_beside_config(model, facts)
 
     @staticmethod
-    def without_values():
-        """Context manager, for a process that only compiles: variables are made without values, and get none."""
-        return _keras.without_values()
-
-    @staticmethod
     def check_loss(loss):
         """Raises `TypeError` or `ValueError` unless `make_train_step` takes the loss."""
         Objective(loss, metrics=None)

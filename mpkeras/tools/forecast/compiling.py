@@ -159,17 +159,13 @@ class Steps:
     def compiled(self, policy: str, batch: int, accumulate_steps: int) -> dict:
         """Returns what the compiler says of the step of `policy` on a batch of so many rows."""
         x, y = (_of_rows(structure, batch) for structure in self._batch)
-        key = policy, accumulate_steps
-        if key not in self._steps:
-            self._steps[key] = self._step(policy, x, accumulate_steps)
-        step = self._steps[key]
-        with Blueprint.without_values():
-            if y is None:
-                y = self._targets(step.model(x))
-            # Only here: what an optimizer begins with could not be put on a device that is not there.
-            with contextlib.nullcontext() if self._distribution is None else self._distribution.scope():
-                traced = step.traced_for(self._device, x, y)
-                program = traced.lower().compile()
+        try:
+            step, traced = self._traced(_without_values, policy, x, y, accumulate_steps)
+        except (TypeError, ValueError):
+            # Nadam makes a variable of a value, as layers of users do, which Keras refuses there.
+            step, traced = self._traced(contextlib.nullcontext, policy, x, y, accumulate_steps)
+        with _without_values():
+            program = traced.lower().compile()
         facts = facts_of(program, [variable.path for variable in step.model.trainable_variables])
         splits_weights = (self._wanted["layouts"] or {}).get("shard") != "state"
         facts["travels_otherwise"] = travels_otherwise(
@@ -184,9 +180,23 @@ class Steps:
             facts["float8"] = _in_float8(step.model, traced, facts["float8_call_flops"])
         return facts
 
-    def _step(self, policy, x, accumulate_steps):
+    def _traced(self, values, policy, x, y, accumulate_steps) -> tuple:
+        """Returns a step and its traced program; `values()` is the scope in which its variables are made."""
+        key = values, policy, accumulate_steps
+        if key not in self._steps:
+            self._steps[key] = self._step(values, policy, x, accumulate_steps)
+        step = self._steps[key]
+        with values():
+            if y is None:
+                with _without_values():
+                    y = self._targets(step.model(x))
+            # Only here: what an optimizer begins with could not be put on a device that is not there.
+            with contextlib.nullcontext() if self._distribution is None else self._distribution.scope():
+                return step, step.traced_for(self._device, x, y)
+
+    def _step(self, values, policy, x, accumulate_steps):
         wanted = self._wanted
-        with Blueprint.without_values():
+        with values():
             model = _made(wanted["model"])
             if not ModelView(model).is_built:
                 model(x)
@@ -223,6 +233,11 @@ class Steps:
     def _of_losses(self, flat):
         """Returns what there is for each loss, in the structure of the losses."""
         return keras.tree.pack_sequence_as(ast.literal_eval(self._wanted["loss_structure"]), flat)
+
+
+def _without_values():
+    """Context manager: variables are made without values, and get none when it ends."""
+    return keras.StatelessScope(initialize_variables=False)
 
 
 def _of_rows(structure, batch):
