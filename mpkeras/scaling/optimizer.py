@@ -922,7 +922,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         is_dict = isinstance(store, dict)
         numbered = {key: value for key, value in store.items() if key.isdigit()} if is_dict else store
         if not files.load_numbered(self, numbered):
-            super().load_own_variables(numbered)
+            files.warn_of_skipped(self, numbered)
         if is_dict:
             self._saved_beside.load_own_variables(store)
 
