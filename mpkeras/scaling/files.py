@@ -3,6 +3,8 @@
 Other rules, counters and windows, which only mpkeras knows, lie where plain Keras does not look.
 """
 
+import warnings
+
 import keras
 
 from mpkeras import _keras, _replaced
@@ -117,6 +119,24 @@ def load_numbered(optimizer, store) -> bool:
     if len(targets) == len(inner.variables):
         _expect_nothing(inner)
     return True
+
+
+def warn_of_skipped(optimizer, store):
+    """Warns, as stock Keras does, that `store` holds the numbered arrays of another optimizer, and none is loaded.
+
+    Stock Keras goes by how many there are. Here that tells nothing: files do not number all of `optimizer.variables`.
+    """
+    count = len(stock_variables(optimizer)) + len(optimizer.inner_optimizer.variables)
+    saved = len(store.keys())
+    remedy = "To go on with the state of the file, load it into a model of the same trainable weights and optimizer."
+    if not optimizer.built:
+        remedy = "Before loading, call `model.optimizer.build(model.trainable_variables)`."
+    which = f"{saved} variables" if saved != count else "variables of other shapes"
+    warnings.warn(
+        f"Skipping variable loading for optimizer '{optimizer.name}', because it has {count} variables whereas the "
+        f"saved optimizer has {which}. {remedy}",
+        stacklevel=3,
+    )
 
 
 def _numbered_variables(optimizer, store) -> list | None:

@@ -201,11 +201,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # weights) must not become part of every step.
         with _backend.build_scope():
             self._make_scale_state()
-            if not self.inner_optimizer.built:
+            has_trained = self.inner_optimizer.built
+            if not has_trained:
                 self._build_inner(list(variables))
             self.store_slots()
             if self.window is not None:
                 self.window.build(self, self.trainable_variables)
+                # Of one that is new there is nothing to take, and a `tf.train.Checkpoint` may have filled the window.
+                if has_trained:
+                    self.window.take_sums_of(self.inner_optimizer)
             distribution_backend.split_slots(self.variables, self.trainable_variables)
         # Not `super().build`: it would read `use_ema` and `gradient_accumulation_steps` of the inner
         # optimizer through this one and create averages and accumulators a second time.
@@ -774,6 +778,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.window = GradientWindow(self, steps, on_overflow)
         if self.built:
             self.window.build(self, self.trainable_variables)
+            self.window.take_sums_of(self.inner_optimizer)
 
     @property
     def _inner_calls(self):
@@ -922,7 +927,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         is_dict = isinstance(store, dict)
         numbered = {key: value for key, value in store.items() if key.isdigit()} if is_dict else store
         if not files.load_numbered(self, numbered):
-            super().load_own_variables(numbered)
+            files.warn_of_skipped(self, numbered)
         if is_dict:
             self._saved_beside.load_own_variables(store)
 

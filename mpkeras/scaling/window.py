@@ -100,7 +100,6 @@ class GradientWindow:
             for i, variable in enumerate(variables)
         ]
         self._sum_of = {id(variable): total for variable, total in zip(variables, self.sums, strict=True)}
-        self.take_sums_of(optimizer.inner_optimizer)
 
     def take_sums_of(self, inner_optimizer):
         """Takes over the half-full sums of an inner optimizer that has accumulated by itself."""

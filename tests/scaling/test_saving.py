@@ -232,6 +232,49 @@ def test_a_file_of_a_model_without_variables_loads_into_another():
     assert int(other.skipped_steps) == 0
 
 
+# What files number: 10 arrays of the first two, as many as an optimizer has that is not built; 14 of the third.
+OF_OTHERS = {
+    "SGD with momentum, 2 layers": (lambda: keras.optimizers.SGD(0.5, momentum=0.5), 2),
+    "Adam, 1 layer": (lambda: keras.optimizers.Adam(0.5), 1),
+    "Adam, 2 layers": (lambda: keras.optimizers.Adam(0.5), 2),
+}
+
+
+# Keras says so of the inner optimizer, too.
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer '(adam|sgd):UserWarning")
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_weights_load_where_the_optimizer_is_not_built_and_a_warning_says_what_is_not_loaded(name, tmp_path):
+    """Where a file held as many arrays as the optimizer had variables, they were assigned by number, which failed."""
+    make, layers = OF_OTHERS[name]
+
+    def model_of(layers):
+        model = keras.Sequential([keras.Input((3,)), *[keras.layers.Dense(3) for _ in range(layers)]])
+        model.compile(LossScaleOptimizer(make(), 8.0), "mse", run_eagerly=True)
+        return model
+
+    model, other = model_of(layers), model_of(layers)
+    model.train_on_batch(X[:, :3], X[:, 3:])
+    model.save_weights(tmp_path / "model.weights.h5")
+    with pytest.warns(UserWarning, match="Skipping variable loading.*it has 4 variables.*optimizer.build"):
+        other.load_weights(tmp_path / "model.weights.h5")
+    assert snapshot(other.variables) == snapshot(model.variables)
+    assert int(other.optimizer.iterations) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize`:UserWarning")
+@pytest.mark.parametrize("layers", range(1, 5))
+def test_a_model_that_is_quantized_after_training_loads_whatever_its_number_of_layers(layers, tmp_path):
+    """The weights that its optimizer was built on are gone, and with them the place of its state: it is left out."""
+    model = keras.Sequential([keras.Input((6,)), *[keras.layers.Dense(4) for _ in range(layers)]])
+    model.compile(LossScaleOptimizer("adam", loss_scale=8.0), "mse", run_eagerly=True)
+    model.train_on_batch(X, X[:, :4])
+    model.quantize("int8")
+    model.save(tmp_path / "model.keras")
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        other = keras.saving.load_model(tmp_path / "model.keras")
+    assert snapshot(other.variables) == snapshot(model.variables)
+
+
 # ------------------------------------------------------------------------------ copies of a guarded model
 
 

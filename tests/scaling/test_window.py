@@ -467,3 +467,23 @@ def test_the_scale_stays_at_the_end_of_a_window_without_an_update(on_overflow, m
     assert [decide(True) for _ in range(2)] == [(SCALE, 0), (SCALE, 1)]
     assert [decide(False) for _ in range(4)] == [(SCALE, 1)] * 4
     assert [decide(True) for _ in range(2)] == [(SCALE, 1), (2 * SCALE, 0)]
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_checkpoint_that_is_read_before_the_optimizer_is_built_fills_the_window(tmp_path):
+    """Its build began a new window, and what had been summed was lost."""
+    import tensorflow as tf
+
+    def begun():
+        return LossScaleOptimizer(keras.optimizers.SGD(0.5, gradient_accumulation_steps=WINDOW), initial_scale=SCALE)
+
+    first, second = variable([5.0]), variable([5.0])
+    whole = begun()
+    apply_each(whole, [SCALE, 3 * SCALE], first)
+    path = tf.train.Checkpoint(optimizer=whole).write(str(tmp_path / "half"))
+    resumed = begun()
+    tf.train.Checkpoint(optimizer=resumed).read(path)
+    for optimizer, v in ((whole, first), (resumed, second)):
+        apply_each(optimizer, [4 * SCALE, 8 * SCALE], v)
+    assert numpy(first).tolist() == numpy(second).tolist() == [3.0]  # 5 - 0.5 * (1 + 3 + 4 + 8) / 4
+    assert snapshot(whole.variables) == snapshot(resumed.variables)

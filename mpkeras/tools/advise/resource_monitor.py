@@ -8,6 +8,8 @@ import keras
 
 from mpkeras.seams import ModelInFit, ModelView, checked_count, devices
 
+_device = devices.backend_module()
+
 
 class ResourceMonitor(keras.callbacks.Callback):
     """Adds `step_time_ms`, `examples_per_s`, `state_bytes` and `peak_bytes` to the logs of every epoch.
@@ -57,12 +59,11 @@ class ResourceMonitor(keras.callbacks.Callback):
         if batch_size is not None:
             batch_size = checked_count("batch_size", batch_size, "Pass what `fit` or the dataset has, or leave it out.")
         self.batch_size = batch_size
-        self._backend = devices.backend_module()
-        # Batches may end in threads of Keras' own.
-        self._lock = threading.Lock()
 
     def on_train_begin(self, logs=None):
         self._is_first_epoch = True
+        # Batches may end in threads of Keras' own. Not before: a lock can be neither copied nor pickled.
+        self._lock = threading.Lock()
 
     def on_epoch_begin(self, epoch, logs=None):
         # (wall time, steps done) where timing begins and ends.
@@ -75,7 +76,7 @@ class ResourceMonitor(keras.callbacks.Callback):
         if self._begin is None and self._batches_begun == (2 if self._is_first_epoch else 1):
             self._begin = time.perf_counter(), batch
         elif self._is_first_epoch and self._end is None and batch == self._start_of_last_execution():
-            self._backend.wait(self.model)
+            _device.wait(self.model)
             self._end = time.perf_counter(), batch
 
     def on_train_batch_end(self, batch, logs=None):
@@ -96,7 +97,7 @@ class ResourceMonitor(keras.callbacks.Callback):
             logs["examples_per_s"] = 1e3 * batch_size / logs["step_time_ms"]
         bytes_by_part = ModelView(self.model).training_bytes(getattr(self.model, "optimizer", None))
         logs["state_bytes"] = sum(sum(bytes_by_part.get(name, {}).values()) for name in ("weights", "slots"))
-        peak_bytes = self._backend.peak_bytes() or process_peak_bytes()
+        peak_bytes = _device.peak_bytes() or process_peak_bytes()
         if peak_bytes is not None:
             logs["peak_bytes"] = peak_bytes
 
@@ -111,7 +112,7 @@ class ResourceMonitor(keras.callbacks.Callback):
     def _stop(self):
         """Ends the timing of an epoch where it has not ended: after its last batch, before validation."""
         if self._begin is not None and self._end is None:
-            self._backend.wait(self.model)
+            _device.wait(self.model)
             # How many batches there were is known when all of them have ended: see `_step_time_ms`.
             self._end = time.perf_counter(), None
 

@@ -53,7 +53,7 @@ class BlackBox(SkippedSteps):
     async_safe = True
 
     def __init__(self, folder, keep: int = 3):
-        super().__init__(self._run_step)
+        super().__init__()
         self.capsules: list[Path] = []
         self._folder = checked_path("folder", folder, "Pass the folder that the files go into.")
         self._keep = checked_count("keep", keep, "Leave it out for 3 files.")

@@ -14,19 +14,18 @@ from mpkeras.seams import MixedPrecision, ModelInFit, ModelView, dtypes
 
 
 class SkippedSteps(keras.callbacks.Callback):
-    """Guards the train step of a model for this `fit`, unless somebody else does, and keeps its last batches.
+    """Guards the train step of a model for this `fit`, unless somebody else does, and keeps its last batches."""
 
-    Args:
-        run_step: As in `KeptBatches`.
-    """
+    # A method that runs each step, where a subclass has one: see `KeptBatches.attach`.
+    _run_step: Callable | None = None
 
-    def __init__(self, run_step: Callable | None = None):
+    def __init__(self):
         super().__init__()
         # Guards the train step where nobody else does; otherwise a callback that does nothing.
         self._precision = keras.callbacks.Callback()
         self._own_guard: object = None
         self._is_in_training = False
-        self._kept = KeptBatches(run_step, self._leave)
+        self._kept = KeptBatches()
         self._warned: set = set()
         self._epoch = 0
 
@@ -67,7 +66,8 @@ class SkippedSteps(keras.callbacks.Callback):
         self._is_in_training = True
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._kept.attach(self._trained, batch)
+        # Methods of this very object, which may be a copy of another.
+        self._kept.attach(self._trained, batch, self._run_step, self._leave)
 
     def on_train_end(self, logs=None):
         self._leave()
@@ -126,25 +126,29 @@ class KeptBatches:
 
     Args:
         name: Of the attribute that holds the function: `"train_function"`, or `"test_function"` of a validation.
-        run_step: Where given, the steps of an execution run one by one, each by this function, which returns what the
-            step returns. It is given a function that runs the step; the number of the step; the batch; and, on JAX,
-            the state that the step is to be given.
 
     Attributes:
         executions: The ones that nobody has taken from here yet, the oldest first; no more than two.
     """
 
-    def __init__(self, run_step: Callable | None = None, leave: Callable | None = None, name: str = "train_function"):
+    def __init__(self, name: str = "train_function"):
         self._name = name
         self.executions: collections.deque[Execution] = collections.deque(maxlen=2)
-        self._run_step = run_step
-        self._leave = leave
+        self._run_step: Callable | None = None
+        self._leave: Callable | None = None
         # The step with which the next execution begins; `None` where nobody has announced one.
         self._begin: int | None = None
 
-    def attach(self, model, begin: int):
-        """Stands in front of the train function that `model` has now, whose next step is `begin`."""
-        self._begin = begin
+    def attach(self, model, begin: int, run_step: Callable | None = None, leave: Callable | None = None):
+        """Stands in front of the train function that `model` has now, whose next step is `begin`.
+
+        Args:
+            run_step: Where given, the steps of an execution run one by one, each by this function, which returns what
+                the step returns. It is given a function that runs the step; the number of the step; the batch; and, on
+                JAX, the state that the step is to be given.
+            leave: Called where the function is found to have stayed there after its training.
+        """
+        self._begin, self._run_step, self._leave = begin, run_step, leave
         function = getattr(model, self._name)
         attached = [below.mpkeras_kept_batches for below in _attached(function)]
         if function is None or self in attached:

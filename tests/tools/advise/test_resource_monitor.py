@@ -1,8 +1,10 @@
 """`ResourceMonitor`: what it puts into the logs of `fit`, and who sees it."""
 
 import contextlib
+import copy
 import csv
 import math
+import pickle
 from types import SimpleNamespace
 
 import keras
@@ -152,3 +154,11 @@ def test_keras_goes_on_handing_out_batches_in_its_own_threads():
 def test_peak_of_the_process_is_in_bytes():
     # More than Python with Keras takes in any case, and less than a machine has.
     assert 5e7 < process_peak_bytes() < 1e13
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda monitor: pickle.loads(pickle.dumps(monitor))])
+def test_it_can_be_copied_and_sent_to_other_processes(again):
+    """As callbacks of Keras can, and a search over models does."""
+    monitor = again(ResourceMonitor(batch_size=5))
+    history = compiled().fit(X, Y, batch_size=5, verbose=0, callbacks=[monitor]).history
+    assert history["examples_per_s"][0] == pytest.approx(5e3 / history["step_time_ms"][0])

@@ -1,7 +1,9 @@
 """`BlackBox`: which skipped steps of `fit` it keeps, and what it leaves alone."""
 
+import copy
 import gc
 import importlib
+import pickle
 import threading
 from types import SimpleNamespace
 
@@ -456,3 +458,16 @@ def test_loops_are_run_as_jax_runs_them(length):
     assert len(found) == len(expected) == 4
     for own, of_jax in zip(found, expected, strict=True):
         np.testing.assert_array_equal(own, of_jax)
+
+
+@SKIPS
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda box: pickle.loads(pickle.dumps(box))])
+def test_a_copy_keeps_the_failures_of_its_own_training(again, tmp_path):
+    """The steps of the copy were given to the box that it was copied from, which had no model."""
+    first = BlackBox(tmp_path)
+    box = again(first)
+    fit(compiled(), box, bad=[1], steps=3)
+    assert steps_of(box) == [(0, 1)]
+    assert not first.capsules
+    fit(compiled(), first, bad=[2], steps=3)
+    assert steps_of(first) == [(0, 2)]
