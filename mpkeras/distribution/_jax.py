@@ -1,10 +1,14 @@
-"""Travel between devices on JAX: the program of a step, in which each collective has the dtype of the policy.
+"""The program of a step on JAX, in which gradients are summed, and travel between devices, in the dtypes of the policy.
 
-The compiler puts the collectives in, in the dtype of what it finds: a gradient that is computed in bfloat16 is summed
-over devices in bfloat16, and rounded once for each. `with_dtypes` therefore traces a step, and makes two changes:
+JAX sums the gradient of a weight that is used in many places, a bias or a row of an `Embedding`, in the dtype in which
+it is used: from 256 equal addends on a sum in bfloat16 stands still. And the compiler puts the collectives in, in the
+dtype of what it finds: a gradient that is computed in bfloat16 is summed over devices in bfloat16, and rounded once for
+each. `with_dtypes` therefore traces a step, and makes these changes:
 
-- a product or a sum that makes the gradient of a weight returns `reduce_dtype`, not the dtype of its operands;
-- a weight that is split over the devices that share a batch is gathered in `gather_dtype`, as a whole.
+- a sum that makes the gradient of a weight is taken in float32, on one device, too;
+- where devices share a batch, a product or a sum that makes the gradient of a weight returns `reduce_dtype`, not the
+  dtype of its operands;
+- a weight that is split over these devices is gathered in `gather_dtype`, as a whole.
 
 References:
     GSPMD, which partitions the program: Xu et al., 2021, https://arxiv.org/abs/2105.04663. How a jaxpr is interpreted:
@@ -23,6 +27,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from mpkeras import _keras
 from mpkeras.distribution.sharded import Sharded
 from mpkeras.distribution.travel import GATHERED, REDUCED, Travel
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 
 # Whether an optimizer sums gradients over replicas, and so has a dtype for it.
 OPTIMIZERS_REDUCE = False
@@ -83,11 +88,9 @@ def devices_that_share_a_batch(model) -> int:
 
 
 def marked(grads, variables) -> list:
-    """Returns gradients that `with_dtypes` finds in the program of a step; the same where no devices share a batch."""
-    if _sharing() is None:
-        return grads
+    """Returns gradients that `with_dtypes` finds in the program of a step; the same where none is traced."""
     pairs = zip(grads, variables, strict=True)
-    return [_marked(grad, variable) if isinstance(grad, jax.Array) else grad for grad, variable in pairs]
+    return [_marked(grad, variable) if isinstance(grad, jax.core.Tracer) else grad for grad, variable in pairs]
 
 
 def _marked(grad, variable):
@@ -115,18 +118,20 @@ def _sharing():
     return None if distribution is None or distribution.batch_dim_name is None else distribution
 
 
-def with_dtypes(run, travel: Travel, variables):
-    """Returns `run`, with collectives in the dtypes of `travel`.
+def with_dtypes(run, travel: Travel, model):
+    """Returns `run`, with sums and collectives in the dtypes of `travel`.
 
     Args:
-        run: A step `run(state, data)`, in which an optimizer is given what `marked` returns.
+        run: A step `run(state, data)`, in which an optimizer is given what `marked` returns. The first part of the
+            state has the values of the weights that are trained.
         travel: The dtypes.
-        variables: The weights that are trained, in the order in which the first part of the state has their values.
+        model: The model that `run` trains.
     """
     distribution = _sharing()
-    if distribution is None:
+    layers = _keras.flatten_layers(model, include_self=True)
+    if distribution is None and not any(layer.compute_dtype in SIXTEEN_BIT_DTYPES for layer in layers):
         return run
-    weights = [_weight(variable, distribution) for variable in variables]
+    weights = [] if distribution is None else [_weight(each, distribution) for each in model.trainable_variables]
 
     def run_with_dtypes(state, data):
         values, structure = jax.tree.flatten((state, data))
@@ -194,8 +199,9 @@ class _Rewriting:
     def __init__(self, travel: Travel, distribution, weights: list):
         self._split = {weight.path: weight for weight in weights if weight.is_split}
         self._gather_dtype = None if travel.gather_dtype is None else jnp.dtype(travel.gather_dtype)
-        self._reduce_dtype = jnp.dtype(travel.reduce_dtype)
-        self._mesh, self._batch_axis = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
+        # On one device nothing travels, and so nothing is gained by sums in 16 bits.
+        self._reduce_dtype = jnp.dtype("float32" if distribution is None else travel.reduce_dtype)
+        self._distribution = distribution
 
     def run(self, program: ClosedJaxpr, inputs: list, weights: dict, gradients: dict) -> list:
         """Returns the outputs of a program, each a `_Value`.
@@ -267,6 +273,9 @@ class _Rewriting:
         """Returns what an equation adds to a gradient, in the wider dtype."""
         dtype, parameters = self._reduce_dtype, dict(equation.params)
         is_product, output = equation.primitive.name in _PRODUCTS, equation.outvars[0].aval
+        if is_product and self._distribution is None:
+            # It sums in float32 by itself, and rounds the sum, as every product in 16 bits.
+            return _Value(equation.primitive.bind(*[value.as_made() for value in values], **parameters))
         widens = output.dtype in _NARROW and dtype not in _NARROW
         if equation.primitive.name == "conv_general_dilated" and widens:
             with jax.named_scope(REDUCED.format(path)):
@@ -291,8 +300,8 @@ class _Rewriting:
         multiplies in float32 (JAX 0.10.2).
         """
         (_, rows, *_), (_, rows_of_gradients, *_), _ = equation.params["dimension_numbers"]
-        batch, devices = self._batch_axis, self._mesh.shape[self._batch_axis]
-        if equation.invars[0].aval.shape[rows] % devices:
+        batch, mesh = self._distribution.batch_dim_name, self._distribution.device_mesh.backend_mesh
+        if equation.invars[0].aval.shape[rows] % mesh.shape[batch]:
             # Of something that is no batch, and so is whole on each device.
             return _Value(equation.primitive.bind(images.as_made(), gradients.as_made(), **equation.params))
 
@@ -306,7 +315,7 @@ class _Rewriting:
         ]
         summed = jax.shard_map(
             of_own_rows,
-            mesh=self._mesh,
+            mesh=mesh,
             in_specs=tuple(specs),
             out_specs=jax.sharding.PartitionSpec(),
             axis_names={batch},

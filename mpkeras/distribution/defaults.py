@@ -5,8 +5,8 @@ def check_program(travel, is_compiled: bool):
     """No program says here in which dtypes numbers travel."""
 
 
-def with_dtypes(run, travel, variables):
-    """Returns `run`: what travels has its dtypes from elsewhere."""
+def with_dtypes(run, travel, model):
+    """Returns `run`: sums, and what travels, have their dtypes from elsewhere."""
     return run
 
 

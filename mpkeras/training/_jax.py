@@ -287,9 +287,7 @@ class CompiledStep:
 
         # A function of its own: JAX finds what it traced for a function by the function.
         def pure_step(state, *data):
-            run = with_dtypes(
-                lambda state, data: self._pure_step(state, *data), parts.travel, parts.model.trainable_variables
-            )
+            run = with_dtypes(lambda state, data: self._pure_step(state, *data), parts.travel, parts.model)
             return run(state, data)
 
         return jax.jit(pure_step, donate_argnums=0, out_shardings=shardings)

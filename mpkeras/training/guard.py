@@ -82,7 +82,7 @@ def install(model, guard: Guard):
                 added |= zip(GRADIENT_LOG_NAMES, facts[0].statistics, strict=True)
             return _with_logs(result, lambda logs: {**logs, **added})
 
-        return distribution_backend.with_dtypes(run_and_log, guard.travel, model.trainable_variables)(*args)
+        return distribution_backend.with_dtypes(run_and_log, guard.travel, model)(*args)
 
     vars(guarded_train_step)["mpkeras_guard"] = guard
     _replaced.replace(model, "train_step", guarded_train_step, kind="guard")
