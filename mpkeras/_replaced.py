@@ -17,6 +17,8 @@ KINDS = {
     "stays in float32 as it writes state in its `call`",
     "states": "`call` of a stateful recurrent layer on torch: what it assigns to its states reaches them, and not "
     "their copies in 16 bits. `_autocast` of the states meanwhile",
+    "bias": "`call` of a layer with a bias on TensorFlow: in bfloat16 the gradient of the bias is summed in float32. "
+    "`bias` and `activation` meanwhile",
     "remat": "`rematerialized_call` of a layer: what Keras computes again in the backward pass is computed as the "
     "first time, in the same dtypes, with the same random numbers, and writes nothing",
     "again": "`call` of a layer, and `_run_through_graph` of a Functional model: the backward pass computes again what "

@@ -230,6 +230,18 @@ def _is_float(value) -> bool:
     return tf.is_tensor(value) and value.dtype.is_floating
 
 
+@tf.custom_gradient
+def with_gradient_of_sum(outputs, addend):
+    """Returns `outputs`, to the derivative a sum with `addend`, which broadcasts to their shape."""
+
+    def gradient(upstream):
+        sizes = [1] * (len(upstream.shape) - len(addend.shape)) + addend.shape.as_list()
+        axes = [axis for axis, size in enumerate(sizes) if size == 1]
+        return upstream, tf.reshape(tf.reduce_sum(upstream, axes), tf.shape(addend))
+
+    return tf.identity(outputs), gradient
+
+
 class FlowTrace:
     """As in `_jax.py`: by what an operation of the graph is given."""
 

@@ -12,6 +12,7 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_attributes, replaced_on_all, restore
 from mpkeras.conversion.again import compute_again_alike
+from mpkeras.conversion.bias_sums import BIAS_IN_FLOAT32, adds_bias, sum_bias_in_float32
 from mpkeras.conversion.float8 import IN_FLOAT8, multiply_in_float8
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
 from mpkeras.conversion.mixing import name_mixed_dtypes
@@ -45,6 +46,9 @@ def _fitting(model, layer) -> Iterator[str]:
     # Elsewhere an assignment goes past the 16-bit copy; a state that comes from 16-bit arithmetic loses nothing there.
     if backend == "torch" and isinstance(layer, keras.layers.RNN) and layer.stateful:
         yield "states kept"
+    # TensorFlow has no other sum in bfloat16.
+    if backend == "tensorflow" and adds_bias(layer):
+        yield BIAS_IN_FLOAT32
     if _takes_raw_inputs(model, layer):
         yield "raw inputs"
 
@@ -262,6 +266,8 @@ CHANGES = {
     "computed again alike": _Change(compute_again_alike, "remat", ("rematerialized_call",)),
     WITH_FLOAT32_SUMS: _Change(sum_in_float32, "layer", ("call",)),
     IN_FLOAT8: _Change(multiply_in_float8, "layer", ("call",)),
+    # Over the two: a product in float8 adds its bias by itself.
+    BIAS_IN_FLOAT32: _Change(sum_bias_in_float32, "bias", ("call",)),
 } | {
     f"outputs in {dtype}": _Change(functools.partial(_return_to_caller, dtype=dtype), "caller", ("call",))
     for dtype in ("float32", *SIXTEEN_BIT_DTYPES)
@@ -290,7 +296,11 @@ def planned_changes(model, dtypes, products, heads=(), kept_layers=None, *, trai
         if computes_again and _keras.rematerializes(layer):
             names.append("computed again alike")
         names += [callers[id(layer)]] if id(layer) in callers else []
-        changes[id(layer)] = (*names, *([products[id(layer)]] if id(layer) in products else []))
+        product = products.get(id(layer))
+        if product == WITH_FLOAT32_SUMS and BIAS_IN_FLOAT32 in names:
+            # It reads its bias in float32.
+            names.remove(BIAS_IN_FLOAT32)
+        changes[id(layer)] = (*names, *([] if product is None else [product]))
     return changes
 
 

@@ -1,0 +1,68 @@
+"""The gradient of a bias in bfloat16 on TensorFlow: a sum in float32, as that of any other weight there."""
+
+import functools
+import importlib
+
+import keras
+
+from mpkeras._replaced import replace, replaced_on_all, restore
+from mpkeras.policies.heads import has_own_call
+
+# The part of the active backend: only that may be imported.
+_backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
+
+# The name of the change, a key of `conversion.changes.CHANGES`.
+BIAS_IN_FLOAT32 = "gradient of the bias in float32"
+
+# Keras' layers that add a bias to a product, and give what that makes to their activation.
+_BIASED = (
+    keras.layers.Dense,
+    keras.layers.EinsumDense,
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+    keras.layers.Conv1DTranspose,
+    keras.layers.Conv2DTranspose,
+    keras.layers.Conv3DTranspose,
+    keras.layers.DepthwiseConv1D,
+    keras.layers.DepthwiseConv2D,
+    keras.layers.SeparableConv1D,
+    keras.layers.SeparableConv2D,
+)
+
+
+def adds_bias(layer) -> bool:
+    """Whether `layer` adds a bias by Keras' own arithmetic."""
+    return isinstance(layer, _BIASED) and not has_own_call(layer) and bool(getattr(layer, "use_bias", True))
+
+
+def sum_bias_in_float32(layer):
+    """Lets the gradient of the bias of `layer` be summed in float32 where the layer computes in bfloat16.
+
+    TensorFlow's `BiasAddGrad` adds up bfloat16 in bfloat16, compiled or not (2.21): of 4096 equal addends it makes 256.
+    Its other sums are in float32.
+    """
+    # What else has the place of its `call` may have come since.
+    restore(layer, "call", kind="bias")
+    call = layer.call
+
+    @functools.wraps(call)
+    def call_and_sum(*args, **kwargs):
+        # It may have moved to float32 since.
+        if layer.compute_dtype != "bfloat16" or layer.bias is None:
+            return call(*args, **kwargs)
+        bias, activation = keras.ops.convert_to_tensor(layer.bias), layer.activation
+        at_channels = getattr(layer, "data_format", "channels_last") == "channels_first"
+
+        def activate(outputs):
+            shape = (-1, *[1] * (len(outputs.shape) - 2)) if at_channels else bias.shape
+            outputs = _backend.with_gradient_of_sum(outputs, keras.ops.reshape(bias, shape))
+            return outputs if activation is None else activation(outputs)
+
+        with (
+            replaced_on_all([layer], "bias", lambda layer, old: keras.ops.stop_gradient(bias)),
+            replaced_on_all([layer], "activation", lambda layer, old: activate),
+        ):
+            return call(*args, **kwargs)
+
+    replace(layer, "call", call_and_sum, kind="bias")
