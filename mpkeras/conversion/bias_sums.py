@@ -31,17 +31,19 @@ _BIASED = (
 )
 
 
-def adds_bias(layer) -> bool:
-    """Whether `layer` adds a bias by Keras' own arithmetic."""
+def sums_bias_in_16_bits(layer, dtype: str) -> bool:
+    """Whether `layer`, which computes in `dtype`, adds a bias by Keras' own arithmetic whose gradient sums in 16 bits.
+
+    TensorFlow's `BiasAddGrad` adds up bfloat16 in bfloat16, compiled or not (2.21): of 4096 equal addends it makes 256.
+    In float16 it sums in float32, as its other sums do in both.
+    """
+    if keras.backend.backend() != "tensorflow" or dtype != "bfloat16":
+        return False
     return isinstance(layer, _BIASED) and not has_own_call(layer) and bool(getattr(layer, "use_bias", True))
 
 
 def sum_bias_in_float32(layer):
-    """Lets the gradient of the bias of `layer` be summed in float32 where the layer computes in bfloat16.
-
-    TensorFlow's `BiasAddGrad` adds up bfloat16 in bfloat16, compiled or not (2.21): of 4096 equal addends it makes 256.
-    Its other sums are in float32.
-    """
+    """Lets the gradient of the bias of `layer` be summed in float32 where the layer computes in bfloat16."""
     # What else has the place of its `call` may have come since.
     restore(layer, "call", kind="bias")
     call = layer.call
@@ -51,7 +53,7 @@ def sum_bias_in_float32(layer):
         # It may have moved to float32 since.
         if layer.compute_dtype != "bfloat16" or layer.bias is None:
             return call(*args, **kwargs)
-        bias, activation = keras.ops.convert_to_tensor(layer.bias), layer.activation
+        bias, activation = keras.ops.cast(layer.bias, layer.compute_dtype), layer.activation
         at_channels = getattr(layer, "data_format", "channels_last") == "channels_first"
 
         def activate(outputs):

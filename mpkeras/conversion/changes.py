@@ -12,7 +12,7 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_attributes, replaced_on_all, restore
 from mpkeras.conversion.again import compute_again_alike
-from mpkeras.conversion.bias_sums import BIAS_IN_FLOAT32, adds_bias, sum_bias_in_float32
+from mpkeras.conversion.bias_sums import BIAS_IN_FLOAT32, sum_bias_in_float32, sums_bias_in_16_bits
 from mpkeras.conversion.float8 import IN_FLOAT8, multiply_in_float8
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
 from mpkeras.conversion.mixing import name_mixed_dtypes
@@ -46,9 +46,6 @@ def _fitting(model, layer) -> Iterator[str]:
     # Elsewhere an assignment goes past the 16-bit copy; a state that comes from 16-bit arithmetic loses nothing there.
     if backend == "torch" and isinstance(layer, keras.layers.RNN) and layer.stateful:
         yield "states kept"
-    # TensorFlow has no other sum in bfloat16.
-    if backend == "tensorflow" and adds_bias(layer):
-        yield BIAS_IN_FLOAT32
     if _takes_raw_inputs(model, layer):
         yield "raw inputs"
 
@@ -297,10 +294,11 @@ def planned_changes(model, dtypes, products, heads=(), kept_layers=None, *, trai
             names.append("computed again alike")
         names += [callers[id(layer)]] if id(layer) in callers else []
         product = products.get(id(layer))
-        if product == WITH_FLOAT32_SUMS and BIAS_IN_FLOAT32 in names:
-            # It reads its bias in float32.
-            names.remove(BIAS_IN_FLOAT32)
-        changes[id(layer)] = (*names, *([] if product is None else [product]))
+        names += [] if product is None else [product]
+        # With sums in float32 the bias is read in float32.
+        if in_16_bits and product != WITH_FLOAT32_SUMS and sums_bias_in_16_bits(layer, dtypes[id(layer)]):
+            names.append(BIAS_IN_FLOAT32)
+        changes[id(layer)] = tuple(names)
     return changes
 
 

@@ -463,7 +463,10 @@ def test_rules_may_change_and_another_policy_takes_all_back(policy):
     mpkeras.apply_policy(model, "mixed_float8")
     assert [multiplies_in_float8(layer) for layer in model.layers] == [False, True, True, False]
     mpkeras.apply_policy(model, policy)
-    assert not any(replaced_attributes(layer) for layer in model.layers) and float8_products(model) == {}
+    # TensorFlow sums the gradient of a bias in bfloat16.
+    by_policy = {"bias"} if (keras.backend.backend(), policy) == ("tensorflow", "mixed_bfloat16") else set()
+    assert {entry.kind for layer in model.layers for entry in replaced_attributes(layer)} == by_policy
+    assert float8_products(model) == {}
 
 
 def test_the_file_is_stock_keras(tmp_path):
