@@ -1,5 +1,6 @@
 """The gradient of a bias in bfloat16 on TensorFlow: a sum in float32, as that of any other weight there."""
 
+import contextlib
 import functools
 import importlib
 
@@ -29,6 +30,8 @@ _BIASED = (
     keras.layers.SeparableConv1D,
     keras.layers.SeparableConv2D,
 )
+# Cells that add it at once, and not gate by gate.
+_CELLS = (keras.layers.SimpleRNNCell, keras.layers.LSTMCell, keras.layers.GRUCell)
 
 
 def sums_bias_in_16_bits(layer, dtype: str) -> bool:
@@ -39,32 +42,51 @@ def sums_bias_in_16_bits(layer, dtype: str) -> bool:
     """
     if keras.backend.backend() != "tensorflow" or dtype != "bfloat16":
         return False
-    return isinstance(layer, _BIASED) and not has_own_call(layer) and bool(getattr(layer, "use_bias", True))
+    adds_once = isinstance(layer, (*_BIASED, *_CELLS)) and getattr(layer, "implementation", 2) == 2
+    return adds_once and not has_own_call(layer) and bool(getattr(layer, "use_bias", True))
 
 
 def sum_bias_in_float32(layer):
     """Lets the gradient of the bias of `layer` be summed in float32 where the layer computes in bfloat16."""
     # What else has the place of its `call` may have come since.
     restore(layer, "call", kind="bias")
-    call = layer.call
+    call, other_bias = layer.call, _of_each_row if isinstance(layer, _CELLS) else _with_own_gradient
 
     @functools.wraps(call)
-    def call_and_sum(*args, **kwargs):
+    def call_and_sum(inputs, *args, **kwargs):
         # It may have moved to float32 since.
         if layer.compute_dtype != "bfloat16" or layer.bias is None:
-            return call(*args, **kwargs)
-        bias, activation = keras.ops.cast(layer.bias, layer.compute_dtype), layer.activation
-        at_channels = getattr(layer, "data_format", "channels_last") == "channels_first"
-
-        def activate(outputs):
-            shape = (-1, *[1] * (len(outputs.shape) - 2)) if at_channels else bias.shape
-            outputs = _backend.with_gradient_of_sum(outputs, keras.ops.reshape(bias, shape))
-            return outputs if activation is None else activation(outputs)
-
-        with (
-            replaced_on_all([layer], "bias", lambda layer, old: keras.ops.stop_gradient(bias)),
-            replaced_on_all([layer], "activation", lambda layer, old: activate),
-        ):
-            return call(*args, **kwargs)
+            return call(inputs, *args, **kwargs)
+        with other_bias(layer, keras.ops.cast(layer.bias, layer.compute_dtype), inputs):
+            return call(inputs, *args, **kwargs)
 
     replace(layer, "call", call_and_sum, kind="bias")
+
+
+@contextlib.contextmanager
+def _with_own_gradient(layer, bias, inputs):
+    """Context manager: the activation of `layer` is told of the gradient of the bias, and the addition is not."""
+    activation = layer.activation
+    is_first = getattr(layer, "data_format", "channels_last") == "channels_first"
+
+    def activate(outputs):
+        shape = (-1, *[1] * (len(outputs.shape) - 2)) if is_first else bias.shape
+        outputs = _backend.with_gradient_of_sum(outputs, keras.ops.reshape(bias, shape))
+        return outputs if activation is None else activation(outputs)
+
+    with (
+        replaced_on_all([layer], "bias", lambda layer, old: keras.ops.stop_gradient(bias)),
+        replaced_on_all([layer], "activation", lambda layer, old: activate),
+    ):
+        yield
+
+
+def _of_each_row(cell, bias, inputs):
+    """Context manager: the bias of a recurrent `cell` has a row for each one of the batch. To spread it is a sum's end.
+
+    A cell splits what it makes before an activation sees it. The bias of a `GRUCell` has a part for its inputs and one
+    for its state.
+    """
+    *parts, units = bias.shape
+    spread = keras.ops.broadcast_to(keras.ops.expand_dims(bias, -2), (*parts, keras.ops.shape(inputs)[0], units))
+    return replaced_on_all([cell], "bias", lambda cell, old: spread)

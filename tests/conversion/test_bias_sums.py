@@ -95,3 +95,33 @@ def test_in_fit_and_on_the_way_back(policies):
     assert isinstance(hidden.bias, keras.Variable) and hidden.activation is keras.activations.relu
     mpkeras.apply_policy(model, "float32")
     assert "call" not in vars(hidden)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        lambda: layers.SimpleRNN(3),
+        lambda: layers.LSTM(3, unit_forget_bias=False),
+        lambda: layers.GRU(3),
+        lambda: layers.GRU(3, reset_after=False, return_sequences=True),
+        lambda: layers.Bidirectional(layers.LSTM(3)),
+        lambda: layers.RNN([layers.GRUCell(3), layers.LSTMCell(3)]),
+    ],
+)
+def test_biases_of_recurrent_cells(cell, jit_compile):
+    """Against float32: 3,000 rows of five steps, each of which adds to every gradient."""
+    updates = []
+    x = np.random.default_rng(6).normal(size=(3000, 5, 4)).astype("float32")
+    for policy in ("float32", "mixed_bfloat16"):
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input(x.shape[1:])
+        outputs = layers.Dense(1, use_bias=False, kernel_initializer="ones")(cell()(inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(1.0), lambda y, y_pred: y_pred - y, jit_compile=jit_compile)
+        mpkeras.prepare(model, policy)
+        before = {weight.path: weight.numpy() for weight in model.trainable_weights}
+        model.train_on_batch(x, np.zeros((3000, *outputs.shape[1:])))
+        updates.append([before[weight.path] - weight.numpy() for weight in model.trainable_weights])
+    for right, found in zip(*updates, strict=True):
+        np.testing.assert_allclose(found, right, atol=0.02 * np.abs(right).max())
