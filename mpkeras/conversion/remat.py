@@ -16,8 +16,9 @@ from mpkeras.policies.rules import first_match
 
 # The part of the active backend: only that may be imported.
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
-# Layers whose output is a product with weights: a convolution has a `kernel_size`.
+# Layers whose output is a product with weights, or comes from a loop of them: a convolution has a `kernel_size`.
 _MULTIPLYING = (
+    keras.layers.RNN,
     keras.layers.Dense,
     keras.layers.EinsumDense,
     keras.layers.MultiHeadAttention,
