@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import threading
 
 import keras
 
@@ -51,22 +52,25 @@ def sum_bias_in_float32(layer):
     # What else has the place of its `call` may have come since.
     restore(layer, "call", kind="bias")
     call, other_bias = layer.call, _of_each_row if isinstance(layer, _CELLS) else _with_own_gradient
+    # Of two threads that call it at once, the one that ends last would leave what it found of the other.
+    lock = threading.RLock()
 
     @functools.wraps(call)
-    def call_and_sum(inputs, *args, **kwargs):
+    def call_and_sum(*args, **kwargs):
         # It may have moved to float32 since.
         if layer.compute_dtype != "bfloat16" or layer.bias is None:
-            return call(inputs, *args, **kwargs)
-        with other_bias(layer, keras.ops.cast(layer.bias, layer.compute_dtype), inputs):
-            return call(inputs, *args, **kwargs)
+            return call(*args, **kwargs)
+        inputs = keras.tree.flatten((args, kwargs))[0]
+        with lock, other_bias(layer, inputs):
+            return call(*args, **kwargs)
 
     replace(layer, "call", call_and_sum, kind="bias")
 
 
 @contextlib.contextmanager
-def _with_own_gradient(layer, bias, inputs):
+def _with_own_gradient(layer, inputs):
     """Context manager: the activation of `layer` is told of the gradient of the bias, and the addition is not."""
-    activation = layer.activation
+    bias, activation = keras.ops.cast(layer.bias, layer.compute_dtype), layer.activation
     is_first = getattr(layer, "data_format", "channels_last") == "channels_first"
 
     def activate(outputs):
@@ -81,12 +85,13 @@ def _with_own_gradient(layer, bias, inputs):
         yield
 
 
-def _of_each_row(cell, bias, inputs):
+def _of_each_row(cell, inputs):
     """Context manager: the bias of a recurrent `cell` has a row for each one of the batch. To spread it is a sum's end.
 
     A cell splits what it makes before an activation sees it. The bias of a `GRUCell` has a part for its inputs and one
     for its state.
     """
-    *parts, units = bias.shape
-    spread = keras.ops.broadcast_to(keras.ops.expand_dims(bias, -2), (*parts, keras.ops.shape(inputs)[0], units))
+    *parts, units = cell.bias.shape
+    bias = keras.ops.expand_dims(keras.ops.cast(cell.bias, cell.compute_dtype), -2)
+    spread = keras.ops.broadcast_to(bias, (*parts, keras.ops.shape(inputs)[0], units))
     return replaced_on_all([cell], "bias", lambda cell, old: spread)

@@ -1,5 +1,7 @@
 """The gradient of a bias in bfloat16 on TensorFlow, against counts and sums in float64."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -95,6 +97,42 @@ def test_in_fit_and_on_the_way_back(policies):
     assert isinstance(hidden.bias, keras.Variable) and hidden.activation is keras.activations.relu
     mpkeras.apply_policy(model, "float32")
     assert "call" not in vars(hidden)
+
+
+def test_a_layer_without_a_bias():
+    layer = converted(lambda: layers.EinsumDense("ab,bc->ac", 3, kernel_initializer="ones"), (2, 4))
+    np.testing.assert_array_equal(keras.ops.cast(layer(np.ones((2, 4))), "float32"), np.full((2, 3), 4.0))
+
+
+def test_two_threads_at_once_leave_the_layer_as_it_was():
+    """The second one would come while the first is in the layer, and leave after it."""
+    second_is_in, first_has_left = threading.Event(), threading.Event()
+    calls: list = []
+
+    def activation(x):
+        calls.append(x)
+        if len(calls) == 1:
+            second_is_in.wait(0.5)
+        else:
+            second_is_in.set()
+            first_has_left.wait(0.5)
+        return x
+
+    layer = converted(lambda: layers.Dense(3, activation=activation), (4, 5))
+    x = np.ones((4, 5), "float32")
+    calls.clear()
+
+    def first():
+        layer(inputs=x)
+        first_has_left.set()
+
+    threads = [threading.Thread(target=first), threading.Thread(target=layer, args=(x,))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 2
+    assert isinstance(layer.bias, keras.Variable) and layer.activation is activation
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
