@@ -235,6 +235,7 @@ def with_gradient_of_sum(outputs, addend):
     """Returns `outputs`, to the derivative a sum with `addend`, which broadcasts to their shape."""
 
     def gradient(upstream):
+        # Beside `BiasAddGrad`, TensorFlow's sums of 16 bits are in float32.
         sizes = [1] * (len(upstream.shape) - len(addend.shape)) + addend.shape.as_list()
         axes = [axis for axis, size in enumerate(sizes) if size == 1]
         return upstream, tf.reshape(tf.reduce_sum(upstream, axes), tf.shape(addend))
@@ -262,7 +263,7 @@ class FlowTrace:
 
         graph = tf.compat.v1.get_default_graph()
         outputs = tf.nest.flatten(keras.tree.flatten(call(*args, **kwargs)), expand_composites=True)
-        # One that is not of the graph is a constant.
+        # A tensor of another graph, or of none, is a constant.
         outputs = [value for value in outputs if getattr(value, "graph", None) is graph]
         given_to = {operation.name: tensors(operation.inputs) for operation in graph.get_operations()}
         return Flow(tensors(outputs), given_to, self._layers)

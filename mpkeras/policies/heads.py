@@ -121,7 +121,7 @@ class Flow(NamedTuple):
 
     Attributes:
         outputs: The tensors that the trace returned.
-        given_to: The tensors that each call was given, by call. What comes from outside has a call that is not there.
+        given_to: The tensors that each call was given, by call. A tensor from outside has a call that is not there.
         layers: The layers, by those of the calls that return what a layer returned.
     """
 

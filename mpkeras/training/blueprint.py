@@ -9,7 +9,7 @@ from mpkeras.training.objective import Objective
 
 
 class Blueprint:
-    """What the config of a model does not say, and what goes with an optimizer, a loss and devices, for JSON."""
+    """A model beside its config, and its optimizer, loss and devices, as JSON can hold them."""
 
     @staticmethod
     def beside_config_of(model) -> dict:

@@ -6,9 +6,9 @@ from mpkeras.seams import ModelView
 
 
 def loss_and_targets(model, y, default=None) -> tuple:
-    """Returns the loss the model is compiled with, or `default` for each output, and its targets: by position.
+    """Returns the loss the model is compiled with, or `default` for each output, and its targets.
 
-    That is how `make_train_step` takes them.
+    Both are by position, as `make_train_step` takes them.
     """
     loss = model.loss if getattr(model, "compiled", False) else None
     loss = default if loss is None else loss
