@@ -234,16 +234,15 @@ class FlowTrace:
 
     def run(self, call, args, kwargs) -> Flow:
         """Returns the `Flow` of `call(*args, **kwargs)`."""
-        tensors = [value for value in keras.tree.flatten((args, kwargs)) if keras.ops.is_tensor(value)]
 
         def call_with(*tensors):
             following = iter(tensors)
             new_args, new_kwargs = keras.tree.map_structure(
                 lambda value: next(following) if keras.ops.is_tensor(value) else value, (args, kwargs)
             )
-            return [value for value in keras.tree.flatten(call(*new_args, **new_kwargs)) if keras.ops.is_tensor(value)]
+            return _tensors(call(*new_args, **new_kwargs))
 
-        jaxpr = jax.make_jaxpr(call_with)(*tensors).jaxpr
+        jaxpr = jax.make_jaxpr(call_with)(*_tensors((args, kwargs))).jaxpr
         return Flow(self._follow(jaxpr, [(id(v), None) for v in jaxpr.invars]), self._given_to, self._layers)
 
     def _follow(self, jaxpr, inputs) -> list:
@@ -267,6 +266,10 @@ class FlowTrace:
                 returned = [(id(variable), call) for variable in equation.outvars]
             made |= {id(variable): tensor for variable, tensor in zip(equation.outvars, returned, strict=True)}
         return tensors(jaxpr.outvars)
+
+
+def _tensors(structure) -> list:
+    return [value for value in keras.tree.flatten(structure) if keras.ops.is_tensor(value)]
 
 
 def _body(equation):

@@ -9,6 +9,7 @@ import keras
 
 from mpkeras._replaced import replace, replaced_on_all, restore
 from mpkeras.policies.heads import has_own_call
+from mpkeras.policies.kernels import CONVOLUTIONS
 
 # The part of the active backend: only that may be imported.
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
@@ -20,12 +21,7 @@ BIAS_IN_FLOAT32 = "gradient of the bias in float32"
 _BIASED = (
     keras.layers.Dense,
     keras.layers.EinsumDense,
-    keras.layers.Conv1D,
-    keras.layers.Conv2D,
-    keras.layers.Conv3D,
-    keras.layers.Conv1DTranspose,
-    keras.layers.Conv2DTranspose,
-    keras.layers.Conv3DTranspose,
+    *CONVOLUTIONS,
     keras.layers.DepthwiseConv1D,
     keras.layers.DepthwiseConv2D,
     keras.layers.SeparableConv1D,

@@ -99,7 +99,7 @@ _TRIALS = {
     "MMDiTBlock": _try_attention,
     "T5MultiHeadAttention": _try_mask_of_t5,
 }
-_CONVOLUTIONS = (
+CONVOLUTIONS = (
     keras.layers.Conv1D,
     keras.layers.Conv2D,
     keras.layers.Conv3D,
@@ -152,7 +152,7 @@ def _narrow_convolution(layer) -> tuple | None:
 
     On a CPU torch 2.13 refuses the float16 gradient of such kernels, whose last dimension it lays out otherwise.
     """
-    layer_class = next((base for base in _CONVOLUTIONS if isinstance(layer, base)), None)
+    layer_class = next((base for base in CONVOLUTIONS if isinstance(layer, base)), None)
     if layer_class is None:
         return None
     if layer.built:

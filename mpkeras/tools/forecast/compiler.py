@@ -224,18 +224,32 @@ class CompileRequest:
         )
 
 
-def _policies(policies) -> dict:
-    """Returns `{how it is called: Policy}`: by its name, and by the dtype of its slots where that is its own."""
+def chosen_policies(policies, without: str) -> list:
+    """Returns the `Policy` objects that the argument `policies` asks for, one or several.
+
+    Args:
+        without: How the error calls those that are taken without it.
+
+    Raises:
+        TypeError: If it is neither a policy nor a list of them.
+        ValueError: If there is none in it.
+    """
     if isinstance(policies, (str, keras.DTypePolicy)):
         policies = [policies]
     if not isinstance(policies, Iterable):
         raise TypeError(
             f"Expected `policies` to be a list of policies or their names. Received: {policies!r} of type "
-            f"{type(policies).__name__}. Leave it out for the usual three."
+            f"{type(policies).__name__}. Leave it out for {without}."
         )
     chosen = [get_policy(policy) for policy in policies]
     if not chosen:
-        raise ValueError("Expected at least one policy. Received: none. Leave `policies` out for the usual three.")
+        raise ValueError(f"Expected at least one policy. Received: none. Leave `policies` out for {without}.")
+    return chosen
+
+
+def _policies(policies) -> dict:
+    """Returns `{how it is called: Policy}`: by its name, and by the dtype of its slots where that is its own."""
+    chosen = chosen_policies(policies, "the usual three")
     known = registered_policies()
     own_slots = [p.name in known and p.slot_dtype != get_policy(p.name).slot_dtype for p in chosen]
     names = [

@@ -7,12 +7,10 @@ import re
 import time
 from collections.abc import Iterable
 
-import keras
-
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, dtypes
-from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled
+from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, chosen_policies
 from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.program import BYTES, bound_ms, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
@@ -161,16 +159,7 @@ def _checked_allow(allow) -> tuple:
 
 def _policies(model, policies, target) -> list:
     if policies is not None:
-        asked_for = [policies] if isinstance(policies, (str, keras.DTypePolicy)) else policies
-        if not isinstance(asked_for, Iterable):
-            raise TypeError(
-                f"Expected `policies` to be a list of policies or their names. Received: {policies!r} of type "
-                f"{type(policies).__name__}. Leave it out for that of the model."
-            )
-        chosen = [get_policy(policy) for policy in asked_for]
-        if not chosen:
-            raise ValueError("Expected at least one policy. Received: none. Leave `policies` out.")
-        return chosen
+        return chosen_policies(policies, "that of the model")
     present = ModelView(model).converted_by() or get_policy(None)
     if present.compute_dtype != "float32" or ModelView(model).computes_in(dtypes.SIXTEEN_BIT_DTYPES):
         return [present]
