@@ -37,6 +37,11 @@ def let_module_follow(layer):
     replace(layer, "call", call_under_autocast, kind="layer")
 
 
+def has_cudnn() -> bool:
+    """Whether recurrent layers may run by cuDNN, which sums in float32."""
+    return torch.cuda.is_available() and torch.backends.cudnn.is_available()
+
+
 def product_with_float32_sums(inputs, kernel):
     """As in `_jax.py`. Outside of CUDA, torch has no such kernel, and multiplies the 16-bit numbers as float32."""
     return _ProductWithFloat32Sums.apply(inputs, kernel)

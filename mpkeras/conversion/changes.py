@@ -17,6 +17,7 @@ from mpkeras.conversion.float8 import IN_FLOAT8, multiply_in_float8
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.conversion.outputs import compute_metrics_in_float32, return_float32, widen
+from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.heads import has_own_call, has_own_step, models_used_by
 from mpkeras.policies.own_state import callers_of, kept_for_state
@@ -46,6 +47,8 @@ def _fitting(model, layer) -> Iterator[str]:
     # Elsewhere an assignment goes past the 16-bit copy; a state that comes from 16-bit arithmetic loses nothing there.
     if backend == "torch" and isinstance(layer, keras.layers.RNN) and layer.stateful:
         yield "states kept"
+    if sums_steps_in_16_bits(layer):
+        yield STEPS_IN_FLOAT32
     if _takes_raw_inputs(model, layer):
         yield "raw inputs"
 
@@ -260,6 +263,7 @@ CHANGES = {
     "float32 outputs": _Change(return_float32, "outputs", ("call",)),
     "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
     "states kept": _Change(_keep_states, "states", ("call",)),
+    STEPS_IN_FLOAT32: _Change(sum_steps_in_float32, "steps", ("use_cudnn",)),
     "computed again alike": _Change(compute_again_alike, "remat", ("rematerialized_call",)),
     WITH_FLOAT32_SUMS: _Change(sum_in_float32, "layer", ("call",)),
     IN_FLOAT8: _Change(multiply_in_float8, "layer", ("call",)),
