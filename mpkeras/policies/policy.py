@@ -305,7 +305,7 @@ class Policy(keras.DTypePolicy):
         return Policy._from_settings(dataclasses.replace(self._settings, name=name, reason=reason))
 
     def with_remat(self, remat) -> "Policy":
-        """Returns a policy with the same settings and name, but another `remat`.
+        """Returns a policy with the same settings, name and accumulation, but another `remat`.
 
         Args:
             remat: As the argument of `mpkeras.Policy`; `None` leaves this policy as it is.
@@ -320,7 +320,9 @@ class Policy(keras.DTypePolicy):
         """
         if remat is None:
             return self
-        return Policy._from_settings(dataclasses.replace(self._settings, remat=_check_remat(remat)))
+        policy = Policy._from_settings(dataclasses.replace(self._settings, remat=_check_remat(remat)))
+        policy._accumulate_steps = self._accumulate_steps
+        return policy
 
     def get_config(self) -> dict:
         # Everything is written out: reloading depends neither on the registry nor on the machine.

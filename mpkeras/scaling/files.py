@@ -22,11 +22,14 @@ _NEVER = 2**31 - 1
 def config_of(optimizer) -> dict:
     """Returns the configuration of a `LossScaleOptimizer`, from which plain Keras makes its own."""
     inner_config = keras.saving.serialize_keras_object(optimizer.inner_optimizer)
+    inner_accumulation = optimizer.inner_optimizer.gradient_accumulation_steps
     if optimizer.window is not None:
         # Of this optimizer's `accumulate`, too: stock Keras reads it there.
         inner_config["config"]["gradient_accumulation_steps"] = optimizer.gradient_accumulation_steps
     config = {"name": optimizer.name, "inner_optimizer": inner_config, **_stock_rule(optimizer.loss_scale_rule)}
     extra = _extra_config(optimizer, config)
+    if optimizer.window is not None and inner_accumulation != optimizer.gradient_accumulation_steps:
+        extra["inner_accumulation"] = inner_accumulation
     if extra:
         inner_config[_EXTRA] = extra
     return config
@@ -67,9 +70,17 @@ def optimizer_from(optimizer_class, config: dict, custom_objects=None):
     """Returns the optimizer that a configuration describes: ours, stock Keras', or one of mpkeras 0.1.0."""
     config = dict(config)
     inner_config = config.pop("inner_optimizer")
-    inner_optimizer = keras.saving.deserialize_keras_object(inner_config, custom_objects=custom_objects)
+    extra = inner_config.get(_EXTRA, {}) if isinstance(inner_config, dict) else {}
     # Files of 0.1.0 have the same keys beside the inner optimizer, in what stock Keras reads.
-    config |= inner_config.get(_EXTRA, {}) if isinstance(inner_config, dict) else {}
+    config |= extra
+    window = None
+    if "inner_accumulation" in extra:
+        # The sums are this optimizer's alone: with those of the inner one they would take their memory twice.
+        settings = dict(inner_config["config"])
+        window = settings["gradient_accumulation_steps"] or 1, config.pop("on_overflow", "drop_micro")
+        settings["gradient_accumulation_steps"] = config.pop("inner_accumulation")
+        inner_config = {**inner_config, "config": settings}
+    inner_optimizer = keras.saving.deserialize_keras_object(inner_config, custom_objects=custom_objects)
     noted = {
         "rule_is_chosen_by_prepare": config.pop("chosen_by_prepare", False),
         "was_guarded": config.pop("was_guarded", False),
@@ -87,6 +98,8 @@ def optimizer_from(optimizer_class, config: dict, custom_objects=None):
     # As one whole rule: a `loss_scale_factor` of the inner optimizer has given way to it before.
     rule = rule_from_arguments(**arguments, loss_scale=config.pop("loss_scale", "dynamic"))
     optimizer = optimizer_class(inner_optimizer, loss_scale=rule, **config)
+    if window is not None:
+        optimizer.accumulate(*window)
     for name, value in noted.items():
         setattr(optimizer.record, name, value)
     return optimizer

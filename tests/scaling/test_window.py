@@ -273,6 +273,23 @@ def test_configuration_tells_stock_keras_and_comes_back():
     assert "on_overflow" not in accumulating().get_config()
 
 
+@pytest.mark.parametrize("own", [None, 2])
+def test_a_file_of_what_accumulates_beside_its_inner_optimizer_brings_no_second_sums(own):
+    """Another counter in the inner optimizer is another seed: a resumed training would round in another way."""
+    optimizer = LossScaleOptimizer(
+        keras.optimizers.SGD(0.5, momentum=0.9, gradient_accumulation_steps=own), loss_scale=SCALE
+    )
+    optimizer.accumulate(3, "drop_window")
+    apply_each(optimizer, [SCALE * n for n in (1.0, 2.0, 3.0, 4.0)], variable([0.0]))
+    optimizer.save_own_variables(store := {})
+    again = LossScaleOptimizer.from_config(optimizer.get_config())
+    again.build([variable([0.0])])
+    again.load_own_variables(store)
+    assert (again.inner_optimizer.gradient_accumulation_steps, again.window.steps) == (own, 3)
+    assert again.window.on_overflow == "drop_window" and again.get_config() == optimizer.get_config()
+    assert snapshot(again.variables) == snapshot(optimizer.variables)
+
+
 def test_a_saved_half_full_window_is_restored():
     optimizer, other, store = accumulating(), accumulating(), {}
     apply_each(optimizer, (2.0 * SCALE, 4.0 * SCALE), variable([0.0]))

@@ -92,7 +92,10 @@ class Compiler:
 
     def compile(self, policy: str, batch: int, accumulate_steps: int = 1) -> dict:
         """Returns what the compiler says of one step, by the keys of `Forecast.to_dict`, and `moved_bytes`."""
-        return self._ask(json.dumps({"policy": policy, "batch": batch, "accumulate_steps": accumulate_steps}))
+        # Of a plan, and of a model that has one, too: sums of gradients are state, however many calls they are of.
+        of_policy, of_model = self._request.policies[policy].accumulate_steps, self._request.accumulate_steps
+        steps = max(accumulate_steps, of_policy, of_model)
+        return self._ask(json.dumps({"policy": policy, "batch": batch, "accumulate_steps": steps}))
 
     def _ask(self, text) -> dict:
         left = self._deadline - time.monotonic()
@@ -167,6 +170,7 @@ class CompileRequest:
         devices: How many share a batch.
         rows_split: Over how many of them its rows are split.
         batch: Rows of the batch.
+        accumulate_steps: Calls to one update of the optimizer, by itself or by what wraps it.
         text: What the process that compiles reads, JSON.
     """
 
@@ -198,6 +202,9 @@ class CompileRequest:
             )
         config, owners = _config(model)
         optimizer = _optimizer(model, optimizer)
+        self.accumulate_steps = optimizer.gradient_accumulation_steps or 1
+        # Unwrapped: each policy scales the loss in its own way.
+        optimizer = unwrapped(optimizer)
         owners += [optimizer, *keras.tree.flatten(loss)]
         modules = sorted({_module(owner) for owner in owners} - {"", "builtins"})
         self.text = json.dumps(
@@ -299,8 +306,7 @@ def _takes_classes(loss) -> bool:
 def _optimizer(model, optimizer):
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None) or "adam"
-    # Unwrapped: each policy scales the loss in its own way.
-    return unwrapped(Blueprint.checked_optimizer(optimizer, "optimizer"))
+    return Blueprint.checked_optimizer(optimizer, "optimizer")
 
 
 def _config(model) -> tuple:

@@ -7,6 +7,8 @@ import re
 import time
 from collections.abc import Iterable
 
+import keras
+
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, dtypes
@@ -384,6 +386,7 @@ class _Search:
         return said
 
 
+@keras.saving.register_keras_serializable(package="mpkeras")
 class MemoryPlan(Policy, Report):
     """The result of `plan_memory`: the policy to train under, and all candidates as a table.
 

@@ -349,6 +349,32 @@ def test_doors_take_it_as_a_policy(door):
     assert max(moved) == pytest.approx(1e-3, rel=0.05)
 
 
+def test_another_remat_is_of_the_same_plan():
+    model = mpkeras.prepare(residual(16, 3), Planned("mixed_bfloat16"), remat="blocks")
+    assert (model.optimizer.gradient_accumulation_steps, model.optimizer.record.remat) == (4, "blocks")
+
+
+@pytest.mark.parametrize("way", ["plan", "wrapper", "planned model"])
+def test_sums_of_gradients_are_in_a_forecast(way):
+    model, policy = residual(16, 3), mpkeras.Policy("float32")
+
+    def state():
+        report = mpkeras.forecast(model, (8, 16), device="cpu", policies=[policy], verbose=0)
+        return report.policies["float32"]["persistent_bytes"]
+
+    before = state()
+    if way == "plan":
+        policy = mpkeras.plan_memory(model, (8, 16), memory="1GB", device="cpu", policies=[policy], verbose=0)
+        policy._accumulate_steps = 4
+    elif way == "wrapper":
+        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.Adam())
+        optimizer.accumulate(3)
+        model.compile(optimizer, "mse")
+    else:
+        mpkeras.prepare(model, Planned("float32"))
+    assert 0 <= state() - before - 4 * model.count_params() < 100
+
+
 @pytest.mark.slow
 def test_a_step_accumulates_as_the_plan_says():
     policy = "mixed_bfloat16"
