@@ -287,6 +287,15 @@ def weight_averages(optimizer) -> list:
     return [v for v in getattr(optimizer, "_model_variables_moving_average", []) if v is not None]
 
 
+def begin_averages(optimizer):
+    """Gives the moving averages of the weights the values of the weights; Keras begins them at zero."""
+    averages = getattr(optimizer, "_model_variables_moving_average", [])
+    for average, variable in zip(averages, optimizer_trainable_variables(optimizer), strict=False):
+        if average is not None:
+            # A copy: JAX donates the arrays of a step, and an array that two variables hold cannot be donated.
+            average.assign(keras.ops.copy(variable))
+
+
 def weight_of_slot(slot, weights):
     """Returns the one of `weights` that `slot` is kept beside, by its name; `None` where the name says nothing.
 

@@ -205,6 +205,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             if not has_trained:
                 self._build_inner(list(variables))
             self.store_slots()
+            if not has_trained:
+                # The first update that counts overwrites them; a callback may swap them in before it.
+                for part in parts_of(self.inner_optimizer):
+                    _keras.begin_averages(part)
             if self.window is not None:
                 self.window.build(self, self.trainable_variables)
                 # Of one that is new there is nothing to take, and a `tf.train.Checkpoint` may have filled the window.

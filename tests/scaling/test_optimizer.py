@@ -301,6 +301,16 @@ def test_without_an_update_there_are_no_averages_to_end_with():
     assert variable.numpy().tolist() == [2.25, -2.0]  # 0.75 * 2.5 + 0.25 * 1.5
 
 
+def test_averages_that_are_swapped_in_before_an_update_counts_are_the_weights():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.75), "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    with pytest.warns(UserWarning, match="All 1 steps of epoch 1 were skipped"):
+        swap = keras.callbacks.SwapEMAWeights(True)
+        model.fit(np.full((4, 2), np.nan), np.ones((4, 1)), verbose=0, callbacks=[swap])
+    assert model.get_weights()[0].tolist() == [[1.0], [1.0]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["at the end", "in the middle", "swapped", "stopped"])
 @pytest.mark.parametrize("policy", ["float32", "bfloat16"])
