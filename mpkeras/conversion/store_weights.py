@@ -1,5 +1,9 @@
 """The dtypes that the weights of converted layers are stored in."""
 
+import warnings
+
+import keras
+
 from mpkeras import _keras
 from mpkeras.conversion.last import conversion_of, last_conversion
 from mpkeras.conversion.plan import Conversion, plan
@@ -8,6 +12,8 @@ from mpkeras.scaling.small_state import following
 
 # float16 is none of them: small updates are lost in it.
 _STORED = (SMALL_DTYPE, "float32", "float64")
+# Of the standard deviation: by more, a rounded mean moves outputs further than bfloat16 rounds them.
+_LARGEST_SHIFT = 2**-7
 
 
 def store(model, dtypes):
@@ -33,6 +39,25 @@ def store_weights(model, optimizers):
     conversion.times_stored += 1
     with following(optimizers, [variable for variable, _ in changed]):
         store(model, changed)
+    for row in rows:
+        if row.stores_anew and row.before.variable_dtype == SMALL_DTYPE:
+            _warn_rounded_mean(row.layer)
+
+
+def _warn_rounded_mean(layer):
+    """Warns where a `Normalization` that was adapted while its weights were bfloat16 has lost its mean."""
+    if not isinstance(layer, keras.layers.Normalization) or not layer.built or layer.input_mean is not None:
+        return
+    means, variances = (keras.ops.convert_to_numpy(v) for v in (layer.adapt_mean, layer.adapt_variance))
+    shifts = 2**-9 * abs(means) / variances.clip(keras.backend.epsilon()) ** 0.5
+    if shifts.max() > _LARGEST_SHIFT:
+        warnings.warn(
+            f"Layer '{layer.name}' was adapted while its weights were {SMALL_DTYPE}, in which a mean of "
+            f"{means.flat[shifts.argmax()]:g} is rounded by up to {shifts.max():.2g} standard deviations. They are "
+            f"{layer.variable_dtype} now: call `adapt` once more. Next time call it in "
+            "`with mpkeras.policy_scope('float32'):`, where the layer is made, too.",
+            stacklevel=4,
+        )
 
 
 def _weight_dtypes(rows) -> list:

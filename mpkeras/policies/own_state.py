@@ -113,12 +113,8 @@ def callers_of(model) -> list:
     return calls
 
 
-def states_written(layer) -> list[str]:
-    """Returns the names of the float variables that the `call` of `layer` assigns to, or of functions that assign."""
-    return _states_written(layer, _Reach(layer))
-
-
 def _states_written(layer, reach) -> list[str]:
+    """Returns the names of the float variables that the `call` of `layer` assigns to, or of functions that assign."""
     names: dict = {}
     for write in reach.writes:
         if write.attribute is None:

@@ -548,3 +548,23 @@ def test_a_policy_alone_is_in_force_for_layers_and_prepares_no_model(left_alone)
     assert guard.is_guarded(model) is not left_alone
     assert model.layers[0].compute_dtype == "float32"
     assert mpkeras.global_policy().name == "mixed_float16"
+
+
+# Mean, standard deviation, and whether bfloat16 holds the mean well enough.
+@pytest.mark.parametrize(("mean", "deviation", "is_lost"), [(-7e3, 40.0, True), (60.0, 25.0, False)])
+def test_a_mean_that_was_rounded_before_the_rule_came_is_named(mean, deviation, is_lost):
+    x = np.random.default_rng(8).normal(mean, deviation, (64, 2)).astype("float32")
+    right = (x - x.mean(0, dtype="float64")) / x.std(0, dtype="float64")
+    with pytest.warns(UserWarning, match="layers make bfloat16 variables"):
+        mpkeras.set_global_policy("bfloat16")
+    normalization = layers.Normalization(name="scaled")
+    normalization.adapt(x)
+    model = keras.Sequential([keras.Input((2,)), normalization, layers.Dense(1)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.compile("sgd", "mse")
+    assert [str(w.message)[:23] for w in caught] == (["Layer 'scaled' was adap"] if is_lost else [])
+    error = np.abs(keras.ops.convert_to_numpy(normalization(x)) - right).max()
+    assert (error > 0.05) == is_lost
+    normalization.adapt(x)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(normalization(x)), right, atol=1e-3)
