@@ -48,7 +48,7 @@ def _warn_rounded_mean(layer):
     """Warns where a `Normalization` that was adapted while its weights were bfloat16 has lost its mean."""
     if not isinstance(layer, keras.layers.Normalization) or not layer.built or layer.input_mean is not None:
         return
-    means, variances = (keras.ops.convert_to_numpy(v) for v in (layer.adapt_mean, layer.adapt_variance))
+    means, variances = (keras.ops.convert_to_numpy(v.value) for v in (layer.adapt_mean, layer.adapt_variance))
     shifts = 2**-9 * abs(means) / variances.clip(keras.backend.epsilon()) ** 0.5
     if shifts.max() > _LARGEST_SHIFT:
         warnings.warn(
