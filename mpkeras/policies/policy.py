@@ -320,9 +320,8 @@ class Policy(keras.DTypePolicy):
         """
         if remat is None:
             return self
-        policy = Policy._from_settings(dataclasses.replace(self._settings, remat=_check_remat(remat)))
-        policy._accumulate_steps = self._accumulate_steps
-        return policy
+        settings = dataclasses.replace(self._settings, remat=_check_remat(remat))
+        return accumulating(Policy._from_settings(settings), self.accumulate_steps)
 
     def get_config(self) -> dict:
         # Everything is written out: reloading depends neither on the registry nor on the machine.
@@ -392,6 +391,15 @@ class Policy(keras.DTypePolicy):
             + "".join(f"; {note}" for note in (describe(self) for describe in NOTES_FOR_REPR) if note)
             + ">"
         )
+
+
+def accumulating(policy: Policy, accumulate_steps: int) -> Policy:
+    """Returns a policy with the settings and the name of `policy` and so many batches to an update."""
+    if policy.accumulate_steps == accumulate_steps:
+        return policy
+    result = Policy._from_settings(policy._settings)
+    result._accumulate_steps = accumulate_steps
+    return result
 
 
 # The texts of what is in force because of a policy, for its `repr`: functions of the policy that return a text or "".

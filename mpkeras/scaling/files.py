@@ -61,6 +61,8 @@ def _extra_config(optimizer, config: dict) -> dict:
         extra["chosen_by_prepare"] = True
     if record.is_guarded or record.was_guarded:
         extra["was_guarded"] = True
+    if record.parts > 1:
+        extra["parts"] = record.parts
     if record.remat is not None:
         extra["remat"] = serialized_for_copies(record.remat)
     return extra
@@ -85,6 +87,7 @@ def optimizer_from(optimizer_class, config: dict, custom_objects=None):
         "rule_is_chosen_by_prepare": config.pop("chosen_by_prepare", False),
         "was_guarded": config.pop("was_guarded", False),
         "excluded_from_weight_decay": config.pop("excluded_from_weight_decay", []),
+        "parts": config.pop("parts", 1),
         "remat": config.pop("remat", None),
     }
     if isinstance(config.get("loss_scale"), dict):

@@ -776,6 +776,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"steps={steps}, on_overflow={on_overflow!r} for {now[0]} steps and {now[1]!r}. "
                 "Create a new optimizer."
             )
+        if steps != now[0]:
+            # Whatever a policy asked for: this number is its user's own.
+            self.record.parts = 1
         if self.window is not None:
             self.window.steps, self.window.on_overflow = steps, on_overflow
             return

@@ -15,6 +15,7 @@ class Record:
         excluded_from_weight_decay: From a config, one dictionary for each of `parts_of`, until the build.
         is_guarded: Whether a guard around the train step undoes what a skipped step did to the rest of the model.
         was_guarded: Whether it was so in the model that this optimizer was saved with.
+        parts: The policy's calls of `apply` to an update. The user's own number times this is the length of the window.
         remat: What the model keeps for the backward pass, as `Policy.remat`; or did when this optimizer was saved.
         had_update: Whether there was an update since this object was made.
         steps_before_scale: How many steps had counted when the loss scale was begun anew.
@@ -27,6 +28,7 @@ class Record:
     excluded_from_weight_decay: list = dataclasses.field(default_factory=list)
     is_guarded: bool = False
     was_guarded: bool = False
+    parts: int = 1
     remat: str | Sequence | None = None
     had_update: bool = False
     steps_before_scale: int = 0

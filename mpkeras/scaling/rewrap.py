@@ -1,4 +1,4 @@
-"""`rewrapped`: another loss-scaling rule around the same inner optimizer, its state kept."""
+"""`rewrapped`: another loss-scaling rule or window around the same inner optimizer, its state kept."""
 
 import keras
 from keras import ops
@@ -6,20 +6,40 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras.policies.loss_scaling import LossScale, number
 from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.scaling.window import GradientWindow, checked_steps
 
 
-def rewrapped(optimizer, rule: LossScale, slot_dtype: str = "auto", all_reduce_dtype=None) -> LossScaleOptimizer:
+def own_calls(optimizer) -> int:
+    """Returns how many calls of `apply` to an update the user of any Keras optimizer set, whatever a policy asks for.
+
+    Raises:
+        ValueError: If it is no count.
+    """
+    window = getattr(optimizer, "window", None)
+    if window is not None:
+        return max(1, window.steps // optimizer.record.parts)
+    steps = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
+    return 1 if steps is None else checked_steps(steps, "drop_micro")
+
+
+def rewrapped(
+    optimizer, rule: LossScale, slot_dtype: str = "auto", all_reduce_dtype=None, steps: int | None = None
+) -> LossScaleOptimizer:
     """Returns a `LossScaleOptimizer` with `rule` around the same inner optimizer, its state kept.
 
     Args:
         optimizer: A plain Keras optimizer, stock Keras' `LossScaleOptimizer` or ours; built or not.
         rule: The rule of the result. Counters are carried over, and the current scale unless it was fixed.
         slot_dtype, all_reduce_dtype: Those of the result.
+        steps: Calls of `apply` to an update of the result; by default as they are. A half-full window goes on: one
+            that is fuller than `steps` ends with the next call.
     """
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         result = LossScaleOptimizer(
             optimizer, loss_scale=rule, slot_dtype=slot_dtype, all_reduce_dtype=all_reduce_dtype
         )
+        if steps is not None:
+            result.accumulate(steps)
         if optimizer.built:
             result.build(_keras.optimizer_trainable_variables(optimizer))
             result.record.steps_before_scale = number(result.accepted_steps)
@@ -35,20 +55,28 @@ def rewrapped(optimizer, rule: LossScale, slot_dtype: str = "auto", all_reduce_d
     if isinstance(optimizer, LossScaleOptimizer):
         result.record.excluded_from_weight_decay = optimizer.record.excluded_from_weight_decay
     if window is not None:
-        result.accumulate(window.steps, window.on_overflow)
+        steps = window.steps if steps is None else steps
+        result.accumulate(steps, window.on_overflow)
+        if result.window is None and optimizer.built and number(window.position):
+            # The calls that were summed count in the next update.
+            result.window = GradientWindow(result, steps, window.on_overflow)
+    elif steps is not None:
+        result.accumulate(steps)
     if optimizer.built:
         result.build(_keras.optimizer_trainable_variables(optimizer.inner_optimizer))
         if _has_found_its_scale(optimizer):
             for name in ("step_counter", "dynamic_scale"):
                 _copy(getattr(optimizer, name), getattr(result, name))
-        else:
-            result.record.steps_before_scale = number(result.accepted_steps)
     if optimizer.built and isinstance(optimizer, LossScaleOptimizer):
         for name in ("_skipped_steps", "_consecutive_skips", "_last_step_skipped", "_nonfinite_losses"):
             _copy(getattr(optimizer, name), getattr(result, name))
         if window is not None and result.window is not None:
             for new, old in zip(result.window.variables, window.variables, strict=True):
                 _copy(old, new)
+        elif result.window is not None:
+            result.window.accepted_steps.assign(ops.copy(optimizer.accepted_steps.value))
+    if optimizer.built and not _has_found_its_scale(optimizer):
+        result.record.steps_before_scale = number(result.accepted_steps)
     return result
 
 

@@ -20,12 +20,12 @@ from mpkeras.distribution.travel import Travel
 from mpkeras.policies import loss_scaling
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale
-from mpkeras.policies.policy import Policy
+from mpkeras.policies.policy import Policy, accumulating
 from mpkeras.policies.registry import get_policy
 from mpkeras.policies.survey import Survey
 from mpkeras.scaling.arguments import check_parts
 from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.scaling.rewrap import rewrapped
+from mpkeras.scaling.rewrap import own_calls, rewrapped
 from mpkeras.training import guard, inventory, training_backend
 from mpkeras.training.made_under import policy_made_under
 from mpkeras.training.prepared import Prepared, forget, keep_prepared, prepared_of
@@ -142,9 +142,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
             "Call `model.compile(...)` first."
         )
     survey = Survey(model)
-    if policy is None and remat is None:
-        remat = lasting_remat(model)
-    chosen = chosen_policy(survey, policy).with_remat(remat)
+    chosen = asked_policy(survey, policy, remat)
     distribution_backend.check_travel(model, chosen)
     explicit_rule = loss_scaling.resolve(loss_scale)
     check_switches(jit_compile, rollback)
@@ -174,14 +172,14 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
         for optimizer, rule in zip(optimizers, rules, strict=True):
             if rule is not None:
                 check_parts(getattr(optimizer, "inner_optimizer", optimizer))
+                own_calls(optimizer)
     # Last, as it cannot be taken back: weights are rounded, and a wrapper stores the state of what it wraps anew.
     store(optimizers)
     with training_backend.variable_scope(model):
         wrappers = [
-            wrapped(*pair, chosen.slot_dtype, chosen.reduce_dtype) for pair in zip(optimizers, rules, strict=True)
+            wrapped(*pair, chosen.slot_dtype, chosen.reduce_dtype, chosen.accumulate_steps)
+            for pair in zip(optimizers, rules, strict=True)
         ]
-        for wrapper in wrappers if chosen.accumulate_steps > 1 else ():
-            wrapper.accumulate(chosen.accumulate_steps)
     for wrapper in wrappers:
         if isinstance(wrapper, LossScaleOptimizer):
             wrapper.record.remat = chosen.remat
@@ -215,13 +213,28 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     return guards
 
 
-def lasting_remat(model):
-    """Returns the `remat` of a `model` that is told no other: what it was given last, or saved with."""
-    conversion = last_conversion(model)
+def asked_policy(model, policy, remat=None, optimizers=()) -> Policy:
+    """Returns `chosen_policy` with this `remat`; without a policy a model keeps accumulation and `remat`.
+
+    They are then what it was given last, or was saved with.
+
+    Args:
+        model: A model or a `Survey` of it.
+        policy, remat: What the user asks for; `None` without.
+        optimizers: Those that train it beside its own.
+    """
+    chosen, survey = chosen_policy(model, policy), Survey.of(model)
+    if policy is not None:
+        return chosen.with_remat(remat)
+    conversion = last_conversion(survey.model)
     if conversion is not None:
-        return conversion.policy.remat
-    optimizers = [x for x in inventory.find_optimizers(model).values() if isinstance(x, LossScaleOptimizer)]
-    return next((x.record.remat for x in optimizers if x.record.remat is not None), None)
+        steps, lasting_remat = conversion.policy.accumulate_steps, conversion.policy.remat
+    else:
+        optimizers = [*optimizers, *inventory.find_optimizers(survey.model).values()]
+        records = [x.record for x in optimizers if isinstance(x, LossScaleOptimizer)]
+        steps = next((record.parts for record in records if record.parts > 1), chosen.accumulate_steps)
+        lasting_remat = next((record.remat for record in records if record.remat is not None), None)
+    return accumulating(chosen, steps).with_remat(lasting_remat if remat is None else remat)
 
 
 def chosen_policy(model, policy):
@@ -366,12 +379,16 @@ def _rule_of(optimizer, make, *names):
         ) from error
 
 
-def wrapped(optimizer, rule, slot_dtype: str = "auto", reduce_dtype: str | None = None):
+def wrapped(
+    optimizer, rule, slot_dtype: str = "auto", reduce_dtype: str | None = None, accumulate_steps: int | None = None
+):
     """Returns `optimizer` in a `LossScaleOptimizer` with `rule`; itself where it is one, or `rule` is `None`.
 
     Args:
         slot_dtype: That of the policy; with `"auto"` what its user gave the optimizer stays.
         reduce_dtype: Likewise, with `None`; a backend whose optimizers sum no gradients has no use for it.
+        accumulate_steps: That of the policy, times which its user's own number of calls makes an update; `None` leaves
+            what the last policy asked for.
     """
     if rule is None:
         return optimizer
@@ -383,9 +400,14 @@ def wrapped(optimizer, rule, slot_dtype: str = "auto", reduce_dtype: str | None 
     all_reduce_dtype = getattr(optimizer, "all_reduce_dtype", None)
     if reduce_dtype is not None and distribution_backend.OPTIMIZERS_REDUCE:
         all_reduce_dtype = reduce_dtype
-    if is_same_rule and is_same_slot_dtype and all_reduce_dtype == optimizer.all_reduce_dtype:
+    if accumulate_steps is None:
+        accumulate_steps = optimizer.record.parts if is_ours else 1
+    steps = own_calls(optimizer) * accumulate_steps
+    is_same_window = is_ours and (optimizer.gradient_accumulation_steps or 1) == steps
+    if is_same_rule and is_same_slot_dtype and is_same_window and all_reduce_dtype == optimizer.all_reduce_dtype:
         return optimizer
-    wrapper = rewrapped(optimizer, rule, slot_dtype, all_reduce_dtype)
+    wrapper = rewrapped(optimizer, rule, slot_dtype, all_reduce_dtype, steps)
+    wrapper.record.parts = accumulate_steps
     # With its defaults Keras wraps an optimizer by itself, too: they are nobody's choice.
     is_users = rule == _users_rule(optimizer) and (is_ours or rule != DynamicLossScale())
     wrapper.record.rule_is_chosen_by_prepare = not is_users

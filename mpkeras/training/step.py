@@ -18,6 +18,7 @@ from mpkeras.conversion.undo import converting
 from mpkeras.distribution import distribution_backend
 from mpkeras.distribution.travel import Travel
 from mpkeras.policies.loss_scaling import scalars
+from mpkeras.policies.policy import accumulating
 from mpkeras.policies.rules import serialized_for_copies
 from mpkeras.scaling.arguments import checked_optimizer
 from mpkeras.scaling.optimizer import LossScaleOptimizer
@@ -29,12 +30,12 @@ from mpkeras.training.inventory import moving_variables
 from mpkeras.training.last_step import BEFORE
 from mpkeras.training.objective import Objective
 from mpkeras.training.prepare import (
+    asked_policy,
     check_jit_compile,
     check_model,
     check_switches,
     check_variables,
     chosen_policy,
-    lasting_remat,
     rule_for,
     wrapped,
 )
@@ -93,8 +94,8 @@ def make_train_step(
             and random generators keep what a skipped step did to them, and a model that does not
             compute in float16 is not checked at all.
         accumulate_steps: Calls of the step to one update, with the mean of their gradients, summed in
-            float32. The loss scale does not move in between. By default 1, or what the plan says that the model was
-            converted to (`mpkeras.plan_memory`).
+            float32. The loss scale does not move in between. By default the optimizer's own number times what the plan
+            says that the model was converted to (`mpkeras.plan_memory`).
         on_overflow: A call that is not finite takes itself from the update (`"drop_micro"`), or all of it
             (`"drop_window"`).
         metrics: A list of `keras.metrics.Metric`, one alone, or `None`; for several outputs a list or dictionary of
@@ -156,16 +157,15 @@ class TrainStep:
         with training_backend.variable_scope(model):
             optimizer = checked_optimizer(optimizer, "optimizer")
         check_switches(jit_compile, rollback)
-        policy = chosen_policy(model, None)
-        steps = policy.accumulate_steps if accumulate_steps is None else accumulate_steps
-        window = checked_steps(steps, on_overflow), on_overflow
-        policy = policy.with_remat(lasting_remat(model) if remat is None else remat)
+        checked_steps(1 if accumulate_steps is None else accumulate_steps, on_overflow)
+        window = accumulate_steps, on_overflow
+        policy = asked_policy(model, None, remat, [optimizer])
         check_variables(model, policy)
         distribution_backend.check_travel(model, policy)
         objective = Objective(loss_fn, metrics)
         jit_compile = _resolved_jit_compile(model, jit_compile)
         distribution_backend.check_program(Travel.of(policy), jit_compile)
-        self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, window, policy.remat)
+        self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, window, policy)
         self._steps = 0
         self._has_looked = False
         parts = self._parts
@@ -399,14 +399,14 @@ class StepParts:
     # Under which their results hold the values of `moving` before the step.
     BEFORE = BEFORE
 
-    def __init__(self, model, optimizer, objective, jit_compile, rollback, window, remat):
+    def __init__(self, model, optimizer, objective, jit_compile, rollback, window, policy):
         self.model = model
         self.optimizer = optimizer
         self.objective = objective
         self.jit_compile = jit_compile
         self._rollback = rollback
         self._window = window
-        self._remat = remat
+        self._remat, self._planned_steps = policy.remat, policy.accumulate_steps
         # The policy, the conversion of the model by it, and the function that goes on with that.
         self._converter: tuple | None = None
         self._moving: list | None = None
@@ -424,10 +424,11 @@ class StepParts:
 
     def options(self) -> dict:
         """Returns the arguments of `make_train_step` that JSON can hold."""
-        steps, on_overflow = self._window
+        window = getattr(self.optimizer, "window", None)
+        steps, on_overflow = self._window if window is None else (window.steps, window.on_overflow)
         remat = serialized_for_copies(self._remat)
         options = {"jit_compile": self.jit_compile, "rollback": self._rollback, "remat": remat}
-        return {**options, "accumulate_steps": steps, "on_overflow": on_overflow}
+        return {**options, "accumulate_steps": steps or 1, "on_overflow": on_overflow}
 
     @property
     def moving(self) -> list:
@@ -457,7 +458,7 @@ class StepParts:
 
     def apply_rules(self):
         """Applies the policy's float32 rules to the layers that there are, and wraps the optimizer as they ask for."""
-        policy = chosen_policy(self.model, None).with_remat(self._remat)
+        policy = accumulating(chosen_policy(self.model, None).with_remat(self._remat), self._planned_steps)
         if self._converter is None or self._converter[:2] != (policy, last_conversion(self.model)):
             convert = layer_converter(self.model, policy, converts=False, trains=True)
         else:
@@ -530,12 +531,18 @@ class StepParts:
     def wrap_optimizer(self):
         """Wraps the optimizer as the model's layers ask for; again when building has brought new layers."""
         model, policy = self.model, chosen_policy(self.model, None)
-        accumulates = self._window[0] > 1
-        rule = rule_for(self.optimizer, model, policy, None, self._rollback or accumulates)
+        passed, on_overflow = self._window
+        # What is passed is all that counts: not times what the optimizer or the plan says.
+        is_passed = passed is not None and passed > 1
+        planned = self._planned_steps if passed is None else 1
+        rule = rule_for(self.optimizer, model, policy, None, self._rollback or is_passed or planned > 1)
+        dtypes = policy.slot_dtype, policy.reduce_dtype
         with training_backend.variable_scope(model):
-            self.optimizer = wrapped(self.optimizer, rule, policy.slot_dtype, policy.reduce_dtype)
-            if accumulates:
-                self.optimizer.accumulate(*self._window)
+            self.optimizer = wrapped(self.optimizer, rule, *dtypes, None if is_passed else planned)
+            if is_passed:
+                self.optimizer.accumulate(passed, on_overflow)
+            elif planned > 1 and on_overflow == "drop_window":
+                self.optimizer.accumulate(self.optimizer.window.steps, on_overflow)
         self._moving = None
         if self.checks:
             self.optimizer.record.note_guard()

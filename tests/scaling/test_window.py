@@ -263,6 +263,48 @@ def test_rewrapping_keeps_a_half_full_window():
     np.testing.assert_array_equal(numpy(v), [-2.5])
 
 
+@pytest.mark.parametrize(
+    ("steps", "grads", "expected"),
+    [
+        # Two calls, of 2 and 4, are there. By hand: the mean of all three, or of all five; then the next window begins.
+        (1, (9.0, 1.0), (-5.0, -6.0)),
+        (2, (9.0, 1.0, 3.0), (-5.0, -5.0, -7.0)),
+        (5, (9.0, 1.0, 4.0, 7.0), (0.0, 0.0, -4.0, -4.0)),
+    ],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_half_full_window_goes_on_in_one_of_another_length(mode, steps, grads, expected):
+    v, old = variable([0.0]), LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=SCALE)
+    old.accumulate(3)
+    apply_each(old, (2.0 * SCALE, 4.0 * SCALE), v)
+    new = rewrapped(old, DynamicLossScale(SCALE), steps=steps)
+    assert new.gradient_accumulation_steps == (None if steps == 1 else steps)
+    apply = applier(new, [v], mode)
+    for grad, after in zip(grads, expected, strict=True):
+        apply([np.array([grad * SCALE], "float32")])
+        np.testing.assert_array_equal(numpy(v), [after])
+    assert old.window.steps == 3 and int(new.accepted_steps) == 2 + len(grads)
+
+
+@pytest.mark.parametrize("calls", [0, 6])
+def test_without_half_full_sums_a_window_goes(calls):
+    v, old = variable([0.0]), LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=SCALE)
+    old.accumulate(3)
+    apply_each(old, calls * [SCALE], v)
+    new = rewrapped(old, DynamicLossScale(SCALE), steps=1)
+    assert new.window is None and int(new.accepted_steps) == calls / 3
+    assert int(rewrapped(new, DynamicLossScale(SCALE), steps=4).accepted_steps) == calls / 3
+
+
+@pytest.mark.parametrize("scale", [1.0, DynamicLossScale(SCALE)])
+def test_a_scale_that_begins_anew_in_a_window_awaits_its_first_step(scale):
+    """So that a batch for which it is too large is taken again."""
+    old = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), loss_scale=scale)
+    apply_each(old, 3 * [SCALE], variable([0.0]))
+    new = rewrapped(old, DynamicLossScale(SCALE))
+    assert int(new.accepted_steps) == 3 and new.record.steps_before_scale == (3 if scale == 1.0 else 0)
+
+
 def test_configuration_tells_stock_keras_and_comes_back():
     optimizer = accumulating("drop_window")
     config = optimizer.get_config()

@@ -5,6 +5,7 @@ import pytest
 import mpkeras
 from mpkeras.policies import Policy
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
+from mpkeras.policies.policy import accumulating
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
 from tests.sixteen_bits import without_outputs
@@ -188,6 +189,97 @@ def test_prepare_twice_wraps_nothing_twice():
     assert compute_dtypes(model) == MIXED
 
 
+def planned(accumulate_steps, policy="mixed_bfloat16"):
+    """A policy as `plan_memory` returns it, without a compiler."""
+    return accumulating(Policy(policy), accumulate_steps)
+
+
+def own_accumulation(by, steps):
+    """Returns an optimizer whose user set so many calls to an update."""
+    if by == "inner":
+        return keras.optimizers.SGD(0.25, gradient_accumulation_steps=steps)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25), loss_scale=4.0)
+    optimizer.accumulate(1 if steps is None else steps)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("own", "policies", "expected"),
+    [
+        (None, [planned(2), "mixed_bfloat16"], [2, None]),
+        (None, [planned(3), None, planned(2, "float32"), planned(2), "float32"], [3, 3, 2, 2, None]),
+        (4, [planned(2), None, planned(3), "mixed_float16", None], [8, 8, 12, 4, 4]),
+        (3, ["mixed_bfloat16", planned(1), planned(5, "float32")], [3, 3, 15]),
+    ],
+)
+@pytest.mark.parametrize("by", ["inner", "wrapper"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_accumulation_of_a_plan_goes_with_it_and_multiplies_that_of_the_optimizer(trains, by, own, policies, expected):
+    model = classifier()
+    optimizer = own_accumulation(by, own)
+    model.compile(optimizer, "mse", run_eagerly=True)
+    for policy, steps in zip(policies, expected, strict=True):
+        prepare(model, policy)
+        assert model.optimizer.gradient_accumulation_steps == steps
+        if trains:
+            model.train_on_batch(X, Y)
+    # A user's own object means the same again.
+    assert optimizer.gradient_accumulation_steps == own
+    if not trains:
+        model.compile(own_accumulation(by, 7), "mse")
+        assert model.optimizer.gradient_accumulation_steps == 7 * (expected[-1] or 1) // (own or 1)
+
+
+def test_the_update_of_a_plan_beside_own_accumulation_is_of_the_mean_of_all():
+    """Against plain Keras in float32, by one batch of all the rows."""
+    rows = np.random.default_rng(4).normal(size=(24, 6)).astype("float32")
+    models = [keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)]) for _ in range(2)]
+    models[1].set_weights(models[0].get_weights())
+    models[0].compile(keras.optimizers.SGD(0.5, gradient_accumulation_steps=3), "mse")
+    models[1].compile(keras.optimizers.SGD(0.5), "mse")
+    before = models[0].get_weights()
+    prepare(models[0], planned(2, "float32"))
+    for n in range(6):
+        assert all(np.array_equal(*pair) for pair in zip(models[0].get_weights(), before, strict=True))
+        models[0].train_on_batch(rows[4 * n : 4 * n + 4], rows[4 * n : 4 * n + 4, :2])
+    models[1].train_on_batch(rows, rows[:, :2])
+    for value, expected in zip(models[0].get_weights(), models[1].get_weights(), strict=True):
+        np.testing.assert_allclose(value, expected, atol=1e-6)
+
+
+def test_a_saved_plan_is_gone_on_with_until_another_policy_is_given(tmp_path):
+    model = classifier()
+    model.compile(own_accumulation("inner", 3), "mse", run_eagerly=True)
+    prepare(model, planned(2)).train_on_batch(X, Y)
+    model.save(tmp_path / "model.keras")
+    for policies, steps in (([None, None], 6), ([None, planned(4)], 12), ([planned(2)], 6), (["float32"], 3)):
+        model = keras.models.load_model(tmp_path / "model.keras")
+        assert model.optimizer.gradient_accumulation_steps == 6
+        for policy in policies:
+            prepare(model, policy)
+        assert model.optimizer.gradient_accumulation_steps == steps
+        assert model.optimizer.inner_optimizer.gradient_accumulation_steps == 3
+        model.train_on_batch(X, Y)
+
+
+def test_a_plan_of_the_callback_goes_with_the_next_policy():
+    model = classifier()
+    model.compile(own_accumulation("inner", 2), "mse", run_eagerly=True)
+    for policy, steps in ((planned(4), 8), (None, 8), ("mixed_float16", 2)):
+        model.fit(X, Y, verbose=0, callbacks=[mpkeras.callbacks.MixedPrecision(policy)])
+        assert model.optimizer.gradient_accumulation_steps == steps
+
+
+def test_a_plan_that_is_refused_leaves_accumulation_and_layers_as_they_were():
+    model = classifier()
+    model.compile(own_accumulation("inner", 3), "mse")
+    prepare(model, planned(2))
+    before = model.optimizer, model.optimizer.window.steps, compute_dtypes(model)
+    with pytest.raises(ValueError, match="names no|matches no|no part"):
+        prepare(model, planned(4, "mixed_float16"), remat=["nowhere"])
+    assert (model.optimizer, model.optimizer.window.steps, compute_dtypes(model)) == before
+
+
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("jit_compile", [True, False])
@@ -243,6 +335,11 @@ def accumulating_part():
 
 
 UNWRAPPABLE = [
+    pytest.param(
+        lambda: keras.optimizers.SGD(gradient_accumulation_steps=2.5),
+        "accumulate_steps=2.5",
+        id="half a call",
+    ),
     pytest.param(
         lambda: keras.optimizers.SGD(loss_scale_factor=-8.0, name="mine"),
         "Received: SGD 'mine' with loss_scale_factor=-8.0.*2\\*\\*-126",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mpkeras
+from mpkeras.policies.policy import accumulating
 from mpkeras.training.step import make_train_step
 from tests.step_modes import snapshot
 from tests.training.models import COMPILED, dropout_model, number, spoiled
@@ -595,6 +596,33 @@ def test_a_model_that_was_converted_keeps_the_rules_it_was_converted_by():
 def own_attributes(model):
     layers = [model, *model.layers]
     return [(layer.dtype_policy, {name: id(value) for name, value in vars(layer).items()}) for layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "expected"),
+    [
+        (None, {}, (4, "drop_micro")),
+        (3, {}, (12, "drop_micro")),
+        (3, {"on_overflow": "drop_window"}, (12, "drop_window")),
+        (3, {"accumulate_steps": 2}, (2, "drop_micro")),
+        (None, {"accumulate_steps": 1}, (1, "drop_micro")),
+    ],
+)
+def test_what_a_plan_says_is_multiplied_and_what_is_passed_is_all(own, options, expected):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+    mpkeras.apply_policy(model, accumulating(mpkeras.Policy("mixed_bfloat16"), 4))
+    optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=own)
+    for _ in range(2):
+        step = make_train_step(model, optimizer, "mse", jit_compile=False, **options)
+        step(X[0][:, :6], np.ones((4, 4)))
+        said = step._parts.options()
+        assert (said["accumulate_steps"], said["on_overflow"]) == expected
+        assert (step.optimizer.gradient_accumulation_steps or 1) == expected[0]
+        # Its own optimizer means the same in another step.
+        optimizer = step.optimizer
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    step = make_train_step(model, optimizer, "mse")
+    assert step.optimizer.gradient_accumulation_steps == (options.get("accumulate_steps", own) if own else None)
 
 
 def test_after_an_error_the_layers_are_as_before():

@@ -19,6 +19,7 @@ from pathlib import Path
 import keras
 
 from mpkeras.policies.registry import get_policy, registered_policies
+from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.seams import Blueprint, ModelView
 from mpkeras.tools.forecast.targets import find_target
 from mpkeras.tools.shared.compiled import loss_and_targets, unwrapped
@@ -171,6 +172,7 @@ class CompileRequest:
         rows_split: Over how many of them its rows are split.
         batch: Rows of the batch.
         accumulate_steps: Calls to one update of the optimizer, by itself or by what wraps it.
+        own_steps: Of these, what its user set, whatever a plan that the model was given asks for.
         text: What the process that compiles reads, JSON.
     """
 
@@ -203,6 +205,8 @@ class CompileRequest:
         config, owners = _config(model)
         optimizer = _optimizer(model, optimizer)
         self.accumulate_steps = optimizer.gradient_accumulation_steps or 1
+        planned = optimizer.record.parts if isinstance(optimizer, LossScaleOptimizer) else 1
+        self.own_steps = self.accumulate_steps // planned
         # Unwrapped: each policy scales the loss in its own way.
         optimizer = unwrapped(optimizer)
         owners += [optimizer, *keras.tree.flatten(loss)]

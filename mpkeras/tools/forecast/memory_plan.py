@@ -108,8 +108,10 @@ def plan_memory(
     of_candidates = [candidate.policy().renamed(candidate.name) for ladder in ladders for candidate in ladder]
     request = CompileRequest(model, x, y, target.name, 1, of_candidates, optimizer, loss)
     usable = target.usable_bytes if limit is None else int(limit * (1 - _MARGIN))
+    # A plan takes the place of an earlier one.
+    request.accumulate_steps = request.own_steps
     parts, impossible = _parts_by_remat(ModelView(model), ladders)
-    search = _Search(parts, impossible, request.batch, usable, "accumulation" in allowed, verbose)
+    search = _Search(parts, impossible, request.batch, usable, "accumulation" in allowed, verbose, request.own_steps)
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     try:
         with Compiler(request, deadline) as compiler:
@@ -240,10 +242,12 @@ class _Search:
         found: The one that fits; `None` until then.
         usable: Bytes that a program may take.
         out_of_time: The seconds that were not enough, or `None`.
+        own_steps: Batches to an update by the optimizer's own accumulation.
     """
 
-    def __init__(self, parts, impossible, batch, usable, accumulates, verbose):
+    def __init__(self, parts, impossible, batch, usable, accumulates, verbose, own_steps=1):
         self.parts = parts
+        self.own_steps = own_steps
         self._impossible = impossible
         self.batch = batch
         self.usable = usable
@@ -394,7 +398,7 @@ class MemoryPlan(Policy, Report):
         fits: Whether it fits. If not, it is the smallest that was tried.
         missing_bytes: Bytes by which it does not fit; 0 where it does.
         accumulate_steps: Parts of a batch that are taken one after the other for one update.
-        batch: Rows of one update.
+        batch: Rows of one update; where the optimizer accumulates by itself, too, it is of several such batches.
         step_batch: Rows of one part: what a batch of `fit` is to have.
         computed_again: The paths of the first and the last layer of each part that the backward pass computes again.
         candidates: A dictionary for each candidate, as in `to_dict`.
@@ -479,7 +483,10 @@ class MemoryPlan(Policy, Report):
         search = self._search
         notes = []
         if self.fits:
-            how = "" if self.accumulate_steps == 1 else f", {self.accumulate_steps} of which make one update"
+            steps = self.accumulate_steps * search.own_steps
+            how = "" if steps == 1 else f", {steps} of which make one update"
+            if 1 < search.own_steps < steps:
+                how += f" ({self.accumulate_steps} by the plan, times {search.own_steps} by the optimizer itself)"
             notes.append(
                 f"Plan: `mpkeras.prepare(model, plan)`, and batches of {self.step_batch} rows{how}. In a loop of your "
                 "own: `apply_policy(model, plan)` and `make_train_step`, which takes as many of them for one update."

@@ -113,6 +113,39 @@ def compiled(monkeypatch):
     return install
 
 
+@pytest.mark.parametrize(
+    ("memory", "own", "is_planned", "words"),
+    [
+        (900, None, False, "batches of 8 rows."),
+        (900, 3, True, "batches of 8 rows, 3 of which make one update."),
+        (219, None, True, "batches of 4 rows, 2 of which make one update."),
+        (
+            219,
+            3,
+            False,
+            "batches of 4 rows, 6 of which make one update (2 by the plan, times 3 by the optimizer itself).",
+        ),
+        (
+            219,
+            3,
+            True,
+            "batches of 4 rows, 6 of which make one update (2 by the plan, times 3 by the optimizer itself).",
+        ),
+    ],
+)
+def test_a_plan_says_that_the_accumulation_of_the_optimizer_multiplies(compiled, memory, own, is_planned, words):
+    compiled(in_parts)
+    model = residual()
+    model.compile(keras.optimizers.Adam(gradient_accumulation_steps=own), "mse")
+    if is_planned:
+        # The next plan takes the place of this one.
+        mpkeras.prepare(model, Planned("float32"))
+    plan = mpkeras.plan_memory(model, (8, 64), memory=memory / 0.95 + 1, policies=["float32"], verbose=0)
+    assert f"Plan: `mpkeras.prepare(model, plan)`, and {words} In" in str(plan)
+    mpkeras.prepare(model, plan)
+    assert (model.optimizer.gradient_accumulation_steps or 1) == plan.accumulate_steps * (own or 1)
+
+
 def in_parts(remat, rows):
     return rows * {None: 100, "products": 50, "blocks": 20}[remat]
 
