@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from jax.experimental import sparse
 
-from mpkeras._keras import put
+from mpkeras._keras import is_purged, put
 from mpkeras.distribution._jax import with_dtypes
 from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling._jax import sums
@@ -196,6 +196,16 @@ def _are_finite(values) -> list:
         for index, is_finite in zip(indices, jnp.isfinite(of_some), strict=True):
             found[index] = is_finite
     return found
+
+
+def can_be_read(variable) -> bool:
+    """Whether `variable` holds a value that can be read now.
+
+    An error in `fit` leaves variables without one. A loop of the user's own may have donated it to its program, or
+    assigned a value of the program that it traces.
+    """
+    value = None if is_purged(variable) else variable.value
+    return value is not None and not isinstance(value, jax.core.Tracer) and not value.is_deleted()
 
 
 def scale_logs(optimizers, result) -> tuple:

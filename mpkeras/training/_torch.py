@@ -12,6 +12,7 @@ from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training.defaults import (  # noqa: F401
     HeldState,
+    can_be_read,
     check_scope,
     ensure_built,
     has_rows,

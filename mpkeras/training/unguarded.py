@@ -7,7 +7,6 @@ import keras
 import numpy as np
 from keras import ops
 
-from mpkeras import _keras
 from mpkeras._replaced import replaced_on_all
 from mpkeras.policies.loss_scaling import number
 from mpkeras.scaling.optimizer import optimizers_alive
@@ -90,10 +89,10 @@ def _counts(model, state) -> dict:
     """Returns how many calls each `LossScaleOptimizer` has skipped and accepted, those of other models included."""
     values = _values_in(model, state)
     return {
-        optimizer: [number(_value(counter, values)) for counter in (optimizer.skipped_steps, optimizer.accepted_steps)]
-        for optimizer in optimizers_alive()
-        # An error in `fit` on JAX leaves the variables of another model without values.
-        if id(optimizer.skipped_steps) in values or not _keras.is_purged(optimizer.skipped_steps)
+        optimizer: [number(_value(counter, values)) for counter in counters]
+        for optimizer, counters in ((o, (o.skipped_steps, o.accepted_steps)) for o in optimizers_alive())
+        # What is trained elsewhere may be in the middle of a step, and have no values.
+        if all(id(counter) in values or training_backend.can_be_read(counter) for counter in counters)
     }
 
 

@@ -927,3 +927,21 @@ def test_one_number_that_is_not_finite_in_any_gradient_skips_the_step(mode):
     assert int(optimizer.skipped_steps) == len(shapes)
     for weight in weights:
         np.testing.assert_array_equal(ops.convert_to_numpy(weight), 0.5)
+
+
+@pytest.mark.backends("tensorflow")
+def test_autograph_says_nothing_of_an_optimizer_that_a_function_builds(caplog):
+    import tensorflow as tf
+
+    weight = keras.Variable(np.ones((2,), "float32"))
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=4.0)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            scaled_loss = optimizer.scale_loss(tf.reduce_sum(weight * x))
+        optimizer.apply(tape.gradient(scaled_loss, [weight.value]), [weight])
+
+    step(tf.constant([1.0, 2.0]))
+    assert np.array_equal(weight.numpy(), [0.5, 0.0])
+    assert "AutoGraph" not in caplog.text

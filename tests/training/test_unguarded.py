@@ -175,6 +175,31 @@ def test_a_plain_fit_and_a_frozen_one_are_quiet(policy):
         assert function.__name__ != "looking"
 
 
+@pytest.mark.backends("jax")  # elsewhere a variable has its value at any time
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+@pytest.mark.parametrize("loop", ["donates", "leaks"])
+def test_a_loop_of_the_users_own_that_has_the_values_of_its_optimizer_stops_no_fit(loop, policy):
+    import jax
+
+    other = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.5), loss_scale=None)
+    weight = keras.Variable(np.ones((3,), "float32"))
+    other.build([weight])
+    values = [variable.value for variable in other.variables]
+    if loop == "donates":
+        step = jax.jit(lambda state: other.stateless_apply(state, [weight.value], [weight.value]), donate_argnums=0)
+        weights, state = step(values)
+    else:
+        jax.jit(lambda grad: other.apply([grad], [weight]))(values[-1])
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    mpkeras.prepare(model, policy)
+    assert len(model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history["loss"]) == 2
+    assert int(model.optimizer.iterations) == 6
+    if loop == "donates":
+        [applied] = [value for v, value in zip(other.variables, state, strict=True) if v is other.iterations]
+        assert int(applied) == 1 and np.array_equal(weights[0], np.full(3, 0.9, "float32"))
+
+
 def test_what_is_no_helper_is_left_alone():
     other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
     other.compile("sgd", "mse")
