@@ -40,7 +40,7 @@ def store_weights(model, optimizers):
     with following(optimizers, [variable for variable, _ in changed]):
         store(model, changed)
     for row in rows:
-        if row.stores_anew and row.before.variable_dtype == SMALL_DTYPE:
+        if row.before.variable_dtype == SMALL_DTYPE:
             _warn_rounded_mean(row.layer)
 
 

@@ -42,6 +42,7 @@ class _Settings:
     gather_dtype: str | None = None
     reduce_dtype: str | None = None
     reason: str | None = dataclasses.field(default=None, compare=False)
+    accumulate_steps: int = dataclasses.field(default=1, compare=False)
 
     def comparable(self) -> "_Settings":
         """Returns the same settings with the names of classes, as a file has them."""
@@ -250,7 +251,7 @@ class Policy(keras.DTypePolicy):
     @property
     def accumulate_steps(self) -> int:
         """How many batches make one update: 1, but for what `mpkeras.plan_memory` returns."""
-        return self._accumulate_steps
+        return self._settings.accumulate_steps
 
     @property
     def reason(self) -> str | None:
@@ -305,7 +306,7 @@ class Policy(keras.DTypePolicy):
         return Policy._from_settings(dataclasses.replace(self._settings, name=name, reason=reason))
 
     def with_remat(self, remat) -> "Policy":
-        """Returns a policy with the same settings, name and accumulation, but another `remat`.
+        """Returns a policy with the same settings and name, but another `remat`.
 
         Args:
             remat: As the argument of `mpkeras.Policy`; `None` leaves this policy as it is.
@@ -320,8 +321,7 @@ class Policy(keras.DTypePolicy):
         """
         if remat is None:
             return self
-        settings = dataclasses.replace(self._settings, remat=_check_remat(remat))
-        return accumulating(Policy._from_settings(settings), self.accumulate_steps)
+        return Policy._from_settings(dataclasses.replace(self._settings, remat=_check_remat(remat)))
 
     def get_config(self) -> dict:
         # Everything is written out: reloading depends neither on the registry nor on the machine.
@@ -397,9 +397,7 @@ def accumulating(policy: Policy, accumulate_steps: int) -> Policy:
     """Returns a policy with the settings and the name of `policy` and so many batches to an update."""
     if policy.accumulate_steps == accumulate_steps:
         return policy
-    result = Policy._from_settings(policy._settings)
-    result._accumulate_steps = accumulate_steps
-    return result
+    return Policy._from_settings(dataclasses.replace(policy._settings, accumulate_steps=accumulate_steps))
 
 
 # The texts of what is in force because of a policy, for its `repr`: functions of the policy that return a text or "".

@@ -22,14 +22,11 @@ _NEVER = 2**31 - 1
 def config_of(optimizer) -> dict:
     """Returns the configuration of a `LossScaleOptimizer`, from which plain Keras makes its own."""
     inner_config = keras.saving.serialize_keras_object(optimizer.inner_optimizer)
-    inner_accumulation = optimizer.inner_optimizer.gradient_accumulation_steps
     if optimizer.window is not None:
         # Of this optimizer's `accumulate`, too: stock Keras reads it there.
         inner_config["config"]["gradient_accumulation_steps"] = optimizer.gradient_accumulation_steps
     config = {"name": optimizer.name, "inner_optimizer": inner_config, **_stock_rule(optimizer.loss_scale_rule)}
     extra = _extra_config(optimizer, config)
-    if optimizer.window is not None and inner_accumulation != optimizer.gradient_accumulation_steps:
-        extra["inner_accumulation"] = inner_accumulation
     if extra:
         inner_config[_EXTRA] = extra
     return config
@@ -48,6 +45,9 @@ def _extra_config(optimizer, config: dict) -> dict:
         extra["loss_scale"] = keras.saving.serialize_keras_object(rule)
     if optimizer.window is not None and optimizer.window.on_overflow != "drop_micro":
         extra["on_overflow"] = optimizer.window.on_overflow
+    inner_accumulation = optimizer.inner_optimizer.gradient_accumulation_steps
+    if optimizer.window is not None and inner_accumulation != optimizer.gradient_accumulation_steps:
+        extra["inner_accumulation"] = inner_accumulation
     parts = parts_of(optimizer.inner_optimizer)
     exclusions = record.excluded_from_weight_decay or [_keras.decay_exclusions(part) for part in parts]
     if any(exclusions):

@@ -5,6 +5,7 @@ import keras
 from mpkeras import _keras
 from mpkeras.distribution.sharded import SPLIT_AXES, Sharded, check_shard, mesh_of
 from mpkeras.scaling.arguments import checked_optimizer
+from mpkeras.scaling.rewrap import own_calls
 from mpkeras.training.objective import Objective
 
 
@@ -34,6 +35,11 @@ class Blueprint:
     def checked_optimizer(optimizer, argument: str):
         """Returns the optimizer that `optimizer` is or names; `argument` is what the caller calls it."""
         return checked_optimizer(optimizer, argument)
+
+    @staticmethod
+    def own_calls(optimizer) -> int:
+        """Returns how many calls to an update the user of an optimizer set, whatever a plan asks for."""
+        return own_calls(optimizer)
 
     @staticmethod
     def config_of(optimizer) -> dict:

@@ -88,9 +88,10 @@ def _is_shared(model) -> bool:
 def _counts(model, state) -> dict:
     """Returns how many calls each `LossScaleOptimizer` has skipped and accepted, those of other models included."""
     values = _values_in(model, state)
+    counters_by_optimizer = {x: (x.skipped_steps, x.accepted_steps) for x in optimizers_alive()}
     return {
         optimizer: [number(_value(counter, values)) for counter in counters]
-        for optimizer, counters in ((o, (o.skipped_steps, o.accepted_steps)) for o in optimizers_alive())
+        for optimizer, counters in counters_by_optimizer.items()
         # What is trained elsewhere may be in the middle of a step, and have no values.
         if all(id(counter) in values or training_backend.can_be_read(counter) for counter in counters)
     }

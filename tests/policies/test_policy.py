@@ -8,6 +8,7 @@ import pytest
 
 from mpkeras.policies import Policy, default_rules, register_policy
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
+from mpkeras.policies.policy import accumulating
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
@@ -25,6 +26,12 @@ def every_option_set():
         keep_float32=("Dense", "path:head"),
         loss_scale=DynamicLossScale(initial_scale=8.0, hysteresis=2),
     )
+
+
+def test_another_name_and_another_remat_leave_the_accumulation():
+    policy = accumulating(every_option_set(), 6)
+    assert [policy.renamed("yours").accumulate_steps, policy.with_remat("blocks").accumulate_steps] == [6, 6]
+    assert policy == every_option_set()
 
 
 def test_slots_of_a_registered_policy_go_with_its_weights():

@@ -19,7 +19,6 @@ from pathlib import Path
 import keras
 
 from mpkeras.policies.registry import get_policy, registered_policies
-from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.seams import Blueprint, ModelView
 from mpkeras.tools.forecast.targets import find_target
 from mpkeras.tools.shared.compiled import loss_and_targets, unwrapped
@@ -205,8 +204,7 @@ class CompileRequest:
         config, owners = _config(model)
         optimizer = _optimizer(model, optimizer)
         self.accumulate_steps = optimizer.gradient_accumulation_steps or 1
-        planned = optimizer.record.parts if isinstance(optimizer, LossScaleOptimizer) else 1
-        self.own_steps = self.accumulate_steps // planned
+        self.own_steps = Blueprint.own_calls(optimizer)
         # Unwrapped: each policy scales the loss in its own way.
         optimizer = unwrapped(optimizer)
         owners += [optimizer, *keras.tree.flatten(loss)]

@@ -413,9 +413,8 @@ class MemoryPlan(Policy, Report):
 
     def __init__(self, model_name, target: Target, limit, search):
         chosen = search.found or search.smallest()
-        self._settings = chosen.policy()._settings
+        self._settings = dataclasses.replace(chosen.policy()._settings, accumulate_steps=chosen.accumulate_steps)
         self.fits = search.found is not None
-        self._accumulate_steps = chosen.accumulate_steps
         self.batch = chosen.batch or search.batch
         self.step_batch = self.batch // self.accumulate_steps
         said = dict(search.tried).get(chosen)

@@ -10,6 +10,7 @@ from keras import layers
 
 import mpkeras
 from mpkeras._replaced import replaced_attributes
+from mpkeras.policies.policy import accumulating
 from tests.tools.forecast.test_forecast import needs_compilers
 
 needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX compiles, which is not installed")
@@ -139,7 +140,7 @@ def test_a_plan_says_that_the_accumulation_of_the_optimizer_multiplies(compiled,
     model.compile(keras.optimizers.Adam(gradient_accumulation_steps=own), "mse")
     if is_planned:
         # The next plan takes the place of this one.
-        mpkeras.prepare(model, Planned("float32"))
+        mpkeras.prepare(model, planned("float32"))
     plan = mpkeras.plan_memory(model, (8, 64), memory=memory / 0.95 + 1, policies=["float32"], verbose=0)
     assert f"Plan: `mpkeras.prepare(model, plan)`, and {words} In" in str(plan)
     mpkeras.prepare(model, plan)
@@ -351,10 +352,9 @@ def test_memory_is_a_number_of_any_library(compiled):
     assert plans[0].to_dict()["usable_bytes"] == 902
 
 
-class Planned(mpkeras.Policy):
-    """A plan as `plan_memory` returns it, without a compiler."""
-
-    _accumulate_steps = 4
+def planned(*args, **kwargs):
+    """Returns a policy as `plan_memory` returns it, without a compiler."""
+    return accumulating(mpkeras.Policy(*args, **kwargs), 4)
 
 
 @pytest.mark.slow
@@ -362,13 +362,13 @@ class Planned(mpkeras.Policy):
 def test_doors_take_it_as_a_policy(door):
     """The mean over four quarters of a batch is that over the batch."""
     keras.utils.set_random_seed(3)
-    plan = Planned("float32", slot_dtype="bfloat16", remat="blocks")
+    plan = planned("float32", slot_dtype="bfloat16", remat="blocks")
     callbacks = [mpkeras.callbacks.MixedPrecision(plan)] if door == "callback" else []
     model = residual()
     if door == "prepare":
         mpkeras.prepare(model, plan)
     elif door == "global":
-        with mpkeras.policy_scope(Planned("mixed_bfloat16", slot_dtype="bfloat16", remat="blocks")):
+        with mpkeras.policy_scope(planned("mixed_bfloat16", slot_dtype="bfloat16", remat="blocks")):
             model = residual()
     before = [np.array(keras.ops.convert_to_numpy(v)) for v in model.trainable_variables]
     model.fit(ROWS, ROWS[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
@@ -383,7 +383,7 @@ def test_doors_take_it_as_a_policy(door):
 
 
 def test_another_remat_is_of_the_same_plan():
-    model = mpkeras.prepare(residual(16, 3), Planned("mixed_bfloat16"), remat="blocks")
+    model = mpkeras.prepare(residual(16, 3), planned("mixed_bfloat16"), remat="blocks")
     assert (model.optimizer.gradient_accumulation_steps, model.optimizer.record.remat) == (4, "blocks")
 
 
@@ -398,13 +398,13 @@ def test_sums_of_gradients_are_in_a_forecast(way):
     before = state()
     if way == "plan":
         policy = mpkeras.plan_memory(model, (8, 16), memory="1GB", device="cpu", policies=[policy], verbose=0)
-        policy._accumulate_steps = 4
+        policy._settings = accumulating(policy, 4)._settings
     elif way == "wrapper":
         optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.Adam())
         optimizer.accumulate(3)
         model.compile(optimizer, "mse")
     else:
-        mpkeras.prepare(model, Planned("float32"))
+        mpkeras.prepare(model, planned("float32"))
     assert 0 <= state() - before - 4 * model.count_params() < 100
 
 
@@ -422,14 +422,14 @@ def test_a_step_accumulates_as_the_plan_says():
             step(ROWS[4 * n : 4 * n + 4, :16], ROWS[4 * n : 4 * n + 4, :1])
         return [keras.ops.convert_to_numpy(v) for v in model.weights], updates_of(step)
 
-    by_plan, updates = weights(Planned(policy, remat="blocks"))
+    by_plan, updates = weights(planned(policy, remat="blocks"))
     passed, updates_passed = weights(mpkeras.Policy(policy, remat="blocks"), accumulate_steps=4)
     assert updates == updates_passed == 2
     for value, expected in zip(by_plan, passed, strict=True):
         np.testing.assert_array_equal(value, expected)
     # Another `remat` is another policy, of the same plan; what is passed is what counts.
-    assert weights(Planned(policy), remat="blocks")[1] == 2
-    assert weights(Planned(policy), accumulate_steps=1)[1] == 8
+    assert weights(planned(policy), remat="blocks")[1] == 2
+    assert weights(planned(policy), accumulate_steps=1)[1] == 8
 
 
 @ONCE
