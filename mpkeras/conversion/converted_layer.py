@@ -13,7 +13,7 @@ from mpkeras.conversion.layer import move_to_float32
 from mpkeras.conversion.outputs import CAST_NAME
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.heads import has_own_call, is_large
-from mpkeras.policies.rules import is_quantized, set_layer_policy
+from mpkeras.policies.rules import is_quantized, layers_to_keep, set_layer_policy
 
 
 class ConvertedLayer:
@@ -97,13 +97,18 @@ class ConvertedLayer:
             return None
 
         def wide(value):
-            return ops.stop_gradient(ops.cast(value, "float32")) if tensor_dtype(value) in FLOAT_DTYPES else value
+            if tensor_dtype(value) not in FLOAT_DTYPES:
+                return value
+            tensor = ops.stop_gradient(ops.cast(value, "float32"))
+            _keras.copy_mask(value, tensor)
+            return tensor
 
         old_policies = [(inner, inner.dtype_policy) for inner in layers if inner.compute_dtype in SIXTEEN_BIT_DTYPES]
         try:
             for inner, _ in old_policies:
                 inner.dtype_policy = keras.DTypePolicy("float32")
-            with _keras.autocast_scope("float32"):
+            # What it adds to the loss is of the call that counts.
+            with _keras.autocast_scope("float32"), _keras.kept_losses(layers):
                 args, kwargs = keras.tree.map_structure(wide, (args, kwargs))
                 # The class's own: on the instance it may multiply in 16 bits.
                 return type(layer).call(layer, *args, **kwargs)
@@ -121,6 +126,14 @@ class ConvertedLayer:
         """Moves its product from float8 to bfloat16, for later conversions of `model`, too."""
         leave_float8(model, self.layer, reason)
 
-    def move_to_float32(self):
-        """Moves its arithmetic to float32; its variables stay as they are."""
-        move_to_float32(self.layer)
+    def move_to_float32(self) -> bool:
+        """Moves its arithmetic to float32, with that of the layers in it, as a rule on it would; its variables stay.
+
+        Returns:
+            Whether it moved: a layer that runs quantized layers in 16 bits does not.
+        """
+        is_alone = is_quantized(self.layer)
+        for layer in [self.layer] if is_alone else [layer for layer, _ in layers_to_keep(self.layer, [self.layer])]:
+            if layer.compute_dtype in SIXTEEN_BIT_DTYPES:
+                move_to_float32(layer)
+        return self.layer.compute_dtype not in SIXTEEN_BIT_DTYPES

@@ -8,14 +8,14 @@ from mpkeras.tools.shared.skipped_steps import trace_again
 
 
 class Float32Fallback(NumericsMonitor):
-    """Moves the layer that keeps overflowing to float32, it alone, and lets training go on with all its state.
+    """Moves the layer that keeps overflowing to float32, no other, and lets training go on with all its state.
 
-    Skipped steps are looked at as by `NumericsMonitor`. A layer that is the culprit of `patience` of them moves, if
-    float32 makes it finite: at once if its input, output or weights are not, as no loss scale cures that; if only its
-    gradients overflow, when they do so at the lowest loss scale, too. The train function is built anew; weights,
-    optimizer, metrics and random generators stay as they are. A warning and `moved` name the layers. A
-    layer that multiplies in float8 multiplies in bfloat16 first (`moved_from_float8`), and moves only if that is not
-    enough.
+    Skipped steps are looked at as by `NumericsMonitor`. A layer that is the culprit of `patience` of them moves, with
+    the layers that it runs itself, if float32 makes it finite: at once if its input, output or weights are not, as no
+    loss scale cures that; if only its gradients overflow, when they do so at the lowest loss scale, too. The train
+    function is built anew; weights, optimizer, metrics and random generators stay as they are. A warning and `moved`
+    name the layers. A layer that multiplies in float8 multiplies in bfloat16 first (`moved_from_float8`), and moves
+    only if that is not enough.
 
     Args:
         patience: Skipped steps with the same culprit before it moves.
@@ -94,7 +94,8 @@ class Float32Fallback(NumericsMonitor):
             self.moved_from_float8.append(culprit.path)
         elif len(self.moved) < self._max_layers:
             move = f"{layer.compute_dtype} to float32"
-            ConvertedLayer(layer).move_to_float32()
+            if not ConvertedLayer(layer).move_to_float32():
+                return
             self.moved.append(culprit.path)
         else:
             self._warn(

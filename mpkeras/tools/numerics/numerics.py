@@ -143,6 +143,11 @@ def _scale_of(model) -> float:
 def _layers(observed, reference, loss_scale: float) -> list:
     """Returns a `LayerNumerics` for each call."""
     layers = [_of_call(call, twin, loss_scale) for call, twin in zip(observed.calls, reference.calls, strict=True)]
+    for i, (call, numerics) in enumerate(zip(observed.calls, layers, strict=True)):
+        # A layer around one that is off is off as well, and not at fault.
+        inside = [layers[j] for j in range(i) if observed.calls[j].start > call.start]
+        is_of_inside = any(layer.is_off or layer.is_off_in_float8 for layer in inside)
+        numerics.is_off = numerics.loses_outputs and not is_of_inside
     last = {id(call.layer): (call.layer, numerics) for call, numerics in zip(observed.calls, layers, strict=True)}
     pairs = zip(observed.variable_grads, reference.variable_grads, strict=True)
     grads_by_variable = {id(variable): (grad, true_grad) for (variable, grad), (_, true_grad) in pairs}
@@ -177,6 +182,7 @@ def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
         grad_loss=lost_share(true_grads, dtype, loss_scale) if is_small else 0.0,
         float8=_in_float8(call) if ConvertedLayer(call.layer).multiplies_in_float8 else None,
         references=Range.of(call.references),
+        output_error=relative_error(call.outputs, call.references),
     )
 
 
@@ -223,6 +229,9 @@ class LayerNumerics:
             of what its outputs differ by from those in float32 on the same inputs, over the norm of these. Nothing
             saturates: the scale is that of the present values. `None` for other layers.
         references: `Range` of the outputs in float32 on the same inputs; of zero values where that is not known.
+        output_error: The norm of what the outputs differ by from those in float32 on the same inputs, over the norm of
+            these; 0.0 where they are not known. Rounding alone makes it about 0.001 in float16, and 0.01 in bfloat16.
+        is_off: Whether `output_error` is above a tenth in 16 bits, and that of no layer inside this one.
     """
 
     path: str
@@ -243,6 +252,8 @@ class LayerNumerics:
     true_weight_grads: Range = _NOTHING
     float8: dict | None = None
     references: Range = _NOTHING
+    output_error: float = 0.0
+    is_off: bool = False
 
     @property
     def too_large(self) -> tuple[str, float] | None:
@@ -265,6 +276,12 @@ class LayerNumerics:
     def fails_inside(self) -> bool:
         """Whether it makes inf or NaN in 16 bits alone, while all that comes in and goes out is within their range."""
         return self.overflow > 0 and self.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES and self.too_large is None
+
+    @property
+    def loses_outputs(self) -> bool:
+        """Whether its finite outputs in 16 bits are off by more than a tenth."""
+        is_small = self.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES and self.float8 is None
+        return is_small and not self.overflow and self.output_error > WORTH
 
     @property
     def is_off_in_float8(self) -> bool:
@@ -317,9 +334,10 @@ class NumericsReport(Report):
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """The float32 rules for the layers that leave their dtype's range, or round what `rounded` says."""
-        failing = [RuleNames.of_path(layer.path) for layer in self.layers if layer.too_large or layer.fails_inside]
-        return tuple(dict.fromkeys([*failing, *(rule for rounded in self.rounded for rule in rounded.rules)]))
+        """The float32 rules for the layers that leave their dtype's range, lose their outputs, or round `rounded`."""
+        failing = [layer.path for layer in self.layers if layer.too_large or layer.fails_inside or layer.is_off]
+        in_float32 = map(RuleNames.of_path, failing)
+        return tuple(dict.fromkeys([*in_float32, *(rule for rounded in self.rounded for rule in rounded.rules)]))
 
     @property
     def rules_16_bits(self) -> tuple[str, ...]:
@@ -327,7 +345,7 @@ class NumericsReport(Report):
         return tuple(dict.fromkeys(RuleNames.of_path(layer.path) for layer in self.layers if layer.is_off_in_float8))
 
     def policy(self) -> Policy:
-        """Returns the mixed policy of the model with the rules for what is too large, or off in float8."""
+        """Returns the mixed policy of the model with the rules for what is too large, or off."""
         dtype = "bfloat16" if "bfloat16" in self._compute_dtypes else "float16"
         if any(layer.float8 for layer in self.layers):
             dtype = "float8"
@@ -375,6 +393,7 @@ class NumericsReport(Report):
                     f"{layer.compute_dtype}, and are in float32: what it computes on the way is not for "
                     f"{layer.compute_dtype}. Keep it in float32 with the rule '{RuleNames.of_path(layer.path)}'."
                 )
+        lines += [line for path, line in remedies_of_lost_outputs(self).items() if path not in too_large]
         for layer in {layer.path: layer for layer in self.layers if layer.is_off_in_float8}.values():
             lines.append(
                 f"Layer '{layer.path}': its outputs are off by {_percent(layer.float8['output_error'])} in float8, and "
@@ -382,7 +401,8 @@ class NumericsReport(Report):
                 f"`keep_16_bits` rule '{RuleNames.of_path(layer.path)}'."
             )
         if lines:
-            lines.append("`report.policy()` is the policy with these rules; or train in 'mixed_bfloat16'.")
+            other = "; or train in 'mixed_bfloat16'" if "float16" in self._compute_dtypes else ""
+            lines.append(f"`report.policy()` is the policy with these rules{other}.")
         return lines + self._about_scale()
 
     def _about_scale(self) -> list:
@@ -475,6 +495,17 @@ def remedy_of_culprit(report) -> str:
     if not about and report.culprit.side == "gradient":
         about = remedies
     return about[0] if about else ""
+
+
+def remedies_of_lost_outputs(report) -> dict:
+    """Returns `{path: sentence}` for the layers whose finite outputs 16 bits lose."""
+    return {
+        layer.path: f"Layer '{layer.path}': its outputs in {layer.compute_dtype} are off by "
+        f"{_percent(layer.output_error)} from those in float32 on the same inputs: keep it in float32 with the rule "
+        f"'{RuleNames.of_path(layer.path)}'."
+        for layer in report.layers
+        if layer.is_off
+    }
 
 
 def _magnitude(numbers: Range) -> str:

@@ -8,7 +8,13 @@ import keras
 import numpy as np
 
 from mpkeras.seams import ModelInFit, check_switch, checked_count, number
-from mpkeras.tools.numerics.numerics import NumericsReport, remedy_of_culprit, trace_numerics, traced
+from mpkeras.tools.numerics.numerics import (
+    NumericsReport,
+    remedies_of_lost_outputs,
+    remedy_of_culprit,
+    trace_numerics,
+    traced,
+)
 from mpkeras.tools.shared.observation import Culprit
 from mpkeras.tools.shared.report import shortened
 from mpkeras.tools.shared.skipped_steps import KeptBatches, SkippedSteps
@@ -56,7 +62,8 @@ class NumericsMonitor(SkippedSteps):
     `MixedPrecision()` does: steps that are not finite are skipped. Its layers go on computing in what they do.
 
     Args:
-        every: Also looks at the batch after every so many steps; `None` does not. The result is `last_report`.
+        every: Also looks at the batch after every so many steps; `None` does not. The result is `last_report`; a layer
+            whose outputs 16 bits lose, though all are finite, is warned of once.
         gradients: Whether to add `grad_norm` (of the unscaled gradients) and `zero_grad_fraction` (the share of the
             weights' gradients that are exactly zero) to the logs.
         max_findings: After so many findings, skipped steps are only counted: each costs two passes op by op.
@@ -218,13 +225,18 @@ class NumericsMonitor(SkippedSteps):
 
     def _look_at_finite(self, execution):
         try:
-            self.last_report = self._trace(execution.batches[-1], self._scales(execution)[0])
+            report = self.last_report = self._trace(execution.batches[-1], self._scales(execution)[0])
         except Warning:
             raise
         except Exception as error:
             if "every" not in self._warned:
                 self._warned.add("every")
                 warnings.warn(f"`every={self._every}` gives no report: {_why_not_run(error)}.", stacklevel=3)
+            return
+        for path, sentence in remedies_of_lost_outputs(report).items():
+            if ("lost outputs", path) not in self._warned:
+                self._warned.add(("lost outputs", path))
+                warnings.warn(f"Step {execution.step} of epoch {self._epoch + 1}: {sentence}", stacklevel=3)
 
     def _say_without_report(self, execution, error):
         """Says what can be said of a skipped step whose batch the model cannot be run on."""

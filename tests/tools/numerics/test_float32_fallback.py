@@ -82,6 +82,39 @@ def test_a_model_that_dies_in_stock_keras_reaches_float32_quality():
     assert healed > reference - 0.03
 
 
+class Norm(layers.Layer):
+    """The norm of what a layer of its own makes: 200 squared is more than float16 holds."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(4, kernel_initializer="identity", name="inner")
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        h = self.inner(x)
+        return keras.ops.sqrt(keras.ops.sum(h * h, -1, keepdims=True)) / 256
+
+
+@quiet
+def test_what_a_layer_runs_itself_moves_with_it():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), Norm(name="norm"), layers.Dense(1, name="head")], name="net")
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    fallback = Float32Fallback(patience=1)
+    x, y = np.full((8, 4), 300.0, "float32"), np.zeros((8, 1), "float32")
+    callbacks = [MixedPrecision("mixed_float16", loss_scale=1.0), fallback]
+    history = model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=callbacks).history
+    assert fallback.moved == ["net/norm"]
+    assert model.layers[0].inner.compute_dtype == "float32"
+    # On JAX a second step has begun by then.
+    assert history["skipped_steps"][-1] <= 2
+    # The norm of (300, 300, 300, 300) is 600.
+    kernel = float(keras.ops.convert_to_numpy(model.layers[1].kernel)[0, 0])
+    assert history["loss"][-1] == pytest.approx((600 / 256 * kernel) ** 2, rel=1e-5)
+
+
 @pytest.mark.slow
 @quiet
 def test_gradients_that_overflow_move_their_layer_when_the_scale_is_at_its_lowest():

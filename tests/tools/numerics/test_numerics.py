@@ -422,6 +422,111 @@ class Subclassed(keras.Model):
         return self.boom(self.block(self.shared(self.shared(x))))
 
 
+class Shifted(layers.Layer):
+    """Adds 256 to what a layer of its own makes, and takes it away again."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.weighed = layers.Dense(4, kernel_initializer="identity", name="weighed")
+
+    def build(self, shape):
+        self.weighed.build(shape)
+
+    def call(self, x):
+        return (self.weighed(x) + 256) - 256
+
+
+class Around(layers.Layer):
+    """Runs another layer."""
+
+    def __init__(self, layer, **kwargs):
+        super().__init__(**kwargs)
+        self.layer = layer
+
+    def build(self, shape):
+        self.layer.build(shape)
+
+    def call(self, x):
+        return self.layer(x) / 4
+
+
+def compiled(model):
+    model.compile("sgd", "mse")
+    return model
+
+
+def network(middle):
+    keras.utils.set_random_seed(3)
+    stack = [keras.Input((4,)), middle, layers.Dense(3, name="behind"), layers.Dense(1)]
+    return compiled(keras.Sequential(stack, name="net"))
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_layer_that_loses_its_finite_outputs_is_named_with_a_rule_that_cures(is_inside):
+    shifted = Shifted(name="shifted")
+    model = mpkeras.prepare(network(Around(shifted, name="around") if is_inside else shifted), "mixed_bfloat16")
+    x, y = np.full((4, 4), 3.0, "float32"), np.zeros((4, 1), "float32")
+    report = mpkeras.trace_numerics(model, x, y)
+    # 259 is 260 in bfloat16, and 3 becomes 4. The layer around it is as far off, and not at fault.
+    off = {layer.path: layer.output_error for layer in report.layers if layer.is_off}
+    assert off == {shifted.path: pytest.approx(1 / 3)}
+    assert report.culprit is None
+    assert report.remedies() == [
+        f"Layer '{shifted.path}': its outputs in bfloat16 are off by 33 % from those in float32 on the same inputs: "
+        f"keep it in float32 with the rule 'path:^{shifted.path}$'.",
+        "`report.policy()` is the policy with these rules.",
+    ]
+    mpkeras.prepare(model, report.policy())
+    report = mpkeras.trace_numerics(model, x, y)
+    assert not report.remedies()
+    assert [layer.outputs.max_abs for layer in report.layers if layer.path == shifted.path] == [3.0]
+
+
+def test_attention_is_compared_with_the_masks_that_it_was_given():
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((6,), dtype="int32")
+    words = layers.Embedding(5, 8, mask_zero=True, embeddings_initializer="normal")(ids)
+    attended = layers.MultiHeadAttention(2, 4, name="attention")(words, words)
+    model = mpkeras.prepare(compiled(keras.Model(ids, layers.Dense(1)(attended))), "mixed_bfloat16")
+    # Rows of padding look at everything: without their masks they are half as large again.
+    report = mpkeras.trace_numerics(model, np.array([[1, 2, 0, 0, 0, 0], [3, 4, 4, 0, 0, 0]]), np.zeros((2, 6, 1)))
+    attention = next(layer for layer in report.layers if layer.path == "attention")
+    assert 0 < attention.output_error < 0.02
+
+
+class Penalized(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.sum(ops.cast(x, "float32")))
+        return x
+
+
+def test_a_loss_that_a_layer_adds_counts_once():
+    keras.utils.set_random_seed(0)
+    stack = [keras.Input((2,)), Penalized(), layers.Dense(1, kernel_initializer="zeros")]
+    model = mpkeras.prepare(compiled(keras.Sequential(stack)), "mixed_float16")
+    # 3 * 2 * 5 and the squares of 2.
+    assert mpkeras.trace_numerics(model, np.full((3, 2), 5.0), np.full((3, 1), 2.0)).loss == 34.0
+
+
+# JAX refuses numbers that it would draw but once.
+DRAWS = ["numpy"] if keras.backend.backend() == "jax" else ["keras", "numpy"]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_layer_that_draws_numbers_that_nobody_knows_of_is_not_compared(draw):
+    generator = np.random.default_rng(1)
+
+    def noise(x):
+        factor = generator.uniform(size=x.shape) if draw == "numpy" else keras.random.uniform(x.shape)
+        return x * ops.cast(factor, x.dtype)
+
+    model = network(layers.Lambda(noise, output_shape=lambda shape: shape, name="noise"))
+    model = mpkeras.prepare(model, "mixed_bfloat16")
+    report = mpkeras.trace_numerics(model, np.ones((4, 4), "float32"), np.zeros((4, 1), "float32"))
+    assert not report.remedies()
+    assert [layer.output_error for layer in report.layers if layer.path.endswith("noise")] == [0.0]
+
+
 def test_layers_called_twice_and_inner_models():
     with mpkeras.policy_scope("mixed_float16"):
         model = Subclassed()

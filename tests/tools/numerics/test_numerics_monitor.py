@@ -133,6 +133,21 @@ def test_every_so_many_steps(monkeypatch):
     np.testing.assert_array_equal(seen, [X[4:8], X[:4], X[8:]])
 
 
+def test_a_layer_that_loses_finite_outputs_is_warned_of_once():
+    keras.utils.set_random_seed(1)
+    shifted = layers.Lambda(lambda x: (x + 512) - 512, name="shifted")
+    model = keras.Sequential([keras.Input((2,)), shifted, layers.Dense(1)], name="net")
+    model.compile("sgd", "mse")
+    callbacks = [MixedPrecision("mixed_bfloat16"), NumericsMonitor(every=2)]
+    # 513 is 512 in bfloat16.
+    with pytest.warns(UserWarning, match="outputs in bfloat16") as caught:
+        model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=2, epochs=2, verbose=0, callbacks=callbacks)
+    assert [str(warning.message) for warning in caught if "Step" in str(warning.message)] == [
+        "Step 1 of epoch 1: Layer 'net/shifted': its outputs in bfloat16 are off by 100 % from those in float32 on the "
+        "same inputs: keep it in float32 with the rule 'path:^net/shifted$'."
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_scale", [1.0, 8.0])
 def test_gradient_statistics_in_the_logs_are_those_of_numpy(loss_scale):
