@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 
 import keras
@@ -42,8 +43,8 @@ class _Setting:
 _global = threading.local()
 _of_main_thread: list[_Setting] = []
 # `(Keras' default policy after a `clear_session`, the `Policy` that it took away)`: a layer with this very default
-# was made in between.
-_made_in_between: list[tuple[keras.DTypePolicy, Policy]] = []
+# was made in between. A default that no layer holds any more is forgotten.
+_made_in_between: list[tuple[weakref.ref, Policy]] = []
 _told: set = set()
 
 
@@ -165,7 +166,7 @@ def made_under(policy) -> Policy | None:
     if isinstance(policy, Policy):
         return _plain(policy)
     for default, taken_away in _made_in_between:
-        if policy is default:
+        if policy is default():
             return taken_away
     name = getattr(policy, "name", None)
     return name.policy if isinstance(name, _MadeUnder) else None
@@ -240,11 +241,16 @@ def _have_same_dtypes(policy, other) -> bool:
     return (policy.compute_dtype, policy.variable_dtype) == (other.compute_dtype, other.variable_dtype)
 
 
+def _note_made_in_between(default, taken_away: Policy):
+    _made_in_between[:] = [pair for pair in _made_in_between if pair[0]() is not None]
+    _made_in_between.append((weakref.ref(default), taken_away))
+
+
 def _install_again(setting: _Setting):
     """Makes a policy that `clear_session` has taken away global again, and says so where the default is another one."""
     default = keras.config.dtype_policy()
     is_same = _have_same_dtypes(default, setting.installed)
-    _made_in_between.append((default, setting.policy))
+    _note_made_in_between(default, setting.policy)
     keras.config.set_dtype_policy(setting.installed)
     setting.keras_state = _keras.global_state()
     if not is_same:
@@ -323,7 +329,7 @@ def global_in_scope(identifier) -> Iterator[Policy]:
         yield policy
     finally:
         if inside.was_dropped() and not _have_same_dtypes(keras.config.dtype_policy(), inside.installed):
-            _made_in_between.append((keras.config.dtype_policy(), policy))
+            _note_made_in_between(keras.config.dtype_policy(), policy)
             _warn_once(
                 "clear_session",
                 f"`keras.utils.clear_session()` was called in a `mpkeras.policy_scope` and has ended it: layers made "

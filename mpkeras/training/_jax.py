@@ -426,6 +426,16 @@ def held_batches(data, steps: int) -> tuple:
     return list(itertools.islice(data, steps)), lambda batches: lambda: iter(batches)
 
 
+def check_is_outermost(data):
+    """Raises `ValueError` if a batch is that of a function which JAX is tracing: the step writes what it trains."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(data)):
+        raise ValueError(
+            "Expected the arrays of a batch: a train step writes into the variables of its model, and compiles itself. "
+            "Received: the tracers of a function under `jax.jit`, `jax.vmap`, `jax.grad` or a loop of `jax.lax`. Call "
+            "the step outside of it."
+        )
+
+
 def local_tensors(structure):
     """Returns the tensors of a batch."""
     return keras.tree.map_structure(_as_array, structure)

@@ -15,7 +15,12 @@ from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling._tensorflow import in_xla
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training import defaults, metric_states
-from mpkeras.training.defaults import can_be_read, global_random_states, set_global_random_states  # noqa: F401
+from mpkeras.training.defaults import (  # noqa: F401
+    can_be_read,
+    check_is_outermost,
+    global_random_states,
+    set_global_random_states,
+)
 from mpkeras.training.inventory import Inventory
 from mpkeras.training.rollback import StepInVariables, empty_step, skip  # noqa: F401
 

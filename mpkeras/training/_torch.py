@@ -13,6 +13,7 @@ from mpkeras.scaling.facts import opened_step
 from mpkeras.training.defaults import (  # noqa: F401
     HeldState,
     can_be_read,
+    check_is_outermost,
     check_scope,
     ensure_built,
     has_rows,

@@ -195,6 +195,7 @@ class TrainStep:
         return self._parts.metrics
 
     def __call__(self, x, y=None, sample_weight=None) -> dict:
+        training_backend.check_is_outermost((x, y, sample_weight))
         # Before the step: one that raises is not the one before it, whose batch need not stay in memory either.
         self._last = None
         self._get_ready(x, y)

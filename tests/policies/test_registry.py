@@ -1,3 +1,4 @@
+import gc
 import threading
 import warnings
 
@@ -6,7 +7,7 @@ import pytest
 
 import mpkeras
 from mpkeras import policy_scope, set_global_policy
-from mpkeras.policies import Policy, get_policy, global_policy, register_policy, registered_policies
+from mpkeras.policies import Policy, get_policy, global_policy, register_policy, registered_policies, registry
 from mpkeras.policies.loss_scaling import FixedLossScale
 from mpkeras.training.global_policy import install_from_environment
 
@@ -194,6 +195,22 @@ def test_a_policy_set_through_keras_stays_through_clear_session_the_later_word(a
         # Keras' default is now what was there before, too.
         keras.utils.clear_session(free_memory=False)
     assert global_policy() == Policy("mixed_bfloat16" if after_clear else "float32")
+
+
+def test_many_clear_sessions_leave_nothing_behind():
+    mpkeras.set_global_policy("mixed_bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(30):
+            keras.utils.clear_session(free_memory=False)
+            mpkeras.global_policy()
+        keras.utils.clear_session(free_memory=False)
+        layer = keras.layers.Dense(1)
+        mpkeras.global_policy()
+    gc.collect()
+    # The layer that was made in between is known still, to have been meant for the policy.
+    assert registry.made_under(layer.dtype_policy).name == "mixed_bfloat16"
+    assert len([default for default, _ in registry._made_in_between if default() is not None]) <= 2
 
 
 def test_what_clear_session_cannot_change_is_not_said():

@@ -398,6 +398,20 @@ def test_bad_arguments_are_named(arguments, error, message):
         make_train_step(**{"model": linear(), "optimizer": "sgd", "loss_fn": "mse", **arguments})
 
 
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("transform", ["jit", "vmap"])
+def test_a_step_inside_a_traced_function_is_an_error_and_the_model_is_as_before(transform):
+    jax = pytest.importorskip("jax")
+    model = keras.Sequential([keras.layers.Dense(2)])
+    step = mpkeras.make_train_step(model, "sgd", "mse")
+    x, y = np.ones((4, 3), "float32"), np.zeros((4, 2), "float32")
+    batch = (x[None], y[None]) if transform == "vmap" else (x, y)
+    with pytest.raises(ValueError, match=r"under `jax.jit`.*Call the step outside"):
+        getattr(jax, transform)(lambda x, y: step(x, y)["loss"])(*batch)
+    assert not model.built
+    assert float(step(x, y)["loss"]) > 0
+
+
 def test_float16_variables_are_refused():
     """P26, P40."""
     dtype = "float16"
