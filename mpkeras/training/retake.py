@@ -233,20 +233,31 @@ class _Before:
 def _awaits_first_step(optimizer, held) -> bool:
     """Whether no step has counted at the scale of `optimizer`, which is where its rule begins.
 
-    Only what files hold decides: a training that goes on from a file decides as one that never stopped.
+    Only what files hold decides: a training that goes on from a file decides as one that never stopped. Steps that
+    counted elsewhere are noted in the optimizer's record.
     """
-    if not optimizer.dynamic or held.number(optimizer.accepted_steps) != optimizer.record.steps_before_scale:
+    if not optimizer.dynamic:
         return False
+    steps = held.number(optimizer.accepted_steps)
+    has_counted = steps != optimizer.record.steps_before_scale
     if not optimizer.scale_state:
-        return True
+        return not has_counted
     rule = optimizer.loss_scale_rule
     expected = rule.initial_state()
     present = {name: held.number(optimizer.scale_state[name]) for name in expected}
+    if has_counted:
+        # `iterations` may come from elsewhere: from a file of a training in float32, or from the user, for a schedule.
+        # A step that counts at the scale moves the rule's state, and only a skipped step moves it back. A window
+        # counts its steps itself.
+        is_moved = present != expected or held.number(optimizer.skipped_steps)
+        if is_moved or optimizer.window is not None or _after(rule, expected, is_finite=True) == expected:
+            return False
+        optimizer.record.steps_before_scale = steps
     # The scale has backed off once for each batch that no scale cured.
     for _ in range(MOST_LOST):
         if present == expected:
             return True
-        expected = _after_overflow(rule, expected)
+        expected = _after(rule, expected, is_finite=False)
     return False
 
 
@@ -270,7 +281,7 @@ def lowered_scale(optimizer, state: dict, scale: float | None = None) -> float |
     scale = number(rule.current_scale(_tensors(state)))
     # With hysteresis it takes several steps.
     for _ in range(_MOST_ATTEMPTS):
-        new_state = _after_overflow(rule, state)
+        new_state = _after(rule, state, is_finite=False)
         new_scale = number(rule.current_scale(_tensors(new_state)))
         if new_scale < scale:
             # Below it, the reciprocal overflows.
@@ -281,8 +292,8 @@ def lowered_scale(optimizer, state: dict, scale: float | None = None) -> float |
     return None
 
 
-def _after_overflow(rule, state: dict) -> dict:
-    new_state = rule.next_state(_tensors(state), ops.convert_to_tensor(False))
+def _after(rule, state: dict, *, is_finite: bool) -> dict:
+    new_state = rule.next_state(_tensors(state), ops.convert_to_tensor(is_finite))
     return {name: number(value) for name, value in new_state.items()}
 
 

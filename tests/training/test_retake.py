@@ -356,6 +356,44 @@ def test_an_optimizer_that_is_wrapped_later_begins_with_a_guess():
     assert counters(model.optimizer) == [2 * BATCHES, 0, 0, 0, 0]
 
 
+def test_steps_that_counted_without_a_scale_leave_it_a_guess(tmp_path):
+    """From a file of float32, or set by hand for a schedule that goes on."""
+    model = everything()
+    model.compile(keras.optimizers.Adam(0.02), "mse", **EAGER)
+    fit(model)
+    model.save_weights(tmp_path / "float32.weights.h5")
+    model = prepared(**EAGER)
+    model.optimizer.build(model.trainable_variables)
+    model.load_weights(tmp_path / "float32.weights.h5")
+    assert fit(model)["skipped_steps"] == [0]
+    assert counters(model.optimizer) == [2 * BATCHES, 0, 0, 0, 0]
+    step = step_of(everything(), keras.optimizers.SGD(1e-6))
+    step.optimizer.build(step.model.trainable_variables)
+    step.optimizer.iterations.assign(90_000)
+    assert not any(bool(step(X[i : i + BATCH], Y[i : i + BATCH])["skipped"]) for i in range(0, len(X), BATCH))
+    assert int(step.optimizer.iterations) == 90_000 + BATCHES
+
+
+def test_steps_set_by_hand_and_a_batch_that_no_scale_cures():
+    model = prepared(incurable(), metrics=None, **EAGER)
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.iterations.assign(500)
+    x = np.concatenate([-POSITIVE[:BATCH], POSITIVE[: 2 * BATCH]])
+    assert fit(model, x, Y[: 3 * BATCH])["skipped_steps"] == [1]
+    assert counters(model.optimizer) == [502, 1, 0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:All 1 steps of epoch 1 were skipped")
+def test_a_scale_at_which_steps_counted_is_no_guess():
+    """Its rule is back where it began after each step."""
+    rule = DynamicLossScale(2.0**15, dynamic_growth_steps=1, max_scale=2.0**15)
+    model = prepared(loss_scale=rule, **EAGER)
+    fit(model, X[:BATCH], 0 * Y[:BATCH])
+    model.optimizer.dynamic_scale.assign(2.0**15)
+    model.make_train_function(force=True)
+    assert first_batch_is_skipped(model, 2.0**14)
+
+
 @keras.saving.register_keras_serializable("tests")
 class NoGradient(layers.Layer):
     """Its gradient is infinity times 0 for rows that begin with a negative number, whatever the scale."""
