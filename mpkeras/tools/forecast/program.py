@@ -22,8 +22,8 @@ def own_methods_text(model_name: str, own_methods) -> list[str]:
     names = " and ".join(f"`{name}`" for name in own_methods)
     return [
         f"Model '{model_name}' has {names} of its own, not compiled here: the figures are of mpkeras' own step, which "
-        "calls the model once and takes the loss of `loss` or `compile`, or the mean squared error. The step of `fit` is "
-        "another one, which may take more."
+        "calls the model once and takes the loss of `loss` or `compile`, or the mean squared error. `fit` runs another "
+        "step, which may take more."
     ]
 
 
