@@ -746,10 +746,34 @@ def refresh_symbolic_dtypes(model):
             # As in `Layer.__call__`: a layer without a rule of its own is asked by running its `call`.
             layer_dtype = node.operation.compute_dtype if getattr(node.operation, "autocast", False) else None
             # Those that take text compute in "string", for which Keras opens no scope either.
-            with autocast_scope(layer_dtype if layer_dtype is not None and "float" in layer_dtype else None):
+            scope = autocast_scope(layer_dtype if layer_dtype is not None and "float" in layer_dtype else None)
+            with scope, _stood_in_for_as_read(node.operation):
                 specs = node.operation.compute_output_spec(*args, **kwargs)
             for tensor, spec in zip(node.outputs, keras.tree.flatten(specs), strict=True):
                 tensor._dtype = spec.dtype
+
+
+@contextlib.contextmanager
+def _stood_in_for_as_read(operation):
+    """Context manager: on torch what stands for a weight where shapes alone are asked for has the dtype that is read.
+
+    Keras 3.15 makes it in the dtype that the weight is stored in, so a layer of the user's that multiplies by a weight
+    seems to return float32 where it returns 16 bits.
+    """
+    stored = []
+    if keras.backend.backend() == "torch" and isinstance(operation, keras.layers.Layer):
+        for layer in flatten_layers(operation, include_self=True):
+            if not layer.autocast or "float" not in layer.compute_dtype:
+                continue
+            variables = filter(follows_autocast, own_variables(layer))
+            stored += [(variable, variable._dtype, layer.compute_dtype) for variable in variables]
+    try:
+        for variable, _, dtype_read in stored:
+            variable._dtype = dtype_read
+        yield
+    finally:
+        for variable, dtype, _ in stored:
+            variable._dtype = dtype
 
 
 def dtype_of_made_input(layer) -> str | None:

@@ -142,6 +142,12 @@ class ModelView(Survey):
         """Returns the same for a conversion to `policy`, a `Policy` with float8, of a model in bfloat16."""
         return reasons_against(self.model, policy, {id(layer): "bfloat16" for layer in self.layers})
 
+    @property
+    def own_methods(self) -> list[str]:
+        """The methods of `fit`'s step that the class of the model has of its own, by name."""
+        names = ("train_step", "compute_loss")
+        return [name for name in names if getattr(type(self.model), name) is not getattr(keras.Model, name)]
+
     def training_bytes(self, optimizer=None) -> dict:
         """Returns `{"weights": {dtype: bytes}, "slots": ..., "gradients": ...}`: see `bytes_of_training`."""
         return bytes_of_training(self.model, optimizer)

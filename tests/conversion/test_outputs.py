@@ -507,6 +507,28 @@ def test_a_large_head_is_large_again_after_a_file_and_on_the_way_back(small_is_l
     assert model.layers[-1].compute_dtype == "float32" and "call" not in vars(model.layers[-1])
 
 
+class OwnHead(layers.Layer):
+    """A head whose `call` is its author's: nothing of Keras says which dtype it returns."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 5))
+
+    def call(self, x):
+        return keras.ops.matmul(x, self.kernel)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_large_head_with_a_call_of_its_own_ends_in_float32(small_is_large, policy, is_nested):
+    head = keras.Sequential([keras.Input((4,)), OwnHead()]) if is_nested else OwnHead()
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4), head])
+    stored = [variable.dtype for variable in model.variables]
+    mpkeras.apply_policy(model, policy)
+    assert head.compute_dtype == policy.removeprefix("mixed_") or is_nested
+    assert keras.backend.standardize_dtype(model(np.ones((3, 6), "float32")).dtype) == "float32"
+    assert [variable.dtype for variable in model.variables] == stored == 3 * ["float32"]
+
+
 def test_what_is_not_large_or_no_head_of_a_vocabulary(small_is_large):
     inputs = keras.Input((4, 4))
     # A kernel of 4 x 2 and its bias are 10 weights; convolutions and recurrent layers are no heads of a vocabulary.

@@ -172,6 +172,7 @@ class CompileRequest:
         batch: Rows of the batch.
         accumulate_steps: Calls to one update of the optimizer, by itself or by what wraps it.
         own_steps: Of these, what its user set, whatever a plan that the model was given asks for.
+        own_methods: What the class of the model does by itself in `fit`, and no step that is compiled here.
         text: What the process that compiles reads, JSON.
     """
 
@@ -201,6 +202,7 @@ class CompileRequest:
                 f"Expected a batch that {self.rows_split} devices can share evenly. Received: {self.batch} rows. Pass "
                 f"{self.batch // self.rows_split * self.rows_split or self.rows_split}."
             )
+        self.own_methods = ModelView(model).own_methods
         config, owners = _config(model)
         optimizer = _optimizer(model, optimizer)
         self.accumulate_steps = optimizer.gradient_accumulation_steps or 1

@@ -10,7 +10,7 @@ import keras
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, check_switch
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest
-from mpkeras.tools.forecast.program import BYTES, bound_ms, picture, room
+from mpkeras.tools.forecast.program import BYTES, bound_ms, own_methods_text, picture, room
 from mpkeras.tools.forecast.targets import Target
 from mpkeras.tools.shared.arguments import check_seconds
 from mpkeras.tools.shared.report import Figure, Report, float8_text
@@ -84,6 +84,7 @@ def forecast(
         check_seconds("budget_s", budget_s, "Leave it out for as long as it takes.")
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     report = Forecast(model.name, request.target, request.devices, request.batch)
+    report.own_methods = request.own_methods
     progress = keras.utils.Progbar(len(request.policies), verbose=verbose, unit_name="policy")
     try:
         with Compiler(request, deadline) as compiler:
@@ -161,6 +162,7 @@ class Forecast(Report):
         policies: For each policy the dictionary of `to_dict`.
         missing: Policies that time was up for.
         out_of_time: The seconds that were not enough, or `None`.
+        own_methods: Methods of `fit`'s step that the model's class has of its own, and that were not compiled.
 
     Example:
 
@@ -177,6 +179,7 @@ class Forecast(Report):
     policies: dict = dataclasses.field(default_factory=dict)
     missing: list = dataclasses.field(default_factory=list)
     out_of_time: float | None = None
+    own_methods: list = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
         many = f"{self.devices} x " if self.devices > 1 else ""
@@ -298,6 +301,7 @@ class Forecast(Report):
         if self.target.reserved_bytes:
             memory += f", of which {_gib(self.target.reserved_bytes)} are left to CUDA and its libraries"
         notes.append(f"{memory}. Compiled, not run; bytes are XLA's own, of one device.")
+        notes += own_methods_text(self.model_name, self.own_methods)
         if self.target.bandwidth:
             notes.append(
                 "The time is a lower bound, from the maker's peak rates: a real step takes longer, often several times."
@@ -332,6 +336,7 @@ class Forecast(Report):
             "batch": self.batch,
             "policies": self.policies,
             "missing": self.missing,
+            "own_methods": self.own_methods,
         }
 
     def plot(self) -> Figure:

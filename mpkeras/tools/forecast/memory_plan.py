@@ -14,7 +14,7 @@ from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, dtypes
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, chosen_policies
 from mpkeras.tools.forecast.forecast import largest_that_fits
-from mpkeras.tools.forecast.program import BYTES, bound_ms, picture, room
+from mpkeras.tools.forecast.program import BYTES, bound_ms, own_methods_text, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
 from mpkeras.tools.shared.arguments import check_seconds
 from mpkeras.tools.shared.report import Figure, Report, bytes_text, computed_again_text
@@ -122,7 +122,7 @@ def plan_memory(
             raise ValueError(
                 f"Expected time to compile one program. Received: budget_s={budget_s}, which was not enough. Give more."
             ) from None
-    return MemoryPlan(model.name, target, limit, search)
+    return MemoryPlan(model.name, target, limit, search, request.own_methods)
 
 
 def _bytes_of(memory) -> int:
@@ -401,6 +401,7 @@ class MemoryPlan(Policy, Report):
         batch: Rows of one update; where the optimizer accumulates by itself, too, it is of several such batches.
         step_batch: Rows of one part: what a batch of `fit` is to have.
         computed_again: The paths of the first and the last layer of each part that the backward pass computes again.
+        own_methods: Methods of `fit`'s step that the model's class has of its own, and that were not compiled.
         candidates: A dictionary for each candidate, as in `to_dict`.
 
     Example:
@@ -411,7 +412,7 @@ class MemoryPlan(Policy, Report):
     (16, True)
     """
 
-    def __init__(self, model_name, target: Target, limit, search):
+    def __init__(self, model_name, target: Target, limit, search, own_methods=()):
         chosen = search.found or search.smallest()
         self._settings = dataclasses.replace(chosen.policy()._settings, accumulate_steps=chosen.accumulate_steps)
         self.fits = search.found is not None
@@ -419,6 +420,7 @@ class MemoryPlan(Policy, Report):
         self.step_batch = self.batch // self.accumulate_steps
         said = dict(search.tried).get(chosen)
         self.missing_bytes = 0 if self.fits else -search.room(said)
+        self.own_methods = list(own_methods)
         self.computed_again = search.parts.get(chosen.remat, [])
         self._model_name, self._target, self._limit, self._search = model_name, target, limit, search
         tried = search.by_work()
@@ -504,6 +506,7 @@ class MemoryPlan(Policy, Report):
         else:
             left = f"{_MARGIN:.0%} of the memory are left free"
         notes.append(f"Each row was compiled, none was run; {left}. FLOPs: of an example, by the fewest in the table.")
+        notes += own_methods_text(self._model_name, self.own_methods)
         notes.append("TensorFlow and torch without XLA allocate otherwise: there the plan is a guess.")
         return notes
 
@@ -522,6 +525,7 @@ class MemoryPlan(Policy, Report):
             "batch": self.batch,
             "step_batch": self.step_batch,
             "computed_again": [list(part) for part in self.computed_again],
+            "own_methods": self.own_methods,
             "candidates": candidates,
             "not_compiled": self._search.not_compiled,
             "refused": self._search.refused,

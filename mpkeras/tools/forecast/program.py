@@ -15,6 +15,18 @@ def room(said: dict, usable_bytes: int) -> int:
     return usable_bytes - said["peak_bytes"]
 
 
+def own_methods_text(model_name: str, own_methods) -> list[str]:
+    """Returns the line that says that the step which is compiled is not the one that `fit` runs; none where it is."""
+    if not own_methods:
+        return []
+    names = " and ".join(f"`{name}`" for name in own_methods)
+    return [
+        f"Model '{model_name}' has {names} of its own, not compiled here: the figures are of mpkeras' own step, which "
+        "calls the model once and takes the loss of `loss` or `compile`, or the mean squared error. `fit` runs another "
+        "step, which may take more."
+    ]
+
+
 def bound_ms(said: dict, target) -> float | None:
     """Returns the time that a program takes at the least: its products at full rate, or each byte moved once.
 

@@ -81,7 +81,11 @@ def _walk(jaxpr, program, owner, times):
             source, target = (variables[0].aval for variables in (equation.invars, equation.outvars))
             program.add_cast(inside, str(source.dtype), str(target.dtype), size(target.shape), times)
         times_inside = times * equation.params["length"] if name == "scan" else times
-        for part in [part for value in equation.params.values() for part in _jaxprs(value)]:
+        parts = [part for value in equation.params.values() for part in _jaxprs(value)]
+        if name == "cond":
+            # One of its branches runs, and nobody knows which: the one that multiplies most.
+            parts = [max(parts, key=lambda part: program_of(part).flops)]
+        for part in parts:
             products_before = len(program.products)
             _walk(part, program, inside, times_inside)
             program.uncounted += name == "while" and len(program.products) > products_before
@@ -111,11 +115,14 @@ def _dot_general(equation) -> int:
 
 
 def _convolution(equation) -> int:
-    kernel = equation.invars[1].aval.shape
-    filters = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    inputs, kernel = (variable.aval.shape for variable in equation.invars)
+    axes = equation.params["dimension_numbers"]
     # A transposed convolution has zeros between its inputs: they cost nothing anywhere else.
     zeros = size(equation.params["lhs_dilation"])
-    return 2 * size(equation.outvars[0].aval.shape) * size(kernel) // (filters * zeros)
+    by_outputs = size(equation.outvars[0].aval.shape) * size(kernel) // (kernel[axes.rhs_spec[0]] * zeros)
+    # Nor do those around them, where it has more outputs than its inputs reach: each input meets each weight once.
+    by_inputs = size(inputs) * size(kernel) // inputs[axes.lhs_spec[1]]
+    return 2 * min(by_outputs, by_inputs)
 
 
 _FLOPS = {"dot_general": _dot_general, "conv_general_dilated": _convolution}

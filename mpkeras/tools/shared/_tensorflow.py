@@ -68,7 +68,7 @@ def _walk(graph, program, owner, times, batch):
         elif operation.type == "Cast":
             source, target = operation.inputs[0].dtype.name, operation.outputs[0].dtype.name
             program.add_cast(inside, source, target, operation.outputs[0].shape.num_elements() or 0, times)
-        for inner, repeated in _functions(operation):
+        for inner, repeated in _functions(operation, batch):
             products_before = len(program.products)
             _walk(inner, program, inside, times * (repeated or 1), batch)
             program.uncounted += repeated is None and len(program.products) > products_before
@@ -86,20 +86,33 @@ def _used(graph) -> list:
     return list(seen.values())
 
 
-def _functions(operation):
+def _functions(operation, batch):
     """Yields `(graph, times)` for each function that `operation` runs; `None` times where that is not known."""
     if operation.type in ("While", "StatelessWhile"):
         # The second loop variable of `tf.while_loop` is its limit.
-        yield _graph(operation, "body"), _static(operation.inputs[1])
+        yield _graph(operation, operation.get_attr("body")), _static(operation.inputs[1])
     elif operation.type in ("If", "StatelessIf"):
-        yield _graph(operation, "then_branch"), 1
+        yield _dearest(operation, [operation.get_attr(name) for name in ("then_branch", "else_branch")], batch), 1
+    elif operation.type in ("Case", "StatelessCase"):
+        yield _dearest(operation, operation.get_attr("branches"), batch), 1
     elif "PartitionedCall" in operation.type:
-        yield _graph(operation, "f"), 1
+        yield _graph(operation, operation.get_attr("f")), 1
 
 
-def _graph(operation, attribute):
+def _graph(operation, function):
     # `Graph` has no public name for the functions in it.
-    return operation.graph._get_function(operation.get_attr(attribute).name).graph
+    return operation.graph._get_function(function.name).graph
+
+
+def _dearest(operation, branches, batch):
+    """Returns the graph of the branch that multiplies most: one of them runs, and nobody knows which."""
+
+    def flops(graph):
+        program = Program()
+        _walk(graph, program, owner=None, times=1, batch=batch)
+        return program.flops
+
+    return max((_graph(operation, branch) for branch in branches), key=flops)
 
 
 def _static(tensor) -> int | None:

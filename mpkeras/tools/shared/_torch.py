@@ -76,6 +76,10 @@ def _without_tracebacks():
         log.removeFilter(refuse)
 
 
+# torch counts no FLOPs of them; of what their first operand holds each number is multiplied once.
+_PRODUCTS_WITH_A_VECTOR = ("mv", "dot")
+
+
 class _Recording(TorchDispatchMode):
     def __init__(self, program):
         super().__init__()
@@ -94,6 +98,8 @@ class _Recording(TorchDispatchMode):
             query, key, value = (tensor.shape for tensor in tensors[:3])
             flops = 2 * size(query[:-1]) * key[-2] * (query[-1] + value[-1])
             self._program.add_product(owner, map(_dtype, tensors[:3]), flops)
+        elif name in _PRODUCTS_WITH_A_VECTOR:
+            self._program.add_product(owner, map(_dtype, tensors[:2]), 2 * tensors[0].numel())
         elif operation in flop_registry:
             flops = flop_registry[operation](*args, **(kwargs or {}), out_val=result)
             # `addmm` and its like: the first of the three is what the product is added to.

@@ -50,6 +50,11 @@ class Program:
     casts: list = dataclasses.field(default_factory=list)
     uncounted: int = 0  # operations that leave their size open
 
+    @property
+    def flops(self) -> int:
+        """The FLOPs of all products."""
+        return sum(product.flops for product in self.products)
+
     def add_product(self, owner, of_operands, flops, times=1):
         """Adds a product of operands of these dtypes, computed in the widest of them."""
         self.products.append(Product(owner, widest(of_operands), flops * times))

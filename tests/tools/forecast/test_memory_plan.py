@@ -11,6 +11,9 @@ from keras import layers
 import mpkeras
 from mpkeras._replaced import replaced_attributes
 from mpkeras.policies.policy import accumulating
+from mpkeras.tools.forecast.compiler import CompileRequest
+from mpkeras.tools.forecast.forecast import Forecast
+from mpkeras.tools.forecast.targets import TARGETS
 from tests.tools.forecast.test_forecast import needs_compilers
 
 needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX compiles, which is not installed")
@@ -339,6 +342,42 @@ def test_the_policy_in_16_bits_is_the_one_that_the_device_multiplies_fast(compil
     names = compiled(in_parts)
     mpkeras.plan_memory(residual(), (4, 64), memory=1, device=device, allow=(), verbose=0)
     assert names == [("float32", 4), (policy, 4)]
+
+
+class OwnStep(Alone):
+    """Trains in `fit` by another step than the one that is compiled."""
+
+    def train_step(self, *args):
+        return super().train_step(*args)
+
+
+class OwnLoss(Alone):
+    """Has a loss that `compile` does not know."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.square(y_pred))
+
+
+@ONCE
+@pytest.mark.parametrize(
+    ("make", "names", "words"),
+    [
+        (OwnStep, ["train_step"], "Model 'm' has `train_step` of its own, not compiled here"),
+        (OwnLoss, ["compute_loss"], "Model 'm' has `compute_loss` of its own, not compiled here"),
+        (Alone, [], None),
+    ],
+)
+def test_a_step_of_the_users_own_is_said_to_be_another(compiled, make, names, words):
+    compiled(in_parts)
+    model = make(name="m")
+    model.build((None, 4))
+    plan = mpkeras.plan_memory(model, (8, 4), memory=2000, policies=["float32"], allow=(), verbose=0)
+    assert CompileRequest(model, (8, 4), None, "t4", 1, ["float32"], "sgd", "mse").own_methods == names
+    report = Forecast("m", TARGETS["t4"], 1, 8, own_methods=names)
+    for said in (plan, report):
+        assert said.own_methods == said.to_dict()["own_methods"] == names
+        assert words is None or words in str(said)
+        assert words is not None or "of its own" not in str(said)
 
 
 @ONCE

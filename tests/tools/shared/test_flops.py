@@ -50,6 +50,9 @@ LAYERS = {
         lambda: layers.Conv2DTranspose(5, 2, strides=2, padding="same"),
         2 * 8 * 16 * 3 * (2 * 2 * 5),
     ),
+    # The same where the kernels overlap, and reach beyond their inputs.
+    "transposed, valid": ((3, 5, 4), lambda: layers.Conv2DTranspose(6, 3, strides=2), 2 * 8 * 15 * 4 * (3 * 3 * 6)),
+    "transposed, from one pixel": ((1, 1, 7), lambda: layers.Conv2DTranspose(5, 4), 2 * 8 * 7 * (4 * 4 * 5)),
     "conv 1-D": ((10, 3), lambda: layers.Conv1D(4, 3), 2 * 8 * 8 * 4 * (3 * 3)),
     "conv 3-D": ((4, 4, 4, 2), lambda: layers.Conv3D(3, 2), 2 * 8 * 27 * 3 * (8 * 2)),
     # Four gates of 4 units, in each of 20 steps.
@@ -90,6 +93,50 @@ def test_the_fused_attention_of_the_backend_is_counted_too():
 
     inputs = keras.Input((5, 2, 4))  # 5 places, 2 heads
     assert flops(keras.Model(inputs, Fused()(inputs))) == {"float32": 2 * (2 * 8 * 2 * (5 * 5) * 4)}
+
+
+class TimesVector(layers.Layer):
+    """Multiplies rows by a vector, which torch has an operation of its own for."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],))
+
+    def call(self, x):
+        return keras.ops.dot(x, self.scale)
+
+
+def test_a_product_with_a_vector():
+    assert flops(keras.Sequential([keras.Input((3, 12)), TimesVector()])) == {"float32": 2 * 8 * 3 * 12}
+
+
+class OneOfThreeProducts(layers.Layer):
+    """Multiplies by one of three kernels, of which the second is the largest."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.choose = choose
+
+    def build(self, shape):
+        self.kernels = [self.add_weight(shape=(shape[-1], columns)) for columns in (2, 5, 3)]
+
+    def call(self, x):
+        def by(kernel):
+            return lambda: keras.ops.sum(keras.ops.matmul(x, kernel), axis=-1, keepdims=True)
+
+        return self.choose(keras.ops.sum(x), [by(kernel) for kernel in self.kernels])
+
+
+@pytest.mark.backends("tensorflow", "jax")  # torch needs a number to know which.
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda total, branches: keras.ops.cond(total < 0, *branches[:2]),
+        lambda total, branches: keras.ops.switch(keras.ops.cast(total, "int32"), branches),
+    ],
+    ids=["cond", "switch"],
+)
+def test_of_several_branches_the_one_that_multiplies_most_counts(choose):
+    assert flops(keras.Sequential([keras.Input((6,)), OneOfThreeProducts(choose)])) == {"float32": 2 * 8 * 6 * 5}
 
 
 def test_a_shared_layer_counts_each_call_and_a_nested_model_its_layers():
