@@ -107,7 +107,7 @@ class ConvertedLayer:
         try:
             for inner, _ in old_policies:
                 inner.dtype_policy = keras.DTypePolicy("float32")
-            # What it adds to the loss is of the call that counts.
+            # Losses that this run adds are not the model's.
             with _keras.autocast_scope("float32"), _keras.kept_losses(layers):
                 args, kwargs = keras.tree.map_structure(wide, (args, kwargs))
                 # The class's own: on the instance it may multiply in 16 bits.

@@ -11,8 +11,8 @@ from mpkeras import _keras
 class Segments:
     """A graph that is cut behind some of its calls.
 
-    What a segment takes from those before it is kept for the backward pass, and nothing else of it; but the last
-    segment keeps all, as the backward pass begins there.
+    The tensors that a segment takes from those before it are kept for the backward pass, and nothing else of it; but
+    the last segment keeps all, as the backward pass begins there.
 
     Args:
         graph: A Functional model.

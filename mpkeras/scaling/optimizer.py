@@ -777,7 +777,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "Create a new optimizer."
             )
         if steps != now[0]:
-            # Whatever a policy asked for: this number is its user's own.
+            # The user's own number counts, whatever a policy asked for.
             self.record.parts = 1
         if self.window is not None:
             self.window.steps, self.window.on_overflow = steps, on_overflow

@@ -533,7 +533,7 @@ class StepParts:
         """Wraps the optimizer as the model's layers ask for; again when building has brought new layers."""
         model, policy = self.model, chosen_policy(self.model, None)
         passed, on_overflow = self._window
-        # What is passed is all that counts: not times what the optimizer or the plan says.
+        # A number that is passed counts alone: not times that of the optimizer or the plan.
         is_passed = passed is not None and passed > 1
         planned = self._planned_steps if passed is None else 1
         rule = rule_for(self.optimizer, model, policy, None, self._rollback or is_passed or planned > 1)

@@ -92,7 +92,7 @@ def _counts(model, state) -> dict:
     return {
         optimizer: [number(_value(counter, values)) for counter in counters]
         for optimizer, counters in counters_by_optimizer.items()
-        # What is trained elsewhere may be in the middle of a step, and have no values.
+        # A model that is trained elsewhere may be in the middle of a step, and have no values.
         if all(id(counter) in values or training_backend.can_be_read(counter) for counter in counters)
     }
 

@@ -128,7 +128,7 @@ def _why_not_counted(devices: int, backend: str, model) -> str:
 def _weights(part) -> str:
     tensors = sorted(part["tensors"].items(), key=lambda pair: (pair[0] == "", -pair[1]))
     texts = [f"{path or 'of no weight'} {bytes_text(size)}" for path, size in tensors]
-    # What belongs to no weight comes last, and is never left out.
+    # The bytes of no weight come last, and are never left out.
     shown = texts if len(texts) <= _TENSORS + 1 else [*texts[:_TENSORS], f"{len(texts) - _TENSORS} more"]
     if tensors[-1][0] == "" and texts[-1] not in shown:
         shown = [*texts[:_TENSORS], f"{len(texts) - _TENSORS - 1} more weights", texts[-1]]

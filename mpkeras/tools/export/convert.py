@@ -39,8 +39,8 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
         A report: `str()` is a table, `.to_dict()` what JSON can hold, `.plot()` a matplotlib figure.
 
     Raises:
-        ValueError: If an argument does not fit, the file cannot be read, or Keras cannot write the format. What
-            was at `out` is then as before.
+        ValueError: If an argument does not fit, the file cannot be read, or Keras cannot write the format. A
+            file at `out` is then as before.
         TypeError: If `source` or `out` is no path, or another argument is of a wrong type.
 
     Example:

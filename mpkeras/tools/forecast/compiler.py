@@ -172,7 +172,7 @@ class CompileRequest:
         batch: Rows of the batch.
         accumulate_steps: Calls to one update of the optimizer, by itself or by what wraps it.
         own_steps: Of these, what its user set, whatever a plan that the model was given asks for.
-        own_methods: What the class of the model does by itself in `fit`, and no step that is compiled here.
+        own_methods: Methods of `fit`'s step that the model's class has of its own, and that are not compiled.
         text: What the process that compiles reads, JSON.
     """
 

@@ -301,7 +301,7 @@ class _Sources:
             (index,) = re.findall(r"\bindex=(\d+)", instruction.attributes)
             return self._made_by(computation, known.get(operands[0]), named, int(index))
         if instruction.operation == "while":
-            # What a loop returns is what its body does.
+            # A loop returns what its body does.
             (body,) = re.findall(r"\bbody=%?([\w.\-]+)", instruction.attributes)
             return self._made_by(body, list(self._by_name[body].values())[-1], named, number)
         if instruction.operation == "tuple":
@@ -324,7 +324,7 @@ def _exchanged(instruction) -> list:
     if kind not in _COLLECTIVES:
         return []
     arrays = instruction.arrays
-    # What is sent, what is received, and, of the second, two numbers.
+    # The array that is sent, the one that is received, and, of a permutation, two numbers.
     if operation in ("all-gather-start", "reduce-scatter-start"):
         arrays = arrays[len(arrays) // 2 :]
     elif operation == "collective-permute-start":
@@ -362,7 +362,7 @@ def _flops(instruction, operands) -> int | None:
         return 2 * math.prod(result) * math.prod(left[axis] for axis in _contracted(instruction, left))
     if instruction.operation == "convolution" or target.startswith("__cudnn$conv"):
         result, first, second = instruction.arrays[0][1], operands[0][1], operands[1][1]
-        # What of them is input, kernel and output of the convolution that is differentiated.
+        # In the order input, kernel, output of the convolution that is differentiated.
         if target == "__cudnn$convBackwardInput":
             return _of_convolution(instruction, result, second, first)
         if target == "__cudnn$convBackwardFilter":
