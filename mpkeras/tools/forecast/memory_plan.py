@@ -110,8 +110,8 @@ def plan_memory(
     usable = target.usable_bytes if limit is None else int(limit * (1 - _MARGIN))
     # A plan takes the place of an earlier one.
     request.accumulate_steps = request.own_steps
-    parts, impossible = _parts_by_remat(ModelView(model), ladders)
-    search = _Search(parts, impossible, request.batch, usable, "accumulation" in allowed, verbose, request.own_steps)
+    segments, impossible = _segments_by_remat(ModelView(model), ladders)
+    search = _Search(segments, impossible, request.batch, usable, "accumulation" in allowed, verbose, request.own_steps)
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     try:
         with Compiler(request, deadline) as compiler:
@@ -212,30 +212,30 @@ def _ladder(policy, allowed) -> list[Candidate]:
     return candidates
 
 
-def _parts_by_remat(view, ladders) -> tuple[dict, dict]:
-    """Returns `{remat: parts that are computed again}` and `{remat: why there are none}` of all candidates.
+def _segments_by_remat(view, ladders) -> tuple[dict, dict]:
+    """Returns `{remat: segments that are computed again}` and `{remat: why there are none}` of all candidates.
 
     Raises:
         ValueError: If there are none for the `remat` of a policy that is to be taken.
     """
-    parts, impossible = {}, {}
+    segments, impossible = {}, {}
     of_policies = {ladder[0].remat for ladder in ladders}
     for remat in {candidate.remat for ladder in ladders for candidate in ladder} - {None}:
         try:
-            parts[remat] = view.computed_again(remat)
+            segments[remat] = view.computed_again(remat)
         except ValueError as error:
             if remat in of_policies:
                 raise
             # JAX compiles; the backend of this process, which then trains, may not be able to do the same.
             impossible[remat] = f"{error}"
-    return parts, impossible
+    return segments, impossible
 
 
 class _Search:
     """Compiles candidates until one fits.
 
     Attributes:
-        parts: `{remat: paths of the first and the last layer of each part that is computed again}`.
+        segments: `{remat: paths of the first and the last layer of each part that is computed again}`.
         tried: `[(Candidate, what the compiler said)]`, in the order in which they were compiled.
         not_compiled: `{name: why}` of those that were left out by an estimate.
         refused: `{name: why}` of those that there is no program of.
@@ -245,8 +245,8 @@ class _Search:
         own_steps: Batches to an update by the optimizer's own accumulation.
     """
 
-    def __init__(self, parts, impossible, batch, usable, accumulates, verbose, own_steps=1):
-        self.parts = parts
+    def __init__(self, segments, impossible, batch, usable, accumulates, verbose, own_steps=1):
+        self.segments = segments
         self.own_steps = own_steps
         self._impossible = impossible
         self.batch = batch
@@ -421,7 +421,7 @@ class MemoryPlan(Policy, Report):
         said = dict(search.tried).get(chosen)
         self.missing_bytes = 0 if self.fits else -search.room(said)
         self.own_methods = list(own_methods)
-        self.computed_again = search.parts.get(chosen.remat, [])
+        self.computed_again = search.segments.get(chosen.remat, [])
         self._model_name, self._target, self._limit, self._search = model_name, target, limit, search
         tried = search.by_work()
         self._labels = [candidate.name for candidate, _ in tried]

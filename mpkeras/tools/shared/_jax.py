@@ -81,13 +81,13 @@ def _walk(jaxpr, program, owner, times):
             source, target = (variables[0].aval for variables in (equation.invars, equation.outvars))
             program.add_cast(inside, str(source.dtype), str(target.dtype), size(target.shape), times)
         times_inside = times * equation.params["length"] if name == "scan" else times
-        parts = [part for value in equation.params.values() for part in _jaxprs(value)]
+        bodies = [body for value in equation.params.values() for body in _jaxprs(value)]
         if name == "cond":
             # One of its branches runs, and nobody knows which: the one that multiplies most.
-            parts = [max(parts, key=lambda part: program_of(part).flops)]
-        for part in parts:
+            bodies = [max(bodies, key=lambda body: program_of(body).flops)]
+        for body in bodies:
             products_before = len(program.products)
-            _walk(part, program, inside, times_inside)
+            _walk(body, program, inside, times_inside)
             program.uncounted += name == "while" and len(program.products) > products_before
 
 
