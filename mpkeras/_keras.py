@@ -305,6 +305,19 @@ def weight_of_slot(slot, weights):
     return max(named, key=lambda weight: len(weight.path), default=None)
 
 
+def weights_of_factors(optimizer) -> dict:
+    """Returns `{id(factor): weight}` of a built `Adafactor`, and `{}` of any other optimizer.
+
+    Read in Keras 3.15.1: the two factors are named as their weight is, without its path. A weight of one axis has
+    variables in their place that the optimizer does not track.
+    """
+    if not isinstance(optimizer, keras.optimizers.Adafactor):
+        return {}
+    weights = optimizer_trainable_variables(optimizer)
+    pairs = [pair for factors in (optimizer._r, optimizer._c) for pair in zip(factors, weights, strict=True)]
+    return {id(factor): weight for factor, weight in pairs if factor is not None}
+
+
 def variable_keys(optimizer, variables) -> list:
     """Returns by what an optimizer knows variables: on TensorFlow the names of native ones, others after `retype`."""
     return [optimizer._var_key(variable) for variable in variables]

@@ -513,6 +513,18 @@ def test_slots_are_named_after_their_weights_and_averages_are_known():
     assert private.weight_averages(keras.optimizers.Adam()) == []
 
 
+def test_factors_of_adafactor_know_their_weights():
+    layer = keras.layers.Dense(2, name="first")
+    layer.build((None, 3))
+    optimizers = [keras.optimizers.Adafactor(), keras.optimizers.Adam()]
+    for optimizer in optimizers:
+        optimizer.build(layer.trainable_variables)
+    weight_of, of_others = map(private.weights_of_factors, optimizers)
+    rows, columns = [v for v in optimizers[0].variables if len(v.shape) > 0 and not v.name.endswith("_velocity")]
+    assert (rows.shape, columns.shape, of_others) == ((3,), (2,), {})
+    assert weight_of[id(rows)] is weight_of[id(columns)] is layer.kernel
+
+
 @pytest.mark.parametrize("excluded", [{"var_names": ["w"]}, {"var_list": True}], ids=["by name", "as an object"])
 @pytest.mark.parametrize("is_used", [False, True], ids=["built only", "after an update"])
 def test_an_optimizer_knows_what_decays_also_after_variables_are_stored_anew(excluded, is_used):

@@ -181,11 +181,8 @@ def plan(model, policy, conversion: Conversion | None = None, heads=()) -> list[
         key = id(layer)
         if key in reason_by_layer and followed[key].compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer):
             after[key] = _float32_policy(layer, followed[key])
-    # Keras' `compile` wraps the optimizer of a model whose own policy is "mixed_float16", and of no other. To how a
-    # Sequential or Functional model computes, its own policy is nothing.
     if not has_own_call(model) and after[id(model)].compute_dtype not in SIXTEEN_BIT_DTYPES:
-        if any(policy_after.compute_dtype == "float16" for policy_after in after.values()):
-            after[id(model)] = keras.DTypePolicy("mixed_float16")
+        after[id(model)] = _policy_of_graph(after[id(model)], after.values())
     dtypes = {key: after[key].compute_dtype for key in after}
     products = planned_products(survey, conversion, dtypes)
     trains = conversion is not None and conversion.trains
@@ -197,6 +194,20 @@ def plan(model, policy, conversion: Conversion | None = None, heads=()) -> list[
         _, rule, reason = reason_by_layer.get(key, (layer, None, _reason(layer, new, policy)))
         rows.append(Row(layer, old_policies[key], new, followed[key], rule, reason, changes[key]))
     return rows
+
+
+def _policy_of_graph(own, policies) -> keras.DTypePolicy:
+    """Returns the policy that a Sequential or Functional model gets, from its `own` and the `policies` of its layers.
+
+    `load_model` makes such a model under the global policy, whatever its layers compute in.
+    """
+    # Keras' `compile` wraps the optimizer of a model whose own policy is "mixed_float16", and of no other.
+    if any(policy.compute_dtype == "float16" for policy in policies):
+        return keras.DTypePolicy("mixed_float16")
+    # An `Embedding`, which casts no inputs, reads its table as it is stored only within a model that mixes dtypes.
+    # Elsewhere it casts the table, and on torch the gradient of a row is then summed in 16 bits.
+    mixing = {policy.compute_dtype for policy in policies if policy.compute_dtype != policy.variable_dtype}
+    return keras.DTypePolicy("mixed_bfloat16") if "bfloat16" in mixing else own
 
 
 def _float32_policy(layer, policy) -> keras.DTypePolicy:

@@ -60,6 +60,7 @@ def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
     """
     averages = {id(variable) for variable in _keras.weight_averages(inner_optimizer)}
     weights = _keras.optimizer_trainable_variables(inner_optimizer)
+    weight_of_factor = _keras.weights_of_factors(inner_optimizer)
     dtype_by_slot = []
     for variable in inner_optimizer.variables:
         if _keras.stored_dtype(variable) not in ("float32", SMALL_DTYPE):
@@ -67,7 +68,7 @@ def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
         is_single = id(variable) in averages or len(variable.shape) == 0
         dtype = "float32" if is_single else slot_dtype
         if dtype == "auto":
-            weight = _keras.weight_of_slot(variable, weights)
+            weight = weight_of_factor.get(id(variable), _keras.weight_of_slot(variable, weights))
             beside = variable if weight is None else weight
             dtype = (stored or {}).get(id(beside)) or _keras.stored_dtype(beside)
         dtype_by_slot.append((variable, dtype))

@@ -419,6 +419,28 @@ def test_what_a_rule_did_stays_where_the_next_door_gives_no_policy():
     assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16", "float32"]
 
 
+def given_policy(model):
+    return mpkeras.apply_policy(model, "mixed_bfloat16")
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("door", [mpkeras.prepare, given_policy])
+@pytest.mark.parametrize("is_sequential", [False, True])
+def test_the_gradient_of_a_row_is_summed_in_float32_in_a_loaded_model_too(door, is_sequential, tmp_path):
+    """`load_model` makes a graph under the global policy: the table was cast, and a sum stood still at 256."""
+    inputs, table = keras.Input((900,), dtype="int32"), keras.layers.Embedding(3, 2)
+    head = keras.layers.Dense(1, kernel_initializer="ones")
+    model = keras.Sequential([inputs, table, head]) if is_sequential else keras.Model(inputs, head(table(inputs)))
+    model.compile("sgd", "mse")
+    prepared = mpkeras.prepare(model, "mixed_bfloat16")
+    prepared.optimizer.build(prepared.trainable_variables)
+    prepared.save(tmp_path / "model.keras")
+    for each in (prepared, door(keras.saving.load_model(tmp_path / "model.keras"))):
+        keras.ops.sum(each(np.full((2, 900), 1), training=True)).backward()
+        rows = each.layers[0 if is_sequential else 1].embeddings
+        assert numpy(rows.value.grad).tolist() == [[0.0, 0.0], [1800.0, 1800.0], [0.0, 0.0]]
+
+
 def test_a_class_around_a_graph_keeps_its_class_and_its_train_step():
     model = apply_policy(Backbone(), "mixed_bfloat16")
     assert type(model) is Backbone

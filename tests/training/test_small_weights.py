@@ -125,6 +125,30 @@ def test_a_model_that_trains_is_converted_with_its_optimizer_and_back():
     assert np.isfinite(model.fit(X, Y, batch_size=32, verbose=0).history["loss"][0])
 
 
+def test_the_factors_of_adafactor_follow_their_weights(tmp_path):
+    """They stayed in float32, and the file of such a model made bfloat16 ones of them: other numbers than it held."""
+    model = classifier()
+    model.compile(keras.optimizers.Adafactor(0.02), "sparse_categorical_crossentropy")
+
+    def factors(model):
+        return [v for v in slots(model.optimizer) if not v.name.endswith("_velocity")]
+
+    def dtypes_after(policy):
+        mpkeras.prepare(model, policy)
+        model.optimizer.build(model.trainable_variables)
+        for number, variable in enumerate(factors(model)):
+            variable.assign(np.full(variable.shape, 0.3 + number))
+        return [stored_dtype(v) for v in factors(model)]
+
+    # The head, the second of the two, stays in float32.
+    assert dtypes_after("float32") == ["float32"] * 4
+    assert dtypes_after("bfloat16") == ["bfloat16"] * 2 + ["float32"] * 2
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert snapshot(factors(loaded)) == snapshot(factors(model))
+    assert dtypes_after("mixed_bfloat16") == ["float32"] * 4
+
+
 def test_frozen_weights_and_lora():
     model = classifier()
     mpkeras.apply_policy(model, "bfloat16")
