@@ -117,7 +117,7 @@ def observe(
         return observed["loss"] * loss_scale, observed
 
     # Put back after each pass, so that the next one draws the same numbers.
-    with backend_generators_put_back(), ModelView(model).computed_once():
+    with backend_generators_put_back(), ModelView(model).seen_through():
         observed, grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
     for call in calls:
         call.input_grads = [_array(grads[i]) for i in call.inputs]

@@ -8,6 +8,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
+from mpkeras.conversion.changes import changes_of
 from mpkeras.tools.numerics.losses import Range, lost_share, rounded, underflow_limit
 from mpkeras.tools.numerics.scale_window import smallest_safe_exponent, with_rounded_gradient
 from mpkeras.tools.shared.ranges import overflow_limit
@@ -492,6 +493,22 @@ def test_attention_is_compared_with_the_masks_that_it_was_given():
     report = mpkeras.trace_numerics(model, np.array([[1, 2, 0, 0, 0, 0], [3, 4, 4, 0, 0, 0]]), np.zeros((2, 6, 1)))
     attention = next(layer for layer in report.layers if layer.path == "attention")
     assert 0 < attention.output_error < 0.02
+
+
+def test_attention_with_dropout_is_looked_at_as_any_other():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((5, 4))
+    attended = layers.MultiHeadAttention(2, 3, dropout=0.25, name="attention")(inputs, inputs)
+    model = mpkeras.prepare(compiled(keras.Model(inputs, layers.Dense(1)(attended))), "mixed_bfloat16")
+    x = np.random.default_rng(0).normal(size=(3, 5, 4)).astype("float32")
+    attention = model.get_layer("attention")
+    before = changes_of(attention)
+    report = mpkeras.trace_numerics(model, x, np.ones((3, 5, 1)))
+    assert report.culprit is None and changes_of(attention) == before
+    softmax = next(layer for layer in report.layers if layer.class_name == "Softmax")
+    assert softmax.outputs.size == 3 * 2 * 5 * 5 and 0 < softmax.outputs.max_abs < 1
+    # By the inputs and the outputs.
+    assert softmax.grads.size == 2 * softmax.outputs.size and softmax.grads.max_abs > 0
 
 
 class Penalized(layers.Layer):
