@@ -358,9 +358,16 @@ def _backward(observed, reference, loss_scale):
     grads = {id(variable): grad for variable, grad in observed.variable_grads}
     true_grads = {id(variable): grad for variable, grad in reference.variable_grads}
     twins = {id(call): twin for call, twin in zip(observed.calls, reference.calls, strict=True)}
+    # What several calls read gets one gradient of them all, which is whole where the first of them is through.
+    first_read: dict = {}
+    for call in observed.calls:
+        for variable in call.layer.trainable_variables:
+            first_read.setdefault(id(variable), call.start)
     # Latest first, and of a layer and those inside it the inner one first.
     for call in sorted(observed.calls, key=lambda call: call.start, reverse=True):
-        trained_here = [id(v) for v in call.layer.trainable_variables if id(v) in grads]
+        trained_here = [
+            id(v) for v in call.layer.trainable_variables if id(v) in grads and call.start <= first_read[id(v)]
+        ]
         if all_finite(call.output_grads) and not all_finite([*call.input_grads, *(grads[key] for key in trained_here)]):
             what = (
                 f"the gradient of layer '{call.path}' by its {'weights' if all_finite(call.input_grads) else 'input'} "

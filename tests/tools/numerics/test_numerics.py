@@ -555,6 +555,18 @@ def test_layers_called_twice_and_inner_models():
     assert name(report.culprit.path) == "boom" and "(call 2)" in str(report)
 
 
+def test_a_gradient_between_two_calls_of_a_layer_is_not_blamed_on_that_layer():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    shared, steep = layers.Dense(4, name="shared"), Times(down=3e2, name="steep")
+    outputs = layers.Dense(2, name="head")(shared(steep(shared(inputs))))
+    model = mpkeras.prepare(compiled(keras.Model(inputs, outputs)), "mixed_float16", loss_scale=256.0)
+    report = mpkeras.trace_numerics(model, np.ones((3, 4)), np.full((3, 2), 9.0))
+    # The weights of `shared` have one gradient for both calls; it is the first one that is given inf.
+    assert (report.culprit.side, report.culprit.path) == ("gradient", "steep")
+    assert "by its input is not finite" in report.culprit.message
+
+
 def test_sequences_attention_and_wrappers(backend):
     inputs = keras.Input((6, 8))
     x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(inputs)
