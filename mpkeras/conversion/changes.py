@@ -1,5 +1,6 @@
 """What a 16-bit policy brings to a layer beside its dtype: penalties in float32, raw inputs, and so on."""
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -201,6 +202,23 @@ def _save_softmax_memory(layer):
         return _backend.softmax_from_probabilities(stock, _keras.softmax_axis(layer), scores, attention_mask)
 
     replace(layer, _keras.ATTENTION_SOFTMAX, masked_softmax, kind="attention")
+
+
+@contextlib.contextmanager
+def softmax_memory_as_stock(layers):
+    """Context manager: attention layers among `layers` differentiate their softmax as stock Keras does.
+
+    For a look at what the layers read and return: out of a function with a derivative of its own JAX lets nothing be
+    carried. The forward pass has the same bits.
+    """
+    changed = [layer for layer in layers if (_keras.ATTENTION_SOFTMAX, "attention") in changes_of(layer)]
+    for layer in changed:
+        restore(layer, _keras.ATTENTION_SOFTMAX, kind="attention")
+    try:
+        yield
+    finally:
+        for layer in changed:
+            _save_softmax_memory(layer)
 
 
 def _save_attention_memory(layer):

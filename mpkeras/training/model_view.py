@@ -1,8 +1,11 @@
 """A model as reports see it: a survey with the questions that they ask. Nothing here changes the model."""
 
+import contextlib
+
 import keras
 
 from mpkeras import _keras
+from mpkeras.conversion.changes import softmax_memory_as_stock
 from mpkeras.conversion.float8 import reasons_against
 from mpkeras.conversion.last import converted_by, float8_products, known_heads, last_conversion
 from mpkeras.conversion.outputs import without_cast
@@ -119,9 +122,14 @@ class ModelView(Survey):
         """
         return named_parts(self, self.remat if remat is None else remat)
 
-    def computed_once(self):
-        """Context manager: the backward pass computes nothing of the model again."""
-        return computed_once(self, self.remat)
+    @contextlib.contextmanager
+    def seen_through(self):
+        """Context manager: tensors can be carried out of all layers but those that a backend runs in loops.
+
+        The backward pass computes nothing again, and no layer runs inside a function with a derivative of its own.
+        """
+        with computed_once(self, self.remat), softmax_memory_as_stock(self.layers):
+            yield
 
     def plan(self, policy, heads=()) -> list:
         """Returns what `apply_policy(model, policy)` would make of each layer: a row for each, in their order."""

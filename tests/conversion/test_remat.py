@@ -714,7 +714,7 @@ def test_a_kept_step_computes_again_and_has_the_same_bits(name, policy, door, tm
 def test_after_a_look_the_parts_are_computed_again():
     model = made("causal")
     mpkeras.apply_policy(model, mpkeras.Policy("mixed_bfloat16", remat="blocks"))
-    with pytest.raises(KeyError), ModelView(model).computed_once():
+    with pytest.raises(KeyError), ModelView(model).seen_through():
         assert not replaced_on(model)
         raise KeyError
     assert replaced_on(model) == OF_A_GRAPH

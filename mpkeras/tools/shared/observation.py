@@ -117,7 +117,7 @@ def observe(
         return observed["loss"] * loss_scale, observed
 
     # Put back after each pass, so that the next one draws the same numbers.
-    with backend_generators_put_back(), ModelView(model).computed_once():
+    with backend_generators_put_back(), ModelView(model).seen_through():
         observed, grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
     for call in calls:
         call.input_grads = [_array(grads[i]) for i in call.inputs]
@@ -358,9 +358,16 @@ def _backward(observed, reference, loss_scale):
     grads = {id(variable): grad for variable, grad in observed.variable_grads}
     true_grads = {id(variable): grad for variable, grad in reference.variable_grads}
     twins = {id(call): twin for call, twin in zip(observed.calls, reference.calls, strict=True)}
+    # What several calls read gets one gradient of them all, which is whole where the first of them is through.
+    first_read: dict = {}
+    for call in observed.calls:
+        for variable in call.layer.trainable_variables:
+            first_read.setdefault(id(variable), call.start)
     # Latest first, and of a layer and those inside it the inner one first.
     for call in sorted(observed.calls, key=lambda call: call.start, reverse=True):
-        trained_here = [id(v) for v in call.layer.trainable_variables if id(v) in grads]
+        trained_here = [
+            id(v) for v in call.layer.trainable_variables if id(v) in grads and call.start <= first_read[id(v)]
+        ]
         if all_finite(call.output_grads) and not all_finite([*call.input_grads, *(grads[key] for key in trained_here)]):
             what = (
                 f"the gradient of layer '{call.path}' by its {'weights' if all_finite(call.input_grads) else 'input'} "

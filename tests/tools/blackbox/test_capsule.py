@@ -332,6 +332,21 @@ def test_what_draws_numbers_in_a_loop_is_compared_as_it_was(tmp_path):
     assert comparison.first.path.endswith("hidden") and comparison.first.outputs == np.inf
 
 
+def test_attention_with_dropout_is_compared(tmp_path):
+    with mpkeras.policy_scope("mixed_float16"):
+        inputs = keras.Input((3, 4))
+        attended = layers.MultiHeadAttention(2, 3, dropout=0.25, name="attention")(inputs, inputs)
+        model = keras.Model(inputs, layers.Dense(1, name="head")(attended))
+    x = np.random.default_rng(0).normal(size=(2, 3, 4)).astype("float32")
+    path, _, _ = skipped_step(tmp_path, model, (x, np.full((2, 3, 1), np.nan, "float32")), jit_compile=False)
+    capsule = mpkeras.load_capsule(path)
+    comparison = capsule.compare(bound=0.05)
+    rows = {row.path.rpartition("/")[2]: row for row in comparison.rows}
+    # The same numbers are dropped.
+    assert rows["attention"].outputs < 0.02
+    assert capsule.run()["same_bits"]
+
+
 def test_the_model_may_be_given(tmp_path):
     path, state, _ = skipped_step(tmp_path, faults.model_with(), faults.batch(scale=1e6), jit_compile=False)
     model = faults.model_with()

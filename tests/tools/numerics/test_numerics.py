@@ -8,6 +8,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
+from mpkeras.conversion.changes import changes_of
 from mpkeras.tools.numerics.losses import Range, lost_share, rounded, underflow_limit
 from mpkeras.tools.numerics.scale_window import smallest_safe_exponent, with_rounded_gradient
 from mpkeras.tools.shared.ranges import overflow_limit
@@ -494,6 +495,22 @@ def test_attention_is_compared_with_the_masks_that_it_was_given():
     assert 0 < attention.output_error < 0.02
 
 
+def test_attention_with_dropout_is_looked_at_as_any_other():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((5, 4))
+    attended = layers.MultiHeadAttention(2, 3, dropout=0.25, name="attention")(inputs, inputs)
+    model = mpkeras.prepare(compiled(keras.Model(inputs, layers.Dense(1)(attended))), "mixed_bfloat16")
+    x = np.random.default_rng(0).normal(size=(3, 5, 4)).astype("float32")
+    attention = model.get_layer("attention")
+    before = changes_of(attention)
+    report = mpkeras.trace_numerics(model, x, np.ones((3, 5, 1)))
+    assert report.culprit is None and changes_of(attention) == before
+    softmax = next(layer for layer in report.layers if layer.class_name == "Softmax")
+    assert softmax.outputs.size == 3 * 2 * 5 * 5 and 0 < softmax.outputs.max_abs < 1
+    # By the inputs and the outputs.
+    assert softmax.grads.size == 2 * softmax.outputs.size and softmax.grads.max_abs > 0
+
+
 class Penalized(layers.Layer):
     def call(self, x):
         self.add_loss(ops.sum(ops.cast(x, "float32")))
@@ -536,6 +553,18 @@ def test_layers_called_twice_and_inner_models():
     calls = [(name(layer.path), layer.number) for layer in report.layers]
     assert calls[:2] == [("shared", 0), ("shared", 1)] and len(calls) == 5
     assert name(report.culprit.path) == "boom" and "(call 2)" in str(report)
+
+
+def test_a_gradient_between_two_calls_of_a_layer_is_not_blamed_on_that_layer():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    shared, steep = layers.Dense(4, name="shared"), Times(down=3e2, name="steep")
+    outputs = layers.Dense(2, name="head")(shared(steep(shared(inputs))))
+    model = mpkeras.prepare(compiled(keras.Model(inputs, outputs)), "mixed_float16", loss_scale=256.0)
+    report = mpkeras.trace_numerics(model, np.ones((3, 4)), np.full((3, 2), 9.0))
+    # The weights of `shared` have one gradient for both calls; it is the first one that is given inf.
+    assert (report.culprit.side, report.culprit.path) == ("gradient", "steep")
+    assert "by its input is not finite" in report.culprit.message
 
 
 def test_sequences_attention_and_wrappers(backend):
