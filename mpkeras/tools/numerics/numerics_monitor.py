@@ -279,14 +279,22 @@ class NumericsMonitor(SkippedSteps):
         """
 
     def _first_report(self, execution):
-        """Returns the report of the first batch with a culprit, at the scale before the last one, or at the present."""
-        report = None
-        for data in execution.batches:
-            for scale in self._scales(execution):
+        """Returns the report of the first batch with a culprit, at the present scale, or at the one before.
+
+        A forward pass that is not finite comes first: it was skipped at whatever scale. Gradients are those of the
+        weights as they are now, which another step of the execution may have changed.
+        """
+        first = None
+        for scale in self._scales(execution):
+            for data in execution.batches:
                 report = self._trace(data, scale)
-                if report.culprit is not None:
+                if report.culprit is not None and report.culprit.side != "gradient":
                     return report
-        return report
+                if first is None or first.culprit is None:
+                    first = report
+            if first.culprit is not None:
+                break
+        return first
 
     def _scales(self, execution) -> list:
         """Returns the loss scales that the step may have had: the one after it, and the one that backed off to it."""

@@ -327,6 +327,21 @@ def test_the_batch_is_found_among_several_of_any_structure(bad, last):
     assert found.culprit.side == "input" and "look into the data" in found.culprit.message
 
 
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.filterwarnings("ignore:1 of 2 steps skipped")
+def test_of_several_steps_the_one_whose_forward_pass_is_not_finite_is_named():
+    body = layers.Dense(1, kernel_initializer="ones", use_bias=False, name="body")
+    model = keras.Sequential([keras.Input((1,)), body], name="net")
+    model.compile(keras.optimizers.SGD(100.0), "mse", steps_per_execution=2)
+    callbacks = [MixedPrecision(without_outputs("mixed_float16"), loss_scale=512.0), NumericsMonitor()]
+    # The first batch makes 1 - 100 * 2 = -199 of the weight: only then is its gradient, -400 * 512, too large.
+    x, y = np.array([[1.0], [1.0], [np.nan], [1.0]], "float32"), np.zeros((4, 1), "float32")
+    with pytest.warns(UserWarning, match="look into the data"):
+        history = model.fit(x, y, batch_size=2, shuffle=False, verbose=0, callbacks=callbacks).history
+    assert history["skipped_steps"] == [1]
+    assert [finding.culprit.side for finding in callbacks[1].findings] == ["input"]
+
+
 @SKIPS
 def test_a_model_that_was_trained_before_is_watched_as_well():
     # JAX finds the step that it compiled for the first `fit`, which told nothing of skipped steps.
