@@ -292,7 +292,7 @@ class NumericsMonitor(SkippedSteps):
                     return report
                 if first is None or first.culprit is None:
                     first = report
-            if first.culprit is not None:
+            if first is not None and first.culprit is not None:
                 break
         return first
 
