@@ -132,8 +132,8 @@ class ConvertedLayer:
         Returns:
             Whether it moved: a layer that runs quantized layers in 16 bits does not.
         """
-        is_alone = is_quantized(self.layer)
-        for layer in [self.layer] if is_alone else [layer for layer, _ in layers_to_keep(self.layer, [self.layer])]:
+        layers = [layer for layer, _ in layers_to_keep(self.layer, [self.layer])]
+        for layer in [self.layer] if is_quantized(self.layer) else layers:
             if layer.compute_dtype in SIXTEEN_BIT_DTYPES:
                 move_to_float32(layer)
         return self.layer.compute_dtype not in SIXTEEN_BIT_DTYPES

@@ -197,4 +197,9 @@ def has_own_call(layer) -> bool:
 
 def has_own_step(model) -> bool:
     """Whether the `train_step` or the `test_step` of a model is its user's own."""
-    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "test_step"))
+    return bool(own_methods(model, "train_step", "test_step"))
+
+
+def own_methods(model, *names: str) -> list[str]:
+    """Returns those of the methods `names` of `keras.Model` that the class of `model` has of its own."""
+    return [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]

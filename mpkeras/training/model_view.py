@@ -14,6 +14,7 @@ from mpkeras.conversion.remat import computed_once, named_parts
 from mpkeras.conversion.store_weights import planned_weight_dtypes
 from mpkeras.distribution import distribution_backend
 from mpkeras.distribution.travel import Travel
+from mpkeras.policies.heads import own_methods
 from mpkeras.policies.rules import bound_layers, layers_to_keep
 from mpkeras.policies.survey import Survey
 from mpkeras.scaling.small_state import parts_of, slot_dtypes
@@ -153,8 +154,7 @@ class ModelView(Survey):
     @property
     def own_methods(self) -> list[str]:
         """The methods of `fit`'s step that the class of the model has of its own, by name."""
-        names = ("train_step", "compute_loss")
-        return [name for name in names if getattr(type(self.model), name) is not getattr(keras.Model, name)]
+        return own_methods(self.model, "train_step", "compute_loss")
 
     def training_bytes(self, optimizer=None) -> dict:
         """Returns `{"weights": {dtype: bytes}, "slots": ..., "gradients": ...}`: see `bytes_of_training`."""

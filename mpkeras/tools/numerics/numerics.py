@@ -164,6 +164,7 @@ def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
     true_grads = [grad for grad in (*twin.input_grads, *twin.output_grads) if grad is not None]
     inputs, outputs, dtype = Range.of(call.inputs), Range.of(call.outputs), call.compute_dtype
     is_small = dtype in dtypes.SIXTEEN_BIT_DTYPES
+    output_error = relative_error(call.outputs, call.references)
     return LayerNumerics(
         path=call.path,
         class_name=type(call.layer).__name__,
@@ -180,9 +181,9 @@ def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
         true_grads=Range.of(true_grads),
         grad_underflow=zeroed_share(true_grads, dtype, loss_scale) if is_small else 0.0,
         grad_loss=lost_share(true_grads, dtype, loss_scale) if is_small else 0.0,
-        float8=_in_float8(call) if ConvertedLayer(call.layer).multiplies_in_float8 else None,
+        float8=_in_float8(call, output_error) if ConvertedLayer(call.layer).multiplies_in_float8 else None,
         references=Range.of(call.references),
-        output_error=relative_error(call.outputs, call.references),
+        output_error=output_error,
     )
 
 
@@ -196,7 +197,7 @@ def _references(call, twin) -> list:
     return twin.outputs if all_finite(call.inputs) else [None] * len(call.outputs)
 
 
-def _in_float8(call) -> dict:
+def _in_float8(call, output_error: float) -> dict:
     kernel = keras.ops.convert_to_numpy(keras.ops.cast(call.layer.kernel, "float32"))
     sides = {
         "inputs": (call.inputs, ConvertedLayer.FLOAT8_OPERANDS),
@@ -204,7 +205,7 @@ def _in_float8(call) -> dict:
         "gradients": (call.output_grads, ConvertedLayer.FLOAT8_GRADIENT),
     }
     shares = {name: zeroed_share(*side) for name, side in sides.items()}
-    return shares | {"output_error": relative_error(call.outputs, call.references)}
+    return shares | {"output_error": output_error}
 
 
 @dataclasses.dataclass

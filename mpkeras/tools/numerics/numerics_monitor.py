@@ -1,7 +1,6 @@
 """`NumericsMonitor`: names the layer when a step is not finite."""
 
 import dataclasses
-import warnings
 from typing import Any
 
 import keras
@@ -170,9 +169,7 @@ class NumericsMonitor(SkippedSteps):
             if not all(_is_finite(leaf) for leaf in keras.tree.flatten((y, sample_weight))):
                 told.append("the targets or sample weights are not finite.")
         what = told[0] if told else "what the layers compute is finite; look at the loss, the metrics and the targets."
-        if ("validation", what) not in self._warned:
-            self._warned.add(("validation", what))
-            warnings.warn(f"Validation is not finite from batch {execution.step} on: {what}", stacklevel=3)
+        self._warn_once(("validation", what), f"Validation is not finite from batch {execution.step} on: {what}")
 
     def on_epoch_end(self, epoch, logs=None):
         self._look_at_executions(ahead=0)
@@ -229,14 +226,10 @@ class NumericsMonitor(SkippedSteps):
         except Warning:
             raise
         except Exception as error:
-            if "every" not in self._warned:
-                self._warned.add("every")
-                warnings.warn(f"`every={self._every}` gives no report: {_why_not_run(error)}.", stacklevel=3)
+            self._warn_once("every", f"`every={self._every}` gives no report: {_why_not_run(error)}.")
             return
         for path, sentence in remedies_of_lost_outputs(report).items():
-            if ("lost outputs", path) not in self._warned:
-                self._warned.add(("lost outputs", path))
-                warnings.warn(f"Step {execution.step} of epoch {self._epoch + 1}: {sentence}", stacklevel=3)
+            self._warn_once(("lost outputs", path), f"Step {execution.step} of epoch {self._epoch + 1}: {sentence}")
 
     def _say_without_report(self, execution, error):
         """Says what can be said of a skipped step whose batch the model cannot be run on."""

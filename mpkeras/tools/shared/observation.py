@@ -122,7 +122,7 @@ def observe(
     for call in calls:
         call.input_grads = [_array(grads[i]) for i in call.inputs]
         call.output_grads = [_array(grads[i]) for i in call.outputs]
-        call.references = [_reference(observed, i) for i in call.outputs]
+        call.references = [_comparable_reference(observed, i) for i in call.outputs]
         call.inputs = [_array(observed["tensors"][i]) for i in call.inputs]
         call.outputs = [_array(observed["tensors"][i]) for i in call.outputs]
     loss = None if y is None else float(ops.convert_to_numpy(observed["loss"]))
@@ -151,7 +151,7 @@ def _as_given(value):
         return array.astype("float32") if array.dtype == np.float64 else array
 
 
-def _reference(observed: dict, number: int):
+def _comparable_reference(observed: dict, number: int):
     """Returns the reference of an output; `None` where a second run in float32 has made other numbers of the same."""
     first, again = (_array(observed[name].get(number)) for name in ("references", "again"))
     if again is None or np.allclose(first, again, rtol=_SAME, atol=_SAME * max_abs([first]), equal_nan=True):

@@ -92,9 +92,13 @@ class SkippedSteps(keras.callbacks.Callback):
 
     def _warn(self, key, step: int, message: str):
         """Warns of a skipped step, once for each `key`."""
+        self._warn_once(key, f"Step {step} of epoch {self._epoch + 1} was skipped{message}".strip())
+
+    def _warn_once(self, key, message: str):
+        """Warns once for each `key`."""
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(f"Step {step} of epoch {self._epoch + 1} was skipped{message}".strip(), stacklevel=3)
+            warnings.warn(message, stacklevel=4)
 
 
 @dataclasses.dataclass(frozen=True)

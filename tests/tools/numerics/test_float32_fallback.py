@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 import mpkeras
 from mpkeras.callbacks import Float32Fallback, MixedPrecision
 from tests.sixteen_bits import without_outputs
-from tests.tools.numerics.test_numerics import Times, name
+from tests.tools.numerics.test_numerics import Behind, Times, name
 from tests.tools.numerics.test_numerics_monitor import X, Y, six_layers
 
 quiet = pytest.mark.filterwarnings(
@@ -82,25 +82,14 @@ def test_a_model_that_dies_in_stock_keras_reaches_float32_quality():
     assert healed > reference - 0.03
 
 
-class Norm(layers.Layer):
-    """The norm of what a layer of its own makes: 200 squared is more than float16 holds."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.inner = layers.Dense(4, kernel_initializer="identity", name="inner")
-
-    def build(self, shape):
-        self.inner.build(shape)
-
-    def call(self, x):
-        h = self.inner(x)
-        return keras.ops.sqrt(keras.ops.sum(h * h, -1, keepdims=True)) / 256
-
-
 @quiet
 def test_what_a_layer_runs_itself_moves_with_it():
+    def norm(h):
+        # 300 squared is more than float16 holds.
+        return keras.ops.sqrt(keras.ops.sum(h * h, -1, keepdims=True)) / 256
+
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((4,)), Norm(name="norm"), layers.Dense(1, name="head")], name="net")
+    model = keras.Sequential([keras.Input((4,)), Behind(norm, name="norm"), layers.Dense(1, name="head")], name="net")
     model.compile(keras.optimizers.SGD(0.0), "mse")
     fallback = Float32Fallback(patience=1)
     x, y = np.full((8, 4), 300.0, "float32"), np.zeros((8, 1), "float32")

@@ -423,18 +423,19 @@ class Subclassed(keras.Model):
         return self.boom(self.block(self.shared(self.shared(x))))
 
 
-class Shifted(layers.Layer):
-    """Adds 256 to what a layer of its own makes, and takes it away again."""
+class Behind(layers.Layer):
+    """Computes `function` of what a layer of its own hands on."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, function, **kwargs):
         super().__init__(**kwargs)
-        self.weighed = layers.Dense(4, kernel_initializer="identity", name="weighed")
+        self.inner = layers.Dense(4, kernel_initializer="identity", name="inner")
+        self.function = function
 
     def build(self, shape):
-        self.weighed.build(shape)
+        self.inner.build(shape)
 
     def call(self, x):
-        return (self.weighed(x) + 256) - 256
+        return self.function(self.inner(x))
 
 
 class Around(layers.Layer):
@@ -464,7 +465,7 @@ def network(middle):
 
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_a_layer_that_loses_its_finite_outputs_is_named_with_a_rule_that_cures(is_inside):
-    shifted = Shifted(name="shifted")
+    shifted = Behind(lambda h: (h + 256) - 256, name="shifted")
     model = mpkeras.prepare(network(Around(shifted, name="around") if is_inside else shifted), "mixed_bfloat16")
     x, y = np.full((4, 4), 3.0, "float32"), np.zeros((4, 1), "float32")
     report = mpkeras.trace_numerics(model, x, y)
