@@ -95,23 +95,32 @@ def run_workers(script: str, workers, timeout_s: float = 300, read=result_of) ->
 
 
 def run_torchrun(script, *arguments, timeout_s: float = 120) -> str:
-    """Runs `script` as two ranks under `torchrun`, which needs not be on the path, and returns what they printed."""
+    """Runs `script` as two ranks under `torchrun`, which needs not be on the path, and returns what they printed.
+
+    One process in ten aborts in torch 2.13 as it ends, with all its work done, as a thread of torch is still running
+    then, and the other process is ended for it; very few wait for that thread for good. Such a run is made anew.
+    """
     options = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
     for _ in range(4):
         (port,) = free_ports(1)
-        done = subprocess.run(
+        agent = subprocess.Popen(
             [sys.executable, *options, "--master_port", str(port), str(script), *map(str, arguments)],
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=timeout_s,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
-        # One process in ten aborts in torch 2.13 as it ends, with all its work done: a thread of torch
-        # is still running then. The other process is ended for it.
-        if done.returncode == 0 or "terminate called without an active exception" not in done.stderr:
+        try:
+            output, errors = agent.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            # Not killed at once: the agent ends its ranks, which would otherwise stay.
+            agent.terminate()
+            output, errors = agent.communicate(timeout=timeout_s)
+            continue
+        if agent.returncode == 0 or "terminate called without an active exception" not in errors:
             break
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    assert agent.returncode == 0, errors[-2000:]
+    return output
 
 
 def free_ports(count: int) -> list:
