@@ -131,9 +131,20 @@ def _units(graph, calls, weighted) -> list[tuple[int, int]]:
         starts = [(begin, end) for begin, end, is_wide in branching if is_wide]
     else:
         starts = [(number, number + 1) for number, call in enumerate(calls) if getattr(call.operation, "weights", ())]
-    # Calls between two such parts belong to the first.
+    # Calls between two such parts belong to the first; behind the last, those that an earlier one ends in, too.
     nexts = [begin for begin, _ in starts[1:]]
-    return [(begin, following) for (begin, _), following in zip(starts, nexts, strict=False)] + starts[-1:]
+    units = [(begin, following) for (begin, _), following in zip(starts, nexts, strict=False)]
+    return units + [(begin, end + _length_of_tail(calls, starts, units, end)) for begin, end in starts[-1:]]
+
+
+def _length_of_tail(calls, starts, units, end) -> int:
+    """Returns how many calls from number `end` on are as those behind the last earlier part that is as the last one."""
+    types = [type(call.operation) for call in calls]
+    for (begin, end_of_part), (_, end_of_unit) in zip(reversed(starts[:-1]), reversed(units), strict=True):
+        if types[begin:end_of_part] == types[starts[-1][0] : end]:
+            tail = types[end_of_part:end_of_unit]
+            return len(tail) if types[end : end + len(tail)] == tail else 0
+    return 0
 
 
 def _weighted(calls, inputs) -> set:

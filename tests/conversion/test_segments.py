@@ -58,6 +58,33 @@ def test_ends_of_blocks_that_stand_on_the_inputs():
     assert ends_of_blocks(keras.Model(inputs, layers.Dense(1)(x))) == {3, 7}
 
 
+def post_norm(blocks, head=True):
+    """Attention, a product and a sum each with a normalization behind its sum: seven calls a block, behind call 0."""
+    x = inputs = keras.Input((6, 4))
+    x = layers.Dense(4)(x)
+    for _ in range(blocks):
+        x = layers.LayerNormalization()(layers.Add()([x, layers.MultiHeadAttention(1, 4)(x, x)]))
+        x = layers.LayerNormalization()(layers.Add()([x, layers.Dense(4)(layers.Dense(8, "relu")(x))]))
+    return keras.Model(inputs, layers.Dense(1)(x) if head else x)
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_the_last_block_ends_in_what_the_others_end_in(head):
+    assert ends_of_blocks(post_norm(1, head)) == set()
+    assert ends_of_blocks(post_norm(2, head)) == {0, 7, 14}
+    assert ends_of_blocks(post_norm(4, head)) == {0, 7, 14, 21, 28}
+
+
+def test_what_no_block_ends_in_stands_behind_the_last():
+    # Calls 1 to 4 are a block; a pooling is not the activation that ends the others.
+    x = inputs = keras.Input((8, 4))
+    x = layers.Dense(4)(x)
+    for i in range(3):
+        x = layers.Add()([x, layers.Dense(4)(layers.ReLU()(x))])
+        x = layers.GlobalMaxPooling1D(keepdims=True)(x) if i == 2 else layers.ELU()(x)
+    assert ends_of_blocks(keras.Model(inputs, layers.Dense(1)(x))) == {0, 4, 8}
+
+
 def test_an_input_that_leads_past_the_blocks_does_not_hide_them():
     x = inputs = keras.Input((4,))
     x = layers.Dense(4)(x)
