@@ -398,6 +398,13 @@ def copy_mask(source, target):
     set_mask(target, get_mask(source))
 
 
+def cast_with_mask(tensor, dtype: str):
+    """Returns `tensor` in `dtype`, with the mask it carries."""
+    output = keras.ops.cast(tensor, dtype)
+    copy_mask(tensor, output)
+    return output
+
+
 def has_logits(tensor) -> bool:
     """Whether `tensor` holds probabilities whose logits the crossentropy will find.
 

@@ -17,9 +17,9 @@ from mpkeras.conversion.bias_sums import BIAS_IN_FLOAT32, sum_bias_in_float32, s
 from mpkeras.conversion.float8 import IN_FLOAT8, multiply_in_float8
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
 from mpkeras.conversion.mixing import name_mixed_dtypes
-from mpkeras.conversion.outputs import compute_metrics_in_float32, return_float32, widen
+from mpkeras.conversion.outputs import compute_metrics_in_float32, return_float32
 from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype, widen
 from mpkeras.policies.heads import has_own_call, has_own_step, models_used_by
 from mpkeras.policies.own_state import callers_of, kept_for_state
 from mpkeras.policies.rules import is_quantized
@@ -156,9 +156,7 @@ def _return_to_caller(layer, dtype: str):
     def as_caller(value):
         if tensor_dtype(value) not in ("float32", *SIXTEEN_BIT_DTYPES) or tensor_dtype(value) == dtype:
             return value
-        output = ops.cast(value, dtype)
-        _keras.copy_mask(value, output)
-        return output
+        return _keras.cast_with_mask(value, dtype)
 
     # It may have returned another dtype so far.
     restore(layer, "call", kind="caller")

@@ -12,7 +12,7 @@ import keras
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
 from mpkeras.conversion.mixing import in_silence
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
 from mpkeras.policies.heads import Flow, Heads, heads_in_flow
 from mpkeras.policies.rules import is_quantized
 
@@ -21,15 +21,6 @@ CAST_NAME = "mpkeras_float32_output"
 
 # The part of the active backend: only that may be imported.
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
-
-
-def widen(value):
-    """Returns a 16-bit tensor in float32, with its mask; anything else as it is."""
-    if tensor_dtype(value) not in SIXTEEN_BIT_DTYPES:
-        return value
-    widened = keras.ops.cast(value, "float32")
-    _keras.copy_mask(value, widened)
-    return widened
 
 
 def return_float32(layer):

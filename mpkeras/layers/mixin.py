@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, float_dtype, tensor_dtype
+from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, float_dtype, widen
 from mpkeras.policies.registry import global_in_scope, global_policy
 
 if TYPE_CHECKING:
@@ -186,8 +186,4 @@ def _widen(value):
         return value
     if isinstance(value, (np.ndarray, np.generic)):
         return value.astype("float32") if value.dtype.name in SIXTEEN_BIT_DTYPES else value
-    if tensor_dtype(value) not in SIXTEEN_BIT_DTYPES:
-        return value
-    widened = ops.cast(value, "float32")
-    _keras.copy_mask(value, widened)
-    return widened
+    return widen(value)

@@ -6,6 +6,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from mpkeras import _keras
+
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
 # Weights and optimizer state may be stored in it to save memory. The range of float16 is too small.
@@ -77,6 +79,11 @@ def tensor_dtype(value) -> str | None:
     if ops.is_tensor(value) or isinstance(value, keras.KerasTensor):
         return keras.backend.standardize_dtype(value.dtype)
     return None
+
+
+def widen(value):
+    """Returns a 16-bit tensor in float32, with its mask; anything else as it is."""
+    return _keras.cast_with_mask(value, "float32") if tensor_dtype(value) in SIXTEEN_BIT_DTYPES else value
 
 
 def bytes_of(shape, dtype: str) -> int:

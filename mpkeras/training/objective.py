@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from mpkeras import _keras
+from mpkeras.policies.dtypes import widen
 from mpkeras.training import training_backend
 
 
@@ -40,7 +40,7 @@ class Objective:
                 tensor for all of them, or `None`.
             model_losses: List of tensors of any shape, `model.losses`; summed, as `fit` does.
         """
-        y_pred = keras.tree.map_structure(_in_float32, y_pred)
+        y_pred = keras.tree.map_structure(widen, y_pred)
         losses = []
         if self._losses is not None:
             losses = [loss(*arguments) for loss, *arguments in _by_output(self._losses, y, y_pred, sample_weight)]
@@ -169,11 +169,3 @@ def _by_output(functions, y, y_pred, sample_weight):
     for key, function in functions.items():
         weight = sample_weight[key] if isinstance(sample_weight, (dict, list, tuple)) else sample_weight
         yield function, y[key], outputs[key], weight
-
-
-def _in_float32(tensor):
-    if keras.backend.standardize_dtype(tensor.dtype) not in ("float16", "bfloat16"):
-        return tensor
-    wide = ops.cast(tensor, "float32")
-    _keras.copy_mask(tensor, wide)
-    return wide

@@ -97,6 +97,8 @@ class FirstSteps:
         """
         held = training_backend.HeldState(self.model, state)
         optimizers = self._optimizers()
+        for optimizer in optimizers:
+            _note_steps_before_scale(optimizer, held)
         waiting = [optimizer for optimizer in optimizers if _awaits_first_step(optimizer, held)]
         if not waiting:
             self.are_over = True
@@ -234,31 +236,40 @@ def _awaits_first_step(optimizer, held) -> bool:
     """Whether no step has counted at the scale of `optimizer`, which is where its rule begins.
 
     Only what files hold decides: a training that goes on from a file decides as one that never stopped. Steps that
-    counted elsewhere are noted in the optimizer's record.
+    counted elsewhere are in the optimizer's record.
     """
-    if not optimizer.dynamic:
+    if not optimizer.dynamic or held.number(optimizer.accepted_steps) != optimizer.record.steps_before_scale:
         return False
-    steps = held.number(optimizer.accepted_steps)
-    has_counted = steps != optimizer.record.steps_before_scale
     if not optimizer.scale_state:
-        return not has_counted
+        return True
     rule = optimizer.loss_scale_rule
-    expected = rule.initial_state()
-    present = {name: held.number(optimizer.scale_state[name]) for name in expected}
-    if has_counted:
-        # `iterations` may come from elsewhere: from a file of a training in float32, or from the user, for a schedule.
-        # A step that counts at the scale moves the rule's state, and only a skipped step moves it back. A window
-        # counts its steps itself.
-        is_moved = present != expected or held.number(optimizer.skipped_steps)
-        if is_moved or optimizer.window is not None or _after(rule, expected, is_finite=True) == expected:
-            return False
-        optimizer.record.steps_before_scale = steps
+    expected, present = rule.initial_state(), _scale_state(optimizer, held)
     # The scale has backed off once for each batch that no scale cured.
     for _ in range(MOST_LOST):
         if present == expected:
             return True
         expected = _after(rule, expected, is_finite=False)
     return False
+
+
+def _note_steps_before_scale(optimizer, held):
+    """Notes the counted steps of an optimizer whose scale has not moved: they counted elsewhere.
+
+    `iterations` may come from a file of a training in float32, or from the user, for a schedule. A step that counts at
+    the scale moves the state of its rule, and only a skipped step moves it back. A window counts its steps itself.
+    """
+    if not optimizer.dynamic or not optimizer.scale_state or optimizer.window is not None:
+        return
+    rule = optimizer.loss_scale_rule
+    initial = rule.initial_state()
+    if _after(rule, initial, is_finite=True) == initial or held.number(optimizer.skipped_steps):
+        return
+    if _scale_state(optimizer, held) == initial:
+        optimizer.record.steps_before_scale = held.number(optimizer.accepted_steps)
+
+
+def _scale_state(optimizer, held) -> dict:
+    return {name: held.number(optimizer.scale_state[name]) for name in optimizer.loss_scale_rule.initial_state()}
 
 
 def is_stuck(optimizer) -> bool:
