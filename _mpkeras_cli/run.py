@@ -33,7 +33,11 @@ needs one line instead, before its models are built: `mpkeras.set_global_policy(
         "`mpkeras.set_global_policy` or `keras.config.set_dtype_policy`, or MPKERAS_POLICY",
     )
     option("script", metavar="SCRIPT", help="a Python file")
-    option("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="what the program finds in `sys.argv`")
+    arguments = option(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="what the program finds in `sys.argv`"
+    )
+    # `argparse` takes an empty rest for enough, and yet names it beside a script that is missing.
+    arguments.required = False
 
 
 def _run(args) -> int:

@@ -143,9 +143,12 @@ def test_a_program_may_choose_a_backend_that_is_installed(tmp_path):
     [
         pytest.param(["none.py"], "expected a Python file, received 'none.py'", id="no file"),
         pytest.param(["--policy", "mixed_flot16", __file__], "Did you mean 'mixed_float16'?", id="unknown policy"),
-        pytest.param([], "SCRIPT", id="no script"),
         pytest.param(["--polcy", "float32", __file__], "--polcy", id="unknown option"),
     ],
 )
 def test_run_names_bad_input_in_one_line(capsys, arguments, expected):
     assert expected in failing_line(capsys, "run", *arguments)
+
+
+def test_run_asks_for_a_script_and_for_no_arguments(capsys):
+    assert failing_line(capsys, "run", "--policy", "float32").endswith("required: SCRIPT")
