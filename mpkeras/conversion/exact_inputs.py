@@ -40,6 +40,8 @@ _OF_NO_RAW_DATA = ("Softmax",)
 
 def only_moves(layer) -> bool:
     """Whether a stock layer returns numbers that it was given, and no others but zeros."""
+    if isinstance(layer, keras.layers.TimeDistributed):
+        return only_moves(layer.layer)
     if isinstance(layer, keras.layers.Activation):
         return layer.activation is keras.activations.linear
     return isinstance(layer, MOVING)
@@ -118,8 +120,8 @@ class _Walk:
         self.seen.add(id(model))
         for node in _keras.nodes_of(_keras.graph_of(model)):
             layer = node.operation
-            if _keras.graph_of(layer) is not None:
-                self.look_at(layer, (*calls, node))
+            if _graph_run_by(layer) is not None:
+                self.look_at(_model_run_by(layer), (*calls, node))
                 continue
             end = self._end(node)
             if end is None:
@@ -152,14 +154,16 @@ class _Walk:
             if not calls:
                 return True
             *around, call = calls
-            graph = _keras.graph_of(call.operation)
-            inputs = keras.tree.flatten(_keras.input_structure(graph))
+            inputs = keras.tree.flatten(_keras.input_structure(_graph_run_by(call.operation)))
             tensors_by_input = dict(zip(map(id, inputs), call.input_tensors, strict=False))
-            return id(tensor) in tensors_by_input and self._comes_from_input(
-                tensors_by_input[id(tensor)], tuple(around), end
-            )
+            given = tensors_by_input.get(id(tensor))
+            if given is None or not self._comes_from_input(given, tuple(around), end):
+                return False
+            if _model_run_by(call.operation) is not call.operation:
+                self._keep(call.operation, end)
+            return True
         node = _keras.node_of(layer, node_index)
-        graph = _keras.graph_of(layer)
+        graph = _graph_run_by(layer)
         if graph is not None:
             outputs = dict(zip(map(id, node.outputs), keras.tree.flatten(_keras.output_structure(graph)), strict=True))
             return self._comes_from_input(outputs[id(tensor)], (*calls, node), end)
@@ -172,7 +176,10 @@ class _Walk:
         return True
 
     def _keep(self, layer, end):
-        if isinstance(layer, keras.layers.TimeDistributed):
+        if _graph_run_by(layer) is not None:
+            # `TimeDistributed` casts what it hands on. The layers of a model in it cast for themselves.
+            layers = [layer]
+        elif isinstance(layer, keras.layers.TimeDistributed):
             # It casts what it hands on, and the layer in it computes in the dtype of this one.
             layers = _keras.flatten_layers(layer, include_self=True)
         else:
@@ -180,6 +187,17 @@ class _Walk:
         for inner in layers:
             reason = f"it hands numbers on and {end.what}: 2049 would be 2048 in float16, 257 would be 256 in bfloat16"
             self.found.setdefault(id(inner), (inner, end.name, reason))
+
+
+def _model_run_by(operation):
+    """Returns the layer whose `call` an operation of a graph runs: that in a `TimeDistributed`, else itself."""
+    while isinstance(operation, keras.layers.TimeDistributed):
+        operation = operation.layer
+    return operation
+
+
+def _graph_run_by(operation):
+    return _keras.graph_of(_model_run_by(operation))
 
 
 def _passes(layer, end) -> bool:

@@ -18,11 +18,15 @@ STATE_RULE = "writes state"
 REMAT_RULE = "keras.remat"
 # How a `keras.Variable` is given another value.
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
+# The tensor of a `keras.Variable`. On torch its methods that end in "_" write into it: inside `call` into a copy.
+_TENSOR = ("value", "data")
 # The instructions that look up an attribute: of Python 3.10 and 3.11 the second, too.
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 # Writes to a user's variable by these packages are looked for in the code that calls them.
 _FOREIGN = frozenset({"keras", "mpkeras", "tensorflow", "jax", "jaxlib", "flax", "torch", "numpy", "ml_dtypes"})
 _FOREIGN |= sys.stdlib_module_names - {"__main__"}
+# Keras' layers around a function that is given a state and returns the next one.
+_WITH_STATE = (keras.layers.JaxLayer,) if hasattr(keras.layers, "JaxLayer") else ()
 
 
 class _Write(NamedTuple):
@@ -60,12 +64,14 @@ def kept_for_state(model) -> dict:
     survey = Survey.of(model)
     layers = survey.layers
     for layer in layers:
-        if has_own_call(layer):
+        if not is_graph(layer):
             reach = _Reach(layer)
             states = _states_written(layer, reach)
             if states:
                 reason = f"{_sentence(states)} in its `call`: 16 bits lose what is added to it"
                 rules_by_layer[id(layer)] = layer, STATE_RULE, reason
+            elif not has_own_call(layer):
+                continue
             elif reach.recomputes and (not layer.built or any(map(_is_cast, _keras.own_variables(layer)))):
                 rules_by_layer[id(layer)] = (
                     layer,
@@ -125,6 +131,9 @@ def _states_written(layer, reach) -> list[str]:
         is_unknown = not (values and all(map(_is_known, values)))
         if any(map(_is_cast, values)) or (is_unknown and (not layer.built or reach.holds_cast_variable())):
             names[f"'{write.attribute}'"] = None
+    # Keras' own `call` assigns what the function of its user's returns.
+    if isinstance(layer, _WITH_STATE) and any(map(_is_cast, keras.tree.flatten(layer.state))):
+        names["'state'"] = None
     return [*names, *(f"'{name}'" for name in reach.metrics)]
 
 
@@ -173,6 +182,9 @@ class _Reach:
         for base in type(layer).__mro__:
             # `super().call`, too.
             self._look_at(vars(base).get("call"))
+        # What Keras' own `call` runs of its user's: an activation, a method that a subclass has of its own.
+        for name in _named_by_stock_call(next(base for base in type(layer).__mro__ if _is_foreign(base))):
+            self._ask(layer, name)
         self._follow()
 
     def values_of(self, name: str) -> list:
@@ -324,6 +336,30 @@ def _own_attributes(owner) -> dict:
     return {**modules, **attributes} if isinstance(modules, dict) else dict(attributes)
 
 
+@functools.lru_cache(maxsize=1024)
+def _named_by_stock_call(cls) -> frozenset:
+    """Returns what the `call` of a class of Keras names, and the methods of the class that it runs."""
+    names: set[str] = set()
+    waiting = ["call"]
+    while waiting:
+        name = waiting.pop()
+        functions = [vars(base).get(name) for base in cls.__mro__]
+        codes = [_code_of(function.__code__) for function in functions if isinstance(function, types.FunctionType)]
+        new = {named for code in codes for named in code.names} - names
+        names |= new
+        waiting += new
+    return frozenset(names)
+
+
+def _written_by(method: str, owners):
+    """Returns what `method` writes: one of `owners`, the instructions for `self`, `mean` and `value`; or `None`."""
+    if method in _ASSIGNMENTS:
+        return owners[-1]
+    if owners[-1].argval not in _TENSOR or not method.endswith("_") or method.startswith("_"):
+        return None
+    return next((owner for owner in reversed(owners) if owner.argval not in _TENSOR), None)
+
+
 @functools.lru_cache(maxsize=4096)
 def _code_of(code: types.CodeType) -> _Code:
     names: set[str] = set()
@@ -333,12 +369,15 @@ def _code_of(code: types.CodeType) -> _Code:
         part = waiting.pop()
         names.update(part.co_names)
         waiting += [constant for constant in part.co_consts if isinstance(constant, types.CodeType)]
-        previous = None
+        # Of the expression so far, the instructions that name what it is about.
+        previous: list = []
         for instruction in dis.get_instructions(part):
-            if instruction.opname in _ATTRIBUTES and instruction.argval in _ASSIGNMENTS and previous is not None:
-                is_named = previous.opname in (*_ATTRIBUTES, "LOAD_GLOBAL", "LOAD_DEREF")
+            is_attribute = instruction.opname in _ATTRIBUTES
+            if is_attribute and previous:
+                written = _written_by(instruction.argval, previous)
                 # A method of a layer that is called so is among the code that is read.
-                if previous.argval != "self":
-                    writes.append(_Write(previous.argval if is_named else None, code.co_name))
-            previous = instruction
+                if written is not None and written.argval != "self":
+                    is_named = written.opname in (*_ATTRIBUTES, "LOAD_GLOBAL", "LOAD_DEREF")
+                    writes.append(_Write(written.argval if is_named else None, code.co_name))
+            previous = [*previous, instruction] if is_attribute else [instruction]
     return _Code(frozenset(names), tuple(writes))

@@ -114,10 +114,21 @@ def _arrays(structure) -> list:
 def _lost(array, dtype: str) -> tuple[float, float] | None:
     """Returns a whole number of an array and what `dtype` makes of it, if that is another one; `None` if there is none.
 
-    An array of whole numbers alone counts, and a column of them beside others: in a table one may be an id.
+    An array of whole numbers alone counts, and a column of them beside others, along whichever axis: in a table one may
+    be an id.
     """
     array = np.asarray(array)
-    columns = array.reshape(-1, array.shape[-1]) if array.ndim > 1 else array.reshape(-1, 1)
+    if array.ndim < 2:
+        return _lost_in_columns(array.reshape(-1, 1), dtype)
+    # The last axis first: most tables have their columns there.
+    for axis in reversed(range(1, array.ndim)):
+        lost = _lost_in_columns(np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis]), dtype)
+        if lost is not None:
+            return lost
+    return None
+
+
+def _lost_in_columns(columns, dtype: str) -> tuple[float, float] | None:
     if not columns.size:
         return None
     limit = 2.0 ** (ml_dtypes.finfo(dtype).nmant + 1)
@@ -132,7 +143,7 @@ def _lost(array, dtype: str) -> tuple[float, float] | None:
         with np.errstate(over="ignore"):
             rounded = values.astype(dtype).astype("float64")
         is_lost = np.abs(rounded - values) >= 0.5
-        if array.dtype.kind == "f":
+        if columns.dtype.kind == "f":
             is_lost &= np.abs(values) < _ALL_WHOLE
         if is_lost.any():
             first = int(np.argmax(is_lost))
@@ -246,11 +257,20 @@ def _casts_to_16_bits(layer) -> bool:
 
 def _reads(layer) -> bool:
     """Whether the arithmetic of a layer is the user's own, or is a difference, in which nothing is weighed."""
-    if isinstance(layer, keras.layers.TimeDistributed):
-        return _reads(layer.layer) or reads_names(layer.layer)
-    if isinstance(layer, keras.layers.RNN):
-        return has_own_call(layer.cell)
-    return has_own_call(layer) or isinstance(layer, (*_OF_USERS, keras.layers.Subtract))
+    if has_own_call(layer) or isinstance(layer, (*_OF_USERS, keras.layers.Subtract)):
+        return True
+    # What Keras' own layers are given they hand to those inside: a wrapper, an `RNN`, a model in one of them.
+    return any(_reads(inner) or reads_names(inner) for inner in _given_the_same(layer))
+
+
+def _given_the_same(layer) -> list:
+    """Returns the layers inside `layer` to which it may hand what it is given itself."""
+    graph = _keras.graph_of(layer)
+    if graph is None:
+        return [] if isinstance(layer, keras.Model) else _keras.direct_sublayers(layer)
+    inputs = {id(tensor) for tensor in keras.tree.flatten(_keras.input_structure(graph))}
+    nodes = [node for node in _keras.nodes_of(graph) if inputs.intersection(map(id, node.input_tensors))]
+    return [node.operation for node in nodes if isinstance(node.operation, keras.layers.Layer)]
 
 
 def _reads_names(layer) -> bool:

@@ -62,6 +62,16 @@ GRAPHS = {
     "TimeDistributed": lambda: of_one_input(
         lambda x: layers.TimeDistributed(layers.Embedding(6000, 1, "zeros"), name="moving")(layers.Reshape((4, 1))(x))
     ),
+    "a model in TimeDistributed": lambda: of_one_input(
+        lambda x: layers.TimeDistributed(of_one_input(table, (2,)), name="moving")(layers.Reshape((2, 2))(x))
+    ),
+    "made by a model in TimeDistributed": lambda: of_one_input(
+        lambda x: table(
+            layers.TimeDistributed(of_one_input(lambda t: ops.flip(t, axis=1), (2,)), name="moving")(
+                ops.reshape(x, (-1, 2, 2))
+            )
+        )
+    ),
 }
 
 
@@ -158,6 +168,22 @@ def row_of(model, name):
             lambda x: layers.Dense(2)(layers.Normalization(mean=7e4, variance=1e6)(moved(x))),
             "Normalization",
             id="by a rule",
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(
+                layers.Discretization(bin_boundaries=[2048.5])(
+                    layers.TimeDistributed(layers.Flatten(), name="moving")(layers.Reshape((2, 1, 2))(x))
+                )
+            ),
+            "Discretization",
+            id="by a rule, in TimeDistributed",
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(
+                layers.TimeDistributed(of_one_input(layers.Dense(3), (2,)), name="moving")(layers.Reshape((2, 2))(x))
+            ),
+            None,
+            id="weighed by a model in TimeDistributed",
         ),
         pytest.param(lambda x: layers.Dense(2)(moved(x)), None, id="weighed"),
         pytest.param(lambda x: layers.Dense(2, "softmax")(moved(x)), None, id="a head"),

@@ -308,6 +308,59 @@ class OfAGlobal(layers.Layer):
         return x
 
 
+class InPlace(Stateful):
+    """As torch writes."""
+
+    def call(self, x):
+        self.mean.value.mul_(0.99).add_(0.01 * x.mean(0))
+        self.steps.value.data.copy_(x)
+        return x
+
+
+class Observed(layers.Dense):
+    """Keras' own `call` runs a method of its user's."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.steps = self.add_weight(shape=(), initializer=COUNTER, trainable=False, name="steps")
+        self.activation = self.observe
+
+    def observe(self, x):
+        self.steps.assign_add(1.0)
+        return ops.relu(x)
+
+
+class Watched(layers.EinsumDense):
+    """Of the methods, Keras' own `call` runs none that writes."""
+
+    def __init__(self):
+        super().__init__("ab,bc->ac", output_shape=3, activation=lambda x: x * 2)
+
+    def forget(self):
+        self.kernel.assign(self.kernel * 0.0)
+
+
+class Recording(layers.GRUCell):
+    def __init__(self):
+        super().__init__(2)
+        self.drawn = keras.Variable(0.0, trainable=False)
+
+    def get_dropout_mask(self, x):
+        self.drawn.assign(self.drawn + 1.0)
+        return super().get_dropout_mask(x)
+
+
+class Peak:
+    """An activation that is an object."""
+
+    def __init__(self):
+        self.highest = keras.Variable(0.0, trainable=False)
+
+    def __call__(self, x):
+        self.highest.assign(ops.maximum(self.highest, ops.max(x)))
+        return x
+
+
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
@@ -318,8 +371,14 @@ class OfAGlobal(layers.Layer):
         (InCondition, "'steps'"),
         (Inherited, "'steps', 'mean'"),
         (OfAGlobal, "'GLOBAL'"),
+        (InPlace, "'mean', 'steps'"),
+        (lambda: Observed(3), "'steps'"),
+        (Recording, "'drawn'"),
+        (lambda: layers.Conv1D(3, 1, activation=Peak()), "'highest'"),
         (lambda: layers.Lambda(lambda x: x + GLOBAL.assign_add(1.0)), "'GLOBAL'"),
         (Holder, None),
+        (Watched, None),
+        (lambda: layers.Dense(3, activation=keras.activations.gelu), None),
         (OfOwnMethod, None),
         (Counting, None),
         (Uncast, None),
@@ -329,11 +388,35 @@ class OfAGlobal(layers.Layer):
 def test_what_a_call_writes(made, expected):
     layer = made()
     if not isinstance(layer, layers.Lambda):
-        layer.build((None, 4))
+        layer.build((None, 5, 4) if isinstance(layer, layers.Conv1D) else (None, 4))
     kept = kept_for_state(layer)
     assert list(kept) == ([] if expected is None else [id(layer)])
     if expected is not None:
         assert f"writes its own state {expected} in its `call`" in kept[id(layer)][2]
+
+
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="Keras has no JaxLayer on torch")
+def test_the_state_of_a_function_of_jax():
+    jnp = pytest.importorskip("jax.numpy")
+
+    def init(rng, inputs):
+        return jnp.ones((4, 3)), {"steps": jnp.full((), float(FIRST_STEP)), "mean": jnp.full((4,), FIRST_MEAN)}
+
+    def call(params, state, inputs):
+        mean = state["mean"] * 0.99 + 0.01 * inputs.mean(0)
+        return inputs @ params, {"steps": state["steps"] + 1, "mean": mean}
+
+    def states(model, policy=None):
+        by_fit(model, policy, door="prepare" if policy else None)
+        return {name: ops.convert_to_numpy(state) for name, state in model.layers[0].state.items()}
+
+    def made():
+        return keras.Sequential([keras.Input((4,)), layers.JaxLayer(call, init), layers.Dense(1)])
+
+    expected = states(made())
+    assert expected["steps"] == FIRST_STEP + STEPS
+    for name, value in states(made(), POLICY).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-6)
 
 
 def test_a_wrapper_follows_the_layer_that_it_runs():

@@ -40,6 +40,14 @@ class Wave(layers.Layer):
         return ops.sin(steps * 0.1)
 
 
+@keras.saving.register_keras_serializable("tests")
+class Adding(layers.SimpleRNNCell):
+    """A user's cell, which adds up what it is given."""
+
+    def call(self, x, states, training=False):
+        return x + states[0], [x + states[0]]
+
+
 class Calling(keras.Model):
     """Hands what it is called with to `reading`, which `take` takes it from."""
 
@@ -53,6 +61,11 @@ class Calling(keras.Model):
         x = x if self.before is None else self.before(x)
         x = self.head(self.reading(x))
         return ops.sum(ops.cast(x, "float32"), axis=tuple(range(1, len(x.shape))))
+
+
+def around(layer):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, layer(inputs))
 
 
 def functional(reading, shape=(3,), before=None):
@@ -160,6 +173,27 @@ def test_the_remedy_that_is_named_trains_the_rows_of_float32(policy):
             id="on the way to an Embedding",
         ),
         pytest.param(
+            lambda: functional(Wave(name="wave"), (2, 3)),
+            np.stack([CODES, CODES * 0.3], axis=1),
+            "wave",
+            "wave",
+            id="a row of it",
+        ),
+        pytest.param(
+            lambda: functional(layers.TimeDistributed(around(Wave()), name="spread"), (1, 3)),
+            CODES[:, None],
+            "spread",
+            "spread",
+            id="in a model in TimeDistributed",
+        ),
+        pytest.param(
+            lambda: functional(layers.Bidirectional(layers.RNN(Adding(3)), name="both"), (1, 3)),
+            CODES[:, None],
+            "both",
+            "both",
+            id="a cell in Bidirectional",
+        ),
+        pytest.param(
             lambda: functional(Wave(name="wave"), (4,)),
             np.concatenate([CODES, [[0.5], [0.7]]], axis=1),
             "wave",
@@ -231,6 +265,14 @@ PRICES = np.array([[81234.0, 2051.0, 1999.0], [9.0, 4097.0, 12345.0]], "float32"
         ),
         pytest.param(lambda: functional(layers.Conv1D(2, 2), (3, 1)), PRICES[..., None], id="what a Conv1D weighs"),
         pytest.param(lambda: functional(Wave()), PRICES + 0.25, id="not whole"),
+        pytest.param(
+            lambda: functional(layers.TimeDistributed(keras.Sequential([layers.Dense(3), Wave()])), (1, 3)),
+            PRICES[:, None],
+            id="weighed in TimeDistributed",
+        ),
+        pytest.param(
+            lambda: functional(layers.Bidirectional(layers.GRU(2)), (1, 3)), PRICES[:, None], id="weighed by a GRU"
+        ),
         pytest.param(lambda: functional(Wave()), PRICES * 2.0**24, id="so large that all are whole"),
         pytest.param(lambda: functional(layers.Rescaling(1e-4)), PRICES, id="a float32 layer"),
         pytest.param(lambda: functional(Wave(), before=layers.Rescaling(1e-4)), PRICES, id="made small before"),
