@@ -318,6 +318,22 @@ def weights_of_factors(optimizer) -> dict:
     return {id(factor): weight for factor, weight in pairs if factor is not None}
 
 
+def config_for_every_backend(config):
+    """Returns the serialized optimizer `config` with the public classes of Keras, in it and in optimizers inside.
+
+    On torch `keras.optimizers.Adam` and eight others make objects of classes of torch's own, by whose names Keras
+    serializes them. Elsewhere such an object is made as well, if torch is there, and fails at its first step.
+    """
+    if isinstance(config, list):
+        return [config_for_every_backend(value) for value in config]
+    if not isinstance(config, dict):
+        return config
+    config = {key: config_for_every_backend(value) for key, value in config.items()}
+    if str(config.get("module")).startswith("keras.src.backend.torch.optimizers."):
+        config |= {"module": "keras.optimizers", "registered_name": None}
+    return config
+
+
 def variable_keys(optimizer, variables) -> list:
     """Returns by what an optimizer knows variables: on TensorFlow the names of native ones, others after `retype`."""
     return [optimizer._var_key(variable) for variable in variables]

@@ -14,6 +14,8 @@ from mpkeras.scaling.small_state import following
 _STORED = (SMALL_DTYPE, "float32", "float64")
 # Of the standard deviation: by more, a rounded mean moves outputs further than bfloat16 rounds them.
 _LARGEST_SHIFT = 2**-7
+# The attributes of a layer that has them: `Embedding` or others.
+_OF_LORA = ("lora_embeddings_a", "lora_embeddings_b", "lora_kernel_a", "lora_kernel_b")
 
 
 def store(model, dtypes):
@@ -29,7 +31,8 @@ def store_weights(model, optimizers):
 
     A layer that computes in float32 from now on has all of its variables in float32. Of one that only trains in
     float32, frozen weights stay small: they need no room for updates. In bfloat16 a layer has its weights, trained or
-    frozen; statistics stay in float32. The state of `optimizers` that are built on the weights follows.
+    frozen; statistics and the matrices of LoRA stay in float32. The state of `optimizers` that are built on the weights
+    follows.
     """
     conversion = conversion_of(model)
     rows, conversion.unstored = conversion.unstored, []
@@ -66,6 +69,10 @@ def _weight_dtypes(rows) -> list:
     for row in rows:
         dtype = row.after.variable_dtype
         weights = [v for v in _keras.own_weights(row.layer) if not _keras.overwrites_with_gradient(v)]
+        if dtype == SMALL_DTYPE:
+            # Keras makes LoRA's matrices in float32 under every policy: those of a layer that had them before, too.
+            adapters = {id(getattr(row.layer, name, None)) for name in _OF_LORA}
+            weights = [v for v in weights if id(v) not in adapters]
         variables = weights if dtype == SMALL_DTYPE else _keras.own_variables(row.layer)
         if row.after.compute_dtype in SIXTEEN_BIT_DTYPES and dtype == "float32":
             frozen = {id(v) for v in weights if not (v.trainable and row.layer.trainable)}

@@ -21,7 +21,7 @@ _NEVER = 2**31 - 1
 
 def config_of(optimizer) -> dict:
     """Returns the configuration of a `LossScaleOptimizer`, from which plain Keras makes its own."""
-    inner_config = keras.saving.serialize_keras_object(optimizer.inner_optimizer)
+    inner_config = _keras.config_for_every_backend(keras.saving.serialize_keras_object(optimizer.inner_optimizer))
     if optimizer.window is not None:
         # Of this optimizer's `accumulate`, too: stock Keras reads it there.
         inner_config["config"]["gradient_accumulation_steps"] = optimizer.gradient_accumulation_steps
@@ -82,6 +82,8 @@ def optimizer_from(optimizer_class, config: dict, custom_objects=None):
         window = settings["gradient_accumulation_steps"] or 1, config.pop("on_overflow", "drop_micro")
         settings["gradient_accumulation_steps"] = config.pop("inner_accumulation")
         inner_config = {**inner_config, "config": settings}
+    # Files that an earlier version wrote on torch.
+    inner_config = _keras.config_for_every_backend(inner_config)
     inner_optimizer = keras.saving.deserialize_keras_object(inner_config, custom_objects=custom_objects)
     noted = {
         "rule_is_chosen_by_prepare": config.pop("chosen_by_prepare", False),

@@ -80,6 +80,51 @@ def test_plain_keras_makes_its_own_optimizer_of_the_config(make, initial_scale, 
 
 
 @pytest.mark.backends("tensorflow")
+def written_on_torch(config):
+    """The config of optimizers as Keras writes it on torch: by the names of classes that are there alone."""
+    if isinstance(config, list):
+        return [written_on_torch(value) for value in config]
+    if not isinstance(config, dict):
+        return config
+    config = {key: written_on_torch(value) for key, value in config.items()}
+    name = config.get("class_name")
+    if name in ("Nadam", "RMSprop"):
+        config |= {"module": f"keras.src.backend.torch.optimizers.torch_{name.lower()}", "registered_name": name}
+    return config
+
+
+def one_optimizer():
+    return keras.optimizers.RMSprop(0.125, momentum=0.5)
+
+
+def two_optimizers():
+    two = keras.optimizers.OptimizerMap(keras.optimizers.Nadam(0.5))
+    two["last"] = one_optimizer()
+    return keras.optimizers.MultiOptimizer(two)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        one_optimizer,
+        pytest.param(
+            two_optimizers,
+            marks=pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in this Keras"),
+        ),
+    ],
+)
+def test_what_was_written_on_torch_trains_on_every_backend(make):
+    first = LossScaleOptimizer(make(), loss_scale=None)
+    config = keras.saving.serialize_keras_object(first)
+    assert "keras.src.backend" not in str(config)
+    again = keras.saving.deserialize_keras_object(written_on_torch(config))
+    weights = []
+    for optimizer in (first, again):
+        weights.append([keras.Variable([1.0, 2.0], name=name) for name in ("first", "last")])
+        optimizer.apply([keras.ops.ones(2)] * 2, weights[-1])
+    assert snapshot(weights[0]) == snapshot(weights[1])
+
+
 def test_a_class_that_extends_ours_is_saved_under_its_own_name():
     @keras.saving.register_keras_serializable("tests")
     class Extended(LossScaleOptimizer):

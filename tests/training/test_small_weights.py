@@ -164,6 +164,24 @@ def test_frozen_weights_and_lora():
     assert np.abs(in_float32(adapters[1])).max() > 0
 
 
+def test_lora_that_was_there_first_stays_in_float32():
+    ids = keras.Input((3,), dtype="int32")
+    rows = keras.layers.Embedding(9, 4, name="table")(ids)
+    model = keras.Model(ids, keras.layers.Dense(2)(keras.layers.Flatten()(keras.layers.Dense(5, name="inner")(rows))))
+    table, inner = model.get_layer("table"), model.get_layer("inner")
+    table.enable_lora(1)
+    inner.enable_lora(2)
+    # Between two numbers of bfloat16, of which the nearer one would be left.
+    inner.lora_kernel_b.assign(np.full((2, 5), 1.001, "float32"))
+    model.compile(keras.optimizers.SGD(0.0, momentum=0.9), "mse")
+    mpkeras.prepare(model, "bfloat16")
+    adapters = [table.lora_embeddings_a, table.lora_embeddings_b, inner.lora_kernel_a, inner.lora_kernel_b]
+    assert dtypes(adapters) == {"float32"} and dtypes([table._embeddings, inner._kernel]) == {"bfloat16"}
+    model.train_on_batch(np.arange(6, dtype="int32").reshape(2, 3), np.ones((2, 2), "float32"))
+    assert np.array_equal(in_float32(inner.lora_kernel_b), np.full((2, 5), 1.001, "float32"))
+    assert {stored_dtype(v) for v in slots(model.optimizer) if "lora" in v.path} == {"float32"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_back", [False, True], ids=["bfloat16", "and back to mixed_bfloat16"])
 def test_weights_that_were_frozen_when_they_became_small_train_once_they_are_freed(is_back):
