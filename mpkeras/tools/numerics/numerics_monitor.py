@@ -164,7 +164,7 @@ class NumericsMonitor(SkippedSteps):
                 continue
             self.last_report = report
             if report.culprit is not None:
-                told = [" ".join([f"{report.culprit.message}.", *report.remedies()[:1]])]
+                told = [f"{report.culprit.message}. {remedy_of_culprit(report)}".strip()]
                 break
             if not all(_is_finite(leaf) for leaf in keras.tree.flatten((y, sample_weight))):
                 told.append("the targets or sample weights are not finite.")
