@@ -241,6 +241,11 @@ def follows_autocast(variable) -> bool:
 # The attribute of a variable behind `follows_autocast`.
 AUTOCAST = "_autocast"
 
+# The attribute behind the public `regularizer` of a variable, and the method by which the `losses` of a layer read it.
+# Read in Keras 3.10 and 3.15.1.
+REGULARIZER = "_regularizer"
+WEIGHT_PENALTIES = "_get_regularization_losses"
+
 
 def float32_policy_named(name: str) -> keras.DTypePolicy:
     """Returns a policy that computes in float32 and has the name of another.

@@ -8,7 +8,9 @@ from typing import Any
 KINDS = {
     "layer": "`call` of a layer: a user's own names the dtypes it mixes, a torch module runs under `torch.autocast`, "
     "and a `Dense` multiplies in float8; a policy alone does none of these. "
-    "`activity_regularizer` and `add_loss` of a 16-bit one: Keras hands them 16-bit outputs, whose squares overflow",
+    "`activity_regularizer` and `add_loss` of a 16-bit one: Keras hands them 16-bit outputs, whose squares overflow. "
+    "`_get_regularization_losses` of a model: regularizers of 16-bit weights are handed float32. `_regularizer` of the "
+    "weights meanwhile",
     "outputs": "`call` of a model of the user's own, and of the models that its step computes with: it returns "
     "float32. `compute_metrics` of a model with a step of its own: metrics are computed in float32",
     "heads": "`call` of a model or layer of the user's own, until it has run once: which of the layers inside makes an "

@@ -260,6 +260,14 @@ def test_losses_of_the_last_call_outlive_another_in_a_scope():
     assert [id(loss) for loss in model.losses] == [id(loss) for loss in losses] and len(losses) == 1
 
 
+def test_the_losses_of_a_model_ask_the_regularizers_of_its_weights_by_one_method():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, kernel_regularizer="l2")])
+    vars(model.layers[0].kernel)[private.REGULARIZER] = lambda value: 3.0
+    assert [float(loss) for loss in model.losses] == [3.0]
+    vars(model)[private.WEIGHT_PENALTIES] = lambda: [5.0]
+    assert model.losses == [5.0]
+
+
 def test_what_is_saved_beside_an_optimizer_is_read_by_whoever_holds_it_and_by_nobody_else(tmp_path):
     def compiled(value=None):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

@@ -55,11 +55,16 @@ def _fitting(model, layer) -> Iterator[str]:
 
 
 def _of_outputs(model, layer) -> Iterator[str]:
-    """Yields the changes by which a `model` with 16-bit layers returns float32, where no graph can end in a cast."""
+    """Yields the changes by which a `model` with 16-bit layers returns float32, where no graph can end in a cast.
+
+    Its losses and its metrics are float32 in the same way.
+    """
     if layer is model and _has_call_without_graph(model) or _is_part(model, layer):
         yield "float32 outputs"
     if isinstance(layer, keras.Model) and has_own_step(layer):
         yield "float32 metrics"
+    if isinstance(layer, keras.Model):
+        yield "penalties of weights in float32"
 
 
 def _is_stock(layer) -> bool:
@@ -132,6 +137,25 @@ def _float32_regularizer(regularizer):
             return getattr(regularizer, name)
 
     return StandIn()
+
+
+def _add_penalties_of_weights_in_float32(model):
+    """Hands the regularizers of weights that are stored in 16 bits float32 copies of them.
+
+    What they return is 16-bit otherwise: rounded, and on TensorFlow nothing that Keras can add to a float32 loss.
+    """
+    penalties = getattr(model, _keras.WEIGHT_PENALTIES)
+
+    def with_copies(variable, regularizer):
+        return lambda value: regularizer(ops.cast(value, "float32"))
+
+    @functools.wraps(penalties)
+    def float32_penalties():
+        small = [v for v in model.trainable_weights if v.regularizer and _keras.stored_dtype(v) in SIXTEEN_BIT_DTYPES]
+        with replaced_on_all(small, _keras.REGULARIZER, with_copies):
+            return penalties()
+
+    replace(model, _keras.WEIGHT_PENALTIES, float32_penalties, kind="layer")
 
 
 def _pass_inputs_on(model):
@@ -270,6 +294,9 @@ class _Change(NamedTuple):
 
 CHANGES = {
     "penalties in float32": _Change(_add_penalties_in_float32, "layer", ("activity_regularizer", "add_loss")),
+    "penalties of weights in float32": _Change(
+        _add_penalties_of_weights_in_float32, "layer", (_keras.WEIGHT_PENALTIES,)
+    ),
     "mixed dtypes named": _Change(name_mixed_dtypes, "layer", ("call",)),
     # A function of torch's part alone.
     "torch.autocast": _Change(lambda layer: _backend.let_module_follow(layer), "layer", ("call",)),

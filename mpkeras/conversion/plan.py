@@ -255,8 +255,11 @@ def layers_of(model) -> list:
 
 
 def compute_dtypes(model) -> set[str]:
-    """Returns what the layers of `model` compute in."""
-    return {layer.compute_dtype for layer in layers_of(model)}
+    """Returns what the layers of `model` compute in.
+
+    An input computes nothing, and may be that of another model, too, which was converted before.
+    """
+    return {layer.compute_dtype for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)}
 
 
 def computes_in(model, dtypes) -> bool:

@@ -919,3 +919,20 @@ def test_double_precision_and_the_way_back():
     own = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2, dtype="float64")])
     mpkeras.apply_policy(own, "mixed_bfloat16")
     assert [layer.compute_dtype for layer in own.layers] == ["bfloat16", "float64"]
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("door", ["prepare", "apply_policy"])
+def test_a_second_model_on_an_input_that_was_converted_with_another_is_converted_too(door):
+    inputs = keras.Input((6,))
+
+    def model(units):
+        model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Dense(units, "relu")(inputs)))
+        model.compile("sgd", "mse")
+        return model
+
+    def converted(model):
+        return getattr(mpkeras, door)(model, "mixed_bfloat16")
+
+    dtypes = [[layer.compute_dtype for layer in converted(model(units)).layers[1:]] for units in (3, 5)]
+    assert dtypes == [["bfloat16", "float32"]] * 2

@@ -6,6 +6,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
+from mpkeras._keras import WEIGHT_PENALTIES
 from mpkeras.callbacks import MixedPrecision
 from tests.sixteen_bits import without_outputs
 from tests.training.one_step import loss_of_one_step
@@ -94,3 +95,28 @@ def test_a_penalty_trains_as_in_float32(policy):
         return np.concatenate([w.ravel() for w in model.get_weights()])
 
     np.testing.assert_allclose(weights(policy), weights("float32"), atol=0.01)
+
+
+@pytest.mark.parametrize(("way", "is_built"), [("fit", False), ("make_train_step", True), ("evaluate", True)])
+def test_a_penalty_of_small_weights_is_that_of_float32(way, is_built):
+    # 771 ones: 772 in bfloat16. The outputs are the labels, so the penalty is all of the loss.
+    options = {"use_bias": False, "kernel_initializer": "ones"}
+    body = layers.Dense(257, kernel_regularizer=keras.regularizers.L2(0.5), **options)
+    model = keras.Sequential([*[keras.Input((3,))] * is_built, body, layers.Dense(1, **options)])
+    x, y = np.ones((1, 3), "float32"), np.full((1, 1), 771.0, "float32")
+    if way == "evaluate":
+        model.compile("sgd", "mse")
+        loss = mpkeras.prepare(model, "bfloat16").evaluate(x, y, verbose=0)
+    else:
+        loss = loss_of_one_step(model, "bfloat16", way, x, y)
+    assert (body.kernel.dtype, loss) == ("bfloat16", 385.5)
+
+
+def test_the_regularizers_of_small_weights_are_as_they_were():
+    regularizer = keras.regularizers.L1(0.25)
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4, kernel_regularizer=regularizer), layers.Dense(1)])
+    mpkeras.apply_policy(model, "bfloat16")
+    assert keras.backend.standardize_dtype(model.losses[0].dtype) == "float32"
+    assert model.layers[0].kernel.regularizer is regularizer
+    mpkeras.apply_policy(model, "float32")
+    assert WEIGHT_PENALTIES not in vars(model)

@@ -32,7 +32,7 @@ from mpkeras.seams import (
 )
 from mpkeras.tools.blackbox.comparison import Comparison, compare_with
 from mpkeras.tools.blackbox.origins import Operation, Origins
-from mpkeras.tools.numerics.numerics import NumericsReport, traced
+from mpkeras.tools.numerics.numerics import NumericsReport, remedy_of_culprit, traced
 from mpkeras.tools.shared.observation import call_of, replaced_calls
 from mpkeras.tools.shared.ranges import is_finite, is_float
 from mpkeras.tools.shared.report import shortened
@@ -294,7 +294,8 @@ class Capsule:
             return f"No 16 bits are at fault: look at what {what}, and add an epsilon or clip it there."
         report = self.trace() if report is None else report
         if report.rules and operation.side == "forward":
-            return report.remedies()[0]
+            # The first one may be of a layer in front, whose gradient is too large for what overflows behind it.
+            return remedy_of_culprit(report) or report.remedies()[0]
         if operation.side == "forward":
             path = re.escape(operation.where or "")
             return f"Keep the layer in float32 with the rule 'path:^{path}$', or train in 'mixed_bfloat16'."

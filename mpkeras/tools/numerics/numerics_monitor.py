@@ -24,7 +24,7 @@ class Finding:
     """What was found when a step was skipped.
 
     Attributes:
-        epoch, batch: Of the step, counted from 0.
+        epoch, batch: Of the step, counted from 0; with `steps_per_execution` the last batch of its execution.
         culprit: A `Culprit`, or `None` where the batch is finite with the weights as they are now.
         report: The `NumericsReport` of the batch; `None` where the model cannot be run on it.
         loss_scale: After the step, of the first optimizer that scales its loss; 1.0 if none does.
@@ -164,12 +164,14 @@ class NumericsMonitor(SkippedSteps):
                 continue
             self.last_report = report
             if report.culprit is not None:
-                told = [" ".join([f"{report.culprit.message}.", *report.remedies()[:1]])]
+                told = [f"{report.culprit.message}. {remedy_of_culprit(report)}".strip()]
                 break
             if not all(_is_finite(leaf) for leaf in keras.tree.flatten((y, sample_weight))):
                 told.append("the targets or sample weights are not finite.")
         what = told[0] if told else "what the layers compute is finite; look at the loss, the metrics and the targets."
-        self._warn_once(("validation", what), f"Validation is not finite from batch {execution.step} on: {what}")
+        several = f"one of the batches {execution.first} to {execution.step}"
+        begin = f"batch {execution.step}" if execution.first == execution.step else several
+        self._warn_once(("validation", what), f"Validation is not finite from {begin} on: {what}")
 
     def on_epoch_end(self, epoch, logs=None):
         self._look_at_executions(ahead=0)
@@ -215,10 +217,12 @@ class NumericsMonitor(SkippedSteps):
         self.findings.append(Finding(self._epoch, execution.step, report.culprit, report, scale))
         self.found(self.findings[-1])
         if report.culprit is None:
-            self._warn(None, execution.step, ": with the weights as they are now its batch is finite.")
+            message = ": with the weights as they are now its batch is finite."
+            self._warn(None, execution.step, message, execution.first)
         elif report.culprit.side != "gradient" or self._in_a_row >= 5:
             where = report.culprit.path or report.culprit.side
-            self._warn(where, execution.step, f": {report.culprit.message}. {remedy_of_culprit(report)}")
+            message = f": {report.culprit.message}. {remedy_of_culprit(report)}"
+            self._warn(where, execution.step, message, execution.first)
 
     def _look_at_finite(self, execution):
         try:
@@ -253,6 +257,7 @@ class NumericsMonitor(SkippedSteps):
             execution.step,
             f": which layer was at fault cannot be said, as {_why_not_run(error)}. {what} "
             "`mpkeras.callbacks.BlackBox` keeps such a step, and `mpkeras replay` names its first bad operation.",
+            execution.first,
         )
 
     def _lost_losses(self):

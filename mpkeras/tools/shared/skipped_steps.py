@@ -90,9 +90,10 @@ class SkippedSteps(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self._precision.on_epoch_end(epoch, logs)
 
-    def _warn(self, key, step: int, message: str):
-        """Warns of a skipped step, once for each `key`."""
-        self._warn_once(key, f"Step {step} of epoch {self._epoch + 1} was skipped{message}".strip())
+    def _warn(self, key, step: int, message: str, first: int | None = None):
+        """Warns of a skipped step, once for each `key`; of one from `first` to `step`, where it is not known which."""
+        which = f"Step {step}" if first in (None, step) else f"A step from {first} to {step}"
+        self._warn_once(key, f"{which} of epoch {self._epoch + 1} was skipped{message}".strip())
 
     def _warn_once(self, key, message: str):
         """Warns once for each `key`."""
@@ -119,6 +120,11 @@ class Execution:
     def batches(self) -> list:
         """The batches that it trained on; empty under a `tf.distribute` strategy with several replicas."""
         return self.read()
+
+    @property
+    def first(self) -> int:
+        """The step of its first batch: another one than `step` with `steps_per_execution`."""
+        return self.step + 1 - max(len(self.batches), 1)
 
 
 class KeptBatches:

@@ -271,6 +271,21 @@ def test_remedies_name_what_helps(tmp_path):
     assert "data" in remedy(faults.model_with(), faults.batch(scale=np.nan))
 
 
+@pytest.mark.backends("tensorflow", "torch")
+def test_the_remedy_is_about_the_layer_that_overflows_and_not_about_one_in_front_whose_gradient_is_large(tmp_path):
+    def dense(value, name):
+        return keras.layers.Dense(4, kernel_initializer=keras.initializers.Constant(value), name=name)
+
+    with mpkeras.policy_scope("mixed_float16"):
+        stack = [keras.Input((4,)), dense(1.0, "front"), dense(6e3, "behind"), dense(1.0, "head")]
+        model = keras.Sequential(stack, name="net")
+    # Outputs of 4 * 4 * 6000; the gradient is larger in float32, as the mean square is of 384000.
+    path, _, _ = skipped_step(tmp_path, model, (np.ones((2, 4)), np.zeros((2, 4))), jit_compile=False)
+    capsule = mpkeras.load_capsule(path)
+    assert capsule.trace().remedies()[0].startswith("Layer 'net/front': its gradient")
+    assert capsule.remedy().startswith("Layer 'net/behind': its output reaches 9.6e+04")
+
+
 @pytest.mark.slow
 def test_the_trace_and_the_comparison_are_of_this_step(tmp_path):
     model = faults.model_with()

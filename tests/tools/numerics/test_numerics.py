@@ -619,3 +619,34 @@ def test_ranges_of_hand_worked_arrays():
         assert np.isinf(np.float16(overflow_limit("float16"))) and np.isfinite(np.float16(65519.0))
     assert overflow_limit("float16") == 65520
     assert np.float16(underflow_limit("float16")) == 0 and np.float16(underflow_limit("float16") * 1.001) > 0
+
+
+class OfTwoMatrices(layers.Layer):
+    """Multiplies by a product of two weights."""
+
+    def build(self, input_shape):
+        self.a = self.add_weight(shape=(input_shape[-1], 257), initializer="ones", name="a")
+        self.b = self.add_weight(shape=(257, 1), initializer="ones", name="b")
+
+    def call(self, x):
+        return ops.matmul(x, ops.matmul(self.a, self.b))
+
+
+def in_bfloat16(layer):
+    model = keras.Sequential([keras.Input((5, 1)), layer, layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return mpkeras.prepare(model, "bfloat16")
+
+
+def test_weights_in_bfloat16_are_read_in_float32_by_the_pass_in_float32():
+    report = mpkeras.trace_numerics(in_bfloat16(OfTwoMatrices()), np.ones((2, 5, 1)), np.ones((2, 5, 1)))
+    of_two = report.layers[0]
+    # 257 is 256 in bfloat16.
+    assert (of_two.compute_dtype, of_two.outputs.max_abs, of_two.true_outputs.max_abs) == ("bfloat16", 256.0, 257.0)
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_cell_that_adds_parts_of_a_bias_in_bfloat16_runs_in_the_pass_in_float32():
+    recurrent = layers.GRU(3, recurrent_initializer="glorot_uniform")
+    report = mpkeras.trace_numerics(in_bfloat16(recurrent), np.ones((2, 5, 1)), np.ones((2, 1)))
+    assert report.culprit is None and 0 < report.layers[0].true_outputs.max_abs < 1

@@ -342,6 +342,21 @@ def test_of_several_steps_the_one_whose_forward_pass_is_not_finite_is_named():
     assert [finding.culprit.side for finding in callbacks[1].findings] == ["input"]
 
 
+@TENSORFLOW_AND_JAX
+@pytest.mark.filterwarnings("ignore:.* steps skipped in epoch", "ignore:In validation")
+def test_of_several_steps_in_one_execution_none_is_said_to_be_the_skipped_one():
+    x, y = np.ones((15, 2), "float32"), np.zeros((15, 1), "float32")
+    x[7] = np.nan
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse", steps_per_execution=3)
+    with pytest.warns(UserWarning) as warned:
+        options = {"batch_size": 3, "shuffle": False, "verbose": 0, "validation_data": (x, y)}
+        model.fit(x, y, callbacks=[NumericsMonitor()], **options)
+    told = [str(w.message).partition(": layer")[0] for w in warned]
+    assert "A step from 0 to 2 of epoch 1 was skipped" in told
+    assert "Validation is not finite from one of the batches 0 to 2 on" in told
+
+
 @SKIPS
 def test_a_model_that_was_trained_before_is_watched_as_well():
     # JAX finds the step that it compiled for the first `fit`, which told nothing of skipped steps.
