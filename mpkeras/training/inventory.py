@@ -164,6 +164,19 @@ def unlisted_states(model) -> list:
     return [state for state in states if id(state) not in listed]
 
 
+def states_of_helpers(model) -> list:
+    """Returns the variables of helper objects that Keras does not list: those of an activation, of a loss."""
+    survey = Survey.of(model)
+    helpers = [holder for holder in holders_of_optimizers(survey) if not isinstance(holder, keras.layers.Layer)]
+    states = [value for helper in helpers for value in _held(helper) if isinstance(value, keras.Variable)]
+    if not states:
+        return []
+    listed = [*survey.model.variables, *survey.model.metrics_variables]
+    listed += [variable for optimizer in all_optimizers(survey) for variable in optimizer.variables]
+    known = {id(variable) for variable in listed}
+    return list({id(state): state for state in states if id(state) not in known}.values())
+
+
 def moving_variables(optimizers, metrics) -> list:
     """Returns the variables that a skipped step changes, and those that count updates; all hold single numbers."""
     moving = []

@@ -17,7 +17,7 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras.policies.loss_scaling import SMALLEST_SCALE, number
 from mpkeras.training import training_backend
-from mpkeras.training.inventory import initial_values, moving_variables, unlisted_states
+from mpkeras.training.inventory import initial_values, moving_variables, states_of_helpers, unlisted_states
 
 # A batch that no scale cures is skipped as ever. After so many of them, batches are not taken again any more.
 MOST_LOST = 2
@@ -170,7 +170,8 @@ class _Before:
         variables = moving_variables(self._optimizers, self._metrics())
         variables += [flag for optimizer in self._optimizers for flag in optimizer.step_outcome]
         if self.are_all:
-            variables += [*self._model.variables, *unlisted_states(self._model), *self._model.metrics_variables]
+            variables += [*self._model.variables, *unlisted_states(self._model), *states_of_helpers(self._model)]
+            variables += self._model.metrics_variables
             variables += [variable for optimizer in self._optimizers for variable in optimizer.variables]
         return list({id(variable): variable for variable in variables}.values())
 

@@ -10,8 +10,10 @@ from mpkeras import _keras
 from mpkeras._replaced import replaced_on_all
 from mpkeras.training import metric_states
 from mpkeras.training.inventory import (
+    layers,
     layers_and_variables,
     non_trainable,
+    states_of_helpers,
     trainable,
     unlisted_states,
     weights_and_others,
@@ -40,7 +42,8 @@ class StepInVariables:
         weights, others = inventory.ask(weights_and_others, layers_and_variables)
         self._watched_weights = weights + trainable(model, others)
         self._natives = self.native_states(model)
-        statistics = [*non_trainable(model, others), *unlisted_states(model), *self._natives]
+        unlisted = [*unlisted_states(model), *inventory.ask(states_of_helpers, layers)]
+        statistics = [*non_trainable(model, others), *unlisted, *self._natives]
         # The statistics, and the weights that layers have written in the step: `(place, value before)`. Frozen ones, as
         # statistics, never become non-finite.
         self._statistics = [self._with_copy(self.place(variable)) for variable in statistics]

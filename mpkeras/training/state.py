@@ -9,7 +9,7 @@ import numpy as np
 
 from mpkeras.policies.dtypes import bytes_of
 from mpkeras.training import training_backend
-from mpkeras.training.inventory import find_optimizers, unlisted_states
+from mpkeras.training.inventory import find_optimizers, states_of_helpers, unlisted_states
 from mpkeras.training.prepare import check_model
 
 _RANDOM = "random/"
@@ -160,7 +160,7 @@ def named_variables(model, optimizers=None, extra=()) -> dict:
         # Notes of a step on itself are of that step alone.
         of_step = {id(variable) for variable in getattr(optimizer, "step_outcome", ())}
         groups[f"optimizers/{i}"] = [variable for variable in optimizer.variables if id(variable) not in of_step]
-    groups["states"] = unlisted_states(model)
+    groups["states"] = [*unlisted_states(model), *states_of_helpers(model)]
     groups["native"] = training_backend.native_states(model)
     groups["extra"] = extra
     return {

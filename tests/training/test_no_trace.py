@@ -611,6 +611,64 @@ def test_state_that_is_no_keras_variable(options, way):
     assert any(key.startswith("native/") and key.endswith("/running_mean") for key in state)
 
 
+class Average:
+    """A helper object: Keras tracks no variables of such."""
+
+    def __init__(self):
+        self.value, self.counts = keras.Variable(0.5, trainable=False), [keras.Variable(0.0, trainable=False)]
+
+    def take(self, x):
+        self.value.assign(0.75 * self.value + 0.25 * keras.ops.mean(x))
+        self.counts[0].assign(self.counts[0] + 1.0)
+
+
+class Averaging:
+    """An activation that is an object."""
+
+    def __init__(self):
+        self.average = Average()
+
+    def __call__(self, x):
+        self.average.take(x)
+        return x * 2.0
+
+
+class Watching(keras.losses.Loss):
+    """A loss with a running mean of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = Average()
+
+    def call(self, y_true, y_pred):
+        losses = keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=-1)
+        self.average.take(losses)
+        return losses
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_variables_of_helper_objects(options):
+    def run(with_faults):
+        keras.utils.set_random_seed(8)
+        activation, loss = Averaging(), Watching()
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3, activation), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.01), loss, **options)
+        mpkeras.prepare(model, "mixed_bfloat16")
+        for i in range(3):
+            if with_faults and i:
+                model.train_on_batch(ROWS_X[:4] * np.inf, ROWS_Y[:4])
+            model.train_on_batch(ROWS_X[4 * i : 4 * i + 4], ROWS_Y[4 * i : 4 * i + 4])
+        assert int(model.optimizer.skipped_steps) == 2 * with_faults
+        states = [state for average in (activation.average, loss.average) for state in (average.value, *average.counts)]
+        return model, [keras.ops.convert_to_numpy(state).item() for state in states]
+
+    (model, found), (clean, expected) = run(with_faults=True), run(with_faults=False)
+    assert found == expected and expected[1] == expected[3] == 3.0
+    assert snapshot(model.variables) == snapshot(clean.variables)
+    assert len([key for key in state_dict(model) if key.startswith("states/")]) == 4
+
+
 @pytest.mark.backends("torch")
 def test_frozen_weights_are_copied_only_when_a_layer_writes_them():
     import torch
