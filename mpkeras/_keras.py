@@ -314,13 +314,22 @@ def weights_of_factors(optimizer) -> dict:
     """Returns `{id(factor): weight}` of a built `Adafactor`, and `{}` of any other optimizer.
 
     Read in Keras 3.15.1: the two factors are named as their weight is, without its path. A weight of one axis has
-    variables in their place that the optimizer does not track.
+    variables in their place.
     """
     if not isinstance(optimizer, keras.optimizers.Adafactor):
         return {}
     weights = optimizer_trainable_variables(optimizer)
     pairs = [pair for factors in (optimizer._r, optimizer._c) for pair in zip(factors, weights, strict=True)]
     return {id(factor): weight for factor, weight in pairs if factor is not None}
+
+
+def stand_ins_of_factors(optimizer) -> set:
+    """Returns the `id`s of what a built `Adafactor` has in place of the two factors of a weight of one axis.
+
+    The optimizer tracks these zeros, but where stock Keras' `LossScaleOptimizer` builds it (read in Keras 3.15.1).
+    """
+    weight_of = weights_of_factors(optimizer) if optimizer.built else {}
+    return {factor for factor, weight in weight_of.items() if len(weight.shape) < 2}
 
 
 def config_for_every_backend(config):

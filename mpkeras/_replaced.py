@@ -44,7 +44,8 @@ KINDS = {
     "update": "methods of an optimizer, for one update or for its build: on TensorFlow gradients are summed already "
     "and the decay follows the decision to skip; small variables are updated in float32, one by one, and made small. "
     "`_dtype` of small variables, meanwhile: they say that they are float32",
-    "loading": "`load_own_variables` of an optimizer that is not built: what a file holds is kept until it is",
+    "loading": "`load_own_variables` of an optimizer that is not built: what a file holds is kept until it is. That "
+    "and `save_own_variables` of the inner optimizer of a wrapped one, once: a file numbers what stock Keras would",
     "observed": "`call` of a layer, for one run of `audit`, `trace_numerics` or a capsule, or of the model on its "
     "first batch: its inputs and outputs are looked at. `apply` of an optimizer, for one run of a capsule: its "
     "gradients are looked at",

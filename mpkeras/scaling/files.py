@@ -3,6 +3,7 @@
 Other rules, counters and windows, which only mpkeras knows, lie where plain Keras does not look.
 """
 
+import itertools
 import warnings
 
 import keras
@@ -117,6 +118,31 @@ def stock_variables(optimizer) -> list:
     return [*optimizer.variables[:2], *scale]
 
 
+def save_numbered(optimizer, store):
+    """Saves by number what stock Keras' wrapper saves around the same inner optimizer, into that one's group, too."""
+    inner = optimizer.inner_optimizer
+    tracked = _tracked_by_stock(inner)
+    _save(stock_variables(optimizer) + tracked, store)
+    if len(tracked) < len(inner.variables) and not isinstance(store, dict):
+
+        def save_own_variables(store):
+            _replaced.restore(inner, "save_own_variables", kind="loading")
+            _save(tracked, store)
+
+        _replaced.replace(inner, "save_own_variables", save_own_variables, kind="loading")
+
+
+def _save(variables, store):
+    for i, variable in enumerate(variables):
+        store[str(i)] = variable.numpy()
+
+
+def _tracked_by_stock(inner_optimizer) -> list:
+    """Returns the variables that an inner optimizer has in stock Keras' wrapper, in their order."""
+    stand_ins = _keras.stand_ins_of_factors(inner_optimizer)
+    return [variable for variable in inner_optimizer.variables if id(variable) not in stand_ins]
+
+
 def load_numbered(optimizer, store) -> bool:
     """Loads the numbered arrays of `store`; returns whether they are those of one of the files that we know."""
     targets = _numbered_variables(optimizer, store)
@@ -134,7 +160,7 @@ def load_numbered(optimizer, store) -> bool:
         else:
             calls = _keras.step_count(inner)
             calls.assign(calls.value * inner.gradient_accumulation_steps)
-    if len(targets) == len(inner.variables):
+    if len(targets) == len(inner.variables) or len(_tracked_by_stock(inner)) < len(inner.variables):
         _expect_nothing(inner)
     return True
 
@@ -161,7 +187,7 @@ def _numbered_variables(optimizer, store) -> list | None:
     """Returns the variables whose values the numbered arrays of `store` are, in their order, or `None`."""
     # First come those of stock Keras' wrapper, which is what we write, too; all of ours, as mpkeras 0.1.0 wrote
     # them, with a window or without; or none, in the file of a plain optimizer. Then those of an inner optimizer
-    # that has sums of its own, or has none.
+    # that has sums of its own, or has none; as it tracks them in a plain one, and earlier versions wrote them, or not.
     inner = optimizer.inner_optimizer.variables
     sums = {id(variable) for variable in _keras.accumulated_gradients(optimizer.inner_optimizer)}
     of_step = {id(variable) for variable in optimizer.step_outcome}
@@ -170,21 +196,21 @@ def _numbered_variables(optimizer, store) -> list | None:
     of_window = 0 if optimizer.window is None else len(optimizer.window.variables)
     firsts = [stock_variables(optimizer), ours, ours[: len(ours) - of_window], *([[]] if optimizer.built else [])]
     shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]
-    for first in firsts:
-        for rest in (inner, [variable for variable in inner if id(variable) not in sums]):
+    for first, known in itertools.product(firsts, (inner, _tracked_by_stock(optimizer.inner_optimizer))):
+        for rest in (known, [variable for variable in known if id(variable) not in sums]):
             if [tuple(variable.shape) for variable in [*first, *rest]] == shapes:
                 return [*first, *rest]
     return None
 
 
 def _expect_nothing(inner_optimizer):
-    """Lets the next call of its `load_own_variables` find nothing in the file, where Keras would warn."""
+    """Lets the next call of its `load_own_variables` find nothing, or less, in the file, where Keras would warn."""
 
-    # The file is of a plain optimizer, whose arrays the wrapper has given to the inner one. Keras goes on to ask that
-    # one, too, for which there is no place in such a file.
+    # The wrapper has given the arrays to the inner one. Keras goes on to ask that one, too: in the file of a plain
+    # optimizer there is no place for it, and one of stock Keras' wrapper leaves out what is no state.
     def load_own_variables(store):
         _replaced.restore(inner_optimizer, "load_own_variables", kind="loading")
-        if len(store.keys()):
+        if len(store.keys()) == len(inner_optimizer.variables):
             inner_optimizer.load_own_variables(store)
 
     _replaced.replace(inner_optimizer, "load_own_variables", load_own_variables, kind="loading")

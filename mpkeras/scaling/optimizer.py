@@ -908,8 +908,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         >>> int(store["skipped_steps"]), float(store["dynamic_scale"])
         (0, 1024.0)
         """
-        for i, variable in enumerate([*files.stock_variables(self), *self.inner_optimizer.variables]):
-            store[str(i)] = variable.numpy()
+        files.save_numbered(self, store)
         if isinstance(store, dict):
             self._saved_beside.save_own_variables(store)
 

@@ -11,6 +11,7 @@ import pytest
 
 import mpkeras
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
+from mpkeras.scaling import files
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from tests.step_modes import snapshot
 
@@ -261,6 +262,47 @@ def test_weights_files_give_stock_keras_its_optimizer_state(tmp_path):
     ours, theirs = model.optimizer, stock.optimizer
     assert snapshot([theirs.dynamic_scale, theirs.step_counter]) == snapshot([ours.dynamic_scale, ours.step_counter])
     assert snapshot(theirs.inner_optimizer.variables) == snapshot(ours.inner_optimizer.variables)
+
+
+def numbering_all(optimizer, store):
+    """As earlier versions did, what is no state included."""
+    for i, variable in enumerate([*files.stock_variables(optimizer), *optimizer.inner_optimizer.variables]):
+        store[str(i)] = variable.numpy()
+
+
+def adafactor():
+    return keras.optimizers.Adafactor(0.25)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        pytest.param(LossScaleOptimizer, LossScaleOptimizer, id="ours"),
+        pytest.param(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer, id="ours in stock Keras"),
+        pytest.param(keras.optimizers.LossScaleOptimizer, LossScaleOptimizer, id="stock Keras'"),
+        pytest.param(None, LossScaleOptimizer, id="a plain one"),
+        pytest.param("earlier", LossScaleOptimizer, id="an earlier version's"),
+    ],
+)
+def test_files_of_adafactor_go_both_ways(written, read, tmp_path, monkeypatch):
+    """Keras numbers zeros for its biases in a plain one, and none in its wrapper. A warning is an error here."""
+    if written == "earlier":
+        monkeypatch.setattr(LossScaleOptimizer, "save_own_variables", numbering_all)
+        written = LossScaleOptimizer
+    model = compiled(adafactor() if written is None else written(adafactor()))
+    model.optimizer.build(model.trainable_variables)
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    state = [v for v in inner.variables if v.name.endswith("velocity") or v.name == "iteration"]
+    for i, variable in enumerate(state):
+        variable.assign(keras.ops.full(variable.shape, i + 3, dtype=variable.dtype))
+    for _ in range(2):
+        model.save_weights(tmp_path / "model.weights.h5")
+    other = built(read(adafactor()))
+    for _ in range(2):
+        other.load_weights(tmp_path / "model.weights.h5")
+    found = other.optimizer.inner_optimizer.variables
+    found = [v for v in found if v.name.endswith("velocity") or v.name == "iteration"]
+    assert len(found) == 7 and snapshot(found) == snapshot(state)
 
 
 def test_a_file_of_a_model_without_variables_loads_into_another():
