@@ -37,13 +37,25 @@ def converting(model, refreshes: bool = False, survey=None):
 
 @contextlib.contextmanager
 def put_back_on_error(model, refreshes: bool = False, survey=None):
-    put_back, earlier = recorded(model, survey=survey), last_conversion(model)
+    put_back = recorded(model, survey=survey)
     try:
         yield
     except Exception:
         put_back(refresh=refreshes)
-        set_last_conversion(model, earlier)
         raise
+
+
+def _store_as_before(model, dtypes):
+    """Stores variables of `model` in `dtypes`, given as `(variable, dtype)`, where they are stored in others now."""
+    changed = [(variable, dtype) for variable, dtype in dtypes if _keras.stored_dtype(variable) != dtype]
+    if not changed:
+        return
+    store(model, changed)
+    # On TensorFlow a function that was traced before trains variables that nobody else holds any more.
+    forget_functions(model, "train_function", "test_function", "predict_function")
+    conversion = last_conversion(model)
+    if conversion is not None:
+        conversion.times_stored += 1
 
 
 def _computed(survey) -> list:
@@ -93,8 +105,10 @@ def recorded(model, on=None, survey=None):
         for layer, dtype in made_inputs:
             if dtype is not None and _keras.dtype_of_made_input(layer) is not None:
                 _keras.set_dtype_of_made_input(layer, dtype)
-        store(on, [(variable, dtype) for variable, dtype in stored if _keras.stored_dtype(variable) != dtype])
         save_as_made(on, on.dtype_policy)
+        # Doors that are given no policy go by it.
+        set_last_conversion(on, earlier)
+        _store_as_before(on, stored)
         if refresh:
             refresh_graphs(on)
 

@@ -227,6 +227,8 @@ class Bench:
             jit_compile=cell.jit_compile,
         )
         result = step(*self._batch)
+        # Behind the first step, which stores weights in the dtype of the policy: small ones are float32 from then on.
+        self._policies.setdefault(cell.policy, recorded(self._model))
         self._optimizers[scales] = step.optimizer
         left = _WARM_UP_STEPS
         while bool(number(result["skipped"])):
@@ -283,7 +285,6 @@ class Bench:
             # From what it was, not from another policy: which layers follow depends on their author's choice.
             self._as_it_was()
             layer_converter(self._model, get_policy(policy))()
-            self._policies[policy] = recorded(self._model)
         self._policy = policy
 
 

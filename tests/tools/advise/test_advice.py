@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpkeras
+from mpkeras.conversion.last import last_conversion
 from mpkeras.devices.native import Device
 from mpkeras.tools.advise import advice
 from mpkeras.tools.advise.advice import AdviceReport, decide, grid_of, measured_advice, rounds_won, storage_choices
@@ -177,6 +178,47 @@ def test_a_copy_follows_the_policies_of_its_author():
         "mixed_bfloat16": ["bfloat16", "float32"],
         "mixed_float16": ["float16", "float32"],
     }
+
+
+class OneDense(keras.Model):
+    """Has no configuration: no copy is trained, but the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+@NOT_ON_JAX
+def test_small_weights_are_float32_in_each_setting_and_small_again_behind_it():
+    model = OneDense()
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    policy = mpkeras.Policy("bfloat16", keep_float32=())
+    mpkeras.prepare(model, policy).train_on_batch(X, Y)
+    step = mpkeras.make_train_step(model, keras.optimizers.SGD(0.5), "mse", jit_compile=False)
+    step(X, Y)
+    conversion = last_conversion(model)
+    with trainable_copy(model, X) as (trained, is_copy):
+        assert trained is model and not is_copy
+        bench = Bench(trained, X, Y, keras.optimizers.SGD, "mse")
+        cells = [Cell(policy, False) for policy in ("float32", "mixed_bfloat16")]
+        for cell in cells:
+            bench.begin(cell)
+        dtypes = []
+        for cell in cells:
+            bench._change_to(cell.policy)
+            dtypes.append((model.dense.compute_dtype, model.dense.kernel.dtype))
+            assert bench.measure(cell, 1) > 0
+    assert dtypes == [("float32", "float32")] * 2  # It makes the outputs.
+    assert (model.dense.compute_dtype, model.dense.kernel.dtype) == ("bfloat16", "bfloat16")
+    # Doors without a policy go by the last conversion.
+    assert last_conversion(model) is conversion and conversion.policy is policy
+    for train in (model.train_on_batch, step):
+        before = snapshot(model.dense.trainable_variables)
+        train(X, Y)
+        assert snapshot(model.dense.trainable_variables) != before
 
 
 @pytest.mark.slow

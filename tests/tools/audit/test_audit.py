@@ -301,6 +301,19 @@ def test_p29_lora_weights_and_optimizer_state_in_16_bits():
     assert "momentum" in finding.what
 
 
+@pytest.mark.filterwarnings("ignore:.*scales no loss")
+@pytest.mark.parametrize("is_sequential", [True, False])
+def test_float16_without_loss_scaling_is_no_error_where_rules_keep_all_layers_in_float32(is_sequential):
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, {"a": layers.Dense(2)(inputs), "b": layers.Dense(3)(inputs)})
+    if is_sequential:
+        model = keras.Sequential([keras.Input((6,)), model.layers[1]])
+    model.compile("sgd", "mse")
+    report = mpkeras.audit(mpkeras.apply_policy(model, "mixed_float16"))
+    assert {row.compute_dtype for row in report.layers if not row.is_container} == {"float32"}
+    assert not found(report, "error")
+
+
 @pytest.mark.parametrize(
     ("optimizer", "policy", "severity", "expected"),
     [
