@@ -65,6 +65,15 @@ def _try_mask_of_t5(dtype):
         raise FloatingPointError("its mask adds (1 - 1) * -1e9, which is NaN")
 
 
+def _try_positions(dtype):
+    # KerasHub 0.32 makes positions in what it computes in, and the frequencies, too: of 512 positions some sines are
+    # 1.5 off in bfloat16, of 2048 some are 0.7 off in float16.
+    position = 4095.0
+    rounded = float(ops.cast(ops.cast(position, dtype), "float32"))
+    if rounded != position:
+        raise FloatingPointError(f"position {position:.0f} is counted as {rounded:.0f}, and its sines are others")
+
+
 def _try_gradient_of_resize(interpolation: str, jit_compile: bool, dtype):
     # TensorFlow resizes to float32, and so is the gradient: XLA meets it where a `relu` expects 16 bits.
     # `ScaleAndTranslate` ("lanczos3" and "lanczos5") has no gradient by 16-bit images at all (Keras 3.15).
@@ -98,6 +107,7 @@ _TRIALS = {
     "LlamaAttention": _try_attention,
     "MMDiTBlock": _try_attention,
     "T5MultiHeadAttention": _try_mask_of_t5,
+    "SinePositionEncoding": _try_positions,
 }
 CONVOLUTIONS = (
     keras.layers.Conv1D,
@@ -116,6 +126,7 @@ def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str
     kept for the life of the process. With Keras 3.15 TensorFlow on CPU has no float16 3-D pooling, JAX on
     CPU no float16 attention, JAX no `GRU` in 16 bits, torch on CPU no 16-bit 3-D average pooling, on torch Keras'
     own `Attention` makes NaN of fully masked rows in float16, and KerasHub's T5 of all others on TensorFlow and JAX.
+    KerasHub's sines of positions are of other ones in 16 bits on each of them.
 
     Args:
         compute_dtype: `"float16"` or `"bfloat16"`; other dtypes have every kernel.

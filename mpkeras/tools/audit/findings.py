@@ -6,7 +6,7 @@ import keras
 
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.seams import ConvertedLayer, ModelView, RuleNames, dtypes, mixing, native, scales_loss
-from mpkeras.tools.shared.flops import sums_by_dtype
+from mpkeras.tools.shared.flops import LAST_WHOLE_NUMBERS, sums_by_dtype
 from mpkeras.tools.shared.report import bytes_text, listed, percent
 
 SEVERITIES = ("error", "warning", "note")
@@ -295,6 +295,24 @@ def check_whole_numbers(model, inputs) -> list:
         Finding("warning", rounded.layer, *rounded.sentences())
         for rounded in ModelView(model).rounded_whole_numbers(inputs)
     ]
+
+
+def check_counted_numbers(forward, rows) -> list:
+    """Positions and the like that a layer counts in 16 bits, beyond what these hold."""
+    counted = forward.program.counted if forward.program is not None else []
+    findings = []
+    for owner, dtype in dict.fromkeys((each.owner or 0, each.dtype) for each in counted):
+        numbers = max(each.numbers for each in counted if (each.owner or 0, each.dtype) == (owner, dtype))
+        what = (
+            f"It counts {numbers:,} numbers in {dtype}, which holds every whole number up to "
+            f"{LAST_WHOLE_NUMBERS[dtype]:,} alone: the others are rounded."
+        )
+        remedy = (
+            "Count in int32 and compute in float32 what follows, or keep the layer in float32 with the `keep_float32` "
+            f"rule {RuleNames.of_path(rows[owner].path)!r}."
+        )
+        findings.append(Finding("warning", rows[owner].path, what, remedy))
+    return findings
 
 
 def check_islands(model, rows) -> list:

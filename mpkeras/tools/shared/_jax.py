@@ -70,6 +70,8 @@ def batch_bytes_of(program) -> int:
 
 
 def _walk(jaxpr, program, owner, times):
+    # How many whole numbers in a row a variable holds.
+    numbers: dict = {}
     for equation in _used(jaxpr):
         name = equation.primitive.name
         # Inner jaxprs name their scopes from the equation on that holds them.
@@ -80,6 +82,14 @@ def _walk(jaxpr, program, owner, times):
         elif name == "convert_element_type":
             source, target = (variables[0].aval for variables in (equation.invars, equation.outvars))
             program.add_cast(inside, str(source.dtype), str(target.dtype), size(target.shape), times)
+        if name == "iota":
+            numbers[id(equation.outvars[0])] = equation.params["shape"][equation.params["dimension"]]
+        elif name in _HANDING_ON:
+            handed_on = [operand for operand in equation.invars if not isinstance(operand, Literal)]
+            if len(handed_on) == 1 and id(handed_on[0]) in numbers:
+                numbers[id(equation.outvars[0])] = numbers[id(handed_on[0])]
+        if name in ("iota", "convert_element_type"):
+            program.add_counted(inside, str(equation.outvars[0].aval.dtype), numbers.get(id(equation.outvars[0])))
         times_inside = times * equation.params["length"] if name == "scan" else times
         bodies = [body for value in equation.params.values() for body in _jaxprs(value)]
         if name == "cond":
@@ -125,4 +135,6 @@ def _convolution(equation) -> int:
     return 2 * min(by_outputs, by_inputs)
 
 
+# What leaves whole numbers in a row what they are, the sum with a number among it.
+_HANDING_ON = ("add", "broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "sub", "transpose")
 _FLOPS = {"dot_general": _dot_general, "conv_general_dilated": _convolution}

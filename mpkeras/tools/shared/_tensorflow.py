@@ -68,10 +68,22 @@ def _walk(graph, program, owner, times, batch):
         elif operation.type == "Cast":
             source, target = operation.inputs[0].dtype.name, operation.outputs[0].dtype.name
             program.add_cast(inside, source, target, operation.outputs[0].shape.num_elements() or 0, times)
+        if operation.type in ("Range", "Cast"):
+            program.add_counted(inside, operation.outputs[0].dtype.name, _numbers_in_a_row(operation))
         for inner, repeated in _functions(operation, batch):
             products_before = len(program.products)
             _walk(inner, program, inside, times * (repeated or 1), batch)
             program.uncounted += repeated is None and len(program.products) > products_before
+
+
+def _numbers_in_a_row(operation) -> int | None:
+    """Returns how many whole numbers in a row an operation hands on; `None` where it does another thing."""
+    while operation.type in _HANDING_ON:
+        handed_on = [tensor.op for tensor in operation.inputs[:2] if tensor.op.type != "Const"]
+        if len(handed_on) != 1:
+            return None
+        operation = handed_on[0]
+    return operation.outputs[0].shape.num_elements() if operation.type == "Range" else None
 
 
 def _used(graph) -> list:
@@ -172,6 +184,8 @@ def _transposed_convolution(operation, shapes, results) -> int:
     return 2 * size(shapes[2]) * size(shapes[1][:-1])
 
 
+# What leaves whole numbers in a row what they are, the sum with a number among it.
+_HANDING_ON = ("AddV2", "BroadcastTo", "Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "Sub", "Transpose")
 _FLOPS = {
     "MatMul": _matmul,
     "BatchMatMul": _batch_matmul,

@@ -78,12 +78,16 @@ def _without_tracebacks():
 
 # torch counts no FLOPs of them; of what their first operand holds each number is multiplied once.
 _PRODUCTS_WITH_A_VECTOR = ("mv", "dot")
+# What leaves whole numbers in a row what they are, the sum with a number among it.
+_HANDING_ON = ("_to_copy", "add", "detach", "expand", "permute", "squeeze", "sub", "transpose", "unsqueeze", "view")
 
 
 class _Recording(TorchDispatchMode):
     def __init__(self, program):
         super().__init__()
         self._program = program
+        # How many whole numbers in a row a tensor holds, which stays for that, or another would have its `id`.
+        self._numbers: dict = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         operation = function.overloadpacket
@@ -92,6 +96,12 @@ class _Recording(TorchDispatchMode):
         owner = _layers[-1] if _layers else None
         name = operation.__name__
         tensors = [value for value in args if torch.is_tensor(value)]
+        if name == "arange":
+            self._numbers[id(result)] = result, result.numel()
+        elif name in _HANDING_ON and len(tensors) == 1 and id(tensors[0]) in self._numbers:
+            self._numbers[id(result)] = result, self._numbers[id(tensors[0])][1]
+        if name in ("arange", "_to_copy"):
+            self._program.add_counted(owner, _dtype(result), self._numbers.get(id(result), (None, None))[1])
         if name == "_to_copy":
             self._program.add_cast(owner, _dtype(args[0]), _dtype(result), result.numel())
         elif name.startswith("_scaled_dot_product"):

@@ -22,6 +22,8 @@ from mpkeras.tools.shared.observation import STEPPING, call_of, replaced_calls
 
 # In place of a size that the model leaves open, such as the length of a sequence, where nobody gives another.
 OPEN_SIZE = 64
+# Up to these 16 bits hold every whole number: of 11 significant bits and of 8.
+LAST_WHOLE_NUMBERS = {"float16": 2048, "bfloat16": 256}
 _OWNER = re.compile(r"mpkeras_layer(\d+)x")
 
 
@@ -42,12 +44,21 @@ class Cast(NamedTuple):
     elements: int
 
 
+class Counted(NamedTuple):
+    """Whole numbers in a row that a float dtype cannot hold, as positions made with `ops.arange`."""
+
+    owner: int | None
+    dtype: str
+    numbers: int
+
+
 @dataclasses.dataclass
 class Program:
     """The products and casts of one pass."""
 
     products: list = dataclasses.field(default_factory=list)
     casts: list = dataclasses.field(default_factory=list)
+    counted: list = dataclasses.field(default_factory=list)
     uncounted: int = 0  # operations that leave their size open
 
     @property
@@ -62,6 +73,11 @@ class Program:
     def add_cast(self, owner, source, target, elements, times=1):
         if source != target and {source, target} <= set(dtypes.FLOAT_DTYPES):
             self.casts.append(Cast(owner, source, target, elements * times))
+
+    def add_counted(self, owner, dtype: str, numbers: int | None):
+        """Adds so many whole numbers in a row, where 16 bits do not hold the last of them."""
+        if numbers is not None and numbers - 1 > LAST_WHOLE_NUMBERS.get(dtype, math.inf):
+            self.counted.append(Counted(owner, dtype, numbers))
 
 
 def owner_name(index: int) -> str:

@@ -155,6 +155,54 @@ def test_outputs_that_a_large_head_rounds_are_named_with_a_rule_that_holds(monke
     assert "prepare" in finding.remedy
 
 
+class Positions(layers.Layer):
+    """Adds sines of positions from `first` on, which it makes in what it computes in."""
+
+    def __init__(self, first=0, **kwargs):
+        super().__init__(**kwargs)
+        self.first = first
+
+    def call(self, x):
+        positions = ops.arange(ops.shape(x)[1]) + self.first
+        return x + ops.sin(ops.expand_dims(ops.cast(positions, self.compute_dtype), -1) / 9.0)
+
+
+class Places(layers.Layer):
+    """Compares positions in int32, and takes sines of them in float32."""
+
+    def call(self, x):
+        positions = ops.arange(ops.shape(x)[1])
+        earlier = ops.sum(ops.cast(positions[:, None] >= positions[None], "float32"), axis=0)
+        waves = ops.sin(ops.cast(positions, "float32")) / ops.sqrt(earlier)
+        return x + ops.cast(waves[:, None], self.compute_dtype)
+
+
+@pytest.mark.parametrize(
+    ("policy", "length", "layer", "expected"),
+    [
+        ("mixed_bfloat16", 300, Positions(name="own"), "300 numbers in bfloat16"),
+        ("mixed_bfloat16", 301, Positions(7, name="own"), "301 numbers in bfloat16"),
+        ("mixed_float16", 2050, Positions(name="own"), "2,050 numbers in float16"),
+        ("mixed_bfloat16", 257, Positions(name="own"), None),
+        ("mixed_float16", 2049, Positions(name="own"), None),
+        ("mixed_bfloat16", 300, Places(name="own"), None),
+    ],
+)
+def test_positions_counted_in_16_bits(policy, length, layer, expected):
+    model = keras.Sequential([keras.Input((length, 8)), layer, layers.Dense(2)], name="net")
+    mpkeras.apply_policy(model, policy)
+    whole = [finding for finding in mpkeras.audit(model).findings if "whole number" in finding.what]
+    if expected is None:
+        assert whole == []
+    else:
+        (finding,) = whole
+        assert (finding.severity, finding.layer) == ("warning", "net/own") and f"It counts {expected}," in finding.what
+        # The remedy cures it: what is rounded by then is the sum.
+        rule = finding.remedy.split("rule '")[1].removesuffix("'.")
+        mpkeras.apply_policy(model, mpkeras.Policy(policy, keep_float32=(*mpkeras.policies.default_rules(), rule)))
+        assert not [finding for finding in mpkeras.audit(model).findings if "whole number" in finding.what]
+
+
 def test_the_report_as_json_and_as_a_figure():
     pytest.importorskip("matplotlib")
     report = mpkeras.audit(mpkeras.apply_policy(image_model(), "mixed_bfloat16"))
