@@ -182,7 +182,7 @@ class _Reach:
         for base in type(layer).__mro__:
             # `super().call`, too.
             self._look_at(vars(base).get("call"))
-        # What Keras' own `call` runs of its user's: an activation, a method that a subclass has of its own.
+        # Code of the user's that Keras' own `call` runs: an activation, a method that a subclass has of its own.
         for name in _named_by_stock_call(next(base for base in type(layer).__mro__ if _is_foreign(base))):
             self._ask(layer, name)
         self._follow()

@@ -259,7 +259,7 @@ def _reads(layer) -> bool:
     """Whether the arithmetic of a layer is the user's own, or is a difference, in which nothing is weighed."""
     if has_own_call(layer) or isinstance(layer, (*_OF_USERS, keras.layers.Subtract)):
         return True
-    # What Keras' own layers are given they hand to those inside: a wrapper, an `RNN`, a model in one of them.
+    # Keras' own layers hand what they are given to those inside: a wrapper, an `RNN`, a model in one of them.
     return any(_reads(inner) or reads_names(inner) for inner in _given_the_same(layer))
 
 

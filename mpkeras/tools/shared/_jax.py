@@ -135,6 +135,6 @@ def _convolution(equation) -> int:
     return 2 * min(by_outputs, by_inputs)
 
 
-# What leaves whole numbers in a row what they are, the sum with a number among it.
+# Operations that leave whole numbers in a row what they are, the sum with a number among them.
 _HANDING_ON = ("add", "broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "sub", "transpose")
 _FLOPS = {"dot_general": _dot_general, "conv_general_dilated": _convolution}

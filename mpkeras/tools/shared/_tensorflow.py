@@ -184,7 +184,7 @@ def _transposed_convolution(operation, shapes, results) -> int:
     return 2 * size(shapes[2]) * size(shapes[1][:-1])
 
 
-# What leaves whole numbers in a row what they are, the sum with a number among it.
+# Operations that leave whole numbers in a row what they are, the sum with a number among them.
 _HANDING_ON = ("AddV2", "BroadcastTo", "Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "Sub", "Transpose")
 _FLOPS = {
     "MatMul": _matmul,

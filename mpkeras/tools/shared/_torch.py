@@ -78,7 +78,7 @@ def _without_tracebacks():
 
 # torch counts no FLOPs of them; of what their first operand holds each number is multiplied once.
 _PRODUCTS_WITH_A_VECTOR = ("mv", "dot")
-# What leaves whole numbers in a row what they are, the sum with a number among it.
+# Operations that leave whole numbers in a row what they are, the sum with a number among them.
 _HANDING_ON = ("_to_copy", "add", "detach", "expand", "permute", "squeeze", "sub", "transpose", "unsqueeze", "view")
 
 
