@@ -20,7 +20,7 @@ from tests.tools.blackbox import faults
 
 TENSORFLOW_AND_JAX = pytest.mark.backends("tensorflow", "jax")
 SKIPS = pytest.mark.filterwarnings(
-    "ignore:Step .* was skipped", "ignore:.* steps skipped in epoch", "ignore:All .* steps"
+    "ignore:.*was skipped", "ignore:.* steps skipped in epoch", "ignore:All .* steps"
 )
 
 

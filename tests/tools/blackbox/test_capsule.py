@@ -28,7 +28,7 @@ OF_FAULTS = (
 CUSTOM = {part.__name__: part for part in OF_FAULTS}
 TENSORFLOW_AND_JAX = pytest.mark.backends("tensorflow", "jax")
 SKIPS = pytest.mark.filterwarnings(
-    "ignore:Step .* was skipped", "ignore:.* steps skipped in epoch", "ignore:All .* steps"
+    "ignore:.*was skipped", "ignore:.* steps skipped in epoch", "ignore:All .* steps"
 )
 
 
