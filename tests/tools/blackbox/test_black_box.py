@@ -19,9 +19,7 @@ from tests.step_modes import snapshot
 from tests.tools.blackbox import faults
 
 TENSORFLOW_AND_JAX = pytest.mark.backends("tensorflow", "jax")
-SKIPS = pytest.mark.filterwarnings(
-    "ignore:.*was skipped", "ignore:.* steps skipped in epoch", "ignore:All .* steps"
-)
+SKIPS = pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.* steps skipped in epoch", "ignore:All .* steps")
 
 
 def compiled(loss_scale=1.0, optimizer=None, **options):
