@@ -1,5 +1,7 @@
 """A layer that writes state in its `call` keeps it as in float32, and nothing else leaves 16 bits."""
 
+import importlib.util
+
 import keras
 import numpy as np
 import pytest
@@ -395,6 +397,8 @@ def test_what_a_call_writes(made, expected):
         assert f"writes its own state {expected} in its `call`" in kept[id(layer)][2]
 
 
+# Keras asks for TensorFlow on JAX, too.
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 @pytest.mark.skipif(keras.backend.backend() == "torch", reason="Keras has no JaxLayer on torch")
 def test_the_state_of_a_function_of_jax():
     jnp = pytest.importorskip("jax.numpy")
