@@ -299,10 +299,11 @@ def check_whole_numbers(model, inputs) -> list:
 
 def check_counted_numbers(forward, rows) -> list:
     """Positions and the like that a layer counts in 16 bits, beyond what these hold."""
-    counted = forward.program.counted if forward.program is not None else []
+    most: dict = {}
+    for owner, dtype, numbers in forward.program.counted if forward.program is not None else ():
+        most[owner or 0, dtype] = max(numbers, most.get((owner or 0, dtype), 0))
     findings = []
-    for owner, dtype in dict.fromkeys((each.owner or 0, each.dtype) for each in counted):
-        numbers = max(each.numbers for each in counted if (each.owner or 0, each.dtype) == (owner, dtype))
+    for (owner, dtype), numbers in most.items():
         what = (
             f"It counts {numbers:,} numbers in {dtype}, which holds every whole number up to "
             f"{LAST_WHOLE_NUMBERS[dtype]:,} alone: the others are rounded."

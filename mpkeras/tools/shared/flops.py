@@ -54,7 +54,7 @@ class Counted(NamedTuple):
 
 @dataclasses.dataclass
 class Program:
-    """The products and casts of one pass."""
+    """The products and casts of one pass, and what it counts beyond what 16 bits hold."""
 
     products: list = dataclasses.field(default_factory=list)
     casts: list = dataclasses.field(default_factory=list)
