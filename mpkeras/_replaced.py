@@ -31,7 +31,8 @@ KINDS = {
     "keeps the probabilities in 16 bits, and in float32 no tensor of their size: half of its temporaries on a GPU",
     "inputs": "`autocast` of a model: raw inputs beyond float16 belong to the float32 layer that normalizes them",
     "converted": "`get_config` of a model: its file holds the policy its author chose, and no cast that plain Keras "
-    "cannot name. `build` of one: its layers have their paths only then, and layers of their own",
+    "cannot name; of a layer with bfloat16 weights that begin orthogonal: no backend draws them so, and its file says "
+    "`mixed_bfloat16`. `build` of a model: its layers have their paths only then, and layers of their own",
     "guard": "`train_step` and `make_train_function` of a model: a skipped step leaves no trace, and first batches are "
     "taken again. `compile`, `fit` and `evaluate` of a prepared one: it stays prepared when it is compiled again, logs "
     "and warns in `fit` only, and says where a validation is not finite",
@@ -63,6 +64,8 @@ class Replaced:
     kind: str
     before: Any
     given: Any
+    # Whether what it was put over is gone: a function that was made to call that still does.
+    outlived: bool = False
 
 
 class _Record:
@@ -133,6 +136,12 @@ def is_replaced(owner, name: str, kind: str) -> bool:
     return any(entry.name == name and entry.kind == kind for entry in replaced_attributes(owner))
 
 
+def is_newest(owner, name: str, kind: str) -> bool:
+    """Whether the value of `kind` lies over all of ours that `owner` has, and what it was put over is still there."""
+    newest = next((entry for entry in replaced_attributes(owner) if entry.name == name), None)
+    return newest is not None and newest.kind == kind and not newest.outlived
+
+
 def replaced_attributes(owner) -> list[Replaced]:
     """Returns what is replaced on `owner` now, the newest first."""
     values: dict = {}
@@ -180,7 +189,7 @@ def _take_back(owner, entry):
     if vars(owner).get(entry.name, _MISSING) is not entry.given:
         if entry in in_force and above is not None:
             # Another of ours lies over it: the value before this one comes back when that one goes.
-            above.before = entry.before
+            above.before, above.outlived = entry.before, True
     elif entry.before is _MISSING:
         del vars(owner)[entry.name]
     else:

@@ -9,7 +9,7 @@ from mpkeras._arguments import check_switch
 from mpkeras.conversion.converter import convert_new, convert_when_built, layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
 from mpkeras.conversion.outputs import end_in_float32
-from mpkeras.conversion.plan import computes_in, layers_of
+from mpkeras.conversion.plan import calculates_in, layers_of
 from mpkeras.conversion.store_weights import store, store_weights
 from mpkeras.conversion.undo import converting, forget_functions, put_back_on_error
 from mpkeras.policies.dtypes import SMALL_DTYPE
@@ -95,7 +95,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
 
 def _warn_unscaled(model):
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or not computes_in(model, ("float16",)):
+    if optimizer is None or not calculates_in(model, ("float16",)):
         return
     if not scales_loss(optimizer):
         warnings.warn(

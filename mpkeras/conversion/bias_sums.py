@@ -7,7 +7,7 @@ import threading
 
 import keras
 
-from mpkeras._replaced import replace, replaced_on_all, restore
+from mpkeras._replaced import is_newest, replace, replaced_on_all, restore
 from mpkeras.policies.heads import has_own_call
 from mpkeras.policies.kernels import CONVOLUTIONS
 
@@ -45,7 +45,9 @@ def sums_bias_in_16_bits(layer, dtype: str) -> bool:
 
 def sum_bias_in_float32(layer):
     """Lets the gradient of the bias of `layer` be summed in float32 where the layer computes in bfloat16."""
-    # Over another change that has come since, such as a product in float8.
+    if is_newest(layer, "call", "bias"):
+        return
+    # Over another change that has come or gone since, such as a product in float8.
     restore(layer, "call", kind="bias")
     call, other_bias = layer.call, _of_each_row if isinstance(layer, _CELLS) else _with_own_gradient
     # Of two threads that call it at once, the one that ends last would leave what it found of the other.

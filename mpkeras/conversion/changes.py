@@ -16,6 +16,7 @@ from mpkeras.conversion.again import compute_again_alike
 from mpkeras.conversion.bias_sums import BIAS_IN_FLOAT32, sum_bias_in_float32, sums_bias_in_16_bits
 from mpkeras.conversion.float8 import IN_FLOAT8, multiply_in_float8
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
+from mpkeras.conversion.layer import draws_orthogonal, save_as_mixed
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.conversion.outputs import compute_metrics_in_float32, return_float32
 from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
@@ -50,6 +51,8 @@ def _fitting(model, layer) -> Iterator[str]:
         yield "states kept"
     if sums_steps_in_16_bits(layer):
         yield STEPS_IN_FLOAT32
+    if draws_orthogonal(layer):
+        yield "made anew from files"
     if _takes_raw_inputs(model, layer):
         yield "raw inputs"
 
@@ -300,6 +303,7 @@ CHANGES = {
     "mixed dtypes named": _Change(name_mixed_dtypes, "layer", ("call",)),
     # A function of torch's part alone.
     "torch.autocast": _Change(lambda layer: _backend.let_module_follow(layer), "layer", ("call",)),
+    "made anew from files": _Change(save_as_mixed, "converted", ("get_config",)),
     "softmax memory": _Change(_save_softmax_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
     "attention memory": _Change(_save_attention_memory, "attention", (_keras.ATTENTION_METHOD,)),
     "raw inputs": _Change(_pass_inputs_on, "inputs", ("autocast",)),

@@ -6,7 +6,7 @@ import keras
 
 from mpkeras._replaced import replace, restore
 from mpkeras.conversion.float8 import has_product
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.heads import has_own_call
 from mpkeras.policies.rules import set_layer_policy
 
@@ -18,6 +18,28 @@ def move_to_float32(layer):
         # A layer that its user quantized stays so: it is trained with the scales that Keras keeps in it.
         policy = keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", "float32")
     set_layer_policy(layer, policy)
+
+
+def draws_orthogonal(layer) -> bool:
+    """Whether an initializer of `layer`, or of its cell, is `Orthogonal`: no backend draws such a matrix in 16 bits."""
+    holders = [holder for holder in (layer, getattr(layer, "cell", None)) if holder is not None]
+    return any(
+        isinstance(value, keras.initializers.Orthogonal) for holder in holders for value in vars(holder).values()
+    )
+
+
+def save_as_mixed(layer):
+    """Saves `layer`, while its weights are bfloat16, with `mixed_bfloat16`: to be made anew, with the same values."""
+    get_config = layer.get_config
+
+    @functools.wraps(get_config)
+    def get_config_as_mixed():
+        config = get_config()
+        if layer.variable_dtype != SMALL_DTYPE or "dtype" not in config:
+            return config
+        return {**config, "dtype": keras.dtype_policies.serialize(keras.DTypePolicy(f"mixed_{SMALL_DTYPE}"))}
+
+    replace(layer, "get_config", get_config_as_mixed, kind="converted")
 
 
 def save_as_made(model, made_with):

@@ -264,3 +264,13 @@ def compute_dtypes(model) -> set[str]:
 
 def computes_in(model, dtypes) -> bool:
     return not compute_dtypes(model).isdisjoint(dtypes)
+
+
+def calculates_in(model, dtypes) -> bool:
+    """Whether a layer of `model` calculates in one of `dtypes`, and not only a graph that hands tensors on."""
+    return any(layer.compute_dtype in dtypes for layer in layers_of(model) if not _hands_on(layer))
+
+
+def _hands_on(layer) -> bool:
+    is_graph = isinstance(layer, keras.Model) and not has_own_call(layer)
+    return is_graph or isinstance(layer, keras.layers.InputLayer)

@@ -9,7 +9,7 @@ from mpkeras.conversion.changes import softmax_memory_as_stock
 from mpkeras.conversion.float8 import reasons_against
 from mpkeras.conversion.last import converted_by, float8_products, known_heads, last_conversion
 from mpkeras.conversion.outputs import without_cast
-from mpkeras.conversion.plan import compute_dtypes, computes_in, plan
+from mpkeras.conversion.plan import calculates_in, compute_dtypes, computes_in, plan
 from mpkeras.conversion.remat import computed_once, named_parts
 from mpkeras.conversion.store_weights import planned_weight_dtypes
 from mpkeras.distribution import distribution_backend
@@ -51,6 +51,10 @@ class ModelView(Survey):
     def compute_dtypes(self) -> set[str]:
         """Returns what the layers compute in."""
         return compute_dtypes(self)
+
+    def calculates_in(self, dtypes) -> bool:
+        """Whether a layer calculates in one of `dtypes`, and not only a graph that hands tensors on."""
+        return calculates_in(self, dtypes)
 
     def computes_in(self, dtypes) -> bool:
         """Whether a layer computes in one of `dtypes`."""

@@ -1,5 +1,7 @@
 """P20: an existing model gets the dtypes of a policy, keeps its weights, and finds its way back."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -521,6 +523,16 @@ def test_float16_on_a_compiled_model_without_loss_scaling_is_said():
         apply_policy(model, "mixed_float16")
     mpkeras.prepare(model)
     apply_policy(model, "mixed_float16")
+
+
+def test_of_a_model_that_calculates_in_float32_nothing_of_the_loss_is_said():
+    """Its graph is float16, which hands on what the head, the only layer, takes and makes in float32."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_policy(model, "mixed_float16")
+    assert model.layers[0].compute_dtype == "float32"
 
 
 SMALL_STATE = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")

@@ -244,6 +244,56 @@ def test_saved_and_resumed_bit_for_bit(policy, tmp_path):
     assert snapshot(slots(loaded.optimizer)) == snapshot(slots(whole.optimizer))
 
 
+def test_layers_that_begin_orthogonal_come_back_from_a_file(tmp_path):
+    """Of the initializer `Orthogonal`, which no backend draws in bfloat16."""
+    x = np.random.default_rng(4).standard_normal((8, 2, 5)).astype("float32")
+    y = x[:, 0, :2] - x[:, 1, 1:3]
+
+    def trained(model):
+        model.train_on_batch(x, y)
+        return [in_float32(v) for v in model.trainable_variables]
+
+    keras.utils.set_random_seed(9)
+    inputs = keras.Input((2, 5))
+    x_1 = keras.layers.SimpleRNN(3, return_sequences=True)(inputs)
+    x_2 = keras.layers.Dense(4, "tanh", kernel_initializer="orthogonal")(keras.layers.Flatten()(x_1))
+    model = keras.Model(inputs, keras.layers.Dense(2)(x_2))
+    model.compile(keras.optimizers.AdamW(0.01), "mse", jit_compile=BACKEND == "jax")
+    mpkeras.prepare(model, "bfloat16")
+    values = trained(model)
+    model.save(tmp_path / "model.keras")
+    # As plain Keras reads it: the same values, in float32 where they could not be drawn.
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert all(
+        np.array_equal(in_float32(v), value) for v, value in zip(loaded.trainable_variables, values, strict=True)
+    )
+    mpkeras.prepare(loaded, "bfloat16")
+    assert [stored_dtype(v) for v in loaded.trainable_variables] == [stored_dtype(v) for v in model.trainable_variables]
+    for ours, expected in zip(trained(loaded), trained(model), strict=True):
+        assert np.array_equal(ours, expected)
+    mpkeras.apply_policy(model, "float32")
+    assert "bfloat16" not in str(model.get_config())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.layers.Bidirectional(keras.layers.LSTM(2)),
+        lambda: keras.layers.RNN([keras.layers.LSTMCell(3), keras.layers.GRUCell(2)]),
+        lambda: keras.layers.ConvLSTM1D(2, 1, data_format="channels_last"),
+    ],
+    ids=["wrapped", "cells", "convolved"],
+)
+def test_recurrent_layers_that_are_stored_in_bfloat16_are_made_anew(make):
+    layer = make()
+    inputs = keras.Input((3, 2, 4) if isinstance(layer, keras.layers.ConvLSTM1D) else (3, 4))
+    model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Flatten()(layer(inputs))))
+    mpkeras.apply_policy(model, "bfloat16")
+    assert "bfloat16" in dtypes(layer.trainable_variables)
+    again = type(model).from_config(model.get_config())
+    assert dtypes(again.layers[1].trainable_variables) == {"float32"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 @pytest.mark.parametrize(("first", "then"), [("float32", "bfloat16"), ("bfloat16", "float32")])

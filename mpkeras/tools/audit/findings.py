@@ -72,17 +72,6 @@ def check_variables(model, optimizer) -> list:
     return findings
 
 
-def _calculates_in(model, names) -> bool:
-    """Whether a layer of `model` computes in one of the dtypes `names`, and not only a graph that hands tensors on."""
-    calculating = [
-        layer
-        for layer in ModelView(model).layers
-        if not isinstance(layer, keras.layers.InputLayer)
-        and (not isinstance(layer, keras.Model) or ConvertedLayer(layer).has_own_call)
-    ]
-    return any(layer.compute_dtype in names for layer in calculating)
-
-
 def check_optimizer(model, optimizer) -> list:
     """State in 16 bits (P29), and float16 without the loss scaling it needs (P18)."""
     if optimizer is None:
@@ -97,7 +86,7 @@ def check_optimizer(model, optimizer) -> list:
         )
         remedy = "Call `mpkeras.prepare(model)` after `compile`: its optimizer computes in float32 on bfloat16 state."
         findings.append(Finding("warning", None, what, remedy))
-    if not _calculates_in(model, ("float16",)):
+    if not ModelView(model).calculates_in(("float16",)):
         return findings
     if not scales_loss(optimizer):
         what = (
