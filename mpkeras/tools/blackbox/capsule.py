@@ -1,6 +1,7 @@
 """`load_capsule`: runs a skipped step again from its file, and names the operation at fault."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -409,20 +410,25 @@ class Capsule:
         return config
 
     def _rebuilt(self, name: str):
-        config = self._described(name)
-        try:
-            with policy_alone("float32"):
-                return keras.saving.deserialize_keras_object(
-                    config, custom_objects=self._custom_objects, safe_mode=self._safe_mode
-                )
-        except Exception as error:  # Keras lets pass what the classes raise.
-            remedy = "Pass classes and functions of your own in `custom_objects`, or the model as `model`."
-            if "lambda" in str(error).lower():
-                remedy = "If you trust the file, pass `safe_mode=False`."
-            raise ValueError(
-                f"Expected a {name} that can be made here. Received: '{self._path}' ({type(error).__name__}: "
-                f"{shortened(str(error), 200)}). {remedy}"
-            ) from error
+        config, errors = self._described(name), []
+        # Layers that a layer makes in its own `__init__` compute in the policy in force, whatever its configuration
+        # says, and on TensorFlow a model of both cannot be called. `_give_policies` tells them apart afterwards.
+        computed = {row[2] for row in self._layers} & set(dtypes.SIXTEEN_BIT_DTYPES)
+        for policy in ("float32", *(f"mixed_{dtype}" for dtype in sorted(computed))):
+            try:
+                with policy_alone(policy):
+                    return keras.saving.deserialize_keras_object(
+                        copy.deepcopy(config), custom_objects=self._custom_objects, safe_mode=self._safe_mode
+                    )
+            except Exception as error:  # Keras lets pass what the classes raise.
+                errors.append(error)
+        remedy = "Pass classes and functions of your own in `custom_objects`, or the model as `model`."
+        if "lambda" in str(errors[0]).lower():
+            remedy = "If you trust the file, pass `safe_mode=False`."
+        raise ValueError(
+            f"Expected a {name} that can be made here. Received: '{self._path}' ({type(errors[0]).__name__}: "
+            f"{shortened(str(errors[0]), 200)}). {remedy}"
+        ) from errors[0]
 
     # ------------------------------------------------------------------------------------------ its state
 

@@ -239,6 +239,45 @@ def test_weights_in_bfloat16_are_in_bfloat16_again(tmp_path, make):
     assert capsule.run()["same_bits"]
 
 
+class Gated(layers.Layer):
+    """Adds to its inputs what layers make of them that it makes itself, whose policies no configuration tells."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.norm, self.gate, self.out = (
+            layers.LayerNormalization(),
+            layers.Dense(2 * units, "relu"),
+            layers.Dense(units),
+        )
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.gate.build(shape)
+        self.out.build((*shape[:-1], 2 * self.units))
+
+    def call(self, x):
+        return x + self.out(self.gate(self.norm(x)))
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+@pytest.mark.backends("tensorflow")  # others add float16 to float32
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_layers_that_a_layer_makes_itself_are_made_as_they_were(tmp_path, policy):
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, layers.Dense(2)(Gated(6)(Gated(6)(inputs))))
+    mpkeras.apply_policy(model, policy)
+    x, y = np.ones((5, 6), "float32"), np.ones((5, 2), "float32")
+    y[3, 1] = np.nan
+    path, *_ = skipped_step(tmp_path, model, (x, y), jit_compile=False)
+    capsule = mpkeras.load_capsule(path, custom_objects={"Gated": Gated})
+    assert capsule.run()["same_bits"] and capsule.first_operation().where == "y"
+    computed = [[layer.compute_dtype for layer in capsule_file.computing_layers(m)] for m in (capsule.model, model)]
+    assert computed[0] == computed[1]
+
+
 @SKIPS
 def test_a_loss_that_overflows_after_other_skipped_steps_is_named(tmp_path):
     model = keras.Sequential([keras.Input((3,)), layers.Dense(1, kernel_initializer="zeros")])
