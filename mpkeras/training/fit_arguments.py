@@ -1,4 +1,4 @@
-"""The callbacks among the arguments of a model's `fit` or `evaluate`, which may be the user's own."""
+"""The arguments of a model's `fit` or `evaluate`, which may be the user's own, the callbacks above all."""
 
 import contextlib
 import inspect
@@ -6,24 +6,24 @@ import inspect
 import keras
 
 
-def _place_of_callbacks(function, name: str):
-    """Returns `(parameters, position, may be by place)` of `callbacks` in a user's or Keras' `fit` or `evaluate`."""
+def _place_of(argument: str, function, name: str):
+    """Returns `(position, may be by place)` of an argument of a user's or Keras' `fit` or `evaluate`."""
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "callbacks" not in parameters and takes_any:
+    if argument not in parameters and takes_any:
         # A function of the user's that hands on what it is given.
         parameters = inspect.signature(getattr(keras.Model, name).__get__(object())).parameters
-    if "callbacks" not in parameters:
+    if argument not in parameters:
         return None, False
-    is_by_place = parameters["callbacks"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return list(parameters).index("callbacks"), is_by_place
+    is_by_place = parameters[argument].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return list(parameters).index(argument), is_by_place
 
 
-def callbacks_in(function, name: str, args, kwargs):
-    """Returns what `fit` or `evaluate` is given as `callbacks`."""
-    position, may_be_by_place = _place_of_callbacks(function, name)
+def argument_in(argument: str, function, name: str, args, kwargs):
+    """Returns what `fit` or `evaluate` is given as an argument, such as `callbacks`; `None` where it is not given."""
+    position, may_be_by_place = _place_of(argument, function, name)
     is_by_place = position is not None and position < len(args) and may_be_by_place
-    return args[position] if is_by_place else kwargs.get("callbacks")
+    return args[position] if is_by_place else kwargs.get(argument)
 
 
 def flat(callbacks) -> list:
@@ -41,11 +41,11 @@ def with_callback(callback, unless, function, name: str, args, kwargs):
         unless: A class. With a callback of this class the arguments stay as they are.
         function, name: A model's `fit` or `evaluate`, and which of them it is.
     """
-    position, may_be_by_place = _place_of_callbacks(function, name)
+    position, may_be_by_place = _place_of("callbacks", function, name)
     if position is None:
         yield args, kwargs
         return
-    callbacks = callbacks_in(function, name, args, kwargs)
+    callbacks = argument_in("callbacks", function, name, args, kwargs)
     present = flat(callbacks)
     if any(isinstance(other, unless) for other in present):
         yield args, kwargs

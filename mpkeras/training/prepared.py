@@ -8,10 +8,11 @@ import keras
 
 from mpkeras import _replaced
 from mpkeras.training import for_one_fit
-from mpkeras.training.fit_arguments import callbacks_in, flat, with_callback
+from mpkeras.training.fit_arguments import argument_in, flat, with_callback
 from mpkeras.training.inventory import compiled_parts, find_optimizers
 from mpkeras.training.validations import Look
 from mpkeras.training.watch import SkipWatch
+from mpkeras.training.whole_numbers import looking_at_rows
 
 # On a prepared model, with which it goes: the functions in it hold the model.
 _PREPARED = "_mpkeras_prepared"
@@ -82,8 +83,12 @@ def _fit_and_watch(model, fit):
             return fit(*args, **kwargs)
         prepared.fits += 1
         begun = for_one_fit.begun(model)
+        x, batch_size = (argument_in(argument, fit, "fit", args, kwargs) for argument in ("x", "batch_size"))
         try:
-            with with_callback(prepared.watch, SkipWatch, fit, "fit", args, kwargs) as (args, kwargs):
+            with (
+                looking_at_rows(model, x, batch_size),
+                with_callback(prepared.watch, SkipWatch, fit, "fit", args, kwargs) as (args, kwargs),
+            ):
                 return fit(*args, **kwargs)
         finally:
             prepared.fits -= 1
@@ -104,7 +109,7 @@ def _looking(evaluate, watch_of: Callable):
     @functools.wraps(evaluate)
     def evaluate_and_look(*args, **kwargs):
         look = Look()
-        callbacks = callbacks_in(evaluate, "evaluate", args, kwargs)
+        callbacks = argument_in("callbacks", evaluate, "evaluate", args, kwargs)
         with with_callback(look, Look, evaluate, "evaluate", args, kwargs) as (args, kwargs):
             result = evaluate(*args, **kwargs)
         # In a validation `fit` hands on its container.

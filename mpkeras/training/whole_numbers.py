@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import ml_dtypes
@@ -28,6 +29,8 @@ _OF_USERS = tuple(
 )
 # In float32 every number from here on is whole, whatever it counts.
 _ALL_WHOLE = 2.0**24
+# So many rows are looked at before all are.
+_FEW_ROWS = 16
 # So many layers are named in one warning.
 _NAMED = 3
 
@@ -117,23 +120,31 @@ def _lost(array, dtype: str) -> tuple[float, float] | None:
     An array of whole numbers alone counts, and a column of them beside others, along whichever axis: in a table one may
     be an id.
     """
-    array = np.asarray(array)
+    return next(_losses(np.asarray(array), dtype), None)
+
+
+def _losses(array, dtype: str) -> Iterator[tuple[float, float]]:
+    """Yields what `_lost` returns, of each column."""
+    limit = 2.0 ** (ml_dtypes.finfo(dtype).nmant + 1)
+    # The cheap question first: most data stays below.
+    if not array.size or array.dtype.kind not in "iuf" or max(float(array.max()), -float(array.min())) <= limit:
+        return
     if array.ndim < 2:
-        return _lost_in_columns(array.reshape(-1, 1), dtype)
+        yield from _losses_in_columns(array.reshape(-1, 1), dtype, limit)
+        return
     # The last axis first: most tables have their columns there.
     for axis in reversed(range(1, array.ndim)):
-        lost = _lost_in_columns(np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis]), dtype)
-        if lost is not None:
-            return lost
-    return None
+        moved = np.moveaxis(array, axis, -1)
+        # The first rows tell of nearly every column of features that it is none of whole numbers.
+        few = moved[:_FEW_ROWS].reshape(-1, array.shape[axis])
+        may_be_whole = ((few == np.round(few)) | ~np.isfinite(few)).all(axis=0)
+        if may_be_whole.any():
+            columns = moved if may_be_whole.all() else moved[..., may_be_whole]
+            yield from _losses_in_columns(columns.reshape(-1, columns.shape[-1]), dtype, limit)
 
 
-def _lost_in_columns(columns, dtype: str) -> tuple[float, float] | None:
-    if not columns.size:
-        return None
-    limit = 2.0 ** (ml_dtypes.finfo(dtype).nmant + 1)
+def _losses_in_columns(columns, dtype: str, limit: float) -> Iterator[tuple[float, float]]:
     with np.errstate(invalid="ignore"):
-        # The cheap question first: most data stays below.
         is_large = np.maximum(columns.max(axis=0), -columns.min(axis=0)) > limit
         is_large |= np.isnan(columns).any(axis=0) if columns.dtype.kind == "f" else False
     for column in columns[:, is_large].T:
@@ -147,8 +158,7 @@ def _lost_in_columns(columns, dtype: str) -> tuple[float, float] | None:
             is_lost &= np.abs(values) < _ALL_WHOLE
         if is_lost.any():
             first = int(np.argmax(is_lost))
-            return float(values[first]), float(rounded[first])
-    return None
+            yield float(values[first]), float(rounded[first])
 
 
 class _Observed:
@@ -328,6 +338,56 @@ def warn_of_rounding(model, x):
     message += f" So it is with {others} more layers." if others > 0 else ""
     message += " Or pass integers, which are not cast, to a `keras.Input(..., dtype='int32')`."
     warnings.warn(message, stacklevel=3)
+
+
+@contextlib.contextmanager
+def looking_at_rows(model, x, batch_size):
+    """Context manager around a `fit` of `model`: of data in memory all rows are looked at, not the first batch alone.
+
+    A model that is built by its first step is looked at afterwards.
+
+    Args:
+        model: The model.
+        x: Arrays of as many rows; anything else, such as a dataset, is not looked at.
+        batch_size: The rows of a batch, `None` for Keras' 32.
+    """
+    size, was_built = 32 if batch_size is None else batch_size, _keras.is_built(model)
+    if was_built:
+        _look_at_rows(model, x, size)
+    yield
+    if not was_built:
+        _look_at_rows(model, x, size)
+
+
+def _look_at_rows(model, x, size):
+    batch = _batch_with_losses(x, _Observed(model).dtypes, size)
+    if batch is not None:
+        warn_of_rounding(model, batch)
+
+
+def _batch_with_losses(x, dtypes, size):
+    """Returns `size` rows of `x`, those among them that hold whole numbers which `dtypes` lose; `None` without any."""
+    leaves = keras.tree.flatten(x)
+    if not dtypes or not isinstance(size, int) or not all(map(_is_in_memory, leaves)):
+        return None
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    if any(not array.ndim or len(array) != len(arrays[0]) for array in arrays):
+        return None
+    rows = [
+        int(np.argmax((array == value).reshape(len(array), -1).any(axis=1)))
+        for array in arrays
+        for dtype in dtypes
+        for value, _ in itertools.islice(_losses(array, dtype), size)
+    ]
+    if not rows:
+        return None
+    chosen = np.resize([*dict.fromkeys(rows), *range(len(arrays[0]))][:size], size)
+    return keras.tree.pack_sequence_as(x, [array[chosen] for array in arrays])
+
+
+def _is_in_memory(value) -> bool:
+    """Whether a value is an array of NumPy or a table of pandas: others may be on a device, or in a file."""
+    return type(value) is np.ndarray or type(value).__module__.split(".")[0] == "pandas" and hasattr(value, "__array__")
 
 
 def looking_at_first_batch(model, function):

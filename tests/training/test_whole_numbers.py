@@ -235,6 +235,30 @@ def test_the_first_number_that_a_dtype_has_not_is_named(policy, code, text):
     assert fit(functional(Rows(name="rows")), policy, codes) == []
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("kind", ["array", "dict", "float64", "table"])
+def test_in_data_in_memory_a_number_of_a_later_batch_is_named(kind, is_built):
+    """The data is sorted, and not shuffled: the first batches hold small numbers."""
+    x = np.arange(18.0, dtype="float64" if kind == "float64" else "float32").reshape(6, 3)
+    x[4, 1] = 2051
+    take = (lambda x: x["codes"]) if kind == "dict" else (lambda x: x)
+    model = Calling(Rows(name="rows"), take)
+    x = {"codes": x, "others": x[:, :1]} if kind == "dict" else x
+    if kind == "table":
+        x = pytest.importorskip("pandas").DataFrame(x)
+    first = keras.tree.map_structure(lambda rows: np.asarray(rows)[:2].astype("float32"), x)
+    if is_built:
+        model(keras.tree.map_structure(ops.convert_to_tensor, first))
+    prepared(model, "mixed_float16")
+
+    def run():
+        model.fit(x, np.ones(6, "float32"), batch_size=2, shuffle=False, verbose=0)
+
+    (message,) = said_by(run)
+    assert "/rows' is given whole numbers" in message and "2051 becomes 2052" in message
+    assert said_by(run) == []
+
+
 def test_audit_and_trace_numerics_name_it():
     model = functional(Wave(name="wave"))
     model.compile("sgd", "mse")
