@@ -18,13 +18,19 @@ Measures training steps of a saved model in float32, bfloat16 and float16, compi
 
 Without data the inputs are random numbers of the model's input shapes, integers 0 and 1, and the loss is the mean
 square of the outputs: good for times, not for saying whether float16 trains. With `--data` the arrays of the file are
-used: `x` (or one array for each input, by its name), and `y` with the loss that the model was saved with.
+used: `x` (or one array for each input, by its name), and `y` with the loss that the model was saved with (of a model
+whose outputs are a dictionary, one array for each, by its name).
 
 The environment variable KERAS_BACKEND chooses the backend.
 """,
     )
     add_model(option)
-    option("--batch-size", type=count, metavar="N", help="examples a step (default: 32, or all of the data)")
+    option(
+        "--batch-size",
+        type=count,
+        metavar="N",
+        help="examples a step (default: those of the model, 32, or all of the data)",
+    )
     option("--budget", type=positive("seconds"), metavar="S", help="seconds for all, compiling included (default: 60)")
     option("--data", metavar="FILE", help="an .npz file with arrays `x` and `y`: a batch of your own")
     option("--no-measure", action="store_true", help="advice from the device and the layers alone, at once")

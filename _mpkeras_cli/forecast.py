@@ -33,7 +33,12 @@ for Linux on x86-64. The environment variable KERAS_BACKEND chooses the backend 
     add_model(option)
     option("--device", default="h100", metavar="NAME", help="what to compile for (default: h100)")
     option("--devices", type=count, default=1, metavar="N", help="how many of them share a batch (default: 1)")
-    option("--batch", type=count, metavar="N", help="rows of a batch, over all devices (default: 32)")
+    option(
+        "--batch",
+        type=count,
+        metavar="N",
+        help="rows of a batch, over all devices (default: those of the model, or 32)",
+    )
     option("--largest-batch", action="store_true", help="look for the largest batch that fits; compiles several times")
     option(
         "--policy",

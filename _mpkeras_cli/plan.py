@@ -31,7 +31,7 @@ of a batch are taken one after the other. Devices and compilers: as in `mpkeras 
     add_model(option)
     option("--memory", metavar="SIZE", help="what there is, such as 16GB; 5 %% are left free")
     option("--device", metavar="NAME", help="what to compile for, and without --memory what it has (default: h100)")
-    option("--batch", type=count, metavar="N", help="rows of a batch (default: 32)")
+    option("--batch", type=count, metavar="N", help="rows of a batch (default: those of the model, or 32)")
     option("--largest-batch", action="store_true", help="look for the largest batch that fits with all that is allowed")
     option(
         "--policy",

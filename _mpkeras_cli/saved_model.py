@@ -70,7 +70,7 @@ def advise_saved(
     if not measure:
         return unmeasured_advice(model, file=path)
     if data is None:
-        x, y = random_inputs(model, batch_size or _BATCH_SIZE), None
+        x, y = random_inputs(model, batch_size), None
         about = "The inputs were random numbers"
     else:
         x, y = _read(model, data, batch_size)
@@ -116,9 +116,11 @@ def _with_batch(path, batch_size, open_size, imports, function) -> tuple:
     inputs = _input_structure(model, f"Call `{function}` in Python, with the shape of a batch.")
     _compile(model, path, custom_objects)
 
+    rows = _rows_of_batch(inputs, batch_size)
+
     def sized(tensor):
         sizes = (open_size if n is None else n for n in tensor.shape[1:])
-        return keras.KerasTensor((batch_size or _BATCH_SIZE, *sizes), tensor.dtype)
+        return keras.KerasTensor((rows, *sizes), tensor.dtype)
 
     return model, keras.tree.map_structure(sized, inputs)
 
@@ -133,6 +135,12 @@ def _input_structure(model, remedy: str):
     return ModelView(model).inputs
 
 
+def _rows_of_batch(inputs, batch_size, default=_BATCH_SIZE):
+    """Returns `batch_size`, or what there is in its place: a model with state is made for batches of one size."""
+    fixed = [tensor.shape[0] for tensor in keras.tree.flatten(inputs) if tensor.shape[0] is not None]
+    return batch_size or next(iter(fixed), default)
+
+
 def mean_square(y, y_pred):
     """Returns the mean square of all outputs, float32 of shape `()`: a loss without targets."""
     del y
@@ -140,9 +148,10 @@ def mean_square(y, y_pred):
     return sum(ops.mean(ops.square(output)) for output in outputs) / len(outputs)
 
 
-def random_inputs(model, batch_size: int):
+def random_inputs(model, batch_size: int | None):
     """Returns a batch of random numbers in the structure that `model` takes: normal ones, integers 0 and 1."""
     inputs = _input_structure(model, "Give a batch: `--data FILE.npz`.")
+    batch_size = _rows_of_batch(inputs, batch_size)
     rng = np.random.default_rng(0)
 
     def draw(tensor):
@@ -181,12 +190,20 @@ def _read(model, data, batch_size) -> tuple:
     else:
         by_name = f", or one for each of the inputs {names}" if names else ""
         raise ValueError(f"Expected an array `x`{by_name}. Received: '{data}' with {sorted(arrays)}. {remedy}")
+    outputs = None if graph is None else ModelView(model).outputs
     y = arrays.get("y")
+    if isinstance(outputs, dict) and arrays.keys() >= outputs.keys():
+        y = {name: arrays[name] for name in outputs}
+    elif isinstance(outputs, dict) and y is not None:
+        raise ValueError(
+            f"Expected an array for each of the outputs {sorted(outputs)}, by its name. Received: '{data}' with "
+            f"{sorted(arrays)}. Write it with `numpy.savez('batch.npz', x=x, {min(outputs)}=...)`."
+        )
     batch = (x, y) if y is not None else (x,)
     if any(array.ndim == 0 or not len(array) for array in keras.tree.flatten(batch)):
         raise ValueError(f"Expected arrays of at least one example. Received: '{data}' with empty ones. {remedy}")
-    x = keras.tree.map_structure(lambda array: array[:batch_size], x)
-    return x, None if y is None else y[:batch_size]
+    rows = batch_size if graph is None else _rows_of_batch(graph.inputs, batch_size, default=None)
+    return keras.tree.map_structure(lambda array: None if array is None else array[:rows], (x, y))
 
 
 def _compile(model, path, custom_objects) -> bool:

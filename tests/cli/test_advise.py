@@ -48,6 +48,20 @@ def test_inputs_by_name_and_no_targets(capsys, path, tmp_path):
     assert "trained on 2 examples" in text and "stood in for the loss: no targets" in text
 
 
+def test_outputs_by_name(capsys, tmp_path):
+    inputs = keras.Input((4,), name="features")
+    outputs = {name: keras.layers.Dense(units, name=name)(inputs) for name, units in (("height", 1), ("kind", 3))}
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", {"height": "mae", "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True)})
+    model.save(tmp_path / "model.keras")
+    x, labels = np.ones((6, 4), "float32"), {"height": np.ones((6, 1)), "kind": np.array([0, 1, 2, 0, 1, 2])}
+    np.savez(tmp_path / "batch.npz", x=x, **labels)
+    options = [tmp_path / "model.keras", "--data", tmp_path / "batch.npz", "--budget", "2"]
+    assert "with the loss that the model was saved with" in printed(capsys, *options)
+    np.savez(tmp_path / "batch.npz", x=x, y=labels["kind"])
+    assert "each of the outputs ['height', 'kind'], by its name. Received: " in failing_line(capsys, *options)
+
+
 def test_without_measuring_there_is_no_table_and_the_remedy_is_an_option(capsys, path):
     text = printed(capsys, path, "--no-measure")
     assert "jit_compile" in text and "Step (ms)" not in text and "measure=False" not in text
@@ -127,6 +141,12 @@ def test_random_inputs_follow_the_structure_of_the_model():
         "words": ((4, 5), "int32"),
     }
     assert set(np.unique(batch["words"])) <= {0, 1}
+
+
+def test_a_model_of_one_batch_size_is_given_that_many_rows():
+    inputs = keras.Input(batch_shape=(6, 5, 3))
+    model = keras.Model(inputs, keras.layers.GRU(2, stateful=True)(inputs))
+    assert random_inputs(model, None).shape == (6, 5, 3) and random_inputs(model, 7).shape == (7, 5, 3)
 
 
 def test_inputs_of_unknown_size_cannot_be_made():
