@@ -75,9 +75,9 @@ def handing_on(model, policy) -> dict:
     """Returns `{id: (layer, class name, reason)}` of layers that stay in float32 for the data that they hand on.
 
     A layer between an input of a Functional or Sequential model and one that reads names (`Embedding`), that turns
-    numbers into whole ones or compares them, or that a rule keeps in float32 for the data that it gets, would round
-    that data first. It stays in float32 if it only moves numbers; before one that reads names also if it computes
-    without weights of its own, as a `Lambda` does.
+    numbers into whole ones or compares them, that normalizes (`LayerNormalization`), or that a rule keeps in float32
+    for the data that it gets, would round that data first. It stays in float32 if it only moves numbers; before one
+    that reads names also if it computes without weights of its own, as a `Lambda` does.
 
     Args:
         model: A `keras.Model` of any kind, or a layer, or a `Survey` of it.
@@ -136,6 +136,9 @@ class _Walk:
             return _End(type(layer).__name__, f"layer '{layer.name}' looks up rows by them", True)
         if id(layer) in self._by_rule:
             return _End(self._by_rule[id(layer)], f"layer '{layer.name}' stays in float32 to see them whole", False)
+        if isinstance(layer, keras.layers.LayerNormalization):
+            # In any dtype it casts nothing on the way in, and centers in float32.
+            return _End(type(layer).__name__, f"layer '{layer.name}' normalizes them", False)
         if any(_is_float(tensor) for tensor in node.input_tensors) and not any(map(_is_float, node.outputs)):
             return _End(type(layer).__name__, f"'{layer.name}' makes whole numbers of them, or compares them", True)
         return None

@@ -185,6 +185,14 @@ def row_of(model, name):
             None,
             id="weighed by a model in TimeDistributed",
         ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.LayerNormalization()(moved(x))), "LayerNormalization", id="normalized"
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.LayerNormalization()(moved(layers.Dense(4)(x)))),
+            None,
+            id="weighed, then normalized",
+        ),
         pytest.param(lambda x: layers.Dense(2)(moved(x)), None, id="weighed"),
         pytest.param(lambda x: layers.Dense(2, "softmax")(moved(x)), None, id="a head"),
         pytest.param(
@@ -202,6 +210,19 @@ def test_a_row_says_why():
     row = row_of(GRAPHS["Reshape"](), "moving")
     why = "it hands numbers on and layer 'table' looks up rows by them: 2049 would be 2048"
     assert row.rule == "Embedding" and row.reason.startswith(why)
+
+
+@pytest.mark.parametrize(("policy", "epsilon"), [("mixed_float16", 2.0**-11), ("mixed_bfloat16", 2.0**-8)])
+def test_what_is_normalized_behind_a_layer_that_moves_it_is_as_exact_as_in_float32(policy, epsilon):
+    """3001.25 and 3002 are 3002 and 3002 in float16."""
+    x = np.array([[3001.25, 3002.0, 3003.5, 3000.0], [70001.0, 70009.0, 70003.0, 70006.5]], "float32")
+    inputs = keras.Input((4,))
+    normalized = layers.LayerNormalization(epsilon=1e-6)(layers.Reshape((1, 4))(inputs))
+    model = keras.Model(inputs, layers.Flatten()(layers.Dense(4, kernel_initializer="identity")(normalized)))
+    mpkeras.apply_policy(model, without_outputs(policy))
+    centered = x.astype("float64") - x.astype("float64").mean(axis=1, keepdims=True)
+    expected = centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=2 * epsilon, atol=2 * epsilon)
 
 
 @pytest.mark.slow
