@@ -876,6 +876,15 @@ def inputs_of_call(layer, node_index: int) -> list:
     return layer._inbound_nodes[node_index].input_tensors
 
 
+# The operation behind `keras.ops.subtract` and `-`, which is no layer.
+_Subtract = type((keras.KerasTensor((1,)) - keras.KerasTensor((1,)))._keras_history.operation)
+
+
+def is_difference(operation) -> bool:
+    """Whether an operation of a graph takes the difference of two tensors: the layer `Subtract`, or `-`."""
+    return isinstance(operation, (keras.layers.Subtract, _Subtract))
+
+
 # The operation behind `keras.ops.cast`, which is not a layer: `Model.layers` passes it by.
 _Cast = type(keras.ops.cast(keras.KerasTensor((1,), dtype="float32"), "float16")._keras_history.operation)
 

@@ -77,7 +77,8 @@ def handing_on(model, policy) -> dict:
     A layer between an input of a Functional or Sequential model and one that reads names (`Embedding`), that turns
     numbers into whole ones or compares them, that normalizes (`LayerNormalization`), or that a rule keeps in float32
     for the data that it gets, would round that data first. It stays in float32 if it only moves numbers; before one
-    that reads names also if it computes without weights of its own, as a `Lambda` does.
+    that reads names, or takes a difference of two such numbers, also if it computes without weights of its own, as a
+    `Lambda` does. So does a `Subtract` of nothing but the data: what is left of 3001.25 - 3000 is lost in 16 bits.
 
     Args:
         model: A `keras.Model` of any kind, or a layer, or a `Survey` of it.
@@ -126,8 +127,12 @@ class _Walk:
             end = self._end(node)
             if end is None:
                 continue
+            earlier = dict(self.found), dict(self._reached)
             reaches = [self._comes_from_input(tensor, calls, end) for tensor in node.input_tensors]
-            if any(reaches) and end.of_names:
+            if _keras.is_difference(layer) and not all(reaches):
+                # The other operand was computed in 16 bits, and is rounded anyway.
+                self.found, self._reached = earlier
+            elif any(reaches) and end.of_names:
                 self._keep(layer, end)
 
     def _end(self, node) -> _End | None:
@@ -139,6 +144,8 @@ class _Walk:
         if isinstance(layer, keras.layers.LayerNormalization):
             # In any dtype it casts nothing on the way in, and centers in float32.
             return _End(type(layer).__name__, f"layer '{layer.name}' normalizes them", False)
+        if _keras.is_difference(layer):
+            return _End(type(layer).__name__, f"'{layer.name}' takes their difference", True)
         if any(_is_float(tensor) for tensor in node.input_tensors) and not any(map(_is_float, node.outputs)):
             return _End(type(layer).__name__, f"'{layer.name}' makes whole numbers of them, or compares them", True)
         return None

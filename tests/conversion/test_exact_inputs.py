@@ -193,6 +193,25 @@ def row_of(model, name):
             None,
             id="weighed, then normalized",
         ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.Subtract(name="moving")([x, x[:, ::-1]])), "Subtract", id="a difference"
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.Subtract()([x, layers.Activation("relu", name="moving")(x)])),
+            "Subtract",
+            id="computed for a difference",
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(x - layers.Activation("relu", name="moving")(x)), "Subtract", id="an operation"
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.Subtract(name="moving")([x, layers.Dense(4)(x)])),
+            None,
+            id="a difference from what is weighed",
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.Subtract()([moved(x), layers.Dense(4)(x)])), None, id="moved and weighed"
+        ),
         pytest.param(lambda x: layers.Dense(2)(moved(x)), None, id="weighed"),
         pytest.param(lambda x: layers.Dense(2, "softmax")(moved(x)), None, id="a head"),
         pytest.param(
@@ -222,6 +241,19 @@ def test_what_is_normalized_behind_a_layer_that_moves_it_is_as_exact_as_in_float
     mpkeras.apply_policy(model, without_outputs(policy))
     centered = x.astype("float64") - x.astype("float64").mean(axis=1, keepdims=True)
     expected = centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=2 * epsilon, atol=2 * epsilon)
+
+
+@pytest.mark.parametrize(("policy", "epsilon"), [("mixed_float16", 2.0**-11), ("mixed_bfloat16", 2.0**-8)])
+def test_a_series_without_its_trend_is_as_exact_as_in_float32(policy, epsilon):
+    x = 5000 + np.array([[0.25, 0.5, -1.25, 3.75, 0.0, 2.5]], "float32").T[None]
+    inputs = keras.Input((6, 1))
+    trend = layers.AveragePooling1D(2, strides=1, padding="valid")(inputs)
+    rest = layers.Subtract()([layers.Cropping1D((1, 0))(inputs), trend])
+    model = keras.Model(inputs, layers.Dense(1, kernel_initializer="ones")(rest))
+    mpkeras.apply_policy(model, without_outputs(policy))
+    # What is left is half of the last step.
+    expected = np.diff(x, axis=1) / 2
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=2 * epsilon, atol=2 * epsilon)
 
 
