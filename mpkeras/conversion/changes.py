@@ -303,7 +303,7 @@ CHANGES = {
     "mixed dtypes named": _Change(name_mixed_dtypes, "layer", ("call",)),
     # A function of torch's part alone.
     "torch.autocast": _Change(lambda layer: _backend.let_module_follow(layer), "layer", ("call",)),
-    "made anew from files": _Change(save_as_mixed, "converted", ("get_config",)),
+    "made anew from files": _Change(save_as_mixed, "orthogonal", ("get_config",)),
     "softmax memory": _Change(_save_softmax_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
     "attention memory": _Change(_save_attention_memory, "attention", (_keras.ATTENTION_METHOD,)),
     "raw inputs": _Change(_pass_inputs_on, "inputs", ("autocast",)),

@@ -39,7 +39,7 @@ def save_as_mixed(layer):
             return config
         return {**config, "dtype": keras.dtype_policies.serialize(keras.DTypePolicy(f"mixed_{SMALL_DTYPE}"))}
 
-    replace(layer, "get_config", get_config_as_mixed, kind="converted")
+    replace(layer, "get_config", get_config_as_mixed, kind="orthogonal")
 
 
 def save_as_made(model, made_with):
