@@ -32,8 +32,8 @@ KINDS = {
     "inputs": "`autocast` of a model: raw inputs beyond float16 belong to the float32 layer that normalizes them",
     "converted": "`get_config` of a model: its file holds the policy its author chose, and no cast that plain Keras "
     "cannot name. `build` of one: its layers have their paths only then, and layers of their own",
-    "orthogonal": "`get_config` of a layer with bfloat16 weights that begin orthogonal: no backend draws such a matrix, "
-    "and a file, in which it says `mixed_bfloat16`, makes it in float32",
+    "orthogonal": "`get_config` of a layer with bfloat16 weights that begin orthogonal: no backend draws such a "
+    "matrix, and a file, in which it says `mixed_bfloat16`, makes it in float32",
     "guard": "`train_step` and `make_train_function` of a model: a skipped step leaves no trace, and first batches are "
     "taken again. `compile`, `fit` and `evaluate` of a prepared one: it stays prepared when it is compiled again, logs "
     "and warns in `fit` only, and says where a validation is not finite",
