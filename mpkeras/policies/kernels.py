@@ -155,6 +155,8 @@ def missing_kernel_of(layer, compute_dtype: str) -> str | None:
     """
     if compute_dtype not in SIXTEEN_BIT_DTYPES:
         return None
+    if isinstance(layer, keras.layers.TFSMLayer):
+        return "what it wraps takes the dtypes alone with which it was exported"
     if _BACKEND == "torch" and (convolution := _narrow_convolution(layer)):
         failure = _failure(_try_gradient_of_convolution, compute_dtype, *convolution)
         return None if failure is None else f"its kernel of few filters or channels {failure}"

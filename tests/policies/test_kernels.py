@@ -364,3 +364,21 @@ def test_a_trial_leaves_names_and_random_numbers_as_they_are():
     assert reason is None or reason.startswith("its kernel of few filters or channels fails in float16")
     assert random.getstate() == state
     assert layers.Conv2D(1, 3).name == "conv2d"
+
+
+@pytest.mark.backends("tensorflow")
+def test_what_was_exported_in_float32_stays_so(tmp_path):
+    exported = keras.Sequential([keras.Input((3,)), layers.Dense(5, bias_initializer="ones")])
+    exported.export(tmp_path, verbose=False)
+    wrapped = layers.TFSMLayer(tmp_path, call_endpoint="serve", name="wrapped")
+    body = layers.Dense(3, kernel_initializer="identity", name="body")
+    model = keras.Sequential([keras.Input((3,)), body, wrapped, layers.Dense(2)])
+    x = np.array([[0.5, -2.0, 4.0]], "float32")
+    expected = model(x)
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    assert [layer.compute_dtype for layer in model.layers[:2]] == ["bfloat16", "float32"]
+    np.testing.assert_array_equal(model(x), expected)
+    assert np.isfinite(model.fit(x, np.ones((1, 2)), verbose=0).history["loss"]).all()
+    row = next(row for row in mpkeras.audit(model).layers if row.path == "wrapped")
+    assert "exported" in str(row.reason)
