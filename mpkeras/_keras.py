@@ -1193,3 +1193,20 @@ def _of_state(model, state) -> list:
     groups = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
     pairs = zip((*groups, model.metrics_variables), state, strict=True)
     return [pair for variables, values in pairs for pair in zip(variables, values, strict=True)]
+
+
+def own_policy_maps(layers):
+    """Gives `layers` a copy of each `DTypePolicyMap` among their policies; those that share a map share its copy.
+
+    `layer.dtype_policy = ...` writes into the map, which is the user's, and may be that of the layers of another model.
+    """
+    copies: dict = {}
+    for layer in layers:
+        policy_map = layer._dtype_policy
+        if type(policy_map) is not keras.dtype_policies.DTypePolicyMap:
+            continue
+        if id(policy_map) not in copies:
+            own = copy.copy(policy_map)
+            own._policy_map = dict(policy_map._policy_map)
+            copies[id(policy_map)] = policy_map, own  # The map itself, too: its `id` stays its own.
+        layer._dtype_policy = copies[id(policy_map)][1]

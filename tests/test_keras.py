@@ -839,3 +839,16 @@ def test_variables_have_no_values_in_a_step_of_fit():
     assert seen and all(map(all, seen)) and not any(map(private.is_purged, model.variables))
     with keras.StatelessScope(initialize_variables=False):
         assert not private.is_purged(keras.Variable(keras.initializers.Zeros(), shape=(1,)))
+
+
+def test_layers_that_share_a_policy_map_share_its_copy():
+    policy_map = keras.dtype_policies.DTypePolicyMap("mixed_bfloat16", {"third": keras.DTypePolicy("float32")})
+    layers = [keras.layers.Dense(1, name=name, dtype=policy_map) for name in ("first", "second")]
+    layers.append(keras.layers.Dense(1, dtype="float32"))
+    private.own_policy_maps(layers)
+    first, second, plain = layers
+    assert first.dtype_policy is second.dtype_policy is not policy_map and plain.dtype_policy.name == "float32"
+    assert first.dtype_policy.get_config() == policy_map.get_config()
+    first.build((None, 1))
+    first.dtype_policy = "mixed_float16"
+    assert list(policy_map) == ["third"] and list(first.dtype_policy) == ["third", first.path]

@@ -40,6 +40,8 @@ def layer_converter(model, policy, converts: bool = True, survey=None, *, trains
         rows = plan(survey, policy, conversion)
         # Before anything changes: a rule may match nothing.
         parts = repeated_parts(survey, policy.remat)
+        if any(row.after is not row.before for row in rows):
+            _keras.own_policy_maps(survey.layers)
         for row in rows:
             if row.after is not row.before:
                 set_layer_policy(row.layer, row.after)

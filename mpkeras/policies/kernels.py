@@ -65,13 +65,13 @@ def _try_mask_of_t5(dtype):
         raise FloatingPointError("its mask adds (1 - 1) * -1e9, which is NaN")
 
 
-def _try_positions(dtype):
-    # KerasHub 0.32 makes positions in what it computes in, and the frequencies, too: of 512 positions some sines are
-    # 1.5 off in bfloat16, of 2048 some are 0.7 off in float16.
-    position = 4095.0
-    rounded = float(ops.cast(ops.cast(position, dtype), "float32"))
-    if rounded != position:
-        raise FloatingPointError(f"position {position:.0f} is counted as {rounded:.0f}, and its sines are others")
+def _try_number(number: float, what: str, dtype):
+    # KerasHub 0.32 takes or makes positions and time steps in what it computes in, mostly the frequencies, too: of 512
+    # positions some sines are 1.5 off in bfloat16, of 2048 some are 0.7 off in float16, and the output of Flux is off
+    # by a third in bfloat16 and a tenth in float16. `AlibiBias` adds a bias of -500 to the scores, which rounds them.
+    rounded = float(ops.cast(ops.cast(number, dtype), "float32"))
+    if rounded != float(ops.cast(number, "float32")):
+        raise FloatingPointError(f"{what} {number:g} is taken for {rounded:g}, and what is made of it is another")
 
 
 def _try_gradient_of_resize(interpolation: str, jit_compile: bool, dtype):
@@ -92,6 +92,8 @@ def _try_gradient_of_convolution(layer_class, channels, filters, kernel_size, gr
     _devices.run_gradient(layer, ops.ones(shape, dtype))
 
 
+_try_positions = functools.partial(_try_number, 4095.0, "position")
+
 # Layer class, the operation it rests on. Other layers were tried once on every backend and need no entry.
 _TRIALS = {
     "MaxPooling3D": functools.partial(_try_pool_3d, "max_pool"),
@@ -107,7 +109,13 @@ _TRIALS = {
     "LlamaAttention": _try_attention,
     "MMDiTBlock": _try_attention,
     "T5MultiHeadAttention": _try_mask_of_t5,
+    "AlibiBias": _try_positions,
+    "ContentAndQueryEmbedding": _try_positions,
+    "ESMRotaryEmbedding": _try_positions,
+    "EmbedND": _try_positions,
+    "RoformrPositionalEmbedding": _try_positions,
     "SinePositionEncoding": _try_positions,
+    "TimestepEmbedding": functools.partial(_try_number, 998.1, "time step"),
 }
 CONVOLUTIONS = (
     keras.layers.Conv1D,
@@ -126,7 +134,7 @@ def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str
     kept for the life of the process. With Keras 3.15 TensorFlow on CPU has no float16 3-D pooling, JAX on
     CPU no float16 attention, JAX no `GRU` in 16 bits, torch on CPU no 16-bit 3-D average pooling, on torch Keras'
     own `Attention` makes NaN of fully masked rows in float16, and KerasHub's T5 of all others on TensorFlow and JAX.
-    KerasHub's sines of positions are of other ones in 16 bits on each of them.
+    What KerasHub makes of positions and time steps is made of others in 16 bits on each of them.
 
     Args:
         compute_dtype: `"float16"` or `"bfloat16"`; other dtypes have every kernel.
@@ -147,6 +155,8 @@ def missing_kernel_of(layer, compute_dtype: str) -> str | None:
     """
     if compute_dtype not in SIXTEEN_BIT_DTYPES:
         return None
+    if isinstance(layer, keras.layers.TFSMLayer):
+        return "what it wraps takes the dtypes alone with which it was exported"
     if _BACKEND == "torch" and (convolution := _narrow_convolution(layer)):
         failure = _failure(_try_gradient_of_convolution, compute_dtype, *convolution)
         return None if failure is None else f"its kernel of few filters or channels {failure}"

@@ -948,3 +948,21 @@ def test_a_second_model_on_an_input_that_was_converted_with_another_is_converted
 
     dtypes = [[layer.compute_dtype for layer in converted(model(units)).layers[1:]] for units in (3, 5)]
     assert dtypes == [["bfloat16", "float32"]] * 2
+
+
+def test_a_policy_map_of_the_users_and_other_models_with_it_stay_as_they_are():
+    policy_map = keras.dtype_policies.DTypePolicyMap("mixed_float16", {"last": keras.DTypePolicy("float32")})
+
+    def model():
+        inputs = keras.Input((3,))
+        x = keras.layers.Dense(4, name="body", dtype=policy_map)(inputs)
+        return keras.Model(inputs, keras.layers.Dense(2, name="last", dtype=policy_map)(x))
+
+    converted, other = model(), model()
+    for policy, expected in (("mixed_bfloat16", "bfloat16"), ("float32", "float32"), ("mixed_float16", "float16")):
+        mpkeras.apply_policy(converted, policy)
+        assert [converted.get_layer(name).compute_dtype for name in ("body", "last")] == [expected, "float32"]
+        assert [other.get_layer(name).compute_dtype for name in ("body", "last")] == ["float16", "float32"]
+        assert {path: entry.name for path, entry in policy_map.items()} == {"last": "float32"}
+        loaded = keras.Model.from_config(converted.get_config())
+        assert loaded.get_layer("body").compute_dtype == expected

@@ -57,6 +57,15 @@ def test_each_operation_is_tried_once_and_only_for_layers_that_are_there(monkeyp
 # With Keras 3.15 and the current backends. A release that closes a gap only makes these sets smaller.
 POOLING = {"MaxPooling3D", "AveragePooling3D", "AdaptiveMaxPooling3D", "AdaptiveAveragePooling3D"}
 OF_KERAS_HUB = {"LlamaAttention", "MMDiTBlock", "T5MultiHeadAttention"}
+POSITIONS = {
+    "AlibiBias",
+    "ContentAndQueryEmbedding",
+    "ESMRotaryEmbedding",
+    "EmbedND",
+    "RoformrPositionalEmbedding",
+    "SinePositionEncoding",
+    "TimestepEmbedding",
+}
 KNOWN_GAPS = {
     ("tensorflow", "float16"): POOLING | {"T5MultiHeadAttention"},
     ("jax", "float16"): OF_KERAS_HUB | {"MultiHeadAttention", "GroupedQueryAttention", "GRU"},
@@ -68,8 +77,8 @@ KNOWN_GAPS = {
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_nothing_is_kept_that_works(backend, dtype):
-    # No 16 bits hold 4095.
-    known = KNOWN_GAPS.get((backend, dtype), set()) | {"SinePositionEncoding"}
+    # No 16 bits hold 4095, nor 998.1.
+    known = KNOWN_GAPS.get((backend, dtype), set()) | POSITIONS
     assert {rule for rule, _ in missing_kernel_rules(dtype)} <= known
 
 
@@ -188,6 +197,64 @@ def test_sines_of_positions_are_those_of_float64(policy, length, kind):
     np.testing.assert_allclose(outputs, expected, atol=4e-3 if policy == "mixed_bfloat16" else 2e-3)
 
 
+class TimestepEmbedding(layers.Layer):
+    """What the layers of KerasHub 0.32 that have this name begin with: sines of a time step."""
+
+    def call(self, step):
+        rates = keras.ops.exp(-0.5 * keras.ops.arange(6, dtype=step.dtype))
+        return keras.ops.sin(step * rates)
+
+
+@pytest.mark.parametrize(("policy", "atol"), [("mixed_bfloat16", 4e-3), ("mixed_float16", 5e-4)])
+def test_sines_of_time_steps_are_those_of_float64(policy, atol):
+    inputs = keras.Input((1,))
+    sines = TimestepEmbedding()(inputs)
+    model = keras.Model(inputs, layers.Dense(6, kernel_initializer="identity")(layers.Identity()(sines)))
+    mpkeras.apply_policy(model, policy)
+    steps = np.array([[0.3], [611.7], [874.2]], "float32")
+    expected = np.sin(steps.astype("float64") * np.exp(-0.5 * np.arange(6)))
+    np.testing.assert_allclose(model.predict(steps, verbose=0), expected, atol=atol)
+
+
+class AlibiBias(layers.Layer):
+    """What the layer of KerasHub 0.32 that has this name computes, with one slope."""
+
+    def call(self, scores):
+        positions = keras.ops.cast(keras.ops.arange(1 - scores.shape[-1], 1), self.compute_dtype)
+        return scores + 0.25 * positions
+
+
+class Attending(layers.Layer):
+    """Each of the first 200 queries looks at the keys up to itself, the nearest ones first."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.bias = AlibiBias()
+        self.softmax = layers.Softmax(dtype="float32")
+
+    def call(self, values):
+        size = (200, values.shape[1])
+        scores = self.bias(keras.ops.zeros(size, values.dtype))
+        weights = self.softmax(scores, mask=keras.ops.tril(keras.ops.ones(size, "bool")))
+        return keras.ops.matmul(keras.ops.cast(weights, values.dtype), values)
+
+
+@pytest.mark.parametrize(("policy", "atol"), [("mixed_bfloat16", 8e-3), ("mixed_float16", 2e-3)])
+def test_biases_of_positions_are_those_of_float64(policy, atol):
+    # So far from the last key float16 holds the bias of every second one, bfloat16 of every sixteenth.
+    values = np.zeros((1, 3000, 1), "float32")
+    values[:, ::2] = 1
+    inputs = keras.Input((3000, 1))
+    outputs = layers.Dense(1, kernel_initializer="ones")(Attending()(inputs))
+    model = keras.Model(inputs, outputs)
+    mpkeras.apply_policy(model, policy)
+    weights = np.exp(-0.25 * np.arange(80))
+    # A query far enough from the first key sees itself, in an even place or an odd one, best.
+    even, odd = (weights[first::2].sum() / weights.sum() for first in (0, 1))
+    outputs = model.predict(values, verbose=0)[0, 100:, 0]
+    np.testing.assert_allclose(outputs, np.tile([even, odd], 50), atol=atol)
+
+
 # Read in Keras 3.15 and TensorFlow 2.21: one is refused by XLA, the other has no gradient by 16-bit images at all.
 RESIZED = {"bilinear": True, "lanczos3": False}
 
@@ -297,3 +364,21 @@ def test_a_trial_leaves_names_and_random_numbers_as_they_are():
     assert reason is None or reason.startswith("its kernel of few filters or channels fails in float16")
     assert random.getstate() == state
     assert layers.Conv2D(1, 3).name == "conv2d"
+
+
+@pytest.mark.backends("tensorflow")
+def test_what_was_exported_in_float32_stays_so(tmp_path):
+    exported = keras.Sequential([keras.Input((3,)), layers.Dense(5, bias_initializer="ones")])
+    exported.export(tmp_path, verbose=False)
+    wrapped = layers.TFSMLayer(tmp_path, call_endpoint="serve", name="wrapped")
+    body = layers.Dense(3, kernel_initializer="identity", name="body")
+    model = keras.Sequential([keras.Input((3,)), body, wrapped, layers.Dense(2)])
+    x = np.array([[0.5, -2.0, 4.0]], "float32")
+    expected = model(x)
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    assert [layer.compute_dtype for layer in model.layers[:2]] == ["bfloat16", "float32"]
+    np.testing.assert_array_equal(model(x), expected)
+    assert np.isfinite(model.fit(x, np.ones((1, 2)), verbose=0).history["loss"]).all()
+    row = next(row for row in mpkeras.audit(model).layers if row.path == "wrapped")
+    assert "exported" in str(row.reason)
