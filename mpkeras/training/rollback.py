@@ -240,7 +240,7 @@ class StepInVariables:
             values = metric_states.after_skip(metric, *states_of_metric, any_skipped, step_is_skipped)
             self._give(metric, values)
             states.append((metric, values))
-        nothing_counted = ops.logical_and(any_skipped, metric_states.nothing_counted(states))
+        nothing_counted = ops.logical_and(any_skipped, metric_states.nothing_counted(states, self.is_traced()))
         shown = metric_states.shown(self._metrics(), metric_states.results_now(self._results), nothing_counted)
         return nothing_counted, metric_states.replaced(logs, in_step, shown)
 
