@@ -119,6 +119,12 @@ def results_now(results) -> dict:
     return keras.tree.map_structure(lambda value: ops.copy(ops.convert_to_tensor(value)), results())
 
 
+def results_of_trackers(metrics, results: dict) -> dict:
+    """Returns `results`, those of `metrics`, with what trackers of losses say now in the place of what they said."""
+    trackers = [metric for metric in flat(metrics) if tracks_losses(metric) and metric.name in results]
+    return results | {metric.name: metric.result() for metric in trackers}
+
+
 def replaced(logs, in_step: dict, shown_now: dict):
     """Returns `logs` with what metrics say now in the place of what they said within the step.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import keras
 from keras import ops
@@ -228,7 +229,7 @@ class StepInVariables:
             Whether no step has counted since the metrics were reset, and what the logs say.
         """
         in_step = metric_states.results_now(self._results)
-        states = []
+        states, results = [], self._results
         for metric in metric_states.flat(self._metrics()):
             if id(metric) not in self._metric_values:
                 # Made in this step: Keras makes those given to `compile` when it first needs them. The program that
@@ -236,12 +237,16 @@ class StepInVariables:
                 if self.is_traced():
                     continue
                 self._metric_values[id(metric)] = (metric_states.reset_values(metric),) * 2
+                # Only trackers have more to say of a first step than it said.
+                results = functools.partial(metric_states.results_of_trackers, self._metrics(), in_step)
             states_of_metric = *self._metric_values[id(metric)], self._values(metric)
             values = metric_states.after_skip(metric, *states_of_metric, any_skipped, step_is_skipped)
             self._give(metric, values)
             states.append((metric, values))
+        # Before they are asked whether a step has counted: what an emptied list of Python says may be an error.
+        results_after = metric_states.results_now(results)
         nothing_counted = ops.logical_and(any_skipped, metric_states.nothing_counted(states, self.is_traced()))
-        shown = metric_states.shown(self._metrics(), metric_states.results_now(self._results), nothing_counted)
+        shown = metric_states.shown(self._metrics(), results_after, nothing_counted)
         return nothing_counted, metric_states.replaced(logs, in_step, shown)
 
     def _values(self, metric) -> list:

@@ -136,7 +136,9 @@ class Seen(keras.metrics.Metric):
 
     def result(self):
         steps = ops.convert_to_tensor(0.0 if self.steps is None else self.steps)
-        return {"seen": ops.convert_to_tensor(float(len(self.targets))), "steps": steps}
+        # An error for an empty list.
+        largest = ops.max(ops.stack(self.targets))
+        return {"seen": ops.convert_to_tensor(float(len(self.targets))), "steps": steps, "largest": largest}
 
     def reset_state(self):
         self.targets.clear()
@@ -153,6 +155,7 @@ def test_what_a_metric_keeps_in_python_is_not_emptied_by_a_step(counts_steps):
     history, logs = fit(model, *data([90.0, 7.0, 5.0, 300.0, 6.0]), epochs=2)
     np.testing.assert_array_equal(column(logs, "seen"), [np.nan, 1, 2, 3, 4] * 2)
     np.testing.assert_array_equal(column(logs, "steps"), [np.nan, *([1, 2, 2, 3] if counts_steps else [0] * 4)] * 2)
+    np.testing.assert_array_equal(column(logs, "largest"), [np.nan, 7, 7, 300, 300] * 2)
     assert column(logs, "skipped_steps") == [1, 1, 1, 2, 2, 3, 3, 3, 4, 4] and history["seen"] == [4, 4]
 
 
