@@ -159,6 +159,32 @@ def test_what_a_metric_keeps_in_python_is_not_emptied_by_a_step(counts_steps):
     assert column(logs, "skipped_steps") == [1, 1, 1, 2, 2, 3, 3, 3, 4, 4] and history["seen"] == [4, 4]
 
 
+@pytest.mark.backends("tensorflow")
+@IGNORES
+@pytest.mark.parametrize("options", [{"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}])
+def test_a_variable_of_tensorflow_in_a_metric_is_that_of_a_run_without_the_skipped_steps(options):
+    import tensorflow as tf
+
+    class Total(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="total")
+            self.native = tf.Variable(0.0)
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.native.assign_add(tf.reduce_sum(y_true))
+
+        def result(self):
+            return tf.identity(self.native)
+
+        def reset_state(self):
+            self.native.assign(0.0)
+
+    model = zero_model()
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Total()], **options)
+    history, logs = fit(model, *data([7.0, 300.0, np.inf, 6.0, 1.0]), epochs=2)
+    assert column(logs, "total") == [28, 28, 28, 52, 56] * 2 and history["total"] == [56, 56]
+
+
 @pytest.mark.slow
 @IGNORES
 def test_callbacks_that_look_at_the_loss_do_not_take_nothing_learned_for_the_best(tmp_path):
