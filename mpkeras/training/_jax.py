@@ -128,8 +128,13 @@ def _metrics_without_trace(metrics, states, any_skipped, step_is_skipped, logs, 
         values = metric_states.after_skip(metric, values_before, begun, left, any_skipped, step_is_skipped)
         flat.append((metric, values))
         new |= _by_id(metric.variables, values)
-    nothing_counted = any_skipped & metric_states.nothing_counted(flat)
-    shown = metric_states.shown(metrics, results_of(new.values()), nothing_counted)
+    # As in `rollback`, before they are asked whether a step has counted.
+    new_results = results_of(new.values())
+    is_traced = isinstance(any_skipped, jax.core.Tracer)
+    nothing_counted = any_skipped
+    if is_traced or any_skipped:
+        nothing_counted &= metric_states.nothing_counted(flat, is_traced)
+    shown = metric_states.shown(metrics, new_results, nothing_counted)
     return metric_states.replaced(logs, in_step, shown), list(new.values())
 
 

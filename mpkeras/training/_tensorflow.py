@@ -166,11 +166,14 @@ def native_states(model) -> list:
     """
     variables: dict = {}
     for layer in _keras.flatten_layers(model, include_self=True):
-        # Without TensorFlow's own records of the attributes.
-        attributes = [value for name, value in vars(layer).items() if not name.startswith(("_self_", _RANDOM_STATES))]
-        variables |= {id(variable): variable for variable in _native_variables(attributes)}
+        variables |= {id(variable): variable for variable in _native_variables(_attributes(layer))}
     of_keras = {id(variable.value) for variable in model.variables} if variables else set()
     return [NativeState(v) for v in variables.values() if id(v) not in of_keras and _is_of_numbers(v)]
+
+
+def _attributes(holder) -> list:
+    """Returns the attributes of `holder` without TensorFlow's own records of them."""
+    return [value for name, value in vars(holder).items() if not name.startswith(("_self_", _RANDOM_STATES))]
 
 
 _HOLDERS = (list, tuple, dict, tf.Variable, tf.Module, tf.random.Generator)
@@ -275,6 +278,9 @@ class _Step(StepInVariables):
 
     def native_states(self, model):
         return native_states(model)
+
+    def natives_of(self, metric):
+        return [NativeState(v) for v in _native_variables(_attributes(metric)) if _is_of_numbers(v)]
 
     def is_traced(self):
         return not tf.executing_eagerly()

@@ -68,24 +68,30 @@ def _of_skipped_steps(values_before, after) -> list:
     ]
 
 
-def nothing_counted(values: list):
+def nothing_counted(values: list, is_traced: bool):
     """Returns whether no step has counted since the metrics were reset: a bool scalar of shape `()`.
 
     Args:
         values: `(metric, values)` for each metric of `flat`.
+        is_traced: Whether a program is made of the step, so that no answer is known yet.
     """
     is_new = ops.convert_to_tensor(True)
+    counts = [now[1] for metric, now in values if tracks_losses(metric)]
+    for count in counts:
+        is_new = ops.logical_and(is_new, ops.less_equal(count, 0))
+    # To ask another metric is to run its `reset_state`, which empties the lists and counters of Python that a metric
+    # of the user's may keep: of steps that have counted, unless the trackers say that there are none.
+    if not is_traced and not bool(is_new):
+        return is_new
     for metric, now in values:
-        if tracks_losses(metric):
-            is_new = ops.logical_and(is_new, ops.less_equal(now[1], 0))
-            continue
-        for value, reset in zip(now, reset_values(metric), strict=True):
-            is_new = ops.logical_and(is_new, ops.all(ops.equal(value, ops.cast(reset, value.dtype))))
+        if not tracks_losses(metric) and (now or counts):
+            for value, reset in zip(now, reset_values(metric), strict=True):
+                is_new = ops.logical_and(is_new, ops.all(ops.equal(value, ops.cast(reset, value.dtype))))
     return is_new
 
 
 def reset_values(metric) -> list:
-    """Returns the values that `metric.reset_state()` gives its variables, and changes none."""
+    """Returns the values that `metric.reset_state()` gives its variables, and changes none of these."""
     with keras.StatelessScope() as scope:
         metric.reset_state()
     values = [scope.get_current_value(variable) for variable in metric.variables]
@@ -111,6 +117,12 @@ def shown(metrics, results: dict, nothing_has_counted) -> dict:
 def results_now(results) -> dict:
     """Returns copies of what `results()` says, as tensors: a metric may return the variable that it holds."""
     return keras.tree.map_structure(lambda value: ops.copy(ops.convert_to_tensor(value)), results())
+
+
+def results_of_trackers(metrics, results: dict) -> dict:
+    """Returns `results`, those of `metrics`, with what trackers of losses say now in the place of what they said."""
+    trackers = [metric for metric in flat(metrics) if tracks_losses(metric) and metric.name in results]
+    return results | {metric.name: metric.result() for metric in trackers}
 
 
 def replaced(logs, in_step: dict, shown_now: dict):

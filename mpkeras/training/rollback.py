@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import keras
 from keras import ops
@@ -51,7 +52,9 @@ class StepInVariables:
         self._written: list = []
         # The values of each metric before the step, and those that the step finds.
         self._metric_values = {}
+        self._natives_of_metrics: list = []
         for metric in metric_states.flat(metrics()):
+            self._natives_of_metrics += [self._with_copy(self.place(state)) for state in self.natives_of(metric)]
             values_before = self._values(metric)
             begun = metric_states.at_begin(metric, values_before)
             if metric_states.tracks_losses(metric):
@@ -105,6 +108,10 @@ class StepInVariables:
     def native_states(self, model) -> list:
         """Returns the states that the model holds beside Keras' variables."""
         raise NotImplementedError
+
+    def natives_of(self, metric) -> list:
+        """Returns the states that a metric holds beside Keras' variables."""
+        return []
 
     def is_traced(self) -> bool:
         """Whether a program is made of the step, for later ones, too."""
@@ -174,6 +181,8 @@ class StepInVariables:
         for metric in () if counted else metric_states.flat(self._metrics()):
             if id(metric) in self._metric_values:
                 self._give(metric, self._metric_values[id(metric)][0])
+        for place, before in () if counted else self._natives_of_metrics:
+            self.assign(place, before)
 
     def _restore(self, step_is_skipped):
         """Puts back all but the metrics where `step_is_skipped`, and what became non-finite where not."""
@@ -228,7 +237,9 @@ class StepInVariables:
             Whether no step has counted since the metrics were reset, and what the logs say.
         """
         in_step = metric_states.results_now(self._results)
-        states = []
+        for place, before in self._natives_of_metrics:
+            self.choose(place, before, step_is_skipped)
+        states, results = [], self._results
         for metric in metric_states.flat(self._metrics()):
             if id(metric) not in self._metric_values:
                 # Made in this step: Keras makes those given to `compile` when it first needs them. The program that
@@ -236,12 +247,19 @@ class StepInVariables:
                 if self.is_traced():
                     continue
                 self._metric_values[id(metric)] = (metric_states.reset_values(metric),) * 2
+                # Only trackers have more to say of a first step than it said.
+                results = functools.partial(metric_states.results_of_trackers, self._metrics(), in_step)
             states_of_metric = *self._metric_values[id(metric)], self._values(metric)
             values = metric_states.after_skip(metric, *states_of_metric, any_skipped, step_is_skipped)
             self._give(metric, values)
             states.append((metric, values))
-        nothing_counted = ops.logical_and(any_skipped, metric_states.nothing_counted(states))
-        shown = metric_states.shown(self._metrics(), metric_states.results_now(self._results), nothing_counted)
+        # Before they are asked whether a step has counted: what an emptied list of Python says may be an error.
+        results_after = metric_states.results_now(results)
+        natives = [self._with_copy(place) for place, _ in self._natives_of_metrics]
+        nothing_counted = ops.logical_and(any_skipped, metric_states.nothing_counted(states, self.is_traced()))
+        for place, value in natives:
+            self.assign(place, value)
+        shown = metric_states.shown(self._metrics(), results_after, nothing_counted)
         return nothing_counted, metric_states.replaced(logs, in_step, shown)
 
     def _values(self, metric) -> list:

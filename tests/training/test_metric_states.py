@@ -5,6 +5,7 @@ import csv
 import keras
 import numpy as np
 import pytest
+from keras import ops
 
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
@@ -118,6 +119,70 @@ def test_metrics_after_the_first_counted_step_are_those_of_a_run_without_the_ski
         return snapshot(model.metrics_variables)
 
     assert run([100.0, np.inf, 3.0, 200.0, 1.0]) == run([3.0, 1.0])
+
+
+class Seen(keras.metrics.Metric):
+    """Keeps the targets in a list of Python, as metrics around other libraries do, and counts steps in a variable."""
+
+    def __init__(self, counts_steps):
+        super().__init__(name="seen")
+        self.targets = []
+        self.steps = self.add_weight(name="steps", initializer="zeros") if counts_steps else None
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.targets.append(ops.max(y_true))
+        if self.steps is not None:
+            self.steps.assign(self.steps + 1)
+
+    def result(self):
+        steps = ops.convert_to_tensor(0.0 if self.steps is None else self.steps)
+        # An error for an empty list.
+        largest = ops.max(ops.stack(self.targets))
+        return {"seen": ops.convert_to_tensor(float(len(self.targets))), "steps": steps, "largest": largest}
+
+    def reset_state(self):
+        self.targets.clear()
+        if self.steps is not None:
+            self.steps.assign(0)
+
+
+@IGNORES
+@pytest.mark.parametrize("counts_steps", [False, True])
+def test_what_a_metric_keeps_in_python_is_not_emptied_by_a_step(counts_steps):
+    """A list of Python holds what a skipped step has put there, unless no step had counted; a variable does not."""
+    model = zero_model()
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Seen(counts_steps)], run_eagerly=True)
+    history, logs = fit(model, *data([90.0, 7.0, 5.0, 300.0, 6.0]), epochs=2)
+    np.testing.assert_array_equal(column(logs, "seen"), [np.nan, 1, 2, 3, 4] * 2)
+    np.testing.assert_array_equal(column(logs, "steps"), [np.nan, *([1, 2, 2, 3] if counts_steps else [0] * 4)] * 2)
+    np.testing.assert_array_equal(column(logs, "largest"), [np.nan, 7, 7, 300, 300] * 2)
+    assert column(logs, "skipped_steps") == [1, 1, 1, 2, 2, 3, 3, 3, 4, 4] and history["seen"] == [4, 4]
+
+
+@pytest.mark.backends("tensorflow")
+@IGNORES
+@pytest.mark.parametrize("options", [{"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}])
+def test_a_variable_of_tensorflow_in_a_metric_is_that_of_a_run_without_the_skipped_steps(options):
+    import tensorflow as tf
+
+    class Total(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="total")
+            self.native = tf.Variable(0.0)
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.native.assign_add(tf.reduce_sum(y_true))
+
+        def result(self):
+            return tf.identity(self.native)
+
+        def reset_state(self):
+            self.native.assign(0.0)
+
+    model = zero_model()
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Total()], **options)
+    history, logs = fit(model, *data([7.0, 300.0, np.inf, 6.0, 1.0]), epochs=2)
+    assert column(logs, "total") == [28, 28, 28, 52, 56] * 2 and history["total"] == [56, 56]
 
 
 @pytest.mark.slow
