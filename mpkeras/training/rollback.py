@@ -13,6 +13,7 @@ from mpkeras.training.inventory import (
     layers,
     layers_and_variables,
     non_trainable,
+    shared_states,
     states_of_helpers,
     trainable,
     unlisted_states,
@@ -40,12 +41,12 @@ class StepInVariables:
         model = inventory.model
         # Weights are copied when a layer writes them; copies of all would double a large model.
         weights, others = inventory.ask(weights_and_others, layers_and_variables)
-        self._watched_weights = weights + trainable(model, others)
+        self._watched = [*weights, *trainable(model, others), *shared_states()]
         self._natives = self.native_states(model)
         unlisted = [*unlisted_states(model), *inventory.ask(states_of_helpers, layers)]
         statistics = [*non_trainable(model, others), *unlisted, *self._natives]
-        # The statistics, and the weights that layers have written in the step: `(place, value before)`. Frozen ones, as
-        # statistics, never become non-finite.
+        # The statistics, and what has been written in the step: `(place, value before)`. Frozen weights, as statistics,
+        # never become non-finite.
         self._statistics = [self._with_copy(self.place(variable)) for variable in statistics]
         self._written_frozen: list = []
         self._written: list = []
@@ -120,7 +121,7 @@ class StepInVariables:
             The logs, and two bool scalars: whether the step was skipped, and whether since the metrics were reset no
             step has counted.
         """
-        with self._watched():
+        with self._noting_writes():
             try:
                 logs = step()
             except BaseException:
@@ -190,11 +191,12 @@ class StepInVariables:
         return self.is_finite([old]) & ops.logical_not(self.is_finite([place]))
 
     @contextlib.contextmanager
-    def _watched(self):
+    def _noting_writes(self):
         """Within this context remembers what each weight was before a layer assigned to it.
 
         SpectralNormalization writes its normalized kernel in every forward pass of training, a target network follows
-        another one. To keep the old values of all weights instead would cost a copy of the model.
+        another one. To keep the old values of all weights instead would cost a copy of the model. And Keras' global
+        generator, which a pipeline of data may draw from meanwhile, is written by those steps alone that draw from it.
         """
         seen = set()
 
@@ -213,7 +215,7 @@ class StepInVariables:
 
             return assign
 
-        with replaced_on_all(self._watched_weights, "assign", watching):
+        with replaced_on_all(self._watched, "assign", watching):
             yield
 
     def _metrics_after_skip(self, any_skipped, step_is_skipped, logs) -> tuple:
