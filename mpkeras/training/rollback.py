@@ -2,12 +2,16 @@
 
 import contextlib
 import dataclasses
+import warnings
+import weakref
 
 import keras
+import numpy as np
 from keras import ops
 
 from mpkeras import _keras
 from mpkeras._replaced import replaced_on_all
+from mpkeras.policies.dtypes import SMALL_DTYPE
 from mpkeras.training import metric_states
 from mpkeras.training.inventory import (
     layers,
@@ -19,6 +23,9 @@ from mpkeras.training.inventory import (
     unlisted_states,
     weights_and_others,
 )
+
+# Models whose step has been said to round what it assigns.
+_told: weakref.WeakSet = weakref.WeakSet()
 
 
 class StepInVariables:
@@ -38,7 +45,7 @@ class StepInVariables:
 
     def __init__(self, inventory, optimizers, metrics, results):
         self._optimizers, self._metrics, self._results = optimizers, metrics, results
-        model = inventory.model
+        self._model = model = inventory.model
         # Weights are copied when a layer writes them; copies of all would double a large model.
         weights, others = inventory.ask(weights_and_others, layers_and_variables)
         self._watched = [*weights, *trainable(model, others), *shared_states()]
@@ -50,6 +57,8 @@ class StepInVariables:
         self._statistics = [self._with_copy(self.place(variable)) for variable in statistics]
         self._written_frozen: list = []
         self._written: list = []
+        # Small variables that the step gives what it has computed.
+        self._rounded: list = []
         # The values of each metric before the step, and those that the step finds.
         self._metric_values = {}
         for metric in metric_states.flat(metrics()):
@@ -128,6 +137,9 @@ class StepInVariables:
                 if not self.is_traced():
                     self._put_back()
                 raise
+        if self._rounded and self._model not in _told:
+            _told.add(self._model)
+            _warn_of_rounding(self._model, self._rounded)
         any_skipped, step_is_skipped = self.outcome(self._end())
 
         def restored():
@@ -211,6 +223,10 @@ class StepInVariables:
                     with _keras.autocast_scope(None):
                         written = self._written if variable.trainable else self._written_frozen
                         written.append(self._with_copy(self.place(variable)))
+                    # A whole copy of another variable arrives as it is.
+                    is_computed = not isinstance(value, (keras.Variable, np.ndarray))
+                    if is_computed and _keras.stored_dtype(variable) == SMALL_DTYPE:
+                        self._rounded.append(variable)
                 return type(variable).assign(variable, value) if assign_below is None else assign_below(value)
 
             return assign
@@ -252,6 +268,17 @@ class StepInVariables:
     def _give(self, metric, values):
         for variable, value in zip(metric.variables, values, strict=True):
             self.assign(self.place(variable), value)
+
+
+def _warn_of_rounding(model, variables):
+    more = f" and {len(variables) - 1} more" if len(variables) > 1 else ""
+    warnings.warn(
+        f"The train step of model '{model.name}' assigns to '{variables[0].path}'{more}, stored in {SMALL_DTYPE}, what "
+        "it computes itself: rounded to the nearest, where a change of less than 1/512 is lost, and an average of "
+        "weights or a target network that follows slowly stands still. Keep such layers in float32 by a rule, "
+        "`keep_float32=(..., 'path:...')`, and compute what they are given in float32; or use 'mixed_bfloat16'.",
+        stacklevel=3,
+    )
 
 
 def empty_step(model, optimizers, data):
