@@ -6,6 +6,7 @@ import pytest
 from keras import layers
 
 import mpkeras
+from tests.sixteen_bits import without_outputs
 from tests.training.models import DOORS, made_by
 
 X = np.random.default_rng(8).normal(size=(24, 3)).astype("float32")
@@ -67,6 +68,15 @@ def test_a_model_that_computes_with_its_inputs_trains(make, x, door):
     hidden, head = model.layers
     assert (hidden.compute_dtype, head.compute_dtype) == ("bfloat16", "float32")
     assert keras.backend.standardize_dtype(model(x).dtype) == "float32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "x"), [(Gate, X), (TwoUses, (X, 2 * X))])
+def test_so_it_does_where_outputs_are_in_16_bits(make, x):
+    expected = fitted(make, "prepare", "float32", x)[1]
+    model, loss = fitted(make, "prepare", without_outputs("mixed_float16"), x)
+    np.testing.assert_allclose(loss, expected, rtol=0.02)
+    assert {layer.compute_dtype for layer in model.layers} == {"float16"}
 
 
 def test_a_second_conversion_and_the_way_back():
