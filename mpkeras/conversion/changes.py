@@ -19,6 +19,7 @@ from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
 from mpkeras.conversion.layer import draws_orthogonal, save_as_mixed
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.conversion.outputs import compute_metrics_in_float32, return_float32
+from mpkeras.conversion.raw_inputs import pass_inputs_on, takes_raw_inputs
 from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype, widen
 from mpkeras.policies.heads import has_own_call, has_own_step, models_used_by
@@ -53,7 +54,7 @@ def _fitting(model, layer) -> Iterator[str]:
         yield STEPS_IN_FLOAT32
     if draws_orthogonal(layer):
         yield "made anew from files"
-    if _takes_raw_inputs(model, layer):
+    if takes_raw_inputs(model, layer):
         yield "raw inputs"
 
 
@@ -72,20 +73,6 @@ def _of_outputs(model, layer) -> Iterator[str]:
 
 def _is_stock(layer) -> bool:
     return type(layer).__module__.startswith("keras.")
-
-
-def _takes_raw_inputs(model, layer) -> bool:
-    """Whether `layer` is a Sequential or subclassed model that casts its inputs before its first layer sees them.
-
-    Raw inputs may be beyond float16's 65504 and belong to a float32 normalization layer. A Functional model passes
-    inputs on as they are; the others cast them to their own compute dtype, unless they are told not to. Where a model
-    holds variables of its own, it computes with its inputs, and they stay as Keras has them.
-
-    Not by another policy for the model: Keras' `compile` goes by its name.
-    """
-    # Of the models inside, a Sequential alone is sure to compute nothing with its inputs itself.
-    is_passing_on = layer is model or isinstance(layer, keras.Sequential)
-    return is_passing_on and not _keras.casts_no_inputs(layer) and not _keras.own_variables(layer)
 
 
 def _has_call_without_graph(model) -> bool:
@@ -159,10 +146,6 @@ def _add_penalties_of_weights_in_float32(model):
             return penalties()
 
     replace(model, _keras.WEIGHT_PENALTIES, float32_penalties, kind="layer")
-
-
-def _pass_inputs_on(model):
-    replace(model, "autocast", False, kind="inputs")
 
 
 def _keep_states(layer):
@@ -306,7 +289,7 @@ CHANGES = {
     "made anew from files": _Change(save_as_mixed, "orthogonal", ("get_config",)),
     "softmax memory": _Change(_save_softmax_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
     "attention memory": _Change(_save_attention_memory, "attention", (_keras.ATTENTION_METHOD,)),
-    "raw inputs": _Change(_pass_inputs_on, "inputs", ("autocast",)),
+    "raw inputs": _Change(pass_inputs_on, "inputs", ("autocast",)),
     "float32 outputs": _Change(return_float32, "outputs", ("call",)),
     "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
     "states kept": _Change(_keep_states, "states", ("call",)),

@@ -12,6 +12,7 @@ from mpkeras.conversion.last import conversion_of, dtypes_of, last_conversion, s
 from mpkeras.conversion.layer import save_as_made
 from mpkeras.conversion.outputs import tell_heads_at_first_call
 from mpkeras.conversion.plan import Conversion, plan, planned_products
+from mpkeras.conversion.raw_inputs import passes_inputs_on
 from mpkeras.conversion.remat import place, repeated_parts
 from mpkeras.conversion.undo import put_back_on_error
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
@@ -123,6 +124,9 @@ def _ask_for_heads(model, conversion, convert):
             restore(layer, "call", kind="heads")
             if is_asking and layer not in conversion.asked_for_heads:
                 tell_heads_at_first_call(layer, functools.partial(tell, layer), withdraw)
+            elif not is_asking and passes_inputs_on(layer):
+                # Whether it computes with them shows in the same way.
+                tell_heads_at_first_call(layer, lambda heads: None, lambda heads: None)
 
     is_asking = conversion.policy.compute_dtype in SIXTEEN_BIT_DTYPES and OUTPUTS in conversion.policy.keep_float32
     ask(heads_of(model).unknown)

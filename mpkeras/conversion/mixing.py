@@ -83,8 +83,8 @@ def promoted(layer, args, kwargs, outputs) -> str | None:
 
 def remedy(layer) -> str:
     return (
-        "Cast it with `keras.ops.cast(..., self.compute_dtype)`, put `@mpkeras.float32_island` "
-        f"on the method, or keep the layer in float32: `dtype=\"float32\"`, or the rule 'path:{layer.name}'."
+        "Cast it with `keras.ops.cast(..., self.compute_dtype)`, put `@mpkeras.float32_island` on the method, or keep "
+        f"the layer in float32: the rule 'path:{layer.name}', or `dtype=\"float32\"` where it is made under the policy."
     )
 
 

@@ -11,7 +11,8 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
-from mpkeras.conversion.mixing import in_silence
+from mpkeras.conversion.mixing import MixedDtypesError, in_silence
+from mpkeras.conversion.raw_inputs import cast_inputs, let_keras_cast_inputs, passes_inputs_on
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
 from mpkeras.policies.heads import Flow, Heads, heads_in_flow
 from mpkeras.policies.rules import is_quantized
@@ -57,8 +58,9 @@ _left_unbuilt: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
     """Calls `tell` with the layers inside `layer` that make its outputs, before it computes for the first time.
 
-    Where the `call` then mixes dtypes that the backend refuses, as the arithmetic behind a head is in 16 bits,
-    `withdraw` is called, and the layers are as before.
+    Where the `call` then mixes dtypes that the backend refuses, as it computes with its inputs itself, Keras casts
+    these again; or else, as the arithmetic behind a head is in 16 bits, `withdraw` is called, and the layers are as
+    before.
 
     Args:
         layer: A layer or model whose `call` is its user's: no graph shows which of the layers inside makes an output.
@@ -70,13 +72,25 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
     @functools.wraps(call)
     def call_and_tell(*args, **kwargs):
         # Keras builds what is not built by a run of its own, which comes this way first. Its results are not used.
-        if _unbuilt(layer) in (set(), _left_unbuilt.get(layer)):
+        is_built = _unbuilt(layer) in (set(), _left_unbuilt.get(layer))
+        if is_built:
             restore(layer, "call", kind="heads")
             heads = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
             tell(heads)
-            if heads.layers and not _runs(layer, args, kwargs):
-                withdraw(heads)
-        outputs = call(*args, **kwargs)
+            if (heads.layers or passes_inputs_on(layer)) and not _runs(layer, args, kwargs):
+                cast_args, cast_kwargs = cast_inputs(layer, args, kwargs)
+                if passes_inputs_on(layer) and _runs(layer, cast_args, cast_kwargs):
+                    let_keras_cast_inputs(layer)
+                    args, kwargs = cast_args, cast_kwargs
+                else:
+                    withdraw(heads)
+        try:
+            outputs = call(*args, **kwargs)
+        except MixedDtypesError:
+            if is_built or not passes_inputs_on(layer):
+                raise
+            args, kwargs = cast_inputs(layer, args, kwargs)
+            outputs = call(*args, **kwargs)
         _left_unbuilt[layer] = _unbuilt(layer)
         return outputs
 

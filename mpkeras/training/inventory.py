@@ -177,6 +177,12 @@ def states_of_helpers(model) -> list:
     return list({id(state): state for state in states if id(state) not in known}.values())
 
 
+def shared_states() -> list:
+    """Returns the state of the generator that all random functions of Keras without a seed draw from, if it is made."""
+    generator = _keras.made_global_seed_generator()
+    return [] if generator is None else [generator.state]
+
+
 def moving_variables(optimizers, metrics) -> list:
     """Returns the variables that a skipped step changes, and those that count updates; all hold single numbers."""
     moving = []

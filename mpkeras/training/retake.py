@@ -17,7 +17,14 @@ from keras import ops
 from mpkeras import _keras
 from mpkeras.policies.loss_scaling import SMALLEST_SCALE, number
 from mpkeras.training import training_backend
-from mpkeras.training.inventory import initial_values, moving_variables, states_of_helpers, unlisted_states
+from mpkeras.training.inventory import (
+    initial_values,
+    moving_variables,
+    shared_states,
+    states_of_helpers,
+    unlisted_states,
+)
+from mpkeras.training.random_numbers import global_generator_at_hand
 
 # A batch that no scale cures is skipped as ever. After so many of them, batches are not taken again any more.
 MOST_LOST = 2
@@ -95,6 +102,12 @@ class FirstSteps:
         Returns:
             What the last run returned, and the state after it, as a list again.
         """
+        if training_backend.is_distributed(self.model):
+            return self._take(run, state)
+        with global_generator_at_hand():
+            return self._take(run, state)
+
+    def _take(self, run, state) -> tuple:
         held = training_backend.HeldState(self.model, state)
         optimizers = self._optimizers()
         for optimizer in optimizers:
@@ -171,6 +184,7 @@ class _Before:
         variables += [flag for optimizer in self._optimizers for flag in optimizer.step_outcome]
         if self.are_all:
             variables += [*self._model.variables, *unlisted_states(self._model), *states_of_helpers(self._model)]
+            variables += shared_states()
             variables += self._model.metrics_variables
             variables += [variable for optimizer in self._optimizers for variable in optimizer.variables]
         return list({id(variable): variable for variable in variables}.values())

@@ -3,22 +3,30 @@
 import contextlib
 import dataclasses
 import functools
+import warnings
+import weakref
 
 import keras
+import numpy as np
 from keras import ops
 
 from mpkeras import _keras
 from mpkeras._replaced import replaced_on_all
+from mpkeras.policies.dtypes import SMALL_DTYPE
 from mpkeras.training import metric_states
 from mpkeras.training.inventory import (
     layers,
     layers_and_variables,
     non_trainable,
+    shared_states,
     states_of_helpers,
     trainable,
     unlisted_states,
     weights_and_others,
 )
+
+# Models whose step has been said to round what it assigns.
+_told: weakref.WeakSet = weakref.WeakSet()
 
 
 class StepInVariables:
@@ -38,18 +46,20 @@ class StepInVariables:
 
     def __init__(self, inventory, optimizers, metrics, results):
         self._optimizers, self._metrics, self._results = optimizers, metrics, results
-        model = inventory.model
+        self._model = model = inventory.model
         # Weights are copied when a layer writes them; copies of all would double a large model.
         weights, others = inventory.ask(weights_and_others, layers_and_variables)
-        self._watched_weights = weights + trainable(model, others)
+        self._watched = [*weights, *trainable(model, others), *shared_states()]
         self._natives = self.native_states(model)
         unlisted = [*unlisted_states(model), *inventory.ask(states_of_helpers, layers)]
         statistics = [*non_trainable(model, others), *unlisted, *self._natives]
-        # The statistics, and the weights that layers have written in the step: `(place, value before)`. Frozen ones, as
-        # statistics, never become non-finite.
+        # The statistics, and what has been written in the step: `(place, value before)`. Frozen weights, as statistics,
+        # never become non-finite.
         self._statistics = [self._with_copy(self.place(variable)) for variable in statistics]
         self._written_frozen: list = []
         self._written: list = []
+        # Small variables that the step gives what it has computed.
+        self._rounded: list = []
         # The values of each metric before the step, and those that the step finds.
         self._metric_values = {}
         self._natives_of_metrics: list = []
@@ -127,13 +137,16 @@ class StepInVariables:
             The logs, and two bool scalars: whether the step was skipped, and whether since the metrics were reset no
             step has counted.
         """
-        with self._watched():
+        with self._noting_writes():
             try:
                 logs = step()
             except BaseException:
                 if not self.is_traced():
                     self._put_back()
                 raise
+        if self._rounded and self._model not in _told:
+            _told.add(self._model)
+            _warn_of_rounding(self._model, self._rounded)
         any_skipped, step_is_skipped = self.outcome(self._end())
 
         def restored():
@@ -199,11 +212,12 @@ class StepInVariables:
         return self.is_finite([old]) & ops.logical_not(self.is_finite([place]))
 
     @contextlib.contextmanager
-    def _watched(self):
+    def _noting_writes(self):
         """Within this context remembers what each weight was before a layer assigned to it.
 
         SpectralNormalization writes its normalized kernel in every forward pass of training, a target network follows
-        another one. To keep the old values of all weights instead would cost a copy of the model.
+        another one. To keep the old values of all weights instead would cost a copy of the model. And Keras' global
+        generator, which a pipeline of data may draw from meanwhile, is written by those steps alone that draw from it.
         """
         seen = set()
 
@@ -218,11 +232,15 @@ class StepInVariables:
                     with _keras.autocast_scope(None):
                         written = self._written if variable.trainable else self._written_frozen
                         written.append(self._with_copy(self.place(variable)))
+                    # A whole copy of another variable arrives as it is.
+                    is_computed = not isinstance(value, (keras.Variable, np.ndarray))
+                    if is_computed and _keras.stored_dtype(variable) == SMALL_DTYPE:
+                        self._rounded.append(variable)
                 return type(variable).assign(variable, value) if assign_below is None else assign_below(value)
 
             return assign
 
-        with replaced_on_all(self._watched_weights, "assign", watching):
+        with replaced_on_all(self._watched, "assign", watching):
             yield
 
     def _metrics_after_skip(self, any_skipped, step_is_skipped, logs) -> tuple:
@@ -268,6 +286,17 @@ class StepInVariables:
     def _give(self, metric, values):
         for variable, value in zip(metric.variables, values, strict=True):
             self.assign(self.place(variable), value)
+
+
+def _warn_of_rounding(model, variables):
+    more = f" and {len(variables) - 1} more" if len(variables) > 1 else ""
+    warnings.warn(
+        f"The train step of model '{model.name}' assigns to '{variables[0].path}'{more}, stored in {SMALL_DTYPE}, what "
+        "it computes itself: rounded to the nearest, where a change of less than 1/512 is lost, and an average of "
+        "weights or a target network that follows slowly stands still. Keep such layers in float32 by a rule, "
+        "`keep_float32=(..., 'path:...')`, and compute what they are given in float32; or use 'mixed_bfloat16'.",
+        stacklevel=3,
+    )
 
 
 def empty_step(model, optimizers, data):

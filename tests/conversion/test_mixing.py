@@ -277,3 +277,17 @@ def test_the_way_back_leaves_nothing_on_the_layer():
     mpkeras.apply_policy(model, "float32")
     assert not {"call", "add_loss"} & set(vars(model.wrong))
     model(X)
+
+
+@pytest.mark.backends("tensorflow")
+def test_of_the_remedies_the_rule_helps_a_model_that_was_made_in_float32():
+    """There `dtype="float32"` is what every layer has, and no choice."""
+
+    def converted(policy):
+        model = keras.Sequential([keras.Input((4,)), MadeInside(name="odd", dtype="float32"), layers.Dense(2)])
+        return mpkeras.apply_policy(model, policy)
+
+    with pytest.raises(MixedDtypesError, match=r"the rule 'path:odd', or `dtype=\"float32\"` where it is made under"):
+        converted("mixed_bfloat16")
+    rules = (*mpkeras.get_policy("mixed_bfloat16").keep_float32, "path:odd")
+    assert converted(mpkeras.Policy("mixed_bfloat16", keep_float32=rules)).layers[0].compute_dtype == "float32"

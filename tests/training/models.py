@@ -56,6 +56,13 @@ class MakesItsLayers(keras.layers.Layer):
         return self.dense(self.norm(x, training=training))
 
 
+class AddsNoise(keras.layers.Layer):
+    """Draws from the generator that random functions without a seed share, as steps of diffusion models do."""
+
+    def call(self, x):
+        return x + keras.random.uniform(keras.ops.shape(x), dtype=x.dtype)
+
+
 # The ways into `fit`: `make_train_step` is the other one.
 DOORS = ("prepare", "callback", "autoprepare", "the line")
 

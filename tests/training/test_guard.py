@@ -11,6 +11,7 @@ from tests.sixteen_bits import without_outputs
 from tests.step_modes import FIT_MODES, snapshot
 from tests.training.models import (
     WAYS,
+    AddsNoise,
     are_finite,
     dropout_model,
     loss_and_gradients,
@@ -59,6 +60,21 @@ def test_a_skipped_batch_leaves_no_trace_in_dropout_without_a_seed():
 
     with_fault, skipped = run((X[0], Y[0]), (X[1] * np.inf, Y[1]), (X[2], Y[2]))
     assert (with_fault, skipped - 1) == run((X[0], Y[0]), (X[2], Y[2]))
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")  # JAX refuses such functions in a step
+@pytest.mark.parametrize(("way", "options"), WAYS)
+def test_a_skipped_batch_leaves_no_trace_in_random_functions_without_a_seed(way, options):
+    def run(*batches):
+        keras.utils.set_random_seed(13)
+        model = keras.Sequential([keras.Input((6,)), AddsNoise(), keras.layers.Dense(2)])
+        step, optimizer = stepper(way, options, model, keras.optimizers.SGD(0.01), "mixed_bfloat16")
+        losses = [step(x, y) for x, y in batches]
+        return snapshot(model.variables), losses[-1], int(optimizer.skipped_steps)
+
+    *with_faults, skipped = run((X[3] * np.inf, Y[3]), (X[0], Y[0]), (X[1] * np.inf, Y[1]), (X[2], Y[2]))
+    assert (*with_faults, skipped - 2) == run((X[0], Y[0]), (X[2], Y[2]))
 
 
 @pytest.mark.slow

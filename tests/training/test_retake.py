@@ -1,5 +1,6 @@
 """G18: while no step has counted, a batch for which only the guessed loss scale is too large is taken again."""
 
+import random
 import warnings
 
 import keras
@@ -13,7 +14,7 @@ from mpkeras.policies.loss_scaling import DynamicLossScale, number
 from mpkeras.training import retake
 from tests.scaling.test_several_optimizers import Gan
 from tests.step_modes import FIT_MODES
-from tests.training.models import WAYS
+from tests.training.models import WAYS, AddsNoise
 
 BACKEND = keras.backend.backend()
 BATCH, BATCHES = 8, 4
@@ -534,6 +535,42 @@ def test_of_two_optimizers_each_finds_its_scale(options):
     assert number(d.loss_scale) < number(g.loss_scale) == 2.0**15
     for weights in zip(*(gan.get_weights() for gan in trained.values()), strict=True):
         np.testing.assert_allclose(*weights, rtol=0, atol=2e-3)  # weights of 0.1 to 1; float16 has 11 bits
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")  # JAX refuses such functions in a step
+@pytest.mark.parametrize("options", FIT_MODES)
+@pytest.mark.parametrize("noise", [AddsNoise, None])
+def test_random_functions_without_a_seed_draw_what_they_draw_in_float32(noise, options):
+    def run(policy):
+        model = model_of(*[layer() for layer in (noise,) if layer], layers.Dense(4, "relu"), layers.Dense(1))
+        model.compile(keras.optimizers.SGD(1e-6), "mse", **options)
+        keras.utils.set_random_seed(17)
+        mpkeras.prepare(model, policy)
+        fit(model, X[:BATCH], 3 * Y[:BATCH])
+        if policy == "mixed_float16":
+            assert counters(model.optimizer)[:2] == [1, 0] and number(model.optimizer.loss_scale) < 2.0**15
+        return ops.convert_to_numpy(keras.random.uniform((3,))).tolist(), random.random()
+
+    assert run("mixed_float16") == run("float32")
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_so_they_do_where_one_of_two_optimizers_finds_its_scale():
+    def run(policy):
+        keras.utils.set_random_seed(12)
+        gan = Gan()
+        gan.generator.add(AddsNoise())
+        gan.compile_with(keras.optimizers.SGD(1e-4), keras.optimizers.SGD(1e-4))
+        gan.run_eagerly = True
+        mpkeras.prepare(gan, policy)
+        rows = np.ones((BATCH, 6), "float32"), np.ones((BATCH, 8, 8, 1), "float32")
+        fit(gan, *rows, sample_weight=np.full(BATCH, 400.0, "float32"))
+        scales = [number(gan.optimizers[name].loss_scale) for name in "dg"]
+        return ops.convert_to_numpy(keras.random.uniform((3,))).tolist(), scales
+
+    drawn, scales = run("mixed_float16")
+    assert drawn == run("float32")[0] and scales[0] < scales[1] == 2.0**15
 
 
 def weighted(policy=None):

@@ -1,5 +1,7 @@
 """bfloat16 weights and slots through every door, against the same training in float32 and without the fault."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -444,3 +446,64 @@ def test_steps_of_one_model_in_turn_are_each_traced_once():
     for step in steps:
         step(X, Y)
     assert {"first", "second"} <= set(traces[before:]) and snapshot([model.get_layer("first").kernel]) != kernel
+
+
+class Follows(keras.Model):
+    """A second network follows the one that is trained, by what its step assigns."""
+
+    def __init__(self, follow):
+        super().__init__()
+        keras.utils.set_random_seed(31)
+        self.net, self.slow = (
+            keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, name=name), keras.layers.Dense(1)])
+            for name in ("fast_1", "slow_1")
+        )
+        self.slow.trainable = False
+        self.follow = follow
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.follow(self.slow, self.net)
+        return logs
+
+
+def follow_slowly(slow, fast):
+    for variable, other in zip(slow.weights, fast.weights, strict=True):
+        variable.assign(variable + 0.002 * (keras.ops.cast(other, variable.dtype) - variable))
+
+
+def copy_all(slow, fast):
+    for variable, other in zip(slow.weights, fast.weights, strict=True):
+        variable.assign(other)
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")
+def test_a_step_that_rounds_what_it_assigns_is_said_once_and_the_rule_helps():
+    """A JAX step assigns nothing: it returns values."""
+    x = np.ones((16, 3), "float32")
+
+    def run(policy, follow=follow_slowly):
+        model = Follows(follow)
+        model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=BACKEND == "tensorflow")
+        mpkeras.prepare(model, policy)
+        begin = in_float32(model.slow.weights[0])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
+        moved = in_float32(model.slow.weights[0]) - begin
+        return moved, [str(w.message) for w in caught if "rounded to the nearest" in str(w.message)]
+
+    moved, told = run("mixed_bfloat16")
+    assert told == [] and np.abs(moved).max() > 0.001
+    rounded, told = run("bfloat16")
+    assert len(told) == 1 and "slow_1/kernel" in told[0] and "keep_float32" in told[0]
+    assert np.abs(rounded - moved).max() > 0.5 * np.abs(moved).max()
+    rules = (*mpkeras.get_policy("bfloat16").keep_float32, "path:slow_1")
+    by_rule, told = run(mpkeras.Policy("bfloat16", keep_float32=rules))
+    assert told == []
+    np.testing.assert_allclose(by_rule, moved, rtol=0, atol=1e-4)
+    assert run("bfloat16", copy_all)[1] == []
