@@ -76,6 +76,7 @@ def test_fit_with_accumulation(made_by):
     assert int(model.optimizer.accepted_steps) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_own", [False, True], ids=["of the class", "of the instance"])
 def test_on_the_way_out_the_train_step_is_put_back_and_the_rest_stays(is_own):
     model = compiled()
@@ -179,6 +180,7 @@ def test_after_a_fit_that_raised_it_starts_afresh():
     assert "train_step" not in vars(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_min_scale", ["warn", "stop", "raise"])
 def test_at_the_lowest_scale_it_warns_once_stops_or_raises(on_min_scale):
     model = compiled()

@@ -135,6 +135,7 @@ def test_two_threads_at_once_leave_the_layer_as_it_was():
     assert isinstance(layer.bias, keras.Variable) and layer.activation is activation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     "cell",

@@ -383,6 +383,7 @@ def test_a_layer_that_was_quantized_to_float8_stays_so_in_float32():
     assert [id(variable) for variable in layer.variables] == variables
 
 
+@pytest.mark.slow
 def test_lora_trains_its_matrices_in_float8():
     model = mlp()
     model.layers[1].enable_lora(4)
@@ -469,6 +470,7 @@ def test_rules_may_change_and_another_policy_takes_all_back(policy):
     assert float8_products(model) == {}
 
 
+@pytest.mark.slow
 def test_the_file_is_stock_keras(tmp_path):
     model = prepared(mlp())
     x = rng.normal(size=(8, 16)).astype("float32")

@@ -545,6 +545,7 @@ def rounded_to(dtype, array):
     return np.asarray(ops.convert_to_numpy(ops.cast(ops.cast(array, dtype), "float32")), "float64")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(layers, "ReversibleEmbedding"), reason="Keras 3.10 does not have it")
 @pytest.mark.parametrize(
     "policy, options",

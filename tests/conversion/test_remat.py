@@ -261,6 +261,7 @@ class DrawingCell(Cell):
         return self.mask(output, training=training), states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["blocks", ["path:first", "path:second"]], ids=label)
 def test_cells_are_computed_again_with_their_loop(remat):
     """On TensorFlow the gradient of a loop whose step is computed again cannot be made."""
@@ -569,6 +570,7 @@ def test_layers_of_a_sequential_model_are_found_in_its_file(tmp_path):
     assert parts == [["hidden_0", "hidden_0"], ["hidden_1", "hidden_1"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["callback", "step"])
 def test_a_policy_that_is_named_says_all(tmp_path, door):
     saved_with(dense_stack(), "prepare", "blocks", tmp_path / "model.keras")
@@ -625,6 +627,7 @@ class Remembering(layers.Layer):
         return x + product
 
 
+@pytest.mark.slow
 @SKIPS
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("factor", [0.0, 2.0], ids=["looked at", "in the loss"])

@@ -61,6 +61,7 @@ def test_jax_distributed():
     check_both_ranks(sum(lines, []))
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("loop", ["step", pytest.param("own", marks=pytest.mark.slow)])
 def test_tensorflow_workers(loop):

@@ -348,6 +348,7 @@ def test_weights_load_where_the_optimizer_is_not_built_and_a_warning_says_what_i
     assert int(other.optimizer.iterations) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize`:UserWarning")
 @pytest.mark.parametrize("layers", range(1, 5))
 def test_a_model_that_is_quantized_after_training_loads_whatever_its_number_of_layers(layers, tmp_path):

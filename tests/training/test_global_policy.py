@@ -341,6 +341,7 @@ def test_with_autoprepare_the_innermost_decides():
     assert is_stock(compiled(plain()))
 
 
+@pytest.mark.slow
 def test_a_callback_of_one_fit_leaves_the_model_as_it_was():
     model = by_the_line(plain, "mixed_float16")
     expected = by_the_line(plain, "mixed_float16")
@@ -350,6 +351,7 @@ def test_a_callback_of_one_fit_leaves_the_model_as_it_was():
     assert fitted(model, GOOD_ROWS).keys() == {"loss", "mae", "loss_scale", "skipped_steps"}
 
 
+@pytest.mark.slow
 def test_make_train_step_of_a_compiled_model():
     losses = []
     for compiles in (True, False):
@@ -427,6 +429,7 @@ def test_a_loop_goes_on_beside_objects_that_have_no_init_yet():
     del unmade
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "carried_out", ["apply_policy", "a policy of one's own", "make_train_step", "compile", "stock"]
 )

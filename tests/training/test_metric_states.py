@@ -159,6 +159,7 @@ def test_what_a_metric_keeps_in_python_is_not_emptied_by_a_step(counts_steps):
     assert column(logs, "skipped_steps") == [1, 1, 1, 2, 2, 3, 3, 3, 4, 4] and history["seen"] == [4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @IGNORES
 @pytest.mark.parametrize("options", [{"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}])

@@ -203,6 +203,7 @@ def own_accumulation(by, steps):
     return optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "policies", "expected"),
     [

@@ -375,6 +375,7 @@ def test_steps_that_counted_without_a_scale_leave_it_a_guess(tmp_path):
     assert int(step.optimizer.iterations) == 90_000 + BATCHES
 
 
+@pytest.mark.slow
 def test_steps_set_by_hand_and_a_batch_that_no_scale_cures():
     model = prepared(incurable(), metrics=None, **EAGER)
     model.optimizer.build(model.trainable_variables)
@@ -502,6 +503,7 @@ def test_what_was_taken_again_is_no_fault(steps, tmp_path):
     assert (box.capsules, monitor.findings, fallback.findings, fallback.moved) == ([], [], [], [])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:All 2 steps of epoch 1 were skipped", "ignore:.*its lowest")
 def test_a_capsule_of_a_first_step_is_run_once(tmp_path):
     box = BlackBox(tmp_path)
@@ -555,6 +557,7 @@ def test_random_functions_without_a_seed_draw_what_they_draw_in_float32(noise, o
     assert run("mixed_float16") == run("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 def test_so_they_do_where_one_of_two_optimizers_finds_its_scale():
     def run(policy):
@@ -582,6 +585,7 @@ def weighted(policy=None):
     return fit(model, X, X[:, :1] * 2, sample_weight=weights, epochs=8, callbacks=callbacks)
 
 
+@pytest.mark.slow
 def test_a_scale_below_one_is_told_once_and_trains():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -107,6 +107,7 @@ def test_a_skipped_step_leaves_no_trace(door, policy, jit_compile):
     assert states[0] == states[1]
 
 
+@pytest.mark.slow
 def test_a_model_that_trains_is_converted_with_its_optimizer_and_back():
     model, optimizer, _ = trained("prepare", "mixed_bfloat16", batches=3)
     before = {v.path: in_float32(v) for v in model.weights}
@@ -246,6 +247,7 @@ def test_saved_and_resumed_bit_for_bit(policy, tmp_path):
     assert snapshot(slots(loaded.optimizer)) == snapshot(slots(whole.optimizer))
 
 
+@pytest.mark.slow
 def test_layers_that_begin_orthogonal_come_back_from_a_file(tmp_path):
     """Of the initializer `Orthogonal`, which no backend draws in bfloat16."""
     x = np.random.default_rng(4).standard_normal((8, 2, 5)).astype("float32")

@@ -104,6 +104,7 @@ def test_an_optimizer_is_wrapped_wherever_it_is_held(held, door):
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
+@pytest.mark.slow
 @OWN_STEPS
 @pytest.mark.parametrize("door", ["prepare", "callback"])
 @pytest.mark.parametrize("held", ["by a closure", "made in the first step"])
@@ -162,6 +163,7 @@ def test_nothing_is_said_where_nothing_is_wrong(is_there, door):
         model.fit(X, Y, batch_size=8, verbose=0, callbacks=[*callbacks, *[SetsWeights()] * (is_there == "a callback")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_a_plain_fit_and_a_frozen_one_are_quiet(policy):
     keras.utils.set_random_seed(5)

@@ -86,6 +86,7 @@ def test_what_is_sound_or_lost_in_training_already_says_nothing_of_validation(do
     assert told and not any("validation" in text for text in told)
 
 
+@pytest.mark.slow
 def test_with_a_monitor_the_layer_is_named():
     _, data = FAULTS["an overflow"]
     model, _ = model_by("prepare")

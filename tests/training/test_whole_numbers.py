@@ -121,6 +121,7 @@ def test_a_layer_of_the_users_own_is_named_once_through_every_door(door, policy)
         assert said_by(lambda: models[0].evaluate(CODES, np.ones((2, 1)), verbose=0)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_remedy_that_is_named_trains_the_rows_of_float32(policy):
     def moved(keep=None):
@@ -235,8 +236,14 @@ def test_the_first_number_that_a_dtype_has_not_is_named(policy, code, text):
     assert fit(functional(Rows(name="rows")), policy, codes) == []
 
 
-@pytest.mark.parametrize("is_built", [True, False])
-@pytest.mark.parametrize("kind", ["array", "dict", "float64", "table"])
+@pytest.mark.parametrize(
+    ("kind", "is_built"),
+    [
+        ("dict", True),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("array", "float64", "table")),
+        pytest.param("array", False, marks=pytest.mark.slow),
+    ],
+)
 def test_in_data_in_memory_a_number_of_a_later_batch_is_named(kind, is_built):
     """The data is sorted, and not shuffled: the first batches hold small numbers."""
     x = np.arange(18.0, dtype="float64" if kind == "float64" else "float32").reshape(6, 3)
@@ -374,6 +381,7 @@ def test_with_a_black_box_training_goes_on_in_a_second_fit(tmp_path):
     assert len(said) == 1 and int(model.optimizer.iterations) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("rows", [4, 5])
 def test_a_look_costs_no_trace(rows):

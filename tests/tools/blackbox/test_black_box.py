@@ -217,6 +217,7 @@ def counted_reads(monkeypatch):
     return reads
 
 
+@pytest.mark.slow
 def test_of_a_step_without_a_failure_single_numbers_are_read(tmp_path, monkeypatch):
     reads = counted_reads(monkeypatch)
 
@@ -458,6 +459,7 @@ def test_loops_are_run_as_jax_runs_them(length):
         np.testing.assert_array_equal(own, of_jax)
 
 
+@pytest.mark.slow
 @SKIPS
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda box: pickle.loads(pickle.dumps(box))])
 def test_a_copy_keeps_the_failures_of_its_own_training(again, tmp_path):

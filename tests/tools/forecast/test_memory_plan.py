@@ -426,6 +426,7 @@ def test_another_remat_is_of_the_same_plan():
     assert (model.optimizer.gradient_accumulation_steps, model.optimizer.record.remat) == (4, "blocks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plan", "wrapper", "planned model"])
 def test_sums_of_gradients_are_in_a_forecast(way):
     model, policy = residual(16, 3), mpkeras.Policy("float32")
