@@ -95,8 +95,8 @@ def ends_of_blocks(graph) -> set:
     # The first block may stand on the inputs themselves. What is kept of inputs costs nothing: they count where more
     # blocks are found with them, and not where one leads past all blocks.
     of_floats = [x for x in graph.inputs if keras.backend.is_float_dtype(x.dtype)]
-    found = [_repeated_units(graph, calls, _weighted(calls, inputs)) for inputs in ((), of_floats)]
-    units, (start, period, length) = max(found, key=lambda repeated: repeated[1][2])
+    choices = [_repeated_units(graph, calls, _weighted(calls, inputs)) for inputs in ((), of_floats)]
+    units, (start, period, length) = max(choices, key=lambda repeated: repeated[1][2])
     if length < 2 * period:
         return set()
     ends = {end - 1 for _, end in units[start + period - 1 : start + length : period]}

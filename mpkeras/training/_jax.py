@@ -186,21 +186,21 @@ def _restored(values, old_values, step_is_skipped):
 
 def _became_non_finite(values, old_values) -> list:
     """Returns for each of `values` whether it is not finite, and was: bools of shape `()`; `False` of whole numbers."""
-    found = [False] * len(values)
+    became_nonfinite = [False] * len(values)
     floats = [index for index, value in enumerate(values) if jnp.issubdtype(value.dtype, jnp.floating)]
     of_new, of_old = (_are_finite([of[index] for index in floats]) for of in (values, old_values))
     for index, is_finite, was_finite in zip(floats, of_new, of_old, strict=True):
-        found[index] = was_finite & ~is_finite
-    return found
+        became_nonfinite[index] = was_finite & ~is_finite
+    return became_nonfinite
 
 
 def _are_finite(values) -> list:
     """Returns whether each of `values` is finite: bools of shape `()`."""
-    found = [None] * len(values)
+    flags = [None] * len(values)
     for indices, of_some in sums(values):
         for index, is_finite in zip(indices, jnp.isfinite(of_some), strict=True):
-            found[index] = is_finite
-    return found
+            flags[index] = is_finite
+    return flags
 
 
 def can_be_read(variable) -> bool:

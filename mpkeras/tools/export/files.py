@@ -138,8 +138,8 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    found.name: found
-    for found in (
+    form.name: form
+    for form in (
         Format("keras", ".keras", None, ("tensorflow", "jax", "torch"), (3, 10)),
         # On torch, Keras 3.15 asks for packages that do not go with today's torch and NumPy.
         Format("savedmodel", "", "tf_saved_model", ("tensorflow", "jax"), (3, 10)),
