@@ -148,10 +148,14 @@ def _dtypes_of(value) -> set[str]:
 
 
 def _what(layer, dtypes, other_dtypes) -> str:
-    others = " and ".join(sorted(set(dtypes) - {layer.compute_dtype}))
+    others = sorted(set(dtypes) - {layer.compute_dtype})
     what = "; ".join(f"{where} is {dtype}" for where, dtype in other_dtypes)
     made_inside = "a tensor made inside `call` (`ops.ones`, `ops.arange` … are float32 unless they are given `dtype=`)"
+    # A rule may keep layers inside in float32; nothing in reach says whether their outputs are what meets 16 bits.
+    inner = [part for part in _keras.direct_sublayers(layer) if part.compute_dtype in others]
+    if inner:
+        made_inside += f", or what layer '{inner[0].name}' inside returns, in {inner[0].compute_dtype}"
     return (
-        f"Layer '{layer.name}' ({type(layer).__name__}) computes in {layer.compute_dtype} and mixes it with {others}: "
-        f"{what or made_inside}."
+        f"Layer '{layer.name}' ({type(layer).__name__}) computes in {layer.compute_dtype} and mixes it with "
+        f"{' and '.join(others)}: {what or made_inside}."
     )

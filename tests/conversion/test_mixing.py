@@ -124,6 +124,29 @@ class Model(keras.Model):
         return self.wrong(x)
 
 
+class Normalizing(layers.Layer):
+    """Adds to its inputs what a layer inside makes of them, which a rule keeps in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.center = layers.GroupNormalization(1, name="center")
+
+    def build(self, shape):
+        self.center.build(shape)
+
+    def call(self, x):
+        return x + self.center(x)
+
+
+@pytest.mark.backends("tensorflow")  # others add float32 to float16
+def test_a_float32_layer_inside_is_named_where_nothing_else_is_in_reach():
+    model = Model(Normalizing())
+    model(X)
+    mpkeras.apply_policy(model, without_outputs("mixed_float16"))
+    with pytest.raises(TypeError, match="mixes it with float32.*or what layer 'center' inside returns, in float32"):
+        model(X)
+
+
 def raises(name, policy):
     """Whether the backend refuses to mix. JAX promotes; torch does in sums and products, but not in `@`."""
     backend = keras.backend.backend()
