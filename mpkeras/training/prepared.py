@@ -100,20 +100,25 @@ def _fit_and_watch(model, fit):
 
 
 def _evaluate_and_look(model, evaluate):
-    return _looking(evaluate, lambda: getattr(prepared_of(model), "watch", None))
+    return _looking(model, evaluate, lambda: getattr(prepared_of(model), "watch", None))
 
 
-def _looking(evaluate, watch_of: Callable):
+def _looking(model, evaluate, watch_of: Callable):
     """Returns `evaluate` that tells the `SkipWatch` in its callbacks, or that of `watch_of()`, what the values are."""
 
     @functools.wraps(evaluate)
     def evaluate_and_look(*args, **kwargs):
         look = Look()
-        callbacks = argument_in("callbacks", evaluate, "evaluate", args, kwargs)
-        with with_callback(look, Look, evaluate, "evaluate", args, kwargs) as (args, kwargs):
-            result = evaluate(*args, **kwargs)
-        # In a validation `fit` hands on its container.
+        x, batch_size, callbacks = (
+            argument_in(argument, evaluate, "evaluate", args, kwargs) for argument in ("x", "batch_size", "callbacks")
+        )
+        # In a validation `fit` hands on its container. Each epoch has one, of the same data.
         is_validation = isinstance(callbacks, keras.callbacks.CallbackList)
+        with (
+            looking_at_rows(model, None if is_validation else x, batch_size),
+            with_callback(look, Look, evaluate, "evaluate", args, kwargs) as (args, kwargs),
+        ):
+            result = evaluate(*args, **kwargs)
         present = flat(callbacks)
         watch = next((callback for callback in present if isinstance(callback, SkipWatch)), None) or watch_of()
         if watch is not None and is_validation:
@@ -128,7 +133,7 @@ def _looking(evaluate, watch_of: Callable):
 def look_at_evaluations(model, watch: SkipWatch):
     """Lets `evaluate` of `model` tell `watch` what its values are, unless it is prepared and does so anyway."""
     if not _replaced.is_replaced(model, "evaluate", "guard"):
-        _replaced.replace(model, "evaluate", _looking(model.evaluate, lambda: watch), kind="guard")
+        _replaced.replace(model, "evaluate", _looking(model, model.evaluate, lambda: watch), kind="guard")
 
 
 def let_evaluations_be(model):

@@ -342,7 +342,7 @@ def warn_of_rounding(model, x):
 
 @contextlib.contextmanager
 def looking_at_rows(model, x, batch_size):
-    """Context manager around a `fit` of `model`: of data in memory all rows are looked at, not the first batch alone.
+    """Context manager around `fit` or `evaluate` of `model`: of data in memory all rows are looked at.
 
     A model that is built by its first step is looked at afterwards.
 

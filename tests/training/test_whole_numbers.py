@@ -266,6 +266,16 @@ def test_in_data_in_memory_a_number_of_a_later_batch_is_named(kind, is_built):
     assert said_by(run) == []
 
 
+def test_an_evaluation_of_larger_numbers_is_named():
+    model = prepared(functional(Rows(name="rows")), "mixed_bfloat16")
+    x, y = np.arange(27.0, dtype="float32").reshape(9, 3), np.ones(9, "float32")
+    model.compile(model.optimizer, "mse", run_eagerly=True)
+    assert said_by(lambda: model.evaluate(x, y, batch_size=3, verbose=0)) == []
+    x[7, 0] = 301
+    (message,) = said_by(lambda: model.evaluate(x, y, batch_size=3, verbose=0))
+    assert "Layer 'rows' is given whole numbers" in message and "301 becomes 300" in message
+
+
 def test_audit_and_trace_numerics_name_it():
     model = functional(Wave(name="wave"))
     model.compile("sgd", "mse")
