@@ -21,7 +21,7 @@ from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.conversion.outputs import compute_metrics_in_float32, return_float32
 from mpkeras.conversion.raw_inputs import pass_inputs_on, takes_raw_inputs
 from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, tensor_dtype, widen
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE, tensor_dtype, widen
 from mpkeras.policies.heads import has_own_call, has_own_step, models_used_by
 from mpkeras.policies.own_state import callers_of, kept_for_state
 from mpkeras.policies.rules import is_quantized
@@ -52,8 +52,6 @@ def _fitting(model, layer) -> Iterator[str]:
         yield "states kept"
     if sums_steps_in_16_bits(layer):
         yield STEPS_IN_FLOAT32
-    if draws_orthogonal(layer):
-        yield "made anew from files"
     if takes_raw_inputs(model, layer):
         yield "raw inputs"
 
@@ -329,6 +327,8 @@ def planned_changes(model, dtypes, products, heads=(), kept_layers=None, *, trai
         names += [callers[id(layer)]] if id(layer) in callers else []
         product = products.get(id(layer))
         names += [] if product is None else [product]
+        if in_16_bits and dtypes[id(layer)] == SMALL_DTYPE and draws_orthogonal(layer):
+            names.append("made anew from files")
         # With sums in float32 the bias is read in float32.
         if in_16_bits and product != WITH_FLOAT32_SUMS and sums_bias_in_16_bits(layer, dtypes[id(layer)]):
             names.append(BIAS_IN_FLOAT32)

@@ -30,16 +30,8 @@ def draws_orthogonal(layer) -> bool:
 
 def save_as_mixed(layer):
     """Saves `layer`, while its weights are bfloat16, with `mixed_bfloat16`: to be made anew, with the same values."""
-    get_config = layer.get_config
-
-    @functools.wraps(get_config)
-    def get_config_as_mixed():
-        config = get_config()
-        if layer.variable_dtype != SMALL_DTYPE or "dtype" not in config:
-            return config
-        return {**config, "dtype": keras.dtype_policies.serialize(keras.DTypePolicy(f"mixed_{SMALL_DTYPE}"))}
-
-    replace(layer, "get_config", get_config_as_mixed, kind="orthogonal")
+    mixed = keras.DTypePolicy(f"mixed_{SMALL_DTYPE}")
+    _save_with(layer, lambda: mixed if layer.variable_dtype == SMALL_DTYPE else None, kind="orthogonal")
 
 
 def save_as_made(model, made_with):
@@ -53,11 +45,18 @@ def save_as_made(model, made_with):
         return
     if not has_own_call(model) or model.dtype_policy == made_with:
         return
-    get_config, serialized = model.get_config, keras.dtype_policies.serialize(made_with)
+    _save_with(model, lambda: made_with, kind="converted")
+
+
+def _save_with(layer, policy_of, *, kind: str):
+    """Lets the configuration of `layer` name the policy that `policy_of()` returns; its own one for `None`."""
+    get_config = layer.get_config
 
     @functools.wraps(get_config)
-    def get_config_as_made():
-        config = get_config()
-        return {**config, "dtype": serialized} if "dtype" in config else config
+    def get_config_with_policy():
+        config, policy = get_config(), policy_of()
+        if policy is None or "dtype" not in config:
+            return config
+        return {**config, "dtype": keras.dtype_policies.serialize(policy)}
 
-    replace(model, "get_config", get_config_as_made, kind="converted")
+    replace(layer, "get_config", get_config_with_policy, kind=kind)
