@@ -64,11 +64,13 @@ class _End(NamedTuple):
         name: The class of the layer, or the name of the operation.
         what: A clause: who needs them, and for what.
         of_names: Whether it reads names, to which a layer without weights may have computed its way.
+        needs_all: Whether nothing is gained unless all of its inputs arrive whole.
     """
 
     name: str
     what: str
     of_names: bool
+    needs_all: bool = False
 
 
 def handing_on(model, policy) -> dict:
@@ -127,10 +129,9 @@ class _Walk:
             end = self._end(node)
             if end is None:
                 continue
-            earlier = dict(self.found), dict(self._reached)
+            earlier = (dict(self.found), dict(self._reached)) if end.needs_all else None
             reaches = [self._comes_from_input(tensor, calls, end) for tensor in node.input_tensors]
-            if _keras.is_difference(layer) and not all(reaches):
-                # The other operand was computed in 16 bits, and is rounded anyway.
+            if earlier is not None and not all(reaches):
                 self.found, self._reached = earlier
             elif any(reaches) and end.of_names:
                 self._keep(layer, end)
@@ -145,7 +146,8 @@ class _Walk:
             # In any dtype it casts nothing on the way in, and centers in float32.
             return _End(type(layer).__name__, f"layer '{layer.name}' normalizes them", False)
         if _keras.is_difference(layer):
-            return _End(type(layer).__name__, f"'{layer.name}' takes their difference", True)
+            # An operand that was computed in 16 bits is rounded anyway.
+            return _End(type(layer).__name__, f"'{layer.name}' takes their difference", True, needs_all=True)
         if any(_is_float(tensor) for tensor in node.input_tensors) and not any(map(_is_float, node.outputs)):
             return _End(type(layer).__name__, f"'{layer.name}' makes whole numbers of them, or compares them", True)
         return None
