@@ -351,38 +351,36 @@ def looking_at_rows(model, x, batch_size):
         x: Arrays of as many rows; anything else, such as a dataset, is not looked at.
         batch_size: The rows of a batch, `None` for Keras' 32.
     """
-    size, was_built = 32 if batch_size is None else batch_size, _keras.is_built(model)
-    if was_built:
-        _look_at_rows(model, x, size)
+    arrays = _arrays_in_memory(x)
+    # Of another batch size Keras says what is wrong with it.
+    size = batch_size if isinstance(batch_size, int) and batch_size > 0 else 32
+    looks_later = bool(arrays) and not _keras.is_built(model)
+    if arrays and not looks_later:
+        _look_at_rows(model, x, arrays, size)
     yield
-    if not was_built:
-        _look_at_rows(model, x, size)
+    if looks_later:
+        _look_at_rows(model, x, arrays, size)
 
 
-def _look_at_rows(model, x, size):
-    batch = _batch_with_losses(x, _Observed(model).dtypes, size)
-    if batch is not None:
-        warn_of_rounding(model, batch)
-
-
-def _batch_with_losses(x, dtypes, size):
-    """Returns `size` rows of `x`, those among them that hold whole numbers which `dtypes` lose; `None` without any."""
+def _arrays_in_memory(x) -> list:
+    """Returns the arrays in a structure, if there is nothing else in it and they have as many rows; otherwise `[]`."""
     leaves = keras.tree.flatten(x)
-    if not dtypes or not isinstance(size, int) or not all(map(_is_in_memory, leaves)):
-        return None
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    if any(not array.ndim or len(array) != len(arrays[0]) for array in arrays):
-        return None
+    arrays = [np.asarray(leaf) for leaf in leaves] if all(map(_is_in_memory, leaves)) else []
+    return [] if any(not array.ndim or len(array) != len(arrays[0]) for array in arrays) else arrays
+
+
+def _look_at_rows(model, x, arrays, size):
+    """Warns of the rows of `x` with whole numbers that `model` rounds, in a batch of `size` rows."""
+    dtypes = _Observed(model).dtypes
     rows = [
         int(np.argmax((array == value).reshape(len(array), -1).any(axis=1)))
         for array in arrays
         for dtype in dtypes
         for value, _ in itertools.islice(_losses(array, dtype), size)
     ]
-    if not rows:
-        return None
-    chosen = np.resize([*dict.fromkeys(rows), *range(len(arrays[0]))][:size], size)
-    return keras.tree.pack_sequence_as(x, [array[chosen] for array in arrays])
+    if rows:
+        chosen = np.resize([*dict.fromkeys(rows), *range(len(arrays[0]))][:size], size)
+        warn_of_rounding(model, keras.tree.pack_sequence_as(x, [array[chosen] for array in arrays]))
 
 
 def _is_in_memory(value) -> bool:
