@@ -115,7 +115,6 @@ def _with_batch(path, batch_size, open_size, imports, function) -> tuple:
     model = files.load(path, custom_objects)
     inputs = _input_structure(model, f"Call `{function}` in Python, with the shape of a batch.")
     _compile(model, path, custom_objects)
-
     rows = _rows_of_batch(inputs, batch_size)
 
     def sized(tensor):

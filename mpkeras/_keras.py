@@ -1199,6 +1199,7 @@ def own_policy_maps(layers):
     """Gives `layers` a copy of each `DTypePolicyMap` among their policies; those that share a map share its copy.
 
     `layer.dtype_policy = ...` writes into the map, which is the user's, and may be that of the layers of another model.
+    A map has no copy without its private `_policy_map` in Keras 3.15.1.
     """
     copies: dict = {}
     for layer in layers:
