@@ -86,12 +86,17 @@ class ConvertedLayer:
         """Whether it does so now."""
         return multiplies_in_float8(self.layer)
 
-    def outputs_in_float32(self, args, kwargs):
-        """Returns the outputs for the same inputs in float32; `None` where they cannot be compared."""
+    def outputs_in_float32(self, args, kwargs, in_inference: bool = False):
+        """Returns the outputs for the same inputs in float32; `None` where they cannot be compared.
+
+        In inference a `Dropout` draws nothing.
+        """
         layer = self.layer
         layers = _keras.flatten_layers(layer, include_self=True)
-        # Of a quantized one there are no other kernels; others would draw other numbers.
-        if any(map(is_quantized, layers)) or any(map(_keras.own_seed_generators, layers)):
+        # Of a quantized one there are no other kernels.
+        if any(map(is_quantized, layers)):
+            return None
+        if not in_inference and any(map(_keras.own_seed_generators, layers)):  # It would draw other numbers.
             return None
         if any(isinstance(inner.dtype_policy, keras.dtype_policies.DTypePolicyMap) for inner in layers):
             return None

@@ -97,3 +97,19 @@ def as_array(value) -> np.ndarray:
     """Returns `value` as an array; float64, NumPy's default and not what was meant, becomes Keras' float."""
     value = np.asarray(value)
     return value.astype(keras.config.floatx()) if value.dtype == np.float64 else value
+
+
+def relative_error(values, references) -> float:
+    """Returns the norm of the difference over the norm of the references, of two lists of arrays.
+
+    What is not finite is left out, and so are pairs of other shapes, or with a `None`.
+    """
+    difference = total = 0.0
+    for value, reference in zip(values, references, strict=True):
+        if value is None or reference is None or value.shape != reference.shape:
+            continue
+        value, reference = np.asarray(value, "float64"), np.asarray(reference, "float64")
+        both = np.isfinite(value) & np.isfinite(reference)
+        difference += float(np.sum(np.square(value[both] - reference[both])))
+        total += float(np.sum(np.square(reference[both])))
+    return float(np.sqrt(difference / total)) if total else 0.0

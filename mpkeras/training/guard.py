@@ -13,6 +13,7 @@ from mpkeras.distribution.travel import Travel
 from mpkeras.scaling.facts import GRADIENT_LOG_NAMES, opened_step
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import retake, training_backend
+from mpkeras.training.first_batch import looking_at_first_batch
 from mpkeras.training.inventory import (
     Inventory,
     checking_optimizers,
@@ -22,7 +23,6 @@ from mpkeras.training.inventory import (
     optimizers_held_elsewhere,
 )
 from mpkeras.training.prepared import prepared_of
-from mpkeras.training.whole_numbers import looking_at_first_batch
 
 LOG_NAMES = ("loss_scale", "skipped_steps")
 

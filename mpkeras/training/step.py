@@ -26,6 +26,7 @@ from mpkeras.scaling.small_state import follow_weights
 from mpkeras.scaling.window import checked_steps
 from mpkeras.training import training_backend
 from mpkeras.training.capsule_file import capsule_of_step
+from mpkeras.training.first_batch import look
 from mpkeras.training.inventory import moving_variables
 from mpkeras.training.last_step import BEFORE
 from mpkeras.training.objective import Objective
@@ -41,7 +42,6 @@ from mpkeras.training.prepare import (
 )
 from mpkeras.training.retake import FirstSteps
 from mpkeras.training.state import load_state_dict, state_dict
-from mpkeras.training.whole_numbers import warn_of_rounding
 
 
 def make_train_step(
@@ -201,7 +201,7 @@ class TrainStep:
         self._get_ready(x, y)
         if not self._has_looked and not training_backend.in_replica_context():
             self._has_looked = True
-            warn_of_rounding(self.model, x)
+            look(self.model, x)
         return self.run_as_made(x, y, sample_weight)
 
     def run_as_made(self, x, y=None, sample_weight=None) -> dict:

@@ -7,10 +7,10 @@ import keras
 
 from mpkeras.policies.loss_scaling import number
 from mpkeras.training import retake
+from mpkeras.training.first_batch import looking_at_first_batch
 from mpkeras.training.inventory import checking_optimizers
 from mpkeras.training.unguarded import UnguardedWatch
 from mpkeras.training.validations import Validations
-from mpkeras.training.whole_numbers import looking_at_first_batch
 
 
 class SkipWatch(keras.callbacks.Callback):

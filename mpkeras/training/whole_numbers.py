@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 import warnings
 import weakref
@@ -18,8 +17,9 @@ from mpkeras._replaced import replaced
 from mpkeras.conversion.exact_inputs import only_moves, reads_names
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.rules import DEFAULT_RULES, first_match, has_own_call, is_quantized, layer_policy, path_rule
+from mpkeras.policies.rules import DEFAULT_RULES, first_match, has_own_call, is_quantized, path_rule
 from mpkeras.training import training_backend
+from mpkeras.training.unseen_run import noting_casts, run_unseen
 
 # Arithmetic that Keras does not know: what it makes of a number, only its author can say.
 _OF_USERS = tuple(
@@ -185,25 +185,16 @@ class _Observed:
 
     def run(self, x):
         """Runs the model once, as in inference. Nothing shows afterwards that it ran."""
-        model = self._model
-        options = {"training": False} if "training" in inspect.signature(model.call).parameters else {}
-        random_states = training_backend.global_random_states()
-        natives = [(state, keras.ops.convert_to_numpy(state.value)) for state in training_backend.native_states(model)]
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(keras.StatelessScope())
-                stack.enter_context(_keras.kept_losses(layers_of(model)))
-                for layer in [*self._casting, *self._moving]:
-                    stack.enter_context(_noting_casts(layer, functools.partial(self._note_cast, layer)))
-                for layer in self._reading:
-                    stack.enter_context(replaced(layer, "call", self._noting_inputs(layer), kind="observed"))
-                model(keras.tree.map_structure(_as_tensor, x), **options)
-        finally:
-            training_backend.set_global_random_states(random_states)
-            for state, value in natives:
-                state.assign(value)
+        casting = [*self._casting, *self._moving]
+        run_unseen(
+            self._model,
+            x,
+            [noting_casts(layer, functools.partial(self._note_cast, layer)) for layer in casting]
+            + [replaced(layer, "call", self._noting_inputs(layer), kind="observed") for layer in self._reading],
+        )
 
-    def _note_cast(self, layer, tensor, dtype: str):
+    def _note_cast(self, layer, tensor, cast):
+        dtype = keras.backend.standardize_dtype(cast.dtype)
         for array in _arrays([tensor]):
             lost = _lost(array, dtype)
             if lost is not None:
@@ -289,39 +280,18 @@ def _reads_names(layer) -> bool:
     return reads_names(layer) or (layer.compute_dtype == "float32" and first_match(rules, layer) is not None)
 
 
-class _NotingPolicy(keras.DTypePolicy):
-    """The policy of a layer for one run, which tells what the layer casts on the way in."""
-
-    def __init__(self, policy, note):
-        self.__dict__.update(vars(policy))
-        self._note = note
-
-    def convert_input(self, x, autocast, dtype):
-        if autocast and keras.ops.is_tensor(x) and "float" in keras.backend.standardize_dtype(x.dtype):
-            self._note(x, keras.backend.standardize_dtype(dtype))
-        return super().convert_input(x, autocast, dtype)
-
-
-@contextlib.contextmanager
-def _noting_casts(layer, note):
-    policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        # Of a map that layers share an entry of one alone could not be taken back.
-        yield
-        return
-    layer.dtype_policy = _NotingPolicy(layer_policy(layer), note)
-    try:
-        yield
-    finally:
-        layer.dtype_policy = policy
-
-
-def _as_tensor(value):
-    return keras.ops.convert_to_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
-
-
 # Layers that were named already.
 _told: weakref.WeakSet = weakref.WeakSet()
+
+
+def was_named(layer) -> bool:
+    """Whether a warning has named `layer`."""
+    return layer in _told
+
+
+def may_round(model) -> bool:
+    """Whether a layer of `model` may round whole numbers before they are read."""
+    return bool(_Observed(model).dtypes)
 
 
 def warn_of_rounding(model, x):
@@ -386,44 +356,3 @@ def _look_at_rows(model, x, arrays, size):
 def _is_in_memory(value) -> bool:
     """Whether a value is an array of NumPy or a table of pandas: others may be on a device, or in a file."""
     return type(value) is np.ndarray or type(value).__module__.split(".")[0] == "pandas" and hasattr(value, "__array__")
-
-
-def looking_at_first_batch(model, function):
-    """Returns a train function of `model` that looks at the first batch for `warn_of_rounding`, then runs `function`.
-
-    The model may be built by the first step alone: then it is looked at once more, behind it.
-    """
-    is_first = True
-
-    def train_function(*args):
-        nonlocal is_first
-        if not is_first:
-            return function(*args)
-        is_first = False
-        if model.train_function is train_function:
-            model.train_function = function
-        was_built = _keras.is_built(model)
-        if was_built and not _Observed(model).dtypes:
-            return function(*args)
-        *state, data = args
-        batch, data = training_backend.first_batch(model, data)
-        if batch is None:
-            return function(*state, data)
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        if was_built:
-            _look(model, x, *state)
-        result = function(*state, data)
-        if not was_built:
-            _look(model, x, *(result[1:] if isinstance(result, tuple) else ()))
-        return result
-
-    # It is in front for one step, and of the function behind it others ask whether it takes batches again.
-    marks = ("mpkeras_hides_logs", "mpkeras_first_steps")
-    vars(train_function).update({mark: vars(function)[mark] for mark in marks if mark in vars(function)})
-    return train_function
-
-
-def _look(model, x, state=None):
-    # Behind the four groups of `fit`'s state a callback may hand on numbers of its own.
-    with _keras.held_by_variables(model, None if state is None else state[:4]):
-        warn_of_rounding(model, x)

@@ -5,6 +5,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
+from mpkeras.seams import dtypes
 from mpkeras.tools.shared.ranges import largest
 
 # Powers of two that a histogram counts; what is beyond goes to its ends.
@@ -83,16 +84,6 @@ def _share(masks) -> float:
     return float(sum(mask.sum() for mask in masks) / size) if size else 0.0
 
 
-def relative_error(values, references) -> float:
-    """Returns the norm of the difference over the norm of the references; where one is not finite, it is left out."""
-    difference = total = 0.0
-    for value, reference in _pairs(values, references):
-        both = np.isfinite(value) & np.isfinite(reference)
-        difference += float(np.sum(np.square(value[both] - reference[both])))
-        total += float(np.sum(np.square(reference[both])))
-    return float(np.sqrt(difference / total)) if total else 0.0
-
-
 def rounded(grad, dtype: str, loss_scale: float):
     """Returns a gradient with the rounding that `dtype` gives what is below its smallest normal number while scaled.
 
@@ -108,7 +99,7 @@ def lost_share(grads, dtype: str, loss_scale: float) -> float:
 
     Exact zeros lose nothing, and many tiny numbers beside a large one next to nothing.
     """
-    return min(relative_error([rounded(grad, dtype, loss_scale) for grad in grads], grads), 1.0)
+    return min(dtypes.relative_error([rounded(grad, dtype, loss_scale) for grad in grads], grads), 1.0)
 
 
 def zeroed_share(arrays, dtype: str, factor: float | None = None) -> float:

@@ -24,7 +24,6 @@ from mpkeras.tools.numerics.losses import (
     Range,
     lost_share,
     overflow_share,
-    relative_error,
     underflow_share,
     zeroed_share,
 )
@@ -164,7 +163,7 @@ def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
     true_grads = [grad for grad in (*twin.input_grads, *twin.output_grads) if grad is not None]
     inputs, outputs, dtype = Range.of(call.inputs), Range.of(call.outputs), call.compute_dtype
     is_small = dtype in dtypes.SIXTEEN_BIT_DTYPES
-    output_error = relative_error(call.outputs, call.references)
+    output_error = dtypes.relative_error(call.outputs, call.references)
     return LayerNumerics(
         path=call.path,
         class_name=type(call.layer).__name__,

@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras.seams import ConvertedLayer, ModelView, dtypes, has_logits
-from mpkeras.tools.numerics.losses import relative_error, rounded
+from mpkeras.tools.numerics.losses import rounded
 from mpkeras.tools.shared.ranges import max_abs, overflow_limit
 
 # The share of a layer's weight gradient, by the norm, that may be lost without a warning: 1 % of the sum of squares,
@@ -230,5 +230,5 @@ def _shares(weights, seen, scale) -> dict:
         if of.dtype == "float16" and scale is not None:
             pairs = zip(grads, of.in_16_bits, strict=True)
             grads = [rounded(grad, "float16", scale) if is_in else grad for grad, is_in in pairs]
-        shares[of.path] = min(relative_error(grads, of.true), 1.0)
+        shares[of.path] = min(dtypes.relative_error(grads, of.true), 1.0)
     return shares

@@ -1,0 +1,50 @@
+"""A look at the first batch, for what 16 bits would lose of it in silence."""
+
+import keras
+
+from mpkeras import _keras
+from mpkeras.training import training_backend
+from mpkeras.training.lost_outputs import warn_of_lost_outputs
+from mpkeras.training.whole_numbers import may_round, warn_of_rounding
+
+
+def looking_at_first_batch(model, function):
+    """Returns a train function of `model` that looks at the first batch for `look`, then runs `function`.
+
+    The model may be built by the first step alone: then it is looked at once more, behind it.
+    """
+    is_first = True
+
+    def train_function(*args):
+        nonlocal is_first
+        if not is_first:
+            return function(*args)
+        is_first = False
+        if model.train_function is train_function:
+            model.train_function = function
+        was_built = _keras.is_built(model)
+        if was_built and not may_round(model):
+            return function(*args)
+        *state, data = args
+        batch, data = training_backend.first_batch(model, data)
+        if batch is None:
+            return function(*state, data)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if was_built:
+            look(model, x, *state)
+        result = function(*state, data)
+        if not was_built:
+            look(model, x, *(result[1:] if isinstance(result, tuple) else ()))
+        return result
+
+    # It is in front for one step, and of the function behind it others ask whether it takes batches again.
+    marks = ("mpkeras_hides_logs", "mpkeras_first_steps")
+    vars(train_function).update({mark: vars(function)[mark] for mark in marks if mark in vars(function)})
+    return train_function
+
+
+def look(model, x, state=None):
+    # Behind the four groups of `fit`'s state a callback may hand on numbers of its own.
+    with _keras.held_by_variables(model, None if state is None else state[:4]):
+        warn_of_rounding(model, x)
+        warn_of_lost_outputs(model, x)

@@ -1,0 +1,206 @@
+"""Layers of the user's own that compute in 16 bits what 16 bits cannot tell: they are named at the first batch."""
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+
+import keras
+
+from mpkeras import _keras
+from mpkeras._replaced import replaced
+from mpkeras.conversion.converted_layer import ConvertedLayer
+from mpkeras.conversion.plan import layers_of
+from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_error, tensor_dtype
+from mpkeras.policies.rules import has_own_call, is_quantized, path_rule
+from mpkeras.training import training_backend
+from mpkeras.training.unseen_run import noting_casts, run_unseen
+from mpkeras.training.whole_numbers import was_named
+
+# They call the layers in them in loops of the backend, out of which no tensor can be carried.
+_STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
+# Rounding alone makes 0.001 in float16 and 0.01 in bfloat16.
+_TOO_FAR = 0.1
+# So many rows of a batch are enough to tell.
+_ROWS = 2
+# So many layers are named in one warning.
+_NAMED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class LostOutputs:
+    """A layer whose outputs in 16 bits are far from those in float32 on the same inputs.
+
+    Attributes:
+        layer: Path of the layer.
+        dtype: The 16-bit dtype that it computes in.
+        error: The norm of the difference over the norm of the outputs in float32.
+    """
+
+    layer: str
+    dtype: str
+    error: float
+
+    def sentences(self) -> tuple[str, str]:
+        """Returns a sentence with the number, and one with the remedy."""
+        what = (
+            f"The outputs of layer '{self.layer}' in {self.dtype} are off by {self.error:.0%} from those in float32 on "
+            "the same inputs: positions that are counted in 16 bits, long sums, small differences and sines of large "
+            "numbers are lost so."
+        )
+        return what, f"Keep the layer in float32 with the `keep_float32` rule {path_rule(self.layer)!r}."
+
+
+def lost_outputs(model, x) -> list[LostOutputs]:
+    """Returns the layers of the user's own whose outputs 16 bits lose, a tenth of them and more; `[]` for most models.
+
+    The model runs once, as in inference, on a few rows of the batch where it takes any number, and each layer with
+    arithmetic of the user's own runs again in float32. Of layers that hold such a one the inner one is named. Layers
+    that draw random numbers in inference cannot be compared; the arithmetic of `model` itself is not.
+
+    Args:
+        model: A built `keras.Model`.
+        x: The arguments of the model, as arrays or tensors.
+    """
+    observed = _own_layers(model)
+    if not observed:
+        return []
+    for batch in (_few_rows(model, x), x):
+        comparison = _Comparison()
+        observers = [comparison.of(layer) for layer in observed]
+        # A model may take no other number of rows; any other error comes again in the step, where nothing of ours is.
+        with contextlib.suppress(Exception):
+            run_unseen(model, batch, observers)
+            return comparison.found()
+        if batch is x:
+            break
+    return []
+
+
+def _own_layers(model) -> list:
+    """Returns the layers that compute in 16 bits with arithmetic of the user's own, or run such layers in loops."""
+    layers = layers_of(model)
+    in_loops = {id(inner) for layer in layers if isinstance(layer, _STEPPING) for inner in _keras.flatten_layers(layer)}
+    return [
+        layer
+        for layer in layers
+        if layer.compute_dtype in SIXTEEN_BIT_DTYPES
+        and id(layer) not in in_loops
+        and layer is not model
+        and not is_quantized(layer)
+        and any(map(has_own_call, [layer, *(_keras.flatten_layers(layer) if isinstance(layer, _STEPPING) else ())]))
+    ]
+
+
+def _few_rows(model, x):
+    """Returns the first rows of a batch, or all where not every part has as many."""
+    parts = keras.tree.flatten(x)
+    sizes = {part.shape[0] if getattr(part, "shape", ()) else None for part in parts}
+    graph = _keras.graph_of(model)
+    inputs = () if graph is None else keras.tree.flatten(_keras.input_structure(graph))
+    if len(sizes) != 1 or None in sizes or any(tensor.shape[0] is not None for tensor in inputs):
+        return x
+    return keras.tree.map_structure(lambda part: part[:_ROWS], x)
+
+
+class _Comparison:
+    """The layers of one run beside what they compute in float32."""
+
+    def __init__(self):
+        self._found: dict = {}
+        # By the `id` of a tensor that a layer has cast on the way in: that tensor, and what it was.
+        self._cast: dict = {}
+        self._is_paused = False
+
+    def found(self) -> list[LostOutputs]:
+        """Returns what was found, each layer once, in the order in which they ran."""
+        return list(self._found.values())
+
+    @contextlib.contextmanager
+    def of(self, layer):
+        """Context manager in which the calls of `layer` are compared."""
+        with replaced(layer, "call", self._compared(layer), kind="observed"), noting_casts(layer, self._note_cast):
+            yield
+
+    def _note_cast(self, tensor, cast):
+        self._cast[id(cast)] = cast, tensor
+
+    def _as_given(self, value):
+        return self._cast[id(value)][1] if id(value) in self._cast else value
+
+    def _compared(self, layer) -> Callable:
+        call = layer.call
+
+        @functools.wraps(call)
+        def compared(*args, **kwargs):
+            if self._is_paused:
+                return call(*args, **kwargs)
+            found_before = len(self._found)
+            # First: attention takes the masks off what it is given.
+            references = self._in_float32(layer, args, kwargs)
+            again = functools.partial(self._in_float32, layer, args, kwargs)
+            outputs = call(*args, **kwargs)
+            if len(self._found) == found_before and references is not None:
+                self._compare(layer, _floats(outputs), references, again)
+            return outputs
+
+        return compared
+
+    def _in_float32(self, layer, args, kwargs):
+        self._is_paused = True
+        try:
+            args, kwargs = keras.tree.map_structure(self._as_given, (args, kwargs))
+            outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs, in_inference=True)
+        finally:
+            self._is_paused = False
+        return None if outputs is None else _floats(outputs)
+
+    def _compare(self, layer, outputs, references, again):
+        error = relative_error(outputs, references)
+        # What differs from run to run in float32, too, is drawn.
+        if error > _TOO_FAR and relative_error(again(), references) < _TOO_FAR / 10:
+            path = _path(layer)
+            known = self._found.get(path)
+            if known is None or known.error < error:
+                self._found[path] = LostOutputs(path, layer.compute_dtype, error)
+
+
+def _floats(structure) -> list:
+    return [
+        keras.ops.convert_to_numpy(value)
+        for value in keras.tree.flatten(structure)
+        if tensor_dtype(value) in FLOAT_DTYPES
+    ]
+
+
+# Layers that were named already, and how each was compared: its dtype, and the shapes of a row of the batch.
+_told: weakref.WeakSet = weakref.WeakSet()
+_compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def warn_of_lost_outputs(model, x):
+    """Warns of layers whose outputs 16 bits lose on a batch; for rows of one shape each is compared once."""
+    if training_backend.is_distributed(model) or not _keras.is_built(model):
+        return
+    rows = tuple(tuple(getattr(part, "shape", ()))[1:] for part in keras.tree.flatten(x))
+    compared = [(_compared.setdefault(layer, set()), (layer.compute_dtype, rows)) for layer in _own_layers(model)]
+    if all(how in already for already, how in compared):
+        return
+    for already, how in compared:
+        already.add(how)
+    layers = {_path(layer): layer for layer in layers_of(model)}
+    found = [(lost, layers[lost.layer]) for lost in lost_outputs(model, x)]
+    untold = [(lost, layer) for lost, layer in found if layer not in _told and not was_named(layer)]
+    if not untold:
+        return
+    _told.update(layer for _, layer in untold)
+    others = len(untold) - _NAMED
+    message = " ".join(sentence for lost, _ in untold[:_NAMED] for sentence in lost.sentences())
+    message += f" So it is with {others} more layers." if others > 0 else ""
+    warnings.warn(message, stacklevel=3)
+
+
+def _path(layer) -> str:
+    return layer.path or layer.name

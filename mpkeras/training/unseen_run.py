@@ -1,0 +1,71 @@
+"""One run of a model, as in inference, of which nothing shows afterwards."""
+
+import contextlib
+import inspect
+
+import keras
+import numpy as np
+
+from mpkeras import _keras
+from mpkeras.conversion.plan import layers_of
+from mpkeras.policies.rules import layer_policy
+from mpkeras.training import training_backend
+
+
+def run_unseen(model, x, observers):
+    """Runs a built model once, as in inference.
+
+    State and losses that the run would write are dropped, and random generators are put back.
+
+    Args:
+        model: A built `keras.Model`.
+        x: The arguments of the model; arrays become tensors.
+        observers: Context managers that are in force around the run.
+    """
+    options = {"training": False} if "training" in inspect.signature(model.call).parameters else {}
+    random_states = training_backend.global_random_states()
+    natives = [(state, keras.ops.convert_to_numpy(state.value)) for state in training_backend.native_states(model)]
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(keras.StatelessScope())
+            stack.enter_context(_keras.kept_losses(layers_of(model)))
+            for observer in observers:
+                stack.enter_context(observer)
+            model(keras.tree.map_structure(_as_tensor, x), **options)
+    finally:
+        training_backend.set_global_random_states(random_states)
+        for state, value in natives:
+            state.assign(value)
+
+
+def _as_tensor(value):
+    return keras.ops.convert_to_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
+
+
+@contextlib.contextmanager
+def noting_casts(layer, note):
+    """Context manager: `note(tensor, cast)` is told what `layer` casts on the way in, and what becomes of it."""
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        # Of a map that layers share an entry of one alone could not be taken back.
+        yield
+        return
+    layer.dtype_policy = _NotingPolicy(layer_policy(layer), note)
+    try:
+        yield
+    finally:
+        layer.dtype_policy = policy
+
+
+class _NotingPolicy(keras.DTypePolicy):
+    """The policy of a layer for one run, which tells what the layer casts."""
+
+    def __init__(self, policy, note):
+        self.__dict__.update(vars(policy))
+        self._note = note
+
+    def convert_input(self, x, autocast, dtype):
+        cast = super().convert_input(x, autocast, dtype)
+        if autocast and keras.ops.is_tensor(x) and "float" in keras.backend.standardize_dtype(x.dtype):
+            self._note(x, cast)
+        return cast

@@ -1,0 +1,263 @@
+"""Layers of the user's own whose outputs 16 bits lose are named at the first batch, and no others."""
+
+import warnings
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.training.lost_outputs import LostOutputs, lost_outputs
+from tests.training.models import BACKEND, DOORS, AddsNoise, made_by
+
+POLICIES = ["mixed_float16", "mixed_bfloat16"]
+RANDOM = np.random.default_rng(5)
+# Degrees of latitude and longitude of places a few hundred metres apart.
+PLACES = (np.array([[48.2081, 48.2119, 16.3713, 16.3655]]) + RANDOM.uniform(0, 0.01, (6, 4))).astype("float32")
+
+
+class Counts(layers.Layer):
+    """Counts the positions of a sequence in what it computes in."""
+
+    def call(self, x):
+        positions = ops.cast(ops.arange(ops.shape(x)[1]), self.compute_dtype)
+        return x + ops.sin(0.7 * positions)[None, :, None]
+
+
+class Apart(layers.Layer):
+    """How far two places are apart."""
+
+    def call(self, x):
+        return x[:, 0::2] - x[:, 1::2]
+
+
+class Waves(layers.Layer):
+    def call(self, times):
+        return ops.sin(1300.0 * times)
+
+
+class Mean(layers.Layer):
+    """A mean by a sum of its own, which leaves 16 bits where they no longer tell one more."""
+
+    def call(self, x):
+        total = ops.cumsum(x, axis=1)
+        return total[:, -1] / ops.cast(ops.shape(x)[1], x.dtype)
+
+
+class Block(layers.Layer):
+    """A block with dropout around another layer of the user's."""
+
+    def __init__(self, inner, **kwargs):
+        super().__init__(**kwargs)
+        self.inner, self.norm, self.dense = inner, layers.LayerNormalization(), layers.Dense(8, "relu")
+        self.dropout = layers.Dropout(0.4)
+
+    def call(self, x):
+        return self.dropout(self.dense(self.norm(self.inner(x))))
+
+
+class Cell(layers.SimpleRNNCell):
+    """A cell of the user's, which adds up small differences of large numbers."""
+
+    def call(self, x, states, training=False):
+        return x - 100.0 + states[0], [x - 100.0 + states[0]]
+
+
+class InPart(keras.Model):
+    """A model of the user's as part of another one."""
+
+    def call(self, x):
+        return x[:, :1] - x[:, 1:2]
+
+
+class OfSix(keras.Model):
+    """Takes batches of six rows alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.apart, self.head = Apart(name="apart"), layers.Dense(1)
+
+    def call(self, x):
+        return self.head(self.apart(ops.reshape(x, (6, 4))))
+
+
+class Noisy(layers.Layer):
+    """Draws in inference, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        return x + keras.random.uniform(ops.shape(x), dtype=x.dtype, seed=self.seed_generator)
+
+
+class Fails(layers.Layer):
+    """Fails in inference."""
+
+    def call(self, x, training=None):
+        if training is False:
+            raise NotImplementedError("inference")
+        return x * 2.0
+
+
+def functional(layer, shape):
+    inputs = keras.Input(shape)
+    return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(layer(inputs))))
+
+
+def said_by(run) -> list:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if "The outputs of layer" in str(warning.message)]
+
+
+def found_in(model, policy, x) -> list:
+    return lost_outputs(mpkeras.apply_policy(model, policy), x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", [*DOORS, "make_train_step"])
+def test_a_layer_is_named_once_through_every_door(door):
+    def make():
+        return functional(Apart(name="apart"), (4,))
+
+    y = np.ones((6, 1), "float32")
+
+    def train():
+        if door == "make_train_step":
+            step = mpkeras.make_train_step(mpkeras.apply_policy(make(), "mixed_bfloat16"), "sgd", "mse")
+            step(PLACES, y)
+            step(PLACES, y)
+            return
+        model, callbacks = made_by(door, make, "mixed_bfloat16")
+        for _ in range(2):
+            model.fit(PLACES, y, epochs=2, verbose=0, callbacks=callbacks)
+
+    (message,) = said_by(train)
+    # Places that bfloat16 holds are a quarter of a degree apart: all differences are 0.
+    assert message.startswith("The outputs of layer 'apart' in bfloat16 are off by 100% from those in float32")
+    assert message.endswith("with the `keep_float32` rule 'path:^apart$'.")
+
+
+CASES = {
+    "counted positions": (lambda: Counts(name="own"), (400, 2), RANDOM.normal(size=(3, 400, 2)), "bfloat16", "own"),
+    "of long sequences": (lambda: Counts(name="own"), (5000, 1), RANDOM.normal(size=(3, 5000, 1)), "float16", "own"),
+    "small differences": (lambda: Apart(name="own"), (4,), PLACES, "float16", "own"),
+    "sines": (lambda: Waves(name="own"), (3,), RANDOM.uniform(size=(5, 3)), "float16", "own"),
+    "in a block": (lambda: Block(Apart(name="in")), (4,), PLACES, "bfloat16", "in"),
+    "in a loop": (
+        lambda: layers.RNN(Cell(2), name="own"), (3, 2), RANDOM.uniform(100, 101, (4, 3, 2)), "bfloat16", "own"
+    ),
+    "a model in a model": (lambda: InPart(name="own"), (4,), PLACES, "bfloat16", "own"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_16_bits_lose(case):
+    make, shape, x, dtype, path = CASES[case]
+    (found,) = found_in(functional(make(), shape), f"mixed_{dtype}", x.astype("float32"))
+    assert found.layer.split("/")[-1] == path
+    assert found.dtype == dtype and found.error > 0.1
+
+
+def test_a_model_that_takes_no_other_number_of_rows():
+    model = OfSix()
+    model(PLACES)
+    (found,) = found_in(model, "mixed_bfloat16", PLACES)
+    assert found.layer.endswith("/apart")
+    inputs = keras.Input((4,), batch_size=6)
+    (found,) = found_in(keras.Model(inputs, layers.Dense(1)(Apart(name="in")(inputs))), "mixed_float16", PLACES)
+    assert found.layer == "in"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_share_is_that_of_hand(policy):
+    """Of the layer's output in float64, and what one rounding of each place makes of it."""
+    dtype = policy.removeprefix("mixed_")
+    (found,) = found_in(functional(Apart(name="own"), (4,)), policy, PLACES)
+    rows = PLACES[:2]
+    rounded = rows.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else "float16").astype("float64")
+    true, given = (a[:, 0::2] - a[:, 1::2] for a in (rows.astype("float64"), rounded))
+    assert found.error == pytest.approx(np.linalg.norm(given - true) / np.linalg.norm(true), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_remedy_that_is_named_computes_what_float32_computes(policy):
+    keras.utils.set_random_seed(2)
+    model = functional(Apart(name="apart"), (4,))
+    true = np.asarray(ops.convert_to_numpy(Apart()(PLACES)))
+    (found,) = found_in(model, policy, PLACES)
+    rule = found.sentences()[1].rsplit("'")[1]
+    mpkeras.apply_policy(model, mpkeras.Policy(policy, keep_float32=(*mpkeras.policies.default_rules(), rule)))
+    outputs = keras.Model(model.inputs, model.get_layer("apart").output)([PLACES])
+    assert np.array_equal(ops.convert_to_numpy(outputs), true)
+    assert lost_outputs(model, PLACES) == []
+
+
+HEALTHY = {
+    "short sequences": (lambda: Counts(), (200, 2), RANDOM.normal(size=(3, 200, 2))),
+    "differences of what is apart": (lambda: Apart(), (4,), RANDOM.normal(size=(3, 4))),
+    "a block": (lambda: Block(layers.Dense(6)), (7, 3), RANDOM.normal(size=(3, 7, 3))),
+    "random numbers": (lambda: Noisy(), (4,), RANDOM.normal(size=(3, 4))),
+    "zeros": (lambda: Apart(), (4,), np.zeros((3, 4))),
+    "no inference": (lambda: Fails(), (4,), RANDOM.normal(size=(3, 4))),
+    "layers of Keras": (lambda: layers.Normalization(mean=48.2, variance=0.01), (4,), PLACES),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", HEALTHY)
+def test_healthy_layers_are_not_named(case, policy):
+    make, shape, x = HEALTHY[case]
+    assert found_in(functional(make(), shape), policy, x.astype("float32")) == []
+
+
+def trained(make, x, shape, monkeypatch=None):
+    keras.utils.set_random_seed(7)
+    model = functional(make(), shape)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    if monkeypatch is not None:
+        monkeypatch.setattr("mpkeras.training.first_batch.warn_of_lost_outputs", lambda model, x: None)
+    model.fit(x, np.ones((len(x), 1), "float32"), epochs=2, batch_size=2, shuffle=False, verbose=0)
+    return [*model.get_weights(), keras.random.uniform((3,))]
+
+
+@pytest.mark.slow
+def test_nothing_shows_of_the_look(monkeypatch):
+    """Nor of the random numbers that layers draw, with generators of their own and with the global one."""
+    x = RANDOM.normal(size=(4, 7, 3)).astype("float32")
+
+    def make():
+        # JAX takes no numbers without a seed.
+        noise = Noisy() if BACKEND == "jax" else AddsNoise()
+        return Block(keras.Sequential([layers.BatchNormalization(), noise, Noisy(), Block(layers.Dense(6))]))
+
+    with_look = trained(make, x, (7, 3))
+    without = trained(make, x, (7, 3), monkeypatch)
+    assert all(
+        np.array_equal(ops.convert_to_numpy(a), ops.convert_to_numpy(b))
+        for a, b in zip(with_look, without, strict=True)
+    )
+
+
+def test_each_layer_is_compared_once_for_rows_of_one_shape(monkeypatch):
+    looks = []
+    monkeypatch.setattr("mpkeras.training.lost_outputs.lost_outputs", lambda model, x: looks.append(len(x)) or [])
+    model = keras.Sequential([keras.Input((None, 2)), Counts(), layers.GlobalAveragePooling1D(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    for rows, length in ((2, 5), (4, 5), (3, 8), (2, 8)):
+        model.fit(np.ones((rows, length, 2), "float32"), np.ones((rows, 1), "float32"), verbose=0)
+    assert looks == [2, 3]
+
+
+def test_sentences():
+    what, remedy = LostOutputs("body/own", "float16", 0.256).sentences()
+    assert what.startswith("The outputs of layer 'body/own' in float16 are off by 26% from those in float32 on the ")
+    assert remedy == "Keep the layer in float32 with the `keep_float32` rule 'path:^body/own$'."
