@@ -4,7 +4,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.training import training_backend
-from mpkeras.training.lost_outputs import warn_of_lost_outputs
+from mpkeras.training.lost_outputs import may_lose_outputs, warn_of_lost_outputs
 from mpkeras.training.whole_numbers import may_round, warn_of_rounding
 
 
@@ -23,7 +23,7 @@ def looking_at_first_batch(model, function):
         if model.train_function is train_function:
             model.train_function = function
         was_built = _keras.is_built(model)
-        if was_built and not may_round(model):
+        if was_built and not may_round(model) and not may_lose_outputs(model):
             return function(*args)
         *state, data = args
         batch, data = training_backend.first_batch(model, data)
@@ -44,6 +44,13 @@ def looking_at_first_batch(model, function):
 
 
 def look(model, x, state=None):
+    """Warns, once of each layer, of what 16 bits would lose of a batch in silence.
+
+    Args:
+        model: The model; one that is not built, or that is on several devices, is not looked at.
+        x: The arguments of the model.
+        state: What `fit` on JAX holds beside the model, if it does.
+    """
     # Behind the four groups of `fit`'s state a callback may hand on numbers of its own.
     with _keras.held_by_variables(model, None if state is None else state[:4]):
         warn_of_rounding(model, x)

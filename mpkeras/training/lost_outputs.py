@@ -53,6 +53,11 @@ class LostOutputs:
         return what, f"Keep the layer in float32 with the `keep_float32` rule {path_rule(self.layer)!r}."
 
 
+def may_lose_outputs(model) -> bool:
+    """Whether a layer of `model` computes in 16 bits with arithmetic of the user's own."""
+    return bool(_own_layers(model))
+
+
 def lost_outputs(model, x) -> list[LostOutputs]:
     """Returns the layers of the user's own whose outputs 16 bits lose, a tenth of them and more; `[]` for most models.
 
@@ -67,15 +72,12 @@ def lost_outputs(model, x) -> list[LostOutputs]:
     observed = _own_layers(model)
     if not observed:
         return []
-    for batch in (_few_rows(model, x), x):
+    for choose_rows in (_few_rows, _all_rows):
         comparison = _Comparison()
-        observers = [comparison.of(layer) for layer in observed]
         # A model may take no other number of rows; any other error comes again in the step, where nothing of ours is.
         with contextlib.suppress(Exception):
-            run_unseen(model, batch, observers)
+            run_unseen(model, choose_rows(model, x), [comparison.of(layer) for layer in observed])
             return comparison.found()
-        if batch is x:
-            break
     return []
 
 
@@ -103,6 +105,10 @@ def _few_rows(model, x):
     if len(sizes) != 1 or None in sizes or any(tensor.shape[0] is not None for tensor in inputs):
         return x
     return keras.tree.map_structure(lambda part: part[:_ROWS], x)
+
+
+def _all_rows(model, x):
+    return x
 
 
 class _Comparison:
