@@ -102,7 +102,7 @@ def as_array(value) -> np.ndarray:
 def relative_error(values, references) -> float:
     """Returns the norm of the difference over the norm of the references, of two lists of arrays.
 
-    What is not finite is left out, and so are pairs of other shapes, or with a `None`.
+    Numbers that are not finite are left out, and so are pairs of other shapes, or with a `None`.
     """
     difference = total = 0.0
     for value, reference in zip(values, references, strict=True):

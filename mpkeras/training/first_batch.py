@@ -49,7 +49,7 @@ def look(model, x, state=None):
     Args:
         model: The model; one that is not built, or that is on several devices, is not looked at.
         x: The arguments of the model.
-        state: What `fit` on JAX holds beside the model, if it does.
+        state: The state that `fit` on JAX holds beside the model, if it does.
     """
     # Behind the four groups of `fit`'s state a callback may hand on numbers of its own.
     with _keras.held_by_variables(model, None if state is None else state[:4]):

@@ -98,13 +98,12 @@ def _own_layers(model) -> list:
 
 def _few_rows(model, x):
     """Returns the first rows of a batch, or all where not every part has as many."""
-    parts = keras.tree.flatten(x)
-    sizes = {part.shape[0] if getattr(part, "shape", ()) else None for part in parts}
+    sizes = {leaf.shape[0] if getattr(leaf, "shape", ()) else None for leaf in keras.tree.flatten(x)}
     graph = _keras.graph_of(model)
     inputs = () if graph is None else keras.tree.flatten(_keras.input_structure(graph))
     if len(sizes) != 1 or None in sizes or any(tensor.shape[0] is not None for tensor in inputs):
         return x
-    return keras.tree.map_structure(lambda part: part[:_ROWS], x)
+    return keras.tree.map_structure(lambda leaf: leaf[:_ROWS], x)
 
 
 def _all_rows(model, x):
@@ -115,14 +114,19 @@ class _Comparison:
     """The layers of one run beside what they compute in float32."""
 
     def __init__(self):
-        self._found: dict = {}
+        # All that was found, a layer as often as it was called.
+        self._found: list[LostOutputs] = []
         # By the `id` of a tensor that a layer has cast on the way in: that tensor, and what it was.
         self._cast: dict = {}
         self._is_paused = False
 
     def found(self) -> list[LostOutputs]:
         """Returns what was found, each layer once, in the order in which they ran."""
-        return list(self._found.values())
+        worst: dict[str, LostOutputs] = {}
+        for lost in self._found:
+            if lost.layer not in worst or worst[lost.layer].error < lost.error:
+                worst[lost.layer] = lost
+        return list(worst.values())
 
     @contextlib.contextmanager
     def of(self, layer):
@@ -143,12 +147,12 @@ class _Comparison:
         def compared(*args, **kwargs):
             if self._is_paused:
                 return call(*args, **kwargs)
-            found_before = len(self._found)
+            number_before = len(self._found)
             # First: attention takes the masks off what it is given.
             references = self._in_float32(layer, args, kwargs)
             again = functools.partial(self._in_float32, layer, args, kwargs)
             outputs = call(*args, **kwargs)
-            if len(self._found) == found_before and references is not None:
+            if len(self._found) == number_before and references is not None:
                 self._compare(layer, _floats(outputs), references, again)
             return outputs
 
@@ -165,12 +169,9 @@ class _Comparison:
 
     def _compare(self, layer, outputs, references, again):
         error = relative_error(outputs, references)
-        # What differs from run to run in float32, too, is drawn.
+        # Numbers that differ from run to run in float32, too, are drawn.
         if error > _TOO_FAR and relative_error(again(), references) < _TOO_FAR / 10:
-            path = _path(layer)
-            known = self._found.get(path)
-            if known is None or known.error < error:
-                self._found[path] = LostOutputs(path, layer.compute_dtype, error)
+            self._found.append(LostOutputs(_path(layer), layer.compute_dtype, error))
 
 
 def _floats(structure) -> list:
@@ -190,15 +191,15 @@ def warn_of_lost_outputs(model, x):
     """Warns of layers whose outputs 16 bits lose on a batch; for rows of one shape each is compared once."""
     if training_backend.is_distributed(model) or not _keras.is_built(model):
         return
-    rows = tuple(tuple(getattr(part, "shape", ()))[1:] for part in keras.tree.flatten(x))
+    rows = tuple(tuple(getattr(leaf, "shape", ()))[1:] for leaf in keras.tree.flatten(x))
     compared = [(_compared.setdefault(layer, set()), (layer.compute_dtype, rows)) for layer in _own_layers(model)]
     if all(how in already for already, how in compared):
         return
     for already, how in compared:
         already.add(how)
     layers = {_path(layer): layer for layer in layers_of(model)}
-    found = [(lost, layers[lost.layer]) for lost in lost_outputs(model, x)]
-    untold = [(lost, layer) for lost, layer in found if layer not in _told and not was_named(layer)]
+    lost_of_layers = [(lost, layers[lost.layer]) for lost in lost_outputs(model, x)]
+    untold = [(lost, layer) for lost, layer in lost_of_layers if layer not in _told and not was_named(layer)]
     if not untold:
         return
     _told.update(layer for _, layer in untold)

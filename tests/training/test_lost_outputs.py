@@ -174,6 +174,14 @@ def test_a_model_that_takes_no_other_number_of_rows():
     assert found.layer == "in"
 
 
+def test_in_a_block_that_runs_twice_the_inner_layer_is_named_once_with_its_worst_share():
+    """A near pair of places is lost, and of a far one little is."""
+    block, inputs = Block(Apart(name="in")), keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1)(block(inputs) + block(layers.Rescaling([1.0, 0.5, 1.0, 0.5])(inputs))))
+    (found,) = found_in(model, "mixed_bfloat16", PLACES)
+    assert found.layer.endswith("/in") and found.error > 0.9
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_share_is_that_of_hand(policy):
     """Of the layer's output in float64, and what one rounding of each place makes of it."""
