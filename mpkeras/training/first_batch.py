@@ -1,11 +1,40 @@
-"""A look at the first batch, for what 16 bits would lose of it in silence."""
+"""A look at the first batch, and at data in memory, for what 16 bits would lose of it in silence."""
+
+import contextlib
 
 import keras
 
 from mpkeras import _keras
 from mpkeras.training import training_backend
 from mpkeras.training.lost_outputs import may_lose_outputs, warn_of_lost_outputs
-from mpkeras.training.whole_numbers import may_round, warn_of_rounding
+from mpkeras.training.whole_numbers import arrays_in_memory, may_round, warn_of_rounded_rows, warn_of_rounding
+
+
+@contextlib.contextmanager
+def looking_at_arrays(model, x, batch_size):
+    """Context manager around `fit` or `evaluate` of `model`: data in memory is looked at, all rows of it.
+
+    A model that is built by its first step is looked at afterwards.
+
+    Args:
+        model: The model.
+        x: Arrays of as many rows; anything else, such as a dataset, is not looked at.
+        batch_size: The rows of a batch, `None` for Keras' 32.
+    """
+    arrays = arrays_in_memory(x)
+    # Of another batch size Keras says what is wrong with it.
+    size = batch_size if isinstance(batch_size, int) and batch_size > 0 else 32
+
+    def look_at_arrays():
+        warn_of_rounded_rows(model, x, arrays, size)
+        warn_of_lost_outputs(model, keras.tree.pack_sequence_as(x, [array[:size] for array in arrays]))
+
+    looks_later = bool(arrays) and not _keras.is_built(model)
+    if arrays and not looks_later:
+        look_at_arrays()
+    yield
+    if looks_later:
+        look_at_arrays()
 
 
 def looking_at_first_batch(model, function):

@@ -8,11 +8,11 @@ import keras
 
 from mpkeras import _replaced
 from mpkeras.training import for_one_fit
+from mpkeras.training.first_batch import looking_at_arrays
 from mpkeras.training.fit_arguments import argument_in, flat, with_callback
 from mpkeras.training.inventory import compiled_parts, find_optimizers
 from mpkeras.training.validations import Look
 from mpkeras.training.watch import SkipWatch
-from mpkeras.training.whole_numbers import looking_at_rows
 
 # On a prepared model, with which it goes: the functions in it hold the model.
 _PREPARED = "_mpkeras_prepared"
@@ -86,7 +86,7 @@ def _fit_and_watch(model, fit):
         x, batch_size = (argument_in(argument, fit, "fit", args, kwargs) for argument in ("x", "batch_size"))
         try:
             with (
-                looking_at_rows(model, x, batch_size),
+                looking_at_arrays(model, x, batch_size),
                 with_callback(prepared.watch, SkipWatch, fit, "fit", args, kwargs) as (args, kwargs),
             ):
                 return fit(*args, **kwargs)
@@ -115,7 +115,7 @@ def _looking(model, evaluate, watch_of: Callable):
         # In a validation `fit` hands on its container. Each epoch has one, of the same data.
         is_validation = isinstance(callbacks, keras.callbacks.CallbackList)
         with (
-            looking_at_rows(model, None if is_validation else x, batch_size),
+            looking_at_arrays(model, None if is_validation else x, batch_size),
             with_callback(look, Look, evaluate, "evaluate", args, kwargs) as (args, kwargs),
         ):
             result = evaluate(*args, **kwargs)

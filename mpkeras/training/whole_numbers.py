@@ -310,36 +310,14 @@ def warn_of_rounding(model, x):
     warnings.warn(message, stacklevel=3)
 
 
-@contextlib.contextmanager
-def looking_at_rows(model, x, batch_size):
-    """Context manager around `fit` or `evaluate` of `model`: of data in memory all rows are looked at.
-
-    A model that is built by its first step is looked at afterwards.
-
-    Args:
-        model: The model.
-        x: Arrays of as many rows; anything else, such as a dataset, is not looked at.
-        batch_size: The rows of a batch, `None` for Keras' 32.
-    """
-    arrays = _arrays_in_memory(x)
-    # Of another batch size Keras says what is wrong with it.
-    size = batch_size if isinstance(batch_size, int) and batch_size > 0 else 32
-    looks_later = bool(arrays) and not _keras.is_built(model)
-    if arrays and not looks_later:
-        _look_at_rows(model, x, arrays, size)
-    yield
-    if looks_later:
-        _look_at_rows(model, x, arrays, size)
-
-
-def _arrays_in_memory(x) -> list:
+def arrays_in_memory(x) -> list:
     """Returns the arrays in a structure, if there is nothing else in it and they have as many rows; otherwise `[]`."""
     leaves = keras.tree.flatten(x)
     arrays = [np.asarray(leaf) for leaf in leaves] if all(map(_is_in_memory, leaves)) else []
     return [] if any(not array.ndim or len(array) != len(arrays[0]) for array in arrays) else arrays
 
 
-def _look_at_rows(model, x, arrays, size):
+def warn_of_rounded_rows(model, x, arrays, size):
     """Warns of the rows of `x` with whole numbers that `model` rounds, in a batch of `size` rows."""
     dtypes = _Observed(model).dtypes
     rows = [

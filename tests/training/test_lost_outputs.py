@@ -143,6 +143,15 @@ def test_a_layer_is_named_once_through_every_door(door):
     assert message.endswith("with the `keep_float32` rule 'path:^apart$'.")
 
 
+def test_an_evaluation_names_it_where_nothing_was_trained():
+    model = functional(Apart(name="apart"), (4,))
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    y = np.ones((6, 1), "float32")
+    (message,) = said_by(lambda: [model.evaluate(PLACES, y, verbose=0) for _ in range(2)])
+    assert "layer 'apart' in bfloat16 are off by 100%" in message
+
+
 CASES = {
     "counted positions": (lambda: Counts(name="own"), (400, 2), RANDOM.normal(size=(3, 400, 2)), "bfloat16", "own"),
     "of long sequences": (lambda: Counts(name="own"), (5000, 1), RANDOM.normal(size=(3, 5000, 1)), "float16", "own"),
@@ -177,7 +186,9 @@ def test_a_model_that_takes_no_other_number_of_rows():
 def test_in_a_block_that_runs_twice_the_inner_layer_is_named_once_with_its_worst_share():
     """A near pair of places is lost, and an eighth of one that is 0.6 degrees apart."""
     block, inputs = Block(Apart(name="in")), keras.Input((4,))
-    model = keras.Model(inputs, layers.Dense(1)(block(inputs) + block(layers.Rescaling(1.0, [0.0, 0.6, 0.0, 0.6])(inputs))))
+    model = keras.Model(
+        inputs, layers.Dense(1)(block(inputs) + block(layers.Rescaling(1.0, [0.0, 0.6, 0.0, 0.6])(inputs)))
+    )
     (found,) = found_in(model, "mixed_bfloat16", PLACES)
     assert found.layer.endswith("/in") and found.error > 0.9
 
