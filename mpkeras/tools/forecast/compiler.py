@@ -258,15 +258,16 @@ def chosen_policies(policies, without: str) -> list:
     return chosen
 
 
+def called(policy) -> str:
+    """Returns how a policy is called in reports: by its name, and by the dtype of its slots where that is its own."""
+    has_own_slots = policy.name in registered_policies() and policy.slot_dtype != get_policy(policy.name).slot_dtype
+    return f"{policy.name}, slots {policy.slot_dtype}" if has_own_slots else policy.name
+
+
 def _policies(policies) -> dict:
-    """Returns `{how it is called: Policy}`: by its name, and by the dtype of its slots where that is its own."""
+    """Returns `{how it is called: Policy}`."""
     chosen = chosen_policies(policies, "the usual three")
-    known = registered_policies()
-    own_slots = [p.name in known and p.slot_dtype != get_policy(p.name).slot_dtype for p in chosen]
-    names = [
-        f"{policy.name}, slots {policy.slot_dtype}" if is_own else policy.name
-        for policy, is_own in zip(chosen, own_slots, strict=True)
-    ]
+    names = [called(policy) for policy in chosen]
     if len(set(names)) < len(names):
         raise ValueError(
             f"Expected policies that can be told apart by their names. Received: {names}. Give each a name of its own."
