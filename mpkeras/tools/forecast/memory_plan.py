@@ -164,7 +164,7 @@ def _checked_allow(allow) -> tuple:
 def _policies(model, policies, target) -> list:
     if policies is not None:
         return chosen_policies(policies, "that of the model")
-    present = ModelView(model).converted_by() or get_policy(None)
+    present = ModelView(model).converted_by() or ModelView(model).policy_in_training
     if present.compute_dtype != "float32" or ModelView(model).computes_in(dtypes.SIXTEEN_BIT_DTYPES):
         return [present]
     # Not by float32's rate: a TPU rounds float32 to bfloat16, and multiplies both at one rate.

@@ -344,6 +344,22 @@ def test_the_policy_in_16_bits_is_the_one_that_the_device_multiplies_fast(compil
     assert names == [("float32", 4), (policy, 4)]
 
 
+@pytest.mark.parametrize("way", ["scope", "Keras", "converted"])
+def test_by_default_the_policy_is_that_of_the_model(compiled, way):
+    names = compiled(in_parts)
+    if way == "scope":
+        with mpkeras.policy_scope("mixed_float16"):
+            model = residual()
+    elif way == "Keras":
+        keras.config.set_dtype_policy("mixed_float16")
+        model = residual()
+        keras.config.set_dtype_policy("float32")
+    else:
+        model = mpkeras.prepare(residual(), "mixed_float16")
+    plan = mpkeras.plan_memory(model, (4, 64), memory=1, device="l4", allow=(), verbose=0)
+    assert names == [("mixed_float16", 4)] and plan.compute_dtype == "float16"
+
+
 def test_a_policy_with_small_slots_is_planned_on(compiled):
     names = compiled(in_parts)
     own = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")
