@@ -6,8 +6,10 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.conversion.last import conversion_of, last_conversion
-from mpkeras.conversion.plan import Conversion, plan
+from mpkeras.conversion.plan import Conversion, Row, plan
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, SMALL_DTYPE
+from mpkeras.policies.policy import Policy
+from mpkeras.policies.rules import layer_policy, set_layer_policy
 from mpkeras.scaling.small_state import following
 
 # float16 is none of them: small updates are lost in it.
@@ -45,6 +47,20 @@ def store_weights(model, optimizers):
     for row in rows:
         if row.before.variable_dtype == SMALL_DTYPE:
             _warn_rounded_mean(row.layer)
+
+
+def give_dtypes(model, dtypes):
+    """Gives layers of `model` the dtypes of a twin, given as `(layer, compute dtype, variable dtype)`."""
+    rows = []
+    for layer, compute_dtype, variable_dtype in dtypes:
+        before = layer_policy(layer)
+        if (before.compute_dtype, before.variable_dtype) == (compute_dtype, variable_dtype):
+            continue
+        policy = Policy("as made", compute_dtype=compute_dtype, variable_dtype=variable_dtype)
+        after = policy.stock() or policy
+        set_layer_policy(layer, after)
+        rows.append(Row(layer, before, after, after, None, "", ()))
+    store(model, _weight_dtypes([row for row in rows if row.stores_anew]))
 
 
 def _warn_rounded_mean(layer):

@@ -3,9 +3,13 @@
 import keras
 
 from mpkeras import _keras
+from mpkeras.conversion.last import last_conversion
+from mpkeras.conversion.store_weights import give_dtypes
 from mpkeras.distribution.sharded import SPLIT_AXES, Sharded, check_shard, mesh_of
+from mpkeras.policies.rules import is_quantized
 from mpkeras.scaling.arguments import checked_optimizer
 from mpkeras.scaling.rewrap import own_calls
+from mpkeras.training.made_under import policy_without_rule
 from mpkeras.training.objective import Objective
 
 
@@ -14,8 +18,14 @@ class Blueprint:
 
     @staticmethod
     def beside_config_of(model) -> dict:
-        """Returns what the config of a model does not say of it: paths, what is frozen, LoRA, `keras.RematScope`."""
-        return _keras.beside_config_of(model)
+        """Returns what the config of a model does not say of it.
+
+        That is paths, what is frozen, LoRA, `keras.RematScope`, and the policies of layers that a model of the user's
+        own makes: those that they have without the rules of the last conversion, as another policy has others.
+        """
+        facts = _keras.beside_config_of(model)
+        policies = [_policy_of(layer, model) for layer in _keras.flatten_layers(model, include_self=True)]
+        return {**facts, "policies": [policy and [policy.compute_dtype, policy.variable_dtype] for policy in policies]}
 
     @staticmethod
     def give_beside_config(model, facts: dict):
@@ -25,6 +35,10 @@ class Blueprint:
             ValueError: If its configuration makes other weights than the model had.
         """
         _keras.give_beside_config(model, facts)
+        layers = _keras.flatten_layers(model, include_self=True)
+        if [type(layer).__name__ for layer in layers] == [part["class_name"] for part in facts["layers"]]:
+            pairs = zip(layers, facts["policies"], strict=True)
+            give_dtypes(model, [(layer, *dtypes) for layer, dtypes in pairs if dtypes is not None])
 
     @staticmethod
     def check_loss(loss):
@@ -83,3 +97,9 @@ class Blueprint:
     def lay_out(variables, distribution):
         """Gives variables without values the layouts that a distribution has for them."""
         _keras.lay_out(variables, distribution)
+
+
+def _policy_of(layer, model):
+    """Returns the policy that a layer of `model` has, or would have without a rule; `None` of what its config says."""
+    is_in_config = is_quantized(layer) or isinstance(layer.dtype_policy, keras.dtype_policies.DTypePolicyMap)
+    return None if is_in_config else policy_without_rule(layer, last_conversion(model))

@@ -17,14 +17,14 @@ def policy_made_under(model) -> Policy | None:
     converted = converted_by(model)
     if converted is not None:
         return converted
-    made_with = [_without_rule(layer, last_conversion(model)) for layer in _computing(model)]
+    made_with = [policy_without_rule(layer, last_conversion(model)) for layer in _computing(model)]
     made = [policy for policy in map(registry.made_under, made_with) if policy is not None]
     # By identity: equal policies are as good as the same one, and not all can be hashed.
     counts = collections.Counter(map(id, made))
     return next((policy for policy in made if id(policy) == counts.most_common(1)[0][0]), None)
 
 
-def _without_rule(layer, conversion):
+def policy_without_rule(layer, conversion):
     """Returns the dtype policy of a layer, or the one that it would have if no rule kept it in float32."""
     as_kept, without_rule = (None, None) if conversion is None else conversion.kept.get(layer, (None, None))
     return without_rule if as_kept is not None and layer.dtype_policy is as_kept else layer.dtype_policy

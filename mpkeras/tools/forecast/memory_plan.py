@@ -12,7 +12,7 @@ import keras
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, dtypes
-from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, chosen_policies
+from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, called, chosen_policies
 from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.program import BYTES, bound_ms, own_methods_text, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
@@ -164,7 +164,7 @@ def _checked_allow(allow) -> tuple:
 def _policies(model, policies, target) -> list:
     if policies is not None:
         return chosen_policies(policies, "that of the model")
-    present = ModelView(model).converted_by() or get_policy(None)
+    present = ModelView(model).converted_by() or ModelView(model).policy_in_training
     if present.compute_dtype != "float32" or ModelView(model).computes_in(dtypes.SIXTEEN_BIT_DTYPES):
         return [present]
     # Not by float32's rate: a TPU rounds float32 to bfloat16, and multiplies both at one rate.
@@ -194,7 +194,7 @@ class Candidate:
         """The name of its policy, and what is changed in it."""
         slots = "" if self.slot_dtype == self.base.slot_dtype else f", slots {self.slot_dtype}"
         remat = "" if self.remat == self.base.remat else f", remat {self.remat}"
-        return f"{self.base.name}{slots}{remat}"
+        return f"{called(self.base)}{slots}{remat}"
 
     def policy(self) -> Policy:
         """Returns the `Policy` to train under."""

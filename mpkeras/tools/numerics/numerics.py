@@ -110,6 +110,7 @@ def traced(
         window=None if window is None else (window.smallest, window.highest),
         lost={} if window is None else {paths.get(path, path): share for path, share in window.lost.items()},
         compute_dtypes=ModelView(model).compute_dtypes(),
+        policy=ModelView(model).policy_in_training,
         rounded=[rounded.shown_with(paths) for rounded in ModelView(model).rounded_whole_numbers(x)],
     )
 
@@ -322,7 +323,7 @@ class NumericsReport(Report):
 
     title = "Ranges by layer, in the order of data flow"
 
-    def __init__(self, layers, culprit, *, loss, loss_scale, window, compute_dtypes, lost=None, rounded=()):
+    def __init__(self, layers, culprit, *, loss, loss_scale, window, compute_dtypes, policy, lost=None, rounded=()):
         self.layers = layers
         self.culprit = culprit
         self.loss = loss
@@ -331,6 +332,7 @@ class NumericsReport(Report):
         self.lost = lost or {}
         self.rounded = list(rounded)
         self._compute_dtypes = compute_dtypes
+        self._policy = policy
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -345,17 +347,17 @@ class NumericsReport(Report):
         return tuple(dict.fromkeys(RuleNames.of_path(layer.path) for layer in self.layers if layer.is_off_in_float8))
 
     def policy(self) -> Policy:
-        """Returns the mixed policy of the model with the rules for what is too large, or off."""
-        dtype = "bfloat16" if "bfloat16" in self._compute_dtypes else "float16"
-        if any(layer.float8 for layer in self.layers):
-            dtype = "float8"
-        base = get_policy(f"mixed_{dtype}")
+        """Returns the policy that the model trains under, with the rules for what is too large, or off, beside its own.
+
+        Of a model in float32 it is `"mixed_float16"`.
+        """
+        base = self._policy if self._policy.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES else get_policy("mixed_float16")
         new = [rule for rule in self.rules if rule not in base.keep_float32]
-        if not new and not self.rules_16_bits:
+        new_16_bits = [rule for rule in self.rules_16_bits if rule not in base.keep_16_bits]
+        if not new and not new_16_bits:
             return base
-        # Without float8 there are none.
-        in_16_bits = (*base.keep_16_bits, *self.rules_16_bits) or None
-        return Policy(base.name, keep_float32=(*base.keep_float32, *new), keep_16_bits=in_16_bits)
+        rules = {"keep_float32": (*base.keep_float32, *new), "keep_16_bits": (*base.keep_16_bits, *new_16_bits)}
+        return Policy._from_settings(dataclasses.replace(base._settings, **rules))
 
     def table(self) -> tuple[list, list]:
         header = ["Layer", "Class", "Computes in", "Largest output", "Overflow", "Underflow"]

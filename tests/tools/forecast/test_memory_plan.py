@@ -344,6 +344,37 @@ def test_the_policy_in_16_bits_is_the_one_that_the_device_multiplies_fast(compil
     assert names == [("float32", 4), (policy, 4)]
 
 
+@pytest.mark.parametrize("way", ["scope", "Keras", "converted"])
+def test_by_default_the_policy_is_that_of_the_model(compiled, way):
+    names = compiled(in_parts)
+    if way == "scope":
+        with mpkeras.policy_scope("mixed_float16"):
+            model = residual()
+    elif way == "Keras":
+        keras.config.set_dtype_policy("mixed_float16")
+        model = residual()
+        keras.config.set_dtype_policy("float32")
+    else:
+        model = mpkeras.prepare(residual(), "mixed_float16")
+    plan = mpkeras.plan_memory(model, (4, 64), memory=1, device="l4", allow=(), verbose=0)
+    assert names == [("mixed_float16", 4)] and plan.compute_dtype == "float16"
+
+
+def test_a_policy_with_small_slots_is_planned_on(compiled):
+    names = compiled(in_parts)
+    own = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")
+    model = mpkeras.prepare(residual(), own)
+    plan = mpkeras.plan_memory(model, (8, 64), memory=1, device="l4", allow=("slots", "remat"), verbose=0)
+    first, last = names
+    assert first == ("mixed_bfloat16, slots bfloat16", 8)
+    assert last == ("mixed_bfloat16, slots bfloat16, remat blocks", 8)
+    assert (plan.name, plan.slot_dtype) == ("mixed_bfloat16", "bfloat16")
+    # A second plan begins where the first one ended.
+    again = mpkeras.prepare(residual(), plan)
+    mpkeras.plan_memory(again, (8, 64), memory=1, device="l4", allow=("slots",), verbose=0)
+    assert names[2:] == [("mixed_bfloat16, slots bfloat16", 8)]
+
+
 class OwnStep(Alone):
     """Trains in `fit` by another step than the one that is compiled."""
 

@@ -412,6 +412,29 @@ def test_the_proposed_policy_cures_the_model():
     assert mpkeras.trace_numerics(six_layers(3, "mixed_bfloat16", up=1e3), X, Y).rules == ()
 
 
+def test_the_proposed_policy_keeps_what_the_model_trains_under():
+    def dense(factor, name):
+        return layers.Dense(3, kernel_initializer=keras.initializers.Constant(factor), use_bias=False, name=name)
+
+    # A rescaling stays in float32, and is given what overflows in front of it.
+    middle = [layers.Rescaling(1e-5), dense(1.0, "second"), layers.Rescaling(1e-5)]
+    model = keras.Sequential([keras.Input((3,)), dense(400.0, "first"), *middle, dense(1.0, "end")], name="net")
+    model.compile("adam", "mse")
+    own = mpkeras.Policy("mixed_float16", slot_dtype="bfloat16", loss_scale=32.0, remat=["path:second"])
+    mpkeras.prepare(model, own)
+    x, y = np.full((4, 3), 100.0, "float32"), np.ones((4, 3), "float32")
+    once = mpkeras.trace_numerics(model, x, y).policy()
+    assert once.keep_float32 == (*own.keep_float32, "path:^net/first$")
+    mpkeras.prepare(model, once)
+    model.layers[2].kernel.assign(np.full((3, 3), 1e5))
+    twice = mpkeras.trace_numerics(model, x, y).policy()
+    assert twice.keep_float32 == (*once.keep_float32, "path:^net/second$")
+    assert (twice.slot_dtype, twice.loss_scale.scale, twice.remat) == ("bfloat16", 32.0, ("path:second",))
+    # What computes in bfloat16 throughout goes on doing so.
+    bfloat16 = mpkeras.prepare(six_layers(3, "float32"), "bfloat16")
+    assert mpkeras.trace_numerics(bfloat16, X, Y).policy().variable_dtype == "bfloat16"
+
+
 class Subclassed(keras.Model):
     def __init__(self):
         super().__init__()
