@@ -116,7 +116,12 @@ def _ask_for_heads(model, conversion, convert):
         ask(heads.unknown)
 
     def withdraw(heads):
-        conversion.withdraw_heads(heads.layers)
+        asked = [*heads.layers, *heads.unknown]
+        inside = [inner for layer in asked for inner in _keras.flatten_layers(layer, include_self=True)]
+        conversion.withdraw_heads(inside)
+        conversion.asked_for_heads.update(inside)
+        for layer in inside:
+            restore(layer, "call", kind="heads")
         convert()
 
     def ask(layers):

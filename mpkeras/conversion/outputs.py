@@ -65,7 +65,8 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
     Args:
         layer: A layer or model whose `call` is its user's: no graph shows which of the layers inside makes an output.
             Its first call is traced once before it runs, for shapes alone.
-        tell, withdraw: Functions of the `Heads` inside `layer`.
+        tell, withdraw: Functions of the `Heads` inside `layer`. `withdraw` takes back, too, what the `unknown` ones
+            among them have told, or would tell later.
     """
     call = layer.call
 
@@ -77,13 +78,18 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
             restore(layer, "call", kind="heads")
             heads = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
             tell(heads)
-            if (heads.layers or passes_inputs_on(layer)) and not _runs(layer, args, kwargs):
+            may_mix = heads.layers or heads.unknown or passes_inputs_on(layer)
+            if may_mix and not _runs(layer, args, kwargs):
                 cast_args, cast_kwargs = cast_inputs(layer, args, kwargs)
-                if passes_inputs_on(layer) and _runs(layer, cast_args, cast_kwargs):
+                are_cast = passes_inputs_on(layer) and _runs(layer, cast_args, cast_kwargs)
+                if not are_cast:
+                    withdraw(heads)
+                    # Where heads and inputs both meet 16 bits, as in the steps of a flow, it takes both.
+                    is_both = passes_inputs_on(layer) and not _runs(layer, args, kwargs)
+                    are_cast = is_both and _runs(layer, cast_args, cast_kwargs)
+                if are_cast:
                     let_keras_cast_inputs(layer)
                     args, kwargs = cast_args, cast_kwargs
-                else:
-                    withdraw(heads)
         try:
             outputs = call(*args, **kwargs)
         except MixedDtypesError:

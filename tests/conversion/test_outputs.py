@@ -359,6 +359,41 @@ def test_a_program_that_cannot_take_float32_from_a_head_goes_on(door):
         check(predicted, expected)
 
 
+class Perceptron(layers.Layer):
+    """A layer with a `call` of its own that ends in one of Keras'."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = layers.Dense(6, "tanh"), layers.Dense(3)
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+
+class AddedToWhatIsHidden(keras.Model):
+    """Its outputs are those of a layer of the user's, which meet another one's that stay in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.hidden, self.end = layers.Dense(3), Perceptron(), Perceptron()
+
+    def call(self, x):
+        h = self.hidden(self.body(x))
+        return h + self.end(h)
+
+
+@pytest.mark.parametrize("door", ["prepare", "the line"])
+def test_a_head_deep_inside_that_meets_16_bits(door):
+    model, expected = made(AddedToWhatIsHidden, "mixed_bfloat16", door)
+    model.train_on_batch(X, np.zeros((len(X), 3)))
+    predicted = model.predict(X, verbose=0)
+    assert predicted.dtype == np.float32
+    np.testing.assert_allclose(predicted, expected, rtol=0, atol=0.03)  # sums of numbers below 1 of 8 bits
+    # TensorFlow refuses two dtypes.
+    is_wide = keras.backend.backend() != "tensorflow"
+    assert model.end.last.compute_dtype == ("float32" if is_wide else "bfloat16")
+
+
 class WithItsHead(keras.Model):
     """Multiplies what a hidden layer returns with what a head makes of it."""
 

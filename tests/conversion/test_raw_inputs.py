@@ -39,6 +39,19 @@ class TwoUses(keras.Model):
         return keras.ops.sum(x * both[:, :3] + both[:, :3], axis=-1, keepdims=True) + both[:, 3:]
 
 
+class Flow(keras.Model):
+    """Inputs meet a layer in 16 bits, what comes of it meets the head: neither of the two in float32 will do."""
+
+    def __init__(self):
+        super().__init__()
+        keras.utils.set_random_seed(23)
+        self.first, self.second = layers.Dense(3, "tanh"), layers.Dense(3, "tanh")
+
+    def call(self, x):
+        x = x * keras.ops.exp(self.first(x))
+        return keras.ops.sum(x * keras.ops.exp(self.second(x)), axis=-1, keepdims=True)
+
+
 class Corrected(keras.Model):
     """A forecast is the last value and a small change, which an output in float32 keeps."""
 
@@ -77,6 +90,14 @@ def test_so_it_does_where_outputs_are_in_16_bits(make, x):
     model, loss = fitted(make, "prepare", without_outputs("mixed_float16"), x)
     np.testing.assert_allclose(loss, expected, rtol=0.02)
     assert {layer.compute_dtype for layer in model.layers} == {"float16"}
+
+
+@pytest.mark.parametrize("door", DOORS[:2])
+def test_a_model_whose_inputs_and_head_both_meet_16_bits_trains(door):
+    expected = fitted(Flow, "prepare", "float32", X)[1]
+    model, loss = fitted(Flow, door, "mixed_bfloat16", X)
+    np.testing.assert_allclose(loss, expected, rtol=0.03)
+    assert keras.backend.standardize_dtype(model(X).dtype) == "float32"
 
 
 def test_a_second_conversion_and_the_way_back():
