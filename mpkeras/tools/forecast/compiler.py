@@ -398,7 +398,7 @@ def _tensor(shape, dtype, name):
     if dtype == "string":
         raise ValueError(
             f"Expected numbers in `{name}`, as JAX, which compiles, knows no text. Received: a tensor of dtype "
-            "'string'. Let the pipeline of the data look the numbers up, and pass the part of the model that takes them."
+            "'string'. Let the data's pipeline look the numbers up, and pass the part of the model that takes them."
         )
     # As Keras feeds JAX.
     narrow = {"float64": keras.config.floatx(), "int64": "int32", "uint64": "uint32"}
