@@ -285,7 +285,9 @@ def trace(layer, call, args, kwargs, *, is_dry_run=False):
     modules = modules_with_buffers(layers)
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
     try:
-        _keras.trace_for_shapes(run, layer.variables, args, kwargs)
+        # Keras' dropout draws from torch's own generators, in a dry run, too.
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            _keras.trace_for_shapes(run, layer.variables, args, kwargs)
     finally:
         with torch.no_grad():
             for buffer, value in buffers:

@@ -59,7 +59,10 @@ def ensure_built(model, own_step, data):
             _trace_in_vain(own_step, data)
         return
     if not _keras.is_built(model):
-        _keras.symbolic_build(model, data)
+        if not is_single:
+            _keras.symbolic_build(model, data)
+        elif not _build_in_advance(model, data):
+            return
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and is_single:
         with tf.init_scope():
@@ -70,10 +73,44 @@ def ensure_built(model, own_step, data):
 _tried: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def _new_unbuilt_layers(model) -> list:
+def _build_in_advance(model, data) -> bool:
+    """Builds what a call of the model reaches. Returns whether that is done, or left to the step.
+
+    Keras' own way, for shapes alone, refuses variables that a `build` makes of given values, as a stateful recurrent
+    layer does. The step in TensorFlow's `fit` refuses none, so a graph is built by the trace of a call that never runs.
+    """
+    if not _new_unbuilt_layers(model, include_self=True):
+        return False
+    calls = itertools.count()
+
+    def call(data):
+        # TensorFlow traces a function that has made variables once more.
+        if next(calls) == 0:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            model(x, training=True)
+
+    # As in `_trace_in_vain`: an error comes again in the step, or the step runs eagerly and builds what is left.
+    with contextlib.suppress(Exception):
+        if tf.executing_eagerly():
+            # A trace that fails would leave variables without values behind.
+            _keras.symbolic_build(model, data)
+        else:
+            specs = tf.nest.map_structure(_spec, data)
+            with tf.init_scope():
+                # Behind this the variables have the values that an optimizer may start from.
+                tf.function(call, autograph=False).get_concrete_function(specs)
+        return True
+    if not tf.executing_eagerly():
+        # With other data the model is worth another trial.
+        del _tried[model]
+    return False
+
+
+def _new_unbuilt_layers(model, include_self: bool = False) -> list:
     """Returns the layers below `model` that are not built yet, but for those that no trial has built."""
     tried = _tried.setdefault(model, weakref.WeakSet())
-    unbuilt = [layer for layer in _keras.flatten_layers(model) if not layer.built and layer not in tried]
+    layers = _keras.flatten_layers(model, include_self=include_self)
+    unbuilt = [layer for layer in layers if not layer.built and layer not in tried]
     tried.update(unbuilt)
     return unbuilt
 
@@ -91,6 +128,10 @@ def _trace_in_vain(step, data):
         # run eagerly goes on from here: it builds its parts as it runs.
         with contextlib.suppress(Exception):
             step(data)
+
+
+def _spec(value):
+    return tf.type_spec_from_value(value) if tf.is_tensor(value) else value
 
 
 def _placeholder(value):

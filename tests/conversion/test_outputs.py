@@ -438,6 +438,29 @@ def test_the_first_batch_counts_once_in_a_module_of_torchs():
     np.testing.assert_allclose(module.running_mean.numpy(force=True), 0.25 * X.mean(0), rtol=1e-2)
 
 
+class Thinned(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.states, self.thin, self.head = layers.GRU(5, dropout=0.25), layers.Dropout(0.4), layers.Dense(3)
+
+    def call(self, inputs, training=None):
+        return self.head(self.thin(self.states(inputs, training=training), training=training))
+
+
+@pytest.mark.backends("torch")
+def test_the_first_call_draws_the_random_numbers_of_any_other():
+    model, x = Thinned(), np.linspace(-2, 1, 56, dtype="float32").reshape(2, 7, 4)
+    model(x)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+
+    def drawn():
+        keras.utils.set_random_seed(21)
+        return ops.convert_to_numpy(model(x, training=True))
+
+    first = drawn()
+    np.testing.assert_array_equal(first, drawn())
+
+
 class OwnStep(keras.Model):
     """Computes with its parts in its own steps; one of them is a layer in 16 bits."""
 

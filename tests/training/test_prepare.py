@@ -535,3 +535,88 @@ def test_a_rule_starts_at_its_own_scale_where_the_optimizer_took_no_step():
     optimizer.build(model.trainable_variables)
     prepare(model, loss_scale=mpkeras.DynamicLossScale(64.0))
     assert float(keras.ops.convert_to_numpy(model.optimizer.loss_scale)) == 64.0
+
+
+class Shifted(keras.layers.Layer):
+    """Its `build` makes a variable of given values, which Keras refuses where it looks for shapes alone."""
+
+    def build(self, shape):
+        self.shift = keras.Variable(np.full(shape[-1], 0.75, "float32"), name="shift")
+
+    def call(self, inputs):
+        return inputs - keras.ops.cast(self.shift, inputs.dtype)
+
+
+class AsksForNumbers(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(5)
+
+    def build(self, shape):
+        self.hidden.build(shape)
+
+    def call(self, inputs):
+        return self.hidden(inputs * np.abs(keras.ops.convert_to_numpy(inputs)).max().astype("float32"))
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Shifted, {}),
+        (Shifted, {"run_eagerly": True}),
+        (lambda: keras.layers.SimpleRNN(3, stateful=True), {"jit_compile": False}),
+        (AsksForNumbers, {"run_eagerly": True}),
+    ],
+    ids=["given values", "given values, eager", "stateful", "numbers, eager"],
+)
+def test_a_model_that_keras_builds_in_the_first_step_alone_trains_as_without(make, options):
+    """TensorFlow's `fit` builds no model before that step: what cannot be built for shapes alone trains there."""
+    x = np.stack([X, -X, X**2], axis=1) if options.get("jit_compile") is False else X
+
+    def trained(policy):
+        keras.utils.set_random_seed(11)
+        model = keras.Sequential([make(), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], **options)
+        if policy is not None:
+            prepare(model, policy)
+        history = model.fit(x, Y, batch_size=2, epochs=2, shuffle=False, verbose=0).history
+        return snapshot(model.variables), history
+
+    (expected, losses), (values, same_losses), (_, rounded_losses) = map(trained, (None, "float32", "mixed_bfloat16"))
+    assert values == expected
+    assert same_losses["loss"] == losses["loss"]
+    # bfloat16 has 8 significant bits.
+    np.testing.assert_allclose(rounded_losses["loss"], losses["loss"], rtol=0.02)
+    assert rounded_losses["skipped_steps"] == [0, 0]
+
+
+class Pairs(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.shifted, self.scores = Shifted(), keras.layers.Dense(2)
+
+    def call(self, inputs):
+        return keras.ops.reshape(self.scores(self.shifted(keras.ops.reshape(inputs, (-1, 3, 2)))), (-1, 6))
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras 3.15 has it")
+def test_a_first_batch_that_does_not_fit_changes_nothing_of_the_training_after_the_next_compile():
+    """In plain Keras, too, a step that has failed makes no variables: the model is compiled again."""
+
+    def trained(first_batches):
+        keras.utils.set_random_seed(12)
+        model = Pairs()
+        for batch in (*first_batches, None):
+            # It starts from the weights, which must not become a part of every step.
+            model.compile(keras.optimizers.ScheduleFreeAdamW(0.02), "mse")
+            prepare(model, "float32")
+            if batch is not None:
+                with pytest.raises(ValueError, match="shape"):
+                    model.train_on_batch(batch, Y)
+        for _ in range(3):
+            model.train_on_batch(X, np.tile(Y, 3))
+        return snapshot(model.variables)
+
+    assert trained([X[:, :5]]) == trained([])
