@@ -160,6 +160,11 @@ def random_inputs(model, batch_size: int | None):
                 f"Expected inputs of known shape, to make random ones. Received: input '{tensor.name}' of shape "
                 f"{tuple(tensor.shape)}. Give a batch: `--data FILE.npz`."
             )
+        if tensor.dtype == "string":
+            raise ValueError(
+                f"Expected inputs of numbers, to make random ones. Received: input '{tensor.name}' of text. Give a "
+                "batch: `--data FILE.npz`."
+            )
         if "float" in tensor.dtype:
             return rng.normal(size=shape).astype("float32")
         # 0 and 1 are in every vocabulary.

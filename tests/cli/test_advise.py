@@ -149,6 +149,13 @@ def test_a_model_of_one_batch_size_is_given_that_many_rows():
     assert random_inputs(model, None).shape == (6, 5, 3) and random_inputs(model, 7).shape == (7, 5, 3)
 
 
+@pytest.mark.backends("tensorflow")
+def test_words_cannot_be_made():
+    words = keras.Input((2,), dtype="string", name="words")
+    with pytest.raises(ValueError, match="Expected inputs of numbers.* Received: input 'words' of text.*--data"):
+        random_inputs(keras.Model(words, keras.layers.StringLookup(vocabulary=["yes", "no"])(words)), 4)
+
+
 def test_inputs_of_unknown_size_cannot_be_made():
     with pytest.raises(ValueError, match="known shape.*--data"):
         random_inputs(keras.Sequential([keras.Input((None, 3)), keras.layers.Dense(2)]), 4)

@@ -21,6 +21,7 @@ import keras
 from mpkeras.policies.registry import get_policy, registered_policies
 from mpkeras.seams import Blueprint, ModelView
 from mpkeras.tools.forecast.targets import find_target
+from mpkeras.tools.shared.arguments import dtype_of
 from mpkeras.tools.shared.compiled import loss_and_targets, unwrapped
 from mpkeras.tools.shared.report import shortened
 
@@ -382,7 +383,7 @@ def _tensors(structure, inputs, name, default="float32"):
             f"Expected `{name}` to be arrays or shapes. Received: {structure!r} of type {type(structure).__name__}. "
             "Pass a batch, or its shape, such as (32, 224, 224, 3)."
         )
-    return _tensor(tuple(structure.shape), keras.backend.standardize_dtype(structure.dtype), name)
+    return _tensor(tuple(structure.shape), dtype_of(structure), name)
 
 
 def _is_shape(value) -> bool:
@@ -393,6 +394,12 @@ def _tensor(shape, dtype, name):
     if not shape or any(n is None or n < 1 for n in shape):
         raise ValueError(
             f"Expected sizes that are all known and positive in `{name}`, the batch's first. Received: {tuple(shape)}."
+        )
+    if dtype == "string":
+        raise ValueError(
+            f"Expected numbers in `{name}`, as JAX, which compiles, knows no text. Received: a tensor of dtype "
+            "'string'. Let the pipeline of the data look the numbers up, and pass the part of the model that takes "
+            "them."
         )
     # As Keras feeds JAX.
     narrow = {"float64": keras.config.floatx(), "int64": "int32", "uint64": "uint32"}

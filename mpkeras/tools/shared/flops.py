@@ -18,6 +18,7 @@ import keras
 from keras import ops
 
 from mpkeras.seams import ConvertedLayer, ModelView, dtypes, let_heads_tell, mixing
+from mpkeras.tools.shared.arguments import dtype_of
 from mpkeras.tools.shared.observation import STEPPING, call_of, replaced_calls
 
 # In place of a size that the model leaves open, such as the length of a sequence, where nobody gives another.
@@ -186,7 +187,7 @@ def call_arguments(model, inputs, batch_size: int, open_size: int):
         return keras.KerasTensor(tuple(known), dtype=dtype)
 
     def like(value):
-        return sized(tuple(value.shape), keras.backend.standardize_dtype(value.dtype))
+        return sized(tuple(value.shape), dtype_of(value))
 
     call: tuple[tuple, dict]
     if inputs is None:

@@ -753,3 +753,13 @@ def test_p40_small_weights_are_a_finding_unless_they_are_rounded():
         "gradients": {"bfloat16": 72, "float32": 60},
     }
     assert "144 B bfloat16 of optimizer state" in str(report) or "144 bytes bfloat16" in str(report)
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("dtype", [str, object])
+def test_words_in_arrays_of_numpy_are_inputs(dtype):
+    words = keras.Input((2,), dtype="string")
+    codes = keras.layers.StringLookup(vocabulary=["yes", "no"])(words)
+    model = keras.Model(words, keras.layers.Dense(3)(keras.layers.Embedding(3, 4)(codes)))
+    report = mpkeras.audit(model, np.full((5, 2), "no", dtype))
+    assert report.input_shapes == [(5, 2)] and report.flops == {"float32": 2 * 5 * 2 * 4 * 3}

@@ -527,6 +527,11 @@ def test_the_report(tmp_path):
         ({"optimizer": {}}, ValueError, "optimizer={}.*class_name"),
         ({"optimizer": 3}, TypeError, "optimizer=3"),
         ({"policies": 3}, TypeError, "Expected `policies` to be a list of policies or their names. Received: 3"),
+        (
+            {"x": np.full((64, 96), "word")},
+            ValueError,
+            "Expected numbers in `x`, as JAX, .* Received: .* dtype 'string'",
+        ),
         ({"x": "rows"}, TypeError, "Expected `x` to be arrays or shapes. Received: 'rows' of type str"),
         ({"y": (16, 16)}, ValueError, r"Expected `x` and `y` of the same number of rows. Received: \[16, 64\]"),
         ({"devices": 0}, ValueError, "Expected at least one device. Received: devices=0"),
