@@ -372,7 +372,9 @@ def _tensors(structure, inputs, name, default="float32"):
         dtype = default if inputs is None else keras.tree.flatten(inputs)[0].dtype
         return _tensor(structure, dtype, name)
     if isinstance(structure, dict):
-        named = inputs if isinstance(inputs, dict) else {}
+        known = [] if inputs is None else keras.tree.flatten(inputs)
+        # Keras takes inputs that are in a list by their names, too.
+        named = inputs if isinstance(inputs, dict) else {tensor.name: tensor for tensor in known}
         return {key: _tensors(part, named.get(key), name, default) for key, part in structure.items()}
     if isinstance(structure, (list, tuple)):
         placed = inputs if isinstance(inputs, (list, tuple)) else ()
@@ -398,7 +400,8 @@ def _tensor(shape, dtype, name):
     if dtype == "string":
         raise ValueError(
             f"Expected numbers in `{name}`, as JAX, which compiles, knows no text. Received: a tensor of dtype "
-            "'string'. Let the data's pipeline look the numbers up, and pass the part of the model that takes them."
+            "'string'. Let the pipeline of the data look the numbers up, and pass the part of the model that takes "
+            "them."
         )
     # As Keras feeds JAX.
     narrow = {"float64": keras.config.floatx(), "int64": "int32", "uint64": "uint32"}
