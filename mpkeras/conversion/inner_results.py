@@ -16,7 +16,7 @@ from mpkeras.policies.rules import default_rules, first_match
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
 
 
-def taking_inner_results(layer, call, refuses):
+def taking_inner_results(layer, call, refuses=lambda args, kwargs, error: False):
     """Returns `call` of `layer`, which runs where it adds a float32 result of a layer inside to 16 bits.
 
     `x + self.norm(x)` is an error on TensorFlow where a default rule keeps `norm` in float32. Under stock Keras `norm`
@@ -27,8 +27,11 @@ def taking_inner_results(layer, call, refuses):
     Args:
         layer: A layer in 16 bits whose `call` is the user's own.
         call: Its `call`.
-        refuses: Function of the arguments and an error: whether the error refuses two float dtypes.
+        refuses: Function of the arguments and an error: whether the error refuses two float dtypes. Asked while Keras
+            builds `layer` by a call.
     """
+    if keras.backend.backend() != "tensorflow":
+        return call
 
     def rounded(inner_layers):
         def rounding(inner, replacement):

@@ -32,9 +32,7 @@ def name_mixed_dtypes(layer):
     Where the backend raises, a `TypeError` names the layer, the attribute, argument or variable, and both dtypes. Where
     it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once.
     """
-    call = layer.call
-    if keras.backend.backend() == "tensorflow":
-        call = taking_inner_results(layer, call, lambda *failed: refused(layer, *failed) is not None)
+    call = taking_inner_results(layer, layer.call, lambda *failed: refused(layer, *failed) is not None)
 
     @functools.wraps(call)
     def call_and_name(*args, **kwargs):

@@ -43,6 +43,14 @@ class Subclassed(keras.Model):
         return self.head(self.inner(self.first(x)))
 
 
+class Around(Subclassed):
+    """The model itself adds what its normalization returns; its head is float32 all the same."""
+
+    def call(self, x):
+        x = self.first(x)
+        return self.head(x + self.inner(x))
+
+
 def functional(inner):
     inputs = keras.Input((5,))
     return keras.Model(inputs, layers.Dense(1)(inner()(layers.Dense(5)(inputs))))
@@ -67,6 +75,14 @@ def test_it_trains_as_in_float32(make, inner, door):
     for variable, right in zip(model.non_trainable_variables, expected.non_trainable_variables, strict=True):
         np.testing.assert_allclose(variable, right, rtol=0.05, atol=0.05)
     assert model.layers[-1].compute_dtype == "float32"
+
+
+def test_the_head_of_such_a_model_stays_in_float32():
+    model = Around(lambda: layers.BatchNormalization(momentum=0.9))
+    model(X)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert keras.backend.standardize_dtype(model(X).dtype) == "float32"
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32", "float32"]
 
 
 def test_a_result_is_rounded_only_where_two_dtypes_are_refused():
