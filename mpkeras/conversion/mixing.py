@@ -12,6 +12,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._replaced import replace
+from mpkeras.conversion.inner_results import taking_inner_results
 from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
 
 # How the backends call the dtypes in their messages.
@@ -31,7 +32,7 @@ def name_mixed_dtypes(layer):
     Where the backend raises, a `TypeError` names the layer, the attribute, argument or variable, and both dtypes. Where
     it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once.
     """
-    call = layer.call
+    call = taking_inner_results(layer, layer.call, lambda *failed: refused(layer, *failed) is not None)
 
     @functools.wraps(call)
     def call_and_name(*args, **kwargs):

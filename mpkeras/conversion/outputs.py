@@ -11,6 +11,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
+from mpkeras.conversion.inner_results import taking_inner_results
 from mpkeras.conversion.mixing import MixedDtypesError, in_silence
 from mpkeras.conversion.raw_inputs import cast_inputs, let_keras_cast_inputs, passes_inputs_on
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
@@ -107,7 +108,8 @@ def _runs(layer, args, kwargs) -> bool:
     """Whether the `call` of `layer` can be traced as its layers compute now."""
     with _keras.kept_losses(_keras.flatten_layers(layer, include_self=True)), in_silence():
         try:
-            _backend.trace(layer, value_below(layer, "call"), args, kwargs, is_dry_run=True)
+            call = taking_inner_results(layer, value_below(layer, "call"))
+            _backend.trace(layer, call, args, kwargs, is_dry_run=True)
         except Exception:
             return False
     return True

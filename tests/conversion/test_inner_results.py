@@ -1,0 +1,105 @@
+"""A layer of the user's own adds what a float32 layer inside returns to 16 bits, and rounds it there alone."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from tests.training.models import DOORS, made_by
+
+X = np.random.default_rng(12).normal(0.4, 0.5, (24, 5)).astype("float32")
+Y = X[:, :1]
+
+
+class Residual(layers.Layer):
+    def __init__(self, add=lambda x, y: x + y, **kwargs):
+        super().__init__(**kwargs)
+        self.add = add
+        self.product, self.norm = layers.Dense(5), layers.BatchNormalization(momentum=0.5)
+
+    def call(self, x, training=False):
+        return self.add(x, self.norm(self.product(x), training=training))
+
+
+class Pooled(layers.Layer):
+    """Weighs what it is given by a softmax, and by a gate in a model inside."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.scores = layers.Dense(5, "softmax")
+        self.gate = keras.Sequential([layers.Dense(7), layers.Dense(5, "sigmoid")])
+
+    def call(self, x):
+        return x * self.scores(x) - x * self.gate(x)
+
+
+class Subclassed(keras.Model):
+    def __init__(self, inner):
+        super().__init__()
+        self.first, self.inner, self.head = layers.Dense(5), inner(), layers.Dense(1)
+
+    def call(self, x):
+        return self.head(self.inner(self.first(x)))
+
+
+class Around(Subclassed):
+    """The model itself adds what its normalization returns; its head is float32 all the same."""
+
+    def call(self, x):
+        x = self.first(x)
+        return self.head(x + self.inner(x))
+
+
+def functional(inner):
+    inputs = keras.Input((5,))
+    return keras.Model(inputs, layers.Dense(1)(inner()(layers.Dense(5)(inputs))))
+
+
+def trained(make, inner, door, policy):
+    keras.utils.set_random_seed(4)
+    model, callbacks = made_by(door, lambda: make(inner), policy)
+    loss = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history["loss"]
+    return model, loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS[::3])
+@pytest.mark.parametrize("inner", [Residual, Pooled])
+@pytest.mark.parametrize("make", [functional, Subclassed])
+def test_it_trains_as_in_float32(make, inner, door):
+    expected, expected_loss = trained(make, inner, "prepare", "float32")
+    model, loss = trained(make, inner, door, "mixed_bfloat16")
+    np.testing.assert_allclose(loss, expected_loss, rtol=0.03)  # bfloat16 has 8 significant bits
+    # Statistics move once a step: with a momentum of 0.5 a second time would show.
+    for variable, right in zip(model.non_trainable_variables, expected.non_trainable_variables, strict=True):
+        np.testing.assert_allclose(variable, right, rtol=0.05, atol=0.05)
+    assert model.layers[-1].compute_dtype == "float32"
+
+
+def test_the_head_of_such_a_model_stays_in_float32():
+    model = Around(lambda: layers.BatchNormalization(momentum=0.9))
+    model(X)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert keras.backend.standardize_dtype(model(X).dtype) == "float32"
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32", "float32"]
+
+
+def test_a_result_is_rounded_only_where_two_dtypes_are_refused():
+    shared = Residual(ops.add)
+    inputs = keras.Input((5,))
+    model = keras.Model(inputs, [layers.Dense(1)(shared(inputs)), shared.norm(inputs)])
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert shared.norm.compute_dtype == "float32"
+    assert keras.backend.standardize_dtype(shared(X).dtype) == "float32"
+
+
+@pytest.mark.backends("tensorflow")  # others add float32 to bfloat16
+def test_elsewhere_the_layer_inside_returns_float32():
+    block = Residual()
+    inputs = keras.Input((5,))
+    model = keras.Model(inputs, [layers.Dense(1)(block(inputs)), block.norm(inputs)])
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert keras.backend.standardize_dtype(block(X).dtype) == "bfloat16"
+    assert keras.backend.standardize_dtype(block.norm(X).dtype) == "float32"
+    np.testing.assert_array_equal(model(X)[1], block.norm(X))
