@@ -372,7 +372,9 @@ def _tensors(structure, inputs, name, default="float32"):
         dtype = default if inputs is None else keras.tree.flatten(inputs)[0].dtype
         return _tensor(structure, dtype, name)
     if isinstance(structure, dict):
-        named = inputs if isinstance(inputs, dict) else {}
+        known = [] if inputs is None else keras.tree.flatten(inputs)
+        # Keras takes inputs that are in a list by their names, too.
+        named = inputs if isinstance(inputs, dict) else {tensor.name: tensor for tensor in known}
         return {key: _tensors(part, named.get(key), name, default) for key, part in structure.items()}
     if isinstance(structure, (list, tuple)):
         placed = inputs if isinstance(inputs, (list, tuple)) else ()

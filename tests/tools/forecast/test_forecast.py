@@ -583,6 +583,15 @@ def test_no_input_is_left_out():
 
 
 @pytest.mark.backends("tensorflow")
+def test_shapes_by_the_names_of_inputs_have_their_dtypes():
+    numbers, ids = keras.Input((3,), name="numbers"), keras.Input((5,), name="ids", dtype="int32")
+    model = keras.Model([numbers, ids], [layers.Dense(2)(numbers), layers.Embedding(9, 2)(ids)])
+    request = CompileRequest(model, {"ids": (6, 5), "numbers": (6, 3)}, None, "cpu", 1, ["float32"], "sgd", "mse")
+    dtypes = {name: part["config"]["dtype"] for name, part in json.loads(request.text)["x"].items()}
+    assert dtypes == {"ids": "int32", "numbers": "float32"}
+
+
+@pytest.mark.backends("tensorflow")
 def test_a_compiler_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r'no module .jax. .* Run `pip install "mpkeras\[forecast\]"`'):
