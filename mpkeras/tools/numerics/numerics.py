@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from numbers import Real
 
 import keras
 import numpy as np
@@ -74,8 +76,7 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale: float | 
     Layers inside recurrent ones and `TimeDistributed` are not looked at one by one: backends run them in loops.
     """
     _check(model, y, loss_scale)
-    if loss_scale is None:
-        loss_scale = _scale_of(model)
+    loss_scale = _scale_of(model) if loss_scale is None else float(loss_scale)
     if not ModelView(model).is_built:
         model(x)  # As `fit` would; after it there are variables.
     return traced(model, x, y, sample_weight, loss_scale)
@@ -122,7 +123,8 @@ def _check(model, y, loss_scale):
             f"Expected a model that is compiled with a loss, for the backward pass. Received: model '{model.name}', "
             "which is not. Call `model.compile(loss=...)`, or leave `y` out for the forward pass alone."
         )
-    is_scale = isinstance(loss_scale, (int, float)) and np.isfinite(loss_scale) and loss_scale > 0
+    is_number = isinstance(loss_scale, Real) and not isinstance(loss_scale, bool)
+    is_scale = is_number and 0 < float(loss_scale) < math.inf
     if loss_scale is not None and not is_scale:
         raise ValueError(
             f"Expected `loss_scale` to be a positive finite number. Received: loss_scale={loss_scale!r}. "

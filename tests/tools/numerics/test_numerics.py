@@ -401,6 +401,12 @@ def test_a_gradient_that_is_rounded_on_its_way_back():
     np.testing.assert_array_equal(-layer.get_weights()[0] * 8, [[0.0, 2.0**-24, -(2.0**-24)], [1.0, 0.0, 2.0**-14]])
 
 
+@pytest.mark.parametrize("scale", [np.float32(16.0), np.int64(16)])
+def test_a_loss_scale_is_a_number_of_any_library(scale):
+    report = mpkeras.trace_numerics(six_layers(), X, Y, loss_scale=scale)
+    assert report.loss_scale == 16.0 and json.dumps(report.to_dict()["loss_scale"]) == "16.0"
+
+
 def test_the_proposed_policy_cures_the_model():
     model = six_layers(3, up=1e3)
     report = mpkeras.trace_numerics(model, X, Y)
@@ -627,6 +633,7 @@ def test_what_people_see(tmp_path):
         (lambda: layers.Dense(2), {}, TypeError, "keras.Model"),
         (lambda: keras.Sequential([keras.Input((8,)), layers.Dense(8)]), {}, ValueError, "compiled with a loss"),
         (six_layers, {"loss_scale": 0.0}, ValueError, "positive finite number"),
+        (six_layers, {"loss_scale": True}, ValueError, "positive finite number. Received: loss_scale=True"),
     ],
 )
 def test_bad_input(model, options, error, message):
