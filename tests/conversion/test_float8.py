@@ -537,8 +537,8 @@ def test_a_layer_that_float8_is_too_coarse_for_gets_a_rule():
     assert report.rules_16_bits == ("path:^net/one$",)
     assert "Layer 'net/one': its outputs are off by" in str(report)
     model = mpkeras.prepare(model, report.policy())
-    assert reasons(model)["one"] == FIRST
-    assert report.policy().keep_16_bits == ("first", "last", "path:^net/one$")
+    assert reasons(model)["one"] == "the rule 'path:^net/one$' keeps it in 16 bits"
+    assert report.policy().keep_16_bits == ("path:^net/one$",)
 
 
 @pytest.mark.backends("tensorflow")
