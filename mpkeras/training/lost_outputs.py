@@ -209,5 +209,10 @@ def warn_of_lost_outputs(model, x):
     warnings.warn(message, stacklevel=3)
 
 
+def named_for_lost_outputs(model) -> set[str]:
+    """Returns the paths of the layers of `model` that a warning has named."""
+    return {_path(layer) for layer in layers_of(model) if layer in _told}
+
+
 def _path(layer) -> str:
     return layer.path or layer.name

@@ -20,6 +20,7 @@ from mpkeras.policies.survey import Survey
 from mpkeras.scaling.small_state import parts_of, slot_dtypes
 from mpkeras.training import training_backend
 from mpkeras.training.inventory import find_optimizers
+from mpkeras.training.lost_outputs import named_for_lost_outputs
 from mpkeras.training.prepare import chosen_policy
 from mpkeras.training.state import bytes_of_training
 from mpkeras.training.whole_numbers import rounded_whole_numbers
@@ -182,6 +183,10 @@ class ModelView(Survey):
     def rounded_whole_numbers(self, x) -> list:
         """Returns the whole numbers of a batch that the model rounds before a layer reads them."""
         return rounded_whole_numbers(self.model, x)
+
+    def named_for_lost_outputs(self) -> set[str]:
+        """Returns the paths of the layers that the first batch has shown to lose their outputs in 16 bits."""
+        return named_for_lost_outputs(self.model)
 
     def variable_scope(self):
         """Context manager in which variables of the model's optimizers are made: on every replica."""

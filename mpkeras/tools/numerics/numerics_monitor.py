@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from mpkeras.seams import ModelInFit, check_switch, checked_count, number
+from mpkeras.seams import ModelInFit, ModelView, check_switch, checked_count, number
 from mpkeras.tools.numerics.numerics import (
     NumericsReport,
     remedies_of_lost_outputs,
@@ -232,7 +232,10 @@ class NumericsMonitor(SkippedSteps):
         except Exception as error:
             self._warn_once("every", f"`every={self._every}` gives no report: {_why_not_run(error)}.")
             return
+        named = ModelView(self.model).named_for_lost_outputs()
         for path, sentence in remedies_of_lost_outputs(report).items():
+            if path in named:
+                continue
             self._warn_once(("lost outputs", path), f"Step {execution.step} of epoch {self._epoch + 1}: {sentence}")
 
     def _say_without_report(self, execution, error):

@@ -133,19 +133,27 @@ def test_every_so_many_steps(monkeypatch):
     np.testing.assert_array_equal(seen, [X[4:8], X[:4], X[8:]])
 
 
-def test_a_layer_that_loses_finite_outputs_is_warned_of_once():
+@pytest.mark.parametrize("first", [8.0, 1.0])
+def test_a_layer_that_loses_finite_outputs_is_warned_of_once(first):
+    """By the first batch, or by the monitor where that one loses nothing."""
     keras.utils.set_random_seed(1)
     shifted = layers.Lambda(lambda x: (x + 512) - 512, name="shifted")
     model = keras.Sequential([keras.Input((2,)), shifted, layers.Dense(1)], name="net")
     model.compile("sgd", "mse")
     callbacks = [MixedPrecision("mixed_bfloat16"), NumericsMonitor(every=2)]
-    # 513 is 512 in bfloat16.
-    with pytest.warns(UserWarning, match="outputs in bfloat16") as caught:
-        model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=2, epochs=2, verbose=0, callbacks=callbacks)
-    assert [str(warning.message) for warning in caught if "Step" in str(warning.message)] == [
-        "Step 1 of epoch 1: Layer 'net/shifted': its outputs in bfloat16 are off by 100 % from those in float32 on the "
-        "same inputs: keep it in float32 with the rule 'path:^net/shifted$'."
-    ]
+    # 513 is 512 in bfloat16, and 520 is 520.
+    x = np.repeat([[first], [1.0]], [2, 6], axis=0) * np.ones(2)
+    options = {"batch_size": 2, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+    with pytest.warns(UserWarning, match="outputs (in|of layer)") as caught:
+        model.fit(x, np.ones((8, 1)), **options)
+    (message,) = {str(warning.message) for warning in caught if "shifted" in str(warning.message)}
+    if first == 1.0:
+        assert message.startswith("The outputs of layer 'net/shifted' in bfloat16 are off by 100%")
+    else:
+        assert message == (
+            "Step 1 of epoch 1: Layer 'net/shifted': its outputs in bfloat16 are off by 100 % from those in float32 on "
+            "the same inputs: keep it in float32 with the rule 'path:^net/shifted$'."
+        )
 
 
 @pytest.mark.slow
