@@ -69,8 +69,8 @@ def plan_memory(
             model; for one in float32 also `"mixed_bfloat16"`, or `"mixed_float16"` where the device multiplies float16
             faster, as a T4 does, which has no units for bfloat16.
         allow: What may be changed, of `"slots"`, `"remat"` and `"accumulation"`.
-        batch: `"keep"`, or `"largest"`: the largest batch that fits with all that is allowed but accumulation, under
-            the policy that takes the least memory.
+        batch: `"keep"`, or `"largest"`: the largest batch that fits, to within 1.5 %, with all that is allowed but
+            accumulation, under the policy that takes the least memory.
         budget_s: Seconds for all; the plan says what was not tried. `None`: as long as it takes.
         verbose: 1 says what is compiled, 0 nothing.
 
