@@ -1,4 +1,4 @@
-"""What float32 layers return inside a layer of the user's own: in 16 bits where TensorFlow refuses to mix them."""
+"""Results of float32 layers inside a layer of the user's own: in 16 bits where the backend refuses to mix them."""
 
 import contextlib
 import functools
@@ -17,12 +17,12 @@ _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend(
 
 
 def taking_inner_results(layer, call, refuses=lambda args, kwargs, error: False):
-    """Returns `call` of `layer`, which runs where it adds a float32 result of a layer inside to 16 bits.
+    """Returns `call` of `layer`, which runs where it mixes a float32 result of a layer inside with 16 bits.
 
-    `x + self.norm(x)` is an error on TensorFlow where a default rule keeps `norm` in float32. Under stock Keras `norm`
-    returns 16 bits. It does so here within this `call` alone, and only if `call` does not run otherwise; what `norm`
-    computes stays in float32. The first call is traced before it runs, for shapes alone: a call that fails half way
-    would leave its assignments in the graph.
+    `x + self.norm(x)` is an error on TensorFlow, and `self.norm(x) @ y` on torch, too, where a rule keeps `norm`
+    in float32. Under stock Keras `norm` returns 16 bits. It does so here within this `call` alone, and only if `call`
+    does not run otherwise; what `norm` computes stays in float32. The first call is traced before it runs, for shapes
+    alone: a call that fails half way would leave its assignments in the graph.
 
     Args:
         layer: A layer in 16 bits whose `call` is the user's own.
@@ -30,7 +30,7 @@ def taking_inner_results(layer, call, refuses=lambda args, kwargs, error: False)
         refuses: Function of the arguments and an error: whether the error refuses two float dtypes. Asked while Keras
             builds `layer` by a call.
     """
-    if keras.backend.backend() != "tensorflow":
+    if keras.backend.backend() == "jax":  # Which refuses none.
         return call
 
     def rounded(inner_layers):

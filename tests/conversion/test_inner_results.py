@@ -34,6 +34,19 @@ class Pooled(layers.Layer):
         return x * self.scores(x) - x * self.gate(x)
 
 
+class Attention(layers.Layer):
+    """Normalizes its queries, and multiplies them with the keys by an operator of the backend."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = layers.RMSNormalization()
+
+    def call(self, x):
+        x = ops.reshape(x, (-1, 5, 1))
+        weights = ops.softmax(self.norm(x) @ ops.transpose(x, (0, 2, 1)))
+        return ops.reshape(ops.matmul(weights, x), (-1, 5))
+
+
 class Subclassed(keras.Model):
     def __init__(self, inner):
         super().__init__()
@@ -83,6 +96,18 @@ def test_the_head_of_such_a_model_stays_in_float32():
     mpkeras.apply_policy(model, "mixed_bfloat16")
     assert keras.backend.standardize_dtype(model(X).dtype) == "float32"
     assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "float32", "float32"]
+
+
+def test_attention_of_normalized_queries():
+    """Of one number each: normalized, a query is its sign."""
+    block = Attention()
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(5), block, layers.Dense(1)])
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert block.norm.compute_dtype == "float32" and block.compute_dtype == "bfloat16"
+    weights = np.exp(np.sign(X)[:, :, None] * X[:, None, :])
+    expected = np.sum(weights * X[:, None, :], axis=2) / np.sum(weights, axis=2)
+    outputs = ops.convert_to_numpy(ops.cast(block(X), "float32"))
+    np.testing.assert_allclose(outputs, expected, atol=0.02)  # bfloat16 has 8 significant bits
 
 
 def test_a_result_is_rounded_only_where_two_dtypes_are_refused():
