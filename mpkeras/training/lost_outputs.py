@@ -16,7 +16,7 @@ from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_error, tensor_dtype
 from mpkeras.policies.rules import has_own_call, is_quantized, path_rule
 from mpkeras.training import training_backend
-from mpkeras.training.unseen_run import noting_casts, run_unseen
+from mpkeras.training.unseen_run import noting_casts, run_unseen, tensors_put_back
 from mpkeras.training.whole_numbers import was_named
 
 # They call the layers in them in loops of the backend, out of which no tensor can be carried.
@@ -151,7 +151,8 @@ class _Comparison:
             # First: attention takes the masks off what it is given.
             references = self._in_float32(layer, args, kwargs)
             again = functools.partial(self._in_float32, layer, args, kwargs)
-            outputs = call(*args, **kwargs)
+            with tensors_put_back(_keras.flatten_layers(layer, include_self=True)):
+                outputs = call(*args, **kwargs)
             if len(self._found) == number_before and references is not None:
                 self._compare(layer, _floats(outputs), references, again)
             return outputs
@@ -162,7 +163,8 @@ class _Comparison:
         self._is_paused = True
         try:
             args, kwargs = keras.tree.map_structure(self._as_given, (args, kwargs))
-            outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs, in_inference=True)
+            with tensors_put_back(_keras.flatten_layers(layer, include_self=True)):
+                outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs, in_inference=True)
         finally:
             self._is_paused = False
         return None if outputs is None else _floats(outputs)

@@ -15,7 +15,7 @@ from mpkeras.training import training_backend
 def run_unseen(model, x, observers):
     """Runs a built model once, as in inference.
 
-    State and losses that the run would write are dropped, and random generators are put back.
+    State and losses that the run would write are dropped, random generators and tensors that layers keep are put back.
 
     Args:
         model: A built `keras.Model`.
@@ -29,6 +29,7 @@ def run_unseen(model, x, observers):
         with contextlib.ExitStack() as stack:
             stack.enter_context(keras.StatelessScope())
             stack.enter_context(_keras.kept_losses(layers_of(model)))
+            stack.enter_context(tensors_put_back([model, *layers_of(model)]))
             for observer in observers:
                 stack.enter_context(observer)
             model(keras.tree.map_structure(_as_tensor, x), **options)
@@ -36,6 +37,27 @@ def run_unseen(model, x, observers):
         training_backend.set_global_random_states(random_states)
         for state, value in natives:
             state.assign(value)
+
+
+@contextlib.contextmanager
+def tensors_put_back(layers):
+    """Context manager: tensors that `layers` keep as attributes, as a table that a `call` makes once, are put back.
+
+    A table that is made in float32 would else be read in 16 bits later.
+    """
+    attributes_before = [(layer, dict(vars(layer))) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, attributes in attributes_before:
+            for name, value in list(vars(layer).items()):
+                # All else that a first call changes stays: what a conversion was told by it, and policies.
+                if value is attributes.get(name) or not any(map(keras.ops.is_tensor, keras.tree.flatten(value))):
+                    continue
+                if name in attributes:
+                    vars(layer)[name] = attributes[name]
+                else:
+                    del vars(layer)[name]
 
 
 def _as_tensor(value):

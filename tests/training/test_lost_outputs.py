@@ -26,6 +26,17 @@ class Counts(layers.Layer):
         return x + ops.sin(0.7 * positions)[None, :, None]
 
 
+class Keeps(layers.Layer):
+    """Keeps what it counts at its first call."""
+
+    table = None
+
+    def call(self, x):
+        if self.table is None:
+            self.table = ops.cast(ops.arange(x.shape[1]), self.compute_dtype)
+        return x + ops.sin(0.7 * self.table)[None, :, None]
+
+
 class Apart(layers.Layer):
     """How far two places are apart."""
 
@@ -263,6 +274,19 @@ def test_nothing_shows_of_the_look(monkeypatch):
         np.array_equal(ops.convert_to_numpy(a), ops.convert_to_numpy(b))
         for a, b in zip(with_look, without, strict=True)
     )
+
+
+def test_what_a_call_keeps_is_not_kept_by_the_look():
+    """Of float32, which the layer would go on with in 16 bits."""
+    keeps = Keeps(name="keeps")
+    model = keras.Sequential([keras.Input((400, 2)), keeps, layers.GlobalAveragePooling1D(), layers.Dense(1)])
+    # What a symbolic call has kept is of no use.
+    keeps.table = None
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    keeps.table = None
+    (found,) = lost_outputs(model, RANDOM.normal(size=(3, 400, 2)).astype("float32"))
+    assert found.layer.endswith("/keeps") and found.error > 0.1
+    assert keeps.table is None
 
 
 def test_each_layer_is_compared_once_for_rows_of_one_shape(monkeypatch):
