@@ -52,22 +52,16 @@ def taking_inner_results(layer, call, refuses=lambda args, kwargs, error: False)
 
         return replaced_on_all(inner_layers, "call", rounding)
 
-    def runs(args, kwargs) -> bool:
-        with _keras.kept_losses(_keras.flatten_layers(layer, include_self=True)):
-            try:
-                _backend.trace(layer, call, args, kwargs, is_dry_run=True)
-            except Exception:
-                return False
-        return True
-
     def needs_rounding(inner_layers, args, kwargs) -> bool:
-        if runs(args, kwargs):
+        if can_run(layer, call, args, kwargs):
             return False
         with rounded(inner_layers):
-            return runs(args, kwargs)
+            return can_run(layer, call, args, kwargs)
 
     @functools.wraps(call)
     def call_taking_results(*args, **kwargs):
+        if is_rounded and not is_rounded[0]:
+            return call(*args, **kwargs)
         inner_layers = _kept_inside(layer)
         if not inner_layers:
             return call(*args, **kwargs)
@@ -87,6 +81,16 @@ def taking_inner_results(layer, call, refuses=lambda args, kwargs, error: False)
 
     is_rounded: list[bool] = []
     return call_taking_results
+
+
+def can_run(layer, call, args, kwargs) -> bool:
+    """Whether `call` of `layer` can be traced as the layers in it compute now; nothing is computed."""
+    with _keras.kept_losses(_keras.flatten_layers(layer, include_self=True)):
+        try:
+            _backend.trace(layer, call, args, kwargs, is_dry_run=True)
+        except Exception:
+            return False
+    return True
 
 
 def _kept_inside(layer) -> list:

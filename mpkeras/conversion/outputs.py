@@ -11,7 +11,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
-from mpkeras.conversion.inner_results import taking_inner_results
+from mpkeras.conversion.inner_results import can_run, taking_inner_results
 from mpkeras.conversion.mixing import MixedDtypesError, in_silence
 from mpkeras.conversion.raw_inputs import cast_inputs, let_keras_cast_inputs, passes_inputs_on
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
@@ -106,13 +106,8 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
 
 def _runs(layer, args, kwargs) -> bool:
     """Whether the `call` of `layer` can be traced as its layers compute now."""
-    with _keras.kept_losses(_keras.flatten_layers(layer, include_self=True)), in_silence():
-        try:
-            call = taking_inner_results(layer, value_below(layer, "call"))
-            _backend.trace(layer, call, args, kwargs, is_dry_run=True)
-        except Exception:
-            return False
-    return True
+    with in_silence():
+        return can_run(layer, taking_inner_results(layer, value_below(layer, "call")), args, kwargs)
 
 
 def let_heads_tell(model, *args, **kwargs):

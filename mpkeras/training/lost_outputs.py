@@ -17,7 +17,7 @@ from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_e
 from mpkeras.policies.rules import has_own_call, is_quantized, path_rule
 from mpkeras.training import training_backend
 from mpkeras.training.unseen_run import noting_casts, run_unseen, tensors_put_back
-from mpkeras.training.whole_numbers import was_named
+from mpkeras.training.whole_numbers import in_one_message, path_of, was_named
 
 # They call the layers in them in loops of the backend, out of which no tensor can be carried.
 _STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
@@ -25,8 +25,6 @@ _STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
 _TOO_FAR = 0.1
 # So many rows of a batch are enough to tell.
 _ROWS = 2
-# So many layers are named in one warning.
-_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +171,7 @@ class _Comparison:
         error = relative_error(outputs, references)
         # Numbers that differ from run to run in float32, too, are drawn.
         if error > _TOO_FAR and relative_error(again(), references) < _TOO_FAR / 10:
-            self._found.append(LostOutputs(_path(layer), layer.compute_dtype, error))
+            self._found.append(LostOutputs(path_of(layer), layer.compute_dtype, error))
 
 
 def _floats(structure) -> list:
@@ -199,22 +197,15 @@ def warn_of_lost_outputs(model, x):
         return
     for already, how in compared:
         already.add(how)
-    layers = {_path(layer): layer for layer in layers_of(model)}
+    layers = {path_of(layer): layer for layer in layers_of(model)}
     lost_of_layers = [(lost, layers[lost.layer]) for lost in lost_outputs(model, x)]
     untold = [(lost, layer) for lost, layer in lost_of_layers if layer not in _told and not was_named(layer)]
     if not untold:
         return
     _told.update(layer for _, layer in untold)
-    others = len(untold) - _NAMED
-    message = " ".join(sentence for lost, _ in untold[:_NAMED] for sentence in lost.sentences())
-    message += f" So it is with {others} more layers." if others > 0 else ""
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(in_one_message([lost for lost, _ in untold]), stacklevel=3)
 
 
 def named_for_lost_outputs(model) -> set[str]:
     """Returns the paths of the layers of `model` that a warning has named."""
-    return {_path(layer) for layer in layers_of(model) if layer in _told}
-
-
-def _path(layer) -> str:
-    return layer.path or layer.name
+    return {path_of(layer) for layer in layers_of(model) if layer in _told}

@@ -221,7 +221,7 @@ class _Observed:
     def found(self) -> list[Rounded]:
         """Returns what the run has shown, each reader once, in the order in which they ran."""
         rounded = {
-            id(layer): Rounded(_path(layer), _path(layer), layer.compute_dtype, *self._lost[id(layer)])
+            id(layer): Rounded(path_of(layer), path_of(layer), layer.compute_dtype, *self._lost[id(layer)])
             for layer in self._casting
             if id(layer) in self._lost
         }
@@ -231,7 +231,7 @@ class _Observed:
             for layer in self._moving:
                 pair = self._arrived(layer, array)
                 if pair is not None and layer is not reader:
-                    rounded[id(reader)] = Rounded(_path(layer), _path(reader), layer.compute_dtype, *pair)
+                    rounded[id(reader)] = Rounded(path_of(layer), path_of(reader), layer.compute_dtype, *pair)
                     break
         return list(rounded.values())
 
@@ -247,7 +247,7 @@ class _Observed:
         return None if after is None else (pairs[after], after)
 
 
-def _path(layer) -> str:
+def path_of(layer) -> str:
     return layer.path or layer.name
 
 
@@ -294,19 +294,23 @@ def may_round(model) -> bool:
     return bool(_Observed(model).dtypes)
 
 
+def in_one_message(named) -> str:
+    """Returns the sentences of the first few of `named`, and how many more there are."""
+    others = len(named) - _NAMED
+    message = " ".join(sentence for one in named[:_NAMED] for sentence in one.sentences())
+    return message + (f" So it is with {others} more layers." if others > 0 else "")
+
+
 def warn_of_rounding(model, x):
     """Warns, once of each layer, of whole numbers in a batch that `model` rounds before a layer reads them."""
     if training_backend.is_distributed(model) or not _keras.is_built(model):
         return
-    layers = {_path(layer): layer for layer in layers_of(model)}
+    layers = {path_of(layer): layer for layer in layers_of(model)}
     untold = [rounded for rounded in rounded_whole_numbers(model, x) if layers[rounded.reader] not in _told]
     if not untold:
         return
     _told.update(layers[rounded.reader] for rounded in untold)
-    others = len(untold) - _NAMED
-    message = " ".join(sentence for rounded in untold[:_NAMED] for sentence in rounded.sentences())
-    message += f" So it is with {others} more layers." if others > 0 else ""
-    message += " Or pass integers, which are not cast, to a `keras.Input(..., dtype='int32')`."
+    message = in_one_message(untold) + " Or pass integers, which are not cast, to a `keras.Input(..., dtype='int32')`."
     warnings.warn(message, stacklevel=3)
 
 

@@ -49,14 +49,6 @@ class Waves(layers.Layer):
         return ops.sin(1300.0 * times)
 
 
-class Mean(layers.Layer):
-    """A mean by a sum of its own, which leaves 16 bits where they no longer tell one more."""
-
-    def call(self, x):
-        total = ops.cumsum(x, axis=1)
-        return total[:, -1] / ops.cast(ops.shape(x)[1], x.dtype)
-
-
 class Block(layers.Layer):
     """A block with dropout around another layer of the user's."""
 
