@@ -108,19 +108,19 @@ class FirstSteps:
             return self._take(run, state)
 
     def _take(self, run, state) -> tuple:
-        held = training_backend.HeldState(self.model, state)
+        step_state = training_backend.HeldState(self.model, state)
         optimizers = self._optimizers()
         for optimizer in optimizers:
-            _note_steps_before_scale(optimizer, held)
-        waiting = [optimizer for optimizer in optimizers if _awaits_first_step(optimizer, held)]
+            _note_steps_before_scale(optimizer, step_state)
+        waiting = [optimizer for optimizer in optimizers if _awaits_first_step(optimizer, step_state)]
         if not waiting:
             self.are_over = True
-            logs, held = held.after(run(*held.arguments()))
-            return held.returned(logs), held.arguments()
-        at_begin = _Before(self.model, optimizers, self._metrics, held)
+            logs, step_state = step_state.after(run(*step_state.arguments()))
+            return step_state.returned(logs), step_state.arguments()
+        at_begin = _Before(self.model, optimizers, self._metrics, step_state)
         scales: dict = {}
         for _ in range(_MOST_ATTEMPTS):
-            logs, held, changes = self._attempt(run, held, at_begin)
+            logs, step_state, changes = self._attempt(run, step_state, at_begin)
             counted = [optimizer for optimizer in optimizers if changes[optimizer].counted]
             overflowed = [optimizer for optimizer in waiting if changes[optimizer].overflowed]
             if not overflowed or (counted and not at_begin.are_all):
@@ -129,20 +129,20 @@ class FirstSteps:
             scales |= {o: lowered_scale(o, at_begin.scale_state(o), scale) for o, scale in tried.items()}
             incurable = [optimizer for optimizer in overflowed if scales[optimizer] is None]
             scales = {optimizer: scale for optimizer, scale in scales.items() if scale is not None}
-            at_begin.put_back(held, scales)
+            at_begin.put_back(step_state, scales)
             if incurable:
                 # The gradients are finite at no scale: the step is skipped as ever.
-                logs, held, changes = self._attempt(run, held, at_begin)
+                logs, step_state, changes = self._attempt(run, step_state, at_begin)
                 counted = [optimizer for optimizer in optimizers if changes[optimizer].counted]
                 self._note_incurable(incurable)
                 break
         self.are_over |= bool(counted)
-        logs = _with_headroom(logs, held, optimizers, {o: s for o, s in scales.items() if changes[o].counted})
-        return held.returned(logs), held.arguments()
+        logs = _with_headroom(logs, step_state, optimizers, {o: s for o, s in scales.items() if changes[o].counted})
+        return step_state.returned(logs), step_state.arguments()
 
-    def _attempt(self, run, held, at_begin):
+    def _attempt(self, run, step_state, at_begin):
         try:
-            logs, after = held.after(run(*held.arguments()))
+            logs, after = step_state.after(run(*step_state.arguments()))
         except BaseException:
             # A program that catches it may go on from any state.
             self.are_over = True
@@ -169,13 +169,13 @@ class _Before:
     takes no memory of the device.
     """
 
-    def __init__(self, model, optimizers, metrics, held):
+    def __init__(self, model, optimizers, metrics, step_state):
         self._model, self._optimizers, self._metrics = model, optimizers, metrics
         # Of a weight that the step makes nobody knows what it was.
         are_there = not training_backend.is_distributed(model) and _keras.is_built(model)
         self.are_all = len(optimizers) > 1 and are_there
         self._unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
-        self._values = {id(variable): held.read(variable) for variable in self._variables()}
+        self._values = {id(variable): step_state.read(variable) for variable in self._variables()}
         self._natives = [(state, np.array(ops.convert_to_numpy(state.value))) for state in self._native_states()]
         self._random = training_backend.global_random_states() if self.are_all else {}
 
@@ -221,19 +221,19 @@ class _Before:
         overflowed = has_moved and grew(optimizer.skipped_steps) and not grew(optimizer.nonfinite_losses)
         return _Change(grew(optimizer.accepted_steps), overflowed)
 
-    def put_back(self, held, scales: dict):
-        """Gives `held` the values from before the step, and optimizers their new scales."""
+    def put_back(self, step_state, scales: dict):
+        """Gives `step_state` the values from before the step, and optimizers their new scales."""
         for variable in self._variables():
-            held.write(variable, self._value(variable))
+            step_state.write(variable, self._value(variable))
         for state, value in self._natives:
             state.assign(value)
         if self.are_all:
             training_backend.set_global_random_states(self._random)
-            self._put_back_unbuilt(held)
+            self._put_back_unbuilt(step_state)
         for optimizer, scale in scales.items():
-            held.write(optimizer.dynamic_scale, [np.array(scale)])
+            step_state.write(optimizer.dynamic_scale, [np.array(scale)])
 
-    def _put_back_unbuilt(self, held):
+    def _put_back_unbuilt(self, step_state):
         """Gives the optimizers that the step has built the state that they had then."""
         for optimizer in self._unbuilt:
             if not optimizer.built:
@@ -244,21 +244,21 @@ class _Before:
                 anew.build(optimizer.trainable_variables)
             for variable, initial in zip(inner.variables, anew.variables, strict=True):
                 if id(variable) not in self._values:
-                    held.write(variable, [ops.convert_to_numpy(initial.value)])
+                    step_state.write(variable, [ops.convert_to_numpy(initial.value)])
 
 
-def _awaits_first_step(optimizer, held) -> bool:
+def _awaits_first_step(optimizer, step_state) -> bool:
     """Whether no step has counted at the scale of `optimizer`, which is where its rule begins.
 
     Only what files hold decides: a training that goes on from a file decides as one that never stopped. Steps that
     counted elsewhere are in the optimizer's record.
     """
-    if not optimizer.dynamic or held.number(optimizer.accepted_steps) != optimizer.record.steps_before_scale:
+    if not optimizer.dynamic or step_state.number(optimizer.accepted_steps) != optimizer.record.steps_before_scale:
         return False
     if not optimizer.scale_state:
         return True
     rule = optimizer.loss_scale_rule
-    expected, present = rule.initial_state(), _scale_state(optimizer, held)
+    expected, present = rule.initial_state(), _scale_state(optimizer, step_state)
     # The scale has backed off once for each batch that no scale cured.
     for _ in range(MOST_LOST):
         if present == expected:
@@ -267,7 +267,7 @@ def _awaits_first_step(optimizer, held) -> bool:
     return False
 
 
-def _note_steps_before_scale(optimizer, held):
+def _note_steps_before_scale(optimizer, step_state):
     """Notes the counted steps of an optimizer whose scale has not moved: they counted elsewhere.
 
     `iterations` may come from a file of a training in float32, or from the user, for a schedule. A step that counts at
@@ -277,14 +277,14 @@ def _note_steps_before_scale(optimizer, held):
         return
     rule = optimizer.loss_scale_rule
     initial = rule.initial_state()
-    if _after(rule, initial, is_finite=True) == initial or held.number(optimizer.skipped_steps):
+    if _after(rule, initial, is_finite=True) == initial or step_state.number(optimizer.skipped_steps):
         return
-    if _scale_state(optimizer, held) == initial:
-        optimizer.record.steps_before_scale = held.number(optimizer.accepted_steps)
+    if _scale_state(optimizer, step_state) == initial:
+        optimizer.record.steps_before_scale = step_state.number(optimizer.accepted_steps)
 
 
-def _scale_state(optimizer, held) -> dict:
-    return {name: held.number(optimizer.scale_state[name]) for name in optimizer.loss_scale_rule.initial_state()}
+def _scale_state(optimizer, step_state) -> dict:
+    return {name: step_state.number(optimizer.scale_state[name]) for name in optimizer.loss_scale_rule.initial_state()}
 
 
 def is_stuck(optimizer) -> bool:
@@ -330,20 +330,22 @@ def _tensors(state: dict) -> dict:
     }
 
 
-def _with_headroom(logs, held, optimizers, scales: dict):
+def _with_headroom(logs, step_state, optimizers, scales: dict):
     """Lowers the `scales` that a first batch has found, and returns the logs with the scale of the next step."""
     for optimizer, scale_found in scales.items():
         lowest = max(scale_found / HEADROOM, min(scale_found, 1.0))
-        state = {name: held.number(optimizer.scale_state[name]) for name in optimizer.loss_scale_rule.initial_state()}
-        scale = present = held.number(optimizer.dynamic_scale)
+        state = {
+            name: step_state.number(optimizer.scale_state[name]) for name in optimizer.loss_scale_rule.initial_state()
+        }
+        scale = present = step_state.number(optimizer.dynamic_scale)
         while (lower := lowered_scale(optimizer, state, scale)) is not None and lower >= lowest:
             scale = lower
         if scale < present:
-            held.write(optimizer.dynamic_scale, [np.array(scale)])
+            step_state.write(optimizer.dynamic_scale, [np.array(scale)])
         warn_below_one(optimizer, scale)
     in_use = [optimizer for optimizer in optimizers if optimizer.built]
     if in_use and in_use[0] in scales and isinstance(logs, dict) and "loss_scale" in logs:
-        scale = held.number(in_use[0].dynamic_scale)
+        scale = step_state.number(in_use[0].dynamic_scale)
         shown = logs["loss_scale"]
         logs = {**logs, "loss_scale": scale if isinstance(shown, float) else ops.convert_to_tensor(scale, "float32")}
     return logs

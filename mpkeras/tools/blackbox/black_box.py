@@ -84,12 +84,12 @@ class BlackBox(SkippedSteps):
     def _run_step(self, run, step, batch, *state):
         if self._numbers is None or not self._numbers.are_all():
             self._numbers = _MovingNumbers(self._trained)
-        numbers, held = self._numbers, self._in_fit.held_state(state)
-        numbers_before = numbers.read(held)
+        numbers, step_state = self._numbers, self._in_fit.held_state(state)
+        numbers_before = numbers.read(step_state)
         result = run(*state)
-        logs, held = held.after(result)
-        if numbers.skipped(numbers_before, held):
-            with self._in_fit.held_by_variables(*held.arguments()):
+        logs, step_state = step_state.after(result)
+        if numbers.skipped(numbers_before, step_state):
+            with self._in_fit.held_by_variables(*step_state.arguments()):
                 self._write(step, batch, logs, numbers_before)
         return result
 
@@ -137,11 +137,11 @@ class _MovingNumbers:
         """Whether optimizers and metrics are those that there are now: some come into being in the first step."""
         return self._are_built and self._metrics == len(self._model.metrics)
 
-    def read(self, held) -> dict:
-        """Returns the numbers in `held`, a `HeldState`, as arrays by `id` of the variable; waits for them."""
-        return {id(variable): held.read(variable)[0] for variable in self._variables}
+    def read(self, step_state) -> dict:
+        """Returns the numbers in `step_state`, a `HeldState`, as arrays by `id` of the variable; waits for them."""
+        return {id(variable): step_state.read(variable)[0] for variable in self._variables}
 
-    def skipped(self, numbers_before: dict, held) -> bool:
-        """Whether the step after which `held` is the state was skipped; waits for it."""
+    def skipped(self, numbers_before: dict, step_state) -> bool:
+        """Whether the step after which `step_state` is the state was skipped; waits for it."""
         counts = [optimizer.skipped_steps for optimizer in self._optimizers]
-        return any(held.number(count) > numbers_before[id(count)] for count in counts)
+        return any(step_state.number(count) > numbers_before[id(count)] for count in counts)
