@@ -160,6 +160,7 @@ def test_evaluate_and_predict_leave_no_guard(is_prepared):
     assert ("train_step" in vars(model)) is is_prepared
 
 
+@pytest.mark.slow
 def test_after_a_fit_that_raised_it_starts_afresh():
     class Boom(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -40,6 +40,7 @@ def test_a_line_of_the_user(capsys, tmp_path, monkeypatch):
     assert "faults.py:" in text and "call: return inputs + ops.log(shifted)" in text
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_json_comparison_and_a_bad_batch(capsys, tmp_path):
     report = json.loads(printed(capsys, capsule(tmp_path, scale=1e6), "--json", "--compare"))

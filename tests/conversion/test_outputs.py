@@ -382,6 +382,7 @@ class AddedToWhatIsHidden(keras.Model):
         return h + self.end(h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["prepare", "the line"])
 def test_a_head_deep_inside_that_meets_16_bits(door):
     model, expected = made(AddedToWhatIsHidden, "mixed_bfloat16", door)

@@ -92,6 +92,7 @@ def test_so_it_does_where_outputs_are_in_16_bits(make, x):
     assert {layer.compute_dtype for layer in model.layers} == {"float16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS[:2])
 def test_a_model_whose_inputs_and_head_both_meet_16_bits_trains(door):
     expected = fitted(Flow, "prepare", "float32", X)[1]

@@ -468,6 +468,7 @@ def test_it_belongs_to_the_policy_and_holds_after_compile(door):
     assert replaced_on(model) == OF_A_GRAPH
 
 
+@pytest.mark.slow
 def test_predictions_are_those_of_the_model_without(tmp_path):
     model = made("masked")
     expected = model.predict(TOKENS, verbose=0)

@@ -398,6 +398,7 @@ def test_what_a_call_writes(made, expected):
 
 
 # Keras asks for TensorFlow on JAX, too.
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 @pytest.mark.skipif(keras.backend.backend() == "torch", reason="Keras has no JaxLayer on torch")
 def test_the_state_of_a_function_of_jax():

@@ -115,6 +115,7 @@ def test_batchnorm_statistics_never_become_non_finite_even_on_an_applied_step(op
     assert are_finite(model.side.non_trainable_variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", FIT_MODES)
 def test_of_states_of_one_shape_those_alone_keep_their_values_that_became_non_finite(options):
     """In the update that counts: the others move, and what was NaN before is whatever the layer makes of it."""

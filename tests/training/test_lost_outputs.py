@@ -281,6 +281,7 @@ def test_what_a_call_keeps_is_not_kept_by_the_look():
     assert keeps.table is None
 
 
+@pytest.mark.slow
 def test_each_layer_is_compared_once_for_rows_of_one_shape(monkeypatch):
     looks = []
     monkeypatch.setattr("mpkeras.training.lost_outputs.lost_outputs", lambda model, x: looks.append(len(x)) or [])

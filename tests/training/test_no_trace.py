@@ -646,6 +646,7 @@ class Watching(keras.losses.Loss):
         return losses
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("options", FIT_MODES)
 def test_variables_of_helper_objects(options):

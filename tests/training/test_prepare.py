@@ -559,6 +559,7 @@ class AsksForNumbers(keras.layers.Layer):
         return self.hidden(inputs * np.abs(keras.ops.convert_to_numpy(inputs)).max().astype("float32"))
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize(
     ("make", "options"),
@@ -600,6 +601,7 @@ class Pairs(keras.Model):
         return keras.ops.reshape(self.scores(self.shifted(keras.ops.reshape(inputs, (-1, 3, 2)))), (-1, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras 3.15 has it")
 def test_a_first_batch_that_does_not_fit_changes_nothing_of_the_training_after_the_next_compile():

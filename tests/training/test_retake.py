@@ -282,6 +282,7 @@ def test_there_is_no_second_program(options, steps):
     assert traces[0] == traces[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fit", "step"])
 def test_nobody_looks_any_more_once_a_step_has_counted(way, monkeypatch):
     looks = []
@@ -296,6 +297,7 @@ def test_nobody_looks_any_more_once_a_step_has_counted(way, monkeypatch):
     assert len(looks) == 1
 
 
+@pytest.mark.slow
 def test_train_on_batch_and_the_callback():
     model = prepared(**EAGER)
     assert model.train_on_batch(X, Y, return_dict=True).keys() == {"loss", "mae"}
@@ -332,6 +334,7 @@ def first_batch_is_skipped(model, scale):
     return fit(model, X[:BATCH], Y[:BATCH])["skipped_steps"] == [1] and number(model.optimizer.loss_scale) == scale
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:All 1 steps of epoch 1 were skipped")
 def test_what_is_no_first_step_or_cannot_be_taken_again_is_as_ever():
     assert first_batch_is_skipped(prepared(loss_scale=2.0**15, **EAGER), 2.0**15)
@@ -357,6 +360,7 @@ def test_an_optimizer_that_is_wrapped_later_begins_with_a_guess():
     assert counters(model.optimizer) == [2 * BATCHES, 0, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_steps_that_counted_without_a_scale_leave_it_a_guess(tmp_path):
     """From a file of float32, or set by hand for a schedule that goes on."""
     model = everything()

@@ -152,6 +152,7 @@ def test_the_factors_of_adafactor_follow_their_weights(tmp_path):
     assert dtypes_after("mixed_bfloat16") == ["float32"] * 4
 
 
+@pytest.mark.slow
 def test_frozen_weights_and_lora():
     model = classifier()
     mpkeras.apply_policy(model, "bfloat16")
@@ -213,6 +214,7 @@ def test_weights_that_were_frozen_when_they_became_small_train_once_they_are_fre
     assert [now == then for now, then in zip(snapshot(freed), weights, strict=True)] == [True, True, False, False]
 
 
+@pytest.mark.slow
 def test_without_rollback_it_is_wrapped_all_the_same():
     model = classifier()
     model.compile("adam", "sparse_categorical_crossentropy")
@@ -321,6 +323,7 @@ def test_a_step_goes_on_with_a_model_that_is_converted_after_it_was_made(first, 
     assert abs(keras_loss - losses[-1]) < 0.1
 
 
+@pytest.mark.slow
 def test_a_step_of_a_model_that_is_converted_to_float16_scales_its_loss():
     model = classifier()
     step = mpkeras.make_train_step(model, "sgd", keras.losses.SparseCategoricalCrossentropy())

@@ -216,6 +216,7 @@ def test_who_rounds_and_who_reads(make, x, layer, reader):
     assert not any(entry.kind == "observed" for part in model.layers for entry in replaced_attributes(part))
 
 
+@pytest.mark.slow
 def test_what_float16_makes_infinite_and_what_a_model_reads_that_its_first_step_builds_is_named():
     (message,) = fit(functional(Wave(name="wave")), "mixed_float16", CODES * 100)
     assert "409700 becomes inf" in message
@@ -379,6 +380,7 @@ def test_batches_of_any_kind_are_looked_at_and_all_of_them_trained_on(kind):
     assert len(with_a_look[2]) == 1 and without[2] == []
 
 
+@pytest.mark.slow
 def test_with_a_black_box_training_goes_on_in_a_second_fit(tmp_path):
     """On JAX it hands numbers of its own on with the state."""
     model = functional(Rows(name="rows"))

@@ -191,6 +191,7 @@ class OneDense(keras.Model):
         return self.dense(x)
 
 
+@pytest.mark.slow
 @NOT_ON_JAX
 def test_small_weights_are_float32_in_each_setting_and_small_again_behind_it():
     model = OneDense()

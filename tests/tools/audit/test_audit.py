@@ -432,6 +432,7 @@ class TestIslands:
         # 8 * 16 + 16 * 24 + 24 * 8 = 704 products, 384 of them here; 408 weights and 192 outputs.
         assert "55 % of all FLOPs, 1.6 KiB of weights and 768 bytes of outputs" in finding.what
 
+    @pytest.mark.slow
     @pytest.mark.backends("tensorflow")
     @pytest.mark.parametrize("mode", ["int8", "float8"])
     def test_quantized_ones_get_a_remedy_that_helps(self, mode):

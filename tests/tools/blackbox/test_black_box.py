@@ -64,6 +64,7 @@ def test_the_first_failures_are_kept_and_finite_losses_give_way(tmp_path):
     assert steps_of(box) == [(0, 0), (0, 1)] and len(list((tmp_path / "c").iterdir())) == 2
 
 
+@pytest.mark.slow
 @SKIPS
 def test_files_of_an_earlier_training_stay(tmp_path):
     for _ in range(2):
@@ -169,6 +170,7 @@ def test_nothing_stays_in_front_of_the_train_function_of_a_prepared_model(tmp_pa
         assert not hasattr(model.train_function, "mpkeras_kept_batches")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* steps skipped in epoch")
 def test_alone_in_a_plain_fit(tmp_path):
     model = faults.model_with(policy="float32")
@@ -331,6 +333,7 @@ def test_what_a_callback_sets_in_the_end_stays(tmp_path):
     assert set(keras.ops.convert_to_numpy(model.layers[-1].bias).tolist()) == {0.25}
 
 
+@pytest.mark.slow
 @SKIPS
 def test_what_a_callback_sets_between_steps_is_seen(tmp_path):
     class Resetting(keras.callbacks.Callback):

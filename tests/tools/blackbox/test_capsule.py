@@ -83,6 +83,7 @@ def test_a_step_is_kept_with_its_state_and_runs_again_with_the_same_bits(tmp_pat
     np.testing.assert_array_equal(capsule.batch[2], np.ones(4))
 
 
+@pytest.mark.slow
 def test_other_bits_are_named(tmp_path):
     x, y = faults.batch(scale=1e5)
     path, _, _ = skipped_step(tmp_path, faults.model_with(), (x, y), jit_compile=False)
@@ -384,6 +385,7 @@ def test_what_draws_numbers_in_a_loop_is_compared_as_it_was(tmp_path):
     assert comparison.first.path.endswith("hidden") and comparison.first.outputs == np.inf
 
 
+@pytest.mark.slow
 def test_attention_with_dropout_is_compared(tmp_path):
     with mpkeras.policy_scope("mixed_float16"):
         inputs = keras.Input((3, 4))
@@ -413,6 +415,7 @@ def test_the_model_may_be_given(tmp_path):
         mpkeras.load_capsule(path, "net")
 
 
+@pytest.mark.slow
 def test_classes_and_lambdas_need_what_keras_asks_for(tmp_path):
     model = faults.model_with(faults.Log(dtype="float32"))
     path, _, _ = skipped_step(tmp_path, model, faults.batch(), jit_compile=False)

@@ -287,6 +287,7 @@ def test_a_layer_whose_gradient_is_lost_raises_an_alarm_that_is_true(factors):
     assert np.mean(np.abs(found - expected) < 1e-4) > 0.8  # a tenth may be lost
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_lost_beside_a_large_one_is_no_alarm():
     """As in a residual stream: nothing of it would be left in the sum."""
 

@@ -85,6 +85,7 @@ def test_p1_however_the_step_is_compiled(mode):
     assert (found.culprit.side, name(found.culprit.path)) == ("output", "layer_5")
 
 
+@pytest.mark.slow
 @SKIPS
 def test_gradients_that_overflow_are_found_at_the_scale_of_the_step():
     monitor = NumericsMonitor()
@@ -250,6 +251,7 @@ def test_where_nobody_checks_the_steps_it_does(order):
     assert history["skipped_steps"] == [0]
 
 
+@pytest.mark.slow
 def test_a_guard_of_its_own_goes_after_evaluate_and_predict_and_with_the_next_fit():
     class Boom(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -365,6 +367,7 @@ def test_of_several_steps_in_one_execution_none_is_said_to_be_the_skipped_one():
     assert "Validation is not finite from one of the batches 0 to 2 on" in told
 
 
+@pytest.mark.slow
 @SKIPS
 def test_a_model_that_was_trained_before_is_watched_as_well():
     # JAX finds the step that it compiled for the first `fit`, which told nothing of skipped steps.
