@@ -354,7 +354,28 @@ def callback_and_xla(options, devices, made, result) -> dict:
     return {
         "callback": inflict_faults(made(with_statistics=True, with_callback=True), options),
         "xla": message_of(lambda: made(jit_compile=True)),
+        "metrics": metrics_of_an_epoch(options, devices),
     }
+
+
+def metrics_of_an_epoch(options, devices) -> list:
+    """Returns the logs of two epochs: eight rows and eight that are skipped, and the latter alone."""
+    import keras
+    import numpy as np
+
+    import mpkeras
+
+    with devices.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        metrics = [keras.metrics.Precision(name="precision"), keras.metrics.TruePositives(name="true_positives")]
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=metrics, run_eagerly=options.eager, jit_compile=False)
+        mpkeras.prepare(model, "mixed_float16", loss_scale=mpkeras.DynamicLossScale(INITIAL_SCALE))
+    x = np.array([0.75, 0.75, 0.75, 0.25, 0.75, 0.25, 0.25, 0.25] + 8 * [np.inf], "float32")[:, None]
+    y = np.array([1, 0, 0, 1, 1, 1, 0, 0] + 8 * [1], "float32")[:, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        epochs = [model.fit(x[i:], y[i:], batch_size=8, shuffle=False, verbose=0).history for i in (0, 8)]
+    return [{name: values[-1] for name, values in epoch.items()} for epoch in epochs]
 
 
 def sizes_and_refusals(options, devices, made, result) -> dict:
