@@ -17,7 +17,7 @@ def policy_made_under(model) -> Policy | None:
     converted = converted_by(model)
     if converted is not None:
         return converted
-    made_with = [policy_without_rule(layer, last_conversion(model)) for layer in _computing(model)]
+    made_with = [policy_without_rule(layer, last_conversion(model)) for layer in _with_policies_of_the_program(model)]
     made = [policy for policy in map(registry.made_under, made_with) if policy is not None]
     # By identity: equal policies are as good as the same one, and not all can be hashed.
     counts = collections.Counter(map(id, made))
@@ -37,6 +37,18 @@ def _computing(model) -> list:
     return layers or [model]
 
 
+def _with_policies_of_the_program(model) -> list:
+    """Returns the computing layers of `model`, or itself, if Keras has quantized them all to what it computes in.
+
+    The policy that Keras makes for a quantized layer does not tell which one the layer had before.
+    """
+    layers = _computing(model)
+    if not all(map(is_quantized, layers)):
+        return layers
+    dtypes = {(layer.compute_dtype, layer.variable_dtype) for layer in layers}
+    return [model] if (model.compute_dtype, model.variable_dtype) in dtypes else []
+
+
 def comes_from_a_file(model) -> bool:
     """Whether the 16-bit layers of `model` have their policies from a file, and not from a program.
 
@@ -45,10 +57,12 @@ def comes_from_a_file(model) -> bool:
     it is in any case.
     """
     small = [layer for layer in _computing(model) if layer.compute_dtype in SIXTEEN_BIT_DTYPES]
+    if _keras.is_deserializing():
+        return bool(small)
     # Keras has made a name for each layer that it has quantized.
     small = [layer for layer in small if not is_quantized(layer)]
-    if not small or _keras.is_deserializing():
-        return bool(small)
+    if not small:
+        return False
     direct = [layer for layer in _keras.direct_sublayers(model) if layer in small]
     names = [id(layer.dtype_policy.name) for layer in (model, *direct)]
     return len(set(names)) == len(names)

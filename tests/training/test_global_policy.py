@@ -278,6 +278,36 @@ def test_a_model_that_keras_has_quantized_is_left_alone():
     assert {layer.dtype_policy.name for layer in model.layers if layer.weights} == {"int8_from_mixed_bfloat16"}
 
 
+@pytest.mark.filterwarnings("ignore:Under policy 'bfloat16' layers make bfloat16 variables")
+def test_a_model_that_is_quantized_before_it_is_compiled_is_guarded():
+    with mpkeras.policy_scope("bfloat16"):
+        model = stack(layers.Dense(24, "relu"))
+    quantize(model)
+    # Below half of bfloat16's spacing at the weights: in stock Keras none of them moves.
+    losses = compiled(model, keras.optimizers.SGD(1e-3)).fit(X, Y, epochs=20, batch_size=40, verbose=0).history["loss"]
+    assert guard.is_guarded(model)
+    assert losses[-1] < 0.99 * losses[0]
+    assert {layer.quantization_mode for layer in model.layers if layer.weights} == {"float8"}
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+def test_a_quantized_model_in_a_file_is_guarded_if_it_computes_in_16_bits(tmp_path):
+    for policy, guarded in (("mixed_bfloat16", True), ("float32", False)):
+        keras.config.set_dtype_policy(policy)
+        model = stack(layers.Dense(24, "relu"))
+        keras.config.set_dtype_policy("float32")
+        quantize(model)
+        compiled(model).save(tmp_path / "model.keras")
+        assert is_stock(model)
+        with mpkeras.policy_scope("mixed_float16"):
+            assert guard.is_guarded(keras.models.load_model(tmp_path / "model.keras")) is guarded
+
+
+def quantize(model):
+    for layer in model.layers:
+        layer.quantize("float8")
+
+
 def test_float32_covers_nothing_and_none_takes_all_back():
     compiled(plain())  # Keras imports its optimizers when they are asked for.
     before = picture()
