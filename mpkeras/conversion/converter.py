@@ -17,7 +17,8 @@ from mpkeras.conversion.remat import place, repeated_parts
 from mpkeras.conversion.undo import put_back_on_error
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import OUTPUTS, heads_of
-from mpkeras.policies.rules import set_layer_policy, unmatched
+from mpkeras.policies.policy import with_rules
+from mpkeras.policies.rules import path_rule, set_layer_policy, unmatched
 from mpkeras.policies.survey import Survey
 
 
@@ -154,6 +155,20 @@ def leave_float8(model, layer, reason: str):
     """Moves the product of `layer` in a converted model from float8 to bfloat16, for later conversions, too."""
     conversion, dtypes = conversion_of(model), dtypes_of(model)
     conversion.left_float8[layer] = reason
+    _add_rule(model, keep_16_bits=layer)
     products = planned_products(model, conversion, dtypes)
     changes = planned_changes(model, dtypes, products, conversion.heads, trains=conversion.trains)
     make_changes(layer, changes[id(layer)])
+
+
+def note_moved_to_float32(model, layer):
+    """Adds a rule for `layer`, which overflowed and has moved, to the policy that a converted model was given."""
+    _add_rule(model, keep_float32=layer)
+
+
+def _add_rule(model, **layers):
+    conversion = last_conversion(model)
+    if conversion is not None and conversion.asked_for is not None:
+        # Reports and plans give the policy on, to models that begin anew.
+        rules = {name: (path_rule(layer.path or layer.name),) for name, layer in layers.items()}
+        conversion.asked_for = with_rules(conversion.asked_for, **rules)
