@@ -8,6 +8,7 @@ from mpkeras.conversion.changes import regularizes_in_16_bits
 from mpkeras.conversion.converter import leave_float8, note_moved_to_float32
 from mpkeras.conversion.float8 import has_product, multiplies_in_float8, product_change
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE
+from mpkeras.conversion.inner_results import note_kept_in_float32
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS
 from mpkeras.conversion.layer import move_to_float32
 from mpkeras.conversion.outputs import CAST_NAME
@@ -143,6 +144,7 @@ class ConvertedLayer:
         for layer in [self.layer] if is_quantized(self.layer) else layers:
             if layer.compute_dtype in SIXTEEN_BIT_DTYPES:
                 move_to_float32(layer)
+                note_kept_in_float32(layer)
         has_moved = self.layer.compute_dtype not in SIXTEEN_BIT_DTYPES
         if has_moved:
             note_moved_to_float32(model, self.layer)
