@@ -5,9 +5,10 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras.conversion.changes import regularizes_in_16_bits
-from mpkeras.conversion.converter import leave_float8
+from mpkeras.conversion.converter import leave_float8, note_moved_to_float32
 from mpkeras.conversion.float8 import has_product, multiplies_in_float8, product_change
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE
+from mpkeras.conversion.inner_results import note_kept_in_float32
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS
 from mpkeras.conversion.layer import move_to_float32
 from mpkeras.conversion.outputs import CAST_NAME
@@ -131,8 +132,10 @@ class ConvertedLayer:
         """Moves its product from float8 to bfloat16, for later conversions of `model`, too."""
         leave_float8(model, self.layer, reason)
 
-    def move_to_float32(self) -> bool:
+    def move_to_float32(self, model) -> bool:
         """Moves its arithmetic to float32, with that of the layers in it, as a rule on it would; its variables stay.
+
+        The policy that `model` was given has the rule from then on.
 
         Returns:
             Whether it moved: a layer that runs quantized layers in 16 bits does not.
@@ -141,4 +144,8 @@ class ConvertedLayer:
         for layer in [self.layer] if is_quantized(self.layer) else layers:
             if layer.compute_dtype in SIXTEEN_BIT_DTYPES:
                 move_to_float32(layer)
-        return self.layer.compute_dtype not in SIXTEEN_BIT_DTYPES
+                note_kept_in_float32(layer)
+        has_moved = self.layer.compute_dtype not in SIXTEEN_BIT_DTYPES
+        if has_moved:
+            note_moved_to_float32(model, self.layer)
+        return has_moved

@@ -8,6 +8,7 @@ from mpkeras._replaced import replace, restore
 from mpkeras.conversion.changes import make_changes, planned_changes
 from mpkeras.conversion.float8 import ENDS
 from mpkeras.conversion.graphs import refresh_graphs
+from mpkeras.conversion.inner_results import note_kept_in_float32
 from mpkeras.conversion.last import conversion_of, dtypes_of, last_conversion, set_last_conversion
 from mpkeras.conversion.layer import save_as_made
 from mpkeras.conversion.outputs import tell_heads_at_first_call
@@ -17,7 +18,9 @@ from mpkeras.conversion.remat import place, repeated_parts
 from mpkeras.conversion.undo import put_back_on_error
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import OUTPUTS, heads_of
-from mpkeras.policies.rules import set_layer_policy, unmatched
+from mpkeras.policies.own_state import REMAT_RULE, STATE_RULE
+from mpkeras.policies.policy import with_rules
+from mpkeras.policies.rules import default_rules, path_rule, set_layer_policy, unmatched
 from mpkeras.policies.survey import Survey
 
 
@@ -46,6 +49,7 @@ def layer_converter(model, policy, converts: bool = True, survey=None, *, trains
         for row in rows:
             if row.after is not row.before:
                 set_layer_policy(row.layer, row.after)
+            note_kept_in_float32(row.layer, _is_kept_by_rule(row))
             make_changes(row.layer, row.changes)
             _widen_made_input(row.layer)
         place(survey, parts)
@@ -59,6 +63,12 @@ def layer_converter(model, policy, converts: bool = True, survey=None, *, trains
         return True
 
     return convert
+
+
+def _is_kept_by_rule(row) -> bool:
+    """Whether a rule of the policy's own keeps the layer of a row of a plan in float32."""
+    by_itself = (None, OUTPUTS, STATE_RULE, REMAT_RULE, *default_rules())
+    return row.rule not in by_itself and row.after.compute_dtype == "float32"
 
 
 def _widen_made_input(layer):
@@ -154,6 +164,20 @@ def leave_float8(model, layer, reason: str):
     """Moves the product of `layer` in a converted model from float8 to bfloat16, for later conversions, too."""
     conversion, dtypes = conversion_of(model), dtypes_of(model)
     conversion.left_float8[layer] = reason
+    _add_rule(model, keep_16_bits=layer)
     products = planned_products(model, conversion, dtypes)
     changes = planned_changes(model, dtypes, products, conversion.heads, trains=conversion.trains)
     make_changes(layer, changes[id(layer)])
+
+
+def note_moved_to_float32(model, layer):
+    """Adds a rule for `layer`, which overflowed and has moved, to the policy that a converted model was given."""
+    _add_rule(model, keep_float32=layer)
+
+
+def _add_rule(model, **layers):
+    conversion = last_conversion(model)
+    if conversion is not None and conversion.asked_for is not None:
+        # Reports and plans give the policy on, to models that begin anew.
+        rules = {name: (path_rule(layer.path or layer.name),) for name, layer in layers.items()}
+        conversion.asked_for = with_rules(conversion.asked_for, **rules)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import weakref
 
 import keras
 
@@ -14,6 +15,22 @@ from mpkeras.policies.rules import default_rules, first_match
 
 # The part of the active backend: only that may be imported.
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
+# Layers that a rule of a policy keeps in float32, or that have moved there as they overflowed.
+_kept: weakref.WeakSet = weakref.WeakSet()
+_times_changed = 0
+
+
+def note_kept_in_float32(layer, is_kept: bool = True):
+    """Takes down whether `layer` is in float32 by a rule that is no default, and not as its user made it so."""
+    global _times_changed
+    if (layer in _kept) != is_kept:
+        (_kept.add if is_kept else _kept.discard)(layer)
+        _times_changed += 1
+
+
+def may_ask(layers) -> bool:
+    """Whether a call of one of `layers` may have to find out again which of the layers inside return 16 bits."""
+    return any(layer in _kept for layer in layers)
 
 
 def taking_inner_results(layer, call, refuses=lambda args, kwargs, error: False):
@@ -21,8 +38,9 @@ def taking_inner_results(layer, call, refuses=lambda args, kwargs, error: False)
 
     `x + self.norm(x)` is an error on TensorFlow, and `self.norm(x) @ y` on torch, too, where a rule keeps `norm`
     in float32. Under stock Keras `norm` returns 16 bits. It does so here within this `call` alone, and only if `call`
-    does not run otherwise; what `norm` computes stays in float32. The first call is traced before it runs, for shapes
-    alone: a call that fails half way would leave its assignments in the graph.
+    does not run otherwise; what `norm` computes stays in float32. Of layers that other rules keep, as few as possible
+    return 16 bits: what one of them makes may be too large for these. The first call is traced before it runs, for
+    shapes alone: a call that fails half way would leave its assignments in the graph.
 
     Args:
         layer: A layer in 16 bits whose `call` is the user's own.
@@ -52,34 +70,44 @@ def taking_inner_results(layer, call, refuses=lambda args, kwargs, error: False)
 
         return replaced_on_all(inner_layers, "call", rounding)
 
-    def needs_rounding(inner_layers, args, kwargs) -> bool:
+    def to_round(by_default, others, args, kwargs) -> list:
         if can_run(layer, call, args, kwargs):
-            return False
-        with rounded(inner_layers):
-            return can_run(layer, call, args, kwargs)
+            return []
+        with rounded([*by_default, *others]):
+            if not can_run(layer, call, args, kwargs):
+                return []
+        for inner in tuple(others):
+            fewer = [other for other in others if other is not inner]
+            with rounded([*by_default, *fewer]):
+                others = fewer if can_run(layer, call, args, kwargs) else others
+        return [*by_default, *others]
 
     @functools.wraps(call)
     def call_taking_results(*args, **kwargs):
-        if is_rounded and not is_rounded[0]:
+        if known.get("at") == _times_changed and not known["layers"]:
             return call(*args, **kwargs)
-        inner_layers = _kept_inside(layer)
-        if not inner_layers:
+        by_default, others = _kept_inside(layer)
+        if not by_default and not others:
             return call(*args, **kwargs)
-        if not is_rounded and not all(inner.built for inner in _keras.flatten_layers(layer)):
-            # Keras builds what is not built by a run of its own, whose results are not used.
+        if not known and not all(inner.built for inner in _keras.flatten_layers(layer)):
+            # Keras builds what is not built by a run of its own, whose results are not used. What is not built behind
+            # it never runs.
+            known["layers"] = []
             try:
                 return call(*args, **kwargs)
             except Exception as error:
                 if not refuses(args, kwargs, error):
                     raise
-                with rounded(inner_layers):
+                with rounded([*by_default, *others]):
                     return call(*args, **kwargs)
-        if not is_rounded:
-            is_rounded.append(needs_rounding(inner_layers, args, kwargs))
-        with rounded(inner_layers) if is_rounded[0] else contextlib.nullcontext():
+        if known.get("of") != list(map(id, others)):
+            known.update(of=list(map(id, others)), layers=to_round(by_default, others, args, kwargs))
+        known["at"] = _times_changed
+        with rounded(known["layers"]) if known["layers"] else contextlib.nullcontext():
             return call(*args, **kwargs)
 
-    is_rounded: list[bool] = []
+    # The layers that return 16 bits; of which others that was found out, and after how many changes of `_kept`.
+    known: dict = {}
     return call_taking_results
 
 
@@ -93,13 +121,17 @@ def can_run(layer, call, args, kwargs) -> bool:
     return True
 
 
-def _kept_inside(layer) -> list:
-    """Returns the layers that a default rule keeps in float32 in `layer`, but those within other layers of the user's.
+def _kept_inside(layer) -> tuple[list, list]:
+    """Returns the layers that default rules keep in float32 in `layer`, and those that other rules keep.
 
-    A head that no such rule names is not among them: it stays in 16 bits where what is behind it takes these alone.
+    Those within other layers of the user's are left out. A head that no such rule names is not among them: it stays in
+    16 bits where what is behind it takes these alone.
     """
-    kept: list = []
+    by_default: dict = {}
+    others: dict = {}
     for inner in _keras.direct_sublayers(layer) if layer.compute_dtype in SIXTEEN_BIT_DTYPES else ():
         stock = [inner] if has_own_call(inner) else _keras.flatten_layers(inner, include_self=True)
-        kept += [part for part in stock if part.compute_dtype == "float32" and first_match(default_rules(), part)]
-    return list({id(part): part for part in kept}.values())
+        for part in stock:
+            if part.compute_dtype == "float32" and (part in _kept or first_match(default_rules(), part)):
+                (others if part in _kept else by_default)[id(part)] = part
+    return list(by_default.values()), list(others.values())

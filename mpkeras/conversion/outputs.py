@@ -11,7 +11,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
-from mpkeras.conversion.inner_results import can_run, taking_inner_results
+from mpkeras.conversion.inner_results import can_run, may_ask, taking_inner_results
 from mpkeras.conversion.mixing import MixedDtypesError, in_silence
 from mpkeras.conversion.raw_inputs import cast_inputs, let_keras_cast_inputs, passes_inputs_on
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
@@ -113,13 +113,16 @@ def _runs(layer, args, kwargs) -> bool:
 def let_heads_tell(model, *args, **kwargs):
     """Lets the layers of `model` that wait for their first call tell their heads, by a call for shapes alone.
 
+    By then layers of the user's know, too, which of the layers inside return 16 bits to them.
+
     `args` and `kwargs` are what the model takes: arrays or tensors, symbolic ones included.
     """
 
     def as_tensor(value):
         return value if isinstance(value, keras.KerasTensor) else keras.ops.convert_to_tensor(value)
 
-    if any(is_replaced(layer, "call", "heads") for layer in _keras.flatten_layers(model, include_self=True)):
+    layers = _keras.flatten_layers(model, include_self=True)
+    if any(is_replaced(layer, "call", "heads") for layer in layers) or may_ask(layers):
         args, kwargs = keras.tree.map_structure(as_tensor, (args, kwargs))
         with in_silence():
             _backend.trace(model, model, args, kwargs)

@@ -65,7 +65,9 @@ class UnguardedWatch:
         self._is_over = any(now != counts.get(o, [0, 0]) for o, now in _counts(model, state).items())
         if not self._is_over:
             now = _samples(model, state)
-            moved = [key for key, sample in now.items() if sample != samples.get(key) and key not in self._assigned]
+            # Weights that the step itself has made were not moved by it, as far as anybody knows.
+            known = [key for key in now if key in samples and key not in self._assigned]
+            moved = [key for key in known if now[key] != samples[key]]
             if moved:
                 self._is_over = True
                 _warn(model)

@@ -128,3 +128,52 @@ def test_elsewhere_the_layer_inside_returns_float32():
     assert keras.backend.standardize_dtype(block(X).dtype) == "bfloat16"
     assert keras.backend.standardize_dtype(block.norm(X).dtype) == "float32"
     np.testing.assert_array_equal(model(X)[1], block.norm(X))
+
+
+class Through(layers.Layer):
+    """Adds to its inputs what two layers make of them, one after the other."""
+
+    def __init__(self, up=3e5, **kwargs):
+        super().__init__(**kwargs)
+        self.wide = layers.Dense(5, kernel_initializer=keras.initializers.Constant(up), name="wide")
+        self.narrow = layers.Dense(5, kernel_initializer=keras.initializers.Constant(0.2 / up), name="narrow")
+
+    def call(self, x):
+        return x + self.narrow(self.wide(x))
+
+
+def through():
+    block = Through(name="block")
+    return block, keras.Sequential([keras.Input((5,)), block, layers.Dense(1, name="head")], name="net")
+
+
+def test_between_layers_that_rules_of_the_users_keep_nothing_is_rounded():
+    block, model = through()
+    rules = (*mpkeras.policies.default_rules(), "path:wide$", "path:narrow$")
+    mpkeras.apply_policy(model, mpkeras.Policy("mixed_float16", keep_float32=rules))
+    assert [layer.compute_dtype for layer in (block, block.wide, block.narrow)] == ["float16", "float32", "float32"]
+    for batch in (X, X[:3]):
+        # 3e5 times the sum of each row, and a fifth of its mean; float16 has 11 significant bits.
+        expected = batch + 1.0 * batch.sum(-1, keepdims=True)
+        outputs = ops.convert_to_numpy(ops.cast(block(batch), "float32"))
+        np.testing.assert_allclose(outputs, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.*has moved", "ignore:.* steps", "ignore:.*in a row")
+def test_training_goes_on_where_a_layer_inside_has_moved():
+    block, model = through()
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    fallback = mpkeras.callbacks.Float32Fallback(patience=1)
+    mpkeras.prepare(model, "mixed_float16", loss_scale=1.0)
+    options = {"batch_size": 8, "verbose": 0, "shuffle": False}
+    model.fit(X, Y, epochs=3, callbacks=[fallback], **options)
+    assert fallback.moved == ["net/block/wide", "net/block/narrow"]
+    assert block.compute_dtype == "float16"
+    # What is found out by then is no part of the pass that is looked at.
+    assert mpkeras.trace_numerics(model, X[:8], Y[:8]).culprit is None
+    skipped = int(model.optimizer.skipped_steps)
+    history = model.fit(X, Y, **options).history
+    assert int(model.optimizer.skipped_steps) == skipped
+    hidden = X + X.sum(-1, keepdims=True)
+    kernel = ops.convert_to_numpy(model.layers[-1].kernel)
+    np.testing.assert_allclose(history["loss"], np.mean((hidden @ kernel - Y) ** 2), rtol=0.01)

@@ -1,5 +1,7 @@
 """Optimizers that somebody else than the model holds: wrapped where they can be reached, named where they cannot."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -161,6 +163,19 @@ def test_nothing_is_said_where_nothing_is_wrong(is_there, door):
     callbacks = [MixedPrecision("mixed_bfloat16")] if door == "callback" else []
     for _ in range(2):
         model.fit(X, Y, batch_size=8, verbose=0, callbacks=[*callbacks, *[SetsWeights()] * (is_there == "a callback")])
+
+
+@OWN_STEPS
+@pytest.mark.parametrize("moves", [False, True])
+def test_weights_that_the_first_step_makes_are_not_moved_by_it(moves):
+    plain = keras.optimizers.SGD(0.1)
+    model = Own(updated_by(lambda model: plain) if moves else nothing)
+    model.compile("sgd", "mse")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        # The model is not built: its step makes the weights.
+        fit(model, "prepare", epochs=2)
+    assert any("moves weights" in str(warning.message) for warning in told) == moves
 
 
 @pytest.mark.slow

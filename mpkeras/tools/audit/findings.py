@@ -293,15 +293,24 @@ def check_counted_numbers(forward, rows) -> list:
         most[owner or 0, dtype] = max(numbers, most.get((owner or 0, dtype), 0))
     findings = []
     for (owner, dtype), numbers in most.items():
-        what = (
-            f"It counts {numbers:,} numbers in {dtype}, which holds every whole number up to "
-            f"{LAST_WHOLE_NUMBERS[dtype]:,} alone: the others are rounded."
-        )
-        remedy = (
-            "Count in int32 and compute in float32 what follows, or keep the layer in float32 with the `keep_float32` "
-            f"rule {RuleNames.of_path(rows[owner].path)!r}."
-        )
-        findings.append(Finding("warning", rows[owner].path, what, remedy))
+        last = LAST_WHOLE_NUMBERS[dtype]
+        if numbers - 1 > last:
+            what = (
+                f"It counts {numbers:,} numbers in {dtype}, which holds every whole number up to {last:,} alone: the "
+                "others are rounded."
+            )
+            remedy = (
+                "Count in int32 and compute in float32 what follows, or keep the layer in float32 with the "
+                f"`keep_float32` rule {RuleNames.of_path(rows[owner].path)!r}."
+            )
+            findings.append(Finding("warning", rows[owner].path, what, remedy))
+        elif numbers == forward.open_size:
+            what = (
+                f"It counts in {dtype}, {numbers:,} numbers, as many as were taken for the sizes that the model leaves "
+                f"open: beyond {last:,} whole numbers are rounded."
+            )
+            remedy = "Pass the longest that there may be as `open_size`."
+            findings.append(Finding("note", rows[owner].path, what, remedy))
     return findings
 
 

@@ -43,6 +43,9 @@ from mpkeras.training.step import make_train_step
 
 # The versions that decide which bits a step computes.
 _DECISIVE = ("mpkeras", "keras", "tensorflow", "jax", "torch", "numpy", "backend", "device", "cpu")
+# What Keras says of a Python lambda where none is allowed, and Python of a name that is not there.
+_REFUSED_LAMBDA = re.compile("Python `?lambda")
+_MISSING_NAME = re.compile(r"name '(\w+)' is not defined")
 # The arguments of `make_train_step` in a file.
 _OPTIONS = {"jit_compile", "rollback", "accumulate_steps", "on_overflow", "remat"}
 
@@ -103,6 +106,30 @@ def _rules_by_dtypes(model):
     # By the rule for outputs a large head sums in float32.
     rules = () if any(layer.compute_dtype in in_16_bits for layer in small) else (RuleNames.OUTPUTS,)
     return Policy("mixed_float16" if "float16" in in_16_bits else "mixed_bfloat16", keep_float32=rules)
+
+
+def _names_what_a_lambda_misses(method):
+    """Raises `ValueError` where a lambda of the file needs a name of the module in which it was written.
+
+    Of a lambda Keras writes the bytecode, and runs it in a module of its own.
+    """
+
+    @functools.wraps(method)
+    def named(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            missing = None if self._safe_mode else _MISSING_NAME.search(f"{error}")
+            if missing is None:
+                raise
+            raise ValueError(
+                f"Expected Python lambdas that need no names of the module in which they were written. Received: "
+                f"'{self._path}', in which one needs `{missing[1]}`. Pass `model=`, compiled as it was, to "
+                "`mpkeras.load_capsule`, or write a function of a name in place of the lambda, and pass it in "
+                "`custom_objects`."
+            ) from error
+
+    return named
 
 
 class Capsule:
@@ -168,6 +195,7 @@ class Capsule:
         self._after = {**self.state, **_group(arrays, "after")}
 
     @property
+    @_names_what_a_lambda_misses
     def model(self):
         """The model before the step: made from its configuration, or the one that you gave.
 
@@ -184,6 +212,7 @@ class Capsule:
             self._use(model, rules_of=_rules_by_dtypes)
         return self._model
 
+    @_names_what_a_lambda_misses
     def run(self) -> dict:
         """Runs the step again, from the state before it, and returns what it says now.
 
@@ -215,6 +244,7 @@ class Capsule:
             "versions": {key: pair for key, pair in versions.items() if pair[0] != pair[1]},
         }
 
+    @_names_what_a_lambda_misses
     def trace(self) -> NumericsReport:
         """Returns the range of every layer in this step, and the first culprit among them: `mpkeras.trace_numerics`.
 
@@ -223,6 +253,7 @@ class Capsule:
         """
         return traced(self.model, *self._data(), **self._options_of_passes())
 
+    @_names_what_a_lambda_misses
     def compare(self, dtype: str = "float32", *, bound: float = 0.01) -> Comparison:
         """Runs the step in float32, too, and returns where 16 bits leave it.
 
@@ -240,6 +271,7 @@ class Capsule:
         """
         return compare_with(dtype, self.model, *self._data(), bound=bound, **self._options_of_passes())
 
+    @_names_what_a_lambda_misses
     def first_operation(self) -> Operation | None:
         """Returns the operation of the step at which inf or NaN began: its inputs were finite, and its output is not.
 
@@ -423,7 +455,7 @@ class Capsule:
             except Exception as error:  # Keras lets pass what the classes raise.
                 errors.append(error)
         remedy = "Pass classes and functions of your own in `custom_objects`, or the model as `model`."
-        if "lambda" in str(errors[0]).lower():
+        if self._safe_mode and _REFUSED_LAMBDA.search(str(errors[0])):
             remedy = "If you trust the file, pass `safe_mode=False`."
         raise ValueError(
             f"Expected a {name} that can be made here. Received: '{self._path}' ({type(errors[0]).__name__}: "

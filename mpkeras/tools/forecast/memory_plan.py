@@ -501,11 +501,12 @@ class MemoryPlan(Policy, Report):
             notes.append(f"{name}: not possible. {why}")
         if search.out_of_time is not None:
             notes.append(f"{search.out_of_time:g} s were not enough to try all that is allowed.")
-        if self._limit is None:
-            left = f"{_gib_text(self._target.reserved_bytes)} are left to the device's libraries"
-        else:
-            left = f"{_MARGIN:.0%} of the memory are left free"
-        notes.append(f"Each row was compiled, none was run; {left}. FLOPs: of an example, by the fewest in the table.")
+        left = ""
+        if self._limit is not None:
+            left = f"; {_MARGIN:.0%} of the memory are left free"
+        elif self._target.reserved_bytes:
+            left = f"; {_gib_text(self._target.reserved_bytes)} are left to the device's libraries"
+        notes.append(f"Each row was compiled, none was run{left}. FLOPs: of an example, by the fewest in the table.")
         notes += own_methods_text(self._model_name, self.own_methods)
         notes.append("TensorFlow and torch without XLA allocate otherwise: there the plan is a guess.")
         return notes

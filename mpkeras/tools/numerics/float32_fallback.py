@@ -14,8 +14,8 @@ class Float32Fallback(NumericsMonitor):
     the layers that it runs itself, if float32 makes it finite: at once if its input, output or weights are not, as no
     loss scale cures that; if only its gradients overflow, when they do so at the lowest loss scale, too. The train
     function is built anew; weights, optimizer, metrics and random generators stay as they are. A warning and `moved`
-    name the layers. A layer that multiplies in float8 multiplies in bfloat16 first (`moved_from_float8`), and moves
-    only if that is not enough.
+    name the layers, and the policy that `trace_numerics(...).policy()` returns afterwards has their rules. A layer that
+    multiplies in float8 multiplies in bfloat16 first (`moved_from_float8`), and moves only if that is not enough.
 
     Args:
         patience: Skipped steps with the same culprit before it moves.
@@ -94,7 +94,7 @@ class Float32Fallback(NumericsMonitor):
             self.moved_from_float8.append(culprit.path)
         elif len(self.moved) < self._max_layers:
             move = f"{layer.compute_dtype} to float32"
-            if not ConvertedLayer(layer).move_to_float32():
+            if not ConvertedLayer(layer).move_to_float32(self.model):
                 return
             self.moved.append(culprit.path)
         else:

@@ -55,7 +55,7 @@ class Counted(NamedTuple):
 
 @dataclasses.dataclass
 class Program:
-    """The products and casts of one pass, and what it counts beyond what 16 bits hold."""
+    """The products and casts of one pass, and what it counts in 16 bits."""
 
     products: list = dataclasses.field(default_factory=list)
     casts: list = dataclasses.field(default_factory=list)
@@ -76,8 +76,8 @@ class Program:
             self.casts.append(Cast(owner, source, target, elements * times))
 
     def add_counted(self, owner, dtype: str, numbers: int | None):
-        """Adds so many whole numbers in a row, where 16 bits do not hold the last of them."""
-        if numbers is not None and numbers - 1 > LAST_WHOLE_NUMBERS.get(dtype, math.inf):
+        """Adds so many whole numbers in a row, where they are counted in 16 bits."""
+        if numbers is not None and dtype in LAST_WHOLE_NUMBERS:
             self.counted.append(Counted(owner, dtype, numbers))
 
 

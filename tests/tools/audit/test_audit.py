@@ -203,6 +203,16 @@ def test_positions_counted_in_16_bits(policy, length, layer, expected):
         assert not [finding for finding in mpkeras.audit(model).findings if "whole number" in finding.what]
 
 
+@pytest.mark.parametrize(("open_size", "severity"), [(64, "note"), (257, "note"), (258, "warning")])
+@pytest.mark.parametrize(("layer", "is_named"), [(Positions(name="own"), True), (Places(name="own"), False)])
+def test_positions_of_an_open_size_are_counted_as_far_as_it_was_taken(layer, is_named, open_size, severity):
+    model = keras.Sequential([keras.Input((None, 8)), layer, layers.Dense(2)], name="net")
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    report = mpkeras.audit(model, open_size=open_size)
+    whole = [(finding.severity, finding.layer) for finding in report.findings if "whole number" in finding.what]
+    assert whole == ([(severity, "net/own")] if is_named else [])
+
+
 def test_the_report_as_json_and_as_a_figure():
     pytest.importorskip("matplotlib")
     report = mpkeras.audit(mpkeras.apply_policy(image_model(), "mixed_bfloat16"))

@@ -430,6 +430,25 @@ def test_classes_and_lambdas_need_what_keras_asks_for(tmp_path):
     assert mpkeras.load_capsule(path, safe_mode=False).run()["skipped"]
 
 
+FAR = 4e6
+
+
+def far(x):
+    return FAR * x
+
+
+def test_what_a_file_does_not_hold_of_functions_is_said(tmp_path):
+    made = [faults.model_with(layers.Lambda(lambda x: x * FAR)) for _ in range(2)]
+    path, _, _ = skipped_step(tmp_path, made[0], faults.batch(), jit_compile=False)
+    with pytest.raises(ValueError, match="one needs `FAR`. Pass `model=`.*or write a function of a name"):
+        mpkeras.load_capsule(path, safe_mode=False).run()
+    assert mpkeras.load_capsule(path, made[1]).run()["same_bits"]
+    path, _, _ = skipped_step(tmp_path, faults.model_with(layers.Lambda(far)), faults.batch(), jit_compile=False)
+    with pytest.raises(ValueError, match="Pass classes and functions of your own in `custom_objects`"):
+        mpkeras.load_capsule(path).run()
+    assert mpkeras.load_capsule(path, custom_objects={"far": far}).run()["same_bits"]
+
+
 def test_a_capsule_is_of_a_step_that_was_skipped_just_now(tmp_path):
     model = faults.model_with()
     step = mpkeras.make_train_step(model, mpkeras.LossScaleOptimizer("sgd", loss_scale=1.0), "mse", jit_compile=False)

@@ -209,6 +209,22 @@ def test_what_is_sure_to_be_too_large_is_not_compiled(compiled, limit, expected,
 
 
 @ONCE
+@pytest.mark.parametrize(
+    ("device", "memory", "left"),
+    [
+        ("t4", None, "; 1.00 GiB are left to the device's libraries."),
+        ("v5e", None, "."),
+        ("cpu", None, "."),
+        ("cpu", "3MB", "; 5% of the memory are left free."),
+    ],
+)
+def test_a_plan_says_what_is_left_free(compiled, device, memory, left):
+    compiled(in_parts)
+    plan = mpkeras.plan_memory(residual(), (8, 64), memory=memory, device=device, policies=["float32"], verbose=0)
+    assert f"\nEach row was compiled, none was run{left} FLOPs" in str(plan)
+
+
+@ONCE
 def test_where_less_kept_takes_more_memory_each_is_compiled(compiled):
     """As on a CPU, where XLA finds what is computed twice, and keeps it."""
     sizes = {None: 100, "products": 70, "blocks": 120}

@@ -104,6 +104,30 @@ def test_what_a_layer_runs_itself_moves_with_it():
     assert history["loss"][-1] == pytest.approx((600 / 256 * kernel) ** 2, rel=1e-5)
 
 
+@quiet
+def test_the_policy_of_the_model_has_the_rules_of_what_has_moved():
+    def made():
+        keras.utils.set_random_seed(1)
+        stack = [keras.Input((4,)), layers.Dense(3, name="large"), layers.Dense(5, name="small"), layers.Dense(1)]
+        model = keras.Sequential(stack, name="net")
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        return model
+
+    model, fallback = made(), Float32Fallback(patience=1)
+    model.layers[1].set_weights([np.full((3, 5), 1e-6), np.zeros(5)])
+    x, y = np.full((8, 4), 1e5, "float32"), np.zeros((8, 1), "float32")
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[MixedPrecision("mixed_float16", loss_scale=1.0), fallback])
+    assert fallback.moved == ["net/large"]
+    policy = mpkeras.trace_numerics(model, x / 1e5, y).policy()
+    assert policy.keep_float32 == (*mpkeras.Policy("mixed_float16").keep_float32, *fallback.rules)
+    begins_anew = mpkeras.prepare(made(), policy)
+    assert [layer.compute_dtype for layer in begins_anew.layers] == ["float32", "float16", "float32"]
+    # Where it has moved it stays, under another policy, too.
+    mpkeras.prepare(model)
+    mpkeras.prepare(model, "mixed_bfloat16")
+    assert [layer.compute_dtype for layer in model.layers] == ["float32", "bfloat16", "float32"]
+
+
 @pytest.mark.slow
 @quiet
 def test_gradients_that_overflow_move_their_layer_when_the_scale_is_at_its_lowest():
