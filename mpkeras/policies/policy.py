@@ -402,9 +402,12 @@ def accumulating(policy: Policy, accumulate_steps: int) -> Policy:
 
 def with_rules(policy: Policy, *, keep_float32=(), keep_16_bits=()) -> Policy:
     """Returns a policy with the settings and the name of `policy` and these rules behind its own."""
-    new_rules = {"keep_float32": keep_float32, "keep_16_bits": keep_16_bits}
-    rules = {name: tuple(dict.fromkeys((*getattr(policy, name), *new))) for name, new in new_rules.items()}
-    return Policy._from_settings(dataclasses.replace(policy._settings, **rules))
+    settings = dataclasses.replace(
+        policy._settings,
+        keep_float32=tuple(dict.fromkeys((*policy.keep_float32, *keep_float32))),
+        keep_16_bits=tuple(dict.fromkeys((*policy.keep_16_bits, *keep_16_bits))),
+    )
+    return Policy._from_settings(settings)
 
 
 # The texts of what is in force because of a policy, for its `repr`: functions of the policy that return a text or "".
