@@ -38,6 +38,7 @@ def fit(model, *callbacks, y=Y, **options):
     return model.fit(X, y, callbacks=list(callbacks), **options)
 
 
+@pytest.mark.slow
 def test_logs_reach_history_csv_and_the_progress_bar_beside_validation(tmp_path, capsys):
     writes = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
     precision = MixedPrecision("mixed_float16", loss_scale=64.0)
@@ -207,6 +208,7 @@ def test_at_the_lowest_scale_it_warns_once_stops_or_raises(on_min_scale):
         assert sum("All 4 steps of epoch 1 were skipped" in m for m in messages) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_user", [False, True], ids=["a copy", "a subclass"])
 def test_who_looks_after_each_batch_may_be_a_copy_or_have_a_method_of_its_own(of_user):
     batches = []

@@ -52,7 +52,7 @@ def converted(make, shape):
     return layer
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sum_of_many_gradients(kind, jit_compile):
     make, shape, axes = KINDS[kind]

@@ -97,6 +97,7 @@ def test_a_penalty_trains_as_in_float32(policy):
     np.testing.assert_allclose(weights(policy), weights("float32"), atol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "is_built"), [("fit", False), ("make_train_step", True), ("evaluate", True)])
 def test_a_penalty_of_small_weights_is_that_of_float32(way, is_built):
     # 771 ones: 772 in bfloat16. The outputs are the labels, so the penalty is all of the loss.

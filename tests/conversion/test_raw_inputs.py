@@ -101,6 +101,7 @@ def test_a_model_whose_inputs_and_head_both_meet_16_bits_trains(door):
     assert keras.backend.standardize_dtype(model(X).dtype) == "float32"
 
 
+@pytest.mark.slow
 def test_a_second_conversion_and_the_way_back():
     model, _ = fitted(Gate, "prepare", "mixed_float16", X)
     expected = keras.ops.convert_to_numpy(model(X))

@@ -317,6 +317,7 @@ class AnyFit(keras.Sequential):
         return super().fit(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OwnFit, FitByName])
 def test_a_fit_of_ones_own_trains_whatever_arguments_it_takes(kind):
     model = compiled(lambda: kind(sequential().layers))

@@ -101,6 +101,7 @@ def test_the_next_fit_is_without_a_callback_whose_fit_was_stopped(callback, is_p
     assert {"loss_scale", "skipped_steps"} <= set(history) and names(model) == replaced
 
 
+@pytest.mark.slow
 @SKIPS
 @pytest.mark.parametrize("is_prepared", [False, True], ids=["plain", "prepared"])
 def test_single_batches_behind_a_stopped_fit_are_not_its_own(is_prepared, tmp_path):

@@ -612,6 +612,7 @@ def own_attributes(model):
     return [(layer.dtype_policy, {name: id(value) for name, value in vars(layer).items()}) for layer in layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "options", "expected"),
     [

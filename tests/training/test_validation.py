@@ -101,6 +101,7 @@ def test_with_a_monitor_the_layer_is_named():
     assert len(told) == 2 and any("from batch 0 on: layer 'net/wide' was given" in text for text in told), told
 
 
+@pytest.mark.slow
 def test_a_monitor_says_where_the_targets_are_at_fault():
     x, y = SOUND
     bad = x, np.where(np.arange(8)[:, None] == 6, np.nan, y).astype("float32")

@@ -401,6 +401,7 @@ def test_attention_with_dropout_is_compared(tmp_path):
     assert capsule.run()["same_bits"]
 
 
+@pytest.mark.slow
 def test_the_model_may_be_given(tmp_path):
     path, state, _ = skipped_step(tmp_path, faults.model_with(), faults.batch(scale=1e6), jit_compile=False)
     model = faults.model_with()

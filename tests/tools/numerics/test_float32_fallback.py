@@ -82,6 +82,7 @@ def test_a_model_that_dies_in_stock_keras_reaches_float32_quality():
     assert healed > reference - 0.03
 
 
+@pytest.mark.slow
 @quiet
 def test_what_a_layer_runs_itself_moves_with_it():
     def norm(h):

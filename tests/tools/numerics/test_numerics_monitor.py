@@ -231,6 +231,7 @@ def test_alone_it_names_the_layer_and_training_goes_on(policy):
     assert history == expected_history
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was skipped")
 @pytest.mark.parametrize("order", [1, -1])
 def test_beside_the_callback_that_prepares_the_order_does_not_matter(order):
