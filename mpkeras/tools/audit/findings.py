@@ -332,8 +332,11 @@ def check_islands(model, rows) -> list:
         inner.update(id(part.layer) for part in rows_inside)
         flops = sum(part.total_flops - part.half_flops for part in rows_inside)
         if all_flops and flops > _DEAR * all_flops:
+            # All may do so: the policy of the model alone is of 16 bits then.
+            has_others = any(r.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES for r in rows if not r.is_container)
+            beside = "while others compute in 16 bits" if has_others else "in a model whose policy is of 16 bits"
             what = (
-                f"It computes in {row.compute_dtype} while others compute in 16 bits, and no default rule names it: "
+                f"It computes in {row.compute_dtype} {beside}, and no default rule names it: "
                 f"{percent(flops / all_flops)} of all FLOPs, {_bytes(rows_inside)}."
             )
             findings.append(Finding("warning", row.path, what, _remedy_of_island(row, model)))

@@ -442,6 +442,13 @@ class TestIslands:
         # 8 * 16 + 16 * 24 + 24 * 8 = 704 products, 384 of them here; 408 weights and 192 outputs.
         assert "55 % of all FLOPs, 1.6 KiB of weights and 768 bytes of outputs" in finding.what
 
+    def test_of_float32_layers_alone_it_says_that_the_policy_is_of_16_bits(self):
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(32), layers.Dense(2)])
+        model.dtype_policy = "mixed_bfloat16"
+        # 6 * 32 of 6 * 32 + 32 * 2 products.
+        (finding,) = found(mpkeras.audit(model), "warning", "75 % of all FLOPs")
+        assert "in float32 in a model whose policy is of 16 bits" in finding.what
+
     @pytest.mark.slow
     @pytest.mark.backends("tensorflow")
     @pytest.mark.parametrize("mode", ["int8", "float8"])
