@@ -56,8 +56,8 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale: float | 
         figure, `.policy()` the policy with the float32 rules that help.
 
     Raises:
-        ValueError: If `y` is given and the model is not compiled with a loss, or `loss_scale` is not a positive
-            finite number.
+        ValueError: If the model has no `call`, as many a GAN, `y` is given and the model is not compiled with a loss,
+            or `loss_scale` is not a positive finite number.
         TypeError: If `model` is no `keras.Model`.
 
     Example:
@@ -118,6 +118,11 @@ def traced(
 
 def _check(model, y, loss_scale):
     check_model(model)
+    if type(model).call is keras.Layer.call:
+        raise ValueError(
+            f"Expected a model with a `call`, which can be run on one batch. Received: model '{model.name}', which has "
+            "none. Trace the models inside, each with what it is given: `trace_numerics(model.generator, noise)`."
+        )
     if y is not None and not getattr(model, "compiled", False):
         raise ValueError(
             f"Expected a model that is compiled with a loss, for the backward pass. Received: model '{model.name}', "

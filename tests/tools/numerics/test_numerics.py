@@ -635,6 +635,7 @@ def test_what_people_see(tmp_path):
         (lambda: keras.Sequential([keras.Input((8,)), layers.Dense(8)]), {}, ValueError, "compiled with a loss"),
         (six_layers, {"loss_scale": 0.0}, ValueError, "positive finite number"),
         (six_layers, {"loss_scale": True}, ValueError, "positive finite number. Received: loss_scale=True"),
+        (lambda: keras.Model(name="gan"), {}, ValueError, "a `call`.*'gan', which has none. Trace the models inside"),
     ],
 )
 def test_bad_input(model, options, error, message):
