@@ -118,7 +118,7 @@ def traced(
 
 def _check(model, y, loss_scale):
     check_model(model)
-    if type(model).call is keras.Layer.call:
+    if type(model).call is keras.Model.call:
         raise ValueError(
             f"Expected a model with a `call`, which can be run on one batch. Received: model '{model.name}', which has "
             "none. Trace the models inside, each with what it is given: `trace_numerics(model.generator, noise)`."
