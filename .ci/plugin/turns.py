@@ -127,6 +127,10 @@ SELDOM = {
         # `test_replicas.py` has the two workers in `fit`
         "test_each_worker_of_a_multi_worker_strategy": BACKENDS,
     },
+    "tests/distributed/test_sharded.py": {
+        # `test_everything_trains_under_every_layout_as_on_one_device` has 16 bits, on as many devices.
+        "test_a_model_in_parts_trains_as_on_one_device_in_16_bits": BACKENDS,
+    },
     "tests/tools/export/test_without_mpkeras.py": {
         "test_a_compiled_model_goes_on_in_plain_keras": ("jax",),
     },
