@@ -113,10 +113,16 @@ def _to_e5m2(values, dtype):
     return tf.bitcast(tf.cast(bits, tf.uint16), tf.float16)
 
 
-def _over_replicas(largest):
+def is_one_of_replicas() -> bool:
+    """Whether this code runs on one of several replicas of a strategy."""
     context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    return context is not None and context.num_replicas_in_sync > 1
+
+
+def _over_replicas(largest):
+    if not is_one_of_replicas():
         return largest
+    context = tf.distribute.get_replica_context()
     # Replicas can form sums and means alone.
     replicas = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync) * largest
     return tf.reduce_max(context.all_reduce(tf.distribute.ReduceOp.SUM, replicas))

@@ -8,6 +8,7 @@ import threading
 import keras
 
 from mpkeras._replaced import is_newest, replace, replaced_on_all, restore
+from mpkeras.conversion.float8 import multiplies_in_float8
 from mpkeras.policies.heads import has_own_call
 from mpkeras.policies.kernels import CONVOLUTIONS
 
@@ -57,6 +58,9 @@ def sum_bias_in_float32(layer):
     def call_and_sum(*args, **kwargs):
         # It may have moved to float32 since.
         if layer.compute_dtype != "bfloat16" or layer.bias is None:
+            return call(*args, **kwargs)
+        # A replica waits in the product for the scales of the others, whose threads would wait for the lock.
+        if multiplies_in_float8(layer) and _backend.is_one_of_replicas():
             return call(*args, **kwargs)
         inputs = keras.tree.flatten((args, kwargs))[0]
         with lock, other_bias(layer, inputs):

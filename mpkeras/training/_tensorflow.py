@@ -346,22 +346,6 @@ def scale_logs(optimizers, result) -> tuple:
     return optimizers[0].loss_scale, sum(tf.identity(o.skipped_steps.value) for o in optimizers)
 
 
-def logs_of_all_replicas(model, logs):
-    """Returns the logs of a step with what metrics say of all replicas in the place of what they say of this one.
-
-    Keras averages the logs of replicas: of a count, or of a ratio such as precision, that is another number. It asks
-    the metrics again at the end of an epoch, but not where the logs have names that no metric has.
-    """
-    strategy = tf.distribute.get_strategy()
-    if not in_replica_context() or replicas() == 1 or isinstance(strategy, tf.distribute.TPUStrategy):
-        return logs
-    of_this_replica = metric_states.results_now(model.get_metrics_result)
-    of_all = tf.distribute.get_replica_context().merge_call(
-        lambda strategy: metric_states.results_now(model.get_metrics_result)
-    )
-    return metric_states.replaced(logs, of_this_replica, of_all)
-
-
 class CompiledStep:
     """A custom loop's step: `GradientTape` in one `tf.function`. `parts` is a `StepParts`."""
 

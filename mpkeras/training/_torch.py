@@ -19,7 +19,6 @@ from mpkeras.training.defaults import (  # noqa: F401
     has_rows,
     in_replica_context,
     is_distributed,
-    logs_of_all_replicas,
     replicas,
     runs_on_host,
     track_random_states,

@@ -27,11 +27,6 @@ def replicas(model=None) -> int:
     return 1
 
 
-def logs_of_all_replicas(model, logs):
-    """Returns the logs of a step, which are of all devices."""
-    return logs
-
-
 def variable_scope(model):
     """Variables belong to no scope here."""
     return contextlib.nullcontext()

@@ -34,8 +34,8 @@ def flat(callbacks) -> list:
 
 
 @contextlib.contextmanager
-def with_callback(callback, unless, function, name: str, args, kwargs):
-    """Yields the arguments of `function` with `callback` among the callbacks, as the last: it only reads and warns.
+def with_callback(callback, unless, function, name: str, args, kwargs, *, is_first: bool = False):
+    """Yields the arguments of `function` with `callback` among the callbacks, as the last, or as the first.
 
     Args:
         unless: A class. With a callback of this class the arguments stay as they are.
@@ -47,16 +47,17 @@ def with_callback(callback, unless, function, name: str, args, kwargs):
         return
     callbacks = argument_in("callbacks", function, name, args, kwargs)
     present = flat(callbacks)
+    with_it = [callback, *present] if is_first else [*present, callback]
     if any(isinstance(other, unless) for other in present):
         yield args, kwargs
     elif isinstance(callbacks, keras.callbacks.CallbackList):
         callback.set_model(callbacks.model)
-        callbacks.callbacks.append(callback)
+        callbacks.callbacks.insert(0 if is_first else len(callbacks.callbacks), callback)
         try:
             yield args, kwargs
         finally:
             callbacks.callbacks.remove(callback)
     elif position < len(args) and may_be_by_place:
-        yield (*args[:position], [*present, callback], *args[position + 1 :]), kwargs
+        yield (*args[:position], with_it, *args[position + 1 :]), kwargs
     else:
-        yield args, {**kwargs, "callbacks": [*present, callback]}
+        yield args, {**kwargs, "callbacks": with_it}

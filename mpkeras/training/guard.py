@@ -80,8 +80,6 @@ def install(model, guard: Guard):
                 added |= zip(LOG_NAMES, training_backend.scale_logs(in_use_first, result), strict=True)
             if guard.add_gradient_logs and optimizers and facts[0].statistics is not None:
                 added |= zip(GRADIENT_LOG_NAMES, facts[0].statistics, strict=True)
-            if added:
-                result = _with_logs(result, functools.partial(training_backend.logs_of_all_replicas, model))
             return _with_logs(result, lambda logs: {**logs, **added})
 
         return distribution_backend.with_dtypes(run_and_log, guard.travel, model)(*args)

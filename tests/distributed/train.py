@@ -354,12 +354,13 @@ def callback_and_xla(options, devices, made, result) -> dict:
     return {
         "callback": inflict_faults(made(with_statistics=True, with_callback=True), options),
         "xla": message_of(lambda: made(jit_compile=True)),
-        "metrics": metrics_of_an_epoch(options, devices),
+        "metrics": metrics_of_epochs(options, devices, with_callback=False),
+        "metrics_with_callback": metrics_of_epochs(options, devices, with_callback=True),
     }
 
 
-def metrics_of_an_epoch(options, devices) -> list:
-    """Returns the logs of two epochs: eight rows and eight that are skipped, and the latter alone."""
+def metrics_of_epochs(options, devices, with_callback: bool) -> list:
+    """Returns the logs of two epochs with validations: eight rows and eight that are skipped, and the latter alone."""
     import keras
     import numpy as np
 
@@ -369,13 +370,26 @@ def metrics_of_an_epoch(options, devices) -> list:
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
         metrics = [keras.metrics.Precision(name="precision"), keras.metrics.TruePositives(name="true_positives")]
         model.compile(keras.optimizers.SGD(0.0), "mse", metrics=metrics, run_eagerly=options.eager, jit_compile=False)
-        mpkeras.prepare(model, "mixed_float16", loss_scale=mpkeras.DynamicLossScale(INITIAL_SCALE))
+        policy = {"policy": "mixed_float16", "loss_scale": mpkeras.DynamicLossScale(INITIAL_SCALE)}
+        callbacks = [mpkeras.callbacks.MixedPrecision(**policy)] if with_callback else []
+        if not with_callback:
+            mpkeras.prepare(model, **policy)
+    seen: list = []
+    callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs))))
     x = np.array([0.75, 0.75, 0.75, 0.25, 0.75, 0.25, 0.25, 0.25] + 8 * [np.inf], "float32")[:, None]
     y = np.array([1, 0, 0, 1, 1, 1, 0, 0] + 8 * [1], "float32")[:, None]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        epochs = [model.fit(x[i:], y[i:], batch_size=8, shuffle=False, verbose=0).history for i in (0, 8)]
-    return [{name: values[-1] for name, values in epoch.items()} for epoch in epochs]
+        how = {
+            "batch_size": 8,
+            "shuffle": False,
+            "verbose": 0,
+            "validation_data": (x[3:11], y[3:11]),
+            "callbacks": callbacks,
+        }
+        epochs = [model.fit(x[i:], y[i:], **how).history for i in (0, 8)]
+    logs = [{name: float(values[-1]) for name, values in epoch.items()} for epoch in epochs]
+    return [{**log, "seen_precision": float(told["precision"])} for log, told in zip(logs, seen, strict=True)]
 
 
 def sizes_and_refusals(options, devices, made, result) -> dict:

@@ -452,4 +452,6 @@ def test_every_so_many_steps_of_a_model_without_a_call_give_no_report():
     with pytest.warns(UserWarning, match="gives no report") as told:
         fit(model, NumericsMonitor(every=1), X, None)
     (message,) = [str(warning.message) for warning in told if "gives no report" in str(warning.message)]
-    assert message.startswith("`every=1` gives no report: the model cannot be run on its batch (NotImplementedError")
+    assert message.startswith(
+        "`every=1` gives no report: the model cannot be run on its batch (ValueError: Expected a model with a `call`"
+    )

@@ -1,0 +1,46 @@
+"""Metrics in the logs of an epoch: of all replicas of a strategy together."""
+
+import keras
+
+from mpkeras.training import metric_states, training_backend
+
+
+class MetricsOfAllReplicas(keras.callbacks.Callback):
+    """Puts what metrics say of all replicas into the logs of an epoch, for the callbacks behind it.
+
+    Keras averages the logs of replicas: of a count, or of a ratio such as precision, that is another number. It asks
+    the metrics again when an epoch ends, but not where the logs have names that no metric has, as those of a prepared
+    model.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._results: dict | None = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._results = None
+
+    def on_test_begin(self, logs=None):
+        # The validation resets the metrics next.
+        if self._results is None:
+            self._results = self._results_now()
+
+    def on_epoch_end(self, epoch, logs=None):
+        results = self._results_now() if self._results is None else self._results
+        trackers = {
+            metric.name for metric in metric_states.flat(self.model.metrics) if metric_states.tracks_losses(metric)
+        }
+        shown = {name: value for name, value in results.items() if logs and name in logs}
+        others = [float(logs[name]) for name in shown if name not in trackers and not isinstance(shown[name], dict)]
+        # Nothing has counted where all are NaN, as the steps have said.
+        has_counted = not others or any(value == value for value in others)
+        for name, value in shown.items():
+            if has_counted or name in trackers:
+                logs[name] = value
+
+    def _results_now(self) -> dict:
+        if training_backend.replicas(self.model) == 1:
+            return {}
+        return keras.tree.map_structure(
+            lambda value: keras.ops.convert_to_numpy(value)[()], self.model.get_metrics_result()
+        )
