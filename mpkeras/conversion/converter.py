@@ -164,7 +164,7 @@ def leave_float8(model, layer, reason: str):
     """Moves the product of `layer` in a converted model from float8 to bfloat16, for later conversions, too."""
     conversion, dtypes = conversion_of(model), dtypes_of(model)
     conversion.left_float8[layer] = reason
-    _add_rule(model, keep_16_bits=layer)
+    _add_rule(model, "keep_16_bits", layer)
     products = planned_products(model, conversion, dtypes)
     changes = planned_changes(model, dtypes, products, conversion.heads, trains=conversion.trains)
     make_changes(layer, changes[id(layer)])
@@ -172,12 +172,11 @@ def leave_float8(model, layer, reason: str):
 
 def note_moved_to_float32(model, layer):
     """Adds a rule for `layer`, which overflowed and has moved, to the policy that a converted model was given."""
-    _add_rule(model, keep_float32=layer)
+    _add_rule(model, "keep_float32", layer)
 
 
-def _add_rule(model, **layers):
+def _add_rule(model, name: str, layer):
     conversion = last_conversion(model)
     if conversion is not None and conversion.asked_for is not None:
         # Reports and plans give the policy on, to models that begin anew.
-        rules = {name: (path_rule(layer.path or layer.name),) for name, layer in layers.items()}
-        conversion.asked_for = with_rules(conversion.asked_for, **rules)
+        conversion.asked_for = with_rules(conversion.asked_for, **{name: (path_rule(layer.path or layer.name),)})

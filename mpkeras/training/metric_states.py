@@ -99,9 +99,14 @@ def reset_values(metric) -> list:
     return [variable.value if value is None else value for variable, value in pairs]
 
 
+def names_of_trackers(metrics) -> set:
+    """Returns the names of those of `metrics` that track losses."""
+    return {metric.name for metric in flat(metrics) if tracks_losses(metric)}
+
+
 def shown(metrics, results: dict, nothing_has_counted) -> dict:
     """Returns `results`, those of `metrics`, with NaN for what is no tracker of losses where nothing has counted."""
-    trackers = {metric.name for metric in flat(metrics) if tracks_losses(metric)}
+    trackers = names_of_trackers(metrics)
 
     def or_nan(value):
         # Whole numbers know no NaN.

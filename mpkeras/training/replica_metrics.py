@@ -15,21 +15,18 @@ class MetricsOfAllReplicas(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self._results: dict | None = None
+        self._results: dict = {}
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._results = None
+        self._results = {}
 
     def on_test_begin(self, logs=None):
         # The validation resets the metrics next.
-        if self._results is None:
-            self._results = self._results_now()
+        self._results = self._results or self._results_now()
 
     def on_epoch_end(self, epoch, logs=None):
-        results = self._results_now() if self._results is None else self._results
-        trackers = {
-            metric.name for metric in metric_states.flat(self.model.metrics) if metric_states.tracks_losses(metric)
-        }
+        results = self._results or self._results_now()
+        trackers = metric_states.names_of_trackers(self.model.metrics)
         shown = {name: value for name, value in results.items() if logs and name in logs}
         others = [float(logs[name]) for name in shown if name not in trackers and not isinstance(shown[name], dict)]
         # Nothing has counted where all are NaN, as the steps have said.
