@@ -175,7 +175,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._nonfinite_losses = self._add_scalar("nonfinite_losses", 0)
         self._skipped_in_step = self._add_scalar("skipped_in_step", 0)
         self._accepted_in_step = self._add_scalar("accepted_in_step", 0)
-        # The variables that the rule moves; `build` makes them.
+        # The variables that the rule moves.
         self._state: dict = {}
         self._slot_dtype = slot_dtype
         self.all_reduce_dtype = all_reduce_dtype
@@ -200,7 +200,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Within a traced step, too, once and not in it: what `build` assigns (ScheduleFreeAdamW starts from the
         # weights) must not become part of every step.
         with _backend.build_scope():
-            self._make_scale_state()
+            self.make_scale_state()
             has_trained = self.inner_optimizer.built
             if not has_trained:
                 self._build_inner(list(variables))
@@ -334,7 +334,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         variables = [*self.trainable_variables, *inner.variables]
         return Rounding([v for v in variables if isinstance(v, keras.Variable)], _keras.step_count(inner))
 
-    def _make_scale_state(self):
+    def make_scale_state(self) -> None:
+        """Makes the variables that the loss-scaling rule moves, unless they are there: `build` would make them."""
+        if self._state:
+            return
         # These two come first, in stock Keras' order.
         initial_state = {"step_counter": 0, "dynamic_scale": 1.0} | self._rule.initial_state()
         # Keras' "int": int64 on TensorFlow, int32 on JAX and torch, as its own counter.
@@ -417,6 +420,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "Create the optimizer with `loss_scale=mpkeras.DynamicLossScale(...)`."
             )
         self._rule = self._rule.from_config({**config, name: value})
+        if not self.built:
+            for key, initial in self._rule.initial_state().items():
+                if key in self._state:
+                    self._state[key].assign(initial)
 
     @property
     def scale_is_one(self) -> bool:
@@ -425,7 +432,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def scale_state(self) -> dict:
-        """The variables that the loss-scaling rule moves, by name; empty before `build`."""
+        """The variables that the loss-scaling rule moves, by name; empty before the first step or `build`."""
         return dict(self._state)
 
     @property

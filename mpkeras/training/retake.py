@@ -4,6 +4,9 @@ A dynamic scale begins with a guess, and each step in which it comes down to wha
 So while no step has counted, a batch whose gradients alone overflowed is run again with a smaller scale: on the host,
 by the program that is there. The rollback has put the model back; here the optimizer's own numbers are put back, so
 that nothing is left of the attempt but the scale. From the first counted step on nobody looks any more.
+
+The next batches may have larger gradients. So the first attempt is made at a scale above the guess, and training goes
+on as far below the scale at which the batch counted: at the guess, where the first attempt did.
 """
 
 import functools
@@ -15,7 +18,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras.policies.loss_scaling import SMALLEST_SCALE, number
+from mpkeras.policies.loss_scaling import LARGEST_SCALE, SMALLEST_SCALE, number
 from mpkeras.training import training_backend
 from mpkeras.training.inventory import (
     initial_values,
@@ -28,8 +31,8 @@ from mpkeras.training.random_numbers import global_generator_at_hand
 
 # A batch that no scale cures is skipped as ever. After so many of them, batches are not taken again any more.
 MOST_LOST = 2
-# The gradients of one batch are easily two or three times those of the batch before. Where the scale had to come down,
-# it stays so far below what the first batch takes, but not below 1 for this reason alone.
+# The gradients of one batch are easily two or three times those of the batch before. The scale stays so far below what
+# the first batch takes, but not below 1 for this reason alone.
 HEADROOM = 4.0
 # For a rule of the user's that lowers its scale very slowly.
 _MOST_ATTEMPTS = 300
@@ -110,6 +113,11 @@ class FirstSteps:
     def _take(self, run, state) -> tuple:
         step_state = training_backend.HeldState(self.model, state)
         optimizers = self._optimizers()
+        with training_backend.variable_scope(self.model):
+            for optimizer in optimizers:
+                if optimizer.dynamic:
+                    # Also of one that the step builds: the first attempt is not made at the guess.
+                    optimizer.make_scale_state()
         for optimizer in optimizers:
             _note_steps_before_scale(optimizer, step_state)
         waiting = [optimizer for optimizer in optimizers if _awaits_first_step(optimizer, step_state)]
@@ -118,36 +126,52 @@ class FirstSteps:
             logs, step_state = step_state.after(run(*step_state.arguments()))
             return step_state.returned(logs), step_state.arguments()
         at_begin = _Before(self.model, optimizers, self._metrics, step_state)
-        scales: dict = {}
+        scales = at_begin.scales_above_guess(waiting)
+        at_begin.write_scales(step_state, scales)
         for _ in range(_MOST_ATTEMPTS):
-            logs, step_state, changes = self._attempt(run, step_state, at_begin)
+            logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
             counted = [optimizer for optimizer in optimizers if changes[optimizer].counted]
             overflowed = [optimizer for optimizer in waiting if changes[optimizer].overflowed]
+            if not overflowed and not counted and any(scale > at_begin.guess(o) for o, scale in scales.items()):
+                # The scale has no part in it: the step is skipped as ever, at the guess.
+                scales = {}
+                at_begin.put_back(step_state, scales)
+                continue
             if not overflowed or (counted and not at_begin.are_all):
                 break
-            tried = {optimizer: scales.get(optimizer) for optimizer in overflowed}
-            scales |= {o: lowered_scale(o, at_begin.scale_state(o), scale) for o, scale in tried.items()}
+            scales |= {o: at_begin.next_scale(o, scales.get(o)) for o in overflowed}
             incurable = [optimizer for optimizer in overflowed if scales[optimizer] is None]
             scales = {optimizer: scale for optimizer, scale in scales.items() if scale is not None}
             at_begin.put_back(step_state, scales)
             if incurable:
                 # The gradients are finite at no scale: the step is skipped as ever.
-                logs, step_state, changes = self._attempt(run, step_state, at_begin)
+                logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
                 counted = [optimizer for optimizer in optimizers if changes[optimizer].counted]
                 self._note_incurable(incurable)
                 break
         self.are_over |= bool(counted)
-        logs = _with_headroom(logs, step_state, optimizers, {o: s for o, s in scales.items() if changes[o].counted})
+        new_scales = {}
+        for optimizer, scale in scales.items():
+            if changes[optimizer].counted:
+                scale = _with_headroom(optimizer, step_state, scale)
+            elif scale <= at_begin.guess(optimizer):
+                continue
+            new_scales[optimizer] = min(scale, at_begin.guess(optimizer))
+        logs = _with_scales(logs, step_state, optimizers, new_scales)
         return step_state.returned(logs), step_state.arguments()
 
-    def _attempt(self, run, step_state, at_begin):
+    def _attempt(self, run, step_state, at_begin, scales):
         try:
             logs, after = step_state.after(run(*step_state.arguments()))
         except BaseException:
-            # A program that catches it may go on from any state.
+            # A program that catches it may go on from any state, but not at a scale that was tried for this batch.
             self.are_over = True
+            at_begin.write_scales(step_state, {optimizer: at_begin.guess(optimizer) for optimizer in scales})
             raise
-        return logs, after, {optimizer: at_begin.change(optimizer, after) for optimizer in self._optimizers()}
+        changes = {
+            optimizer: at_begin.change(optimizer, after, scales.get(optimizer)) for optimizer in self._optimizers()
+        }
+        return logs, after, changes
 
     def _note_incurable(self, optimizers):
         for optimizer in optimizers:
@@ -206,8 +230,37 @@ class _Before:
         names = optimizer.loss_scale_rule.initial_state()
         return {name: self._number(optimizer.scale_state[name]) for name in names}
 
-    def change(self, optimizer, after) -> _Change:
-        """Returns what the step did to `optimizer`; `after` is the state that it has left."""
+    def scales_above_guess(self, waiting: list) -> dict:
+        """Returns the scales of the first attempt, by optimizer: `HEADROOM` times the guess, where the rule has it."""
+        if len(waiting) > 1 and not self.are_all:
+            # What one of them has done could not be undone where another overflows.
+            return {}
+        scales = {}
+        for optimizer in waiting:
+            scale = HEADROOM * self.guess(optimizer)
+            state = {**self.scale_state(optimizer), "dynamic_scale": scale}
+            if number(optimizer.loss_scale_rule.current_scale(_tensors(state))) == scale <= LARGEST_SCALE:
+                scales[optimizer] = scale
+        return scales
+
+    def guess(self, optimizer) -> float:
+        """Returns the scale of `optimizer` from before the step."""
+        return number(optimizer.loss_scale_rule.current_scale(_tensors(self.scale_state(optimizer))))
+
+    def next_scale(self, optimizer, scale: float | None) -> float | None:
+        """Returns the scale to try after `scale` (`None`: the guess); `None` where there is none."""
+        lower, guess = lowered_scale(optimizer, self.scale_state(optimizer), scale), self.guess(optimizer)
+        # On the way down from above it, the guess is not left out.
+        return guess if scale is not None and scale > guess and (lower is None or lower < guess) else lower
+
+    def change(self, optimizer, after, scale: float | None = None) -> _Change:
+        """Returns what the step did to `optimizer`.
+
+        Args:
+            optimizer: The optimizer.
+            after: The state that the step has left.
+            scale: The scale at which the step was tried; by default that from before.
+        """
 
         def grew(variable):
             return after.number(variable) > self._number(variable)
@@ -216,8 +269,10 @@ class _Before:
         if optimizer.window is not None:
             # The scale moves when the window ends.
             moving.append(optimizer.window.overflowed)
-        # A batch without rows is skipped, too, and neither its loss nor the scale has a part in that.
-        has_moved = any(after.number(variable) != self._number(variable) for variable in moving)
+        # A batch without rows is skipped, too, and neither its loss nor the scale has a part in that. It is never tried
+        # below the guess; there another scale than the guess is a sign by itself, as at its floor a scale cannot move.
+        begun = {} if scale is None else {id(optimizer.dynamic_scale): max(scale, self.guess(optimizer))}
+        has_moved = any(after.number(v) != begun.get(id(v), self._number(v)) for v in moving)
         overflowed = has_moved and grew(optimizer.skipped_steps) and not grew(optimizer.nonfinite_losses)
         return _Change(grew(optimizer.accepted_steps), overflowed)
 
@@ -230,6 +285,10 @@ class _Before:
         if self.are_all:
             training_backend.set_global_random_states(self._random)
             self._put_back_unbuilt(step_state)
+        self.write_scales(step_state, scales)
+
+    def write_scales(self, step_state, scales: dict):
+        """Gives the optimizers of `scales` these scales."""
         for optimizer, scale in scales.items():
             step_state.write(optimizer.dynamic_scale, [np.array(scale)])
 
@@ -255,8 +314,6 @@ def _awaits_first_step(optimizer, step_state) -> bool:
     """
     if not optimizer.dynamic or step_state.number(optimizer.accepted_steps) != optimizer.record.steps_before_scale:
         return False
-    if not optimizer.scale_state:
-        return True
     rule = optimizer.loss_scale_rule
     expected, present = rule.initial_state(), _scale_state(optimizer, step_state)
     # The scale has backed off once for each batch that no scale cured.
@@ -273,7 +330,7 @@ def _note_steps_before_scale(optimizer, step_state):
     `iterations` may come from a file of a training in float32, or from the user, for a schedule. A step that counts at
     the scale moves the state of its rule, and only a skipped step moves it back. A window counts its steps itself.
     """
-    if not optimizer.dynamic or not optimizer.scale_state or optimizer.window is not None:
+    if not optimizer.dynamic or optimizer.window is not None:
         return
     rule = optimizer.loss_scale_rule
     initial = rule.initial_state()
@@ -330,23 +387,24 @@ def _tensors(state: dict) -> dict:
     }
 
 
-def _with_headroom(logs, step_state, optimizers, scales: dict):
-    """Lowers the `scales` that a first batch has found, and returns the logs with the scale of the next step."""
-    for optimizer, scale_found in scales.items():
-        lowest = max(scale_found / HEADROOM, min(scale_found, 1.0))
-        state = {
-            name: step_state.number(optimizer.scale_state[name]) for name in optimizer.loss_scale_rule.initial_state()
-        }
-        scale = present = step_state.number(optimizer.dynamic_scale)
-        while (lower := lowered_scale(optimizer, state, scale)) is not None and lower >= lowest:
-            scale = lower
-        if scale < present:
+def _with_headroom(optimizer, step_state, scale_found: float) -> float:
+    """Returns the scale of the next step for one that has counted at `scale_found`."""
+    lowest = max(scale_found / HEADROOM, min(scale_found, 1.0))
+    scale, state = step_state.number(optimizer.dynamic_scale), _scale_state(optimizer, step_state)
+    while (lower := lowered_scale(optimizer, state, scale)) is not None and lower >= lowest:
+        scale = lower
+    return scale
+
+
+def _with_scales(logs, step_state, optimizers, scales: dict):
+    """Writes the scales of the next step, and returns the logs with them."""
+    for optimizer, scale in scales.items():
+        if scale != step_state.number(optimizer.dynamic_scale):
             step_state.write(optimizer.dynamic_scale, [np.array(scale)])
         warn_below_one(optimizer, scale)
     in_use = [optimizer for optimizer in optimizers if optimizer.built]
     if in_use and in_use[0] in scales and isinstance(logs, dict) and "loss_scale" in logs:
-        scale = step_state.number(in_use[0].dynamic_scale)
-        shown = logs["loss_scale"]
+        scale, shown = scales[in_use[0]], logs["loss_scale"]
         logs = {**logs, "loss_scale": scale if isinstance(shown, float) else ops.convert_to_tensor(scale, "float32")}
     return logs
 
