@@ -126,30 +126,8 @@ class FirstSteps:
             logs, step_state = step_state.after(run(*step_state.arguments()))
             return step_state.returned(logs), step_state.arguments()
         at_begin = _Before(self.model, optimizers, self._metrics, step_state)
-        scales = at_begin.scales_above_guess(waiting)
-        at_begin.write_scales(step_state, scales)
-        for _ in range(_MOST_ATTEMPTS):
-            logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
-            counted = [optimizer for optimizer in optimizers if changes[optimizer].counted]
-            overflowed = [optimizer for optimizer in waiting if changes[optimizer].overflowed]
-            if not overflowed and not counted and any(scale > at_begin.guess(o) for o, scale in scales.items()):
-                # The scale has no part in it: the step is skipped as ever, at the guess.
-                scales = {}
-                at_begin.put_back(step_state, scales)
-                continue
-            if not overflowed or (counted and not at_begin.are_all):
-                break
-            scales |= {o: at_begin.next_scale(o, scales.get(o)) for o in overflowed}
-            incurable = [optimizer for optimizer in overflowed if scales[optimizer] is None]
-            scales = {optimizer: scale for optimizer, scale in scales.items() if scale is not None}
-            at_begin.put_back(step_state, scales)
-            if incurable:
-                # The gradients are finite at no scale: the step is skipped as ever.
-                logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
-                counted = [optimizer for optimizer in optimizers if changes[optimizer].counted]
-                self._note_incurable(incurable)
-                break
-        self.are_over |= bool(counted)
+        logs, step_state, changes, scales = self._search(run, step_state, at_begin, waiting)
+        self.are_over |= any(change.counted for change in changes.values())
         new_scales = {}
         for optimizer, scale in scales.items():
             if changes[optimizer].counted:
@@ -159,6 +137,36 @@ class FirstSteps:
             new_scales[optimizer] = min(scale, at_begin.guess(optimizer))
         logs = _with_scales(logs, step_state, optimizers, new_scales)
         return step_state.returned(logs), step_state.arguments()
+
+    def _search(self, run, step_state, at_begin, waiting) -> tuple:
+        """Runs the step until its scales are not too large for it, or none is left.
+
+        Returns:
+            Logs, state and changes of the last run, and the scales at which it was tried where they are not the guess.
+        """
+        scales = at_begin.scales_above_guess(waiting)
+        at_begin.write_scales(step_state, scales)
+        for _ in range(_MOST_ATTEMPTS):
+            logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
+            has_counted = any(change.counted for change in changes.values())
+            overflowed = [optimizer for optimizer in waiting if changes[optimizer].overflowed]
+            if not overflowed and not has_counted and any(scale > at_begin.guess(o) for o, scale in scales.items()):
+                # The scale has no part in it: the step is skipped as ever, at the guess.
+                scales = {}
+                at_begin.put_back(step_state, scales)
+                continue
+            if not overflowed or (has_counted and not at_begin.are_all):
+                break
+            scales |= {o: at_begin.next_scale(o, scales.get(o)) for o in overflowed}
+            incurable = [optimizer for optimizer in overflowed if scales[optimizer] is None]
+            scales = {optimizer: scale for optimizer, scale in scales.items() if scale is not None}
+            at_begin.put_back(step_state, scales)
+            if incurable:
+                # The gradients are finite at no scale: the step is skipped as ever.
+                logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
+                self._note_incurable(incurable)
+                break
+        return logs, step_state, changes, scales
 
     def _attempt(self, run, step_state, at_begin, scales):
         try:
