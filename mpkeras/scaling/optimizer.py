@@ -335,7 +335,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return Rounding([v for v in variables if isinstance(v, keras.Variable)], _keras.step_count(inner))
 
     def make_scale_state(self) -> None:
-        """Makes the variables that the loss-scaling rule moves, unless they are there: `build` would make them."""
+        """Makes the variables of the loss scale, unless they are there; `build` makes them with all others.
+
+        Example:
+
+        >>> optimizer = mpkeras.LossScaleOptimizer("sgd", initial_scale=1024.0)
+        >>> optimizer.make_scale_state()
+        >>> float(optimizer.dynamic_scale), optimizer.built
+        (1024.0, False)
+        """
         if self._state:
             return
         # These two come first, in stock Keras' order.
