@@ -472,7 +472,7 @@ class AdviceReport(Report):
         return lines
 
     def _why(self) -> str:
-        if self.policy == self.native_policy or (self.policy in _SIXTEEN_BITS and self.native_policy != "float32"):
+        if self.policy == self.native_policy:
             return f"Why: {self._native_reason}."
         if self.policy in _SIXTEEN_BITS:
             return f"Why: it was measured so, although {self._native_reason}."

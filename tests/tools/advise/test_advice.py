@@ -257,6 +257,14 @@ GPU = Device("gpu", "A100", compute_capability=(8, 0))
 EPYC = Device("cpu", "CPU", instruction_sets=frozenset({"avx512_bf16"}))
 
 
+@pytest.mark.parametrize(("policy", "words"), [("mixed_bfloat16", "Why: "), ("mixed_float16", "so, although ")])
+def test_the_reason_for_a_dtype_is_not_given_for_another_one(policy, words):
+    reference, chosen = Cell("float32", True, times_ms=[3.0] * 9), Cell(policy, True, times_ms=[2.0] * 9)
+    report = AdviceReport(functional(), [reference, chosen], True, [GPU])
+    assert report.policy == policy and report.native_policy == "mixed_bfloat16"
+    assert f"{words}{report.to_dict()['native_reason']}." in str(report)
+
+
 @pytest.mark.parametrize(
     ("device", "present_jit", "expected"),
     [
