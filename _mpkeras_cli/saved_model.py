@@ -199,8 +199,8 @@ def _read(model, data, batch_size) -> tuple:
     y = arrays.get("y")
     outputs = None if graph is None else _names_of_outputs(model)
     if outputs is not None and arrays.keys() >= set(outputs):
-        by_name = {name: arrays[name] for name in outputs}
-        y = by_name if isinstance(ModelView(model).outputs, dict) else list(by_name.values())
+        is_dict = isinstance(ModelView(model).outputs, dict)
+        y = {name: arrays[name] for name in outputs} if is_dict else [arrays[name] for name in outputs]
     elif outputs is not None and y is not None:
         raise ValueError(
             f"Expected an array for each of the outputs {sorted(outputs)}, by its name. Received: '{data}' with "
