@@ -306,6 +306,20 @@ def test_failures_are_in_the_table():
     assert "raises: " in str(report)
 
 
+@pytest.mark.parametrize(("file", "option"), [(None, "`budget_s`"), ("model.keras", "`--budget`")])
+def test_nothing_is_said_of_16_bits_that_time_was_up_for(file, option):
+    late = [Cell(policy, True, failure="not measured: time") for policy in ("mixed_bfloat16", "mixed_float16")]
+    report = AdviceReport(functional(), [Cell("float32", True, times_ms=[2.0] * 30), *late], True, [GPU], file=file)
+    assert (report.policy, report.sureness, report.to_dict()["sureness"]) == ("float32", "not sure", "not sure")
+    text = str(report)
+    assert f"time was up before one was measured: give more by {option}." in text
+    assert "Do not bother" not in text and "Why: " not in text
+    # What fails however much time there is needs none.
+    late = [Cell(cell.policy, True, failure="raises: TypeError: float32 only") for cell in late]
+    report = AdviceReport(functional(), [Cell("float32", True, times_ms=[2.0] * 30), *late], True, [GPU])
+    assert report.sureness == "sure" and "No 16-bit policy could be measured" in str(report)
+
+
 def test_a_loss_that_is_not_finite_is_said():
     bench = Bench(functional(), X * np.inf, Y, keras.optimizers.Adam, "mse")
     with pytest.raises(NotTrainable, match="loss not finite"):
