@@ -19,7 +19,7 @@ Measures training steps of a saved model in float32, bfloat16 and float16, compi
 Without data the inputs are random numbers of the model's input shapes, integers 0 and 1, and the loss is the mean
 square of the outputs: good for times, not for saying whether float16 trains. With `--data` the arrays of the file are
 used: `x` (or one array for each input, by its name), and `y` with the loss that the model was saved with (of a model
-whose outputs are a dictionary, one array for each, by its name).
+with several outputs, one array for each, by its name).
 
 The environment variable KERAS_BACKEND chooses the backend.
 """,

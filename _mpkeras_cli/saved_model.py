@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from mpkeras.tools.shared.compiled import loss_and_targets
 from mpkeras.tools.shared.report import shortened
 
 _BATCH_SIZE = 32
+_NO_LOSS = "no loss in the file"
 
 
 def audit_saved(path, *, policy=None, imports=(), open_size: int = 64) -> AuditReport:
@@ -35,7 +37,7 @@ def audit_saved(path, *, policy=None, imports=(), open_size: int = 64) -> AuditR
     model = files.load(path, custom_objects)
     if policy is not None:
         apply_policy(model, policy)
-    optimizer, why_not = _saved_optimizer(Path(path), custom_objects)
+    optimizer, why_not = _saved_optimizer(path, custom_objects)
     report = audit_with_optimizer(model, optimizer, open_size=open_size)
     if why_not is not None:
         what = f"The optimizer in the file is not audited: {why_not}."
@@ -50,8 +52,6 @@ def _saved_optimizer(path, custom_objects) -> tuple:
     """
     if not files.is_compiled(path):
         return None, None
-    if path.suffix != ".keras":
-        return None, f"a '{path.suffix}' file holds it in another form"
     config = (files.compile_config(path) or {}).get("optimizer")
     try:
         with keras.saving.custom_object_scope(custom_objects):
@@ -76,12 +76,12 @@ def advise_saved(
         x, y = _read(model, data, batch_size)
         about = f"The inputs were those of '{data}'"
     # The optimizer, too, is the one that the model was saved with.
-    is_compiled = _compile(model, path, custom_objects)
-    if y is not None and is_compiled:
+    why_not = _compile(model, path, custom_objects)
+    if y is not None and why_not is None:
         loss_fn, y = loss_and_targets(model, y)
         remarks = [f"{about}, with the loss that the model was saved with."]
     else:
-        missing = "no targets" if is_compiled else "no loss in the file"
+        missing = "no targets" if why_not is None else why_not
         remarks = [
             f"{about}; the mean square of the outputs stood in for the loss: {missing}.",
             "Whether float16 trains on your data, `mpkeras.trace_numerics` says, in Python.",
@@ -114,7 +114,9 @@ def _with_batch(path, batch_size, open_size, imports, function) -> tuple:
     custom_objects = files.import_modules(imports)
     model = files.load(path, custom_objects)
     inputs = _input_structure(model, f"Call `{function}` in Python, with the shape of a batch.")
-    _compile(model, path, custom_objects)
+    why_not = _compile(model, path, custom_objects)
+    if why_not not in (None, _NO_LOSS):
+        warnings.warn(f"Adam and the mean squared error stand in: {why_not}.", stacklevel=2)
     rows = _rows_of_batch(inputs, batch_size)
 
     def sized(tensor):
@@ -194,11 +196,12 @@ def _read(model, data, batch_size) -> tuple:
     else:
         by_name = f", or one for each of the inputs {names}" if names else ""
         raise ValueError(f"Expected an array `x`{by_name}. Received: '{data}' with {sorted(arrays)}. {remedy}")
-    outputs = None if graph is None else ModelView(model).outputs
     y = arrays.get("y")
-    if isinstance(outputs, dict) and arrays.keys() >= outputs.keys():
-        y = {name: arrays[name] for name in outputs}
-    elif isinstance(outputs, dict) and y is not None:
+    outputs = None if graph is None else _names_of_outputs(model)
+    if outputs is not None and arrays.keys() >= set(outputs):
+        is_dict = isinstance(ModelView(model).outputs, dict)
+        y = {name: arrays[name] for name in outputs} if is_dict else [arrays[name] for name in outputs]
+    elif outputs is not None and y is not None:
         raise ValueError(
             f"Expected an array for each of the outputs {sorted(outputs)}, by its name. Received: '{data}' with "
             f"{sorted(arrays)}. Write it with `numpy.savez('batch.npz', x=x, {min(outputs)}=...)`."
@@ -210,17 +213,43 @@ def _read(model, data, batch_size) -> tuple:
     return keras.tree.map_structure(lambda array: None if array is None else array[:rows], (x, y))
 
 
-def _compile(model, path, custom_objects) -> bool:
-    """Compiles the model as it was saved, where its file says how and this process knows the classes."""
-    config = files.compile_config(path) if Path(path).suffix == ".keras" else None
+def _names_of_outputs(model) -> list | None:
+    """Returns the names of the outputs of a graph, in their order; `None` of a single one outside of a dictionary."""
+    outputs = ModelView(model).outputs
+    if isinstance(outputs, dict):
+        return list(outputs)
+    return model.output_names if isinstance(outputs, (list, tuple)) and len(outputs) > 1 else None
+
+
+def _compile(model, path, custom_objects) -> str | None:
+    """Compiles the model as it was saved; returns why it has no loss, or `None` where it has one."""
+    config = files.compile_config(path)
     if not config:
-        return False
+        return _NO_LOSS
     try:
         with keras.saving.custom_object_scope(custom_objects):
-            model.compile_from_config(config)
-    except Exception:  # of losses and optimizers of the user's own
-        return False
-    return bool(getattr(model, "compiled", False)) and getattr(model, "loss", None) is not None
+            if Path(path).suffix == ".keras":
+                model.compile_from_config(config)
+            else:
+                settings = {
+                    name: config[name] for name in ("loss_weights", "jit_compile") if config.get(name) is not None
+                }
+                model.compile(keras.optimizers.get(config["optimizer"]), _losses(config.get("loss")), **settings)
+    except Exception as error:  # of losses and optimizers of the user's own
+        said = shortened(f"{type(error).__name__}: {error}", 120)
+        remedy = "name the module that defines it: `--import MODULE`"
+        return f"what the file says of optimizer and loss is not known here ({said}); {remedy}"
+    return None if getattr(model, "compiled", False) and getattr(model, "loss", None) is not None else _NO_LOSS
+
+
+def _losses(config):
+    """Returns the losses that an `.h5` file names, in their structure."""
+    if isinstance(config, list):
+        return [_losses(part) for part in config]
+    if isinstance(config, dict) and "class_name" not in config:
+        return {name: _losses(part) for name, part in config.items()}
+    known = keras.saving.get_registered_object(config) if isinstance(config, str) else None
+    return known if known is not None or config is None else keras.losses.get(config)
 
 
 @dataclasses.dataclass(frozen=True)

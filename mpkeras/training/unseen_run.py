@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from mpkeras import _keras
+from mpkeras.conversion.outputs import let_heads_tell
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.rules import layer_policy
 from mpkeras.training import training_backend
@@ -30,9 +31,13 @@ def run_unseen(model, x, observers):
             stack.enter_context(keras.StatelessScope())
             stack.enter_context(_keras.kept_losses(layers_of(model)))
             stack.enter_context(tensors_put_back([model, *layers_of(model)]))
+            tensors = keras.tree.map_structure(_as_tensor, x)
+            # Before they are observed: which layers make the outputs is found out by runs of symbols, and only once.
+            with contextlib.suppress(Exception):  # The run says if something is wrong with it.
+                let_heads_tell(model, tensors)
             for observer in observers:
                 stack.enter_context(observer)
-            model(keras.tree.map_structure(_as_tensor, x), **options)
+            model(tensors, **options)
     finally:
         training_backend.set_global_random_states(random_states)
         for state, value in natives:

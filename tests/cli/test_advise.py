@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from _mpkeras_cli.saved_model import random_inputs
+from _mpkeras_cli.saved_model import _losses, random_inputs
 from mpkeras.devices.native import Device
 from tests.cli.lines import lines_of
 
@@ -60,6 +60,48 @@ def test_outputs_by_name(capsys, tmp_path):
     assert "with the loss that the model was saved with" in printed(capsys, *options)
     np.savez(tmp_path / "batch.npz", x=x, y=labels["kind"])
     assert "each of the outputs ['height', 'kind'], by its name. Received: " in failing_line(capsys, *options)
+
+
+def two_outputs():
+    inputs = keras.Input((4,), name="features")
+    outputs = [keras.layers.Dense(units, name=name)(inputs) for name, units in (("weight", 2), ("age", 1))]
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), ["mae", keras.losses.Huber()])
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*HDF5 file:UserWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", ["model.keras", "model.h5"])
+def test_several_outputs_and_the_loss_of_an_older_file(capsys, tmp_path, name):
+    two_outputs().save(tmp_path / name)
+    targets = {"age": np.ones((5, 1)), "weight": np.ones((5, 2))}
+    np.savez(tmp_path / "batch.npz", features=np.ones((5, 4), "float32"), **targets)
+    options = [tmp_path / name, "--data", tmp_path / "batch.npz", "--budget", "2"]
+    text = printed(capsys, *options)
+    assert "with the loss that the model was saved with" in text
+    # 15 weights, and as much momentum.
+    assert "Weights and optimizer state, with SGD: 120 bytes" in text
+    np.savez(tmp_path / "batch.npz", x=np.ones((5, 4)), y=targets["age"])
+    assert "each of the outputs ['age', 'weight'], by its name. Received: " in failing_line(capsys, *options)
+
+
+def test_losses_of_an_older_file_keep_their_structure():
+    losses = _losses({"a": ["mse", None], "b": {"class_name": "Huber", "config": {"delta": 2.0}}})
+    assert losses["a"] == [keras.losses.mean_squared_error, None] and isinstance(losses["b"], keras.losses.Huber)
+
+
+def difference(y, y_pred):
+    return y_pred - y
+
+
+def test_a_loss_that_is_not_known_here_is_not_said_to_be_missing(capsys, path, tmp_path):
+    model = keras.saving.load_model(path)
+    model.compile("sgd", difference)
+    model.save(tmp_path / "own.keras")
+    np.savez(tmp_path / "batch.npz", x=np.ones((6, 4), "float32"), y=np.ones((6, 3), "float32"))
+    text = printed(capsys, tmp_path / "own.keras", "--data", tmp_path / "batch.npz", "--budget", "2")
+    assert "no loss in the file" not in text
+    assert "stood in for the loss: what the file says of optimizer and loss is not known here (" in text
 
 
 def test_without_measuring_there_is_no_table_and_the_remedy_is_an_option(capsys, path):

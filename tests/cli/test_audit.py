@@ -72,8 +72,11 @@ def test_an_optimizer_that_cannot_be_read_is_said(capsys, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*HDF5 file:UserWarning", "ignore::UserWarning")
 def test_an_h5_file(capsys, tmp_path):
-    text = printed(capsys, saved(tmp_path / "model.h5", "adam"), "--policy", "mixed_bfloat16")
-    assert " 1.6 % in 16 bits" in text and "a '.h5' file holds it in another form" in text
+    text = printed(capsys, saved(tmp_path / "model.h5", "adam"), "--policy", "mixed_float16")
+    assert " 1.6 % in 16 bits" in text and "and the optimizer (Adam) scales no loss" in text
+    path = saved(tmp_path / "scaled.h5", mpkeras.LossScaleOptimizer("adam"))
+    text = printed(capsys, path, "--policy", "mixed_float16")
+    assert "error: " not in text and "not audited" not in text
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,31 @@ def test_a_file_as_it_was_saved(capsys, tmp_path, saved):
     assert (tmp_path / "plot.png").stat().st_size > 5000
 
 
+def difference(y, y_pred):
+    return y_pred - y
+
+
+@needs_jax
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*HDF5 file:UserWarning")
+def test_an_older_file_and_one_whose_loss_is_not_known_here(capsys, tmp_path, saved):
+    model = keras.saving.load_model(saved, compile=False)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    model.save(tmp_path / "small.h5")
+    options = ["--batch", "6", "--open-size", "5", "--policy", "float32", "--device", "cpu", "--json"]
+
+    def state(path):
+        return json.loads(printed(capsys, str(path), *options))["policies"]["float32"]["persistent_bytes"]
+
+    assert state(tmp_path / "small.h5") == state(saved)
+    model.compile("sgd", difference)
+    model.save(tmp_path / "own.keras")
+    with pytest.warns(
+        UserWarning, match="Adam and the mean squared error stand in: .* not known here .*--import MODULE"
+    ):
+        assert state(tmp_path / "own.keras") > state(saved)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

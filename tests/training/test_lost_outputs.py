@@ -281,6 +281,45 @@ def test_what_a_call_keeps_is_not_kept_by_the_look():
     assert keeps.table is None
 
 
+class Squashed(layers.Layer):
+    """A dense layer inside a layer of the user's."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(units)
+
+    def call(self, x):
+        return ops.tanh(self.dense(x))
+
+
+class TwoParts(keras.Model):
+    def __init__(self, head, **kwargs):
+        super().__init__(**kwargs)
+        self.body, self.head = Squashed(12), head
+
+    def call(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("make_head", [lambda: layers.Dense(3), lambda: Squashed(3)], ids=["stock", "own"])
+@pytest.mark.parametrize("door", DOORS)
+def test_what_makes_the_outputs_of_a_model_that_has_run_before_is_in_float32_after_the_look(door, make_head):
+    """Which layers these are its next call finds out, and that is the look's."""
+    x = RANDOM.normal(size=(5, 7)).astype("float32")
+
+    def make():
+        model = TwoParts(make_head())
+        model(x)
+        return model
+
+    model, callbacks = made_by(door, make, "mixed_float16")
+    model.fit(x, x[:, :3], verbose=0, callbacks=callbacks)
+    made_last = getattr(model.head, "dense", model.head)
+    assert (model.body.dense.compute_dtype, made_last.compute_dtype) == ("float16", "float32")
+    outputs = model.predict(x, verbose=0)
+    assert np.any(outputs != outputs.astype("float16"))
+
+
 @pytest.mark.slow
 def test_each_layer_is_compared_once_for_rows_of_one_shape(monkeypatch):
     looks = []

@@ -12,7 +12,7 @@ import numpy as np
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ConvertedLayer, ModelView, check_model, check_switch, dtypes, native
-from mpkeras.tools.advise.bench import ESTIMATE, ROUNDS, Bench, Cell, measure_grid, trainable_copy
+from mpkeras.tools.advise.bench import ESTIMATE, NO_TIME, ROUNDS, Bench, Cell, measure_grid, trainable_copy
 from mpkeras.tools.shared.arguments import check_seconds
 from mpkeras.tools.shared.compiled import loss_and_targets, unwrapped
 from mpkeras.tools.shared.report import Figure, Report, bytes_text, make_figure, quartiles
@@ -229,6 +229,7 @@ class Decision:
         memory_saving: Share of the memory of `reference` that it saves, or `None` if not measured.
         agreeing: Share of the rounds that agree, between 0 and 1.
         rounds: Number of rounds that compare the two.
+        lacked_time: Whether 16 bits, or float32, have no cell that was measured, and one that time was up for.
     """
 
     chosen: Cell
@@ -240,6 +241,7 @@ class Decision:
     memory_saving: float | None = None
     agreeing: float = 1.0
     rounds: int = 0
+    lacked_time: bool = False
 
     @property
     def bother(self) -> bool:
@@ -249,7 +251,7 @@ class Decision:
     def sureness(self) -> str:
         """Returns `"sure"`, `"fairly sure"` or `"not sure"`."""
         if self.reference is None or self.best_16_bit is None:
-            return "sure"  # nothing to compare
+            return "not sure" if self.lacked_time else "sure"  # nothing to compare
         if self.rounds >= 5 and self.agreeing >= 0.95:
             return "sure"
         return "fairly sure" if self.rounds >= 3 and self.agreeing >= 0.75 else "not sure"
@@ -263,8 +265,10 @@ def decide(cells, present_jit: bool, memory_counts: bool = True) -> Decision | N
     reference = _fastest([cell for cell in measured if cell.policy == "float32"], present_jit)
     best = _fastest([cell for cell in measured if cell.policy != "float32"], present_jit)
     if reference is None or best is None:
-        chosen = reference or best
-        return Decision(chosen, reference, _rival(chosen, measured), best, "none" if best is None else "speed")
+        chosen, because = reference or best, "none" if best is None else "speed"
+        missing = [cell for cell in cells if (cell.policy == "float32") != (chosen.policy == "float32")]
+        lacked_time = any(cell.failure == NO_TIME for cell in missing)
+        return Decision(chosen, reference, _rival(chosen, measured), best, because, lacked_time=lacked_time)
     ratios = paired_ratios(reference, best)
     speedup, saving = quartiles(ratios), None
     if memory_counts and reference.memory_bytes and best.memory_bytes is not None:
@@ -411,7 +415,9 @@ class AdviceReport(Report):
     def notes(self) -> list:
         if self.decision is None:
             return self._unmeasured_notes()
-        lines = [self._choice(self.decision), *self._how(), *self._sureness_lines(self.decision), self._why()]
+        lines = [self._choice(self.decision), *self._how(), *self._sureness_lines(self.decision)]
+        if self.decision.best_16_bit is not None:
+            lines.append(self._why())
         if self._baseline is not None:
             lines.append(f"Speed is against float32 with jit_compile={self.present_jit}, as the model has it now.")
         lines.append(f"Memory is {self.memory_kind}." if self.memory_kind else "Nobody here tells how much memory.")
@@ -422,6 +428,9 @@ class AdviceReport(Report):
         return f"`mixed_float8` {verb}: {self._float8_reason}."
 
     def _choice(self, decision: Decision) -> str:
+        if decision.best_16_bit is None and decision.lacked_time:
+            more = "`--budget`" if self.file is not None else "`budget_s`"
+            return f"Nothing to say of 16 bits, as time was up before one was measured: give more by {more}."
         if decision.best_16_bit is None:
             return f"{self._do_not_bother()} No 16-bit policy could be measured."
         if decision.reference is None:
@@ -472,7 +481,7 @@ class AdviceReport(Report):
         return lines
 
     def _why(self) -> str:
-        if self.policy == self.native_policy or (self.policy in _SIXTEEN_BITS and self.native_policy != "float32"):
+        if self.policy == self.native_policy:
             return f"Why: {self._native_reason}."
         if self.policy in _SIXTEEN_BITS:
             return f"Why: it was measured so, although {self._native_reason}."

@@ -24,6 +24,8 @@ _SHARE_KEPT = 0.4
 # A setting of `jit_compile` that no cell has tried may take so many times as long to prepare as the slowest so far:
 # JAX op by op compiles each operation on its own.
 _UNTRIED = 2.0
+#: Of a cell that the budget left no time for.
+NO_TIME = "not measured: time"
 # Cells so many times slower than the fastest are no longer timed: after the first steps, after 3 and after 12 rounds.
 _HOPELESS = {0: 10.0, 3: 3.0, 12: 1.5}
 # A reading of the clock covers about this time: in a shorter one, noise of timer and thread wake-ups would be compared.
@@ -120,10 +122,10 @@ def _reason_to_leave_out(cell, ready, left_s: float) -> str | None:
         return None
     alike = [other for other in ready if other.jit_compile == cell.jit_compile]
     if not alike:
-        return "not measured: time" if _UNTRIED * max(other.preparation_s for other in ready) > left_s else None
+        return NO_TIME if _UNTRIED * max(other.preparation_s for other in ready) > left_s else None
     # The last one: the very first also pays for what the backend makes once.
     if alike[-1].preparation_s > left_s:
-        return "not measured: time"
+        return NO_TIME
     slowness = _fastest_ms(alike) / _fastest_ms(ready)
     return f"not measured: {slowness:.0f} times slower in {alike[0].policy}" if slowness > _HOPELESS[0] else None
 

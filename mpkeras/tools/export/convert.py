@@ -170,6 +170,11 @@ class ConversionReport(Report):
         lines = [f"Written to {self.out} ({self.format}): {parameters.replace(' in', ' parameters in', 1)}, {size}."]
         if self.inputs is None:
             lines.append("Inputs and outputs are what the `call` of the model makes of them.")
+            if self.format == "keras":
+                lines.append(
+                    "Layers that its class makes without a dtype have the global policy of the program that loads the "
+                    f'file, float32 as a rule: call `mpkeras.apply_policy(model, "{self.policy}")` there.'
+                )
         else:
             lines.append(f"Inputs are {_joined(self.inputs)}, outputs {_joined(self.outputs)}.")
         if self.was_compiled:

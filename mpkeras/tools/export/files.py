@@ -66,17 +66,19 @@ def import_modules(names) -> dict:
 
 def is_compiled(path) -> bool:
     """Whether the file of a model holds a loss and an optimizer; `load` leaves them out."""
+    return bool(compile_config(path))
+
+
+def compile_config(path) -> dict | None:
+    """Returns what a file says of `compile`, by names of arguments; `None` for a model that was not compiled."""
     path = Path(path)
     if path.suffix in _H5_SUFFIXES:
         import h5py  # a dependency of Keras
 
         with h5py.File(path, "r") as file:
-            return "training_config" in file.attrs
-    return bool(compile_config(path))
-
-
-def compile_config(path) -> dict | None:
-    """Returns what a `.keras` file says of `compile`; `None` for a model that was not compiled."""
+            text = file.attrs.get("training_config")
+        config = {} if text is None else json.loads(text)
+        return {**config, "optimizer": config.get("optimizer_config")} if config else None
     with zipfile.ZipFile(path) as archive:
         return json.loads(archive.read("config.json")).get("compile_config")
 

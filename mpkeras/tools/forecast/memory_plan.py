@@ -272,7 +272,11 @@ class _Search:
         plain = self.smallest()
         (ladder,) = [ladder for ladder in ladders if ladder[0] is plain]
         if looks_for_largest:
-            self._first_that_fits(compiler, ladder[-1:])
+            # The last keeps least. Where there is no program of it, or it takes more, those before it may take less.
+            for candidate in reversed(ladder[1:]):
+                self._first_that_fits(compiler, [candidate])
+                if self.smallest() is not plain:
+                    break
             self._look_for_largest(compiler, self.smallest())
             return
         if ladder[1:]:
@@ -330,8 +334,11 @@ class _Search:
         first = hopeful[0] if hopeful else max(counts, default=0)
         for k in (k for k in counts if k < first):
             self.not_compiled[f"{candidate.name}, {k} parts"] = "all but the state divided by the parts does not fit."
-        steps = (dataclasses.replace(candidate, accumulate_steps=k) for k in counts if k >= first)
-        self._first_that_fits(compiler, steps)
+        for k in (k for k in counts if k >= first):
+            in_parts = dataclasses.replace(candidate, accumulate_steps=k)
+            # A model that takes no such part, as one made for batches of one size, takes no smaller one either.
+            if self._first_that_fits(compiler, [in_parts]) or in_parts not in dict(self.tried):
+                return
 
     def _said(self, candidate) -> dict:
         return dict(self.tried)[candidate]
@@ -382,9 +389,12 @@ class _Search:
         try:
             said = compiler.compile(candidate.name, rows, candidate.accumulate_steps)
         except NotCompiled as error:
-            if candidate.remat == candidate.base.remat:
+            in_parts = candidate.accumulate_steps > 1
+            # What was asked for itself: the model under a policy, and batches of other sizes.
+            if candidate.batch is not None or (candidate.remat == candidate.base.remat and not in_parts):
                 raise
-            self.refused[candidate.name] = error.said
+            name = f"{candidate.name}, {candidate.accumulate_steps} parts" if in_parts else candidate.name
+            self.refused[name] = error.said
             return None
         self.tried.append((candidate, said))
         return said

@@ -257,6 +257,14 @@ GPU = Device("gpu", "A100", compute_capability=(8, 0))
 EPYC = Device("cpu", "CPU", instruction_sets=frozenset({"avx512_bf16"}))
 
 
+@pytest.mark.parametrize(("policy", "words"), [("mixed_bfloat16", "Why: "), ("mixed_float16", "so, although ")])
+def test_the_reason_for_a_dtype_is_not_given_for_another_one(policy, words):
+    reference, chosen = Cell("float32", True, times_ms=[3.0] * 9), Cell(policy, True, times_ms=[2.0] * 9)
+    report = AdviceReport(functional(), [reference, chosen], True, [GPU])
+    assert report.policy == policy and report.native_policy == "mixed_bfloat16"
+    assert f"{words}{report.to_dict()['native_reason']}." in str(report)
+
+
 @pytest.mark.parametrize(
     ("device", "present_jit", "expected"),
     [
@@ -296,6 +304,20 @@ def test_failures_are_in_the_table():
     assert "No 16-bit policy could be measured" in str(report)
     assert all("float32 only" in cell.failure for cell in report.cells[1:])
     assert "raises: " in str(report)
+
+
+@pytest.mark.parametrize(("file", "option"), [(None, "`budget_s`"), ("model.keras", "`--budget`")])
+def test_nothing_is_said_of_16_bits_that_time_was_up_for(file, option):
+    late = [Cell(policy, True, failure="not measured: time") for policy in ("mixed_bfloat16", "mixed_float16")]
+    report = AdviceReport(functional(), [Cell("float32", True, times_ms=[2.0] * 30), *late], True, [GPU], file=file)
+    assert (report.policy, report.sureness, report.to_dict()["sureness"]) == ("float32", "not sure", "not sure")
+    text = str(report)
+    assert f"time was up before one was measured: give more by {option}." in text
+    assert "Do not bother" not in text and "Why: " not in text
+    # What fails however much time there is needs none.
+    late = [Cell(cell.policy, True, failure="raises: TypeError: float32 only") for cell in late]
+    report = AdviceReport(functional(), [Cell("float32", True, times_ms=[2.0] * 30), *late], True, [GPU])
+    assert report.sureness == "sure" and "No 16-bit policy could be measured" in str(report)
 
 
 def test_a_loss_that_is_not_finite_is_said():

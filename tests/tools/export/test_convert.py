@@ -352,6 +352,11 @@ def test_subclassed_models(tmp_path, monkeypatch):
     report = convert(tmp_path / "model.keras", tmp_path / "out.keras", "mixed_bfloat16")
     assert report.layers_by_dtype() == {"bfloat16": 1}
     assert "what the `call` of the model makes of them" in str(report)
+    # A class makes its layers anew: the file cannot say what they compute in.
+    loaded = keras.saving.load_model(tmp_path / "out.keras")
+    assert loaded.head.compute_dtype == "float32"
+    assert 'float32 as a rule: call `mpkeras.apply_policy(model, "mixed_bfloat16")` there.' in str(report)
+    assert mpkeras.apply_policy(loaded, "mixed_bfloat16").head.compute_dtype == "bfloat16"
 
 
 def test_the_figure_has_a_bar_for_each_dtype(saved):

@@ -11,7 +11,7 @@ from keras import layers
 import mpkeras
 from mpkeras._replaced import replaced_attributes
 from mpkeras.policies.policy import accumulating
-from mpkeras.tools.forecast.compiler import CompileRequest
+from mpkeras.tools.forecast.compiler import CompileRequest, NotCompiled
 from mpkeras.tools.forecast.forecast import Forecast
 from mpkeras.tools.forecast.targets import TARGETS
 from tests.tools.forecast.test_forecast import needs_compilers
@@ -267,6 +267,55 @@ def test_the_largest_batch_is_looked_for_under_the_policy_that_takes_least(compi
     )
     # By hand: 100 of state and 50 a row.
     assert (plan.name, plan.remat, plan.batch) == ("again", "products", 16)
+
+
+@ONCE
+@pytest.mark.parametrize(
+    "make, shape, sizes, expected, remat",
+    [
+        # By hand, of 690 bytes: 60 of state and 100 a row leave room for 6 rows, where 100 of state leave it for 5 ...
+        (unlike, (4, 4), {None: 100}, 6, None),
+        # ... and where the blocks take more than the model as it is, 60 and 70 a row are 9 rows.
+        (residual, (4, 64), {None: 100, "products": 70, "blocks": 120}, 9, "products"),
+    ],
+)
+def test_the_largest_batch_takes_what_is_left_of_what_is_allowed(compiled, make, shape, sizes, expected, remat):
+    names = compiled(lambda remat, rows: rows * sizes[remat])
+    plan = mpkeras.plan_memory(make(), shape, memory=690 / 0.95 + 1, policies=["float32"], batch="largest", verbose=0)
+    assert (plan.batch, plan.slot_dtype, plan.remat, plan.fits) == (expected, "bfloat16", remat, True)
+    assert len(names) == len(set(names))
+
+
+@ONCE
+@pytest.mark.parametrize("divisor", [8, 2])
+def test_parts_that_the_model_does_not_take_are_no_candidates(compiled, divisor):
+    """As those of a stateful recurrent layer, which is made for batches of one size."""
+
+    def sizes(remat, rows):
+        if rows % divisor:
+            raise NotCompiled("Expected a model that JAX can trace", f"rows of {divisor}")
+        return rows * 100
+
+    names = compiled(sizes)
+    plan = mpkeras.plan_memory(
+        unlike(), (8, 4), memory=60 / 0.95 + 1, policies=["float32"], allow=("slots", "accumulation"), verbose=0
+    )
+    assert not plan.fits and plan.accumulate_steps == 1 and plan.slot_dtype == "bfloat16"
+    # Not even one row is sure to fit, so that the smallest parts alone are tried.
+    assert names == [("float32", 8), (SLOTS, 8), (SLOTS, 1)]
+    assert f"{SLOTS}, 8 parts: not possible. rows of {divisor}" in str(plan)
+
+
+@ONCE
+def test_a_batch_of_another_size_that_the_model_does_not_take_is_said(compiled):
+    def sizes(remat, rows):
+        if rows != 4:
+            raise NotCompiled("Expected a model that JAX can trace", "rows of 4")
+        return rows * 100
+
+    compiled(sizes)
+    with pytest.raises(NotCompiled, match="Expected a model that JAX"):
+        mpkeras.plan_memory(residual(), (4, 64), memory="1MB", policies=["float32"], batch="largest", verbose=0)
 
 
 @ONCE
