@@ -41,6 +41,12 @@ _MOVING_OPERATIONS = frozenset(
 )
 # Their inputs were computed by a layer with weights in most models, or are weighed by them.
 _OF_NO_RAW_DATA = ("Softmax",)
+# Nothing is taken away from what these add up: where it was computed from the data, to round it loses no more than
+# that of any activation does.
+_ADDING_UP = (
+    "ActivityRegularization",
+    *(rule for rule, _ in DEFAULT_RULES if rule.startswith(("Average", "AdaptiveAverage", "GlobalAverage"))),
+)
 
 
 def only_moves(layer) -> bool:
@@ -92,8 +98,8 @@ class _Step(NamedTuple):
             model.
     """
 
-    layer: object
-    reads: list
+    layer: keras.Operation | None
+    reads: list[tuple]
 
 
 def handing_on(model, policy) -> dict:
@@ -167,8 +173,8 @@ class _Walk:
         if isinstance(layer, keras.layers.Layer) and reads_names(layer):
             return [_End(name, f"layer '{layer.name}' looks up rows by them", _NAMES)]
         if id(layer) in self._by_rule:
-            what = f"layer '{layer.name}' stays in float32 to see them whole"
-            return [_End(self._by_rule[id(layer)], what, way) for way in (_MOVED, _ALONE)]
+            rule, what = self._by_rule[id(layer)], f"layer '{layer.name}' stays in float32 to see them whole"
+            return [_End(rule, what, way) for way in ((_MOVED,) if rule in _ADDING_UP else (_MOVED, _ALONE))]
         if isinstance(layer, keras.layers.LayerNormalization):
             # In any dtype it casts nothing on the way in, and centers in float32.
             return [_End(name, f"layer '{layer.name}' normalizes them", way) for way in (_MOVED, _ALONE)]
@@ -189,7 +195,7 @@ class _Walk:
             if step is None or not step.reads:
                 self._reached[key] = step is not None
             else:
-                reaches = [self._comes_from_input(*read, end) for read in step.reads]
+                reaches = [self._comes_from_input(read, around, end) for read, around in step.reads]
                 self._reached[key] = all(reaches) if end.way == _ALONE else any(reaches)
         return self._reached[key]
 
@@ -200,8 +206,10 @@ class _Walk:
             return
         self._noted.add(key)
         step = self._step_back(tensor, calls, end)
-        for read in step.reads:
-            self._keep_between(*read, end)
+        if step is None:
+            return
+        for read, around in step.reads:
+            self._keep_between(read, around, end)
         if step.layer is not None:
             self._keep(step.layer, end)
 

@@ -244,6 +244,9 @@ def row_of(model, name):
             None,
             id="matrices",
         ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.Average()([Half(name="moving")(x), x])), None, id="computed, then averaged"
+        ),
         pytest.param(lambda x: layers.Dense(2)(ops.sin(moved(x))), "Sin", id="computed by an operation"),
         pytest.param(lambda x: layers.Dense(2)(moved(x)[:, 1:]), None, id="moved by an operation, then weighed"),
         pytest.param(
