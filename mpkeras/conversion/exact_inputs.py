@@ -34,8 +34,19 @@ MOVING = (
     keras.layers.ZeroPadding2D,
     keras.layers.ZeroPadding3D,
 )
+# Operations of `keras.ops` of which the same holds.
+_MOVING_OPERATIONS = frozenset(
+    "BroadcastTo Cast Concatenate Copy ExpandDims Flip GetItem Identity Moveaxis Pad Ravel Repeat Reshape Roll Rot90 "
+    "Split Squeeze Stack StopGradient Swapaxes Take Tile Transpose Unstack".split()
+)
 # Their inputs were computed by a layer with weights in most models, or are weighed by them.
 _OF_NO_RAW_DATA = ("Softmax",)
+# Nothing is taken away from what these add up: where it was computed from the data, to round it loses no more than
+# that of any activation does.
+_ADDING_UP = (
+    "ActivityRegularization",
+    *(rule for rule, _ in DEFAULT_RULES if rule.startswith(("Average", "AdaptiveAverage", "GlobalAverage"))),
+)
 
 
 def only_moves(layer) -> bool:
@@ -57,20 +68,38 @@ def reads_names(layer) -> bool:
     return not is_stock and not isinstance(layer, keras.Model) and not layer.autocast
 
 
+# Ways from an input to an end. Names may be computed without weights, from other numbers, too; what is moved, with
+# others or without, is as it was; and what is computed without weights from the data alone is still raw.
+_NAMES, _MOVED, _ALONE = "names", "moved", "alone"
+
+
 class _End(NamedTuple):
     """A call in a graph whose inputs are to arrive whole.
 
     Attributes:
         name: The class of the layer, or the name of the operation.
         what: A clause: who needs them, and for what.
-        of_names: Whether it reads names, to which a layer without weights may have computed its way.
+        way: How numbers of the data may have come there, `_NAMES`, `_MOVED` or `_ALONE`.
         needs_all: Whether nothing is gained unless all of its inputs arrive whole.
     """
 
     name: str
     what: str
-    of_names: bool
+    way: str
     needs_all: bool = False
+
+
+class _Step(NamedTuple):
+    """One step back in a graph.
+
+    Attributes:
+        layer: The layer or operation that handed a tensor on, or `None`.
+        reads: The tensors that it was given, each with the calls that lead there; none for an input of the outermost
+            model.
+    """
+
+    layer: keras.Operation | None
+    reads: list[tuple]
 
 
 def handing_on(model, policy) -> dict:
@@ -78,9 +107,10 @@ def handing_on(model, policy) -> dict:
 
     A layer between an input of a Functional or Sequential model and one that reads names (`Embedding`), that turns
     numbers into whole ones or compares them, that normalizes (`LayerNormalization`), or that a rule keeps in float32
-    for the data that it gets, would round that data first. It stays in float32 if it only moves numbers; before one
-    that reads names, or takes a difference of two such numbers, also if it computes without weights of its own, as a
-    `Lambda` does. So does a `Subtract` of nothing but the data: what is left of 3001.25 - 3000 is lost in 16 bits.
+    for the data that it gets, would round that data first; so it would before an operation, which casts nothing. It
+    stays in float32 if it only moves numbers, or computes with nothing but the data, without weights of its own, as a
+    `Dropout` or a `Lambda` does; before one that reads names also if it computes with other numbers, too. So does a
+    `Subtract` of nothing but the data: what is left of 3001.25 - 3000 is lost in 16 bits.
 
     Args:
         model: A `keras.Model` of any kind, or a layer, or a `Survey` of it.
@@ -117,7 +147,9 @@ class _Walk:
         # The `id`s of the models that were looked at.
         self.seen: set[int] = set()
         self._by_rule = by_rule
+        # What was asked already, and what was noted.
         self._reached: dict = {}
+        self._noted: set = set()
 
     def look_at(self, model, calls):
         self.seen.add(id(model))
@@ -126,66 +158,83 @@ class _Walk:
             if _graph_run_by(layer) is not None:
                 self.look_at(_model_run_by(layer), (*calls, node))
                 continue
-            end = self._end(node)
-            if end is None:
-                continue
-            earlier = (dict(self.found), dict(self._reached)) if end.needs_all else None
-            reaches = [self._comes_from_input(tensor, calls, end) for tensor in node.input_tensors]
-            if earlier is not None and not all(reaches):
-                self.found, self._reached = earlier
-            elif any(reaches) and end.of_names:
-                self._keep(layer, end)
+            for end in self._ends(node):
+                reaches = [self._comes_from_input(tensor, calls, end) for tensor in node.input_tensors]
+                if not (all(reaches) if end.needs_all else any(reaches)):
+                    continue
+                for tensor in node.input_tensors:
+                    self._keep_between(tensor, calls, end)
+                if end.way == _NAMES:
+                    self._keep(layer, end)
 
-    def _end(self, node) -> _End | None:
+    def _ends(self, node) -> list[_End]:
         layer = node.operation
+        name = type(layer).__name__
         if isinstance(layer, keras.layers.Layer) and reads_names(layer):
-            return _End(type(layer).__name__, f"layer '{layer.name}' looks up rows by them", True)
+            return [_End(name, f"layer '{layer.name}' looks up rows by them", _NAMES)]
         if id(layer) in self._by_rule:
-            return _End(self._by_rule[id(layer)], f"layer '{layer.name}' stays in float32 to see them whole", False)
+            rule, what = self._by_rule[id(layer)], f"layer '{layer.name}' stays in float32 to see them whole"
+            return [_End(rule, what, way) for way in ((_MOVED,) if rule in _ADDING_UP else (_MOVED, _ALONE))]
         if isinstance(layer, keras.layers.LayerNormalization):
             # In any dtype it casts nothing on the way in, and centers in float32.
-            return _End(type(layer).__name__, f"layer '{layer.name}' normalizes them", False)
+            return [_End(name, f"layer '{layer.name}' normalizes them", way) for way in (_MOVED, _ALONE)]
         if _keras.is_difference(layer):
             # An operand that was computed in 16 bits is rounded anyway.
-            return _End(type(layer).__name__, f"'{layer.name}' takes their difference", True, needs_all=True)
+            return [_End(name, f"'{layer.name}' takes their difference", _NAMES, needs_all=True)]
         if any(_is_float(tensor) for tensor in node.input_tensors) and not any(map(_is_float, node.outputs)):
-            return _End(type(layer).__name__, f"'{layer.name}' makes whole numbers of them, or compares them", True)
-        return None
+            return [_End(name, f"'{layer.name}' makes whole numbers of them, or compares them", _NAMES)]
+        if not isinstance(layer, keras.layers.Layer) and name not in _MOVING_OPERATIONS:
+            return [_End(name, f"'{layer.name}' computes with them as they are", _ALONE, needs_all=True)]
+        return []
 
     def _comes_from_input(self, tensor, calls, end) -> bool:
-        """Whether a tensor holds numbers of the data that nothing has weighed; notes the layers that handed them on."""
-        key = (id(tensor), tuple(map(id, calls)), end.of_names)
+        """Whether a tensor holds numbers of the data that nothing has weighed."""
+        key = (id(tensor), tuple(map(id, calls)), end.way)
         if key not in self._reached:
-            self._reached[key] = False
-            self._reached[key] = self._ask(tensor, calls, end)
+            step = self._step_back(tensor, calls, end)
+            if step is None or not step.reads:
+                self._reached[key] = step is not None
+            else:
+                reaches = [self._comes_from_input(read, around, end) for read, around in step.reads]
+                self._reached[key] = all(reaches) if end.way == _ALONE else any(reaches)
         return self._reached[key]
 
-    def _ask(self, tensor, calls, end) -> bool:
+    def _keep_between(self, tensor, calls, end):
+        """Notes the layers that handed on what a tensor holds of the data, on each path."""
+        key = (id(tensor), tuple(map(id, calls)), end.way)
+        if key in self._noted or not self._comes_from_input(tensor, calls, end):
+            return
+        self._noted.add(key)
+        step = self._step_back(tensor, calls, end)
+        if step is None:
+            return
+        for read, around in step.reads:
+            self._keep_between(read, around, end)
+        if step.layer is not None:
+            self._keep(step.layer, end)
+
+    def _step_back(self, tensor, calls, end) -> "_Step | None":
+        """Returns what handed a tensor on; `None` where its numbers are no more those of the data."""
         layer, node_index = _keras.made_by(tensor)
         if isinstance(layer, keras.layers.InputLayer):
             if not calls:
-                return True
+                return _Step(None, [])
             *around, call = calls
             inputs = keras.tree.flatten(_keras.input_structure(_graph_run_by(call.operation)))
             tensors_by_input = dict(zip(map(id, inputs), call.input_tensors, strict=False))
             given = tensors_by_input.get(id(tensor))
-            if given is None or not self._comes_from_input(given, tuple(around), end):
-                return False
-            if _model_run_by(call.operation) is not call.operation:
-                self._keep(call.operation, end)
-            return True
+            if given is None:
+                return None
+            is_wrapped = _model_run_by(call.operation) is not call.operation
+            return _Step(call.operation if is_wrapped else None, [(given, tuple(around))])
         node = _keras.node_of(layer, node_index)
         graph = _graph_run_by(layer)
         if graph is not None:
             outputs = dict(zip(map(id, node.outputs), keras.tree.flatten(_keras.output_structure(graph)), strict=True))
-            return self._comes_from_input(outputs[id(tensor)], (*calls, node), end)
-        if isinstance(layer, keras.layers.Layer) and not _passes(layer, end):
-            return False
-        # All of them: each path is noted.
-        if not any([self._comes_from_input(read, calls, end) for read in node.input_tensors]):
-            return False
-        self._keep(layer, end)
-        return True
+            return _Step(None, [(outputs[id(tensor)], (*calls, node))])
+        reads = [(read, calls) for read in node.input_tensors]
+        is_passed = not isinstance(layer, keras.layers.Layer) or _passes(layer, end)
+        return _Step(layer, reads) if reads and is_passed else None
 
     def _keep(self, layer, end):
         if _graph_run_by(layer) is not None:
@@ -195,7 +244,7 @@ class _Walk:
             # It casts what it hands on, and the layer in it computes in the dtype of this one.
             layers = _keras.flatten_layers(layer, include_self=True)
         else:
-            layers = [layer] if isinstance(layer, keras.layers.Layer) and not layer.variables else []
+            layers = [layer] if isinstance(layer, keras.layers.Layer) and not layer.weights else []
         for inner in layers:
             reason = f"it hands numbers on and {end.what}: 2049 would be 2048 in float16, 257 would be 256 in bfloat16"
             self.found.setdefault(id(inner), (inner, end.name, reason))
@@ -214,7 +263,11 @@ def _graph_run_by(operation):
 
 def _passes(layer, end) -> bool:
     """Whether what a layer returns are still numbers of the data."""
-    return not layer.variables if end.of_names else only_moves(layer)
+    if end.way == _MOVED or only_moves(layer):
+        return only_moves(layer)
+    # Matrices are multiplied in 16 bits.
+    holds_others = isinstance(layer, keras.layers.Attention) or _keras.direct_sublayers(layer)
+    return not layer.weights and not (end.way == _ALONE and holds_others)
 
 
 def _is_float(tensor) -> bool:

@@ -19,6 +19,9 @@ _REVERSIBLE = (keras.layers.ReversibleEmbedding,) if hasattr(keras.layers, "Reve
 # Keras' layers that may be one. A convolution or a recurrent layer at the end of a model is a small share of it.
 _OF_VOCABULARIES = (keras.layers.Dense, keras.layers.EinsumDense, *_REVERSIBLE)
 
+# The module of all of Keras' activations.
+_ACTIVATIONS = keras.activations.relu.__module__.rpartition(".")[0]
+
 
 class Heads(NamedTuple):
     """The layers that make the outputs of a model.
@@ -193,6 +196,13 @@ def models_used_by(model) -> list:
 def has_own_call(layer) -> bool:
     """Whether the arithmetic of `layer` is the user's own."""
     return not type(layer).call.__module__.startswith("keras.") or isinstance(layer, keras.layers.Lambda)
+
+
+def applies_own_function(layer) -> bool:
+    """Whether a layer is an `Activation` of a function of the user's own, or of another library."""
+    if not isinstance(layer, keras.layers.Activation):
+        return False
+    return not (getattr(layer.activation, "__module__", None) or "").startswith(_ACTIVATIONS)
 
 
 def has_own_step(model) -> bool:

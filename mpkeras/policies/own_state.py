@@ -37,9 +37,16 @@ class _Write(NamedTuple):
 
 
 class _Code(NamedTuple):
-    """What one function's code names, the functions inside it included."""
+    """What one function's code names, the functions inside it included.
+
+    Attributes:
+        names: All of the names.
+        set_names: Those of attributes that it sets, as `self.mean = x` does: there may be a property behind one.
+        writes: The assignments to variables, each a `_Write`.
+    """
 
     names: frozenset
+    set_names: frozenset
     writes: tuple
 
 
@@ -173,6 +180,7 @@ class _Reach:
         self._layer = layer
         self._objects: dict = {id(layer): layer}
         self._names: set = set()
+        self._set_names: set = set()
         # Variables that functions know as global ones, or as those of a function around them.
         self._variables: dict = {}
         self._codes: set = set()
@@ -202,16 +210,19 @@ class _Reach:
             while self._waiting:
                 self._read(self._waiting.popleft())
             # A name that one function says may be a method of an object that another has in reach.
-            for name in list(self._names):
+            questions = [(self._ask, name) for name in self._names]
+            questions += [(self._ask_for_setter, name) for name in self._set_names]
+            for ask, name in questions:
                 for owner in list(self._objects.values()):
-                    if (id(owner), name) not in asked:
-                        asked.add((id(owner), name))
-                        self._ask(owner, name)
+                    if (ask, id(owner), name) not in asked:
+                        asked.add((ask, id(owner), name))
+                        ask(owner, name)
 
     def _read(self, function):
         code = _code_of(function.__code__)
         self.writes += code.writes
         self._names |= code.names
+        self._set_names |= code.set_names
         around = {}
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # A name that has no value yet.
@@ -236,6 +247,13 @@ class _Reach:
             self._look_at(value)
         for base in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
             self._look_at(vars(base).get(name))
+
+    def _ask_for_setter(self, owner, name: str):
+        """Looks at what runs where the attribute `name` of an object in reach is set."""
+        for base in type(owner).__mro__:
+            descriptor = vars(base).get(name)
+            if isinstance(descriptor, property):
+                self._look_at(descriptor.fset)
 
     def _look_at(self, value):
         """Takes down a value in reach: a function's code is read, an object's methods are asked for by name."""
@@ -363,6 +381,7 @@ def _written_by(method: str, owners):
 @functools.lru_cache(maxsize=4096)
 def _code_of(code: types.CodeType) -> _Code:
     names: set[str] = set()
+    set_names: set[str] = set()
     writes: list = []
     waiting = [code]
     while waiting:
@@ -372,6 +391,8 @@ def _code_of(code: types.CodeType) -> _Code:
         # Of the expression so far, the instructions that name what it is about.
         previous: list = []
         for instruction in dis.get_instructions(part):
+            if instruction.opname == "STORE_ATTR":
+                set_names.add(instruction.argval)
             is_attribute = instruction.opname in _ATTRIBUTES
             if is_attribute and previous:
                 written = _written_by(instruction.argval, previous)
@@ -380,4 +401,4 @@ def _code_of(code: types.CodeType) -> _Code:
                     is_named = written.opname in (*_ATTRIBUTES, "LOAD_GLOBAL", "LOAD_DEREF")
                     writes.append(_Write(written.argval if is_named else None, code.co_name))
             previous = [*previous, instruction] if is_attribute else [instruction]
-    return _Code(frozenset(names), tuple(writes))
+    return _Code(frozenset(names), frozenset(set_names), tuple(writes))

@@ -14,7 +14,8 @@ from mpkeras._replaced import replaced
 from mpkeras.conversion.converted_layer import ConvertedLayer
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_error, tensor_dtype
-from mpkeras.policies.rules import has_own_call, is_quantized, path_rule
+from mpkeras.policies.heads import applies_own_function, has_own_call
+from mpkeras.policies.rules import is_quantized, path_rule
 from mpkeras.training import training_backend
 from mpkeras.training.unseen_run import noting_casts, run_unseen, tensors_put_back
 from mpkeras.training.whole_numbers import in_one_message, path_of, was_named
@@ -90,8 +91,12 @@ def _own_layers(model) -> list:
         and id(layer) not in in_loops
         and layer is not model
         and not is_quantized(layer)
-        and any(map(has_own_call, [layer, *(_keras.flatten_layers(layer) if isinstance(layer, _STEPPING) else ())]))
+        and any(map(_is_own, [layer, *(_keras.flatten_layers(layer) if isinstance(layer, _STEPPING) else ())]))
     ]
+
+
+def _is_own(layer) -> bool:
+    return has_own_call(layer) or applies_own_function(layer)
 
 
 def _few_rows(model, x):

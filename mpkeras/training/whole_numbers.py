@@ -17,7 +17,8 @@ from mpkeras._replaced import replaced
 from mpkeras.conversion.exact_inputs import only_moves, reads_names
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.rules import DEFAULT_RULES, first_match, has_own_call, is_quantized, path_rule
+from mpkeras.policies.heads import applies_own_function, has_own_call
+from mpkeras.policies.rules import DEFAULT_RULES, first_match, is_quantized, path_rule
 from mpkeras.training import training_backend
 from mpkeras.training.unseen_run import noting_casts, run_unseen
 
@@ -258,7 +259,8 @@ def _casts_to_16_bits(layer) -> bool:
 
 def _reads(layer) -> bool:
     """Whether the arithmetic of a layer is the user's own, or is a difference, in which nothing is weighed."""
-    if has_own_call(layer) or isinstance(layer, (*_OF_USERS, keras.layers.Subtract)):
+    is_own = has_own_call(layer) or applies_own_function(layer)
+    if is_own or isinstance(layer, (*_OF_USERS, keras.layers.Subtract)):
         return True
     # Keras' own layers hand what they are given to those inside: a wrapper, an `RNN`, a model in one of them.
     return any(_reads(inner) or reads_names(inner) for inner in _given_the_same(layer))

@@ -217,7 +217,41 @@ def row_of(model, name):
         pytest.param(
             lambda x: table(ops.argmax(moved(layers.Dense(4)(x)), axis=1)), None, id="of a layer with weights"
         ),
-        pytest.param(lambda x: layers.BatchNormalization()(Half(name="moving")(x)), None, id="computed, for no names"),
+        pytest.param(
+            lambda x: layers.BatchNormalization()(Half(name="moving")(x)),
+            "BatchNormalization",
+            id="computed of data alone",
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.LayerNormalization()(layers.Dropout(0.5, name="moving")(x))),
+            "LayerNormalization",
+            id="dropped, then normalized",
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(
+                layers.LayerNormalization()(layers.Dropout(0.5, name="moving")(x + layers.Dense(4)(x)))
+            ),
+            None,
+            id="computed of data and what is weighed",
+        ),
+        pytest.param(
+            lambda x: layers.BatchNormalization()(layers.Add(name="moving")([x, layers.Dense(4)(x)])),
+            None,
+            id="a layer of data and what is weighed",
+        ),
+        pytest.param(
+            lambda x: layers.LayerNormalization()(layers.Attention(name="moving")([layers.Reshape((2, 2))(x)] * 2)),
+            None,
+            id="matrices",
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.Average()([Half(name="moving")(x), x])), None, id="computed, then averaged"
+        ),
+        pytest.param(lambda x: layers.Dense(2)(ops.sin(moved(x))), "Sin", id="computed by an operation"),
+        pytest.param(lambda x: layers.Dense(2)(moved(x)[:, 1:]), None, id="moved by an operation, then weighed"),
+        pytest.param(
+            lambda x: layers.Dense(2)(moved(x) * layers.Dense(4)(x)), None, id="an operation with what is weighed"
+        ),
     ],
 )
 def test_what_is_kept_and_what_is_not(function, expected):
@@ -242,6 +276,18 @@ def test_what_is_normalized_behind_a_layer_that_moves_it_is_as_exact_as_in_float
     centered = x.astype("float64") - x.astype("float64").mean(axis=1, keepdims=True)
     expected = centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=2 * epsilon, atol=2 * epsilon)
+
+
+@pytest.mark.parametrize(("policy", "epsilon"), [("mixed_float16", 2.0**-11), ("mixed_bfloat16", 2.0**-8)])
+def test_an_average_of_large_pixels_is_normalized_as_in_float32(policy, epsilon):
+    x = 4000 + np.array([[1.25, 2.0], [4.5, -1.0], [2.5, 7.0], [0.25, 3.0]], "float32").reshape(1, 2, 2, 2)
+    inputs = keras.Input((2, 2, 2))
+    means = layers.GlobalAveragePooling2D()(layers.GaussianNoise(1.0)(layers.UpSampling2D()(inputs)))
+    normalized = layers.Normalization(mean=[4002.0, 4003.0], variance=[1.0, 1.0])(means)
+    model = keras.Model(inputs, layers.Dense(2, kernel_initializer="identity")(normalized))
+    mpkeras.apply_policy(model, without_outputs(policy))
+    # The means of the channels are 4002.125 and 4002.75.
+    np.testing.assert_allclose(model.predict(x, verbose=0), [[0.125, -0.25]], rtol=2 * epsilon, atol=1e-3)
 
 
 @pytest.mark.parametrize(("policy", "epsilon"), [("mixed_float16", 2.0**-11), ("mixed_bfloat16", 2.0**-8)])

@@ -352,6 +352,29 @@ class Recording(layers.GRUCell):
         return super().get_dropout_mask(x)
 
 
+class WithProperty(Stateful):
+    """Has a property that hands on to a variable what it is set to."""
+
+    @property
+    def count(self):
+        return self.steps * 1.0
+
+    @count.setter
+    def count(self, value):
+        self.steps.assign(value)
+
+
+class ByProperty(WithProperty):
+    def call(self, x):
+        self.count = self.count + 1.0
+        return x
+
+
+class Reading(WithProperty):
+    def call(self, x):
+        return x * self.count
+
+
 class Peak:
     """An activation that is an object."""
 
@@ -374,11 +397,13 @@ class Peak:
         (Inherited, "'steps', 'mean'"),
         (OfAGlobal, "'GLOBAL'"),
         (InPlace, "'mean', 'steps'"),
+        (ByProperty, "'steps'"),
         (lambda: Observed(3), "'steps'"),
         (Recording, "'drawn'"),
         (lambda: layers.Conv1D(3, 1, activation=Peak()), "'highest'"),
         (lambda: layers.Lambda(lambda x: x + GLOBAL.assign_add(1.0)), "'GLOBAL'"),
         (Holder, None),
+        (Reading, None),
         (Watched, None),
         (lambda: layers.Dense(3, activation=keras.activations.gelu), None),
         (OfOwnMethod, None),

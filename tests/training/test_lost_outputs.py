@@ -44,9 +44,13 @@ class Apart(layers.Layer):
         return x[:, 0::2] - x[:, 1::2]
 
 
+def waves(times):
+    return ops.sin(1300.0 * times)
+
+
 class Waves(layers.Layer):
     def call(self, times):
-        return ops.sin(1300.0 * times)
+        return waves(times)
 
 
 class Block(layers.Layer):
@@ -164,6 +168,9 @@ CASES = {
     "in a loop": (
         lambda: layers.RNN(Cell(2), name="own"), (3, 2), RANDOM.uniform(100, 101, (4, 3, 2)), "bfloat16", "own"
     ),
+    "an activation": (
+        lambda: layers.Activation(waves, name="own"), (3,), RANDOM.uniform(size=(5, 3)), "float16", "own"
+    ),
     "a model in a model": (lambda: InPart(name="own"), (4,), PLACES, "bfloat16", "own"),
 }  # fmt: skip
 
@@ -228,6 +235,11 @@ HEALTHY = {
     "random numbers": (lambda: Noisy(), (4,), RANDOM.normal(size=(3, 4))),
     "zeros": (lambda: Apart(), (4,), np.zeros((3, 4))),
     "no inference": (lambda: Fails(), (4,), RANDOM.normal(size=(3, 4))),
+    "an activation of a product": (
+        lambda: layers.Dense(6, lambda x: ops.maximum(x, 0.1 * x)),
+        (4,),
+        RANDOM.normal(size=(3, 4)),
+    ),
     "layers of Keras": (lambda: layers.Normalization(mean=48.2, variance=0.01), (4,), PLACES),
 }
 

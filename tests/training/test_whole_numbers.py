@@ -160,6 +160,9 @@ def test_the_remedy_that_is_named_trains_the_rows_of_float32(policy):
             lambda: functional(layers.Lambda(lambda x: x / 10, name="tenth")), CODES, "tenth", "tenth", id="Lambda"
         ),
         pytest.param(
+            lambda: functional(layers.Activation(lambda x: x / 30, name="part")), CODES, "part", "part", id="Activation"
+        ),
+        pytest.param(
             lambda: functional(Wave(name="wave"), before=layers.Reshape((3,), name="shape")),
             CODES,
             "shape",
