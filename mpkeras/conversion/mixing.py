@@ -19,30 +19,54 @@ from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
 _SPELLINGS = {name: name for name in FLOAT_DTYPES} | {"half": "float16", "double": "float64", "float": "float32"}
 _SPELLED = re.compile(rf"(?<![a-z])({'|'.join(_SPELLINGS)})(?![a-z0-9])", re.IGNORECASE)
 
+# How they say that an operation has no kernel for a dtype, and often for which dtypes it has some.
+_NO_KERNEL = re.compile(
+    r"not implemented for|(does not|doesn't) (support|accept)|not in list of allowed values|"
+    r"could not find device for node|incorrect types: (?P<real>\w+) (?P=real)\.|but got (?P<one>\w+) and (?P=one)\b",
+    re.IGNORECASE,
+)
+
 _silent: list = []
 
 
-class MixedDtypesError(TypeError):
-    """A layer multiplied or added tensors of two float dtypes, and the backend refused."""
+class RefusedError(TypeError):
+    """The backend refused what a layer computes, for its dtype. `what` is a sentence, and `remedy` another one."""
+
+    def __init__(self, message: str, what: str = "", remedy: str = ""):
+        # Keras makes the error again, of a longer message alone.
+        super().__init__(message)
+        self.what = what
+        self.remedy = remedy
+
+
+class MixedDtypesError(RefusedError):
+    """A layer multiplied or added tensors of two float dtypes."""
+
+
+class NoKernelError(RefusedError):
+    """A layer called an operation that has no kernel for the dtype of the layer."""
 
 
 def name_mixed_dtypes(layer):
     """Makes `layer`, whose `call` is the user's own, say by name what it mixes.
 
     Where the backend raises, a `TypeError` names the layer, the attribute, argument or variable, and both dtypes. Where
-    it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once.
+    it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once. Where the backend raises as
+    an operation has no kernel for the dtype of the layer, the `TypeError` says that.
     """
-    call = taking_inner_results(layer, layer.call, lambda *failed: refused(layer, *failed) is not None)
+    call = taking_inner_results(
+        layer, layer.call, lambda *failed: isinstance(refused(layer, *failed), MixedDtypesError)
+    )
 
     @functools.wraps(call)
     def call_and_name(*args, **kwargs):
         try:
             outputs = call(*args, **kwargs)
         except Exception as error:
-            what = refused(layer, args, kwargs, error)
-            if what is None:
+            refusal = refused(layer, args, kwargs, error)
+            if refusal is None:
                 raise
-            raise MixedDtypesError(f"{what} {remedy(layer)} The backend says: {error}") from error
+            raise refusal from error
         if not has_warned and not _silent:
             what = promoted(layer, args, kwargs, outputs)
             if what:
@@ -64,16 +88,24 @@ def in_silence():
         _silent.pop()
 
 
-def refused(layer, args, kwargs, error) -> str | None:
-    """Returns what `layer` mixes where its `call` raised `error`, in a sentence; `None` for another error."""
+def refused(layer, args, kwargs, error) -> RefusedError | None:
+    """Returns an error that names `layer` where its `call` raised `error` for a dtype; `None` for another error."""
     # An error of a layer inside, or a warning taken for one, is no refusal of this layer.
-    if isinstance(error, (MixedDtypesError, Warning)):
+    if isinstance(error, (RefusedError, Warning)):
         return None
+    # Keras adds the arguments of the call, and they may be of any dtype.
+    message = str(error).split("Arguments received by")[0]
     # Tensors made inside `call` are in nobody's reach: only the message says its dtype, and that dtypes are the matter.
-    both = _dtypes_in(str(error))
-    if len(both) < 2 or layer.compute_dtype not in both:
+    in_message = {_SPELLINGS[word.lower()] for word in _SPELLED.findall(message)}
+    if layer.compute_dtype not in in_message:
         return None
-    return _what(layer, both, _other_dtypes(layer, args, kwargs))
+    if _NO_KERNEL.search(message):
+        kind, what, remedy_of = NoKernelError, _without_kernel(layer), remedy_without_kernel
+    elif len(in_message) > 1:
+        kind, what, remedy_of = MixedDtypesError, _what(layer, in_message, _other_dtypes(layer, args, kwargs)), remedy
+    else:
+        return None
+    return kind(f"{what} {remedy_of(layer)} The backend says: {error}", what, remedy_of(layer))
 
 
 def promoted(layer, args, kwargs, outputs) -> str | None:
@@ -83,16 +115,18 @@ def promoted(layer, args, kwargs, outputs) -> str | None:
 
 
 def remedy(layer) -> str:
+    return f"Cast it with `keras.ops.cast(..., self.compute_dtype)`, {_in_float32(layer)}"
+
+
+def remedy_without_kernel(layer) -> str:
+    return f"Cast what the operation takes to float32, {_in_float32(layer)}"
+
+
+def _in_float32(layer) -> str:
     return (
-        "Cast it with `keras.ops.cast(..., self.compute_dtype)`, put `@mpkeras.float32_island` on the method, or keep "
+        "put `@mpkeras.float32_island` on the method, or keep "
         f"the layer in float32: the rule 'path:{layer.name}', or `dtype=\"float32\"` where it is made under the policy."
     )
-
-
-def _dtypes_in(message: str) -> set[str]:
-    # Keras adds the arguments of the call, and they may be of any dtype.
-    message = message.split("Arguments received by")[0]
-    return {_SPELLINGS[word.lower()] for word in _SPELLED.findall(message)}
 
 
 def _is_promoted(layer, outputs, args, kwargs) -> bool:
@@ -146,6 +180,13 @@ def _dtypes_of(value) -> set[str]:
         elif ops.is_tensor(leaf):
             dtypes.add(tensor_dtype(leaf))
     return dtypes & set(FLOAT_DTYPES)
+
+
+def _without_kernel(layer) -> str:
+    return (
+        f"Layer '{layer.name}' ({type(layer).__name__}) computes in {layer.compute_dtype}, for which an operation in "
+        "its `call` has no kernel here."
+    )
 
 
 def _what(layer, dtypes, other_dtypes) -> str:

@@ -1,5 +1,6 @@
 """P11: a layer of the user's own that mixes dtypes is named, with the tensor and both dtypes."""
 
+import re
 import warnings
 
 import keras
@@ -8,7 +9,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.conversion.mixing import MixedDtypesError
+from mpkeras.conversion.mixing import MixedDtypesError, NoKernelError
 from tests.sixteen_bits import without_outputs
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
@@ -248,6 +249,49 @@ def test_other_errors_and_casts_on_purpose_are_left_in_peace():
     assert not isinstance(error.value, MixedDtypesError)
     outputs = mpkeras.apply_policy(Model(Logits()), without_outputs("mixed_bfloat16"))(X)
     assert keras.backend.standardize_dtype(outputs.dtype) == "float32"  # Warnings are errors here.
+
+
+class Fourier(layers.Layer):
+    """The mixing of FNet. No backend has a Fourier transform of 16 bits on a CPU."""
+
+    def __init__(self, run=lambda function: function, **kwargs):
+        super().__init__(**kwargs)
+        self.transform = run(lambda x: ops.fft2((x, ops.zeros_like(x)))[0])
+
+    def call(self, x):
+        return ops.squeeze(self.transform(ops.expand_dims(x, 1)), 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_operation_without_a_kernel_is_no_mixing_of_dtypes(policy):
+    model = Model(Fourier(name="fourier"))
+    model(X)
+    mpkeras.apply_policy(model, without_outputs(policy))
+    expected = (
+        f"'fourier' .*computes in {policy.removeprefix('mixed_')}, for which an operation in its `call` has no kernel"
+    )
+    with pytest.raises(NoKernelError, match=expected) as error:
+        model(X)
+    assert "mixes" not in str(error.value)
+    (finding,) = [finding for finding in mpkeras.audit(model, inputs=X).findings if finding.severity == "error"]
+    assert re.search(expected, finding.what) and "Cast what the operation takes to float32" in finding.remedy
+    # The remedies that the error names help.
+    island = mpkeras.apply_policy(Model(Fourier(mpkeras.float32_island)), without_outputs(policy))
+    by_rule = mpkeras.apply_policy(
+        Model(Fourier(name="fourier")), mpkeras.Policy(policy, keep_float32=["path:fourier"])
+    )
+    for found in (island(X), by_rule(X)):
+        np.testing.assert_allclose(ops.convert_to_numpy(ops.cast(found, "float32"))[:, 0], 4.0)  # the sum of four ones
+
+
+@pytest.mark.backends("tensorflow")
+def test_two_dtypes_given_to_an_operation_without_a_kernel_are_mixed():
+    class Complex(layers.Layer):
+        def call(self, x):
+            return ops.fft2((ops.expand_dims(x, 1), ops.ones((2, 1, 4))))[0]
+
+    with pytest.raises(MixedDtypesError, match="mixes it with float32"):
+        mpkeras.apply_policy(Model(Complex()), without_outputs("mixed_bfloat16"))(X)
 
 
 class Around(keras.Model):

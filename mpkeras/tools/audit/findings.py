@@ -249,12 +249,12 @@ def check_devices(model, devices, backend: str) -> list:
 
 
 def check_trace(forward, rows) -> list:
-    """What could not be counted, and layers that mix dtypes (P11)."""
+    """What could not be counted, and layers that mix dtypes (P11) or whose dtype the backend refuses."""
     findings = []
-    if forward.is_mixing:
+    if forward.refusal is not None:
         layer = forward.culprit
-        what = f"The backend refuses it. {forward.why_not.partition(': ')[2]}"
-        findings.append(Finding("error", layer.path or layer.name, what, mixing.remedy(layer)))
+        what = f"The backend refuses it. {forward.refusal.what}"
+        findings.append(Finding("error", layer.path or layer.name, what, forward.refusal.remedy))
     elif forward.why_not is not None:
         where = forward.culprit and (forward.culprit.path or forward.culprit.name)
         what = f"FLOPs, casts and outputs are unknown, as the model could not be traced: {forward.why_not}"

@@ -111,7 +111,8 @@ class ForwardPass:
 
     Attributes:
         program: A `Program`, or `None` where the model could not be traced; then `why_not` and `remedy` are sentences.
-        culprit: The layer whose `call` raised; `is_mixing` where it did so as it mixes dtypes.
+        culprit: The layer whose `call` raised.
+        refusal: Its error, with a sentence and a remedy, where the backend refused a dtype.
         training: Whether the pass is that of training; otherwise of inference.
         open_size: What was taken for the sizes that the model leaves open besides that of the batch, if it was needed.
         output_bytes: `{number of the layer: {dtype: bytes}}`, layers with others inside left out.
@@ -123,7 +124,7 @@ class ForwardPass:
     why_not: str | None = None
     remedy: str | None = None
     culprit: object = None
-    is_mixing: bool = False
+    refusal: mixing.RefusedError | None = None
     training: bool = True
     open_size: int | None = None
     output_bytes: dict = dataclasses.field(default_factory=dict)
@@ -158,7 +159,7 @@ def forward_pass(model, inputs, batch_size: int, open_size: int = OPEN_SIZE) -> 
             return result
         except Exception as error:  # Whatever the user's layers raise.
             result.why_not = f"{type(error).__name__}: {_first_line(str(error))}"
-        if result.is_mixing:
+        if result.refusal is not None:
             return result
         result.remedy = "Call the model on a batch: the error says more."
         if is_open:
@@ -271,10 +272,10 @@ def _watched(layers, backend, result):
             except Exception as error:
                 if result.culprit is None:  # the innermost layer comes first
                     result.culprit = layer
-                    what = mixing.refused(layer, args, kwargs, error) if may_mix else None
-                    result.is_mixing = what is not None or isinstance(error, mixing.MixedDtypesError)
-                    if what is not None:
-                        raise mixing.MixedDtypesError(what) from error
+                    refusal = mixing.refused(layer, args, kwargs, error) if may_mix else None
+                    result.refusal = error if isinstance(error, mixing.RefusedError) else refusal
+                    if refusal is not None:
+                        raise refusal from error
                 raise
             finally:
                 running.pop()
