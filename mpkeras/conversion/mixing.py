@@ -100,12 +100,15 @@ def refused(layer, args, kwargs, error) -> RefusedError | None:
     if layer.compute_dtype not in in_message:
         return None
     if _NO_KERNEL.search(message):
-        kind, what, remedy_of = NoKernelError, _without_kernel(layer), remedy_without_kernel
-    elif len(in_message) > 1:
-        kind, what, remedy_of = MixedDtypesError, _what(layer, in_message, _other_dtypes(layer, args, kwargs)), remedy
-    else:
-        return None
-    return kind(f"{what} {remedy_of(layer)} The backend says: {error}", what, remedy_of(layer))
+        return _refusal(NoKernelError, _without_kernel(layer), remedy_without_kernel(layer), error)
+    if len(in_message) > 1:
+        what = _what(layer, in_message, _other_dtypes(layer, args, kwargs))
+        return _refusal(MixedDtypesError, what, remedy(layer), error)
+    return None
+
+
+def _refusal(kind: type[RefusedError], what: str, remedy: str, error) -> RefusedError:
+    return kind(f"{what} {remedy} The backend says: {error}", what, remedy)
 
 
 def promoted(layer, args, kwargs, outputs) -> str | None:

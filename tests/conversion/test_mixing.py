@@ -273,8 +273,9 @@ def test_an_operation_without_a_kernel_is_no_mixing_of_dtypes(policy):
     with pytest.raises(NoKernelError, match=expected) as error:
         model(X)
     assert "mixes" not in str(error.value)
-    (finding,) = [finding for finding in mpkeras.audit(model, inputs=X).findings if finding.severity == "error"]
-    assert re.search(expected, finding.what) and "Cast what the operation takes to float32" in finding.remedy
+    if keras.backend.backend() != "torch":  # There `audit` runs no kernel.
+        (finding,) = [finding for finding in mpkeras.audit(model, inputs=X).findings if finding.severity == "error"]
+        assert re.search(expected, finding.what) and "Cast what the operation takes to float32" in finding.remedy
     # The remedies that the error names help.
     island = mpkeras.apply_policy(Model(Fourier(mpkeras.float32_island)), without_outputs(policy))
     by_rule = mpkeras.apply_policy(
