@@ -130,11 +130,13 @@ class FirstSteps:
         self.are_over |= any(change.counted for change in changes.values())
         new_scales = {}
         for optimizer, scale in scales.items():
-            if changes[optimizer].counted:
-                scale = _with_headroom(optimizer, step_state, scale)
-            elif scale <= at_begin.guess(optimizer):
-                continue
-            new_scales[optimizer] = min(scale, at_begin.guess(optimizer))
+            guess = at_begin.guess(optimizer)
+            if scale == HEADROOM * guess:
+                new_scales[optimizer] = at_begin.scale_after_guess(optimizer, step_state)
+            elif changes[optimizer].counted:
+                new_scales[optimizer] = min(_with_headroom(optimizer, step_state, scale), guess)
+            elif scale > guess:
+                new_scales[optimizer] = guess
         logs = _with_scales(logs, step_state, optimizers, new_scales)
         return step_state.returned(logs), step_state.arguments()
 
@@ -254,6 +256,14 @@ class _Before:
     def guess(self, optimizer) -> float:
         """Returns the scale of `optimizer` from before the step."""
         return number(optimizer.loss_scale_rule.current_scale(_tensors(self.scale_state(optimizer))))
+
+    def scale_after_guess(self, optimizer, after) -> float:
+        """Returns the scale that a step which was tried above the guess, and counted, would have left at the guess."""
+        if after.number(optimizer.dynamic_scale) == HEADROOM * self.guess(optimizer):
+            return self.guess(optimizer)
+        # The rule raises it in the first step already.
+        rule, state = optimizer.loss_scale_rule, self.scale_state(optimizer)
+        return number(rule.current_scale(_tensors(_after(rule, state, is_finite=True))))
 
     def next_scale(self, optimizer, scale: float | None) -> float | None:
         """Returns the scale to try after `scale` (`None`: the guess); `None` where there is none."""

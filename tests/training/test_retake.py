@@ -214,19 +214,22 @@ def test_a_first_batch_that_fits_the_guess_leaves_room_for_the_next_ones(first, 
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"),
+    ("rule", "gradient", "expected"),
     [
+        # 256 counts, and the rule grows in the first step: from the guess. 128 counts, and a quarter of it is 32.
+        (DynamicLossScale(64.0, dynamic_growth_steps=1), 200.0, 128.0),
+        (DynamicLossScale(64.0, dynamic_growth_steps=1), 300.0, 32.0),
         # Above the guess there is nothing in its bounds, so the guess is all that is tried.
-        (DynamicLossScale(64.0, max_scale=128.0), 64.0),
+        (DynamicLossScale(64.0, max_scale=128.0), 300.0, 64.0),
         # 256 counts not, 25.6 is below the guess: the guess counts, and no step of the rule down is within a quarter.
-        (DynamicLossScale(64.0, backoff_factor=0.1), 64.0),
+        (DynamicLossScale(64.0, backoff_factor=0.1), 300.0, 64.0),
         # 256 counts not, 192 does; then 144, 108, 81, 60.75 and 48 = 192 / 4 lies between two of the rule's own.
-        (DynamicLossScale(64.0, backoff_factor=0.75), 60.75),
+        (DynamicLossScale(64.0, backoff_factor=0.75), 300.0, 60.75),
     ],
 )
-def test_room_above_the_guess_is_what_the_rule_has(rule, expected):
+def test_room_above_the_guess_is_what_the_rule_has(rule, gradient, expected):
     step, optimizer = step_of_gradient_x(loss_scale=rule)
-    assert float(step(300.0)["loss_scale"]) == number(optimizer.loss_scale) == expected
+    assert float(step(gradient)["loss_scale"]) == number(optimizer.loss_scale) == expected
     assert counters(optimizer) == [1, 0, 0, 0, 0]
 
 
