@@ -243,7 +243,7 @@ class _Before:
     def scales_above_guess(self, waiting: list) -> dict:
         """Returns the scales of the first attempt, by optimizer: `HEADROOM` times the guess, where the rule has it."""
         if len(waiting) > 1 and not self.are_all:
-            # What one of them has done could not be undone where another overflows.
+            # The update of one could not be undone where another overflows.
             return {}
         scales = {}
         for optimizer in waiting:
