@@ -147,9 +147,9 @@ class _Walk:
         # The `id`s of the models that were looked at.
         self.seen: set[int] = set()
         self._by_rule = by_rule
-        # What was asked already, and what was noted.
-        self._reached: dict = {}
-        self._noted: set = set()
+        # What was found behind each tensor that was asked for, and the `id`s of those that were noted.
+        self._steps: dict = {}
+        self._noted: set[int] = set()
 
     def look_at(self, model, calls):
         self.seen.add(id(model))
@@ -159,7 +159,7 @@ class _Walk:
                 self.look_at(_model_run_by(layer), (*calls, node))
                 continue
             for end in self._ends(node):
-                reaches = [self._comes_from_input(tensor, calls, end) for tensor in node.input_tensors]
+                reaches = [self._reached(tensor, calls, end) is not None for tensor in node.input_tensors]
                 if not (all(reaches) if end.needs_all else any(reaches)):
                     continue
                 for tensor in node.input_tensors:
@@ -187,33 +187,30 @@ class _Walk:
             return [_End(name, f"'{layer.name}' computes with them as they are", _ALONE, needs_all=True)]
         return []
 
-    def _comes_from_input(self, tensor, calls, end) -> bool:
-        """Whether a tensor holds numbers of the data that nothing has weighed."""
+    def _reached(self, tensor, calls, end) -> _Step | None:
+        """Returns the step behind a tensor that holds numbers of the data which nothing has weighed, else `None`."""
         key = (id(tensor), tuple(map(id, calls)), end.way)
-        if key not in self._reached:
+        if key not in self._steps:
             step = self._step_back(tensor, calls, end)
-            if step is None or not step.reads:
-                self._reached[key] = step is not None
-            else:
-                reaches = [self._comes_from_input(read, around, end) for read, around in step.reads]
-                self._reached[key] = all(reaches) if end.way == _ALONE else any(reaches)
-        return self._reached[key]
+            if step is not None and step.reads:
+                reaches = [self._reached(read, around, end) is not None for read, around in step.reads]
+                if not (all(reaches) if end.way == _ALONE else any(reaches)):
+                    step = None
+            self._steps[key] = step
+        return self._steps[key]
 
     def _keep_between(self, tensor, calls, end):
         """Notes the layers that handed on what a tensor holds of the data, on each path."""
-        key = (id(tensor), tuple(map(id, calls)), end.way)
-        if key in self._noted or not self._comes_from_input(tensor, calls, end):
+        step = self._reached(tensor, calls, end)
+        if step is None or id(step) in self._noted:
             return
-        self._noted.add(key)
-        step = self._step_back(tensor, calls, end)
-        if step is None:
-            return
+        self._noted.add(id(step))
         for read, around in step.reads:
             self._keep_between(read, around, end)
         if step.layer is not None:
             self._keep(step.layer, end)
 
-    def _step_back(self, tensor, calls, end) -> "_Step | None":
+    def _step_back(self, tensor, calls, end) -> _Step | None:
         """Returns what handed a tensor on; `None` where its numbers are no more those of the data."""
         layer, node_index = _keras.made_by(tensor)
         if isinstance(layer, keras.layers.InputLayer):
