@@ -147,7 +147,7 @@ class FirstSteps:
             Logs, state and changes of the last run, and the scales at which it was tried where they are not the guess.
         """
         scales = at_begin.scales_above_guess(waiting)
-        at_begin.write_scales(step_state, scales)
+        _write_scales(step_state, scales)
         for _ in range(_MOST_ATTEMPTS):
             logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
             has_counted = any(change.counted for change in changes.values())
@@ -176,7 +176,7 @@ class FirstSteps:
         except BaseException:
             # A program that catches it may go on from any state, but not at a scale that was tried for this batch.
             self.are_over = True
-            at_begin.write_scales(step_state, {optimizer: at_begin.guess(optimizer) for optimizer in scales})
+            _write_scales(step_state, {optimizer: at_begin.guess(optimizer) for optimizer in scales})
             raise
         changes = {
             optimizer: at_begin.change(optimizer, after, scales.get(optimizer)) for optimizer in self._optimizers()
@@ -249,21 +249,21 @@ class _Before:
         for optimizer in waiting:
             scale = HEADROOM * self.guess(optimizer)
             state = {**self.scale_state(optimizer), "dynamic_scale": scale}
-            if number(optimizer.loss_scale_rule.current_scale(_tensors(state))) == scale <= LARGEST_SCALE:
+            if _scale_in(state, optimizer.loss_scale_rule) == scale <= LARGEST_SCALE:
                 scales[optimizer] = scale
         return scales
 
     def guess(self, optimizer) -> float:
         """Returns the scale of `optimizer` from before the step."""
-        return number(optimizer.loss_scale_rule.current_scale(_tensors(self.scale_state(optimizer))))
+        return _scale_in(self.scale_state(optimizer), optimizer.loss_scale_rule)
 
     def scale_after_guess(self, optimizer, after) -> float:
         """Returns the scale that a step which was tried above the guess, and counted, would have left at the guess."""
         if after.number(optimizer.dynamic_scale) == HEADROOM * self.guess(optimizer):
             return self.guess(optimizer)
         # The rule raises it in the first step already.
-        rule, state = optimizer.loss_scale_rule, self.scale_state(optimizer)
-        return number(rule.current_scale(_tensors(_after(rule, state, is_finite=True))))
+        rule = optimizer.loss_scale_rule
+        return _scale_in(_after(rule, self.scale_state(optimizer), is_finite=True), rule)
 
     def next_scale(self, optimizer, scale: float | None) -> float | None:
         """Returns the scale to try after `scale` (`None`: the guess); `None` where there is none."""
@@ -303,12 +303,7 @@ class _Before:
         if self.are_all:
             training_backend.set_global_random_states(self._random)
             self._put_back_unbuilt(step_state)
-        self.write_scales(step_state, scales)
-
-    def write_scales(self, step_state, scales: dict):
-        """Gives the optimizers of `scales` these scales."""
-        for optimizer, scale in scales.items():
-            step_state.write(optimizer.dynamic_scale, [np.array(scale)])
+        _write_scales(step_state, scales)
 
     def _put_back_unbuilt(self, step_state):
         """Gives the optimizers that the step has built the state that they had then."""
@@ -379,11 +374,11 @@ def lowered_scale(optimizer, state: dict, scale: float | None = None) -> float |
     rule = optimizer.loss_scale_rule
     if scale is not None:
         state = {**state, "dynamic_scale": scale}
-    scale = number(rule.current_scale(_tensors(state)))
+    scale = _scale_in(state, rule)
     # With hysteresis it takes several steps.
     for _ in range(_MOST_ATTEMPTS):
         new_state = _after(rule, state, is_finite=False)
-        new_scale = number(rule.current_scale(_tensors(new_state)))
+        new_scale = _scale_in(new_state, rule)
         if new_scale < scale:
             # Below it, the reciprocal overflows.
             return new_scale if new_scale >= SMALLEST_SCALE else None
@@ -391,6 +386,10 @@ def lowered_scale(optimizer, state: dict, scale: float | None = None) -> float |
             break
         state = new_state
     return None
+
+
+def _scale_in(state: dict, rule) -> float:
+    return number(rule.current_scale(_tensors(state)))
 
 
 def _after(rule, state: dict, *, is_finite: bool) -> dict:
@@ -414,11 +413,15 @@ def _with_headroom(optimizer, step_state, scale_found: float) -> float:
     return scale
 
 
+def _write_scales(step_state, scales: dict):
+    for optimizer, scale in scales.items():
+        step_state.write(optimizer.dynamic_scale, [np.array(scale)])
+
+
 def _with_scales(logs, step_state, optimizers, scales: dict):
     """Writes the scales of the next step, and returns the logs with them."""
+    _write_scales(step_state, scales)
     for optimizer, scale in scales.items():
-        if scale != step_state.number(optimizer.dynamic_scale):
-            step_state.write(optimizer.dynamic_scale, [np.array(scale)])
         warn_below_one(optimizer, scale)
     in_use = [optimizer for optimizer in optimizers if optimizer.built]
     if in_use and in_use[0] in scales and isinstance(logs, dict) and "loss_scale" in logs:
