@@ -1,4 +1,4 @@
-"""A look at the first batch, and at data in memory, for what 16 bits would lose of it in silence."""
+"""A look at the first batch, at a few later ones, and at data in memory, for what 16 bits would lose in silence."""
 
 import contextlib
 
@@ -37,22 +37,36 @@ def looking_at_arrays(model, x, batch_size):
         look_at_arrays()
 
 
-def looking_at_first_batch(model, function):
-    """Returns a train function of `model` that looks at the first batch for `look`, then runs `function`.
+def is_looked_at(number: int) -> bool:
+    """Whether the data of a training is looked at in its batch of this number, the first being 1: each power of two.
 
-    The model may be built by the first step alone: then it is looked at once more, behind it.
+    Numbers that grow from batch to batch (ids in order, time steps, days) are so seen before as much data has passed
+    again, and the looks at a long training stay few.
     """
-    is_first = True
+    return not number & (number - 1)
+
+
+def looking_at_batch(model, function, number: int):
+    """Returns a train function of `model` that looks at its next batch for `look`, then runs `function`.
+
+    The model may be built by the first step alone: then the batch is looked at behind the step.
+
+    Args:
+        model: The model.
+        function: Its train function.
+        number: The number of the batch, the first being 1.
+    """
+    is_due = True
 
     def train_function(*args):
-        nonlocal is_first
-        if not is_first:
+        nonlocal is_due
+        if not is_due:
             return function(*args)
-        is_first = False
+        is_due = False
         if model.train_function is train_function:
             model.train_function = function
         was_built = _keras.is_built(model)
-        if was_built and not may_round(model) and not may_lose_outputs(model):
+        if was_built and not may_round(model) and not (number == 1 and may_lose_outputs(model)):
             return function(*args)
         *state, data = args
         batch, data = training_backend.first_batch(model, data)
@@ -60,10 +74,10 @@ def looking_at_first_batch(model, function):
             return function(*state, data)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         if was_built:
-            look(model, x, *state)
+            look(model, x, number, *state)
         result = function(*state, data)
         if not was_built:
-            look(model, x, *(result[1:] if isinstance(result, tuple) else ()))
+            look(model, x, number, *(result[1:] if isinstance(result, tuple) else ()))
         return result
 
     # It is in front for one step, and of the function behind it others ask whether it takes batches again.
@@ -72,15 +86,19 @@ def looking_at_first_batch(model, function):
     return train_function
 
 
-def look(model, x, state=None):
+def look(model, x, number: int, state=None):
     """Warns, once of each layer, of what 16 bits would lose of a batch in silence.
+
+    Of the first batch that is whole numbers, and what a few rows become in layers; of later ones whole numbers alone.
 
     Args:
         model: The model; one that is not built, or that is on several devices, is not looked at.
         x: The arguments of the model.
+        number: The number of the batch, the first being 1.
         state: The state that `fit` on JAX holds beside the model, if it does.
     """
     # Behind the four groups of `fit`'s state a callback may hand on numbers of its own.
     with _keras.held_by_variables(model, None if state is None else state[:4]):
         warn_of_rounding(model, x)
-        warn_of_lost_outputs(model, x)
+        if number == 1:
+            warn_of_lost_outputs(model, x)

@@ -13,7 +13,7 @@ from mpkeras.distribution.travel import Travel
 from mpkeras.scaling.facts import GRADIENT_LOG_NAMES, opened_step
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import retake, training_backend
-from mpkeras.training.first_batch import looking_at_first_batch
+from mpkeras.training.first_batch import is_looked_at, looking_at_batch
 from mpkeras.training.inventory import (
     Inventory,
     checking_optimizers,
@@ -208,14 +208,18 @@ def _make_train_function(model, make_train_function, guard):
 
 
 def _hiding_logs(model, function):
-    # In `fit` the watch looks at the first batch.
-    first_alone = looking_at_first_batch(model, function)
+    batches = 0
 
     @functools.wraps(function)
     def train_function(*args):
+        nonlocal batches
         prepared = prepared_of(model)
-        result = (function if prepared is None or prepared.fits else first_alone)(*args)
-        return result if prepared is None or prepared.fits else without_logs(model, result)
+        if prepared is None or prepared.fits:
+            # In `fit` the watch looks at batches.
+            return function(*args)
+        batches += 1
+        looking = looking_at_batch(model, function, batches) if is_looked_at(batches) else function
+        return without_logs(model, looking(*args))
 
     vars(train_function)["mpkeras_hides_logs"] = True
     return train_function

@@ -26,7 +26,7 @@ from mpkeras.scaling.small_state import follow_weights
 from mpkeras.scaling.window import checked_steps
 from mpkeras.training import training_backend
 from mpkeras.training.capsule_file import capsule_of_step
-from mpkeras.training.first_batch import look
+from mpkeras.training.first_batch import is_looked_at, look
 from mpkeras.training.inventory import moving_variables
 from mpkeras.training.last_step import BEFORE
 from mpkeras.training.objective import Objective
@@ -167,7 +167,7 @@ class TrainStep:
         distribution_backend.check_program(Travel.of(policy), jit_compile)
         self._parts = StepParts(model, optimizer, objective, jit_compile, rollback, window, policy)
         self._steps = 0
-        self._has_looked = False
+        self._batches = 0
         parts = self._parts
         self._first_steps = FirstSteps(model, lambda: [parts.optimizer] if parts.guards else [], lambda: parts.metrics)
         # The last batch with what its step returned, and the numbers that it changed.
@@ -199,9 +199,10 @@ class TrainStep:
         # Before the step: one that raises is not the one before it, whose batch need not stay in memory either.
         self._last = None
         self._get_ready(x, y)
-        if not self._has_looked and not training_backend.in_replica_context():
-            self._has_looked = True
-            look(self.model, x)
+        if not training_backend.in_replica_context():
+            self._batches += 1
+            if is_looked_at(self._batches):
+                look(self.model, x, self._batches)
         return self.run_as_made(x, y, sample_weight)
 
     def run_as_made(self, x, y=None, sample_weight=None) -> dict:

@@ -7,7 +7,7 @@ import keras
 
 from mpkeras.policies.loss_scaling import number
 from mpkeras.training import retake
-from mpkeras.training.first_batch import looking_at_first_batch
+from mpkeras.training.first_batch import is_looked_at, looking_at_batch
 from mpkeras.training.inventory import checking_optimizers
 from mpkeras.training.unguarded import UnguardedWatch
 from mpkeras.training.validations import Validations
@@ -26,12 +26,12 @@ class SkipWatch(keras.callbacks.Callback):
         super().__init__()
         self._warned = set()
         self._warns_at_min_scale = True
-        self._has_begun = False
+        self._batches = 0
         self._first_steps: UnguardedWatch | None = None
         self.validations = Validations(self._warn_once)
 
     def on_train_begin(self, logs=None):
-        self._has_begun = False
+        self._batches = 0
         model = self.model
         if self._first_steps is None or self._first_steps.model is not model:
             self._first_steps = UnguardedWatch(model)
@@ -40,13 +40,13 @@ class SkipWatch(keras.callbacks.Callback):
         # A loop of the user's may call no `on_train_begin`.
         if self._first_steps is not None:
             self._first_steps.watch()
+        self._batches += 1
+        # Not when training begins: callbacks behind this one may let the train function be made anew there.
+        if is_looked_at(self._batches) and self.model.train_function is not None:
+            self.model.train_function = looking_at_batch(self.model, self.model.train_function, self._batches)
 
     def on_epoch_begin(self, epoch, logs=None):
         self.validations.begin_epoch()
-        if not self._has_begun and self.model.train_function is not None:
-            # Not when training begins: callbacks behind this one may let the train function be made anew there.
-            self.model.train_function = looking_at_first_batch(self.model, self.model.train_function)
-        self._has_begun = True
         self._at_epoch_begin = [_Counts.of(optimizer) for optimizer in self._optimizers()]
 
     def on_epoch_end(self, epoch, logs=None):

@@ -11,6 +11,7 @@ from keras import layers, ops
 import mpkeras
 from mpkeras._replaced import replaced_attributes
 from mpkeras.callbacks import MixedPrecision, NumericsMonitor
+from mpkeras.training.first_batch import is_looked_at
 from mpkeras.training.whole_numbers import Rounded, rounded_whole_numbers
 from tests.training.models import DOORS, made_by
 
@@ -338,7 +339,7 @@ def test_healthy_data_is_not_named(make, x, policy):
 def without_a_look():
     with pytest.MonkeyPatch.context() as patch:
         for module in ("guard", "watch"):
-            patch.setattr(f"mpkeras.training.{module}.looking_at_first_batch", lambda model, function: function)
+            patch.setattr(f"mpkeras.training.{module}.looking_at_batch", lambda model, function, number: function)
         yield
 
 
@@ -381,6 +382,44 @@ def test_batches_of_any_kind_are_looked_at_and_all_of_them_trained_on(kind):
     assert with_a_look[1] == without[1] == 3
     assert all(np.array_equal(*pair) for pair in zip(with_a_look[0], without[0], strict=True))
     assert len(with_a_look[2]) == 1 and without[2] == []
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        "fit",
+        pytest.param("callback", marks=pytest.mark.slow),
+        pytest.param("train_on_batch", marks=pytest.mark.slow),
+        pytest.param("make_train_step", marks=pytest.mark.slow),
+    ],
+)
+def test_numbers_that_grow_from_batch_to_batch_are_named(door):
+    # bfloat16 holds all days to 256, and so the first two batches.
+    days = np.arange(41.0, 841.0, 20.0, dtype="float32").reshape(10, 4, 1)
+    y = np.ones((4, 1), "float32")
+    model = functional(Wave(name="wave"), shape=(1,))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    if door == "callback":
+        said = said_by(
+            lambda: model.fit(((x, y) for x in days), verbose=0, callbacks=[MixedPrecision("mixed_bfloat16")])
+        )
+    elif door == "make_train_step":
+        step = mpkeras.make_train_step(mpkeras.apply_policy(model, "mixed_bfloat16"), "sgd", "mse")
+        said = said_by(lambda: [step(x, y) for x in days])
+    else:
+        mpkeras.prepare(model, "mixed_bfloat16")
+        by_hand = door == "train_on_batch"
+        said = said_by(
+            lambda: (
+                [model.train_on_batch(x, y) for x in days] if by_hand else model.fit(((x, y) for x in days), verbose=0)
+            )
+        )
+    (message,) = said
+    assert "Layer 'wave' is given whole numbers that bfloat16 cannot hold" in message and "281 becomes 280" in message
+
+
+def test_batches_are_looked_at_ever_more_seldom():
+    assert [number for number in range(1, 70) if is_looked_at(number)] == [1, 2, 4, 8, 16, 32, 64]
 
 
 @pytest.mark.slow
