@@ -215,6 +215,47 @@ def test_what_is_used_twice_on_the_way_to_an_output(make):
     np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=0, atol=1e-6)
 
 
+NORMALIZATIONS = {"LayerNormalization": layers.LayerNormalization, "GroupNormalization": layers.GroupNormalization}
+
+
+def normalization(name, **options):
+    options |= {"groups": 2} if name == "GroupNormalization" else {}
+    constants = {"gamma_initializer": keras.initializers.Constant(0.125)}
+    return NORMALIZATIONS[name](beta_initializer=keras.initializers.Constant(LEVEL), **constants, **options)
+
+
+class Normalized(keras.Model):
+    """Its last layer rounds to the dtype of what it is given: a sum, one part of which makes another output, too."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.body, self.wide, self.last = hidden(), layers.Dense(4), normalization(name)
+        self.other = head()
+
+    def call(self, x):
+        h = self.body(x)
+        stream = h + self.wide(h)
+        return [self.last(stream), self.other(stream)]
+
+
+def normalized_graph(name):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, Normalized(name).call(inputs))
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+@pytest.mark.parametrize("make", [Normalized, normalized_graph])
+def test_a_normalization_at_the_end_is_not_rounded_to_the_dtype_of_its_input(make, name):
+    model = make(name)
+    expected = model.predict(X, verbose=0)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    check(model.predict(X, verbose=0), expected)
+    check(model(X), expected)
+    mpkeras.apply_policy(model, "float32")
+    assert not any(layer.autocast for layer in model._flatten_layers() if isinstance(layer, NORMALIZATIONS[name]))
+    np.testing.assert_array_equal(model.predict(X, verbose=0)[0], expected[0])
+
+
 class BehindRaw(keras.Model):
     """Behind a function of the backend, which takes no symbolic tensors, a head and what passes its numbers on."""
 
@@ -680,3 +721,8 @@ def test_a_tensor_is_followed_back_where_its_uses_lead_to_outputs_alone():
     assert met([("all", "sum")], other=[hidden], sum=[aside, output]) == ["sum", "activation", "other"]
     # Two uses, both of which lead to outputs.
     assert sorted(met([output, hidden])) == ["activation", "dense"]
+    # "activation" needs all of its input, whatever else that is used for.
+    calls: list = []
+    given_to["other"] = [hidden]
+    follow_back([aside, output], given_to, lambda call: calls.append(call) or call == "activation", "activation".__eq__)
+    assert calls == ["activation", "dense", "other"]
