@@ -78,8 +78,7 @@ class _Search:
         if isinstance(layer, keras.layers.InputLayer):
             return False
         if isinstance(layer, keras.Model) and not has_own_call(layer):
-            self._end_at_model(layer)
-            return False
+            return self._end_at_model(layer)
         # What a whole model passes on, its layers make.
         passes_on = layer is not self._whole and passes_numbers_on(layer)
         is_unknown = has_own_call(layer) and _keras.direct_sublayers(layer) and not passes_on
@@ -92,17 +91,15 @@ class _Search:
             self.end_at(layer.layer)
         return passes_on
 
-    def _end_at_model(self, model):
+    def _end_at_model(self, model) -> bool:
         graph = _keras.graph_of(model)
         if graph is not None:
-            self.follow(keras.tree.flatten(_keras.output_structure(graph)))
-        elif isinstance(model, keras.Sequential):
+            return self.follow(keras.tree.flatten(_keras.output_structure(graph)))
+        if isinstance(model, keras.Sequential):
             # Its graph is made when it is built.
-            for layer in reversed(model.layers):
-                if not self._leads_on(layer):
-                    break
-        else:
-            self.end_at_parts(model)
+            return all(self._leads_on(layer) for layer in reversed(model.layers))
+        self.end_at_parts(model)
+        return False
 
     def _leads_on(self, layer) -> bool:
         """Notes a layer of a graph; returns whether what it is given is followed."""
@@ -113,18 +110,21 @@ class _Search:
         for part in models_used_by(model):
             self.end_at(part)
 
-    def follow(self, outputs):
-        """Follows symbolic tensors back."""
+    def follow(self, outputs) -> bool:
+        """Follows symbolic tensors back; returns whether one leads to an input of their graph."""
+        inputs: list = []
 
         def made(tensors) -> list:
             return [(id(tensor), _keras.made_by(tensor)) for tensor in tensors]
 
         def leads_on(call) -> bool:
             operation, _ = call
+            inputs.extend([operation] if isinstance(operation, keras.layers.InputLayer) else [])
             return not isinstance(operation, keras.layers.Layer) or self._leads_on(operation)
 
         given_to = {call: made(tensors) for call, tensors in _keras.calls_behind(outputs).items()}
         follow_back(made(outputs), given_to, leads_on, lambda call: rounds_as_its_input(call[0]))
+        return bool(inputs)
 
 
 class Flow(NamedTuple):

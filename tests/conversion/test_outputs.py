@@ -215,6 +215,58 @@ def test_what_is_used_twice_on_the_way_to_an_output(make):
     np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=0, atol=1e-6)
 
 
+def finishing(shape=None):
+    """Returns a model without weights, for behind a head."""
+    given = [] if shape is None else [keras.Input(shape)]
+    return keras.Sequential([*given, layers.Rescaling(0.5, offset=1.0), layers.Reshape((1, 1))])
+
+
+class Finished(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.body, self.end, self.finish = hidden(), head(), finishing()
+
+    def call(self, x):
+        return self.finish(self.end(self.body(x)))
+
+
+def finished_graph(h):
+    level, rest = keras.Input((1,)), keras.Input((1,))
+    finish = keras.Model([level, rest], {"sum": layers.Add()([level, rest]), "twice": level * 2.0})
+    return finish([head()(h), layers.Dense(1)(h)])
+
+
+FINISHED = {
+    "Sequential": lambda: keras.Sequential([keras.Input((3,)), hidden(), head(), finishing((1,))]),
+    "not built": lambda: keras.Sequential([hidden(), head(), finishing()]),
+    "Functional": lambda: functional(finished_graph),
+    "Subclassed": Finished,
+}
+
+
+@pytest.mark.parametrize("kind", FINISHED)
+def test_a_model_without_weights_behind_the_head_inside_is_given_float32(kind):
+    keras.utils.set_random_seed(6)
+    model = FINISHED[kind]()
+    converts_first = kind == "not built"
+    if converts_first:
+        mpkeras.apply_policy(model, "mixed_bfloat16")
+    predicted = model.predict(X, verbose=0)
+    mpkeras.apply_policy(model, "float32" if converts_first else "mixed_bfloat16")
+    other = model.predict(X, verbose=0)
+    check(*((predicted, other) if converts_first else (other, predicted)))
+
+
+@pytest.mark.backends("tensorflow")  # a graph is the same everywhere
+def test_a_model_inside_leads_on_only_where_it_passes_its_inputs_on():
+    inner_input = keras.Input((4,))
+    residual = layers.Add(name="sum")([inner_input, layers.Dense(4, name="branch")(inner_input)])
+    inputs = keras.Input((4,))
+    block = keras.Model(inner_input, residual)
+    heads = heads_of(keras.Model(inputs, block(layers.Dense(4, name="stream")(inputs))))
+    assert sorted(layer.name for layer in heads.layers) == ["branch", "sum"]
+
+
 NORMALIZATIONS = {"LayerNormalization": layers.LayerNormalization, "GroupNormalization": layers.GroupNormalization}
 
 
