@@ -22,7 +22,7 @@ from mpkeras.conversion.outputs import compute_metrics_in_float32, return_float3
 from mpkeras.conversion.raw_inputs import pass_inputs_on, takes_raw_inputs
 from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE, tensor_dtype, widen
-from mpkeras.policies.heads import has_own_call, has_own_step, models_used_by
+from mpkeras.policies.heads import has_own_call, has_own_step, models_used_by, rounds_as_its_input
 from mpkeras.policies.own_state import callers_of, kept_for_state
 from mpkeras.policies.rules import is_quantized
 from mpkeras.policies.survey import Survey
@@ -158,6 +158,11 @@ def _keep_states(layer):
     replace(layer, "call", call_and_keep, kind="states")
 
 
+def _cast_inputs(layer):
+    """Lets Keras cast what a float32 normalization is given, which would round what it returns to the dtype of that."""
+    replace(layer, "autocast", True, kind="inputs")
+
+
 def _return_to_caller(layer, dtype: str):
     """Makes `layer` return floats in `dtype`, which the layer that runs it computes in."""
 
@@ -288,6 +293,7 @@ CHANGES = {
     "softmax memory": _Change(_save_softmax_memory, "attention", (_keras.ATTENTION_SOFTMAX,)),
     "attention memory": _Change(_save_attention_memory, "attention", (_keras.ATTENTION_METHOD,)),
     "raw inputs": _Change(pass_inputs_on, "inputs", ("autocast",)),
+    "inputs in float32": _Change(_cast_inputs, "inputs", ("autocast",)),
     "float32 outputs": _Change(return_float32, "outputs", ("call",)),
     "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
     "states kept": _Change(_keep_states, "states", ("call",)),
@@ -325,6 +331,13 @@ def planned_changes(model, dtypes, products, heads=(), kept_layers=None, *, trai
         if computes_again and _keras.rematerializes(layer):
             names.append("computed again alike")
         names += [callers[id(layer)]] if id(layer) in callers else []
+        # In a graph what they are given is float32.
+        if (
+            any_in_16_bits
+            and layer in heads
+            and (rounds_as_its_input(layer) or is_replaced(layer, "autocast", "inputs"))
+        ):
+            names.append("inputs in float32")
         product = products.get(id(layer))
         names += [] if product is None else [product]
         if in_16_bits and dtypes[id(layer)] == SMALL_DTYPE and draws_orthogonal(layer):

@@ -18,6 +18,8 @@ _LARGE = 2**22
 _REVERSIBLE = (keras.layers.ReversibleEmbedding,) if hasattr(keras.layers, "ReversibleEmbedding") else ()
 # Keras' layers that may be one. A convolution or a recurrent layer at the end of a model is a small share of it.
 _OF_VOCABULARIES = (keras.layers.Dense, keras.layers.EinsumDense, *_REVERSIBLE)
+# Keras casts nothing on their way in. They compute in float32, and round what they return to the dtype of their input.
+_ROUNDING_AS_THEIR_INPUT = (keras.layers.LayerNormalization, keras.layers.GroupNormalization)
 
 # The module of all of Keras' activations.
 _ACTIVATIONS = keras.activations.relu.__module__.rpartition(".")[0]
@@ -40,8 +42,9 @@ def heads_of(model) -> Heads:
     """Returns the layers that make the outputs of `model`, looked up in its graph; nothing is run.
 
     An output is followed back through what has no weights (a reshape, an activation, a sum) and leads to outputs
-    alone, up to and including the layer that multiplies: rounding there could not be undone behind it. A model inside
-    that returns an output is looked into. Where the `train_step` of a model is its user's own, the outputs of the
+    alone, up to and including the layer that multiplies: rounding there could not be undone behind it. A normalization
+    that rounds to the dtype of its input is a head, and leads on to what makes that. A model inside that returns an
+    output is looked into. Where the `train_step` of a model is its user's own, the outputs of the
     models that it holds count, too: such a step computes with them.
     """
     search = _Search(model)
@@ -75,8 +78,7 @@ class _Search:
         if isinstance(layer, keras.layers.InputLayer):
             return False
         if isinstance(layer, keras.Model) and not has_own_call(layer):
-            self._end_at_model(layer)
-            return False
+            return self._end_at_model(layer)
         # What a whole model passes on, its layers make.
         passes_on = layer is not self._whole and passes_numbers_on(layer)
         is_unknown = has_own_call(layer) and _keras.direct_sublayers(layer) and not passes_on
@@ -89,34 +91,40 @@ class _Search:
             self.end_at(layer.layer)
         return passes_on
 
-    def _end_at_model(self, model):
+    def _end_at_model(self, model) -> bool:
         graph = _keras.graph_of(model)
         if graph is not None:
-            self.follow(keras.tree.flatten(_keras.output_structure(graph)))
-        elif isinstance(model, keras.Sequential):
+            return self.follow(keras.tree.flatten(_keras.output_structure(graph)))
+        if isinstance(model, keras.Sequential):
             # Its graph is made when it is built.
-            for layer in reversed(model.layers):
-                if not self.end_at(layer):
-                    break
-        else:
-            self.end_at_parts(model)
+            return all(self._leads_on(layer) for layer in reversed(model.layers))
+        self.end_at_parts(model)
+        return False
+
+    def _leads_on(self, layer) -> bool:
+        """Notes a layer of a graph; returns whether what it is given is followed."""
+        passes_on = self.end_at(layer)
+        return passes_on or rounds_as_its_input(layer)
 
     def end_at_parts(self, model):
         for part in models_used_by(model):
             self.end_at(part)
 
-    def follow(self, outputs):
-        """Follows symbolic tensors back."""
+    def follow(self, outputs) -> bool:
+        """Follows symbolic tensors back; returns whether one leads to an input of their graph."""
+        inputs: list = []
 
         def made(tensors) -> list:
             return [(id(tensor), _keras.made_by(tensor)) for tensor in tensors]
 
         def leads_on(call) -> bool:
             operation, _ = call
-            return not isinstance(operation, keras.layers.Layer) or self.end_at(operation)
+            inputs.extend([operation] if isinstance(operation, keras.layers.InputLayer) else [])
+            return not isinstance(operation, keras.layers.Layer) or self._leads_on(operation)
 
         given_to = {call: made(tensors) for call, tensors in _keras.calls_behind(outputs).items()}
-        follow_back(made(outputs), given_to, leads_on)
+        follow_back(made(outputs), given_to, leads_on, lambda call: rounds_as_its_input(call[0]))
+        return bool(inputs)
 
 
 class Flow(NamedTuple):
@@ -133,7 +141,7 @@ class Flow(NamedTuple):
     layers: dict
 
 
-def follow_back(outputs, given_to: Mapping, leads_on: Callable):
+def follow_back(outputs, given_to: Mapping, leads_on: Callable, needs_all: Callable = lambda call: False):
     """Goes from `outputs` to the calls that made them, and on to those that made what a call was given.
 
     A tensor is followed where all of its uses on the way to outputs lead there through calls that are followed.
@@ -141,6 +149,7 @@ def follow_back(outputs, given_to: Mapping, leads_on: Callable):
     Args:
         outputs, given_to: As in a `Flow`.
         leads_on: Function of a call, asked once for each that is met: whether what it was given is followed, too.
+        needs_all: Function of a call: whether that is followed whatever else it is used for.
     """
     uses = collections.Counter(outputs)
     waiting, met = list(outputs), set()
@@ -159,7 +168,7 @@ def follow_back(outputs, given_to: Mapping, leads_on: Callable):
             continue
         met.add(call)
         if leads_on(call):
-            reached.update(given_to[call])
+            reached.update({tensor: uses[tensor] for tensor in given_to[call]} if needs_all(call) else given_to[call])
             waiting += [tensor for tensor in given_to[call] if reached[tensor] == uses[tensor]]
 
 
@@ -182,6 +191,11 @@ def passes_numbers_on(layer) -> bool:
         return True
     makes_none = type(layer).build is keras.layers.Layer.build and not _keras.direct_sublayers(layer)
     return not layer.weights and (layer.built or makes_none)
+
+
+def rounds_as_its_input(layer) -> bool:
+    """Whether a layer that computes in float32 returns 16 bits all the same where it is given 16 bits."""
+    return isinstance(layer, _ROUNDING_AS_THEIR_INPUT) and not layer.autocast
 
 
 def models_used_by(model) -> list:

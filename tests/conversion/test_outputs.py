@@ -215,6 +215,99 @@ def test_what_is_used_twice_on_the_way_to_an_output(make):
     np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=0, atol=1e-6)
 
 
+def finishing(shape=None):
+    """Returns a model without weights, for behind a head."""
+    given = [] if shape is None else [keras.Input(shape)]
+    return keras.Sequential([*given, layers.Rescaling(0.5, offset=1.0), layers.Reshape((1, 1))])
+
+
+class Finished(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.body, self.end, self.finish = hidden(), head(), finishing()
+
+    def call(self, x):
+        return self.finish(self.end(self.body(x)))
+
+
+def finished_graph(h):
+    level, rest = keras.Input((1,)), keras.Input((1,))
+    finish = keras.Model([level, rest], {"sum": layers.Add()([level, rest]), "twice": level * 2.0})
+    return finish([head()(h), layers.Dense(1)(h)])
+
+
+FINISHED = {
+    "Sequential": lambda: keras.Sequential([keras.Input((3,)), hidden(), head(), finishing((1,))]),
+    "not built": lambda: keras.Sequential([hidden(), head(), finishing()]),
+    "Functional": lambda: functional(finished_graph),
+    "Subclassed": Finished,
+}
+
+
+@pytest.mark.parametrize("kind", FINISHED)
+def test_a_model_without_weights_behind_the_head_inside_is_given_float32(kind):
+    keras.utils.set_random_seed(6)
+    model = FINISHED[kind]()
+    converts_first = kind == "not built"
+    if converts_first:
+        mpkeras.apply_policy(model, "mixed_bfloat16")
+    predicted = model.predict(X, verbose=0)
+    mpkeras.apply_policy(model, "float32" if converts_first else "mixed_bfloat16")
+    other = model.predict(X, verbose=0)
+    check(*((predicted, other) if converts_first else (other, predicted)))
+
+
+@pytest.mark.backends("tensorflow")  # a graph is the same everywhere
+def test_a_model_inside_leads_on_only_where_it_passes_its_inputs_on():
+    inner_input = keras.Input((4,))
+    residual = layers.Add(name="sum")([inner_input, layers.Dense(4, name="branch")(inner_input)])
+    inputs = keras.Input((4,))
+    block = keras.Model(inner_input, residual)
+    heads = heads_of(keras.Model(inputs, block(layers.Dense(4, name="stream")(inputs))))
+    assert sorted(layer.name for layer in heads.layers) == ["branch", "sum"]
+
+
+NORMALIZATIONS = {"LayerNormalization": layers.LayerNormalization, "GroupNormalization": layers.GroupNormalization}
+
+
+def normalization(name, **options):
+    options |= {"groups": 2} if name == "GroupNormalization" else {}
+    constants = {"gamma_initializer": keras.initializers.Constant(0.125)}
+    return NORMALIZATIONS[name](beta_initializer=keras.initializers.Constant(LEVEL), **constants, **options)
+
+
+class Normalized(keras.Model):
+    """Its last layer rounds to the dtype of what it is given: a sum, one part of which makes another output, too."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.body, self.wide, self.last = hidden(), layers.Dense(4), normalization(name)
+        self.other = head()
+
+    def call(self, x):
+        h = self.body(x)
+        stream = h + self.wide(h)
+        return [self.last(stream), self.other(stream)]
+
+
+def normalized_graph(name):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, Normalized(name).call(inputs))
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+@pytest.mark.parametrize("make", [Normalized, normalized_graph])
+def test_a_normalization_at_the_end_is_not_rounded_to_the_dtype_of_its_input(make, name):
+    model = make(name)
+    expected = model.predict(X, verbose=0)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    check(model.predict(X, verbose=0), expected)
+    check(model(X), expected)
+    mpkeras.apply_policy(model, "float32")
+    assert not any(layer.autocast for layer in model._flatten_layers() if isinstance(layer, NORMALIZATIONS[name]))
+    np.testing.assert_array_equal(model.predict(X, verbose=0)[0], expected[0])
+
+
 class BehindRaw(keras.Model):
     """Behind a function of the backend, which takes no symbolic tensors, a head and what passes its numbers on."""
 
@@ -680,3 +773,8 @@ def test_a_tensor_is_followed_back_where_its_uses_lead_to_outputs_alone():
     assert met([("all", "sum")], other=[hidden], sum=[aside, output]) == ["sum", "activation", "other"]
     # Two uses, both of which lead to outputs.
     assert sorted(met([output, hidden])) == ["activation", "dense"]
+    # "activation" needs all of its input, whatever else that is used for.
+    calls: list = []
+    given_to["other"] = [hidden]
+    follow_back([aside, output], given_to, lambda call: calls.append(call) or call == "activation", "activation".__eq__)
+    assert calls == ["activation", "dense", "other"]
