@@ -126,6 +126,26 @@ def callers_of(model) -> list:
     return calls
 
 
+def variables_from_outside(layer) -> dict:
+    """Returns by name the variables that the `call` of `layer` reads in the compute dtype, and no optimizer moves.
+
+    A layer that writes them in its `call` is kept in float32. These are written elsewhere, by a callback or by a step,
+    or never: counters of a schedule, tables of positions.
+    """
+    weights = {id(variable) for variable in _keras.own_weights(layer)}
+    names = {id(v) for v in _keras.own_variables(layer) if id(v) not in weights and _is_cast(v)}
+    if not names or not has_own_call(layer):
+        return {}
+    reach = _Reach(layer)
+    return {
+        name: variable
+        for name in sorted(reach.names)
+        for value in reach.values_of(name)
+        for variable in keras.tree.flatten(value)
+        if id(variable) in names
+    }
+
+
 def _states_written(layer, reach) -> list[str]:
     """Returns the names of the float variables that the `call` of `layer` assigns to, or of functions that assign."""
     names: dict = {}
@@ -171,6 +191,7 @@ class _Reach:
         writes: The assignments in it, each a `_Write`.
         metrics: The names of the metrics in it: their variables are written.
         recomputes: Whether it uses `keras.remat` on a backend that runs a function twice.
+        names: All names in it.
     """
 
     def __init__(self, layer):
@@ -179,7 +200,7 @@ class _Reach:
         self.recomputes = False
         self._layer = layer
         self._objects: dict = {id(layer): layer}
-        self._names: set = set()
+        self.names: set = set()
         self._set_names: set = set()
         # Variables that functions know as global ones, or as those of a function around them.
         self._variables: dict = {}
@@ -210,7 +231,7 @@ class _Reach:
             while self._waiting:
                 self._read(self._waiting.popleft())
             # A name that one function says may be a method of an object that another has in reach.
-            questions = [(self._ask, name) for name in self._names]
+            questions = [(self._ask, name) for name in self.names]
             questions += [(self._ask_for_setter, name) for name in self._set_names]
             for ask, name in questions:
                 for owner in list(self._objects.values()):
@@ -221,7 +242,7 @@ class _Reach:
     def _read(self, function):
         code = _code_of(function.__code__)
         self.writes += code.writes
-        self._names |= code.names
+        self.names |= code.names
         self._set_names |= code.set_names
         around = {}
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -289,7 +310,7 @@ class _Reach:
         elif id(value) not in self._objects and not _is_foreign(value):
             self._objects[id(value)] = value
             if not isinstance(value, (type, types.ModuleType, keras.layers.Layer)):
-                self._names.add("__call__")
+                self.names.add("__call__")
             self._waiting.append(_nothing)
 
     def _look_at_all(self, values):

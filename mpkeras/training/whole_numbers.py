@@ -1,4 +1,4 @@
-"""Whole numbers in the data that 16 bits would round before a layer reads them: ids, codes, positions, dates."""
+"""Whole numbers that 16 bits would round before a layer reads them: ids, codes, positions, dates, counters."""
 
 import contextlib
 import dataclasses
@@ -18,6 +18,7 @@ from mpkeras.conversion.exact_inputs import only_moves, reads_names
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import applies_own_function, has_own_call
+from mpkeras.policies.own_state import variables_from_outside
 from mpkeras.policies.rules import DEFAULT_RULES, first_match, is_quantized, path_rule
 from mpkeras.training import training_backend
 from mpkeras.training.unseen_run import noting_casts, run_unseen
@@ -45,6 +46,7 @@ class Rounded:
         reader: Path of the layer that reads the number: the same one, or another one behind it.
         dtype: The 16-bit dtype that it is cast to.
         before, after: The number, and what it becomes.
+        variable: The name of the layer's variable that holds the number; `None` where it came with the data.
     """
 
     layer: str
@@ -52,6 +54,7 @@ class Rounded:
     dtype: str
     before: float
     after: float
+    variable: str | None = None
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -67,6 +70,13 @@ class Rounded:
     def sentences(self) -> tuple[str, str]:
         """Returns a sentence with the numbers, and one with the remedy."""
         becomes = f"{self.before:.15g} becomes {self.after:.15g}"
+        rules = " and ".join(map(repr, self.rules))
+        if self.variable is not None:
+            what = (
+                f"Layer '{self.layer}' reads its variable '{self.variable}' in {self.dtype}, which cannot hold the "
+                f"whole number in it: {becomes}."
+            )
+            return what, f"Keep it whole with `add_weight(..., autocast=False)`, or the `keep_float32` rule {rules}."
         if self.layer == self.reader:
             what = f"Layer '{self.layer}' is given whole numbers that {self.dtype} cannot hold, rounded: {becomes}."
         else:
@@ -74,28 +84,30 @@ class Rounded:
                 f"Layer '{self.layer}' rounds whole numbers that {self.dtype} cannot hold, and hands them on to layer "
                 f"'{self.reader}': {becomes}."
             )
-        rules = " and ".join(map(repr, self.rules))
         remedy = f"If they are ids, codes, positions or dates, keep them whole with the `keep_float32` rule {rules}."
         return what, remedy
 
 
 def rounded_whole_numbers(model, x) -> list[Rounded]:
-    """Returns the whole numbers of a batch that `model` rounds before a layer reads them; `[]` for most batches.
+    """Returns the whole numbers that `model` rounds before a layer reads them; `[]` for most batches.
 
     Named are layers of the user's own, and stock ones that hand numbers on to those or to an `Embedding`. Numbers that
     a `Dense` or a convolution weighs are features, and not named; nor are integers, which Keras does not cast. Where
     the batch holds such numbers the model runs once, and is exactly as before afterwards.
+
+    Named are variables, too, that a layer of the user's own reads in 16 bits and no optimizer moves, for the numbers
+    that they hold now.
 
     Args:
         model: A built `keras.Model`.
         x: The arguments of the model, as arrays or tensors; anything else has no values, and returns `[]`.
     """
     observed = _Observed(model)
-    if not observed.dtypes or not any(_lost(array, dtype) for array in _arrays(x) for dtype in observed.dtypes):
-        return []
-    with contextlib.suppress(Exception):  # An error here comes again in the step, where nothing of ours stands between.
-        observed.run(x)
-    return observed.found()
+    if observed.dtypes and any(_lost(array, dtype) for array in _arrays(x) for dtype in observed.dtypes):
+        # An error here comes again in the step, where nothing of ours stands between.
+        with contextlib.suppress(Exception):
+            observed.run(x)
+    return [*observed.found(), *observed.in_variables()]
 
 
 def _arrays(structure) -> list:
@@ -167,6 +179,7 @@ class _Observed:
 
     Attributes:
         dtypes: The 16-bit dtypes to which numbers are cast before such a layer reads them; empty where there is none.
+        variables: `(layer, name, variable)` of each variable that such a layer reads, and no optimizer moves.
     """
 
     def __init__(self, model):
@@ -179,6 +192,8 @@ class _Observed:
         if not self._reading:
             self._moving = []
         self.dtypes = {layer.compute_dtype for layer in [*self._casting, *self._moving]}
+        in_16_bits = [layer for layer in layers if _computes_in_16_bits(layer)]
+        self.variables = [(layer, *pair) for layer in in_16_bits for pair in variables_from_outside(layer).items()]
         # By the `id` of the layer: what it casts first, and all that a moving one makes of such numbers.
         self._lost: dict = {}
         self._handed_on: dict = {}
@@ -236,6 +251,15 @@ class _Observed:
                     break
         return list(rounded.values())
 
+    def in_variables(self) -> list[Rounded]:
+        """Returns the whole numbers in variables that are rounded where they are read."""
+        rounded = []
+        for layer, name, variable in self.variables:
+            lost = next((_lost(array, layer.compute_dtype) for array in _arrays([variable.value])), None)
+            if lost is not None:
+                rounded.append(Rounded(path_of(layer), path_of(layer), layer.compute_dtype, *lost, variable=name))
+        return rounded
+
     def _arrived(self, layer, array) -> tuple | None:
         """Returns a number before and after `layer` rounded it, if `array` holds it and nothing that is not rounded."""
         pairs = self._handed_on.get(id(layer))
@@ -252,9 +276,12 @@ def path_of(layer) -> str:
     return layer.path or layer.name
 
 
+def _computes_in_16_bits(layer) -> bool:
+    return layer.compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer) and layer.autocast
+
+
 def _casts_to_16_bits(layer) -> bool:
-    is_in_16_bits = layer.compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
-    return is_in_16_bits and layer.autocast and not _keras.casts_no_inputs(layer)
+    return _computes_in_16_bits(layer) and not _keras.casts_no_inputs(layer)
 
 
 def _reads(layer) -> bool:
@@ -293,7 +320,8 @@ def was_named(layer) -> bool:
 
 def may_round(model) -> bool:
     """Whether a layer of `model` may round whole numbers before they are read."""
-    return bool(_Observed(model).dtypes)
+    observed = _Observed(model)
+    return bool(observed.dtypes or observed.variables)
 
 
 def in_one_message(named) -> str:
@@ -304,7 +332,7 @@ def in_one_message(named) -> str:
 
 
 def warn_of_rounding(model, x):
-    """Warns, once of each layer, of whole numbers in a batch that `model` rounds before a layer reads them."""
+    """Warns, once of each layer, of whole numbers that `model` rounds before a layer reads them in a batch."""
     if training_backend.is_distributed(model) or not _keras.is_built(model):
         return
     layers = {path_of(layer): layer for layer in layers_of(model)}
@@ -312,7 +340,9 @@ def warn_of_rounding(model, x):
     if not untold:
         return
     _told.update(layers[rounded.reader] for rounded in untold)
-    message = in_one_message(untold) + " Or pass integers, which are not cast, to a `keras.Input(..., dtype='int32')`."
+    message = in_one_message(untold)
+    if any(rounded.variable is None for rounded in untold):
+        message += " Or pass integers, which are not cast, to a `keras.Input(..., dtype='int32')`."
     warnings.warn(message, stacklevel=3)
 
 

@@ -418,6 +418,62 @@ def test_numbers_that_grow_from_batch_to_batch_are_named(door):
     assert "Layer 'wave' is given whole numbers that bfloat16 cannot hold" in message and "281 becomes 280" in message
 
 
+class Scheduled(layers.Layer):
+    """Holds the position of a schedule, which somebody else writes, and leaves it to others to read it."""
+
+    def __init__(self, begin=258.0, **options):
+        super().__init__(name="annealed")
+        self.position = self.add_weight(initializer=keras.initializers.Constant(begin), trainable=False, **options)
+
+
+class Annealed(Scheduled):
+    def call(self, x):
+        return x * ops.cast(self.position, x.dtype)
+
+
+class Plain(Scheduled):
+    def call(self, x):
+        return x
+
+
+class Counting(keras.callbacks.Callback):
+    """Counts in a variable of a layer."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        position = self.model.get_layer("annealed").position
+        position.assign(position + 1)
+
+
+def test_a_counter_that_a_callback_writes_is_named_with_its_layer():
+    # 258 and 260 are numbers of bfloat16, and 259 is none.
+    model = functional(Annealed(), shape=(1,))
+    data = np.ones((4, 1), "float32")
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(data, data, batch_size=1, epochs=2, verbose=0, callbacks=[Counting()])
+    (message,) = [str(warning.message) for warning in caught if "reads its variable" in str(warning.message)]
+    assert message.startswith("Layer 'annealed' reads its variable 'position' in bfloat16, which cannot hold the whole")
+    assert "259 becomes 260" in message and "'path:^annealed$'" in message and "keras.Input" not in message
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(lambda: Annealed(256.0), id="a number that bfloat16 holds"),
+        pytest.param(lambda: Annealed(259.37), id="no whole number"),
+        pytest.param(lambda: Annealed(259.0, autocast=False), id="read as it is stored"),
+        pytest.param(lambda: Annealed(259, dtype="int32"), id="an integer"),
+        pytest.param(lambda: Plain(259.0), id="not read by the call"),
+    ],
+)
+def test_other_variables_of_a_layer_are_not_named(layer):
+    model = functional(layer(), shape=(1,))
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert rounded_whole_numbers(model, np.ones((2, 1), "float32")) == []
+
+
 def test_batches_are_looked_at_ever_more_seldom():
     assert [number for number in range(1, 70) if is_looked_at(number)] == [1, 2, 4, 8, 16, 32, 64]
 
