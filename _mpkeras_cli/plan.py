@@ -53,6 +53,8 @@ of a batch are taken one after the other. Devices and compilers: as in `mpkeras 
 
 
 def _plan(args):
+    if args.memory is None and args.device is None:
+        args.error("expected --memory or --device, what the training is to fit into; pass --memory 16GB or --device t4")
     import_mpkeras(args.error)
     from _mpkeras_cli.saved_model import plan_saved
 

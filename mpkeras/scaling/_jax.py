@@ -93,6 +93,11 @@ def _present_program():
     return _program_of(jnp.zeros(()) + 1)
 
 
+def of_all_replicas(grads, variables) -> list:
+    """Returns the gradients of the whole batch: here each gradient is one."""
+    return grads
+
+
 def scale_gradient(grad, factor):
     if isinstance(grad, jax_sparse.JAXSparse):
         return jax.tree_util.tree_map(

@@ -487,16 +487,27 @@ def _summed(optimizer, scaled_grads, variables, takes_unscaled: bool) -> list:
             f"Received: all_reduce_dtype={optimizer.all_reduce_dtype!r} and gradients that are not scaled. Call "
             "`scale_loss` and pass its gradients to `apply`, or leave `all_reduce_dtype` out."
         )
+    return _sums_over_replicas(functools.partial(tf.cast, dtype=optimizer.all_reduce_dtype), scaled_grads, variables)
+
+
+def _sums_over_replicas(cast, grads, variables) -> list:
+    """Returns the sums of this replica's gradients over all replicas, of values that were `cast` before."""
     # A gradient that is the new value (float8 scales) is not summed by Keras either.
     is_summed = [
-        g is not None and not _keras.overwrites_with_gradient(v) for g, v in zip(scaled_grads, variables, strict=True)
+        g is not None and not _keras.overwrites_with_gradient(v) for g, v in zip(grads, variables, strict=True)
     ]
-    cast = functools.partial(tf.cast, dtype=optimizer.all_reduce_dtype)
-    narrow = [_with_values(cast, grad) for grad, sums in zip(scaled_grads, is_summed, strict=True) if sums]
-    if narrow:
-        narrow = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, narrow)
-    sums = iter(narrow)
-    return [next(sums) if takes else grad for grad, takes in zip(scaled_grads, is_summed, strict=True)]
+    summed = [_with_values(cast, grad) for grad, sums in zip(grads, is_summed, strict=True) if sums]
+    if summed:
+        summed = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, summed)
+    sums = iter(summed)
+    return [next(sums) if takes else grad for grad, takes in zip(grads, is_summed, strict=True)]
+
+
+def of_all_replicas(grads, variables) -> list:
+    """Returns the gradients of the whole batch, where each replica has those of its own rows."""
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return grads
+    return _sums_over_replicas(_widened, grads, variables)
 
 
 def _no_second_sum(optimizer):

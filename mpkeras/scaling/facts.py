@@ -153,7 +153,7 @@ def check_loss_was_scaled(optimizer, facts: StepFacts):
 def gradient_statistics(grads, loss_scale) -> tuple:
     """Returns the global norm of the unscaled gradients and the share of their elements that are zero.
 
-    Of a sparse gradient only the rows that are there count. On several replicas these are one replica's own.
+    Of a sparse gradient only the rows that are there count.
 
     Args:
         grads: List of scaled gradients; `None` entries are left out.

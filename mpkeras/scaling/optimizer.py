@@ -569,7 +569,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             check_loss_was_scaled(self, facts)
             self.record.warn_of_lost_guard(facts.is_guarded)
             self._look_at_own_loop(facts.is_guarded, variables)
-            self._note_statistics(grads, facts)
+            self._note_statistics(grads, variables, facts)
             _backend.apply(self, grads, variables, facts)
 
     def apply_gradients(self, grads_and_vars) -> Any:
@@ -632,7 +632,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 *zip(own_variables, optimizer_variables, strict=True),
             ]
             with keras.StatelessScope(state_mapping=mapping):
-                self._note_statistics(grads, facts)
+                self._note_statistics(grads, variables, facts)
             new_value = _backend.new_values(self, mapping, grads, variables, facts)
             return [new_value(variable) for variable in variables], [new_value(variable) for variable in own_variables]
 
@@ -653,10 +653,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 )
         _check_some_gradient(grads)
 
-    def _note_statistics(self, grads, facts):
+    def _note_statistics(self, grads, variables, facts):
         if facts.wants_statistics:
             scale = None if facts.grads_are_unscaled or self.scale_is_one else self.loss_scale
-            self.facts.statistics = gradient_statistics(grads, scale)
+            self.facts.statistics = gradient_statistics(_backend.of_all_replicas(grads, variables), scale)
 
     @property
     def facts(self) -> StepFacts:

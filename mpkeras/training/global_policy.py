@@ -134,8 +134,9 @@ NOTES_FOR_REPR.append(_list_covered)
 
 
 def _guards(policy) -> bool:
-    """Whether a model under `policy` is another one than in plain Keras: whether anything of it is not float32."""
-    return {policy.compute_dtype, policy.variable_dtype} != {"float32"} or policy.slot_dtype == SMALL_DTYPE
+    """Whether a model under `policy` trains otherwise than in plain Keras: not all in float32, or by another step."""
+    is_small = {policy.compute_dtype, policy.variable_dtype} != {"float32"} or policy.slot_dtype == SMALL_DTYPE
+    return is_small or policy.remat is not None or policy.accumulate_steps > 1
 
 
 def _prepare_if_made_under_a_policy(model) -> bool:

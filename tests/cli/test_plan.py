@@ -37,7 +37,7 @@ def test_a_file_as_it_was_saved(capsys, tmp_path, saved):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Expected `memory` or `device`"),
+        ([], "expected --memory or --device, what the training is to fit into; pass --memory 16GB or --device t4"),
         (["--memory", "16GX"], "Received: memory='16GX'. Pass for example '16GB'"),
         (["--device", "h10"], "Received: 'h10'. Did you mean 'h100'?"),
         (["--device", "t4", "--allow", "slot"], "argument --allow: invalid choice: 'slot'"),

@@ -38,6 +38,8 @@ def test_each_replica_of_a_mirrored_strategy(replicas, eager):
         assert (counted["skipped_steps"], skipped["skipped_steps"]) == (1, 2)
         # Nothing has counted: no number is one of the data.
         assert not any(skipped[name] > 0 for name in ("precision", "seen_precision", "true_positives"))
+    # By hand: of the whole batch the gradient is 2 / 8 * (4, 4, 0), of each replica's own rows a part of it.
+    assert result["gradients"] == pytest.approx([2**0.5, 1 / 3])
     # XLA under several replicas is refused by its name.
     assert ("XLA" in result["xla"]) == (replicas > 1 and not eager)
 

@@ -356,7 +356,25 @@ def callback_and_xla(options, devices, made, result) -> dict:
         "xla": message_of(lambda: made(jit_compile=True)),
         "metrics": metrics_of_epochs(options, devices, with_callback=False),
         "metrics_with_callback": metrics_of_epochs(options, devices, with_callback=True),
+        "gradients": logs_of_gradients(options, devices),
     }
+
+
+def logs_of_gradients(options, devices) -> list:
+    """Returns norm and share of zeros of the gradients of eight rows, of which the last alone has a second column."""
+    import keras
+    import numpy as np
+
+    import mpkeras
+
+    with devices.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=options.eager, jit_compile=False)
+        mpkeras.prepare(model, "mixed_float16", loss_scale=mpkeras.DynamicLossScale(INITIAL_SCALE))
+    x = np.array([[1, 0, 0]] * 4 + [[0, 0, 0]] * 3 + [[0, 2, 0]], "float32")
+    callbacks = [mpkeras.callbacks.NumericsMonitor(gradients=True)]
+    logs = model.fit(x, np.zeros((8, 1)), batch_size=8, shuffle=False, verbose=0, callbacks=callbacks).history
+    return [logs["grad_norm"][0], logs["zero_grad_fraction"][0]]
 
 
 def metrics_of_epochs(options, devices, with_callback: bool) -> list:

@@ -16,6 +16,7 @@ from keras import layers
 
 import mpkeras
 from mpkeras import _keras
+from mpkeras.policies.policy import accumulating
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import covered_compile, guard
 from mpkeras.training.global_policy import policy_alone
@@ -603,3 +604,14 @@ def test_a_mean_that_was_rounded_before_the_rule_came_is_named(mean, deviation, 
     assert (error > 0.05) == is_lost
     normalization.adapt(x)
     np.testing.assert_allclose(keras.ops.convert_to_numpy(normalization(x)), right, atol=1e-3)
+
+
+@pytest.mark.parametrize(("remat", "accumulate_steps"), [("products", 1), (None, 3)])
+def test_a_plan_in_float32_guards_too(remat, accumulate_steps):
+    policy = accumulating(mpkeras.Policy("float32", remat=remat), accumulate_steps)
+    with mpkeras.policy_scope(policy):
+        blocks = [keras.Sequential([keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(4)]) for _ in range(2)]
+        model = keras.Sequential([keras.Input((4,)), *blocks, layers.Dense(1)])
+        model.compile("sgd", "mse")
+    assert model.optimizer.record.remat == remat
+    assert (model.optimizer.gradient_accumulation_steps or 1) == accumulate_steps

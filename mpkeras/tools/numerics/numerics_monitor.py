@@ -64,7 +64,8 @@ class NumericsMonitor(SkippedSteps):
         every: Also looks at the batch after every so many steps; `None` does not. The result is `last_report`; a layer
             whose outputs 16 bits lose, though all are finite, is warned of once.
         gradients: Whether to add `grad_norm` (of the unscaled gradients) and `zero_grad_fraction` (the share of the
-            weights' gradients that are exactly zero) to the logs.
+            weights' gradients that are exactly zero) to the logs. Replicas of a TensorFlow strategy sum their
+            gradients once more for it.
         max_findings: After so many findings, skipped steps are only counted: each costs two passes op by op.
 
     Attributes:
