@@ -36,7 +36,9 @@ def warn_of_layers_in_16_bits(optimizer, variables):
     outermost = {id(layer): layer for layer in layers if trained & {id(v) for v in layer.trainable_variables}}
     for layer in layers:
         inside = _keras.flatten_layers(layer)
-        for inner in inside:
+        # The graph of a `Sequential` is a model of its own, and no layer of it.
+        graph = _keras.graph_of(layer)
+        for inner in inside if graph is layer else [*inside, graph]:
             outermost.pop(id(inner), None)
         if isinstance(layer, keras.Model) and converted_by(layer) is not None:
             converted |= {id(layer), *map(id, inside)}
