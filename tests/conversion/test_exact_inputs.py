@@ -240,7 +240,9 @@ def row_of(model, name):
             id="a layer of data and what is weighed",
         ),
         pytest.param(
-            lambda x: layers.LayerNormalization()(layers.Attention(name="moving")([layers.Reshape((2, 2))(x)] * 2)),
+            lambda x: layers.Dense(2)(
+                layers.LayerNormalization()(layers.Attention(name="moving")([layers.Reshape((2, 2))(x)] * 2))
+            ),
             None,
             id="matrices",
         ),
