@@ -1,4 +1,4 @@
-"""Which slow tests `.ci/run` leaves out: over eighteen turns none."""
+"""Which slow tests `.ci/run` leaves out: over 24 turns none."""
 
 import ast
 import importlib.util
@@ -33,17 +33,17 @@ class Item:
 
 
 def turns(item):
-    """Returns for each of eighteen turns the backends on which the test runs."""
-    return [[name for name in BACKENDS if turns_plugin.has_its_turn(item, name, turn)] for turn in range(18)]
+    """Returns for each of 24 turns the backends on which the test runs."""
+    return [[name for name in BACKENDS if turns_plugin.has_its_turn(item, name, turn)] for turn in range(24)]
 
 
 @pytest.mark.parametrize("name", ["test_a", "test_b", "test_c"])
-def test_each_backend_has_two_of_eighteen_turns(name):
+def test_each_backend_has_two_of_24_turns(name):
     found = turns(Item(name, pytest.mark.slow))
-    assert sorted(sum(found, [])) == sorted(BACKENDS * 2) and found[:9] == found[9:]
-    # Two turns without it follow each with it.
+    assert sorted(sum(found, [])) == sorted(BACKENDS * 2) and found[:12] == found[12:]
+    # Three turns without it follow each with it.
     first = next(turn for turn, names in enumerate(found) if names)
-    assert [len(names) for names in found[first : first + 9]] == [1, 0, 0] * 3
+    assert [len(names) for names in found[first : first + 12]] == [1, 0, 0, 0] * 3
 
 
 @pytest.mark.parametrize("is_seldom", [False, True], ids=["named", "others are seldom"])
@@ -58,14 +58,14 @@ def test_of_two_backends_each_has_three(is_seldom, monkeypatch):
 
 def test_a_single_backend_has_six():
     found = turns(Item("test_a", pytest.mark.slow, pytest.mark.backends("jax")))
-    assert sum(found, []) == ["jax"] * 6 and found[:3] * 6 == found
+    assert sum(found, []) == ["jax"] * 6 and found[:4] * 6 == found
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["quick", "every turn"])
 def test_others_take_no_turns(is_slow, monkeypatch):
     if is_slow:
         monkeypatch.setattr(turns_plugin, "EVERY_TURN", (FILE,))
-    assert turns(Item("test_a", *[pytest.mark.slow] * is_slow)) == [list(BACKENDS)] * 18
+    assert turns(Item("test_a", *[pytest.mark.slow] * is_slow)) == [list(BACKENDS)] * 24
 
 
 @pytest.mark.parametrize("table", ["EVERY_CASE", "SELDOM"])

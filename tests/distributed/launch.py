@@ -94,7 +94,7 @@ def run_workers(script: str, workers, timeout_s: float = 300, read=result_of) ->
         return results
 
 
-def run_torchrun(script, *arguments, timeout_s: float = 120) -> str:
+def run_torchrun(script, *arguments, timeout_s: float = 75) -> str:
     """Runs `script` as two ranks under `torchrun`, which needs not be on the path, and returns what they printed.
 
     One process in ten aborts in torch 2.13 as it ends, with all its work done, as a thread of torch is still running
