@@ -18,7 +18,7 @@ from mpkeras.conversion.float8 import IN_FLOAT8, multiply_in_float8
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
 from mpkeras.conversion.layer import draws_orthogonal, save_as_mixed
 from mpkeras.conversion.mixing import name_mixed_dtypes
-from mpkeras.conversion.outputs import compute_metrics_in_float32, return_float32
+from mpkeras.conversion.outputs import compute_metrics_in_float32, read_variables_in_float32, return_float32
 from mpkeras.conversion.raw_inputs import pass_inputs_on, takes_raw_inputs
 from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE, tensor_dtype, widen
@@ -295,6 +295,7 @@ CHANGES = {
     "raw inputs": _Change(pass_inputs_on, "inputs", ("autocast",)),
     "inputs in float32": _Change(_cast_inputs, "inputs", ("autocast",)),
     "float32 outputs": _Change(return_float32, "outputs", ("call",)),
+    "variables in float32": _Change(read_variables_in_float32, "variables", ("call",)),
     "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
     "states kept": _Change(_keep_states, "states", ("call",)),
     STEPS_IN_FLOAT32: _Change(sum_steps_in_float32, "steps", ("use_cudnn",)),
@@ -338,6 +339,10 @@ def planned_changes(model, dtypes, products, heads=(), kept_layers=None, *, trai
             and (rounds_as_its_input(layer) or is_replaced(layer, "autocast", "inputs"))
         ):
             names.append("inputs in float32")
+        # A model that a call has shown to make its outputs with variables of its own, behind heads in float32.
+        if in_16_bits and layer is model and layer in heads:
+            others = [dtypes.get(id(head)) for head in heads if head is not model]
+            names += ["variables in float32"] if {*others, None} <= {"float32", None} else []
         product = products.get(id(layer))
         names += [] if product is None else [product]
         if in_16_bits and dtypes[id(layer)] == SMALL_DTYPE and draws_orthogonal(layer):

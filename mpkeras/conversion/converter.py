@@ -138,7 +138,7 @@ def _ask_for_heads(model, conversion, convert):
         for layer in layers:
             restore(layer, "call", kind="heads")
             if is_asking and layer not in conversion.asked_for_heads:
-                tell_heads_at_first_call(layer, functools.partial(tell, layer), withdraw)
+                tell_heads_at_first_call(layer, functools.partial(tell, layer), withdraw, is_whole=layer is model)
             elif not is_asking and passes_inputs_on(layer):
                 # Whether it computes with them shows in the same way.
                 tell_heads_at_first_call(layer, lambda heads: None, lambda heads: None)

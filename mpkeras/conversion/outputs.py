@@ -13,9 +13,10 @@ from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
 from mpkeras.conversion.inner_results import can_run, may_ask, taking_inner_results
 from mpkeras.conversion.mixing import MixedDtypesError, in_silence
+from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.raw_inputs import cast_inputs, let_keras_cast_inputs, passes_inputs_on
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
-from mpkeras.policies.heads import Flow, Heads, heads_in_flow
+from mpkeras.policies.heads import Flow, Heads, heads_in_flow, is_large_together
 from mpkeras.policies.rules import is_quantized
 
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
@@ -34,6 +35,23 @@ def return_float32(layer):
         return keras.tree.map_structure(widen, call(*args, **kwargs))
 
     replace(layer, "call", call_and_widen, kind="outputs")
+
+
+def read_variables_in_float32(model):
+    """Reads the variables of a model's own in float32 in its `call`; layers inside read theirs as before."""
+    call = model.call
+
+    @functools.wraps(call)
+    def call_in_float32(*args, **kwargs):
+        with _keras.autocast_scope("float32"):
+            return call(*args, **kwargs)
+
+    replace(model, "call", call_in_float32, kind="variables")
+
+
+def reads_variables_in_float32(model) -> bool:
+    """Whether `read_variables_in_float32` is in force."""
+    return is_replaced(model, "call", "variables")
 
 
 def compute_metrics_in_float32(model):
@@ -56,7 +74,7 @@ def compute_metrics_in_float32(model):
 _left_unbuilt: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
+def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole: bool = False):
     """Calls `tell` with the layers inside `layer` that make its outputs, before it computes for the first time.
 
     Where the `call` then mixes dtypes that the backend refuses, as it computes with its inputs itself, Keras casts
@@ -66,6 +84,7 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
     Args:
         layer: A layer or model whose `call` is its user's: no graph shows which of the layers inside makes an output.
             Its first call is traced once before it runs, for shapes alone.
+        is_whole: Whether `layer` is the whole model: where variables of its own make its outputs, it is told, too.
         tell, withdraw: Functions of the `Heads` inside `layer`. `withdraw` takes back, too, what the `unknown` ones
             among them have told, or would tell later.
     """
@@ -91,6 +110,10 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
                 if are_cast:
                     let_keras_cast_inputs(layer)
                     args, kwargs = cast_args, cast_kwargs
+            if is_whole and _own_variables_make_outputs(layer, args, kwargs):
+                tell(Heads([layer], []))
+                with _keras.autocast_scope("float32"):
+                    return call(*args, **kwargs)
         try:
             outputs = call(*args, **kwargs)
         except MixedDtypesError:
@@ -102,6 +125,38 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable):
         return outputs
 
     replace(layer, "call", call_and_tell, kind="heads")
+
+
+def _own_variables_make_outputs(model, args, kwargs) -> bool:
+    """Whether variables of `model` itself make its outputs alone: none is in what the layers inside are given.
+
+    A scale and a mean behind the last layer do. Positions that are added in front of a layer would give that float32.
+    """
+    own = [variable for variable in _keras.own_variables(model) if _keras.follows_autocast(variable)]
+    if not own or model.compute_dtype not in SIXTEEN_BIT_DTYPES or is_large_together(own):
+        return False
+    call = value_below(model, "call")
+
+    def call_in_float32(*args, **kwargs):
+        with _keras.autocast_scope("float32"):
+            return call(*args, **kwargs)
+
+    given = _given_inside(model, call, args, kwargs)
+    return given is not None and given == _given_inside(model, call_in_float32, args, kwargs)
+
+
+def _given_inside(layer, call, args, kwargs) -> list | None:
+    """Returns the dtypes of what the layers inside `layer` cast in its `call`; `None` where that does not run."""
+    given: list = []
+
+    def note(tensor, _):
+        given.append(keras.backend.standardize_dtype(tensor.dtype))
+
+    with in_silence(), contextlib.ExitStack() as stack:
+        for inner in _keras.flatten_layers(layer):
+            stack.enter_context(noting_casts(inner, note))
+        runs = can_run(layer, taking_inner_results(layer, call), args, kwargs)
+    return given if runs else None
 
 
 def _runs(layer, args, kwargs) -> bool:

@@ -177,7 +177,12 @@ def is_large(layer) -> bool:
     if isinstance(layer, keras.layers.TimeDistributed):
         return is_large(layer.layer)
     may_be_of_vocabulary = isinstance(layer, _OF_VOCABULARIES) or has_own_call(layer)
-    return may_be_of_vocabulary and sum(math.prod(variable.shape) for variable in layer.weights) >= _LARGE
+    return may_be_of_vocabulary and is_large_together(layer.weights)
+
+
+def is_large_together(variables) -> bool:
+    """Whether `variables` have as many numbers as those of the head of a vocabulary."""
+    return sum(math.prod(variable.shape) for variable in variables) >= _LARGE
 
 
 def is_reversible_embedding(layer) -> bool:

@@ -12,12 +12,13 @@ import keras
 from mpkeras import _keras
 from mpkeras._replaced import replaced
 from mpkeras.conversion.converted_layer import ConvertedLayer
+from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_error, tensor_dtype
 from mpkeras.policies.heads import applies_own_function, has_own_call
 from mpkeras.policies.rules import is_quantized, path_rule
 from mpkeras.training import training_backend
-from mpkeras.training.unseen_run import noting_casts, run_unseen, tensors_put_back
+from mpkeras.training.unseen_run import run_unseen, tensors_put_back
 from mpkeras.training.whole_numbers import in_one_message, path_of, was_named
 
 # They call the layers in them in loops of the backend, out of which no tensor can be carried.

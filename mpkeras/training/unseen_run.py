@@ -9,7 +9,6 @@ import numpy as np
 from mpkeras import _keras
 from mpkeras.conversion.outputs import let_heads_tell
 from mpkeras.conversion.plan import layers_of
-from mpkeras.policies.rules import layer_policy
 from mpkeras.training import training_backend
 
 
@@ -67,32 +66,3 @@ def tensors_put_back(layers):
 
 def _as_tensor(value):
     return keras.ops.convert_to_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
-
-
-@contextlib.contextmanager
-def noting_casts(layer, note):
-    """Context manager: `note(tensor, cast)` is told what `layer` casts on the way in, and what becomes of it."""
-    policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        # Of a map that layers share an entry of one alone could not be taken back.
-        yield
-        return
-    layer.dtype_policy = _NotingPolicy(layer_policy(layer), note)
-    try:
-        yield
-    finally:
-        layer.dtype_policy = policy
-
-
-class _NotingPolicy(keras.DTypePolicy):
-    """The policy of a layer for one run, which tells what the layer casts."""
-
-    def __init__(self, policy, note):
-        self.__dict__.update(vars(policy))
-        self._note = note
-
-    def convert_input(self, x, autocast, dtype):
-        cast = super().convert_input(x, autocast, dtype)
-        if autocast and keras.ops.is_tensor(x) and "float" in keras.backend.standardize_dtype(x.dtype):
-            self._note(x, cast)
-        return cast

@@ -15,13 +15,15 @@ import numpy as np
 from mpkeras import _keras
 from mpkeras._replaced import replaced
 from mpkeras.conversion.exact_inputs import only_moves, reads_names
+from mpkeras.conversion.noted_casts import noting_casts
+from mpkeras.conversion.outputs import reads_variables_in_float32
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import applies_own_function, has_own_call
 from mpkeras.policies.own_state import variables_from_outside
 from mpkeras.policies.rules import DEFAULT_RULES, first_match, is_quantized, path_rule
 from mpkeras.training import training_backend
-from mpkeras.training.unseen_run import noting_casts, run_unseen
+from mpkeras.training.unseen_run import run_unseen
 
 # Arithmetic that Keras does not know: what it makes of a number, only its author can say.
 _OF_USERS = tuple(
@@ -103,7 +105,10 @@ def rounded_whole_numbers(model, x) -> list[Rounded]:
         x: The arguments of the model, as arrays or tensors; anything else has no values, and returns `[]`.
     """
     observed = _Observed(model)
-    if observed.dtypes and any(_lost(array, dtype) for array in _arrays(x) for dtype in observed.dtypes):
+    dtypes = observed.dtypes
+    is_in_data = bool(dtypes) and any(_lost(array, dtype) for array in _arrays(x) for dtype in dtypes)
+    # Whether a model reads its variables in float32, its first call tells.
+    if is_in_data or observed.in_variables():
         # An error here comes again in the step, where nothing of ours stands between.
         with contextlib.suppress(Exception):
             observed.run(x)
@@ -256,7 +261,7 @@ class _Observed:
         rounded = []
         for layer, name, variable in self.variables:
             lost = next((_lost(array, layer.compute_dtype) for array in _arrays([variable.value])), None)
-            if lost is not None:
+            if lost is not None and not reads_variables_in_float32(layer):
                 rounded.append(Rounded(path_of(layer), path_of(layer), layer.compute_dtype, *lost, variable=name))
         return rounded
 

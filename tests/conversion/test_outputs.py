@@ -6,6 +6,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
+from mpkeras._replaced import is_replaced
 from mpkeras.policies.heads import follow_back, heads_of
 
 # Keras says so of a model with a layer that its call does not use.
@@ -265,6 +266,68 @@ def test_a_model_inside_leads_on_only_where_it_passes_its_inputs_on():
     block = keras.Model(inner_input, residual)
     heads = heads_of(keras.Model(inputs, block(layers.Dense(4, name="stream")(inputs))))
     assert sorted(layer.name for layer in heads.layers) == ["branch", "sum"]
+
+
+class Restored(keras.Model):
+    """Takes its outputs back to the units of the targets, by variables of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.end = hidden(), layers.Dense(1)
+        self.scale, self.level = keras.Variable(1.3071, trainable=False), keras.Variable(LEVEL, trainable=False)
+
+    def call(self, x):
+        return self.end(self.body(x)) * self.scale + self.level
+
+
+class WeightsBehind(keras.Model):
+    """Multiplies by weights of its own behind its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.end = hidden(), layers.Dense(4, "tanh")
+        self.kernel = self.add_weight(shape=(4, 1), initializer=keras.initializers.RandomNormal(seed=2))
+        self.level = self.add_weight(shape=(1,), initializer=keras.initializers.Constant(LEVEL))
+
+    def call(self, x):
+        return {"price": ops.matmul(self.end(self.body(x)), self.kernel) + self.level}
+
+
+class Placed(keras.Model):
+    """Adds positions of its own in front of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.end = hidden(), head()
+        self.places = self.add_weight(shape=(1, 4), initializer=keras.initializers.RandomNormal(seed=2))
+
+    def call(self, x):
+        return self.end(self.body(x) + self.places)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("make", [Restored, WeightsBehind])
+def test_variables_of_a_model_that_make_its_outputs_are_read_in_float32(make, policy):
+    model = make()
+    (expected,) = keras.tree.flatten(model.predict(X, verbose=0))
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    mpkeras.prepare(model, policy)
+    y = keras.tree.map_structure(lambda _: np.zeros((len(X), 1), "float32"), model.predict(X, verbose=0))
+    loss = model.fit(X, y, batch_size=len(X), verbose=0).history["loss"][0]
+    assert loss == pytest.approx(np.mean(expected.astype("float64") ** 2), rel=1e-4)
+    for outputs in (model.predict(X, verbose=0), model(X)):
+        check(keras.tree.flatten(outputs), [expected])
+    assert model.body.compute_dtype == policy.removeprefix("mixed_")
+    mpkeras.apply_policy(model, "float32")
+    assert not is_replaced(model, "call", "variables")
+    np.testing.assert_array_equal(keras.tree.flatten(model.predict(X, verbose=0))[0], expected)
+
+
+def test_variables_in_front_of_layers_are_read_as_before():
+    """In float32 they would make what all layers behind them are given twice as large."""
+    model = mpkeras.apply_policy(Placed(), "mixed_bfloat16")
+    model.predict(X, verbose=0)
+    assert model.end.compute_dtype == "float32" and not is_replaced(model, "call", "variables")
 
 
 NORMALIZATIONS = {"LayerNormalization": layers.LayerNormalization, "GroupNormalization": layers.GroupNormalization}
