@@ -341,8 +341,8 @@ def planned_changes(model, dtypes, products, heads=(), kept_layers=None, *, trai
             names.append("inputs in float32")
         # A model that a call has shown to make its outputs with variables of its own, behind heads in float32.
         if in_16_bits and layer is model and layer in heads:
-            others = [dtypes.get(id(head)) for head in heads if head is not model]
-            names += ["variables in float32"] if {*others, None} <= {"float32", None} else []
+            others = [head for head in heads if head is not model]
+            names += ["variables in float32"] if all(dtypes.get(id(h), "float32") == "float32" for h in others) else []
         product = products.get(id(layer))
         names += [] if product is None else [product]
         if in_16_bits and dtypes[id(layer)] == SMALL_DTYPE and draws_orthogonal(layer):

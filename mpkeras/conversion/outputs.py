@@ -39,14 +39,16 @@ def return_float32(layer):
 
 def read_variables_in_float32(model):
     """Reads the variables of a model's own in float32 in its `call`; layers inside read theirs as before."""
-    call = model.call
+    replace(model, "call", _reading_float32(model.call), kind="variables")
 
+
+def _reading_float32(call):
     @functools.wraps(call)
     def call_in_float32(*args, **kwargs):
         with _keras.autocast_scope("float32"):
             return call(*args, **kwargs)
 
-    replace(model, "call", call_in_float32, kind="variables")
+    return call_in_float32
 
 
 def reads_variables_in_float32(model) -> bool:
@@ -94,6 +96,7 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
     def call_and_tell(*args, **kwargs):
         # Keras builds what is not built by a run of its own, which comes this way first. Its results are not used.
         is_built = _unbuilt(layer) in (set(), _left_unbuilt.get(layer))
+        run = call
         if is_built:
             restore(layer, "call", kind="heads")
             heads = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
@@ -112,10 +115,9 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
                     args, kwargs = cast_args, cast_kwargs
             if is_whole and _own_variables_make_outputs(layer, args, kwargs):
                 tell(Heads([layer], []))
-                with _keras.autocast_scope("float32"):
-                    return call(*args, **kwargs)
+                run = _reading_float32(call)
         try:
-            outputs = call(*args, **kwargs)
+            outputs = run(*args, **kwargs)
         except MixedDtypesError:
             if is_built or not passes_inputs_on(layer):
                 raise
@@ -136,13 +138,8 @@ def _own_variables_make_outputs(model, args, kwargs) -> bool:
     if not own or model.compute_dtype not in SIXTEEN_BIT_DTYPES or is_large_together(own):
         return False
     call = value_below(model, "call")
-
-    def call_in_float32(*args, **kwargs):
-        with _keras.autocast_scope("float32"):
-            return call(*args, **kwargs)
-
     given = _given_inside(model, call, args, kwargs)
-    return given is not None and given == _given_inside(model, call_in_float32, args, kwargs)
+    return given is not None and given == _given_inside(model, _reading_float32(call), args, kwargs)
 
 
 def _given_inside(layer, call, args, kwargs) -> list | None:

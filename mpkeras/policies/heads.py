@@ -112,19 +112,20 @@ class _Search:
 
     def follow(self, outputs) -> bool:
         """Follows symbolic tensors back; returns whether one leads to an input of their graph."""
-        inputs: list = []
+        leads_to_input = False
 
         def made(tensors) -> list:
             return [(id(tensor), _keras.made_by(tensor)) for tensor in tensors]
 
         def leads_on(call) -> bool:
+            nonlocal leads_to_input
             operation, _ = call
-            inputs.extend([operation] if isinstance(operation, keras.layers.InputLayer) else [])
+            leads_to_input |= isinstance(operation, keras.layers.InputLayer)
             return not isinstance(operation, keras.layers.Layer) or self._leads_on(operation)
 
         given_to = {call: made(tensors) for call, tensors in _keras.calls_behind(outputs).items()}
         follow_back(made(outputs), given_to, leads_on, lambda call: rounds_as_its_input(call[0]))
-        return bool(inputs)
+        return leads_to_input
 
 
 class Flow(NamedTuple):

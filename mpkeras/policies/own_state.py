@@ -133,8 +133,8 @@ def variables_from_outside(layer) -> dict:
     or never: counters of a schedule, tables of positions.
     """
     weights = {id(variable) for variable in _keras.own_weights(layer)}
-    names = {id(v) for v in _keras.own_variables(layer) if id(v) not in weights and _is_cast(v)}
-    if not names or not has_own_call(layer):
+    untrained = {id(v) for v in _keras.own_variables(layer) if id(v) not in weights and _is_cast(v)}
+    if not untrained or not has_own_call(layer):
         return {}
     reach = _Reach(layer)
     return {
@@ -142,7 +142,7 @@ def variables_from_outside(layer) -> dict:
         for name in sorted(reach.names)
         for value in reach.values_of(name)
         for variable in keras.tree.flatten(value)
-        if id(variable) in names
+        if id(variable) in untrained
     }
 
 

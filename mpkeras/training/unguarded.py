@@ -11,6 +11,7 @@ from mpkeras._replaced import replaced_on_all
 from mpkeras.policies.loss_scaling import number
 from mpkeras.scaling.optimizer import optimizers_alive
 from mpkeras.training import training_backend
+from mpkeras.training.first_batch import is_looked_at
 
 # Elements of each weight that are looked at: an optimizer that moves a weight moves most of it.
 _SAMPLE = 256
@@ -42,7 +43,7 @@ class UnguardedWatch:
         if function is None or _is_shared(model) or model.steps_per_execution > 1:
             return
         self._steps += 1
-        if self._steps > 4 and self._steps & (self._steps - 1):
+        if self._steps > 4 and not is_looked_at(self._steps):
             return
         is_due = [True]
 

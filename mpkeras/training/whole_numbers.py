@@ -107,11 +107,11 @@ def rounded_whole_numbers(model, x) -> list[Rounded]:
     observed = _Observed(model)
     dtypes = observed.dtypes
     is_in_data = bool(dtypes) and any(_lost(array, dtype) for array in _arrays(x) for dtype in dtypes)
-    # Whether a model reads its variables in float32, its first call tells.
-    if is_in_data or observed.in_variables():
-        # An error here comes again in the step, where nothing of ours stands between.
-        with contextlib.suppress(Exception):
-            observed.run(x)
+    # Behind the run that is known, too, which models read their variables in float32: their first call tells.
+    if not is_in_data and not observed.in_variables():
+        return []
+    with contextlib.suppress(Exception):  # An error here comes again in the step, where nothing of ours stands between.
+        observed.run(x)
     return [*observed.found(), *observed.in_variables()]
 
 
