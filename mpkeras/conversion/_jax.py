@@ -220,17 +220,17 @@ _MARK = "mpkeras_output_"
 
 
 class FlowTrace:
-    """Finds the `Flow` of a call that is traced, by names on what layers return."""
+    """Finds the `Flow` of a call that is traced, by names on what is marked."""
 
     def __init__(self):
-        self._marked: list = []
+        self._makers: list = []
         self._given_to: dict = {}
-        self._layers: dict = {}
+        self._marked: dict = {}
 
-    def mark(self, tensor, layer):
-        """Returns `tensor` by another name: as returned by `layer`."""
-        self._marked.append(layer)
-        return checkpoint_name(tensor, f"{_MARK}{len(self._marked) - 1}")
+    def mark(self, tensor, made_by):
+        """Returns `tensor` by another name: as one that a layer, or another part of the call, has made."""
+        self._makers.append(made_by)
+        return checkpoint_name(tensor, f"{_MARK}{len(self._makers) - 1}")
 
     def run(self, call, args, kwargs) -> Flow:
         """Returns the `Flow` of `call(*args, **kwargs)`."""
@@ -243,7 +243,7 @@ class FlowTrace:
             return _tensors(call(*new_args, **new_kwargs))
 
         jaxpr = jax.make_jaxpr(call_with)(*_tensors((args, kwargs))).jaxpr
-        return Flow(self._follow(jaxpr, [(id(v), None) for v in jaxpr.invars]), self._given_to, self._layers)
+        return Flow(self._follow(jaxpr, [(id(v), None) for v in jaxpr.invars]), self._given_to, self._marked)
 
     def _follow(self, jaxpr, inputs) -> list:
         """Notes the equations of `jaxpr`, for tensors of a `Flow`, and returns its outputs."""
@@ -262,7 +262,7 @@ class FlowTrace:
                 call = len(self._given_to)
                 self._given_to[call] = given
                 if equation.primitive.name == "name" and equation.params["name"].startswith(_MARK):
-                    self._layers[call] = self._marked[int(equation.params["name"].removeprefix(_MARK))]
+                    self._marked[call] = self._makers[int(equation.params["name"].removeprefix(_MARK))]
                 returned = [(id(variable), call) for variable in equation.outvars]
             made |= {id(variable): tensor for variable, tensor in zip(equation.outvars, returned, strict=True)}
         return tensors(jaxpr.outvars)

@@ -253,12 +253,12 @@ class FlowTrace:
     """As in `_jax.py`: by what an operation of the graph is given."""
 
     def __init__(self):
-        self._layers: dict = {}
+        self._marked: dict = {}
 
-    def mark(self, tensor, layer):
+    def mark(self, tensor, made_by):
         """As in `_jax.py`."""
         marked = tf.identity(tensor)
-        self._layers |= {part.op.name: layer for part in tf.nest.flatten(marked, expand_composites=True)}
+        self._marked |= {part.op.name: made_by for part in tf.nest.flatten(marked, expand_composites=True)}
         return marked
 
     def run(self, call, args, kwargs) -> Flow:
@@ -272,7 +272,7 @@ class FlowTrace:
         # A tensor of another graph, or of none, is a constant.
         outputs = [value for value in outputs if getattr(value, "graph", None) is graph]
         given_to = {operation.name: tensors(operation.inputs) for operation in graph.get_operations()}
-        return Flow(tensors(outputs), given_to, self._layers)
+        return Flow(tensors(outputs), given_to, self._marked)
 
 
 def trace(layer, call, args, kwargs, *, is_dry_run=False):

@@ -236,7 +236,7 @@ class FlowTrace(TorchFunctionMode):
         super().__init__()
         self._made_by: dict = {}
         self._given_to: dict = {}
-        self._layers: dict = {}
+        self._marked: dict = {}
         # No other tensor gets the `id` of one that is here.
         self._tensors: list = []
 
@@ -246,27 +246,32 @@ class FlowTrace(TorchFunctionMode):
         returned = args[0] if func is torch.Tensor.__setitem__ else result
         made = _tensors(returned)
         if made:
-            given = _tensors((args, kwargs))
+            given = [_read(value) for value in keras.tree.flatten((args, kwargs)) if torch.is_tensor(_read(value))]
             self._tensors += [*given, *made]
             call = len(self._given_to)
             self._given_to[call] = self._made(given)
             self._made_by |= {id(tensor): call for tensor in made}
         return result
 
-    def mark(self, tensor, layer):
+    def mark(self, tensor, made_by):
         """As in `_jax.py`."""
         marked = tensor.view_as(tensor)
-        self._layers[self._made_by[id(marked)]] = layer
+        self._marked[self._made_by[id(marked)]] = made_by
         return marked
 
     def run(self, call, args, kwargs) -> Flow:
         """As in `_jax.py`."""
         with self:
             outputs = _tensors(call(*args, **kwargs))
-        return Flow(self._made(outputs), self._given_to, self._layers)
+        return Flow(self._made(outputs), self._given_to, self._marked)
 
     def _made(self, tensors) -> list:
         return [(id(tensor), self._made_by.get(id(tensor))) for tensor in tensors]
+
+
+def _read(value):
+    # An operation that is given a variable reads it itself.
+    return value.value if isinstance(value, keras.Variable) else value
 
 
 def trace(layer, call, args, kwargs, *, is_dry_run=False):

@@ -310,12 +310,12 @@ CHANGES = {
 }
 
 
-def planned_changes(model, dtypes, products, heads=(), kept_layers=None, *, trains: bool = False) -> dict:
+def planned_changes(model, dtypes, products, heads=(), reading=(), *, kept_layers=None, trains: bool = False) -> dict:
     """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in, `dtypes[id]`.
 
     `products` has those changes to products, `{id: name}`, that only the policy knows; `heads` the layers that make
-    outputs of the model, as calls have told; `kept_layers` what `kept_for_state` returned, where that is known.
-    `trains` says whether mpkeras trains the model.
+    outputs of the model, as calls have told, and `reading` those that do so with variables of their own; `kept_layers`
+    what `kept_for_state` returned, where that is known. `trains` says whether mpkeras trains the model.
     """
     changes = {}
     survey = Survey.of(model)
@@ -339,10 +339,10 @@ def planned_changes(model, dtypes, products, heads=(), kept_layers=None, *, trai
             and (rounds_as_its_input(layer) or is_replaced(layer, "autocast", "inputs"))
         ):
             names.append("inputs in float32")
-        # A model that a call has shown to make its outputs with variables of its own, behind heads in float32.
-        if in_16_bits and layer is model and layer in heads:
-            others = [head for head in heads if head is not model]
-            names += ["variables in float32"] if all(dtypes.get(id(h), "float32") == "float32" for h in others) else []
+        # Behind heads in float32.
+        if in_16_bits and layer in reading:
+            inside = [inner for inner in survey.within(layer) if inner is not layer and inner in heads]
+            names += ["variables in float32"] if all(dtypes[id(head)] == "float32" for head in inside) else []
         product = products.get(id(layer))
         names += [] if product is None else [product]
         if in_16_bits and dtypes[id(layer)] == SMALL_DTYPE and draws_orthogonal(layer):

@@ -120,7 +120,7 @@ def _ask_for_heads(model, conversion, convert):
     """Lets the first call of what has a `call` of its own tell which layers make its outputs, and converts these."""
 
     def tell(layer, heads):
-        conversion.note_heads(layer, heads.layers)
+        conversion.note_heads(layer, heads)
         with put_back_on_error(model):
             convert()
         ask(heads.unknown)
@@ -166,7 +166,8 @@ def leave_float8(model, layer, reason: str):
     conversion.left_float8[layer] = reason
     _add_rule(model, "keep_16_bits", layer)
     products = planned_products(model, conversion, dtypes)
-    changes = planned_changes(model, dtypes, products, conversion.heads, trains=conversion.trains)
+    told = conversion.heads, conversion.reading
+    changes = planned_changes(model, dtypes, products, *told, trains=conversion.trains)
     make_changes(layer, changes[id(layer)])
 
 

@@ -16,7 +16,15 @@ from mpkeras.conversion.mixing import MixedDtypesError, in_silence
 from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.raw_inputs import cast_inputs, let_keras_cast_inputs, passes_inputs_on
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
-from mpkeras.policies.heads import Flow, Heads, heads_in_flow, is_large_together
+from mpkeras.policies.heads import (
+    GIVEN,
+    Flow,
+    Heads,
+    heads_in_flow,
+    is_large,
+    is_large_together,
+    used_behind_layers,
+)
 from mpkeras.policies.rules import is_quantized
 
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
@@ -86,7 +94,7 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
     Args:
         layer: A layer or model whose `call` is its user's: no graph shows which of the layers inside makes an output.
             Its first call is traced once before it runs, for shapes alone.
-        is_whole: Whether `layer` is the whole model: where variables of its own make its outputs, it is told, too.
+        is_whole: Whether `layer` is the whole model, which stays in 16 bits whatever its `call` computes itself.
         tell, withdraw: Functions of the `Heads` inside `layer`. `withdraw` takes back, too, what the `unknown` ones
             among them have told, or would tell later.
     """
@@ -99,7 +107,7 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
         run = call
         if is_built:
             restore(layer, "call", kind="heads")
-            heads = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
+            heads, used = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
             tell(heads)
             may_mix = heads.layers or heads.unknown or passes_inputs_on(layer)
             if may_mix and not _runs(layer, args, kwargs):
@@ -113,9 +121,12 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
                 if are_cast:
                     let_keras_cast_inputs(layer)
                     args, kwargs = cast_args, cast_kwargs
-            if is_whole and _own_variables_make_outputs(layer, args, kwargs):
-                tell(Heads([layer], []))
+            own = _of_own_arithmetic(layer, used, args, kwargs, is_whole=is_whole)
+            if own is not None:
+                tell(own)
                 run = _reading_float32(call)
+                if own.layers:  # Keras has cast already what this call is given.
+                    args, kwargs = keras.tree.map_structure(widen, (args, kwargs))
         try:
             outputs = run(*args, **kwargs)
         except MixedDtypesError:
@@ -129,17 +140,33 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
     replace(layer, "call", call_and_tell, kind="heads")
 
 
-def _own_variables_make_outputs(model, args, kwargs) -> bool:
-    """Whether variables of `model` itself make its outputs alone: none is in what the layers inside are given.
+def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads | None:
+    """Returns what is to be told of a `layer` whose `call` computes outputs with variables of its own, or `None`.
 
-    A scale and a mean behind the last layer do. Positions that are added in front of a layer would give that float32.
+    They are read in float32 where what the layers inside are given stays as it is: a scale and a mean behind the last
+    layer do that, and positions that are added in front of one would not. Otherwise, and where the call computes
+    outputs with what it is given, too, all of a layer inside a model is in float32, unless it is large.
+
+    Args:
+        used: What `used_behind_layers` returned for a trace of the call.
     """
-    own = [variable for variable in _keras.own_variables(model) if _keras.follows_autocast(variable)]
-    if not own or model.compute_dtype not in SIXTEEN_BIT_DTYPES or is_large_together(own):
-        return False
-    call = value_below(model, "call")
-    given = _given_inside(model, call, args, kwargs)
-    return given is not None and given == _given_inside(model, _reading_float32(call), args, kwargs)
+    variables = [variable for variable in used if variable is not GIVEN]
+    if not variables or layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
+        return None
+    is_one_layer = not is_whole and not is_large(layer)
+    if is_one_layer and len(variables) < len(used):
+        return Heads([layer], [])
+    if not is_large_together(variables):
+        call = value_below(layer, "call")
+
+        def in_float32(*args, **kwargs):
+            _read_own_in_float32(layer)
+            return _reading_float32(call)(*args, **kwargs)
+
+        given = _given_inside(layer, call, args, kwargs)
+        if given is not None and given == _given_inside(layer, in_float32, args, kwargs):
+            return Heads([], [], [layer])
+    return Heads([layer], []) if is_one_layer else None
 
 
 def _given_inside(layer, call, args, kwargs) -> list | None:
@@ -184,16 +211,18 @@ def _unbuilt(layer) -> set:
     return {id(inner) for inner in _keras.flatten_layers(layer) if not inner.built}
 
 
-def _heads_in_call(layer, call, args, kwargs) -> Heads:
-    """Returns the layers inside `layer` that make what `call` returns; nothing is computed."""
+def _heads_in_call(layer, call, args, kwargs) -> tuple[Heads, list]:
+    """Returns the `Heads` inside `layer`, by a trace of its `call`, and what `used_behind_layers` says of it."""
     inside = _keras.flatten_layers(layer, include_self=True)
     # In float32, where a head mixes no dtypes: it may do so in 16 bits, in which it will not compute.
     with _keras.kept_losses(inside), _in_float32(inside), in_silence(), _keras.autocast_scope("float32"):
         try:
-            return heads_in_flow(layer, _flow(layer, call, args, kwargs))
+            flow = _flow(layer, call, args, kwargs)
         except Exception:
-            # The call itself says if something is wrong with it; or quantized layers mix with float32.
-            return Heads([], [])
+            # The call itself says if something is wrong with it; or quantized layers mix with float32. What it does
+            # with weights of its own is not known.
+            return Heads([], []), [GIVEN, *_keras.own_weights(layer)]
+        return heads_in_flow(layer, flow), used_behind_layers(flow)
 
 
 def _flow(layer, call, args, kwargs) -> Flow:
@@ -207,23 +236,46 @@ def _flow(layer, call, args, kwargs) -> Flow:
 
             @functools.wraps(inner_call)
             def call_and_note(*args, **kwargs):
-                return keras.tree.map_structure(note, inner_call(*args, **kwargs))
-
-            def note(value):
-                if not keras.ops.is_tensor(value):
-                    return value
-                marked = trace.mark(value, inner)
-                _keras.copy_mask(value, marked)
-                return marked
+                return mark(inner_call(*args, **kwargs), inner)
 
             return call_and_note
 
+        def mark(structure, made_by):
+            def marked(value):
+                is_marked = keras.ops.is_tensor(value) and (made_by is not GIVEN or _is_float(value))
+                if not is_marked:
+                    return value
+                new = trace.mark(value, made_by)
+                _keras.copy_mask(value, new)
+                return new
+
+            return keras.tree.map_structure(marked, structure)
+
+        def call_with_marks(*args, **kwargs):
+            _read_own_in_float32(layer, trace.mark)
+            args, kwargs = mark((args, kwargs), GIVEN)
+            return call(*args, **kwargs)
+
         with replaced_on_all(_keras.flatten_layers(layer), "call", noted):
             # Keras traces it twice where a size is not known.
-            flows[:] = [trace.run(call, args, kwargs)]
+            flows[:] = [trace.run(call_with_marks, args, kwargs)]
 
     _backend.trace(layer, run, args, kwargs)
     return flows[0]
+
+
+def _read_own_in_float32(layer, mark=lambda value, variable: value):
+    """Lets the variables of a layer's own be read in float32, and marked, in the trace that is being made.
+
+    On torch, where Keras asks for dtypes alone, what stands for them has that of no scope.
+    """
+    scope = _keras.stateless_scope()
+    for variable in filter(_keras.follows_autocast, _keras.own_variables(layer)):
+        scope.add_update((variable, mark(keras.ops.cast(variable.value, "float32"), variable)))
+
+
+def _is_float(tensor) -> bool:
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype))
 
 
 @contextlib.contextmanager

@@ -60,6 +60,7 @@ class Conversion:
         times_stored: How often weights of the model were stored in another dtype.
         told: What the user was told of rules that match nothing.
         heads: Layers that make outputs of the model, as calls of layers with a `call` of their own have told.
+        reading: Layers that read variables of their own in float32, as these calls have told.
         asked_for_heads: The layers with a `call` of their own that have told.
     """
 
@@ -81,6 +82,7 @@ class Conversion:
         self.times_stored: int = 0
         self.told: set[str] = set()
         self.heads: weakref.WeakSet = weakref.WeakSet()
+        self.reading: weakref.WeakSet = weakref.WeakSet()
         self.asked_for_heads: weakref.WeakSet = weakref.WeakSet()
         self._knows_all_heads = True
         self._known: Collection = ()
@@ -89,7 +91,8 @@ class Conversion:
         kept: dict = {}
         if earlier is not None:
             self.asked_for, self.told = earlier.asked_for, earlier.told
-            self.heads, self.asked_for_heads = earlier.heads, earlier.asked_for_heads
+            self.heads, self.reading = earlier.heads, earlier.reading
+            self.asked_for_heads = earlier.asked_for_heads
             self.unstored, self.times_stored = earlier.unstored, earlier.times_stored
             self._known, self._lasting_sources = earlier.seen, earlier._lasting_sources
             # The rules of the policy before go with it. Where layers keep their dtypes, what rules have done stays.
@@ -130,15 +133,17 @@ class Conversion:
         is_seen = all(layer in self.seen and self.seen[layer] == layer.path for layer in layers)
         return is_seen and self._knows_all_heads
 
-    def note_heads(self, asked, layers):
-        """Takes down that a call of `asked` has shown `layers` to make its outputs; they are converted next time."""
+    def note_heads(self, asked, heads):
+        """Takes down the `Heads` that a call of `asked` has shown to make its outputs; they are converted next time."""
         self.asked_for_heads.add(asked)
-        self._knows_all_heads &= self.heads.issuperset(layers)
-        self.heads.update(layers)
+        self._knows_all_heads &= self.heads.issuperset(heads.layers) and self.reading.issuperset(heads.reading)
+        self.heads.update(heads.layers)
+        self.reading.update(heads.reading)
 
     def withdraw_heads(self, layers):
         """Takes back `note_heads`; the layers are converted next time."""
         self.heads.difference_update(layers)
+        self.reading.difference_update(layers)
         self._knows_all_heads = False
 
     def note(self, rows):
@@ -185,8 +190,8 @@ def plan(model, policy, conversion: Conversion | None = None, heads=()) -> list[
         after[id(model)] = _policy_of_graph(after[id(model)], after.values())
     dtypes = {key: after[key].compute_dtype for key in after}
     products = planned_products(survey, conversion, dtypes)
-    trains = conversion is not None and conversion.trains
-    changes = planned_changes(survey, dtypes, products, heads, writing, trains=trains)
+    reading, trains = ((), False) if conversion is None else (conversion.reading, conversion.trains)
+    changes = planned_changes(survey, dtypes, products, heads, reading, kept_layers=writing, trains=trains)
     rows = []
     for layer in layers:
         key = id(layer)

@@ -94,8 +94,9 @@ def recorded(model, on=None, survey=None):
             if not is_quantized(layer) and layer_policy(layer) is not policy:
                 set_layer_policy(layer, policy)
         products = {id(layer): change for layer, *_, change in old_values if change is not None}
-        heads, trains = ((), False) if earlier is None else (earlier.heads, earlier.trains)
-        names = planned_changes(on, dtypes_of(on), products, heads, trains=trains)
+        known = ((), (), False) if earlier is None else (earlier.heads, earlier.reading, earlier.trains)
+        heads, reading, trains = known
+        names = planned_changes(on, dtypes_of(on), products, heads, reading, trains=trains)
         place(Survey(on), repeated_parts(Survey(on), None if earlier is None else earlier.policy.remat))
         for layer, *_, changes, _ in old_values:
             make_changes(layer, names[id(layer)])

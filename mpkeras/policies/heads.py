@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import keras
@@ -18,6 +18,8 @@ _LARGE = 2**22
 _REVERSIBLE = (keras.layers.ReversibleEmbedding,) if hasattr(keras.layers, "ReversibleEmbedding") else ()
 # Keras' layers that may be one. A convolution or a recurrent layer at the end of a model is a small share of it.
 _OF_VOCABULARIES = (keras.layers.Dense, keras.layers.EinsumDense, *_REVERSIBLE)
+# In a `Flow`: what the traced call was given.
+GIVEN = "given"
 # Keras casts nothing on their way in. They compute in float32, and round what they return to the dtype of their input.
 _ROUNDING_AS_THEIR_INPUT = (keras.layers.LayerNormalization, keras.layers.GroupNormalization)
 
@@ -32,10 +34,13 @@ class Heads(NamedTuple):
         layers: The layers that are known to.
         unknown: Layers, or the model itself, that return an output from a `call` of their user's: which of the layers
             inside makes it, only a call tells.
+        reading: Layers in 16 bits that make it with variables of their own, too, behind layers inside in float32: they
+            read their variables in float32.
     """
 
     layers: list
     unknown: list
+    reading: Sequence = ()
 
 
 def heads_of(model) -> Heads:
@@ -58,8 +63,32 @@ def heads_of(model) -> Heads:
 def heads_in_flow(layer, flow) -> Heads:
     """Returns the layers inside `layer` that make what its call returns, as `heads_of` does; `flow` is a `Flow`."""
     search = _Search(layer)
-    follow_back(flow.outputs, flow.given_to, lambda call: call not in flow.layers or search.end_at(flow.layers[call]))
+
+    def leads_on(call) -> bool:
+        made_by = flow.marked.get(call)
+        return made_by is None or (isinstance(made_by, keras.layers.Layer) and search.end_at(made_by))
+
+    follow_back(flow.outputs, flow.given_to, leads_on)
     return search.heads()
+
+
+def used_behind_layers(flow) -> list:
+    """Returns the variables that `flow` marks, and `GIVEN`, of those which the call itself computes outputs with.
+
+    No layer that multiplies is between them and an output.
+    """
+    used, waiting, met = [], list(flow.outputs), set()
+    while waiting:
+        _, call = waiting.pop()
+        if call in met or call not in flow.given_to:
+            continue
+        met.add(call)
+        made_by = flow.marked.get(call)
+        if made_by is None or (isinstance(made_by, keras.layers.Layer) and passes_numbers_on(made_by)):
+            waiting += flow.given_to[call]
+        elif not isinstance(made_by, keras.layers.Layer):
+            used.append(made_by)
+    return used
 
 
 class _Search:
@@ -81,9 +110,7 @@ class _Search:
             return self._end_at_model(layer)
         # What a whole model passes on, its layers make.
         passes_on = layer is not self._whole and passes_numbers_on(layer)
-        is_unknown = has_own_call(layer) and _keras.direct_sublayers(layer) and not passes_on
-        # A model that computes with weights of its own behind its layers is one layer.
-        if is_unknown and (layer is self._whole or not _keras.own_weights(layer)):
+        if has_own_call(layer) and _keras.direct_sublayers(layer) and not passes_on:
             self._unknown[id(layer)] = layer
             return False
         self._layers[id(layer)] = layer
@@ -134,12 +161,12 @@ class Flow(NamedTuple):
     Attributes:
         outputs: The tensors that the trace returned.
         given_to: The tensors that each call was given, by call. A tensor from outside has a call that is not there.
-        layers: The layers, by those of the calls that return what a layer returned.
+        marked: Who made what a call returns, by call: a layer, a variable that was read, or `GIVEN`.
     """
 
     outputs: list
     given_to: dict
-    layers: dict
+    marked: dict
 
 
 def follow_back(outputs, given_to: Mapping, leads_on: Callable, needs_all: Callable = lambda call: False):

@@ -370,7 +370,9 @@ def layers_to_keep(model, rules, heads=()) -> list:
             for inner in survey.direct(layer):
                 walk(inner, rule)
 
-    for layer in survey.direct(model) if isinstance(model, keras.Model) else [model]:
+    # A model with a `call` of its own and no layers is what makes its outputs.
+    has_parts = isinstance(model, keras.Model) and model not in survey.heads.layers
+    for layer in survey.direct(model) if has_parts else [model]:
         walk(layer, None)
     return list(rule_by_layer.values())
 

@@ -330,6 +330,118 @@ def test_variables_in_front_of_layers_are_read_as_before():
     assert model.end.compute_dtype == "float32" and not is_replaced(model, "call", "variables")
 
 
+class WithToken(keras.Model):
+    """Begins with a token of its own, as a vision transformer does; behind its layers it computes nothing itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.end = layers.Dense(4), hidden(), head()
+        self.token = self.add_weight(shape=(1, 1, 4), initializer=keras.initializers.RandomNormal(seed=2))
+
+    def call(self, x):
+        tokens = ops.expand_dims(self.embed(x), 1)
+        first = ops.broadcast_to(self.token, (ops.shape(tokens)[0], 1, 4))
+        return self.end(self.body(ops.concatenate([ops.cast(first, tokens.dtype), tokens], 1))[:, 0])
+
+
+class Shared(Placed):
+    """Computes with its positions in front of its layers and behind them."""
+
+    def call(self, x):
+        return self.end(self.body(x) + self.places) + ops.sum(self.places)
+
+
+class Residual(Restored):
+    """Adds what it is given to what its layers make of it."""
+
+    def call(self, x):
+        return self.end(self.body(x)) * self.scale + (self.level + ops.mean(x, -1, keepdims=True))
+
+
+class AroundModel(keras.Model):
+    def __init__(self, inner):
+        super().__init__()
+        self.before, self.inner = layers.Dense(3), inner
+
+    def call(self, x):
+        return self.inner(self.before(x))
+
+
+def graph_around(inner):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, inner(layers.Dense(3)(inputs)))
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("around", [AroundModel, graph_around])
+@pytest.mark.parametrize("make", [Restored, WeightsBehind, WithToken])
+def test_a_model_inside_is_in_16_bits_and_its_outputs_are_not_rounded(make, around, is_large, monkeypatch):
+    inner = make()
+    model = around(inner)
+    (expected,) = keras.tree.flatten(model.predict(X, verbose=0))
+    if is_large:  # As a whole, and none of its layers.
+        monkeypatch.setattr("mpkeras.policies.heads._LARGE", 25)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    for outputs in (model.predict(X, verbose=0), model(X)):
+        check(keras.tree.flatten(outputs), [expected])
+    assert [layer.compute_dtype for layer in (inner, inner.body, inner.end)] == ["bfloat16", "bfloat16", "float32"]
+    mpkeras.apply_policy(model, "float32")
+    assert not is_replaced(inner, "call", "variables")
+    np.testing.assert_array_equal(keras.tree.flatten(model.predict(X, verbose=0))[0], expected)
+
+
+@pytest.mark.parametrize("around", [AroundModel, graph_around])
+@pytest.mark.parametrize("make", [Shared, Residual])
+def test_a_model_inside_is_in_float32_where_its_arithmetic_cannot_be_told_apart(make, around):
+    inner = make()
+    model = around(inner)
+    expected = model.predict(X, verbose=0)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    check([model.predict(X, verbose=0)], [expected])
+    assert {layer.compute_dtype for layer in (inner, inner.body, inner.end)} == {"float32"}
+    assert "bfloat16" in {layer.compute_dtype for layer in model._flatten_layers()}
+
+
+class WithoutLayers(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.kernel = self.add_weight(shape=(3, 1), initializer=keras.initializers.RandomNormal(seed=2))
+        self.bias = self.add_weight(shape=(1,), initializer=keras.initializers.Constant(LEVEL))
+
+    def call(self, x):
+        return ops.matmul(x, self.kernel) + self.bias
+
+
+class BuildsLayers(keras.Model):
+    """Has no layers before it is built."""
+
+    def build(self, input_shape):
+        self.body, self.end = hidden(), head()
+        self.body.build(input_shape)
+        self.end.build((*input_shape[:-1], 4))
+
+    def call(self, x):
+        return self.end(self.body(x))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_model_without_layers_makes_its_outputs_itself(policy):
+    model = WithoutLayers()
+    expected = model.predict(X, verbose=0)
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    mpkeras.prepare(model, policy)
+    loss = model.fit(X, np.zeros((len(X), 1), "float32"), batch_size=len(X), verbose=0).history["loss"][0]
+    assert loss == pytest.approx(np.mean(expected.astype("float64") ** 2), rel=1e-6)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
+    assert model.compute_dtype == "float32"
+
+
+def test_a_model_that_makes_its_layers_later_is_in_16_bits():
+    model = mpkeras.apply_policy(BuildsLayers(), "mixed_bfloat16")
+    model.predict(X, verbose=0)
+    assert [layer.compute_dtype for layer in (model, model.body, model.end)] == ["bfloat16", "bfloat16", "float32"]
+
+
 NORMALIZATIONS = {"LayerNormalization": layers.LayerNormalization, "GroupNormalization": layers.GroupNormalization}
 
 
