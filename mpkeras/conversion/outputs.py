@@ -141,7 +141,7 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
 
 
 def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads | None:
-    """Returns what is to be told of a `layer` whose `call` computes outputs with variables of its own, or `None`.
+    """Returns what is to be told of a `layer` whose `call` computes outputs with variables itself, or `None`.
 
     They are read in float32 where what the layers inside are given stays as it is: a scale and a mean behind the last
     layer do that, and positions that are added in front of one would not. Otherwise, and where the call computes
@@ -160,7 +160,7 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads | 
         call = value_below(layer, "call")
 
         def in_float32(*args, **kwargs):
-            _read_own_in_float32(layer)
+            _read_in_float32(variables)
             return _reading_float32(call)(*args, **kwargs)
 
         given = _given_inside(layer, call, args, kwargs)
@@ -252,7 +252,7 @@ def _flow(layer, call, args, kwargs) -> Flow:
             return keras.tree.map_structure(marked, structure)
 
         def call_with_marks(*args, **kwargs):
-            _read_own_in_float32(layer, trace.mark)
+            _read_in_float32(layer.variables, trace.mark)
             args, kwargs = mark((args, kwargs), GIVEN)
             return call(*args, **kwargs)
 
@@ -264,13 +264,13 @@ def _flow(layer, call, args, kwargs) -> Flow:
     return flows[0]
 
 
-def _read_own_in_float32(layer, mark=lambda value, variable: value):
-    """Lets the variables of a layer's own be read in float32, and marked, in the trace that is being made.
+def _read_in_float32(variables, mark=lambda value, variable: value):
+    """Lets `variables` be read in float32, and marked, in the trace that is being made.
 
     On torch, where Keras asks for dtypes alone, what stands for them has that of no scope.
     """
     scope = _keras.stateless_scope()
-    for variable in filter(_keras.follows_autocast, _keras.own_variables(layer)):
+    for variable in filter(_keras.follows_autocast, variables):
         scope.add_update((variable, mark(keras.ops.cast(variable.value, "float32"), variable)))
 
 

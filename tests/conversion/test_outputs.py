@@ -293,6 +293,17 @@ class WeightsBehind(keras.Model):
         return {"price": ops.matmul(self.end(self.body(x)), self.kernel) + self.level}
 
 
+class Tied(keras.Model):
+    """Multiplies what a layer returns with the weights of that layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.end = hidden(), layers.Dense(4, bias_initializer=keras.initializers.Constant(LEVEL))
+
+    def call(self, x):
+        return ops.matmul(self.end(self.body(x)), ops.transpose(self.end.kernel))[:, :1]
+
+
 class Placed(keras.Model):
     """Adds positions of its own in front of its layers."""
 
@@ -306,7 +317,7 @@ class Placed(keras.Model):
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("make", [Restored, WeightsBehind])
+@pytest.mark.parametrize("make", [Restored, WeightsBehind, Tied])
 def test_variables_of_a_model_that_make_its_outputs_are_read_in_float32(make, policy):
     model = make()
     (expected,) = keras.tree.flatten(model.predict(X, verbose=0))
@@ -374,7 +385,7 @@ def graph_around(inner):
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("around", [AroundModel, graph_around])
-@pytest.mark.parametrize("make", [Restored, WeightsBehind, WithToken])
+@pytest.mark.parametrize("make", [Restored, WeightsBehind, Tied, WithToken])
 def test_a_model_inside_is_in_16_bits_and_its_outputs_are_not_rounded(make, around, is_large, monkeypatch):
     inner = make()
     model = around(inner)
