@@ -61,11 +61,21 @@ def test_a_single_backend_has_six():
     assert sum(found, []) == ["jax"] * 6 and found[:4] * 6 == found
 
 
-@pytest.mark.parametrize("is_slow", [False, True], ids=["quick", "every turn"])
-def test_others_take_no_turns(is_slow, monkeypatch):
-    if is_slow:
-        monkeypatch.setattr(turns_plugin, "EVERY_TURN", (FILE,))
-    assert turns(Item("test_a", *[pytest.mark.slow] * is_slow)) == [list(BACKENDS)] * 24
+@pytest.mark.parametrize("marks", [[], [pytest.mark.slow]], ids=["quick", "slow"])
+def test_some_files_take_no_turns(marks, monkeypatch):
+    monkeypatch.setattr(turns_plugin, "EVERY_TURN", (FILE,))
+    assert turns(Item("test_a", *marks)) == [list(BACKENDS)] * 24
+
+
+@pytest.mark.parametrize("name", ["test_a", "test_b", "test_c"])
+def test_quick_ones_take_turns_on_jax_alone(name):
+    found = turns(Item(name))
+    assert all({"tensorflow", "torch"} <= set(names) for names in found)
+    assert sorted(["jax" in names for names in found[:2]]) == [False, True] and found[:2] * 12 == found
+
+
+def test_quick_ones_that_tensorflow_does_not_run_take_none():
+    assert turns(Item("test_a", pytest.mark.backends("jax"))) == [list(BACKENDS)] * 24
 
 
 @pytest.mark.parametrize("table", ["EVERY_CASE", "SELDOM"])

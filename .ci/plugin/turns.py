@@ -2,7 +2,7 @@
 
 `pytest -m ""` runs every case on every backend, which takes hours. So `.ci/run` takes of parametrized tests the first
 case, and lets slow tests take turns over the backends, and over runs without them: 24 numbers in a row have each
-on each of its backends.
+on each of its backends. On JAX, which compiles everything, the others take turns, too, where TensorFlow runs them.
 """
 
 import zlib
@@ -158,7 +158,7 @@ def pytest_addoption(parser):
         type=int,
         metavar="N",
         help="of the slow tests those alone whose turn it is: within 24 numbers in a row, each runs at least "
-        "twice on each of its backends",
+        "twice on each of its backends; on JAX half of the others",
     )
 
 
@@ -194,20 +194,22 @@ def later_cases(items, backend: str, slow_ones_only: bool) -> dict:
 
 
 def has_its_turn(item, backend: str, turn: int) -> bool:
-    """Whether a test runs on a backend in this turn: all but the slow ones do in each."""
+    """Whether a test runs on a backend in this turn: all but the slow ones do in each, and on JAX in every other."""
     marks = {marker.name for marker in item.iter_markers()}
-    if "slow" not in marks or item.location[0] in EVERY_TURN:
+    if item.location[0] in EVERY_TURN:
         return True
+    # By name, all cases of a test together: the same ones everywhere, whoever is asked.
+    number = zlib.crc32(f"{item.location[0]}::{_name(item)}".encode()) + turn
     runs_on = item.get_closest_marker("backends")
     names = BACKENDS if runs_on is None else runs_on.args
+    if "slow" not in marks:
+        return backend != "jax" or "tensorflow" not in names or number % 2 == 0
     names = [name for name in BACKENDS if name in names and name not in _entry(SELDOM, item)]
     if not names:
         return False
     # Three runs without it follow, so that a run takes 20 minutes.
     places = [place for name in names for place in (name, None, None, None)]
-    # By name, all cases of a test together: the same ones everywhere, whoever is asked.
-    name = f"{item.location[0]}::{_name(item)}"
-    return places[(zlib.crc32(name.encode()) + turn) % len(places)] == backend
+    return places[number % len(places)] == backend
 
 
 def _entry(table: dict, item) -> tuple:

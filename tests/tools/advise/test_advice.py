@@ -235,7 +235,8 @@ def test_a_whole_run(backend, capsys):
     assert report.policy in ("float32", "mixed_bfloat16", "mixed_float16")
     assert (report.policy, report.jit_compile) in settings
     text = str(report)
-    assert ("Do not bother with 16 bits: " in text) == (not report.bother)
+    # On a busy machine time may be up before a step in 16 bits was measured.
+    assert ("Do not bother with 16 bits: " in text or "Nothing to say of 16 bits" in text) == (not report.bother)
     assert "Speed is against float32" in text and "A copy of the model trained on 8 examples a step" in text
     assert "Why: " in text and "Memory is " in text
     content = json.loads(json.dumps(report.to_dict()))
