@@ -102,7 +102,11 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
 
     @functools.wraps(call)
     def call_and_tell(*args, **kwargs):
-        # Keras builds what is not built by a run of its own, which comes this way first. Its results are not used.
+        # Keras builds what is not built by a run of its own, which comes this way first. Its results are not used. What
+        # is not built in a layer that is, no call uses, or the first one builds it.
+        if layer.built and _unbuilt(layer):
+            can_run(layer, taking_inner_results(layer, call), args, kwargs)
+            _left_unbuilt[layer] = _unbuilt(layer)
         is_built = _unbuilt(layer) in (set(), _left_unbuilt.get(layer))
         run = call
         if is_built:

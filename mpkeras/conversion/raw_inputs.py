@@ -15,16 +15,14 @@ def takes_raw_inputs(model, layer) -> bool:
     """Whether `layer` is a Sequential or subclassed model that casts its inputs before its first layer sees them.
 
     Raw inputs may be beyond float16's 65504 and belong to a float32 normalization layer. A Functional model passes
-    inputs on as they are; the others cast them to their own compute dtype, unless they are told not to. Where a model
-    computes with its inputs itself, as one that holds variables of its own does, and one whose first call has shown
-    it, they stay as Keras has them.
+    inputs on as they are; the others cast them to their own compute dtype, unless they are told not to. Where the first
+    call of a model has shown that it takes its inputs in 16 bits alone, they stay as Keras has them.
 
     Not by another policy for the model: Keras' `compile` goes by its name.
     """
     # Of the models inside, a Sequential alone is sure to compute nothing with its inputs itself.
     is_passing_on = layer is model or isinstance(layer, keras.Sequential)
-    is_computing = layer in _computing or _keras.own_variables(layer)
-    return is_passing_on and not _keras.casts_no_inputs(layer) and not is_computing
+    return is_passing_on and not _keras.casts_no_inputs(layer) and layer not in _computing
 
 
 def pass_inputs_on(model):

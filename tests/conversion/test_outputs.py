@@ -304,6 +304,28 @@ class Tied(keras.Model):
         return ops.matmul(self.end(self.body(x)), ops.transpose(self.end.kernel))[:, :1]
 
 
+class WideAndDeep(keras.Model):
+    """Multiplies its inputs with weights of its own beside its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.end = hidden(), layers.Dense(1)
+        self.wide = self.add_weight(shape=(3, 1), initializer=keras.initializers.RandomNormal(1.0, seed=2))
+
+    def call(self, x):
+        return ops.matmul(x, self.wide) + self.end(self.body(x / 1000))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_inputs_that_a_model_with_weights_of_its_own_computes_with_are_not_rounded(policy):
+    x = (1000 * X).round() + 0.25
+    model = WideAndDeep()
+    expected = model.predict(x, verbose=0)
+    mpkeras.apply_policy(model, policy)
+    check(model.predict(x, verbose=0), expected)
+    assert model.body.compute_dtype == policy.removeprefix("mixed_")
+
+
 class Placed(keras.Model):
     """Adds positions of its own in front of its layers."""
 
@@ -411,6 +433,39 @@ def test_a_model_inside_is_in_float32_where_its_arithmetic_cannot_be_told_apart(
     check([model.predict(X, verbose=0)], [expected])
     assert {layer.compute_dtype for layer in (inner, inner.body, inner.end)} == {"float32"}
     assert "bfloat16" in {layer.compute_dtype for layer in model._flatten_layers()}
+
+
+@pytest.mark.parametrize("make", [Towers, lambda: AroundModel(Towers())])
+def test_the_first_call_is_not_rounded_where_a_layer_is_not_used(make):
+    model = make()
+    expected = model.predict(X, verbose=0)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    check(model.predict(X, verbose=0), expected)
+
+
+class Plain(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.body, self.end = hidden(), head()
+
+    def call(self, x):
+        return self.end(self.body(x))
+
+
+class BuiltByCall(Plain):
+    """Is built before its layers are, which its first call builds."""
+
+    def build(self, input_shape):
+        self.built = True
+
+
+@pytest.mark.parametrize("make", [Plain, BuiltByCall])
+def test_layers_that_the_first_call_builds_make_its_outputs_in_float32(make):
+    model = mpkeras.apply_policy(make(), "bfloat16")
+    first = ops.convert_to_numpy(model(X))
+    assert [layer.compute_dtype for layer in (model.body, model.end)] == ["bfloat16", "float32"]
+    assert {str(v.dtype) for v in (model.body.kernel, model.end.kernel)} == {"bfloat16"}
+    assert first.dtype == np.float32 and np.any(first % 32)
 
 
 class WithoutLayers(keras.Model):
