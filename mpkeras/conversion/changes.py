@@ -22,7 +22,7 @@ from mpkeras.conversion.outputs import compute_metrics_in_float32, read_variable
 from mpkeras.conversion.raw_inputs import pass_inputs_on, takes_raw_inputs
 from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE, tensor_dtype, widen
-from mpkeras.policies.heads import has_own_call, has_own_step, models_used_by, rounds_as_its_input
+from mpkeras.policies.heads import NO_HEADS, has_own_call, has_own_step, models_used_by, rounds_as_its_input
 from mpkeras.policies.own_state import callers_of, kept_for_state
 from mpkeras.policies.rules import is_quantized
 from mpkeras.policies.survey import Survey
@@ -310,19 +310,21 @@ CHANGES = {
 }
 
 
-def planned_changes(model, dtypes, products, heads=(), reading=(), *, kept_layers=None, trains: bool = False) -> dict:
+def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None, trains: bool = False) -> dict:
     """Returns `{id: names}`, the keys of `CHANGES` that go with what each layer of `model` computes in, `dtypes[id]`.
 
-    `products` has those changes to products, `{id: name}`, that only the policy knows; `heads` the layers that make
-    outputs of the model, as calls have told, and `reading` those that do so with variables of their own; `kept_layers`
-    what `kept_for_state` returned, where that is known. `trains` says whether mpkeras trains the model.
+    `products` has those changes to products, `{id: name}`, that only the policy knows; `heads` the `Heads`
+    of the model, as calls have told; `kept_layers` what `kept_for_state` returned, where that is known. `trains` says
+    whether mpkeras trains the model.
     """
     changes = {}
     survey = Survey.of(model)
     model = survey.model
     any_in_16_bits = not set(SIXTEEN_BIT_DTYPES).isdisjoint(dtypes.values())
     kept_layers = kept_for_state(survey) if kept_layers is None and any_in_16_bits else kept_layers
-    callers = _for_callers(survey, dtypes, heads, kept_layers) if any_in_16_bits else {}
+    callers = _for_callers(survey, dtypes, heads.layers, kept_layers) if any_in_16_bits else {}
+    if any_in_16_bits:
+        callers |= {id(layer): "outputs in float32" for layer in heads.widened}
     # JAX traces both computations at once, and in one scope. In float32 Keras draws the masks of an RNN anew.
     computes_again = (any_in_16_bits or trains) and keras.backend.backend() != "jax"
     for layer in survey.layers:
@@ -335,13 +337,13 @@ def planned_changes(model, dtypes, products, heads=(), reading=(), *, kept_layer
         # In a graph what they are given is float32.
         if (
             any_in_16_bits
-            and layer in heads
+            and layer in heads.layers
             and (rounds_as_its_input(layer) or is_replaced(layer, "autocast", "inputs"))
         ):
             names.append("inputs in float32")
         # Behind heads in float32.
-        if in_16_bits and layer in reading:
-            inside = [inner for inner in survey.within(layer) if inner is not layer and inner in heads]
+        if in_16_bits and layer in heads.reading:
+            inside = [inner for inner in survey.within(layer) if inner is not layer and inner in heads.layers]
             names += ["variables in float32"] if all(dtypes[id(head)] == "float32" for head in inside) else []
         product = products.get(id(layer))
         names += [] if product is None else [product]

@@ -126,7 +126,7 @@ def _ask_for_heads(model, conversion, convert):
         ask(heads.unknown)
 
     def withdraw(heads):
-        asked = [*heads.layers, *heads.unknown]
+        asked = [*heads.layers, *heads.unknown, *heads.widened]
         inside = [inner for layer in asked for inner in _keras.flatten_layers(layer, include_self=True)]
         conversion.withdraw_heads(inside)
         conversion.asked_for_heads.update(inside)
@@ -166,8 +166,7 @@ def leave_float8(model, layer, reason: str):
     conversion.left_float8[layer] = reason
     _add_rule(model, "keep_16_bits", layer)
     products = planned_products(model, conversion, dtypes)
-    told = conversion.heads, conversion.reading
-    changes = planned_changes(model, dtypes, products, *told, trains=conversion.trains)
+    changes = planned_changes(model, dtypes, products, conversion.shown(), trains=conversion.trains)
     make_changes(layer, changes[id(layer)])
 
 

@@ -18,6 +18,7 @@ from mpkeras.conversion.raw_inputs import cast_inputs, let_keras_cast_inputs, pa
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
 from mpkeras.policies.heads import (
     GIVEN,
+    NO_HEADS,
     Flow,
     Heads,
     heads_in_flow,
@@ -112,19 +113,7 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
         if is_built:
             restore(layer, "call", kind="heads")
             heads, used = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
-            tell(heads)
-            may_mix = heads.layers or heads.unknown or passes_inputs_on(layer)
-            if may_mix and not _runs(layer, args, kwargs):
-                cast_args, cast_kwargs = cast_inputs(layer, args, kwargs)
-                are_cast = passes_inputs_on(layer) and _runs(layer, cast_args, cast_kwargs)
-                if not are_cast:
-                    withdraw(heads)
-                    # Where heads and inputs both meet 16 bits, as in the steps of a flow, it takes both.
-                    is_both = passes_inputs_on(layer) and not _runs(layer, args, kwargs)
-                    are_cast = is_both and _runs(layer, cast_args, cast_kwargs)
-                if are_cast:
-                    let_keras_cast_inputs(layer)
-                    args, kwargs = cast_args, cast_kwargs
+            args, kwargs = _tell_heads(layer, heads, used, args, kwargs, tell, withdraw, is_whole=is_whole)
             own = _of_own_arithmetic(layer, used, args, kwargs, is_whole=is_whole)
             if own is not None:
                 tell(own)
@@ -144,6 +133,38 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
     replace(layer, "call", call_and_tell, kind="heads")
 
 
+def _tell_heads(layer, heads, used, args, kwargs, tell: Callable, withdraw: Callable, *, is_whole: bool) -> tuple:
+    """Tells the `heads` inside `layer`, or withdraws them where its `call` does not run so.
+
+    Returns:
+        What the `call` is to be given in place of `args` and `kwargs`.
+    """
+    tell(heads)
+    may_mix = heads.layers or heads.unknown or passes_inputs_on(layer)
+    if not may_mix or _runs(layer, args, kwargs):
+        return args, kwargs
+    cast = cast_inputs(layer, args, kwargs) if passes_inputs_on(layer) else None
+    if cast is None or not _runs(layer, *cast):
+        # What meets the results of heads is in 16 bits.
+        if any(part is GIVEN for part in used) and not is_whole and not is_large(layer):
+            meeting = Heads([layer])
+            given = keras.tree.map_structure(widen, (args, kwargs))
+        else:
+            parts = [part for part in used if isinstance(part, keras.layers.Layer) and part not in heads.layers]
+            meeting = Heads(widened=[part for part in parts if part.compute_dtype in SIXTEEN_BIT_DTYPES])
+            given = args, kwargs
+        tell(meeting)
+        if _runs(layer, *given):
+            return given
+        withdraw(meeting)
+        withdraw(heads)
+        # Where heads and inputs both meet 16 bits, as in the steps of a flow, it takes both.
+        if cast is None or _runs(layer, args, kwargs) or not _runs(layer, *cast):
+            return args, kwargs
+    let_keras_cast_inputs(layer)
+    return cast
+
+
 def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads | None:
     """Returns what is to be told of a `layer` whose `call` computes outputs with variables itself, or `None`.
 
@@ -154,12 +175,12 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads | 
     Args:
         used: What `used_behind_layers` returned for a trace of the call.
     """
-    variables = [variable for variable in used if variable is not GIVEN]
+    variables = [part for part in used if isinstance(part, keras.Variable)]
     if not variables or layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
         return None
     is_one_layer = not is_whole and not is_large(layer)
-    if is_one_layer and len(variables) < len(used):
-        return Heads([layer], [])
+    if is_one_layer and any(part is GIVEN for part in used):
+        return Heads([layer])
     if not is_large_together(variables):
         call = value_below(layer, "call")
 
@@ -169,8 +190,8 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads | 
 
         given = _given_inside(layer, call, args, kwargs)
         if given is not None and given == _given_inside(layer, in_float32, args, kwargs):
-            return Heads([], [], [layer])
-    return Heads([layer], []) if is_one_layer else None
+            return Heads(reading=[layer])
+    return Heads([layer]) if is_one_layer else None
 
 
 def _given_inside(layer, call, args, kwargs) -> list | None:
@@ -218,15 +239,15 @@ def _unbuilt(layer) -> set:
 def _heads_in_call(layer, call, args, kwargs) -> tuple[Heads, list]:
     """Returns the `Heads` inside `layer`, by a trace of its `call`, and what `used_behind_layers` says of it."""
     inside = _keras.flatten_layers(layer, include_self=True)
-    # In float32, where a head mixes no dtypes: it may do so in 16 bits, in which it will not compute.
-    with _keras.kept_losses(inside), _in_float32(inside), in_silence(), _keras.autocast_scope("float32"):
-        try:
-            flow = _flow(layer, call, args, kwargs)
-        except Exception:
-            # The call itself says if something is wrong with it; or quantized layers mix with float32. What it does
-            # with weights of its own is not known.
-            return Heads([], []), [GIVEN, *_keras.own_weights(layer)]
-        return heads_in_flow(layer, flow), used_behind_layers(flow)
+    try:
+        # In float32, where a head mixes no dtypes: it may do so in 16 bits, in which it will not compute.
+        with _keras.kept_losses(inside), _in_float32(inside), in_silence(), _keras.autocast_scope("float32"):
+            flow = _flow(layer, call, *keras.tree.map_structure(widen, (args, kwargs)))
+    except Exception:
+        # The call itself says if something is wrong with it; or quantized layers mix with float32. What it does with
+        # weights of its own is not known.
+        return NO_HEADS, [GIVEN, *_keras.own_weights(layer)]
+    return heads_in_flow(layer, flow), used_behind_layers(flow)
 
 
 def _flow(layer, call, args, kwargs) -> Flow:

@@ -12,7 +12,7 @@ from mpkeras.conversion.exact_inputs import handing_on
 from mpkeras.conversion.float8 import IN_FLOAT8, reasons_against
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, can_sum_in_float32
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.heads import OUTPUTS, has_own_call, is_large
+from mpkeras.policies.heads import NO_HEADS, OUTPUTS, Heads, has_own_call, is_large
 from mpkeras.policies.own_state import kept_for_state
 from mpkeras.policies.rules import bound_layers, is_quantized, kept_in_float32, layer_policy
 from mpkeras.policies.survey import Survey
@@ -60,7 +60,7 @@ class Conversion:
         times_stored: How often weights of the model were stored in another dtype.
         told: What the user was told of rules that match nothing.
         heads: Layers that make outputs of the model, as calls of layers with a `call` of their own have told.
-        reading: Layers that read variables of their own in float32, as these calls have told.
+        reading, widened: As in `Heads`, as these calls have told.
         asked_for_heads: The layers with a `call` of their own that have told.
     """
 
@@ -83,6 +83,7 @@ class Conversion:
         self.told: set[str] = set()
         self.heads: weakref.WeakSet = weakref.WeakSet()
         self.reading: weakref.WeakSet = weakref.WeakSet()
+        self.widened: weakref.WeakSet = weakref.WeakSet()
         self.asked_for_heads: weakref.WeakSet = weakref.WeakSet()
         self._knows_all_heads = True
         self._known: Collection = ()
@@ -91,7 +92,7 @@ class Conversion:
         kept: dict = {}
         if earlier is not None:
             self.asked_for, self.told = earlier.asked_for, earlier.told
-            self.heads, self.reading = earlier.heads, earlier.reading
+            self.heads, self.reading, self.widened = earlier.heads, earlier.reading, earlier.widened
             self.asked_for_heads = earlier.asked_for_heads
             self.unstored, self.times_stored = earlier.unstored, earlier.times_stored
             self._known, self._lasting_sources = earlier.seen, earlier._lasting_sources
@@ -136,15 +137,20 @@ class Conversion:
     def note_heads(self, asked, heads):
         """Takes down the `Heads` that a call of `asked` has shown to make its outputs; they are converted next time."""
         self.asked_for_heads.add(asked)
-        self._knows_all_heads &= self.heads.issuperset(heads.layers) and self.reading.issuperset(heads.reading)
-        self.heads.update(heads.layers)
-        self.reading.update(heads.reading)
+        known = (self.heads, heads.layers), (self.reading, heads.reading), (self.widened, heads.widened)
+        for layers, new in known:
+            self._knows_all_heads &= layers.issuperset(new)
+            layers.update(new)
 
     def withdraw_heads(self, layers):
         """Takes back `note_heads`; the layers are converted next time."""
-        self.heads.difference_update(layers)
-        self.reading.difference_update(layers)
+        for known in (self.heads, self.reading, self.widened):
+            known.difference_update(layers)
         self._knows_all_heads = False
+
+    def shown(self) -> Heads:
+        """Returns what calls have told of the heads of the model."""
+        return Heads(list(self.heads), [], list(self.reading), list(self.widened))
 
     def note(self, rows):
         """Takes down what was carried out."""
@@ -177,7 +183,8 @@ def plan(model, policy, conversion: Conversion | None = None, heads=()) -> list[
         followed |= {
             id(layer): conversion.followed(layer, old_policies[id(layer)]) for layer in layers if id(layer) not in bound
         }
-    heads = [*heads, *(() if conversion is None else conversion.heads)]
+    shown = NO_HEADS if conversion is None else conversion.shown()
+    heads = [*heads, *shown.layers]
     dtypes = {key: followed[key].compute_dtype for key in followed}
     writing = kept_for_state(survey) if not set(SIXTEEN_BIT_DTYPES).isdisjoint(dtypes.values()) else {}
     reason_by_layer = {**writing, **handing_on(survey, policy), **kept_in_float32(survey, policy, dtypes, heads)}
@@ -190,8 +197,9 @@ def plan(model, policy, conversion: Conversion | None = None, heads=()) -> list[
         after[id(model)] = _policy_of_graph(after[id(model)], after.values())
     dtypes = {key: after[key].compute_dtype for key in after}
     products = planned_products(survey, conversion, dtypes)
-    reading, trains = ((), False) if conversion is None else (conversion.reading, conversion.trains)
-    changes = planned_changes(survey, dtypes, products, heads, reading, kept_layers=writing, trains=trains)
+    trains = conversion is not None and conversion.trains
+    shown = shown._replace(layers=heads)
+    changes = planned_changes(survey, dtypes, products, shown, kept_layers=writing, trains=trains)
     rows = []
     for layer in layers:
         key = id(layer)

@@ -14,6 +14,7 @@ from mpkeras.conversion.layer import save_as_made
 from mpkeras.conversion.plan import layers_of
 from mpkeras.conversion.remat import place, repeated_parts
 from mpkeras.conversion.store_weights import store
+from mpkeras.policies.heads import NO_HEADS
 from mpkeras.policies.rules import is_quantized, layer_policy, set_layer_policy
 from mpkeras.policies.survey import Survey
 
@@ -94,9 +95,8 @@ def recorded(model, on=None, survey=None):
             if not is_quantized(layer) and layer_policy(layer) is not policy:
                 set_layer_policy(layer, policy)
         products = {id(layer): change for layer, *_, change in old_values if change is not None}
-        known = ((), (), False) if earlier is None else (earlier.heads, earlier.reading, earlier.trains)
-        heads, reading, trains = known
-        names = planned_changes(on, dtypes_of(on), products, heads, reading, trains=trains)
+        heads, trains = (NO_HEADS, False) if earlier is None else (earlier.shown(), earlier.trains)
+        names = planned_changes(on, dtypes_of(on), products, heads, trains=trains)
         place(Survey(on), repeated_parts(Survey(on), None if earlier is None else earlier.policy.remat))
         for layer, *_, changes, _ in old_values:
             make_changes(layer, names[id(layer)])

@@ -34,13 +34,18 @@ class Heads(NamedTuple):
         layers: The layers that are known to.
         unknown: Layers, or the model itself, that return an output from a `call` of their user's: which of the layers
             inside makes it, only a call tells.
-        reading: Layers in 16 bits that make it with variables of their own, too, behind layers inside in float32: they
-            read their variables in float32.
+        reading: Layers in 16 bits whose `call` makes it with variables, too, behind layers inside in float32: it reads
+            them in float32.
+        widened: Layers in 16 bits whose results meet those of heads in the arithmetic of a `call`: they return float32.
     """
 
-    layers: list
-    unknown: list
+    layers: Sequence = ()
+    unknown: Sequence = ()
     reading: Sequence = ()
+    widened: Sequence = ()
+
+
+NO_HEADS = Heads()
 
 
 def heads_of(model) -> Heads:
@@ -73,7 +78,7 @@ def heads_in_flow(layer, flow) -> Heads:
 
 
 def used_behind_layers(flow) -> list:
-    """Returns the variables that `flow` marks, and `GIVEN`, of those which the call itself computes outputs with.
+    """Returns what the arithmetic of a call makes outputs of, as `flow` marks it: layers, variables, and `GIVEN`.
 
     No layer that multiplies is between them and an output.
     """
@@ -86,7 +91,7 @@ def used_behind_layers(flow) -> list:
         made_by = flow.marked.get(call)
         if made_by is None or (isinstance(made_by, keras.layers.Layer) and passes_numbers_on(made_by)):
             waiting += flow.given_to[call]
-        elif not isinstance(made_by, keras.layers.Layer):
+        else:
             used.append(made_by)
     return used
 

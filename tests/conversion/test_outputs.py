@@ -363,6 +363,57 @@ def test_variables_in_front_of_layers_are_read_as_before():
     assert model.end.compute_dtype == "float32" and not is_replaced(model, "call", "variables")
 
 
+class Skipping(keras.Model):
+    """Adds to a head what another layer returned, which the head's layers were given, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.other, self.end = hidden(), layers.Dense(4, "relu"), head()
+
+    def call(self, x):
+        h = self.body(x)
+        return self.end(self.other(h)) + ops.mean(h, -1, keepdims=True)
+
+
+class SkippingBlock(layers.Layer):
+    """The same with what it is given."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.wide, self.last = hidden(), head()
+
+    def build(self, input_shape):
+        self.wide.build(input_shape)
+        self.last.build((*input_shape[:-1], 4))
+
+    def call(self, x):
+        return self.last(self.wide(x)) + ops.mean(x, -1, keepdims=True)
+
+
+SKIPPING = {
+    "a model": Skipping,
+    "a block in a graph": lambda: graph_around(SkippingBlock()),
+    "a block in a model": lambda: AroundModel(SkippingBlock()),
+    "a model in a model": lambda: AroundModel(Skipping()),
+}
+
+
+@pytest.mark.parametrize("kind", SKIPPING)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_what_is_added_to_a_head_does_not_round_it(kind, policy):
+    """TensorFlow adds no float32 to 16 bits: what meets a head is made float32."""
+    model = SKIPPING[kind]()
+    model.predict(X, verbose=0)
+    for weight in model.weights:  # As "bfloat16" stores them.
+        weight.assign(ops.cast(ops.cast(weight, "bfloat16"), "float32"))
+    expected = model.predict(X, verbose=0)
+    mpkeras.apply_policy(model, policy)
+    check(model.predict(X, verbose=0), expected)
+    assert "bfloat16" in {layer.compute_dtype for layer in model._flatten_layers() if isinstance(layer, layers.Dense)}
+    mpkeras.apply_policy(model, "float32")
+    assert not any(is_replaced(layer, "call", "caller") for layer in model._flatten_layers())
+
+
 class WithToken(keras.Model):
     """Begins with a token of its own, as a vision transformer does; behind its layers it computes nothing itself."""
 
