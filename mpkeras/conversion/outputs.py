@@ -137,7 +137,7 @@ def _tell_heads(layer, heads, used, args, kwargs, tell: Callable, withdraw: Call
     """Tells the `heads` inside `layer`, or withdraws them where its `call` does not run so.
 
     Returns:
-        What the `call` is to be given in place of `args` and `kwargs`.
+        The arguments of the `call`, in place of `args` and `kwargs`.
     """
     tell(heads)
     may_mix = heads.layers or heads.unknown or passes_inputs_on(layer)
@@ -145,7 +145,7 @@ def _tell_heads(layer, heads, used, args, kwargs, tell: Callable, withdraw: Call
         return args, kwargs
     cast = cast_inputs(layer, args, kwargs) if passes_inputs_on(layer) else None
     if cast is None or not _runs(layer, *cast):
-        # What meets the results of heads is in 16 bits.
+        # The results of heads meet 16 bits.
         if any(part is GIVEN for part in used) and not is_whole and not is_large(layer):
             meeting = Heads([layer])
             given = keras.tree.map_structure(widen, (args, kwargs))
