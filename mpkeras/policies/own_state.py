@@ -155,6 +155,24 @@ def variables_from_outside(layer) -> dict:
     }
 
 
+def states_outside(layer) -> list:
+    """Returns the variables that the `call` of `layer` assigns to, and that no object holds: global ones, of a class.
+
+    Those of a module, and of a function around `call`, are among them.
+    """
+    reach = _Reach(layer)
+    names = {write.attribute for write in reach.writes}
+    values = [v for name, found in reach.outside.items() if None in names or name in names for v in found]
+    return [v for v in [*_variables_in(values), *reach.assigned] if isinstance(v, keras.Variable)]
+
+
+def _variables_in(values) -> list:
+    found: list = []
+    for value in values:
+        found += _variables_in(_items(value)) if isinstance(value, _CONTAINERS) else [value]
+    return found
+
+
 def _states_written(layer, reach) -> list[str]:
     """Returns the names of the float variables that the `call` of `layer` assigns to, or of functions that assign."""
     names: dict = {}
@@ -214,6 +232,8 @@ class _Reach:
         assigned: The variables whose `assign` it has as a function, as after `self.count = self.steps.assign_add`.
         recomputes: Whether it uses `keras.remat` on a backend that runs a function twice.
         names: All names in it.
+        outside: By name, variables that functions know as global ones, as those of a function around them, or as
+            attributes of a class or a module.
     """
 
     def __init__(self, layer):
@@ -225,9 +245,7 @@ class _Reach:
         self._objects: dict = {id(layer): layer}
         self.names: set = set()
         self._set_names: set = set()
-        # By name, variables that functions know as global ones, as those of a function around them, or as attributes
-        # of a class or a module.
-        self._variables: dict = {}
+        self.outside: dict = {}
         self._codes: set = set()
         self._waiting: collections.deque = collections.deque()
         call = layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call
@@ -243,11 +261,11 @@ class _Reach:
     def values_of(self, name: str) -> list:
         """Returns what the objects in reach have as their attribute `name`."""
         values = [_own_attributes(owner).get(name) for owner in self._objects.values()]
-        return [value for value in [*values, *self._variables.get(name, ())] if value is not None]
+        return [value for value in [*values, *self.outside.get(name, ())] if value is not None]
 
     def holds_cast_variable(self) -> bool:
         attributes = [value for owner in self._objects.values() for value in _own_attributes(owner).values()]
-        outside = itertools.chain.from_iterable(self._variables.values())
+        outside = itertools.chain.from_iterable(self.outside.values())
         return any(map(_is_cast, [*self._layer.variables, *attributes, *outside]))
 
     def _follow(self):
@@ -295,8 +313,8 @@ class _Reach:
     def _look_at_outside(self, name: str, value):
         """Looks at what `name` is outside of the objects in reach: a variable is known by it, alone or in a list."""
         self._look_at(value)
-        if isinstance(value, (keras.Variable, *_CONTAINERS)) and _is_cast(value):
-            self._variables.setdefault(name, []).append(value)
+        if any(isinstance(item, keras.Variable) for item in _variables_in([value])):
+            self.outside.setdefault(name, []).append(value)
 
     def _ask_for_setter(self, owner, name: str):
         """Looks at what runs where the attribute `name` of an object in reach is set."""

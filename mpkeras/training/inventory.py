@@ -7,6 +7,8 @@ from collections.abc import Callable
 import keras
 
 from mpkeras import _keras
+from mpkeras.policies.own_state import states_outside
+from mpkeras.policies.rules import is_graph
 from mpkeras.policies.survey import Survey
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import metric_states
@@ -165,10 +167,11 @@ def unlisted_states(model) -> list:
 
 
 def states_of_helpers(model) -> list:
-    """Returns the variables of helper objects that Keras does not list: those of an activation, of a loss."""
+    """Returns the variables that Keras does not list: those of helper objects, as an activation, and global ones."""
     survey = Survey.of(model)
     helpers = [holder for holder in holders_of_optimizers(survey) if not isinstance(holder, keras.layers.Layer)]
     states = [value for helper in helpers for value in _held(helper) if isinstance(value, keras.Variable)]
+    states += [state for layer in survey.layers if not is_graph(layer) for state in states_outside(layer)]
     if not states:
         return []
     listed = [*survey.model.variables, *survey.model.metrics_variables]

@@ -670,6 +670,50 @@ def test_variables_of_helper_objects(options):
     assert len([key for key in state_dict(model) if key.startswith("states/")]) == 4
 
 
+class Largest(keras.regularizers.Regularizer):
+    """An activity regularizer that follows the largest activations."""
+
+    def __init__(self):
+        self.highest = keras.Variable(240.0, trainable=False)
+
+    def __call__(self, x):
+        self.highest.assign(self.highest + 0.125 * keras.ops.max(keras.ops.abs(x)))
+        return 1e-6 * keras.ops.square(self.highest)
+
+
+class Numbered(keras.layers.Layer):
+    """Counts its calls for all layers of its class, in variables that none of them holds."""
+
+    calls, rows = keras.Variable(0.0, trainable=False), {"all": keras.Variable(0, dtype="int32", trainable=False)}
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        self.rows["all"].assign_add(4)
+        return x
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_variables_of_a_regularizer_and_of_a_class(policy):
+    def run(with_fault):
+        keras.utils.set_random_seed(4)
+        Numbered.calls.assign(300.0)
+        Numbered.rows["all"].assign(0)
+        regularizer = Largest()
+        head = keras.layers.Dense(2, activity_regularizer=regularizer)
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3, "tanh"), Numbered(), head])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        mpkeras.prepare(model, policy)
+        for x in (ROWS_X[:4] * np.inf, ROWS_X[:4]) if with_fault else (ROWS_X[:4],):
+            model.train_on_batch(x, ROWS_Y[:4])
+        return float(Numbered.calls), int(Numbered.rows["all"]), float(regularizer.highest)
+
+    calls, rows, highest = run(with_fault=True)
+    assert (calls, rows, highest) == run(with_fault=False) and rows == 4
+    # In bfloat16 301 is 302 or 300, and numbers beyond 128 have no fractions.
+    assert calls == 301.0 and highest % 1.0 > 0.0
+
+
 @pytest.mark.backends("torch")
 def test_frozen_weights_are_copied_only_when_a_layer_writes_them():
     import torch
