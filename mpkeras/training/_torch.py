@@ -144,6 +144,7 @@ def native_states(model) -> list:
 
 # torch's own dictionaries in a module: of weights, and of buffers, which are native states.
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
+_LONG = 1000
 
 
 @dataclasses.dataclass
@@ -167,7 +168,9 @@ def _kept_tensors(model, helper_objects) -> list:
     of_users = [layer for layer in _keras.flatten_layers(model, include_self=True) if has_own_call(layer)]
     holders: list = [vars(holder) for holder in (*of_users, *helper_objects)]
     for attributes in tuple(holders):
-        holders += [v for name, v in attributes.items() if isinstance(v, (list, dict)) and name not in _OF_MODULES]
+        values = [value for name, value in attributes.items() if name not in _OF_MODULES]
+        # A long one holds words or numbers, and would be looked through at each step.
+        holders += [value for value in values if isinstance(value, (list, dict)) and len(value) <= _LONG]
     kept = []
     for holder in holders:
         for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
