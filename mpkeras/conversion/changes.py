@@ -91,7 +91,8 @@ def _add_penalties_in_float32(layer):
     """Hands the activity regularizer of `layer`, and its `add_loss`, float32 in place of 16 bits.
 
     Keras hands an activity regularizer the layer's output as it is: the L2 penalty of 512 values of 400 is inf in
-    float16. The config stays that of the regularizer itself.
+    float16. What a regularizer of the user's keeps (a running mean of activations) is read and written in float32, too:
+    Keras calls it in the dtype of the model around the layer. The config stays that of the regularizer itself.
     """
     if layer.activity_regularizer is not None:
         replace(layer, "activity_regularizer", _float32_regularizer(layer.activity_regularizer), kind="layer")
@@ -103,6 +104,11 @@ def _add_penalties_in_float32(layer):
             return add_loss(keras.tree.map_structure(widen, loss))
 
         replace(layer, "add_loss", add_float32_loss, kind="layer")
+
+
+def _has_own_regularizer(layer) -> bool:
+    regularizer = layer.activity_regularizer
+    return regularizer is not None and not _is_stock(regularizer)
 
 
 def regularizes_in_16_bits(layer) -> bool:
@@ -117,9 +123,15 @@ def _float32_regularizer(regularizer):
     class StandIn:
         # Keras saves a regularizer under the name of its `__class__`, which an object may answer for itself.
         __class__ = property(lambda self: type(regularizer))
+        # Who looks for the states of helper objects finds what the regularizer keeps.
+        __module__ = type(regularizer).__module__
+
+        def __init__(self):
+            self.stands_for = regularizer
 
         def __call__(self, x):
-            return regularizer(widen(x))
+            with _keras.autocast_scope("float32"):
+                return regularizer(widen(x))
 
         def __getattr__(self, name):
             return getattr(regularizer, name)
@@ -330,6 +342,9 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
     for layer in survey.layers:
         in_16_bits = dtypes[id(layer)] in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
         names = [*_fitting(model, layer)] if in_16_bits else []
+        # A layer in float32 is called by a model that reads variables in 16 bits.
+        if any_in_16_bits and not in_16_bits and _has_own_regularizer(layer):
+            names.append("penalties in float32")
         names += _of_outputs(model, layer) if any_in_16_bits else []
         if computes_again and _keras.rematerializes(layer):
             names.append("computed again alike")

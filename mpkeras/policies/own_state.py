@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dis
 import functools
+import itertools
 import sys
 import types
 from typing import NamedTuple
@@ -22,18 +23,26 @@ _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 _TENSOR = ("value", "data")
 # The instructions that look up an attribute: of Python 3.10 and 3.11 the second, too.
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+# Those that write into what they are given: `tensor[i] = x`.
+_STORES = ("STORE_SUBSCR", "STORE_SLICE")
 # Writes to a user's variable by these packages are looked for in the code that calls them.
 _FOREIGN = frozenset({"keras", "mpkeras", "tensorflow", "jax", "jaxlib", "flax", "torch", "numpy", "ml_dtypes"})
 _FOREIGN |= sys.stdlib_module_names - {"__main__"}
+# What may hold variables.
+_CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 # Keras' layers around a function that is given a state and returns the next one.
 _WITH_STATE = (keras.layers.JaxLayer,) if hasattr(keras.layers, "JaxLayer") else ()
 
 
 class _Write(NamedTuple):
-    """An assignment in code: the name of the attribute that is assigned to, or `None`, and the function it is in."""
+    """An assignment in code: the name of the attribute that is assigned to, or `None`, and the function it is in.
+
+    With `is_indirect` the function takes the tensor of that attribute, and writes into some tensor.
+    """
 
     attribute: str | None
     function: str
+    is_indirect: bool = False
 
 
 class _Code(NamedTuple):
@@ -146,6 +155,24 @@ def variables_from_outside(layer) -> dict:
     }
 
 
+def states_outside(layer) -> list:
+    """Returns the variables that the `call` of `layer` assigns to, and that no object holds: global ones, of a class.
+
+    Those of a module, and of a function around `call`, are among them.
+    """
+    reach = _Reach(layer)
+    names = {write.attribute for write in reach.writes}
+    values = [v for name, found in reach.outside.items() if None in names or name in names for v in found]
+    return [v for v in [*_variables_in(values), *reach.assigned] if isinstance(v, keras.Variable)]
+
+
+def _variables_in(values) -> list:
+    found: list = []
+    for value in values:
+        found += _variables_in(_items(value)) if isinstance(value, _CONTAINERS) else [value]
+    return found
+
+
 def _states_written(layer, reach) -> list[str]:
     """Returns the names of the float variables that the `call` of `layer` assigns to, or of functions that assign."""
     names: dict = {}
@@ -155,9 +182,16 @@ def _states_written(layer, reach) -> list[str]:
                 names[f"`{write.function}`"] = None
             continue
         values = reach.values_of(write.attribute)
+        if write.is_indirect:
+            # Weights are moved by the optimizer.
+            values = _keras.own_variables(layer) if write.attribute is None else values
+            if any(_is_cast(value) and not getattr(value, "trainable", False) for value in values):
+                names[f"`{write.function}`" if write.attribute is None else f"'{write.attribute}'"] = None
+            continue
         is_unknown = not (values and all(map(_is_known, values)))
         if any(map(_is_cast, values)) or (is_unknown and (not layer.built or reach.holds_cast_variable())):
             names[f"'{write.attribute}'"] = None
+    names |= dict.fromkeys(sorted(f"'{variable.name}'" for variable in reach.assigned if _is_cast(variable)))
     # Keras' own `call` assigns what the function of its user's returns.
     if isinstance(layer, _WITH_STATE) and any(map(_is_cast, keras.tree.flatten(layer.state))):
         names["'state'"] = None
@@ -171,17 +205,22 @@ def _sentence(states) -> str:
 
 def _is_cast(value) -> bool:
     """Whether a value is a float variable that is read in the compute dtype inside `call`."""
-    if isinstance(value, (list, tuple, dict)):
-        return any(_is_cast(item) for item in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, _CONTAINERS):
+        return any(map(_is_cast, _items(value)))
     return isinstance(value, keras.Variable) and _keras.follows_autocast(value)
 
 
 def _is_known(value) -> bool:
     """Whether a value is a variable that is read as it is stored: integers, `autocast=False`, native variables."""
-    if isinstance(value, (list, tuple, dict)):
-        items = [*(value.values() if isinstance(value, dict) else value)]
-        return bool(items) and all(_is_known(item) for item in items)
+    if isinstance(value, _CONTAINERS):
+        items = _items(value)
+        return bool(items) and all(map(_is_known, items))
     return isinstance(value, keras.Variable) or hasattr(value, "assign")
+
+
+def _items(container) -> list:
+    """Returns what a container holds, of a long one the beginning."""
+    return [*itertools.islice(container.values() if isinstance(container, dict) else container, 1000)]
 
 
 class _Reach:
@@ -190,20 +229,23 @@ class _Reach:
     Attributes:
         writes: The assignments in it, each a `_Write`.
         metrics: The names of the metrics in it: their variables are written.
+        assigned: The variables whose `assign` it has as a function, as after `self.count = self.steps.assign_add`.
         recomputes: Whether it uses `keras.remat` on a backend that runs a function twice.
         names: All names in it.
+        outside: By name, variables that functions know as global ones, as those of a function around them, or as
+            attributes of a class or a module.
     """
 
     def __init__(self, layer):
         self.writes: list = []
         self.metrics: list = []
+        self.assigned: list = []
         self.recomputes = False
         self._layer = layer
         self._objects: dict = {id(layer): layer}
         self.names: set = set()
         self._set_names: set = set()
-        # Variables that functions know as global ones, or as those of a function around them.
-        self._variables: dict = {}
+        self.outside: dict = {}
         self._codes: set = set()
         self._waiting: collections.deque = collections.deque()
         call = layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call
@@ -219,11 +261,12 @@ class _Reach:
     def values_of(self, name: str) -> list:
         """Returns what the objects in reach have as their attribute `name`."""
         values = [_own_attributes(owner).get(name) for owner in self._objects.values()]
-        return [value for value in [*values, self._variables.get(name)] if value is not None]
+        return [value for value in [*values, *self.outside.get(name, ())] if value is not None]
 
     def holds_cast_variable(self) -> bool:
         attributes = [value for owner in self._objects.values() for value in _own_attributes(owner).values()]
-        return any(map(_is_cast, [*self._layer.variables, *attributes, *self._variables.values()]))
+        outside = itertools.chain.from_iterable(self.outside.values())
+        return any(map(_is_cast, [*self._layer.variables, *attributes, *outside]))
 
     def _follow(self):
         asked: set = set()
@@ -254,20 +297,24 @@ class _Reach:
         if "remat" in code.names and any(_has_remat(value) for value in known.values()):
             self.recomputes = _runs_twice()
         for name, value in (imported | known | around).items():
-            self._look_at(value)
-            if isinstance(value, keras.Variable):
-                self._variables[name] = value
+            self._look_at_outside(name, value)
 
     def _ask(self, owner, name: str):
         """Looks at what `name` is of an object in reach."""
         if isinstance(owner, types.ModuleType):
-            self._look_at(vars(owner).get(name))
+            self._look_at_outside(name, vars(owner).get(name))
             return
         value = _own_attributes(owner).get(name)
         if value is not None:
             self._look_at(value)
         for base in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
-            self._look_at(vars(base).get(name))
+            self._look_at_outside(name, vars(base).get(name))
+
+    def _look_at_outside(self, name: str, value):
+        """Looks at what `name` is outside of the objects in reach: a variable is known by it, alone or in a list."""
+        self._look_at(value)
+        if any(isinstance(item, keras.Variable) for item in _variables_in([value])):
+            self.outside.setdefault(name, []).append(value)
 
     def _ask_for_setter(self, owner, name: str):
         """Looks at what runs where the attribute `name` of an object in reach is set."""
@@ -286,6 +333,8 @@ class _Reach:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             if isinstance(value, types.MethodType):
                 self._look_at(value.__self__)
+                if isinstance(value.__self__, keras.Variable) and value.__name__ in _ASSIGNMENTS:
+                    self.assigned.append(value.__self__)
             value = value.__func__
         elif isinstance(value, (property, functools.cached_property)):
             value = value.fget if isinstance(value, property) else value.func
@@ -303,10 +352,8 @@ class _Reach:
             self._take_function(value)
         elif isinstance(value, types.MethodType):
             self._look_at(value)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            self._look_at_all(value)
-        elif isinstance(value, dict):
-            self._look_at_all(value.values())
+        elif isinstance(value, _CONTAINERS):
+            self._look_at_all(_items(value))
         elif id(value) not in self._objects and not _is_foreign(value):
             self._objects[id(value)] = value
             if not isinstance(value, (type, types.ModuleType, keras.layers.Layer)):
@@ -314,7 +361,7 @@ class _Reach:
             self._waiting.append(_nothing)
 
     def _look_at_all(self, values):
-        for value in list(values)[:1000]:
+        for value in values:
             self._look_at(value)
 
     def _take_function(self, value):
@@ -354,7 +401,7 @@ def _nothing():
 def _is_foreign(value) -> bool:
     if isinstance(value, types.ModuleType):
         return _is_of_foreign_package(value.__name__)
-    if isinstance(value, keras.layers.Layer):
+    if isinstance(value, (keras.layers.Layer, types.SimpleNamespace)):
         return False
     return _is_of_foreign_package((value if isinstance(value, type) else type(value)).__module__ or "")
 
@@ -394,9 +441,13 @@ def _written_by(method: str, owners):
     """Returns what `method` writes: one of `owners`, the instructions for `self`, `mean` and `value`; or `None`."""
     if method in _ASSIGNMENTS:
         return owners[-1]
-    if owners[-1].argval not in _TENSOR or not method.endswith("_") or method.startswith("_"):
+    if owners[-1].argval not in _TENSOR or not _is_in_place(method):
         return None
     return next((owner for owner in reversed(owners) if owner.argval not in _TENSOR), None)
+
+
+def _is_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.startswith("_")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -409,12 +460,18 @@ def _code_of(code: types.CodeType) -> _Code:
         part = waiting.pop()
         names.update(part.co_names)
         waiting += [constant for constant in part.co_consts if isinstance(constant, types.CodeType)]
+        # The variables whose tensor it takes, and whether it writes into a tensor as torch does.
+        tensors_of: list = []
+        writes_into = any("out" in constant for constant in part.co_consts if isinstance(constant, tuple))
         # Of the expression so far, the instructions that name what it is about.
         previous: list = []
         for instruction in dis.get_instructions(part):
             if instruction.opname == "STORE_ATTR":
                 set_names.add(instruction.argval)
             is_attribute = instruction.opname in _ATTRIBUTES
+            writes_into |= instruction.opname in _STORES or (is_attribute and _is_in_place(instruction.argval))
+            if is_attribute and previous and instruction.argval in _TENSOR:
+                tensors_of.append(previous[-1].argval if previous[-1].opname in _ATTRIBUTES else None)
             if is_attribute and previous:
                 written = _written_by(instruction.argval, previous)
                 # A method of a layer that is called so is among the code that is read.
@@ -422,4 +479,6 @@ def _code_of(code: types.CodeType) -> _Code:
                     is_named = written.opname in (*_ATTRIBUTES, "LOAD_GLOBAL", "LOAD_DEREF")
                     writes.append(_Write(written.argval if is_named else None, code.co_name))
             previous = [*previous, instruction] if is_attribute else [instruction]
+        if writes_into and keras.backend.backend() == "torch":
+            writes += [_Write(name, code.co_name, is_indirect=True) for name in tensors_of]
     return _Code(frozenset(names), frozenset(set_names), tuple(writes))

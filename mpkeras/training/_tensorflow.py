@@ -21,7 +21,7 @@ from mpkeras.training.defaults import (  # noqa: F401
     global_random_states,
     set_global_random_states,
 )
-from mpkeras.training.inventory import Inventory
+from mpkeras.training.inventory import Inventory, helpers
 from mpkeras.training.rollback import StepInVariables, empty_step, skip  # noqa: F401
 
 # On a layer with random generators, for good: a checkpoint is written after training and read before it, whatever the
@@ -200,14 +200,14 @@ class NativeState:
 
 
 def native_states(model) -> list:
-    """Returns the `tf.Variable`s that the layers of `model` hold beside Keras' own variables.
+    """Returns the `tf.Variable`s that the layers of `model` and helper objects hold beside Keras' own variables.
 
     They are attributes, or in lists, tuples and dictionaries that are, or of a `tf.Module` or a
     `tf.random.Generator` there.
     """
     variables: dict = {}
-    for layer in _keras.flatten_layers(model, include_self=True):
-        variables |= {id(variable): variable for variable in _native_variables(_attributes(layer))}
+    for holder in [*_keras.flatten_layers(model, include_self=True), *helpers(model)]:
+        variables |= {id(variable): variable for variable in _native_variables(_attributes(holder))}
     of_keras = {id(variable.value) for variable in model.variables} if variables else set()
     return [NativeState(v) for v in variables.values() if id(v) not in of_keras and _is_of_numbers(v)]
 

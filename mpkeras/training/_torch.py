@@ -9,6 +9,7 @@ import torch
 from mpkeras import _keras
 from mpkeras.conversion._torch import modules_with_buffers
 from mpkeras.policies.dtypes import as_array
+from mpkeras.policies.heads import has_own_call
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training.defaults import (  # noqa: F401
     HeldState,
@@ -24,7 +25,7 @@ from mpkeras.training.defaults import (  # noqa: F401
     track_random_states,
     variable_scope,
 )
-from mpkeras.training.inventory import Inventory
+from mpkeras.training.inventory import Inventory, helpers, layers
 from mpkeras.training.rollback import StepInVariables, empty_step, skip  # noqa: F401
 
 
@@ -96,7 +97,7 @@ class _Step(StepInVariables):
         return restored() if any_skipped or not self.statistics_are_finite() else (False, logs)
 
     def native_states(self, model):
-        return native_states(model)
+        return [*native_states(model), *_kept_tensors(model, self._inventory.ask(helpers, layers))]
 
     def _restore(self, step_is_skipped):
         if step_is_skipped:
@@ -139,6 +140,52 @@ def native_states(model) -> list:
     # Each module on its own: `buffers()` of a model would name those of a shared module once more.
     modules = modules_with_buffers(_keras.flatten_layers(model, include_self=True))
     return [NativeState(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
+
+
+# torch's own dictionaries in a module: of weights, and of buffers, which are native states.
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_LONG = 1000
+
+
+@dataclasses.dataclass
+class KeptTensor:
+    """A tensor that an object keeps as an attribute, or in a list or a dictionary that is one: a running mean."""
+
+    holder: dict | list
+    key: str | int
+
+    @property
+    def value(self):
+        return self.holder[self.key]
+
+    def hold(self, tensor):
+        """Makes `tensor` the one that is kept again, where another has been put in its place."""
+        self.holder[self.key] = tensor
+
+
+def _kept_tensors(model, helper_objects) -> list:
+    """Returns the tensors that layers of the user's and helper objects keep; none that belongs to a backward pass."""
+    of_users = [layer for layer in _keras.flatten_layers(model, include_self=True) if has_own_call(layer)]
+    holders: list = [vars(holder) for holder in (*of_users, *helper_objects)]
+    for attributes in tuple(holders):
+        values = [value for name, value in attributes.items() if name not in _OF_MODULES]
+        # A long one holds words or numbers, and would be looked through at each step.
+        holders += [value for value in values if isinstance(value, (list, dict)) and len(value) <= _LONG]
+    kept = []
+    for holder in holders:
+        for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+            if torch.is_tensor(value) and _can_be_written(value):
+                kept.append(KeptTensor(holder, key))
+    return kept
+
+
+def _can_be_written(tensor) -> bool:
+    if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad or tensor.is_meta or tensor.is_inference():
+        return False
+    if tensor.layout != torch.strided:
+        return False
+    # An expanded tensor has one number in several places.
+    return all(step or size < 2 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def scale_logs(optimizers, result) -> tuple:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import keras
 
 from mpkeras import _keras
+from mpkeras.policies.own_state import states_outside
+from mpkeras.policies.rules import is_graph
 from mpkeras.policies.survey import Survey
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import metric_states
@@ -164,17 +166,37 @@ def unlisted_states(model) -> list:
     return [state for state in states if id(state) not in listed]
 
 
+def metrics_of_layers(model) -> list:
+    """Returns the variables of the metrics that the layers in `model` hold, as a norm that a `call` follows."""
+    variables = [variable for layer in layers(model)[1:] for variable in layer.metrics_variables]
+    return list({id(variable): variable for variable in variables}.values())
+
+
 def states_of_helpers(model) -> list:
-    """Returns the variables of helper objects that Keras does not list: those of an activation, of a loss."""
+    """Returns the variables that Keras does not list: those of helper objects, as an activation, and global ones."""
     survey = Survey.of(model)
-    helpers = [holder for holder in holders_of_optimizers(survey) if not isinstance(holder, keras.layers.Layer)]
-    states = [value for helper in helpers for value in _held(helper) if isinstance(value, keras.Variable)]
+    states = [state for helper in helpers(survey) for value in _held(helper) for state in _states_of(value)]
+    states += [state for layer in survey.layers if not is_graph(layer) for state in states_outside(layer)]
     if not states:
         return []
     listed = [*survey.model.variables, *survey.model.metrics_variables]
     listed += [variable for optimizer in all_optimizers(survey) for variable in optimizer.variables]
     known = {id(variable) for variable in listed}
     return list({id(state): state for state in states if id(state) not in known}.values())
+
+
+def helpers(model) -> list:
+    """Returns those of `holders_of_optimizers` that are no layers."""
+    return [holder for holder in holders_of_optimizers(model) if not isinstance(holder, keras.layers.Layer)]
+
+
+def _states_of(value) -> list:
+    """Returns the variables of what a helper object holds: a variable, a random generator, a metric."""
+    if isinstance(value, keras.random.SeedGenerator):
+        return [value.state]
+    if isinstance(value, keras.metrics.Metric):
+        return value.variables
+    return [value] if isinstance(value, keras.Variable) else []
 
 
 def shared_states() -> list:

@@ -17,6 +17,7 @@ from mpkeras.training import metric_states
 from mpkeras.training.inventory import (
     layers,
     layers_and_variables,
+    metrics_of_layers,
     non_trainable,
     shared_states,
     states_of_helpers,
@@ -46,12 +47,16 @@ class StepInVariables:
 
     def __init__(self, inventory, optimizers, metrics, results):
         self._optimizers, self._metrics, self._results = optimizers, metrics, results
+        self._inventory = inventory
         self._model = model = inventory.model
         # Weights are copied when a layer writes them; copies of all would double a large model.
         weights, others = inventory.ask(weights_and_others, layers_and_variables)
         self._watched = [*weights, *trainable(model, others), *shared_states()]
         self._natives = self.native_states(model)
         unlisted = [*unlisted_states(model), *inventory.ask(states_of_helpers, layers)]
+        # Of a step of ours they are not among the metrics.
+        of_step = {id(variable) for metric in metrics() for variable in metric.variables}
+        unlisted += [v for v in inventory.ask(metrics_of_layers, layers) if id(v) not in of_step]
         statistics = [*non_trainable(model, others), *unlisted, *self._natives]
         # The statistics, and what has been written in the step: `(place, value before)`. Frozen weights, as statistics,
         # never become non-finite.

@@ -42,6 +42,7 @@ from mpkeras.training.prepare import (
 )
 from mpkeras.training.retake import FirstSteps
 from mpkeras.training.state import load_state_dict, state_dict
+from mpkeras.training.unseen_run import native_states_put_back
 
 
 def make_train_step(
@@ -371,7 +372,9 @@ class TrainStep:
         with training_backend.variable_scope(self.model):
             lazy = [metric for metric in self.metrics if not metric.variables]
             if self._lacks_variables():
-                y_pred = self.model(training_backend.local_tensors(x))
+                # torch modules in it move their statistics in inference, too.
+                with native_states_put_back(self.model):
+                    y_pred = self.model(training_backend.local_tensors(x))
                 for metric in lazy:
                     metric.update_state(training_backend.local_tensors(y), y_pred)
                     metric.reset_state()

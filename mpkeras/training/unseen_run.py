@@ -24,9 +24,9 @@ def run_unseen(model, x, observers):
     """
     options = {"training": False} if "training" in inspect.signature(model.call).parameters else {}
     random_states = training_backend.global_random_states()
-    natives = [(state, keras.ops.convert_to_numpy(state.value)) for state in training_backend.native_states(model)]
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(native_states_put_back(model))
             stack.enter_context(keras.StatelessScope())
             stack.enter_context(_keras.kept_losses(layers_of(model)))
             stack.enter_context(tensors_put_back([model, *layers_of(model)]))
@@ -39,6 +39,17 @@ def run_unseen(model, x, observers):
             model(tensors, **options)
     finally:
         training_backend.set_global_random_states(random_states)
+
+
+@contextlib.contextmanager
+def native_states_put_back(model):
+    """Context manager: what the layers of `model` hold beside Keras' variables, as buffers of torch, is put back."""
+    natives = [
+        (state, np.array(keras.ops.convert_to_numpy(state.value))) for state in training_backend.native_states(model)
+    ]
+    try:
+        yield
+    finally:
         for state, value in natives:
             state.assign(value)
 

@@ -1,6 +1,8 @@
 """A layer that writes state in its `call` keeps it as in float32, and nothing else leaves 16 bits."""
 
+import functools
 import importlib.util
+import types
 
 import keras
 import numpy as np
@@ -386,10 +388,99 @@ class Peak:
         return x
 
 
+class ByBoundMethod(Stateful):
+    def build(self, shape):
+        super().build(shape)
+        self.count, self.forget = self.steps.assign_add, [functools.partial(self.mean.assign, 0.0)]
+
+    def call(self, x):
+        self.count(1.0)
+        self.forget[0]()
+        return x
+
+
+class ByNamespace(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.kept = types.SimpleNamespace(range=types.SimpleNamespace(low=keras.Variable(0.0, trainable=False)))
+
+    def call(self, x):
+        self.kept.range.low.assign(ops.min(x))
+        return x
+
+
+class OfItsClass(layers.Layer):
+    seen = keras.Variable(0.0, trainable=False)
+
+    def call(self, x):
+        self.seen.assign_add(2.0)
+        return x
+
+
+MODULE = types.ModuleType("settings")
+MODULE.epoch, MODULE.tables = keras.Variable(0.0, trainable=False), {"rows": [keras.Variable(0.0, trainable=False)]}
+
+
+class OfAModule(layers.Layer):
+    def call(self, x):
+        MODULE.epoch.assign_add(0.5)
+        return x
+
+
+class OfATable(layers.Layer):
+    def call(self, x):
+        MODULE.tables["rows"][0].assign_add(0.5)
+        return x
+
+
+class IntoItems(Stateful):
+    """As torch writes a queue."""
+
+    def call(self, x):
+        self.mean.value[1:] = x[0, 1:]
+        return x
+
+
+class IntoAnAlias(Stateful):
+    def call(self, x):
+        mean = self.mean.value
+        mean[:2].lerp_(x[0, :2], 0.1)
+        return x
+
+
+class IntoAnOutput(Stateful):
+    def call(self, x):
+        return ops.convert_to_tensor(1.0).add(self.steps.value, out=self.steps.value) * x
+
+
+class IntoAnother(Stateful):
+    """Writes into what it made, and reads a weight."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.scale = self.add_weight(shape=(4,))
+
+    def call(self, x):
+        y = x * self.scale.value
+        y[:, 0] = 0.0
+        return y
+
+
+ON_TORCH = pytest.mark.skipif(keras.backend.backend() != "torch", reason="on torch alone tensors are written into")
+
+
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
         (ByMethod, "'steps', 'mean'"),
+        (ByBoundMethod, "'mean', 'steps'"),
+        (ByNamespace, "'low'"),
+        (OfItsClass, "'seen'"),
+        (OfAModule, "'epoch'"),
+        pytest.param(IntoItems, "'mean'", marks=ON_TORCH),
+        pytest.param(IntoAnAlias, "'mean'", marks=ON_TORCH),
+        pytest.param(IntoAnOutput, "'steps'", marks=ON_TORCH),
+        (IntoAnother, None),
         (ByFunction, "'steps'"),
         (ByHelper, "'value'"),
         (ByMetric, "'norm'"),
@@ -420,6 +511,12 @@ def test_what_a_call_writes(made, expected):
     assert list(kept) == ([] if expected is None else [id(layer)])
     if expected is not None:
         assert f"writes its own state {expected} in its `call`" in kept[id(layer)][2]
+
+
+def test_a_table_outside_of_the_layer():
+    layer = OfATable()
+    layer.build((None, 4))
+    assert "writes state, by `call`, in its `call`" in kept_for_state(layer)[id(layer)][2]
 
 
 # Keras asks for TensorFlow on JAX, too.

@@ -670,6 +670,120 @@ def test_variables_of_helper_objects(options):
     assert len([key for key in state_dict(model) if key.startswith("states/")]) == 4
 
 
+class Largest(keras.regularizers.Regularizer):
+    """An activity regularizer that follows the largest activations."""
+
+    def __init__(self):
+        self.highest = keras.Variable(240.0, trainable=False)
+
+    def __call__(self, x):
+        self.highest.assign(self.highest + 0.125 * keras.ops.max(keras.ops.abs(x)))
+        return 1e-6 * keras.ops.square(self.highest)
+
+
+class Numbered(keras.layers.Layer):
+    """Counts its calls for all layers of its class, in variables that none of them holds."""
+
+    calls, rows = keras.Variable(0.0, trainable=False), {"all": keras.Variable(0, dtype="int32", trainable=False)}
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        self.rows["all"].assign_add(4)
+        return x
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_variables_of_a_regularizer_and_of_a_class(policy):
+    def run(with_fault):
+        keras.utils.set_random_seed(4)
+        Numbered.calls.assign(300.0)
+        Numbered.rows["all"].assign(0)
+        regularizer = Largest()
+        head = keras.layers.Dense(2, activity_regularizer=regularizer)
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3, "tanh"), Numbered(), head])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        mpkeras.prepare(model, policy)
+        for x in (ROWS_X[:4] * np.inf, ROWS_X[:4]) if with_fault else (ROWS_X[:4],):
+            model.train_on_batch(x, ROWS_Y[:4])
+        return float(Numbered.calls), int(Numbered.rows["all"]), float(regularizer.highest)
+
+    calls, rows, highest = run(with_fault=True)
+    assert (calls, rows, highest) == run(with_fault=False) and rows == 4
+    # In bfloat16 301 is 302 or 300, and numbers beyond 128 have no fractions.
+    assert calls == 301.0 and highest % 1.0 > 0.0
+
+
+class Drawing:
+    """A helper object with a random generator, a metric and, on TensorFlow and torch, a tensor of the backend's own."""
+
+    def __init__(self):
+        self.seeds, self.norm = [keras.random.SeedGenerator(5)], keras.metrics.Mean()
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            self.mean = tf.Variable(0.5, trainable=False)
+        else:
+            self.mean = keras.ops.ones((2,)) * 0.5
+
+
+class Helped(keras.layers.Layer):
+    """Holds a metric, and an object beside; follows the mean of what it is given there."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper, self.norm = Drawing(), keras.metrics.Mean(name="norm")
+
+    def call(self, x, training=False):
+        if training:
+            mean = keras.ops.mean(keras.ops.stop_gradient(x))
+            for norm in (self.norm, self.helper.norm):
+                norm.update_state(mean)
+            if keras.backend.backend() == "tensorflow":
+                self.helper.mean.assign(0.75 * self.helper.mean + 0.25 * mean)
+            else:
+                self.helper.mean = 0.75 * self.helper.mean + 0.25 * mean
+                self.helper.mean[:1].add_(mean)
+        return x + 0.01 * keras.random.normal((4, FEATURES), seed=self.helper.seeds[0])
+
+    def states(self):
+        helper = self.helper
+        states = [*self.norm.variables, *helper.norm.variables, helper.seeds[0].state, helper.mean]
+        return [keras.ops.convert_to_numpy(state).tolist() for state in states]
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize("way", ["fit", "make_train_step"])
+def test_what_a_layer_and_its_helper_keep(way):
+    def run(rows):
+        keras.utils.set_random_seed(6)
+        helped = Helped()
+        model = keras.Sequential([keras.Input((FEATURES,), batch_size=4), helped, keras.layers.Dense(2)])
+        if way == "fit":
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+            mpkeras.prepare(model, "float32")
+            step = model.train_on_batch
+        else:
+            step = mpkeras.make_train_step(model, keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+        for i, factor in rows:
+            step(factor * ROWS_X[i : i + 4], ROWS_Y[i : i + 4])
+        return helped.states()
+
+    assert run([(0, 1.0), (4, np.inf), (8, 1.0)]) == run([(0, 1.0), (8, 1.0)])
+
+
+@pytest.mark.backends("torch")
+def test_building_moves_no_statistics_of_a_torch_module():
+    import torch
+
+    norm = torch.nn.BatchNorm1d(FEATURES)
+    model = keras.Sequential([keras.layers.TorchModuleWrapper(norm), keras.layers.Dense(2)])
+    step = mpkeras.make_train_step(model, keras.optimizers.SGD(0.01), "mse")
+    step(ROWS_X[:4], ROWS_Y[:4])
+    assert norm.num_batches_tracked == 1
+    np.testing.assert_allclose(norm.running_mean, 0.1 * ROWS_X[:4].mean(0), rtol=1e-5)
+
+
 @pytest.mark.backends("torch")
 def test_frozen_weights_are_copied_only_when_a_layer_writes_them():
     import torch
