@@ -637,6 +637,12 @@ def test_what_is_not_known_is_not_told():
     assert all(report.storage == [] and "optimizer state" not in str(report) for report in reports)
 
 
+def test_a_model_without_weights_has_no_bytes_a_parameter():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Rescaling(0.5)])
+    report = advised(keras.optimizers.Adam(), model=lambda: model)
+    assert "a parameter" not in str(report) and report.to_dict()["parameters"] == 0
+
+
 @pytest.mark.slow
 def test_advise_counts_with_the_optimizer_of_the_model():
     model = dense()
