@@ -14,7 +14,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.tools.forecast.compiler import CompileRequest
+from mpkeras.tools.forecast.compiler import CompileRequest, NotCompiled
 from mpkeras.tools.forecast.compiling import define
 from mpkeras.tools.forecast.forecast import Forecast, largest_that_fits
 from mpkeras.tools.forecast.targets import TARGETS
@@ -433,6 +433,20 @@ def test_no_batch_fits_or_it_grows_in_steps():
     assert largest_that_fits(lambda batch: -1 - batch, 8, 1) == 0
     # Half the memory at once from 1000 rows on, as where a compiler takes another algorithm.
     assert 983 <= largest_that_fits(lambda batch: 5000 - batch if batch < 1000 else -10 * batch, 16, 1) < 1000
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(("room_of_12", "other"), [(-5, 1), (5, 24)], ids=["too large", "fits"])
+def test_a_model_that_takes_one_batch_size_alone_has_no_largest(room_of_12, other):
+    def room(batch):
+        if batch != 12:
+            raise NotCompiled("Expected a model that JAX can trace.", "Expected batch size: 12")
+        return room_of_12
+
+    with pytest.raises(ValueError, match=rf"takes 12 rows, and not {other} \(Expected batch size: 12\)\. Ask for"):
+        largest_that_fits(room, 12, 1)
+    with pytest.raises(NotCompiled, match=r"^Expected a model that JAX can trace\.$"):
+        largest_that_fits(room, 9, 1)
 
 
 def report(**of_policies):
