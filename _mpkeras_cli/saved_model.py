@@ -129,9 +129,11 @@ def _with_batch(path, batch_size, open_size, imports, function) -> tuple:
 def _input_structure(model, remedy: str):
     graph = ModelView(model).graph
     if graph is None:
+        # A Sequential model without shapes has a graph once it is built.
+        kind = "a {} that is not built" if isinstance(model, keras.Sequential) else "a subclassed {}"
         raise ValueError(
-            f"Expected a model that says what inputs it takes. Received: '{model.name}', a subclassed "
-            f"{type(model).__name__}. {remedy}"
+            f"Expected a model that says what inputs it takes. Received: '{model.name}', "
+            f"{kind.format(type(model).__name__)}. {remedy}"
         )
     return ModelView(model).inputs
 

@@ -148,6 +148,8 @@ class ConversionReport(Report):
         self.out, self.out_bytes = out, files.size_of(out)
         self.format = format
         self.was_compiled = was_compiled
+        # Its file holds each of its layers, with or without shapes.
+        self._is_sequential = isinstance(model, keras.Sequential)
         self.needs_mpkeras = sorted(_names_of_mpkeras(json.loads(model.to_json()))) if format == "keras" else []
         self.backend = keras.backend.backend()
 
@@ -167,10 +169,11 @@ class ConversionReport(Report):
     def notes(self) -> list:
         size = f"{_readable(self.source_bytes)} before, {_readable(self.out_bytes)} now"
         parameters = " and ".join(f"{n:,} in {dtype}" for dtype, n in self.parameters_by_dtype.most_common())
-        lines = [f"Written to {self.out} ({self.format}): {parameters.replace(' in', ' parameters in', 1)}, {size}."]
+        counted = parameters.replace(" in", " parameters in", 1) or "no parameters"
+        lines = [f"Written to {self.out} ({self.format}): {counted}, {size}."]
         if self.inputs is None:
             lines.append("Inputs and outputs are what the `call` of the model makes of them.")
-            if self.format == "keras":
+            if self.format == "keras" and not self._is_sequential:
                 lines.append(
                     "Layers that its class makes without a dtype have the global policy of the program that loads the "
                     f'file, float32 as a rule: call `mpkeras.apply_policy(model, "{self.policy}")` there.'

@@ -359,6 +359,17 @@ def test_subclassed_models(tmp_path, monkeypatch):
     assert mpkeras.apply_policy(loaded, "mixed_bfloat16").head.compute_dtype == "bfloat16"
 
 
+def test_a_sequential_model_without_shapes_is_no_class_of_the_user(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(5, name="body"), keras.layers.Dense(3, name="head")])
+    with pytest.warns(UserWarning, match="has not yet been built"):
+        model.save(tmp_path / "model.keras")
+        report = convert(tmp_path / "model.keras", tmp_path / "out.keras", "mixed_bfloat16")
+    # Of its layers the file says what they compute in.
+    loaded = keras.saving.load_model(tmp_path / "out.keras")
+    assert [layer.compute_dtype for layer in loaded.layers] == ["bfloat16", "float32"]
+    assert "that its class makes" not in str(report) and "out.keras (keras): no parameters, " in str(report)
+
+
 def test_the_figure_has_a_bar_for_each_dtype(saved):
     pytest.importorskip("matplotlib")
     path, _ = saved
