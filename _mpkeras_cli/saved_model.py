@@ -106,7 +106,9 @@ def forecast_saved(
 def plan_saved(path, *, batch_size=None, open_size: int = 64, imports=(), **options) -> MemoryPlan:
     """Returns what `mpkeras.plan_memory` finds for the model in a `.keras` or `.h5` file, trained as it was saved."""
     model, x = _with_batch(path, batch_size, open_size, imports, "mpkeras.plan_memory")
-    return plan_memory(model, x, **options)
+    plan = plan_memory(model, x, **options)
+    plan.file = str(path)
+    return plan
 
 
 def _with_batch(path, batch_size, open_size, imports, function) -> tuple:
