@@ -10,7 +10,7 @@ import keras
 
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.policies.registry import get_policy
-from mpkeras.seams import ConvertedLayer, ModelView, RuleNames, checked_path, dtypes, end_in_float32
+from mpkeras.seams import ConvertedLayer, ModelView, RuleNames, check_switch, checked_path, dtypes, end_in_float32
 from mpkeras.tools.export import files
 from mpkeras.tools.shared.report import Figure, Report, make_figure
 
@@ -56,6 +56,7 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     # The checks that need no model come first: loading may take minutes.
     source = checked_path("source", source, "Pass the `.keras` or `.h5` file of a model.")
     out = checked_path("out", out, "Pass the file to write, or the directory of a SavedModel.")
+    check_switch("force", force, "Leave it out to keep what is there.")
     chosen = files.choose(out, format)
     custom_objects = files.import_modules(imports)
     policy = get_policy(policy)

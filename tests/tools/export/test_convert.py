@@ -291,6 +291,22 @@ def test_bad_input(saved, capsys, tmp_path, arguments, expected):
 
 
 @pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"force": "no"}, "Expected `force` to be True or False. Received: force='no'"),
+        ({"force": True, "imports": "my_layers"}, "Expected `imports` to be a list .*Received: imports='my_layers'"),
+        ({"force": True, "imports": None}, "Received: imports=None .*NoneType"),
+    ],
+)
+def test_arguments_of_a_wrong_type_leave_what_is_there(saved, options, message):
+    path, _ = saved
+    (path.parent / "out.keras").write_text("precious")
+    with pytest.raises(TypeError, match=message):
+        convert(path, path.parent / "out.keras", "mixed_bfloat16", **options)
+    assert (path.parent / "out.keras").read_text() == "precious"
+
+
 def test_lambdas_are_not_run(tmp_path, capsys):
     path = tmp_path / "model.keras"
     keras.Sequential([keras.Input((4,)), keras.layers.Lambda(lambda x: 2 * x)]).save(path)
