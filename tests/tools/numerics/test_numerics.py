@@ -169,6 +169,11 @@ def test_each_pass_draws_what_the_next_step_draws():
     assert [key for key in before if before[key].tobytes() != after[key].tobytes()] == []
 
 
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="Expected a batch of at least one example"):
+        mpkeras.trace_numerics(six_layers(), X[:0], Y[:0])
+
+
 def test_the_means_of_several_losses_begin_with_numbers_after_a_trace():
     x = keras.Input((3,))
     model = keras.Model(x, {"left": layers.Dense(2, name="left")(x), "right": layers.Dense(1, name="right")(x)})
