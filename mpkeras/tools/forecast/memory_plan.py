@@ -12,7 +12,7 @@ import keras
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy, registered_policies
 from mpkeras.seams import ModelView, check_model, dtypes
-from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, called, chosen_policies
+from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, by_names, called, chosen_policies
 from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.program import BYTES, bound_ms, own_methods_text, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
@@ -163,7 +163,7 @@ def _checked_allow(allow) -> tuple:
 
 def _policies(model, policies, target) -> list:
     if policies is not None:
-        return chosen_policies(policies, "that of the model")
+        return list(by_names(chosen_policies(policies, "that of the model")).values())
     present = ModelView(model).converted_by() or ModelView(model).policy_in_training
     if present.compute_dtype != "float32" or ModelView(model).computes_in(dtypes.SIXTEEN_BIT_DTYPES):
         return [present]

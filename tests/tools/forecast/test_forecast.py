@@ -549,7 +549,7 @@ def test_the_report(tmp_path):
         ({"x": "rows"}, TypeError, "Expected `x` to be arrays or shapes. Received: 'rows' of type str"),
         ({"y": (16, 16)}, ValueError, r"Expected `x` and `y` of the same number of rows. Received: \[16, 64\]"),
         ({"devices": 0}, ValueError, "Expected at least one device. Received: devices=0"),
-        ({"devices": "8"}, TypeError, "Expected `devices` to be a number or a .* Received: '8' of type str"),
+        ({"devices": "8"}, TypeError, "Expected `devices` to be a whole number or a .* Received: '8' of type str"),
         ({"devices": 3}, ValueError, "3 devices can share evenly. Received: 64 rows. Pass 63"),
         ({"policies": []}, ValueError, "Expected at least one policy. Received: none"),
         ({"policies": ["mixed_float17"]}, ValueError, "Received: name='mixed_float17'"),
@@ -603,6 +603,16 @@ def test_shapes_by_the_names_of_inputs_have_their_dtypes():
     request = CompileRequest(model, {"ids": (6, 5), "numbers": (6, 3)}, None, "cpu", 1, ["float32"], "sgd", "mse")
     dtypes = {name: part["config"]["dtype"] for name, part in json.loads(request.text)["x"].items()}
     assert dtypes == {"ids": "int32", "numbers": "float32"}
+
+
+@pytest.mark.backends("tensorflow")
+def test_sizes_and_numbers_of_devices_may_be_those_of_numpy():
+    sizes = np.array([12, 96])
+    request = CompileRequest(mlp(), tuple(sizes), [np.int64(12), 16], "cpu", np.int32(3), ["float32"], "sgd", "mse")
+    asked = json.loads(request.text)
+    assert (request.batch, request.devices, asked["mesh"]["shape"]) == (12, 3, [3])
+    assert (asked["x"]["config"]["shape"], asked["y"]["config"]["shape"]) == ([12, 96], [12, 16])
+    assert CompileRequest(mlp(), (4, 96), None, "cpu", np.int64(1), ["float32"], "sgd", "mse").devices == 1
 
 
 @pytest.mark.backends("tensorflow")
