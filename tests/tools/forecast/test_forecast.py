@@ -605,6 +605,19 @@ def test_shapes_by_the_names_of_inputs_have_their_dtypes():
     assert dtypes == {"ids": "int32", "numbers": "float32"}
 
 
+@needs_jax
+@pytest.mark.backends("tensorflow")
+@pytest.mark.slow
+def test_targets_are_found_of_outputs_whose_layer_leaves_a_size_open():
+    x = keras.Input((5, 12))
+    hidden = layers.EinsumDense("abc,cd->abd", (None, 16), bias_axes="d")(layers.Dropout(0.5)(x))
+    model = keras.Model(x, layers.Dense(8)(hidden))
+    assert model.output_shape == (None, None, 8)
+    options = {"device": "cpu", "policies": ["mixed_bfloat16"], "optimizer": "sgd", "verbose": 0}
+    found, given = (mpkeras.forecast(model, (6, 5, 12), y, **options) for y in (None, (6, 5, 8)))
+    assert found.policies == given.policies
+
+
 @pytest.mark.backends("tensorflow")
 def test_sizes_and_numbers_of_devices_may_be_those_of_numpy():
     sizes = np.array([12, 96])
