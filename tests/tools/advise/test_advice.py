@@ -555,6 +555,20 @@ def test_bytes_by_hand(model, optimizer, expected, is_built):
     assert optimizer.built == is_built
 
 
+def test_quantized_weights_and_counts_are_among_the_bytes():
+    layer = keras.layers.Dense(8)
+    model = keras.Sequential([keras.Input((16,)), layer, keras.layers.Dropout(0.5)])
+    layer.quantize("int8")
+    # A byte for each weight, four for each of 8 scales and 8 biases; Adam has two slots of each bias.
+    found = storage_choices(model, keras.optimizers.Adam())
+    assert [(way.state_bytes, way.gradient_bytes) for way in found][:2] == [(128 + 64 + 64, 32), (128 + 64 + 32, 32)]
+    assert mpkeras.audit(model).training_bytes["weights"] == {"int8": 128, "float32": 64}
+    adapted = keras.Sequential([keras.Input((3,)), keras.layers.Normalization()])
+    adapted.layers[0].adapt(np.ones((5, 3)))
+    dtype = adapted.layers[0].count.dtype  # int64 on TensorFlow
+    assert mpkeras.audit(adapted).training_bytes["weights"] == {"float32": 24, dtype: {"int32": 4, "int64": 8}[dtype]}
+
+
 SMALL_SLOTS = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")
 
 
