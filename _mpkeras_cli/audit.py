@@ -1,6 +1,6 @@
 """`mpkeras audit`: what the layers of a saved model compute in, and what looks wrong."""
 
-from _mpkeras_cli.command import add_model, add_open_size, add_report, import_mpkeras
+from _mpkeras_cli.command import add_model, add_open_size, add_report, check_policies, import_mpkeras
 
 
 def add_audit(subparsers):
@@ -31,5 +31,6 @@ def _audit(args):
     import_mpkeras(args.error)
     from _mpkeras_cli.saved_model import audit_saved
 
+    check_policies([] if args.policy is None else [args.policy], args)
     report = audit_saved(args.model, policy=args.policy, imports=args.imports, open_size=args.open_size)
     return report.summary() if args.summary else report

@@ -99,9 +99,12 @@ def add_plot(option, name: str):
 
 def compiled(args, make: Callable, **options):
     """Returns the report `make(model, ...)` of a saved model that is compiled, and draws it where `--plot` says."""
+    # Before what takes minutes.
     if args.plot:
-        # Before what takes minutes.
         _check_plot(args.plot, args.error)
+    if args.device is not None:
+        _check_device(args.device, args.error)
+    check_policies(args.policies or [], args)
     report = make(
         args.model,
         batch_size=args.batch,
@@ -130,6 +133,28 @@ def _check_plot(path, error):
         error(f"argument --plot: cannot draw into {path!r} ({reason}); name another file")
     if is_new:
         os.remove(path)
+
+
+def check_policies(names, args):
+    """Ends the command where a name is that of no policy, also of none that the modules of `--import` register."""
+    from mpkeras import get_policy
+    from mpkeras.tools.export.files import import_modules
+
+    import_modules(args.imports)
+    for name in names:
+        try:
+            get_policy(name)
+        except ValueError as reason:
+            args.error(f"argument --policy: {reason}")
+
+
+def _check_device(name, error):
+    from mpkeras.tools.forecast.targets import find_target
+
+    try:
+        find_target(name)
+    except ValueError as reason:
+        error(f"argument --device: {reason}")
 
 
 def verbose(args) -> int:

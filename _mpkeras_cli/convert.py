@@ -1,6 +1,6 @@
 """`mpkeras convert`: a saved model with the dtypes of a policy, saved or exported again."""
 
-from _mpkeras_cli.command import add_model, add_report, import_mpkeras
+from _mpkeras_cli.command import add_model, add_report, check_policies, import_mpkeras
 
 # The names of `mpkeras.tools.export.files.FORMATS`, which cannot be imported without Keras.
 FORMAT_NAMES = ("keras", "savedmodel", "onnx", "tflite")
@@ -36,5 +36,6 @@ def _convert(args):
     import_mpkeras(args.error)
     from mpkeras.tools.export.convert import convert
 
+    check_policies([args.policy], args)
     options = {"format": args.format, "imports": args.imports, "force": args.force}
     return convert(args.model, args.out, args.policy, **options)

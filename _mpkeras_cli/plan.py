@@ -57,7 +57,13 @@ def _plan(args):
         args.error("expected --memory or --device, what the training is to fit into; pass --memory 16GB or --device t4")
     import_mpkeras(args.error)
     from _mpkeras_cli.saved_model import plan_saved
+    from mpkeras.tools.forecast.memory_plan import bytes_of
 
+    if args.memory is not None:
+        try:
+            bytes_of(args.memory)
+        except ValueError:
+            args.error(f"argument --memory: expected a size such as 16GB or 16GiB, received {args.memory!r}")
     options = {"allow": args.allow} if args.allow else {}
     batch = "largest" if args.largest_batch else "keep"
     return compiled(args, plan_saved, memory=args.memory, batch=batch, **options)

@@ -106,7 +106,9 @@ def forecast_saved(
 def plan_saved(path, *, batch_size=None, open_size: int = 64, imports=(), **options) -> MemoryPlan:
     """Returns what `mpkeras.plan_memory` finds for the model in a `.keras` or `.h5` file, trained as it was saved."""
     model, x = _with_batch(path, batch_size, open_size, imports, "mpkeras.plan_memory")
-    return plan_memory(model, x, **options)
+    plan = plan_memory(model, x, **options)
+    plan.file = str(path)
+    return plan
 
 
 def _with_batch(path, batch_size, open_size, imports, function) -> tuple:
@@ -129,9 +131,11 @@ def _with_batch(path, batch_size, open_size, imports, function) -> tuple:
 def _input_structure(model, remedy: str):
     graph = ModelView(model).graph
     if graph is None:
+        # A Sequential model without shapes has a graph once it is built.
+        kind = "a {} that is not built" if isinstance(model, keras.Sequential) else "a subclassed {}"
         raise ValueError(
-            f"Expected a model that says what inputs it takes. Received: '{model.name}', a subclassed "
-            f"{type(model).__name__}. {remedy}"
+            f"Expected a model that says what inputs it takes. Received: '{model.name}', "
+            f"{kind.format(type(model).__name__)}. {remedy}"
         )
     return ModelView(model).inputs
 

@@ -119,7 +119,8 @@ def bytes_of_training(model, optimizer=None, stored=None) -> dict:
     Returns:
         `{"weights": {dtype: bytes}, "slots": ..., "gradients": ...}`. A gradient has the dtype of its weight.
     """
-    groups = {"weights": model.variables, "gradients": model.trainable_variables}
+    # Without the states of random generators.
+    groups = {"weights": model.weights, "gradients": model.trainable_variables}
     if optimizer is not None and optimizer.built:
         groups["slots"] = [v for v in getattr(optimizer, "inner_optimizer", optimizer).variables if len(v.shape) > 0]
     names = [name for name in ("weights", "slots", "gradients") if name in groups]
@@ -130,8 +131,8 @@ def _bytes_by_dtype(variables, stored: dict) -> dict:
     sums: dict = {}
     for variable in variables:
         dtype = stored.get(id(variable)) or keras.backend.standardize_dtype(variable.dtype)
-        if "float" not in dtype or variable.shape is None:
-            # The states of random generators, and what comes into being with the first batch.
+        if dtype == "string" or variable.shape is None:
+            # What is of no known size, or comes into being with the first batch.
             continue
         sums[dtype] = sums.get(dtype, 0) + bytes_of(variable.shape, dtype)
     return sums

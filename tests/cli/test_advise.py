@@ -174,6 +174,12 @@ def test_of_a_model_without_names_of_inputs_x_alone_is_asked_for(capsys, tmp_pat
         random_inputs(model, 4)
 
 
+def test_a_sequential_model_without_shapes_is_said_to_be_not_built():
+    model = keras.Sequential([keras.layers.Dense(2)], name="open")
+    with pytest.raises(ValueError, match="Received: 'open', a Sequential that is not built. Give a batch"):
+        random_inputs(model, 4)
+
+
 def test_random_inputs_follow_the_structure_of_the_model():
     inputs = {"image": keras.Input((2, 2), name="image"), "words": keras.Input((5,), dtype="int32", name="words")}
     outputs = keras.layers.Flatten()(inputs["image"]), keras.layers.Embedding(2, 3)(inputs["words"])

@@ -86,6 +86,7 @@ def test_an_h5_file(capsys, tmp_path):
         ("broken.keras", [], "zip archive"),
         ("", [], "a directory"),
         ("model.txt", [], "`.keras` or `.h5`"),
+        ("model.keras", ["--policy", "mixed_flaot16"], "argument --policy: Expected the name of a registered policy"),
         ("model.keras", ["--policy", "mixed_flaot16"], "Received: name='mixed_flaot16'. Did you mean 'mixed_float16'"),
         ("model.keras", ["--policy", "float16"], "no float16 variables"),
         ("model.keras", ["--import", "no_such_module"], "'no_such_module'"),

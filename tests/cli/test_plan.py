@@ -38,8 +38,9 @@ def test_a_file_as_it_was_saved(capsys, tmp_path, saved):
     ("arguments", "message"),
     [
         ([], "expected --memory or --device, what the training is to fit into; pass --memory 16GB or --device t4"),
-        (["--memory", "16GX"], "Received: memory='16GX'. Pass for example '16GB'"),
-        (["--device", "h10"], "Received: 'h10'. Did you mean 'h100'?"),
+        (["--memory", "16GX"], "argument --memory: expected a size such as 16GB or 16GiB, received '16GX'"),
+        (["--device", "h10"], "argument --device: Expected `device` to be one that can be compiled"),
+        (["--device", "t4", "--policy", "mixed_half"], "argument --policy: Expected the name of a registered policy"),
         (["--device", "t4", "--allow", "slot"], "argument --allow: invalid choice: 'slot'"),
         (["--device", "t4", "--plot", "plot.xyz"], "argument --plot: cannot draw into 'plot.xyz'"),
     ],
@@ -49,3 +50,38 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, saved, arguments, 
     monkeypatch.setattr("mpkeras.tools.forecast.memory_plan.Compiler", None)
     assert message in failing_line(capsys, saved, *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["small.keras"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--policy", "mixed_float16"], "`mpkeras.prepare(model, 'mixed_float16')`, and batches of 12 rows."),
+        (
+            ["--policy", "mixed_float16", "--memory", "2700", "--allow", "slots", "--allow", "accumulation"],
+            "`mpkeras.prepare(model, mpkeras.Policy('mixed_float16', slot_dtype='bfloat16'))`, and batches of 3 rows, "
+            "4 of which make one update: `gradient_accumulation_steps=4` of the optimizer.",
+        ),
+    ],
+    ids=["as it is", "slots and parts"],
+)
+def test_a_plan_is_said_as_the_program_that_trains_writes_it(capsys, monkeypatch, saved, options, expected):
+    class Compiler:
+        """Temporaries are 120 bytes of each row, and the state is smaller with small slots."""
+
+        def __init__(self, request, deadline):
+            self.state = {n: 2000 if p.slot_dtype == "bfloat16" else 2400 for n, p in request.policies.items()}
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *reason):
+            pass
+
+        def compile(self, name, rows, accumulate_steps):
+            state = {"persistent_bytes": self.state[name], "temporary_bytes": 120 * rows}
+            flops = {"matrix_flops": {"float16": 10 * rows}, "moved_bytes": 1}
+            return {**state, "peak_bytes": sum(state.values()), **flops}
+
+    monkeypatch.setattr("mpkeras.tools.forecast.memory_plan.Compiler", Compiler)
+    text = printed(capsys, saved, "--device", "cpu", "--batch", "12", *options)
+    assert f"Plan: in the program that trains {expected}" in text and "prepare(model, plan)" not in text

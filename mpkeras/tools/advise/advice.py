@@ -503,7 +503,7 @@ class AdviceReport(Report):
 
     def _storage_lines(self) -> list:
         """Returns what weights and slots need in each way, and how to store them in less where that is much."""
-        if not self.storage:
+        if not self.storage or not self._parameters:
             return []
         hows = ("in float32", 'with `slot_dtype="bfloat16"`', 'under "bfloat16"')
         sizes = [

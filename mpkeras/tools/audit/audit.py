@@ -339,7 +339,7 @@ class AuditReport(Report):
             line = f"{_large(all_flops)} FLOPs in a forward pass on inputs {shapes}"
             line += f", {percent(self.half_share or 0.0)} in 16 bits."
             if self.open_size is not None:
-                line += f" Open sizes were taken as {self.open_size}; `open_size` gives another."
+                line += f" Open sizes were taken as {self.open_size}; `open_size` (`--open-size`) gives another."
             lines.append(line)
             lines.append(f"Casts between float dtypes: {self._casts(self.casts or {})}.")
         asked = [(row.path, None if row.float8 == "yes" else row.float8) for row in self.layers if row.float8]

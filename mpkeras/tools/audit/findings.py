@@ -309,7 +309,7 @@ def check_counted_numbers(forward, rows) -> list:
                 f"It counts in {dtype}, {numbers:,} numbers, as many as were taken for the sizes that the model leaves "
                 f"open: beyond {last:,} whole numbers are rounded."
             )
-            remedy = "Pass the longest that there may be as `open_size`."
+            remedy = "Pass the longest that there may be as `open_size` (`--open-size`)."
             findings.append(Finding("note", rows[owner].path, what, remedy))
     return findings
 

@@ -10,7 +10,7 @@ import keras
 
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.policies.registry import get_policy
-from mpkeras.seams import ConvertedLayer, ModelView, RuleNames, checked_path, dtypes, end_in_float32
+from mpkeras.seams import ConvertedLayer, ModelView, RuleNames, check_switch, checked_path, dtypes, end_in_float32
 from mpkeras.tools.export import files
 from mpkeras.tools.shared.report import Figure, Report, make_figure
 
@@ -56,6 +56,7 @@ def convert(source, out, policy, *, format: str | None = None, imports=(), force
     # The checks that need no model come first: loading may take minutes.
     source = checked_path("source", source, "Pass the `.keras` or `.h5` file of a model.")
     out = checked_path("out", out, "Pass the file to write, or the directory of a SavedModel.")
+    check_switch("force", force, "Leave it out to keep what is there.")
     chosen = files.choose(out, format)
     custom_objects = files.import_modules(imports)
     policy = get_policy(policy)
@@ -148,6 +149,8 @@ class ConversionReport(Report):
         self.out, self.out_bytes = out, files.size_of(out)
         self.format = format
         self.was_compiled = was_compiled
+        # Its file holds each of its layers, with or without shapes.
+        self._is_sequential = isinstance(model, keras.Sequential)
         self.needs_mpkeras = sorted(_names_of_mpkeras(json.loads(model.to_json()))) if format == "keras" else []
         self.backend = keras.backend.backend()
 
@@ -167,10 +170,11 @@ class ConversionReport(Report):
     def notes(self) -> list:
         size = f"{_readable(self.source_bytes)} before, {_readable(self.out_bytes)} now"
         parameters = " and ".join(f"{n:,} in {dtype}" for dtype, n in self.parameters_by_dtype.most_common())
-        lines = [f"Written to {self.out} ({self.format}): {parameters.replace(' in', ' parameters in', 1)}, {size}."]
+        counted = parameters.replace(" in", " parameters in", 1) or "no parameters"
+        lines = [f"Written to {self.out} ({self.format}): {counted}, {size}."]
         if self.inputs is None:
             lines.append("Inputs and outputs are what the `call` of the model makes of them.")
-            if self.format == "keras":
+            if self.format == "keras" and not self._is_sequential:
                 lines.append(
                     "Layers that its class makes without a dtype have the global policy of the program that loads the "
                     f'file, float32 as a rule: call `mpkeras.apply_policy(model, "{self.policy}")` there.'

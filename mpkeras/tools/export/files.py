@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,8 +45,13 @@ def import_modules(names) -> dict:
     """Imports the user's modules, which may lie in the current directory, and returns their classes and functions.
 
     Importing a module registers what is decorated with `keras.saving.register_keras_serializable`; what is not, `load`
-    takes by these names. A module that cannot be imported raises `ValueError`.
+    takes by these names. A module that cannot be imported raises `ValueError`, and what is no list `TypeError`.
     """
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(
+            f"Expected `imports` to be a list of names of modules. Received: imports={names!r} (of type "
+            f"{type(names).__name__}). Pass for example ['my_layers']."
+        )
     custom_objects = {}
     if names and os.getcwd() not in sys.path and "" not in sys.path:
         # As `python -m` does; the installed script `mpkeras` starts without it.

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import math
+import numbers
 import os
 import queue
 import subprocess
@@ -181,7 +182,7 @@ class CompileRequest:
         self.target = find_target(device)
         self.policies = _policies(policies)
         mesh, layouts = _mesh(devices)
-        self.devices = devices if mesh is None else math.prod(mesh["shape"])
+        self.devices = 1 if mesh is None else math.prod(mesh["shape"])
         self.rows_split = 1 if mesh is None else mesh["shape"][mesh["axis_names"].index(mesh["batch_dim_name"])]
         if loss is None:
             loss, y = loss_and_targets(model, y, "mean_squared_error")
@@ -267,7 +268,11 @@ def called(policy) -> str:
 
 def _policies(policies) -> dict:
     """Returns `{how it is called: Policy}`."""
-    chosen = chosen_policies(policies, "the usual three")
+    return by_names(chosen_policies(policies, "the usual three"))
+
+
+def by_names(chosen: list) -> dict:
+    """Returns `{how it is called: Policy}`; raises `ValueError` where two are called alike."""
     names = [called(policy) for policy in chosen]
     if len(set(names)) < len(names):
         raise ValueError(
@@ -289,16 +294,16 @@ def _mesh(devices) -> tuple:
         if isinstance(devices, keras.distribution.DataParallel):
             return description, None
         return description, Blueprint.layouts_of(devices)
-    if isinstance(devices, bool) or not isinstance(devices, int):
+    if isinstance(devices, bool) or not isinstance(devices, numbers.Integral):
         raise TypeError(
-            "Expected `devices` to be a number or a `keras.distribution.DataParallel` or `ModelParallel`. Received: "
-            f"{devices!r} of type {type(devices).__name__}."
+            "Expected `devices` to be a whole number or a `keras.distribution.DataParallel` or `ModelParallel`. "
+            f"Received: {devices!r} of type {type(devices).__name__}. Leave it out for one."
         )
     if devices < 1:
-        raise ValueError(f"Expected at least one device. Received: devices={devices}.")
+        raise ValueError(f"Expected at least one device. Received: devices={devices}. Leave it out for one.")
     if devices == 1:
         return None, None
-    return {"shape": [devices], "axis_names": ["batch"], "batch_dim_name": "batch"}, None
+    return {"shape": [int(devices)], "axis_names": ["batch"], "batch_dim_name": "batch"}, None
 
 
 def _takes_classes(loss) -> bool:
@@ -389,7 +394,9 @@ def _tensors(structure, inputs, name, default="float32"):
 
 
 def _is_shape(value) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(n, int) or n is None for n in value)
+    # Sizes may be NumPy's.
+    is_size = [isinstance(n, numbers.Integral) or n is None for n in value] if isinstance(value, (list, tuple)) else []
+    return len(is_size) > 0 and all(is_size)
 
 
 def _tensor(shape, dtype, name):

@@ -189,7 +189,7 @@ class Steps:
         with values():
             if y is None:
                 with _without_values():
-                    y = self._targets(step.model(x))
+                    y = self._targets(_outputs(step.model, x))
             # Only here: what an optimizer begins with could not be put on a device that is not there.
             with contextlib.nullcontext() if self._distribution is None else self._distribution.scope():
                 return step, step.traced_for(self._device, x, y)
@@ -238,6 +238,15 @@ class Steps:
 def _without_values():
     """Context manager: variables are made without values, and get none when it ends."""
     return keras.StatelessScope(initialize_variables=False)
+
+
+def _outputs(model, x):
+    """Returns what a model makes of `x`, as `KerasTensor`s of known sizes."""
+    outputs = model(x)
+    if any(None in output.shape for output in keras.tree.flatten(outputs)):
+        # A layer may say less of its outputs than its `call` shows: of `EinsumDense(..., (None, 8))` one size is open.
+        outputs = importlib.import_module("mpkeras.tools.shared._jax").outputs_of(model, x)
+    return outputs
 
 
 def _of_rows(structure, batch):

@@ -9,7 +9,7 @@ import keras
 
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, check_switch
-from mpkeras.tools.forecast.compiler import Compiler, CompileRequest
+from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled
 from mpkeras.tools.forecast.program import BYTES, bound_ms, own_methods_text, picture, room
 from mpkeras.tools.forecast.targets import Target
 from mpkeras.tools.shared.arguments import check_seconds
@@ -120,6 +120,8 @@ def _as_computed_again(model, policies) -> list:
 def largest_that_fits(room, first: int, unit: int) -> int:
     """Returns the largest batch that fits, to within 1.5 %: a multiple of `unit`; 0 where not even `unit` rows fit.
 
+    Raises `NotCompiled` for a model that takes `first` rows and no others.
+
     `room(batch)` returns the bytes that a batch leaves. Memory grows nearly in proportion to the batch: the line
     through two tries says where to try next, and every third time what is left is halved, so that a program that does
     not keep to the line costs a few tries more.
@@ -127,7 +129,17 @@ def largest_that_fits(room, first: int, unit: int) -> int:
     known: dict = {}
     fits, too_large, batch = 0, None, first
     while True:
-        known[batch] = room(batch)
+        try:
+            known[batch] = room(batch)
+        except NotCompiled as error:
+            if batch == first:
+                raise
+            raise NotCompiled(
+                "Expected a model that takes batches of any size, as the largest that fits is looked for. Received: "
+                f"one that takes {first} rows, and not {batch} ({error.said}). Ask for its own batch alone, or make "
+                "the model for batches of any size.",
+                error.said,
+            ) from error
         fits, too_large = (batch, too_large) if known[batch] >= 0 else (fits, batch)
         guess = _on_the_line(known) // unit * unit
         if too_large is None:

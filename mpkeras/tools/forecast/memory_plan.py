@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import keras
 
 from mpkeras.policies.policy import Policy
-from mpkeras.policies.registry import get_policy
+from mpkeras.policies.registry import get_policy, registered_policies
 from mpkeras.seams import ModelView, check_model, dtypes
-from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, called, chosen_policies
+from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, by_names, called, chosen_policies
 from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.program import BYTES, bound_ms, own_methods_text, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
@@ -92,7 +92,7 @@ def plan_memory(
     (True, 'float32', 1)
     """
     check_model(model)
-    limit = None if memory is None else _bytes_of(memory)
+    limit = None if memory is None else bytes_of(memory)
     if limit is None and device is None:
         raise ValueError(
             "Expected `memory` or `device`, what the training is to fit into. Received: neither. Pass for example "
@@ -120,12 +120,12 @@ def plan_memory(
         search.out_of_time = budget_s
         if not search.tried:
             raise ValueError(
-                f"Expected time to compile one program. Received: budget_s={budget_s}, which was not enough. Give more."
+                f"Expected time to compile one program. Received: {budget_s:g} s, which were not enough. Give more."
             ) from None
     return MemoryPlan(model.name, target, limit, search, request.own_methods)
 
 
-def _bytes_of(memory) -> int:
+def bytes_of(memory) -> int:
     """Returns what `"16GB"` or a number stands for, in bytes."""
     if isinstance(memory, bool) or not isinstance(memory, (str, numbers.Real)):
         raise TypeError(
@@ -163,7 +163,7 @@ def _checked_allow(allow) -> tuple:
 
 def _policies(model, policies, target) -> list:
     if policies is not None:
-        return chosen_policies(policies, "that of the model")
+        return list(by_names(chosen_policies(policies, "that of the model")).values())
     present = ModelView(model).converted_by() or ModelView(model).policy_in_training
     if present.compute_dtype != "float32" or ModelView(model).computes_in(dtypes.SIXTEEN_BIT_DTYPES):
         return [present]
@@ -413,6 +413,7 @@ class MemoryPlan(Policy, Report):
         computed_again: The paths of the first and the last layer of each part that the backward pass computes again.
         own_methods: Methods of `fit`'s step that the model's class has of its own, and that were not compiled.
         candidates: A dictionary for each candidate, as in `to_dict`.
+        file: The file that was asked about at the command line, whose words the notes are then in; `None` in Python.
 
     Example:
 
@@ -431,6 +432,7 @@ class MemoryPlan(Policy, Report):
         said = dict(search.tried).get(chosen)
         self.missing_bytes = 0 if self.fits else -search.room(said)
         self.own_methods = list(own_methods)
+        self.file: str | None = None
         self.computed_again = search.segments.get(chosen.remat, [])
         self._model_name, self._target, self._limit, self._search = model_name, target, limit, search
         tried = search.by_work()
@@ -494,14 +496,7 @@ class MemoryPlan(Policy, Report):
         search = self._search
         notes = []
         if self.fits:
-            steps = self.accumulate_steps * search.own_steps
-            how = "" if steps == 1 else f", {steps} of which make one update"
-            if 1 < search.own_steps < steps:
-                how += f" ({self.accumulate_steps} by the plan, times {search.own_steps} by the optimizer itself)"
-            notes.append(
-                f"Plan: `mpkeras.prepare(model, plan)`, and batches of {self.step_batch} rows{how}. In a loop of your "
-                "own: `apply_policy(model, plan)` and `make_train_step`, which takes as many of them for one update."
-            )
+            notes.append(self._what_to_do())
         else:
             notes.append(f"Nothing that was tried fits. The smallest misses by {_gib_text(self.missing_bytes)}.")
         notes += computed_again_text(self.computed_again)
@@ -520,6 +515,33 @@ class MemoryPlan(Policy, Report):
         notes += own_methods_text(self._model_name, self.own_methods)
         notes.append("TensorFlow and torch without XLA allocate otherwise: there the plan is a guess.")
         return notes
+
+    def _what_to_do(self) -> str:
+        steps = self.accumulate_steps * self._search.own_steps
+        how = "" if steps == 1 else f", {steps} of which make one update"
+        if self.file is not None:
+            # The program that trains has no `plan`, but what the plan says can be written in it.
+            how += f": `gradient_accumulation_steps={steps}` of the optimizer" * (self.accumulate_steps > 1)
+            return (
+                f"Plan: in the program that trains `mpkeras.prepare(model, {self._as_written()})`, and batches of "
+                f"{self.step_batch} rows{how}."
+            )
+        if 1 < self._search.own_steps < steps:
+            how += f" ({self.accumulate_steps} by the plan, times {self._search.own_steps} by the optimizer itself)"
+        return (
+            f"Plan: `mpkeras.prepare(model, plan)`, and batches of {self.step_batch} rows{how}. In a loop of your "
+            "own: `apply_policy(model, plan)` and `make_train_step`, which takes as many of them for one update."
+        )
+
+    def _as_written(self) -> str:
+        """Returns the policy of the plan as a program writes it."""
+        registered = get_policy(self.name) if self.name in registered_policies() else self
+        changes = [
+            f", {name}={getattr(self, name)!r}"
+            for name in ("slot_dtype", "remat")
+            if getattr(self, name) != getattr(registered, name)
+        ]
+        return f"mpkeras.Policy({self.name!r}{''.join(changes)})" if changes else f"{self.name!r}"
 
     def to_dict(self) -> dict:
         """Returns all of it as what JSON can hold."""

@@ -56,8 +56,8 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale: float | 
         figure, `.policy()` the policy with the float32 rules that help.
 
     Raises:
-        ValueError: If the model has no `call`, as many a GAN, `y` is given and the model is not compiled with a loss,
-            or `loss_scale` is not a positive finite number.
+        ValueError: If the model has no `call`, as many a GAN, the batch is empty, `y` is given and the model is not
+            compiled with a loss, or `loss_scale` is not a positive finite number.
         TypeError: If `model` is no `keras.Model`.
 
     Example:
@@ -75,7 +75,7 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale: float | 
 
     Layers inside recurrent ones and `TimeDistributed` are not looked at one by one: backends run them in loops.
     """
-    _check(model, y, loss_scale)
+    _check(model, x, y, loss_scale)
     loss_scale = _scale_of(model) if loss_scale is None else float(loss_scale)
     if not ModelView(model).is_built:
         model(x)  # As `fit` would; after it there are variables.
@@ -116,8 +116,12 @@ def traced(
     )
 
 
-def _check(model, y, loss_scale):
+def _check(model, x, y, loss_scale):
     check_model(model)
+    if any(tuple(getattr(value, "shape", (1,)))[:1] == (0,) for value in keras.tree.flatten(x)):
+        raise ValueError(
+            "Expected a batch of at least one example. Received: an `x` without any. Pass for example `x[:64]`."
+        )
     if type(model).call is keras.Model.call:
         raise ValueError(
             f"Expected a model with a `call`, which can be run on one batch. Received: model '{model.name}', which has "

@@ -58,6 +58,18 @@ def program_of(jaxpr) -> Program:
     return program
 
 
+def outputs_of(model, x):
+    """Returns what a model makes of `KerasTensor`s, as such: traced, whether its variables have values or not."""
+
+    def like(tensor):
+        return jax.ShapeDtypeStruct(tuple(tensor.shape), tensor.dtype)
+
+    state = [list(map(like, group)) for group in (model.trainable_variables, model.non_trainable_variables)]
+    inputs = keras.tree.map_structure(lambda tensor: None if tensor is None else like(tensor), x)
+    outputs, _ = jax.eval_shape(model.stateless_call, *state, inputs)
+    return keras.tree.map_structure(lambda output: keras.KerasTensor(output.shape, str(output.dtype)), outputs)
+
+
 def batch_bytes_of(program) -> int:
     """Returns the bytes on one device of what a compiled program takes after its first argument, the state."""
 

@@ -163,7 +163,7 @@ def forward_pass(model, inputs, batch_size: int, open_size: int = OPEN_SIZE) -> 
             return result
         result.remedy = "Call the model on a batch: the error says more."
         if is_open:
-            result.remedy += f" Open sizes were taken as {open_size}; `open_size` gives another."
+            result.remedy += f" Open sizes were taken as {open_size}; `open_size` (`--open-size`) gives another."
         failed.append(result)
     return failed[0]
 

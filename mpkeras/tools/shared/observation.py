@@ -117,7 +117,7 @@ def observe(
         return observed["loss"] * loss_scale, observed
 
     # Put back after each pass, so that the next one draws the same numbers.
-    with backend_generators_put_back(), ModelView(model).seen_through():
+    with backend_generators_put_back(), ModelView(model).seen_through(), _new_metrics_begin_anew(model):
         observed, grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
     for call in calls:
         call.input_grads = [_array(grads[i]) for i in call.inputs]
@@ -130,6 +130,22 @@ def observe(
     inputs = [_as_given(value) for value in keras.tree.flatten(x) if hasattr(value, "shape")]
     predictions = [_array(value) for value in observed["predictions"]]
     return Observation(calls, loss, variable_grads, all_finite(inputs), all_finite(predictions))
+
+
+@contextlib.contextmanager
+def _new_metrics_begin_anew(model):
+    """Context manager: metrics that come into being in it hold what they begin with afterwards.
+
+    The loss of a model with several outputs makes one for each of them when it is first computed. What those hold on
+    JAX, where a pass is traced, is no number.
+    """
+    known = set(map(id, model.metrics))
+    try:
+        yield
+    finally:
+        for metric in model.metrics:
+            if id(metric) not in known:
+                metric.reset_state()
 
 
 def observed_layers(model) -> list:

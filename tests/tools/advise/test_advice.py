@@ -556,6 +556,20 @@ def test_bytes_by_hand(model, optimizer, expected, is_built):
     assert optimizer.built == is_built
 
 
+def test_quantized_weights_and_counts_are_among_the_bytes():
+    layer = keras.layers.Dense(8)
+    model = keras.Sequential([keras.Input((16,)), layer, keras.layers.Dropout(0.5)])
+    layer.quantize("int8")
+    # A byte for each weight, four for each of 8 scales and 8 biases; Adam has two slots of each bias.
+    found = storage_choices(model, keras.optimizers.Adam())
+    assert [(way.state_bytes, way.gradient_bytes) for way in found][:2] == [(128 + 64 + 64, 32), (128 + 64 + 32, 32)]
+    assert mpkeras.audit(model).training_bytes["weights"] == {"int8": 128, "float32": 64}
+    adapted = keras.Sequential([keras.Input((3,)), keras.layers.Normalization()])
+    adapted.layers[0].adapt(np.ones((5, 3)))
+    dtype = adapted.layers[0].count.dtype  # int64 on TensorFlow
+    assert mpkeras.audit(adapted).training_bytes["weights"] == {"float32": 24, dtype: {"int32": 4, "int64": 8}[dtype]}
+
+
 SMALL_SLOTS = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")
 
 
@@ -636,6 +650,12 @@ def test_what_is_not_known_is_not_told():
     not_built = keras.Sequential([keras.layers.Dense(2)])
     reports = [advised(), advised(Own(1)), advised(keras.optimizers.Adam(), model=lambda: not_built)]
     assert all(report.storage == [] and "optimizer state" not in str(report) for report in reports)
+
+
+def test_a_model_without_weights_has_no_bytes_a_parameter():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Rescaling(0.5)])
+    report = advised(keras.optimizers.Adam(), model=lambda: model)
+    assert "a parameter" not in str(report) and report.to_dict()["parameters"] == 0
 
 
 @pytest.mark.slow

@@ -603,10 +603,13 @@ def test_open_sizes_are_said_and_may_be_given():
     report = mpkeras.audit(sequences())
     assert report.flops is None and report.open_size == 64
     (note,) = found(report, "note", "could not be traced")
-    assert note.remedy.endswith("Open sizes were taken as 64; `open_size` gives another.")
+    assert note.remedy.endswith("Open sizes were taken as 64; `open_size` (`--open-size`) gives another.")
     report = mpkeras.audit(sequences(), batch_size=2, open_size=32)
     assert report.flops == {"float32": 2 * 2 * 32 * 8 * 8} and report.input_shapes == [(2, 32, 8)]
-    assert " on inputs (2, 32, 8), 0.0 % in 16 bits. Open sizes were taken as 32; `open_size` gives" in str(report)
+    assert (
+        " on inputs (2, 32, 8), 0.0 % in 16 bits. Open sizes were taken as 32; `open_size` (`--open-size`) gives"
+        in str(report)
+    )
     assert report.to_dict()["open_size"] == 32
     # Nothing is open but the batch.
     report = mpkeras.audit(image_model(), open_size=32)

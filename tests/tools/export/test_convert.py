@@ -291,6 +291,22 @@ def test_bad_input(saved, capsys, tmp_path, arguments, expected):
 
 
 @pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"force": "no"}, "Expected `force` to be True or False. Received: force='no'"),
+        ({"force": True, "imports": "my_layers"}, "Expected `imports` to be a list .*Received: imports='my_layers'"),
+        ({"force": True, "imports": None}, "Received: imports=None .*NoneType"),
+    ],
+)
+def test_arguments_of_a_wrong_type_leave_what_is_there(saved, options, message):
+    path, _ = saved
+    (path.parent / "out.keras").write_text("precious")
+    with pytest.raises(TypeError, match=message):
+        convert(path, path.parent / "out.keras", "mixed_bfloat16", **options)
+    assert (path.parent / "out.keras").read_text() == "precious"
+
+
 def test_lambdas_are_not_run(tmp_path, capsys):
     path = tmp_path / "model.keras"
     keras.Sequential([keras.Input((4,)), keras.layers.Lambda(lambda x: 2 * x)]).save(path)
@@ -357,6 +373,17 @@ def test_subclassed_models(tmp_path, monkeypatch):
     assert loaded.head.compute_dtype == "float32"
     assert 'float32 as a rule: call `mpkeras.apply_policy(model, "mixed_bfloat16")` there.' in str(report)
     assert mpkeras.apply_policy(loaded, "mixed_bfloat16").head.compute_dtype == "bfloat16"
+
+
+def test_a_sequential_model_without_shapes_is_no_class_of_the_user(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(5, name="body"), keras.layers.Dense(3, name="head")])
+    with pytest.warns(UserWarning, match="has not yet been built"):
+        model.save(tmp_path / "model.keras")
+        report = convert(tmp_path / "model.keras", tmp_path / "out.keras", "mixed_bfloat16")
+    # Of its layers the file says what they compute in.
+    loaded = keras.saving.load_model(tmp_path / "out.keras")
+    assert [layer.compute_dtype for layer in loaded.layers] == ["bfloat16", "float32"]
+    assert "that its class makes" not in str(report) and "out.keras (keras): no parameters, " in str(report)
 
 
 def test_the_figure_has_a_bar_for_each_dtype(saved):

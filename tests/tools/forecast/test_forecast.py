@@ -14,7 +14,7 @@ import pytest
 from keras import layers, ops
 
 import mpkeras
-from mpkeras.tools.forecast.compiler import CompileRequest
+from mpkeras.tools.forecast.compiler import CompileRequest, NotCompiled
 from mpkeras.tools.forecast.compiling import define
 from mpkeras.tools.forecast.forecast import Forecast, largest_that_fits
 from mpkeras.tools.forecast.targets import TARGETS
@@ -435,6 +435,20 @@ def test_no_batch_fits_or_it_grows_in_steps():
     assert 983 <= largest_that_fits(lambda batch: 5000 - batch if batch < 1000 else -10 * batch, 16, 1) < 1000
 
 
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(("room_of_12", "other"), [(-5, 1), (5, 24)], ids=["too large", "fits"])
+def test_a_model_that_takes_one_batch_size_alone_has_no_largest(room_of_12, other):
+    def room(batch):
+        if batch != 12:
+            raise NotCompiled("Expected a model that JAX can trace.", "Expected batch size: 12")
+        return room_of_12
+
+    with pytest.raises(ValueError, match=rf"takes 12 rows, and not {other} \(Expected batch size: 12\)\. Ask for"):
+        largest_that_fits(room, 12, 1)
+    with pytest.raises(NotCompiled, match=r"^Expected a model that JAX can trace\.$"):
+        largest_that_fits(room, 9, 1)
+
+
 def report(**of_policies):
     target = TARGETS["l4"]
     made = Forecast("m", target, 1, 32)
@@ -535,7 +549,7 @@ def test_the_report(tmp_path):
         ({"x": "rows"}, TypeError, "Expected `x` to be arrays or shapes. Received: 'rows' of type str"),
         ({"y": (16, 16)}, ValueError, r"Expected `x` and `y` of the same number of rows. Received: \[16, 64\]"),
         ({"devices": 0}, ValueError, "Expected at least one device. Received: devices=0"),
-        ({"devices": "8"}, TypeError, "Expected `devices` to be a number or a .* Received: '8' of type str"),
+        ({"devices": "8"}, TypeError, "Expected `devices` to be a whole number or a .* Received: '8' of type str"),
         ({"devices": 3}, ValueError, "3 devices can share evenly. Received: 64 rows. Pass 63"),
         ({"policies": []}, ValueError, "Expected at least one policy. Received: none"),
         ({"policies": ["mixed_float17"]}, ValueError, "Received: name='mixed_float17'"),
@@ -589,6 +603,29 @@ def test_shapes_by_the_names_of_inputs_have_their_dtypes():
     request = CompileRequest(model, {"ids": (6, 5), "numbers": (6, 3)}, None, "cpu", 1, ["float32"], "sgd", "mse")
     dtypes = {name: part["config"]["dtype"] for name, part in json.loads(request.text)["x"].items()}
     assert dtypes == {"ids": "int32", "numbers": "float32"}
+
+
+@needs_jax
+@pytest.mark.backends("tensorflow")
+@pytest.mark.slow
+def test_targets_are_found_of_outputs_whose_layer_leaves_a_size_open():
+    x = keras.Input((5, 12))
+    hidden = layers.EinsumDense("abc,cd->abd", (None, 16), bias_axes="d")(layers.Dropout(0.5)(x))
+    model = keras.Model(x, layers.Dense(8)(hidden))
+    assert model.output_shape == (None, None, 8)
+    options = {"device": "cpu", "policies": ["mixed_bfloat16"], "optimizer": "sgd", "verbose": 0}
+    found, given = (mpkeras.forecast(model, (6, 5, 12), y, **options) for y in (None, (6, 5, 8)))
+    assert found.policies == given.policies
+
+
+@pytest.mark.backends("tensorflow")
+def test_sizes_and_numbers_of_devices_may_be_those_of_numpy():
+    sizes = np.array([12, 96])
+    request = CompileRequest(mlp(), tuple(sizes), [np.int64(12), 16], "cpu", np.int32(3), ["float32"], "sgd", "mse")
+    asked = json.loads(request.text)
+    assert (request.batch, request.devices, asked["mesh"]["shape"]) == (12, 3, [3])
+    assert (asked["x"]["config"]["shape"], asked["y"]["config"]["shape"]) == ([12, 96], [12, 16])
+    assert CompileRequest(mlp(), (4, 96), None, "cpu", np.int64(1), ["float32"], "sgd", "mse").devices == 1
 
 
 @pytest.mark.backends("tensorflow")

@@ -307,6 +307,13 @@ def test_parts_that_the_model_does_not_take_are_no_candidates(compiled, divisor)
 
 
 @ONCE
+def test_policies_that_are_called_alike_are_shown_as_they_were_given():
+    policies = ["mixed_float16", "float32", "mixed_float16"]
+    with pytest.raises(ValueError, match=r"Received: \['mixed_float16', 'float32', 'mixed_float16'\]\. Give each"):
+        mpkeras.plan_memory(residual(), (4, 64), memory="1MB", policies=policies, verbose=0)
+
+
+@ONCE
 def test_a_batch_of_another_size_that_the_model_does_not_take_is_said(compiled):
     def sizes(remat, rows):
         if rows != 4:
@@ -314,7 +321,7 @@ def test_a_batch_of_another_size_that_the_model_does_not_take_is_said(compiled):
         return rows * 100
 
     compiled(sizes)
-    with pytest.raises(NotCompiled, match="Expected a model that JAX"):
+    with pytest.raises(NotCompiled, match=r"takes 4 rows, and not 8 \(rows of 4\)\. Ask for its own batch alone"):
         mpkeras.plan_memory(residual(), (4, 64), memory="1MB", policies=["float32"], batch="largest", verbose=0)
 
 

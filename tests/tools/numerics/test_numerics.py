@@ -169,6 +169,23 @@ def test_each_pass_draws_what_the_next_step_draws():
     assert [key for key in before if before[key].tobytes() != after[key].tobytes()] == []
 
 
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="Expected a batch of at least one example"):
+        mpkeras.trace_numerics(six_layers(), X[:0], Y[:0])
+
+
+def test_the_means_of_several_losses_begin_with_numbers_after_a_trace():
+    x = keras.Input((3,))
+    model = keras.Model(x, {"left": layers.Dense(2, name="left")(x), "right": layers.Dense(1, name="right")(x)})
+    model.compile("sgd", {"left": "mae", "right": "mse"})
+    y = {"left": np.ones((5, 2)), "right": np.ones((5, 1))}
+    # The first loss that is computed makes a mean for each output.
+    mpkeras.trace_numerics(model, np.ones((5, 3)), y)
+    means = [variable for variable in model.metrics_variables if "left_loss" in variable.path]
+    assert [float(ops.convert_to_numpy(variable.value)) for variable in means] == [0.0, 0.0]
+    assert model.test_on_batch(np.ones((5, 3)), y, return_dict=True).keys() == {"loss", "left_loss", "right_loss"}
+
+
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 def test_the_window_is_where_training_neither_overflows_nor_loses_gradients():
