@@ -91,8 +91,8 @@ def _add_penalties_in_float32(layer):
     """Hands the activity regularizer of `layer`, and its `add_loss`, float32 in place of 16 bits.
 
     Keras hands an activity regularizer the layer's output as it is: the L2 penalty of 512 values of 400 is inf in
-    float16. What a regularizer of the user's keeps (a running mean of activations) is read and written in float32, too:
-    Keras calls it in the dtype of the model around the layer. The config stays that of the regularizer itself.
+    float16. The state of a regularizer of the user's (a running mean of activations) is read and written in float32,
+    too: Keras calls it in the dtype of the model around the layer. The config stays that of the regularizer itself.
     """
     if layer.activity_regularizer is not None:
         replace(layer, "activity_regularizer", _float32_regularizer(layer.activity_regularizer), kind="layer")

@@ -23,12 +23,12 @@ _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 _TENSOR = ("value", "data")
 # The instructions that look up an attribute: of Python 3.10 and 3.11 the second, too.
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
-# Those that write into what they are given: `tensor[i] = x`.
+# Instructions that write into an object, as `tensor[i] = x` does.
 _STORES = ("STORE_SUBSCR", "STORE_SLICE")
 # Writes to a user's variable by these packages are looked for in the code that calls them.
 _FOREIGN = frozenset({"keras", "mpkeras", "tensorflow", "jax", "jaxlib", "flax", "torch", "numpy", "ml_dtypes"})
 _FOREIGN |= sys.stdlib_module_names - {"__main__"}
-# What may hold variables.
+# Objects that may hold variables.
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 # Keras' layers around a function that is given a state and returns the next one.
 _WITH_STATE = (keras.layers.JaxLayer,) if hasattr(keras.layers, "JaxLayer") else ()
@@ -158,7 +158,7 @@ def variables_from_outside(layer) -> dict:
 def states_outside(layer) -> list:
     """Returns the variables that the `call` of `layer` assigns to, and that no object holds: global ones, of a class.
 
-    Those of a module, and of a function around `call`, are among them.
+    A module and a function around `call` are no objects here, either.
     """
     reach = _Reach(layer)
     names = {write.attribute for write in reach.writes}

@@ -1,6 +1,7 @@
 """torch's guarded train step."""
 
 import dataclasses
+from typing import Any
 
 import keras
 import numpy as np
@@ -151,7 +152,7 @@ _LONG = 1000
 class KeptTensor:
     """A tensor that an object keeps as an attribute, or in a list or a dictionary that is one: a running mean."""
 
-    holder: dict | list
+    holder: Any
     key: str | int
 
     @property

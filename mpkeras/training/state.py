@@ -132,7 +132,7 @@ def _bytes_by_dtype(variables, stored: dict) -> dict:
     for variable in variables:
         dtype = stored.get(id(variable)) or keras.backend.standardize_dtype(variable.dtype)
         if dtype == "string" or variable.shape is None:
-            # What is of no known size, or comes into being with the first batch.
+            # Its size is not known, or it comes into being with the first batch.
             continue
         sums[dtype] = sums.get(dtype, 0) + bytes_of(variable.shape, dtype)
     return sums

@@ -136,8 +136,8 @@ def observe(
 def _new_metrics_begin_anew(model):
     """Context manager: metrics that come into being in it hold what they begin with afterwards.
 
-    The loss of a model with several outputs makes one for each of them when it is first computed. What those hold on
-    JAX, where a pass is traced, is no number.
+    The loss of a model with several outputs makes one for each of them when it is first computed. On
+    JAX, where a pass is traced, these hold no numbers.
     """
     known = set(map(id, model.metrics))
     try:
