@@ -869,6 +869,29 @@ class OwnStep(keras.Model):
         return logs, (*others, [scope.get_current_value(variable) for variable in self.metrics_variables])
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_part_of_a_model_is_float32_once_the_policy_is_applied_to_it(policy):
+    inputs = keras.Input((3,))
+    inner = head(name="inner")(hidden()(inputs))
+    model = keras.Model(inputs, layers.Dense(1)(layers.LeakyReLU()(inner)))
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    mpkeras.prepare(model, policy)
+    y = np.zeros((len(X), 1), "float32")
+    model.fit(X, y, epochs=1, verbose=0)
+    part = keras.Model(model.input, model.get_layer("inner").output)
+    weights, before = model.get_weights(), part.predict(X, verbose=0)
+    assert keras.backend.standardize_dtype(before.dtype) == policy.removeprefix("mixed_")
+    mpkeras.apply_policy(part, policy)
+    in_part = part.predict(X, verbose=0)
+    (w1, b1), (w2, b2) = weights[:2], weights[2:4]
+    assert in_part.dtype == np.float32
+    # Of the hidden layer 16 bits make an error of a few 1/256.
+    np.testing.assert_allclose(in_part, np.tanh(X @ w1 + b1) @ w2 + b2, rtol=0, atol=0.05)
+    for now, then in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(now, then)
+    assert np.isfinite(model.fit(X, y, epochs=1, verbose=0).history["loss"][0])
+
+
 @pytest.mark.parametrize("metric", ["mae", keras.losses.mean_absolute_error, keras.metrics.MeanAbsoluteError()])
 def test_metrics_of_a_step_of_the_users_own(metric):
     keras.utils.set_random_seed(8)
