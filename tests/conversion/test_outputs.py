@@ -775,9 +775,8 @@ def test_a_head_deep_inside_that_meets_16_bits(door):
     predicted = model.predict(X, verbose=0)
     assert predicted.dtype == np.float32
     np.testing.assert_allclose(predicted, expected, rtol=0, atol=0.03)  # sums of numbers below 1 of 8 bits
-    # TensorFlow refuses two dtypes.
-    is_wide = keras.backend.backend() != "tensorflow"
-    assert model.end.last.compute_dtype == ("float32" if is_wide else "bfloat16")
+    # TensorFlow refuses two dtypes: what the hidden layer returns is float32 there.
+    assert (model.end.last.compute_dtype, model.hidden.last.compute_dtype) == ("float32", "bfloat16")
 
 
 class WithItsHead(keras.Model):
@@ -796,7 +795,7 @@ class WithItsHead(keras.Model):
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_hidden_layer_times_its_head(jit_compile):
-    """torch refuses two dtypes."""
+    """torch refuses two dtypes, so what the hidden layer returns is float32 there."""
     if jit_compile and keras.backend.backend() == "torch":
         pytest.skip("torch has no XLA")
     keras.utils.set_random_seed(2)
@@ -807,8 +806,7 @@ def test_a_hidden_layer_times_its_head(jit_compile):
     predicted = model.predict(X, batch_size=12, verbose=0)
     assert predicted.dtype == np.float32
     np.testing.assert_allclose(predicted, expected, atol=0.03)  # sums of 4 products of numbers below 1 of 8 bits
-    is_wide = keras.backend.backend() != "torch"
-    assert model.end.compute_dtype == ("float32" if is_wide else "bfloat16")
+    assert (model.end.compute_dtype, model.body.compute_dtype) == ("float32", "bfloat16")
 
 
 @pytest.mark.backends("torch")
