@@ -708,10 +708,21 @@ RUN_GRAPH = "_run_through_graph"
 def calls_in_order(graph) -> list:
     """Returns the calls of a Functional model in the order in which Keras 3.15.1 runs them, without its inputs.
 
-    Each has the attributes `operation`, `input_tensors` and `outputs`.
+    Each has the attributes `operation`, `arguments`, `input_tensors` and `outputs`.
     """
     depths = sorted(graph._nodes_by_depth, reverse=True)
     return [node for depth in depths for node in graph._nodes_by_depth[depth] if not node.is_input]
+
+
+def variables_in_operations(graph) -> list:
+    """Returns the variables that operations of a Functional model take, as in `dense(x) * scale`: those of no layer."""
+    taken = [
+        value
+        for call in calls_in_order(graph)
+        if not isinstance(call.operation, keras.layers.Layer)
+        for value in keras.tree.flatten((call.arguments.args, call.arguments.kwargs))
+    ]
+    return [value for value in taken if isinstance(value, keras.Variable)]
 
 
 def packed_outputs(graph, tensors):

@@ -14,7 +14,7 @@ KINDS = {
     "outputs": "`call` of a model of the user's own, and of the models that its step computes with: it returns "
     "float32. `compute_metrics` of a model with a step of its own: metrics are computed in float32",
     "variables": "`call` of a model or layer of the user's own: variables of its own that make outputs are read in "
-    "float32",
+    "float32; of a Functional model: those that operations take",
     "heads": "`call` of a model or layer of the user's own, until it has run once: which of the layers inside makes an "
     "output, and so computes in float32, only a call tells",
     "caller": "`call` of a layer: it returns the dtype that the layer which runs it computes in, where one of the two "

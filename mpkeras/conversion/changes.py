@@ -22,7 +22,14 @@ from mpkeras.conversion.outputs import compute_metrics_in_float32, read_variable
 from mpkeras.conversion.raw_inputs import pass_inputs_on, takes_raw_inputs
 from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE, tensor_dtype, widen
-from mpkeras.policies.heads import NO_HEADS, has_own_call, has_own_step, models_used_by, rounds_as_its_input
+from mpkeras.policies.heads import (
+    NO_HEADS,
+    has_own_call,
+    has_own_step,
+    is_large_together,
+    models_used_by,
+    rounds_as_its_input,
+)
 from mpkeras.policies.own_state import callers_of, kept_for_state
 from mpkeras.policies.rules import is_quantized
 from mpkeras.policies.survey import Survey
@@ -54,6 +61,11 @@ def _fitting(model, layer) -> Iterator[str]:
         yield STEPS_IN_FLOAT32
     if takes_raw_inputs(model, layer):
         yield "raw inputs"
+    if _keras.graph_of(layer) is layer:
+        # Of what they return the symbolic dtype is that of variables as they are stored.
+        variables = [v for v in _keras.variables_in_operations(layer) if _keras.follows_autocast(v)]
+        if variables and not is_large_together(variables):
+            yield "variables in float32"
 
 
 def _of_outputs(model, layer) -> Iterator[str]:

@@ -47,7 +47,7 @@ def return_float32(layer):
 
 
 def read_variables_in_float32(model):
-    """Reads the variables of a model's own in float32 in its `call`; layers inside read theirs as before."""
+    """Reads variables that no layer inside reads in float32 in the `call` of a model; layers read theirs as before."""
     replace(model, "call", _reading_float32(model.call), kind="variables")
 
 
@@ -89,8 +89,8 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
     """Calls `tell` with the layers inside `layer` that make its outputs, before it computes for the first time.
 
     Where the `call` then mixes dtypes that the backend refuses, as it computes with its inputs itself, Keras casts
-    these again; or else, as the arithmetic behind a head is in 16 bits, `withdraw` is called, and the layers are as
-    before.
+    these again; or what meets the result of a head is made float32. Where neither helps, as behind a cast of the
+    user's, `withdraw` is called, and the layers are as before.
 
     Args:
         layer: A layer or model whose `call` is its user's: no graph shows which of the layers inside makes an output.
@@ -109,17 +109,16 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
             can_run(layer, taking_inner_results(layer, call), args, kwargs)
             _left_unbuilt[layer] = _unbuilt(layer)
         is_built = _unbuilt(layer) in (set(), _left_unbuilt.get(layer))
-        run = call
         if is_built:
             restore(layer, "call", kind="heads")
             heads, used = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
             args, kwargs = _tell_heads(layer, heads, used, args, kwargs, tell, withdraw, is_whole=is_whole)
-            own = _of_own_arithmetic(layer, used, args, kwargs, is_whole=is_whole)
-            if own is not None:
-                tell(own)
-                run = _reading_float32(call)
-                if own.layers:  # Keras has cast already what this call is given.
-                    args, kwargs = keras.tree.map_structure(widen, (args, kwargs))
+            tell(_of_own_arithmetic(layer, used, args, kwargs, is_whole=is_whole))
+            if layer.compute_dtype == "float32":
+                # From this call on, whose inputs Keras has cast already.
+                args, kwargs = keras.tree.map_structure(widen, (args, kwargs))
+        reads_float32 = layer.compute_dtype == "float32" or reads_variables_in_float32(layer)
+        run = _reading_float32(call) if reads_float32 else call
         try:
             outputs = run(*args, **kwargs)
         except MixedDtypesError:
@@ -165,8 +164,8 @@ def _tell_heads(layer, heads, used, args, kwargs, tell: Callable, withdraw: Call
     return cast
 
 
-def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads | None:
-    """Returns what is to be told of a `layer` whose `call` computes outputs with variables itself, or `None`.
+def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
+    """Returns what is to be told of a `layer` whose `call` computes outputs with variables itself.
 
     They are read in float32 where what the layers inside are given stays as it is: a scale and a mean behind the last
     layer do that, and positions that are added in front of one would not. Otherwise, and where the call computes
@@ -177,7 +176,7 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads | 
     """
     variables = [part for part in used if isinstance(part, keras.Variable)]
     if not variables or layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
-        return None
+        return NO_HEADS
     is_one_layer = not is_whole and not is_large(layer)
     if is_one_layer and any(part is GIVEN for part in used):
         return Heads([layer])
@@ -191,7 +190,7 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads | 
         given = _given_inside(layer, call, args, kwargs)
         if given is not None and given == _given_inside(layer, in_float32, args, kwargs):
             return Heads(reading=[layer])
-    return Heads([layer]) if is_one_layer else None
+    return Heads([layer]) if is_one_layer else NO_HEADS
 
 
 def _given_inside(layer, call, args, kwargs) -> list | None:

@@ -414,6 +414,29 @@ def test_what_is_added_to_a_head_does_not_round_it(kind, policy):
     assert not any(is_replaced(layer, "call", "caller") for layer in model._flatten_layers())
 
 
+def restored_graph():
+    inputs = keras.Input((3,))
+    scale, level = keras.Variable(1.3071, trainable=False), keras.Variable(LEVEL, trainable=False)
+    return keras.Model(inputs, {"price": layers.Dense(1)(hidden()(inputs)) * scale + level})
+
+
+def product_graph():
+    inputs = keras.Input((3,))
+    kernel = keras.Variable(np.full((4, 1), LEVEL / 3.0, "float32"), trainable=False)
+    return keras.Model(inputs, ops.matmul(layers.Dense(4)(hidden()(inputs)) / 10000.0 + 1.0, kernel))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("make", [restored_graph, product_graph, lambda: AroundModel(restored_graph())])
+def test_variables_that_operations_of_a_graph_take_are_read_in_float32(make, policy):
+    model = make()
+    expected = keras.tree.map_structure(ops.convert_to_numpy, model(X))
+    mpkeras.apply_policy(model, policy)
+    for outputs in (model(X), model.predict(X, verbose=0)):
+        check(keras.tree.map_structure(ops.convert_to_numpy, outputs), expected)
+    assert policy.removeprefix("mixed_") in {layer.compute_dtype for layer in model._flatten_layers()}
+
+
 class WithToken(keras.Model):
     """Begins with a token of its own, as a vision transformer does; behind its layers it computes nothing itself."""
 
