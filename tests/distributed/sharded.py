@@ -22,10 +22,12 @@ ROWS, WIDTH, WORDS = 16, 6, 40
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policies", nargs="+", default=["float32", "mixed_float16"])
+    parser.add_argument("--policies", nargs="+", default=[], help="train under these on eight devices and on one")
+    parser.add_argument("--parts", nargs="+", default=[], choices=["resumed", "convolutions"], help="and do these")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
-    result = {"resumed": resumed(), "convolutions": convolutions()}
+    parts = {"resumed": resumed, "convolutions": convolutions}
+    result = {name: parts[name]() for name in options.parts}
     for policy in options.policies:
         alone = losses_of(made(policy, None), options.steps)
         for shard in ("weights", "state"):

@@ -97,7 +97,7 @@ def test_everything_trains_under_every_layout_as_on_one_device(variant, devices,
 @only_jax
 @pytest.mark.slow
 def test_training_goes_on_on_fewer_devices():
-    resumed = trained("float32")["resumed"]
+    resumed = run_program("sharded.py", "--parts", "resumed")["resumed"]
     for policy, tolerance in (("float32", 1e-6), ("mixed_float16", LARGEST["mixed_float16"])):
         on_four = resumed[f"{policy} 4"]
         for count in (2, 1):
@@ -110,7 +110,7 @@ def test_training_goes_on_on_fewer_devices():
 @only_jax
 @pytest.mark.slow
 def test_every_kind_of_convolution_trains_as_on_one_device():
-    assert trained("float32")["convolutions"] <= LARGEST["mixed_float16"]
+    assert run_program("sharded.py", "--parts", "convolutions")["convolutions"] <= LARGEST["mixed_float16"]
 
 
 @only_jax
