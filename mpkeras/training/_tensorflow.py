@@ -156,7 +156,12 @@ def first_batch(model, data):
 
 
 def variable_scope(model):
-    """The scope in which variables of the model's optimizers are made: on every replica."""
+    """The scope in which variables of the model's optimizers are made: on every replica.
+
+    Within `strategy.run`, where a step of one replica takes its first batches again, the strategy is in force already.
+    """
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        return contextlib.nullcontext()
     return model.distribute_strategy.scope()
 
 
