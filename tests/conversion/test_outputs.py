@@ -375,16 +375,8 @@ class Skipping(keras.Model):
         return self.end(self.other(h)) + ops.mean(h, -1, keepdims=True)
 
 
-class SkippingBlock(layers.Layer):
+class SkippingBlock(Block):
     """The same with what it is given."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.wide, self.last = hidden(), head()
-
-    def build(self, input_shape):
-        self.wide.build(input_shape)
-        self.last.build((*input_shape[:-1], 4))
 
     def call(self, x):
         return self.last(self.wide(x)) + ops.mean(x, -1, keepdims=True)
