@@ -145,7 +145,7 @@ def _tell_heads(layer, heads, used, args, kwargs, tell: Callable, withdraw: Call
     cast = cast_inputs(layer, args, kwargs) if passes_inputs_on(layer) else None
     if cast is None or not _runs(layer, *cast):
         # The results of heads meet 16 bits.
-        if any(part is GIVEN for part in used) and not is_whole and not is_large(layer):
+        if _uses_given(used) and not is_whole and not is_large(layer):
             meeting = Heads([layer])
             given = keras.tree.map_structure(widen, (args, kwargs))
         else:
@@ -178,7 +178,7 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
     if not variables or layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
         return NO_HEADS
     is_one_layer = not is_whole and not is_large(layer)
-    if is_one_layer and any(part is GIVEN for part in used):
+    if is_one_layer and _uses_given(used):
         return Heads([layer])
     if not is_large_together(variables):
         call = value_below(layer, "call")
@@ -191,6 +191,11 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
         if given is not None and given == _given_inside(layer, in_float32, args, kwargs):
             return Heads(reading=[layer])
     return Heads([layer]) if is_one_layer else NO_HEADS
+
+
+def _uses_given(used) -> bool:
+    # A variable that is compared by `==` compares its numbers.
+    return any(part is GIVEN for part in used)
 
 
 def _given_inside(layer, call, args, kwargs) -> list | None:
