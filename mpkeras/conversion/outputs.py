@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib
 import re
-import weakref
 from collections.abc import Callable
 
 import keras
@@ -80,11 +79,6 @@ def compute_metrics_in_float32(model):
     replace(model, "compute_metrics", compute_float32_metrics, kind="outputs")
 
 
-# Layer -> `id`s of the layers inside that its last call has left unbuilt. A model that has been built meanwhile is
-# converted again, and waits for its first call anew.
-_left_unbuilt: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
 def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole: bool = False):
     """Calls `tell` with the layers inside `layer` that make its outputs, before it computes for the first time.
 
@@ -103,13 +97,12 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
 
     @functools.wraps(call)
     def call_and_tell(*args, **kwargs):
-        # Keras builds what is not built by a run of its own, which comes this way first. Its results are not used. What
-        # is not built in a layer that is, no call uses, or the first one builds it.
-        if layer.built and _unbuilt(layer):
-            can_run(layer, taking_inner_results(layer, call), args, kwargs)
-            _left_unbuilt[layer] = _unbuilt(layer)
-        is_built = _unbuilt(layer) in (set(), _left_unbuilt.get(layer))
+        # Keras builds what is not built by a run of its own, which comes this way first. Its results are not used.
+        is_built = layer.built
         if is_built:
+            if not all(inner.built for inner in _keras.flatten_layers(layer)):
+                # No call uses it, or the first one builds it.
+                can_run(layer, taking_inner_results(layer, call), args, kwargs)
             restore(layer, "call", kind="heads")
             heads, used = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
             args, kwargs = _tell_heads(layer, heads, used, args, kwargs, tell, withdraw, is_whole=is_whole)
@@ -120,14 +113,12 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
         reads_float32 = layer.compute_dtype == "float32" or reads_variables_in_float32(layer)
         run = _reading_float32(call) if reads_float32 else call
         try:
-            outputs = run(*args, **kwargs)
+            return run(*args, **kwargs)
         except MixedDtypesError:
             if is_built or not passes_inputs_on(layer):
                 raise
             args, kwargs = cast_inputs(layer, args, kwargs)
-            outputs = call(*args, **kwargs)
-        _left_unbuilt[layer] = _unbuilt(layer)
-        return outputs
+            return call(*args, **kwargs)
 
     replace(layer, "call", call_and_tell, kind="heads")
 
@@ -234,10 +225,6 @@ def let_heads_tell(model, *args, **kwargs):
         args, kwargs = keras.tree.map_structure(as_tensor, (args, kwargs))
         with in_silence():
             _backend.trace(model, model, args, kwargs)
-
-
-def _unbuilt(layer) -> set:
-    return {id(inner) for inner in _keras.flatten_layers(layer) if not inner.built}
 
 
 def _heads_in_call(layer, call, args, kwargs) -> tuple[Heads, list]:
