@@ -607,11 +607,12 @@ def normalized_graph(name):
 def test_a_normalization_at_the_end_is_not_rounded_to_the_dtype_of_its_input(make, name):
     model = make(name)
     expected = model.predict(X, verbose=0)
+    autocast = [layer.autocast for layer in model._flatten_layers()]
     mpkeras.apply_policy(model, "mixed_bfloat16")
     check(model.predict(X, verbose=0), expected)
     check(model(X), expected)
     mpkeras.apply_policy(model, "float32")
-    assert not any(layer.autocast for layer in model._flatten_layers() if isinstance(layer, NORMALIZATIONS[name]))
+    assert [layer.autocast for layer in model._flatten_layers()] == autocast
     np.testing.assert_array_equal(model.predict(X, verbose=0)[0], expected[0])
 
 
