@@ -6,8 +6,7 @@ by the program that is there. The rollback has put the model back; here the opti
 that nothing is left of the attempt but the scale. From the first counted step on nobody looks any more.
 
 The next batches may have larger gradients. So the first attempt is made at a scale above the guess, and training goes
-on as far below the scale at which the batch counted: at the guess, where the first attempt did. A step of the user's
-own may keep scaled gradients for the update of a later step, made at the guess then: there the guess comes first.
+on as far below the scale at which the batch counted: at the guess, where the first attempt did.
 """
 
 import functools
@@ -19,7 +18,6 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras.policies.heads import own_methods
 from mpkeras.policies.loss_scaling import LARGEST_SCALE, SMALLEST_SCALE, number
 from mpkeras.training import training_backend
 from mpkeras.training.inventory import (
@@ -148,16 +146,16 @@ class FirstSteps:
         Returns:
             Logs, state and changes of the last run, and the scales at which it was tried where they are not the guess.
         """
-        scales = at_begin.first_scales(waiting)
+        scales = at_begin.scales_above_guess(waiting)
         _write_scales(step_state, scales)
         for _ in range(_MOST_ATTEMPTS):
             logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
             has_counted = any(change.counted for change in changes.values())
             if not has_counted and not any(change.skipped for change in changes.values()):
-                # Nothing of the step is put back. From here on it runs once: gradients that it keeps for an update of a
-                # later step have this scale in them.
+                # Nothing of the step is put back, and gradients that it keeps for an update of a later step have this
+                # scale in them: it stays, and steps run once from here on.
                 self.are_over = True
-                break
+                return logs, step_state, changes, {}
             overflowed = [optimizer for optimizer in waiting if changes[optimizer].overflowed]
             if not overflowed and not has_counted and any(scale > at_begin.guess(o) for o, scale in scales.items()):
                 # The scale has no part in it: the step is skipped as ever, at the guess.
@@ -248,13 +246,11 @@ class _Before:
         names = optimizer.loss_scale_rule.initial_state()
         return {name: self._number(optimizer.scale_state[name]) for name in names}
 
-    def first_scales(self, waiting: list) -> dict:
+    def scales_above_guess(self, waiting: list) -> dict:
         """Returns the scales of the first attempt, by optimizer: `HEADROOM` times the guess, where the rule has it."""
         if len(waiting) > 1 and not self.are_all:
             # The update of one could not be undone where another overflows.
             return {}
-        if own_methods(self._model, "train_step"):
-            return {optimizer: self.guess(optimizer) for optimizer in waiting}
         scales = {}
         for optimizer in waiting:
             scale = HEADROOM * self.guess(optimizer)

@@ -129,9 +129,8 @@ def sgd():
 
 
 def check_scales(d_optimizer, g_optimizer):
-    # A quarter of the guess, from the first step on: the next gradients may be larger.
-    assert float(d_optimizer.loss_scale) == SCALE / 4 * 0.5 ** len(BAD)
-    assert float(g_optimizer.loss_scale) == SCALE / 4
+    assert float(d_optimizer.loss_scale) == SCALE * 0.5 ** len(BAD)
+    assert float(g_optimizer.loss_scale) == SCALE
     assert (int(d_optimizer.skipped_steps), int(g_optimizer.skipped_steps)) == (len(BAD), 0)
     assert (int(d_optimizer.iterations), int(g_optimizer.iterations)) == (STEPS - len(BAD), STEPS)
     assert int(d_optimizer.nonfinite_losses) == 0
