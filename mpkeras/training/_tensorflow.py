@@ -331,6 +331,11 @@ class _Step(StepInVariables):
     def is_traced(self):
         return not tf.executing_eagerly()
 
+    def trace_once_more(self):
+        if self.is_traced() and replicas() == 1:
+            # As after any function that makes a variable. What a `tf.function` inside this one makes does not count.
+            tf.Variable(lambda: tf.zeros(()), trainable=False)
+
 
 def _own_part(variable):
     """Returns the part of a distributed variable that this replica holds; any other variable as it is.

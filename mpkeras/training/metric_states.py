@@ -142,7 +142,11 @@ def replaced(logs, in_step: dict, shown_now: dict):
     if not isinstance(logs, dict):
         return logs
     logs = dict(logs)
-    for name in logs.keys() & in_step.keys():
+    for name, value in logs.items():
+        if name not in in_step:
+            # Keras' own metric of those that were given to `compile` says theirs in a dictionary.
+            logs[name] = replaced(value, in_step, shown_now)
+            continue
         leaves = [keras.tree.flatten(part[name]) for part in (logs, in_step, shown_now)]
         if len({len(part) for part in leaves}) == 1:
             new = [_replaced_value(*values) for values in zip(*leaves, strict=True)]

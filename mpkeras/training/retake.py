@@ -151,6 +151,11 @@ class FirstSteps:
         for _ in range(_MOST_ATTEMPTS):
             logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
             has_counted = any(change.counted for change in changes.values())
+            if not has_counted and not any(change.skipped for change in changes.values()):
+                # Nothing of the step is put back, and gradients that it keeps for an update of a later step have this
+                # scale in them: it stays, and steps run once from here on.
+                self.are_over = True
+                return logs, step_state, changes, {}
             overflowed = [optimizer for optimizer in waiting if changes[optimizer].overflowed]
             if not overflowed and not has_counted and any(scale > at_begin.guess(o) for o, scale in scales.items()):
                 # The scale has no part in it: the step is skipped as ever, at the guess.
@@ -190,9 +195,10 @@ class FirstSteps:
 
 
 class _Change(NamedTuple):
-    """What a step did to an optimizer: whether an update counted, and whether one overflowed for its scale alone."""
+    """What a step did to an optimizer: whether an update counted, was skipped, or overflowed for its scale alone."""
 
     counted: bool
+    skipped: bool
     overflowed: bool
 
 
@@ -291,8 +297,9 @@ class _Before:
         # below the guess; there another scale than the guess is a sign by itself, as at its floor a scale cannot move.
         begun = {} if scale is None else {id(optimizer.dynamic_scale): max(scale, self.guess(optimizer))}
         has_moved = any(after.number(v) != begun.get(id(v), self._number(v)) for v in moving)
-        overflowed = has_moved and grew(optimizer.skipped_steps) and not grew(optimizer.nonfinite_losses)
-        return _Change(grew(optimizer.accepted_steps), overflowed)
+        skipped = grew(optimizer.skipped_steps)
+        overflowed = has_moved and skipped and not grew(optimizer.nonfinite_losses)
+        return _Change(grew(optimizer.accepted_steps), skipped, overflowed)
 
     def put_back(self, step_state, scales: dict):
         """Gives `step_state` the values from before the step, and optimizers their new scales."""

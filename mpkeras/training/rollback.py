@@ -132,6 +132,9 @@ class StepInVariables:
         """Whether a program is made of the step, for later ones, too."""
         return False
 
+    def trace_once_more(self):
+        """Lets the program that is traced now be traced again before it runs."""
+
     def run(self, step) -> tuple:
         """Runs `step()`, and puts back what it did where its updates were skipped.
 
@@ -152,6 +155,8 @@ class StepInVariables:
         if self._rounded and self._model not in _told:
             _told.add(self._model)
             _warn_of_rounding(self._model, self._rounded)
+        if any(id(metric) not in self._metric_values for metric in metric_states.flat(self._metrics())):
+            self.trace_once_more()
         any_skipped, step_is_skipped = self.outcome(self._end())
 
         def restored():

@@ -241,6 +241,10 @@ class OwnStep(keras.Model):
         self.largest.update_state(error)
         if self.returns == "results":
             return self.get_metrics_result()
+        if self.returns == "each":
+            given_to_compile = next(metric for metric in self.metrics if metric.name == "compile_metrics")
+            given_to_compile.update_state(ops.zeros((1, 1)), ops.reshape(error, (1, 1)))
+            return {metric.name: metric.result() for metric in self.metrics}
         return {"total": self.total.result(), "largest": self.largest.result(), "error": error, "seven": 7}
 
     def stateless_step(self, state, data):
@@ -288,6 +292,30 @@ def test_trackers_of_a_users_own_step_show_the_losses_of_skipped_steps(returns, 
     else:
         assert column(logs, "error") == [1e4, np.inf, 4e4, 4.0, 1e4]
         assert column(logs, "seven") == [7] * 5
+
+
+@pytest.mark.slow
+@IGNORES
+@pytest.mark.parametrize(
+    ("is_decorated", "options"),
+    [
+        *(pytest.param(False, *mode.values, id=mode.id) for mode in FIT_MODES),
+        pytest.param(True, {"jit_compile": False}, id="a tf.function", marks=pytest.mark.backends("tensorflow")),
+    ],
+)
+def test_what_each_of_the_metrics_says_is_that_of_a_run_without_the_skipped_steps(is_decorated, options):
+    """As the guides of Keras report metrics: those that were given to `compile` say theirs in one dictionary."""
+    step = OwnStep.train_step
+    if is_decorated:
+        import tensorflow as tf
+
+        # Keras makes the metrics in this function: the one around it, with the guard, makes none.
+        step = tf.function(step)
+    model = type("DecoratedStep", (OwnStep,), {"train_step": step})("each")
+    model.compile(keras.optimizers.SGD(0.0), metrics=["mae"], **options)
+    history, logs = fit(model, *data([100.0, 2.0, np.inf, 4.0, 200.0]))
+    np.testing.assert_array_equal(column(logs, "mae"), [np.nan, 4.0, 4.0, 10.0, 10.0])
+    assert history["mae"] == [10.0] and history["largest"] == [20.0]
 
 
 @pytest.mark.slow

@@ -583,6 +583,30 @@ def test_a_capsule_of_a_first_step_is_run_once(tmp_path):
     assert (bool(run["skipped"]), run["loss_scale"], run["same_bits"]) == (True, 2.0**14, True)
 
 
+class UpdatesNothing(keras.Sequential):
+    """Its steps only look at their batch, as those do that sum gradients for the update of a later one."""
+
+    def train_step(self, *arguments):
+        *state, (x, _) = arguments
+        if BACKEND != "jax":
+            self(x, training=True)
+            return {}
+        trainable, non_trainable, *others = state[0]
+        _, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
+        return {}, (trainable, non_trainable, *others)
+
+
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_a_step_that_updates_nothing_is_run_once(options):
+    normalization = layers.BatchNormalization(momentum=0.5)
+    model = prepared(UpdatesNothing([keras.Input((6,)), normalization, layers.Dense(1)]), metrics=None, **options)
+    fit(model, X[: 2 * BATCH], Y[: 2 * BATCH])
+    first, second = X[:BATCH].mean(axis=0), X[BATCH : 2 * BATCH].mean(axis=0)
+    np.testing.assert_allclose(normalization.moving_mean.numpy(), first / 4 + second / 2, rtol=1e-5, atol=1e-6)
+    # Of the first attempt: gradients that such a step sums have it in them.
+    assert number(model.optimizer.loss_scale) == 4 * 2.0**15
+
+
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("options", FIT_MODES[:2])
