@@ -170,14 +170,14 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
         if len(_keras.added_losses(layer)) > added[id(layer)]:
             raise ValueError(
                 "Expected no layer that adds a loss (`add_loss`, an activity regularizer) where TensorFlow computes "
-                f"again in the backward pass: the gradient of the loss would be lost. Received: '{layer.path}'. Name "
-                "the layers whose outputs are kept, `remat=[...]`, so that it is behind the last one, or train on JAX "
-                "or torch."
+                f"again in the backward pass: the gradient of the loss would be lost. Received: "
+                f"'{layer.path or layer.name}'. Name the layers whose outputs are kept, `remat=[...]`, so that it is "
+                "behind the last one, or train on JAX or torch."
             )
     for part in inside.values():
         for name, tensor in _tensors_held(part):
             if id(tensor) not in held:
-                setattr(part, name, _without_gradient(tensor, results, part.path, name))
+                setattr(part, name, _without_gradient(tensor, results, part.path or part.name, name))
     results = iter(results)
     returned = [next(results) if _is_float(tensor) else tensor for tensor in outputs]
     for tensor, new in zip(outputs, returned, strict=True):

@@ -43,8 +43,11 @@ class ConvertedLayer:
 
     @property
     def draws_numbers(self) -> bool:
-        """Whether it has random generators of its own."""
-        return bool(_keras.own_seed_generators(self.layer))
+        """Whether it draws from random generators of its own."""
+        is_cell_of_keras = not self.has_own_call and hasattr(self.layer, "get_dropout_mask")
+        # Those have a generator without dropout, too.
+        draws = not is_cell_of_keras or self.layer.dropout > 0 or self.layer.recurrent_dropout > 0
+        return draws and bool(_keras.own_seed_generators(self.layer))
 
     @property
     def has_own_call(self) -> bool:

@@ -77,8 +77,8 @@ def named_parts(survey, remat) -> list[tuple[str, str]]:
     for graph in _graphs(survey):
         # The last part of a graph keeps everything.
         for calls in calls_between(graph, parts.ends.get(id(graph), ()))[:-1]:
-            # `keras.ops` on symbolic tensors make operations that are no layers.
-            names = [getattr(call.operation, "path", call.operation.name) for call in calls]
+            # Operations of `keras.ops` have no path, and Keras gives none to a layer without a `build` (Dropout, ReLU).
+            names = [getattr(call.operation, "path", None) or call.operation.name for call in calls]
             named.append((names[0], names[-1]))
     return named
 

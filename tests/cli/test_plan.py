@@ -7,6 +7,7 @@ import keras
 import pytest
 from keras import layers
 
+import mpkeras
 from tests.cli.lines import lines_of
 
 # What is tested here knows no backend: once is enough.
@@ -52,6 +53,16 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, saved, arguments, 
     assert [path.name for path in tmp_path.iterdir()] == ["small.keras"]
 
 
+def test_accumulation_is_written_without_sums_that_no_plan_counts():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(1)])
+    model.compile("adam", "mse")
+    mpkeras.prepare(model, "mixed_float16")
+    model.optimizer.accumulate(4)
+    model.optimizer.build(model.trainable_variables)
+    # Adam made with `gradient_accumulation_steps=4` has four more, which are not used.
+    assert len([variable for variable in model.optimizer.variables if "gradient" in variable.name]) == 4
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -59,7 +70,7 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, saved, arguments, 
         (
             ["--policy", "mixed_float16", "--memory", "2700", "--allow", "slots", "--allow", "accumulation"],
             "`mpkeras.prepare(model, mpkeras.Policy('mixed_float16', slot_dtype='bfloat16'))`, and batches of 3 rows, "
-            "4 of which make one update: `gradient_accumulation_steps=4` of the optimizer.",
+            "4 of which make one update: `model.optimizer.accumulate(4)` behind it.",
         ),
     ],
     ids=["as it is", "slots and parts"],

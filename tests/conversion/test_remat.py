@@ -449,6 +449,12 @@ def test_what_is_computed_again_is_named_and_taken_back_by_a_policy_without():
     assert parts(graph, ["path:end_1"]).computed_again == [("counted_0", "end_1")]
     assert parts(model, "blocks").computed_again == [(block.path, block.path) for block in model.blocks]
     assert parts(graph, None).computed_again == parts(model, None).computed_again == []
+    # Keras gives no path to layers that have no `build`.
+    x = inputs = keras.Input((16,))
+    for number in range(4):
+        x = layers.Dropout(0.1, name=f"dropped_{number}")(layers.Dense(16, name=f"dense_{number}")(x))
+    dropping = keras.Model(inputs, layers.Dense(1)(x))
+    assert parts(dropping, "blocks").computed_again == [(f"dense_{n}", f"dropped_{n}") for n in range(4)]
 
 
 @pytest.mark.slow
@@ -605,6 +611,12 @@ def test_tensorflow_says_what_it_cannot_do():
         x = layers.Add()([x, layers.Dense(16, activity_regularizer="l2", name=f"penalized_{number}")(x)])
     step = mpkeras.make_train_step(keras.Model(inputs, layers.Dense(1)(x)), "sgd", "mse", remat="blocks")
     with pytest.raises(ValueError, match="adds a loss.*penalized"):
+        step(ROWS, TARGETS)
+    x = inputs = keras.Input((16,))
+    for number in range(3):
+        x = layers.ActivityRegularization(l2=0.1, name=f"penalty_{number}")(layers.Dense(16)(x))
+    step = mpkeras.make_train_step(keras.Model(inputs, layers.Dense(1)(x)), "sgd", "mse", remat="blocks")
+    with pytest.raises(ValueError, match="adds a loss.*'penalty_0'"):
         step(ROWS, TARGETS)
     # Each step of the second loop would draw the mask of the first step.
     stack = [layers.RNN(DrawingCell(6), return_sequences=True, name=name) for name in ("first", "second", "third")]

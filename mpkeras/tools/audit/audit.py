@@ -99,6 +99,7 @@ def audit_with_optimizer(
         *checks.check_whole_numbers(model, inputs),
         *checks.check_counted_numbers(forward, rows),
         *checks.check_float32_rules(model, rows),
+        *checks.check_missing_kernels(model, rows),
         *checks.check_rounded_outputs(model, rows),
         *checks.check_written_state(model, rows),
         *checks.check_islands(model, rows),

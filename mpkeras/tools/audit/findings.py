@@ -5,7 +5,16 @@ import dataclasses
 import keras
 
 from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.seams import ConvertedLayer, ModelView, RuleNames, dtypes, mixing, native, scales_loss
+from mpkeras.seams import (
+    ConvertedLayer,
+    ModelView,
+    RuleNames,
+    dtypes,
+    missing_kernel_rules,
+    mixing,
+    native,
+    scales_loss,
+)
 from mpkeras.tools.shared.flops import LAST_WHOLE_NUMBERS, sums_by_dtype
 from mpkeras.tools.shared.report import bytes_text, listed, percent
 
@@ -196,6 +205,27 @@ def check_written_state(model, rows) -> list:
         what = f"It {'computes' if in_16_bits else 'stays'} in {row.compute_dtype} and {row.reason}."
         remedy = "`mpkeras.apply_policy` and `mpkeras.prepare` keep it in float32." if in_16_bits else "Leave it so."
         findings.append(Finding("warning" if in_16_bits else "note", row.path, what, remedy))
+    return findings
+
+
+def check_missing_kernels(model, rows) -> list:
+    """Layers that stay in float32, as the backend has no kernel in 16 bits for them here, and what they cost."""
+    used = [dtype for dtype in dtypes.SIXTEEN_BIT_DTYPES if ModelView(model).computes_in((dtype,))]
+    rules = {row.rule for row in rows}
+    missing = {rule for dtype in used for rule, _ in missing_kernel_rules(dtype, among=rules)}
+    all_flops = sum(row.total_flops for row in rows)
+    findings = []
+    inner: set = set()
+    for row in rows:
+        in_16_bits = row.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES
+        if in_16_bits or row.rule not in missing or id(row.layer) in inner:
+            continue
+        inside = {id(layer) for layer in ModelView(row.layer).layers}
+        inner |= inside
+        flops = sum(part.total_flops for part in rows if id(part.layer) in inside)
+        what = f"It stays in {row.compute_dtype}{_share_text(flops, all_flops)}: it {row.reason.rstrip('.: ')}."
+        remedy = "Leave it so: `mpkeras.apply_policy` tries anew on another device or backend, and in another dtype."
+        findings.append(Finding("note", row.path, what, remedy))
     return findings
 
 

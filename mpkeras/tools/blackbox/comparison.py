@@ -5,9 +5,9 @@ import functools
 
 import numpy as np
 
-from mpkeras.seams import ConvertedLayer, ModelView, in_float32
+from mpkeras.seams import ConvertedLayer, ModelView, dtypes, in_float32
 from mpkeras.tools.shared.observation import STEPPING, observe
-from mpkeras.tools.shared.report import Figure, Report, make_figure, percent
+from mpkeras.tools.shared.report import Figure, Report, listed, make_figure, percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +18,15 @@ class Deviation:
         path: `layer.path`.
         compute_dtype: What it computes in.
         outputs, gradients: Of what it returns, and of the loss by that, without the loss scale.
+        is_as_it_was: Whether it draws random numbers, which would be others in float32, and was computed in 16 bits
+            both times: what it loses by itself is not in its shares.
     """
 
     path: str
     compute_dtype: str
     outputs: float
     gradients: float
+    is_as_it_was: bool
 
 
 class Comparison(Report):
@@ -62,11 +65,16 @@ class Comparison(Report):
         return header, [[row.path, row.compute_dtype, _share(row.outputs), _share(row.gradients)] for row in self.rows]
 
     def notes(self) -> list:
+        as_they_were = dict.fromkeys(row.path for row in self.rows if row.is_as_it_was)
+        notes = [
+            "In 16 bits both times, as other random numbers would be drawn in float32; what they lose by themselves is "
+            f"not in the table: {listed(as_they_were)}."
+        ] * bool(as_they_were)
         if self.first is None:
-            return [f"No layer is more than {percent(self.bound)} away from float32."]
+            return [f"No {'other ' * bool(notes)}layer is more than {percent(self.bound)} away from float32.", *notes]
         side = "outputs" if self.first.outputs > self.bound else "gradients"
         share = _share(getattr(self.first, side))
-        return [f"The first beyond {percent(self.bound)}: the {side} of '{self.first.path}', by {share}."]
+        return [f"The first beyond {percent(self.bound)}: the {side} of '{self.first.path}', by {share}.", *notes]
 
     def to_dict(self) -> dict:
         def as_json(row):
@@ -102,7 +110,8 @@ def compare_with(
         )
     run = functools.partial(observe, model, x, y, sample_weight, loss_of=loss_of, paths=paths)
     observed = run(loss_scale=loss_scale)
-    with in_float32(model, but=_drawing(model)):
+    drawing = _drawing(model)
+    with in_float32(model, but=drawing):
         reference = run()
     rows = [
         Deviation(
@@ -110,6 +119,7 @@ def compare_with(
             call.compute_dtype,
             _deviation(call.outputs, twin.outputs),
             _deviation(call.output_grads, twin.output_grads, loss_scale),
+            id(call.layer) in drawing and call.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES,
         )
         for call, twin in zip(observed.calls, reference.calls, strict=True)
     ]

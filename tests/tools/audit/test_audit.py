@@ -359,6 +359,20 @@ def test_p29_lora_weights_and_optimizer_state_in_16_bits():
     assert "momentum" in finding.what
 
 
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+def test_a_layer_without_a_kernel_in_16_bits_is_named_with_what_it_costs():
+    stack = [layers.GRU(4, name="gru"), layers.Dense(8, name="hidden"), layers.Dense(1)]
+    model = mpkeras.apply_policy(keras.Sequential([keras.Input((3, 5)), *stack], name="net"), "mixed_bfloat16")
+    (finding,) = [finding for finding in mpkeras.audit(model).findings if "stays in float32" in finding.what]
+    # Of a row: 3 steps of 2 * (5 + 4) * 12, and 2 * 4 * 8 + 2 * 8 * 1 in the two others.
+    assert finding.severity == "note" and finding.layer == "net/gru"
+    assert "It stays in float32, 89 % of all FLOPs: it fails in bfloat16 on jax" in finding.what
+    assert "`mpkeras.apply_policy` tries anew" in finding.remedy
+    mpkeras.apply_policy(model, "float32")
+    assert not [finding for finding in mpkeras.audit(model).findings if "stays in float32" in finding.what]
+
+
 @pytest.mark.filterwarnings("ignore:.*scales no loss")
 @pytest.mark.parametrize("is_sequential", [True, False])
 def test_float16_without_loss_scaling_is_no_error_where_rules_keep_all_layers_in_float32(is_sequential):
