@@ -931,6 +931,11 @@ def cast_to_float32(tensor, index: int):
     return output
 
 
+def is_cast(operation) -> bool:
+    """Whether an operation of a graph is `keras.ops.cast`."""
+    return isinstance(operation, _Cast)
+
+
 def is_float32_cast(tensor) -> bool:
     """Whether a symbolic tensor was made by `cast_to_float32`."""
     return isinstance(made_by(tensor)[0], _Float32Output)

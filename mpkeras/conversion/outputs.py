@@ -137,22 +137,27 @@ def _tell_heads(layer, heads, used, args, kwargs, tell: Callable, withdraw: Call
     if cast is None or not _runs(layer, *cast):
         # The results of heads meet 16 bits.
         if _uses_given(used) and not is_whole and not is_large(layer):
-            meeting = Heads([layer])
-            given = keras.tree.map_structure(widen, (args, kwargs))
+            attempts = [(Heads([layer]), keras.tree.map_structure(widen, (args, kwargs)))]
         else:
-            parts = [part for part in used if isinstance(part, keras.layers.Layer) and part not in heads.layers]
-            meeting = Heads(widened=[part for part in parts if part.compute_dtype in SIXTEEN_BIT_DTYPES])
-            given = args, kwargs
-        tell(meeting)
-        if _runs(layer, *given):
-            return given
-        withdraw(meeting)
+            # Those that outputs are made of first: what goes from layer to layer in float32 takes memory.
+            attempts = [(_widening(parts, heads), (args, kwargs)) for parts in (used, _keras.direct_sublayers(layer))]
+        for meeting, given in attempts:
+            tell(meeting)
+            if _runs(layer, *given):
+                return given
+            withdraw(meeting)
         withdraw(heads)
         # Where heads and inputs both meet 16 bits, as in the steps of a flow, it takes both.
         if cast is None or _runs(layer, args, kwargs) or not _runs(layer, *cast):
             return args, kwargs
     let_keras_cast_inputs(layer)
     return cast
+
+
+def _widening(parts, heads: Heads) -> Heads:
+    """Returns what is to be told of the layers in 16 bits among `parts`, where results of `heads` meet theirs."""
+    layers = [part for part in parts if isinstance(part, keras.layers.Layer) and part not in heads.layers]
+    return Heads(widened=[layer for layer in layers if layer.compute_dtype in SIXTEEN_BIT_DTYPES])
 
 
 def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
@@ -324,9 +329,7 @@ def end_in_float32(model, in_file: bool = False):
     old_outputs = keras.tree.flatten(structure)
     plain_outputs = [without_cast(output) for output in old_outputs]
     cast = _cast_by_layer if in_file else _keras.cast_to_float32
-    outputs = [
-        cast(output, i) if output.dtype in SIXTEEN_BIT_DTYPES else output for i, output in enumerate(plain_outputs)
-    ]
+    outputs = [cast(output, i) if _is_in_16_bits(output) else output for i, output in enumerate(plain_outputs)]
     if any(new is not old for new, old in zip(outputs, old_outputs, strict=True)):
         # The names that Keras gives outputs are those of what made them.
         names = [_keras.made_by(output)[0].name for output in (outputs if in_file else plain_outputs)]
@@ -336,6 +339,15 @@ def end_in_float32(model, in_file: bool = False):
     cast_outputs = [plain for plain, new in zip(plain_outputs, outputs, strict=True) if new is not plain]
     if not in_file and any(map(_loses_in_file, cast_outputs)):
         _save_without_casts(graph, keras.tree.pack_sequence_as(structure, plain_outputs))
+
+
+def _is_in_16_bits(tensor) -> bool:
+    """Whether a symbolic tensor is in 16 bits. Keras 3.15.1 says float32 of one that `ops.normalize` made of them."""
+    operation, node_index = _keras.made_by(tensor)
+    if tensor.dtype != "float32" or isinstance(operation, keras.layers.Layer) or _keras.is_cast(operation):
+        return tensor.dtype in SIXTEEN_BIT_DTYPES
+    given = list(filter(_is_float, _keras.inputs_of_call(operation, node_index)))
+    return bool(given) and all(map(_is_in_16_bits, given))
 
 
 def _loses_in_file(output) -> bool:

@@ -51,8 +51,9 @@ NO_HEADS = Heads()
 def heads_of(model) -> Heads:
     """Returns the layers that make the outputs of `model`, looked up in its graph; nothing is run.
 
-    An output is followed back through what has no weights (a reshape, an activation, a sum) and leads to outputs
-    alone, up to and including the layer that multiplies: rounding there could not be undone behind it. A normalization
+    An output is followed back through what has no weights (a reshape, an activation, a sum), up to and including the
+    layer that multiplies: rounding there could not be undone behind it. Of several such layers behind one output (a
+    sum, a concatenation), those count that lead to outputs alone. A normalization
     that rounds to the dtype of its input is a head, and leads on to what makes that. A model inside that returns an
     output is looked into. Where the `train_step` of a model is its user's own, the outputs of the
     models that it holds count, too: such a step computes with them.
@@ -73,7 +74,7 @@ def heads_in_flow(layer, flow) -> Heads:
         made_by = flow.marked.get(call)
         return made_by is None or (isinstance(made_by, keras.layers.Layer) and search.end_at(made_by))
 
-    follow_back(flow.outputs, flow.given_to, leads_on)
+    follow_back(flow.outputs, flow.given_to, leads_on, flow.passes_on)
     return search.heads()
 
 
@@ -82,18 +83,8 @@ def used_behind_layers(flow) -> list:
 
     No layer that multiplies is between them and an output.
     """
-    used, waiting, met = [], list(flow.outputs), set()
-    while waiting:
-        _, call = waiting.pop()
-        if call in met or call not in flow.given_to:
-            continue
-        met.add(call)
-        made_by = flow.marked.get(call)
-        if made_by is None or (isinstance(made_by, keras.layers.Layer) and passes_numbers_on(made_by)):
-            waiting += flow.given_to[call]
-        else:
-            used.append(made_by)
-    return used
+    makers, _ = _made_by(flow.outputs, flow.given_to, flow.passes_on)
+    return [flow.marked[call] for call in makers]
 
 
 class _Search:
@@ -156,7 +147,14 @@ class _Search:
             return not isinstance(operation, keras.layers.Layer) or self._leads_on(operation)
 
         given_to = {call: made(tensors) for call, tensors in _keras.calls_behind(outputs).items()}
-        follow_back(made(outputs), given_to, leads_on, lambda call: rounds_as_its_input(call[0]))
+
+        def passes_on(call) -> bool:
+            operation, _ = call
+            # What a model inside is given, layers around it have made.
+            is_given = isinstance(operation, keras.layers.InputLayer)
+            return not isinstance(operation, keras.layers.Layer) or (not is_given and passes_numbers_on(operation))
+
+        follow_back(made(outputs), given_to, leads_on, passes_on, lambda call: rounds_as_its_input(call[0]))
         return leads_to_input
 
 
@@ -173,17 +171,48 @@ class Flow(NamedTuple):
     given_to: dict
     marked: dict
 
+    def passes_on(self, call) -> bool:
+        """Whether a call makes no numbers but of those that it is given."""
+        made_by = self.marked.get(call)
+        return made_by is None or (isinstance(made_by, keras.layers.Layer) and passes_numbers_on(made_by))
 
-def follow_back(outputs, given_to: Mapping, leads_on: Callable, needs_all: Callable = lambda call: False):
+
+def _made_by(outputs, given_to: Mapping, passes_on: Callable) -> tuple[list, list]:
+    """Returns the calls that make the numbers of `outputs`, and those behind them that pass these on."""
+    makers, passing, waiting, met = [], [], list(outputs), set()
+    while waiting:
+        _, call = waiting.pop()
+        if call in met or call not in given_to:
+            continue
+        met.add(call)
+        if passes_on(call):
+            passing.append(call)
+            waiting += given_to[call]
+        else:
+            makers.append(call)
+    return makers, passing
+
+
+def follow_back(
+    outputs,
+    given_to: Mapping,
+    leads_on: Callable,
+    passes_on: Callable,
+    needs_all: Callable = lambda call: False,
+):
     """Goes from `outputs` to the calls that made them, and on to those that made what a call was given.
 
-    A tensor is followed where all of its uses on the way to outputs lead there through calls that are followed.
+    A tensor is followed where all of its uses on the way to outputs lead there through calls that are followed, or
+    where it is all that an output is made of: a sum leads to each layer of a residual stream, and to none alone.
 
     Args:
         outputs, given_to: As in a `Flow`.
         leads_on: Function of a call, asked once for each that is met: whether what it was given is followed, too.
+        passes_on: Function of a call: whether it makes no numbers but of those that it is given.
         needs_all: Function of a call: whether that is followed whatever else it is used for.
     """
+    made_by = [_made_by([output], given_to, passes_on) for output in outputs]
+    all_of_an_output = {call for makers, passing in made_by if len(makers) == 1 for call in passing}
     uses = collections.Counter(outputs)
     waiting, met = list(outputs), set()
     while waiting:
@@ -201,7 +230,8 @@ def follow_back(outputs, given_to: Mapping, leads_on: Callable, needs_all: Calla
             continue
         met.add(call)
         if leads_on(call):
-            reached.update({tensor: uses[tensor] for tensor in given_to[call]} if needs_all(call) else given_to[call])
+            follows_all = call in all_of_an_output or needs_all(call)
+            reached.update({tensor: uses[tensor] for tensor in given_to[call]} if follows_all else given_to[call])
             waiting += [tensor for tensor in given_to[call] if reached[tensor] == uses[tensor]]
 
 

@@ -216,6 +216,58 @@ def test_what_is_used_twice_on_the_way_to_an_output(make):
     np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=0, atol=1e-6)
 
 
+class GoingOn(keras.Model):
+    """A layer inside makes an output alone, by arithmetic, and what it makes goes on to another one."""
+
+    def __init__(self, finish):
+        super().__init__()
+        self.code = layers.Dense(4, bias_initializer=keras.initializers.RandomNormal(300.0, 90.0, seed=3))
+        self.scores, self.finish = layers.Dense(2, kernel_initializer=keras.initializers.RandomNormal(seed=8)), finish
+
+    def call(self, x):
+        code = self.code(x)
+        return [self.finish(code), self.scores(ops.tanh(code))]
+
+
+def going_on_graph(finish):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, GoingOn(finish).call(inputs))
+
+
+FINISHES = {
+    "reshaped": lambda code: ops.reshape(code, (-1, 2, 2)),
+    "normalized": lambda code: ops.normalize(code, axis=-1),
+    "a part": lambda code: code[:, 1:3],
+    "used twice": lambda code: ops.softmax(code) * code,
+}
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+@pytest.mark.parametrize("make", [GoingOn, going_on_graph])
+def test_a_layer_that_makes_an_output_alone_is_in_float32_whatever_else_it_leads_to(make, finish):
+    keras.utils.set_random_seed(4)
+    model = make(FINISHES[finish])
+    expected, scores = model.predict(X, verbose=0)
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    predicted, other_scores = model.predict(X, verbose=0)
+    np.testing.assert_allclose(predicted, expected, rtol=1e-5)
+    np.testing.assert_allclose(other_scores, scores, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [ops.normalize, lambda h: ops.logsumexp(h, axis=-1), lambda h: 2.0 * ops.reciprocal(h)],
+    ids=["normalize", "logsumexp", "reciprocal"],
+)
+def test_an_operation_whose_symbolic_dtype_is_wrong_ends_in_float32(finish):
+    inputs = keras.Input((3,))
+    left, right = layers.Dense(4)(inputs), layers.Dense(4)(inputs)
+    # Both lead elsewhere, too, and stay in 16 bits.
+    outputs = [finish(left + right), layers.Dense(1)(left * right)]
+    model = mpkeras.apply_policy(keras.Model(inputs, outputs), "mixed_bfloat16")
+    assert {array.dtype.name for array in model.predict(X, verbose=0)} == {"float32"}
+
+
 def finishing(shape=None):
     """Returns a model without weights, for behind a head."""
     given = [] if shape is None else [keras.Input(shape)]
@@ -771,6 +823,28 @@ class Perceptron(layers.Layer):
         return self.last(self.first(x))
 
 
+class AddedToWhatMakesNoOutput(keras.Model):
+    """One of its outputs is added to what a layer makes that no output is made of directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.code, self.body = layers.Dense(4, bias_initializer=keras.initializers.Constant(301.0)), hidden()
+        self.end = layers.Dense(1, kernel_initializer=keras.initializers.Constant(4.0))
+
+    def call(self, x):
+        code = self.code(x)
+        return [code, self.end(code + self.body(x))]
+
+
+def test_a_head_that_meets_16_bits_on_its_way_leaves_the_other_one_in_float32():
+    model, expected = made(AddedToWhatMakesNoOutput, "mixed_bfloat16", "prepare")
+    predicted = model.predict(X, verbose=0)
+    np.testing.assert_allclose(predicted[0], expected[0], rtol=1e-6)
+    # The activations of `body` are rounded: each by 2^-9 of 1 at most, times 4.
+    np.testing.assert_allclose(predicted[1], expected[1], rtol=0, atol=0.05)
+    assert model.body.compute_dtype == "bfloat16"
+
+
 class AddedToWhatIsHidden(keras.Model):
     """Its outputs are those of a layer of the user's, which meet another one's that stay in 16 bits."""
 
@@ -1091,19 +1165,26 @@ def test_a_tensor_is_followed_back_where_its_uses_lead_to_outputs_alone():
 
     def met(outputs, **more):
         calls: list = []
-        follow_back(outputs, given_to | more, lambda call: calls.append(call) or call in ("activation", "sum"))
+        passes_on = ("activation", "sum").__contains__
+        follow_back(outputs, given_to | more, lambda call: calls.append(call) or passes_on(call), passes_on)
         return calls
 
     assert met([output]) == ["activation", "dense"]
     # What does not lead to an output is no use of it.
     assert met([output], other=[hidden]) == ["activation", "dense"]
-    # "other" multiplies, and is not followed.
-    assert met([aside, output], other=[hidden]) == ["activation", "other"]
+    # "other" multiplies, and is not followed. The output is made of `hidden` alone, that of "sum" is not.
+    assert met([aside, output], other=[hidden]) == ["activation", "dense", "other"]
     assert met([("all", "sum")], other=[hidden], sum=[aside, output]) == ["sum", "activation", "other"]
     # Two uses, both of which lead to outputs.
     assert sorted(met([output, hidden])) == ["activation", "dense"]
     # "activation" needs all of its input, whatever else that is used for.
     calls: list = []
     given_to["other"] = [hidden]
-    follow_back([aside, output], given_to, lambda call: calls.append(call) or call == "activation", "activation".__eq__)
+    follow_back(
+        [aside, output],
+        given_to,
+        lambda call: calls.append(call) or call == "activation",
+        "".__eq__,
+        "activation".__eq__,
+    )
     assert calls == ["activation", "dense", "other"]
