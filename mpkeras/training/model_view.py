@@ -21,7 +21,7 @@ from mpkeras.scaling.small_state import parts_of, slot_dtypes
 from mpkeras.training import training_backend
 from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.lost_outputs import named_for_lost_outputs
-from mpkeras.training.prepare import chosen_policy
+from mpkeras.training.prepare import asked_policy
 from mpkeras.training.state import bytes_of_training
 from mpkeras.training.whole_numbers import rounded_whole_numbers
 
@@ -99,7 +99,7 @@ class ModelView(Survey):
     @property
     def policy_in_training(self):
         """The `Policy` that `prepare` takes for the model where it is given none."""
-        return chosen_policy(self, None)
+        return asked_policy(self, None)
 
     @property
     def travel(self) -> Travel:

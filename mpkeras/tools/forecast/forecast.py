@@ -50,8 +50,8 @@ def forecast(
         device: `"t4"`, `"a100"` (80 GB), `"l4"`, `"h100"`, `"h200"`, `"b200"`, `"v5e"`, `"v5p"`, `"v6e"` or `"cpu"`.
         devices: How many of them share a batch, the weights on each; or a `keras.distribution.DataParallel` or
             `ModelParallel`, whose mesh and layouts are taken and whose devices need not exist either.
-        policies: Names or `mpkeras.Policy` objects. Of a model that was converted to a policy with `remat`, or made in
-            `keras.RematScope`, what is computed again is computed again under each.
+        policies: Names or `mpkeras.Policy` objects. Of a model that was converted to a policy with `remat`, loaded from
+            a file that holds one, or made in `keras.RematScope`, what is computed again is computed again under each.
         optimizer: A Keras optimizer or its name; by default the one that the model is compiled with, or Adam.
         loss: A Keras loss, its name, or a function, as `make_train_step` takes it; by default the one that the model is
             compiled with, or the mean squared error.
@@ -109,7 +109,7 @@ def forecast(
 
 def _as_computed_again(model, policies) -> list:
     """Returns policies that compute again what the policy of `model` does, where they do not say it themselves."""
-    remat = ModelView(model).remat
+    remat = ModelView(model).policy_in_training.remat
     chosen = [policies] if isinstance(policies, (str, keras.DTypePolicy)) else policies
     if remat is None or not isinstance(chosen, Iterable):
         return policies

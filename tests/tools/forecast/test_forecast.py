@@ -353,6 +353,22 @@ def test_a_model_made_in_a_remat_scope_is_forecast_with_it():
     assert flops - plain_flops == 3 * 2 * 384 * 192 * 192 and bytes_ < plain_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+def test_a_model_from_a_file_is_forecast_with_what_that_says_is_computed_again(tmp_path):
+    def flops_of(model):
+        report = mpkeras.forecast(model, (96, 48), device="cpu", policies=["float32"], verbose=0)
+        return sum(report.policies["float32"]["matrix_flops"].values())
+
+    model = keras.Sequential([keras.Input((48,)), *[layers.Dense(48, "gelu") for _ in range(4)], layers.Dense(1)])
+    model.compile("sgd", "mse")
+    plain_flops = flops_of(model)
+    mpkeras.prepare(model, "float32", remat=[model.layers[1]])
+    model.train_on_batch(np.ones((4, 48)), np.ones((4, 1)))
+    model.save(tmp_path / "model.keras")
+    assert flops_of(keras.saving.load_model(tmp_path / "model.keras")) == flops_of(model) > plain_flops
+
+
 @for_an_accelerator
 def test_a_program_for_eight_h100s(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
