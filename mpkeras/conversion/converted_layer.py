@@ -45,7 +45,7 @@ class ConvertedLayer:
     def draws_numbers(self) -> bool:
         """Whether it draws from random generators of its own."""
         is_cell_of_keras = not self.has_own_call and hasattr(self.layer, "get_dropout_mask")
-        # Those have a generator without dropout, too.
+        # Such a cell has a generator without dropout, too.
         draws = not is_cell_of_keras or self.layer.dropout > 0 or self.layer.recurrent_dropout > 0
         return draws and bool(_keras.own_seed_generators(self.layer))
 

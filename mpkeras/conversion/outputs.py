@@ -139,7 +139,7 @@ def _tell_heads(layer, heads, used, args, kwargs, tell: Callable, withdraw: Call
         if _uses_given(used) and not is_whole and not is_large(layer):
             attempts = [(Heads([layer]), keras.tree.map_structure(widen, (args, kwargs)))]
         else:
-            # Those that outputs are made of first: what goes from layer to layer in float32 takes memory.
+            # First the layers that outputs are made of: what goes from layer to layer in float32 takes memory.
             attempts = [(_widening(parts, heads), (args, kwargs)) for parts in (used, _keras.direct_sublayers(layer))]
         for meeting, given in attempts:
             tell(meeting)

@@ -150,7 +150,7 @@ class _Search:
 
         def passes_on(call) -> bool:
             operation, _ = call
-            # What a model inside is given, layers around it have made.
+            # Layers around a model inside have made its inputs.
             is_given = isinstance(operation, keras.layers.InputLayer)
             return not isinstance(operation, keras.layers.Layer) or (not is_given and passes_numbers_on(operation))
 
