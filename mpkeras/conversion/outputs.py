@@ -343,11 +343,20 @@ def end_in_float32(model, in_file: bool = False):
 
 def _is_in_16_bits(tensor) -> bool:
     """Whether a symbolic tensor is in 16 bits. Keras 3.15.1 says float32 of one that `ops.normalize` made of them."""
-    operation, node_index = _keras.made_by(tensor)
-    if tensor.dtype != "float32" or isinstance(operation, keras.layers.Layer) or _keras.is_cast(operation):
-        return tensor.dtype in SIXTEEN_BIT_DTYPES
-    given = list(filter(_is_float, _keras.inputs_of_call(operation, node_index)))
-    return bool(given) and all(map(_is_in_16_bits, given))
+    waiting, met = [tensor], set()
+    while waiting:
+        tensor = waiting.pop()
+        # Each once, as `x * x` is given one tensor twice.
+        if id(tensor) in met or tensor.dtype in SIXTEEN_BIT_DTYPES:
+            continue
+        met.add(id(tensor))
+        operation, node_index = _keras.made_by(tensor)
+        says_what_it_is = isinstance(operation, keras.layers.Layer) or _keras.is_cast(operation)
+        given = [] if says_what_it_is else list(filter(_is_float, _keras.inputs_of_call(operation, node_index)))
+        if tensor.dtype != "float32" or not given:
+            return False
+        waiting += given
+    return True
 
 
 def _loses_in_file(output) -> bool:

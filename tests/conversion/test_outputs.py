@@ -1,5 +1,7 @@
 """What leaves a model is float32, computed in float32 by the layers that make it, and metrics are those of float32."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -256,8 +258,14 @@ def test_a_layer_that_makes_an_output_alone_is_in_float32_whatever_else_it_leads
 
 @pytest.mark.parametrize(
     "finish",
-    [ops.normalize, lambda h: ops.logsumexp(h, axis=-1), lambda h: 2.0 * ops.reciprocal(h)],
-    ids=["normalize", "logsumexp", "reciprocal"],
+    [
+        ops.normalize,
+        lambda h: ops.logsumexp(h, axis=-1),
+        lambda h: 2.0 * ops.reciprocal(h),
+        # Each tensor is given twice: 2^40 ways back.
+        lambda h: functools.reduce(lambda power, _: power * power, range(40), ops.normalize(h)),
+    ],
+    ids=["normalize", "logsumexp", "reciprocal", "squared often"],
 )
 def test_an_operation_whose_symbolic_dtype_is_wrong_ends_in_float32(finish):
     inputs = keras.Input((3,))
