@@ -214,13 +214,9 @@ def follow_back(
     made_by = [_made_by([output], given_to, passes_on) for output in outputs]
     all_of_an_output = {call for makers, passing in made_by if len(makers) == 1 for call in passing}
     uses = collections.Counter(outputs)
-    waiting, met = list(outputs), set()
-    while waiting:
-        _, call = waiting.pop()
-        if call not in met and call in given_to:
-            met.add(call)
-            uses.update(given_to[call])
-            waiting += given_to[call]
+    _, behind = _made_by(outputs, given_to, lambda call: True)
+    for call in behind:
+        uses.update(given_to[call])
     # How many uses of a tensor lead to outputs alone.
     reached = collections.Counter(outputs)
     waiting, met = list(outputs), set()
