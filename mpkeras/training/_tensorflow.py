@@ -160,7 +160,7 @@ def variable_scope(model):
 
     Within `strategy.run`, where a step of one replica takes its first batches again, the strategy is in force already.
     """
-    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+    if in_replica_context():
         return contextlib.nullcontext()
     return model.distribute_strategy.scope()
 
@@ -332,7 +332,7 @@ class _Step(StepInVariables):
         return not tf.executing_eagerly()
 
     def trace_once_more(self):
-        if self.is_traced() and replicas() == 1:
+        if replicas() == 1:
             # As after any function that makes a variable. What a `tf.function` inside this one makes does not count.
             tf.Variable(lambda: tf.zeros(()), trainable=False)
 

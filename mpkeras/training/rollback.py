@@ -155,7 +155,8 @@ class StepInVariables:
         if self._rounded and self._model not in _told:
             _told.add(self._model)
             _warn_of_rounding(self._model, self._rounded)
-        if any(id(metric) not in self._metric_values for metric in metric_states.flat(self._metrics())):
+        # Asked of a trace alone: to list the metrics is to walk through the layers.
+        if self.is_traced() and any(id(m) not in self._metric_values for m in metric_states.flat(self._metrics())):
             self.trace_once_more()
         any_skipped, step_is_skipped = self.outcome(self._end())
 
