@@ -210,7 +210,8 @@ def check_written_state(model, rows) -> list:
 
 def check_missing_kernels(model, rows) -> list:
     """Layers that stay in float32, as the backend has no kernel in 16 bits for them here, and what they cost."""
-    used = [dtype for dtype in dtypes.SIXTEEN_BIT_DTYPES if ModelView(model).computes_in((dtype,))]
+    view = ModelView(model)
+    used = [dtype for dtype in dtypes.SIXTEEN_BIT_DTYPES if view.computes_in((dtype,))]
     rules = {row.rule for row in rows}
     missing = {rule for dtype in used for rule, _ in missing_kernel_rules(dtype, among=rules)}
     all_flops = sum(row.total_flops for row in rows)
@@ -220,7 +221,7 @@ def check_missing_kernels(model, rows) -> list:
         in_16_bits = row.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES
         if in_16_bits or row.rule not in missing or id(row.layer) in inner:
             continue
-        inside = {id(layer) for layer in ModelView(row.layer).layers}
+        inside = set(map(id, view.within(row.layer)))
         inner |= inside
         flops = sum(part.total_flops for part in rows if id(part.layer) in inside)
         what = f"It stays in {row.compute_dtype}{_share_text(flops, all_flops)}: it {row.reason.rstrip('.: ')}."

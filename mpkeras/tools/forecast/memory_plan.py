@@ -522,10 +522,10 @@ class MemoryPlan(Policy, Report):
         if self.file is not None:
             # The program that trains has no `plan`, but what the plan says can be written in it. An optimizer that is
             # made with `gradient_accumulation_steps` keeps sums of its own, which only some plans were compiled with.
-            has_own_sums = self._search.own_steps > 1
-            setting = f"gradient_accumulation_steps={steps}` of the optimizer"
-            setting = setting if has_own_sums else f"model.optimizer.accumulate({steps})` behind it"
-            how += f": `{setting}" * (self.accumulate_steps > 1)
+            setting = f"`model.optimizer.accumulate({steps})` behind it"
+            if self._search.own_steps > 1:
+                setting = f"`gradient_accumulation_steps={steps}` of the optimizer"
+            how += f": {setting}" * (self.accumulate_steps > 1)
             return (
                 f"Plan: in the program that trains `mpkeras.prepare(model, {self._as_written()})`, and batches of "
                 f"{self.step_batch} rows{how}."
