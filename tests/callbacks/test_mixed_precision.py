@@ -92,6 +92,7 @@ def test_on_the_way_out_the_train_step_is_put_back_and_the_rest_stays(is_own):
     assert set(fit(model).history) == {"loss", "mae"}
 
 
+@pytest.mark.slow
 def test_after_fit_a_step_is_the_models_own_again():
     """Not the function of the guarded step, which Keras goes on with: a bad step shows, as in stock Keras."""
     model = compiled()

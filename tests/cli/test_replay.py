@@ -21,6 +21,7 @@ def capsule(tmp_path, *fault, loss="mse", **data):
     return str(tmp_path / "failure.mpk")
 
 
+@pytest.mark.slow
 def test_what_happened_is_printed(capsys, tmp_path):
     lines = printed(capsys, capsule(tmp_path, scale=1e6)).splitlines()
     assert lines[0] == "Step 0 of 'net' was skipped."
@@ -32,6 +33,7 @@ def test_what_happened_is_printed(capsys, tmp_path):
     assert len(lines) == 6
 
 
+@pytest.mark.slow
 def test_a_line_of_the_user(capsys, tmp_path, monkeypatch):
     path = capsule(tmp_path, faults.Log(name="fault", dtype="float32"))
     assert "custom_objects" in failing_line(capsys, path) or "--import" in failing_line(capsys, path)

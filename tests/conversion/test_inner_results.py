@@ -159,6 +159,7 @@ def test_between_layers_that_rules_of_the_users_keep_nothing_is_rounded():
         np.testing.assert_allclose(outputs, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.*has moved", "ignore:.* steps", "ignore:.*in a row")
 def test_training_goes_on_where_a_layer_inside_has_moved():
     block, model = through()

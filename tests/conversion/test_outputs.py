@@ -398,6 +398,7 @@ class Placed(keras.Model):
         return self.end(self.body(x) + self.places)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("make", [Restored, WeightsBehind, Tied])
 def test_variables_of_a_model_that_make_its_outputs_are_read_in_float32(make, policy):
@@ -752,6 +753,7 @@ def test_through_every_door(kind, door):
     check(model.predict(X, verbose=0), expected)
 
 
+@pytest.mark.slow
 def test_a_train_step_of_ours_and_its_metrics():
     keras.utils.set_random_seed(3)
     with mpkeras.policy_scope("mixed_float16"):
@@ -965,6 +967,7 @@ class OwnStep(keras.Model):
         return logs, (*others, [scope.get_current_value(variable) for variable in self.metrics_variables])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_part_of_a_model_is_float32_once_the_policy_is_applied_to_it(policy):
     inputs = keras.Input((3,))

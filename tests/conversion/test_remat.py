@@ -432,6 +432,7 @@ def replaced_on(model):
     return {pair for pair in kinds if pair[1] == "again"}
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_is_named_and_taken_back_by_a_policy_without():
     def parts(model, remat):
         mpkeras.apply_policy(model, mpkeras.Policy("mixed_bfloat16", remat=remat))
@@ -564,6 +565,7 @@ def test_every_door_gives_back_what_a_file_holds(tmp_path, saved_by, door):
     assert replaced_on(loaded_through("callback", tmp_path / "again.keras"))
 
 
+@pytest.mark.slow
 def test_layers_of_a_sequential_model_are_found_in_its_file(tmp_path):
     """Whose paths begin with the name of the model, and in a model from a file do not."""
     hidden = [layers.Dense(16, "relu", name=f"hidden_{number}") for number in range(3)]

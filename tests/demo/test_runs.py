@@ -139,6 +139,7 @@ def test_a_run_is_repeated_by_its_seed_and_changed_by_another():
     assert first != other
 
 
+@pytest.mark.slow
 def test_the_global_policy_has_no_say():
     built_under = []
 

@@ -192,6 +192,7 @@ def test_in_a_step_of_ours():
     assert steps == [STEPS] and off.max() < 3e-3
 
 
+@pytest.mark.slow
 def test_a_skipped_step_puts_it_back():
     data = X[:8].copy()
     data[4] = 1e38

@@ -301,6 +301,7 @@ def test_without_an_update_there_are_no_averages_to_end_with():
     assert variable.numpy().tolist() == [2.25, -2.0]  # 0.75 * 2.5 + 0.25 * 1.5
 
 
+@pytest.mark.slow
 def test_averages_that_are_swapped_in_before_an_update_counts_are_the_weights():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
     model.compile(keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.75), "mse")
@@ -929,6 +930,7 @@ def test_one_number_that_is_not_finite_in_any_gradient_skips_the_step(mode):
         np.testing.assert_array_equal(ops.convert_to_numpy(weight), 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_autograph_says_nothing_of_an_optimizer_that_a_function_builds(caplog):
     import tensorflow as tf

@@ -283,6 +283,7 @@ class CountsTraces(layers.Dense):
         return super().call(x)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 def test_the_same_trace_serves_one_fit_after_the_other():
     model = compiled(lambda: keras.Sequential([keras.Input((6,)), CountsTraces(1)]))

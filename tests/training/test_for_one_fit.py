@@ -112,6 +112,7 @@ def test_single_batches_behind_a_stopped_fit_are_not_its_own(is_prepared, tmp_pa
     assert not box._kept.executions and box._numbers is None
 
 
+@pytest.mark.slow
 @SKIPS
 def test_steps_that_a_callback_takes_by_itself_are_not_of_the_fit(tmp_path):
     class Replaying(keras.callbacks.Callback):
@@ -141,6 +142,7 @@ def test_a_fit_in_a_callback_of_a_fit_leaves_the_outer_one_guarded():
     assert guarded == [True, True] and not guard.is_guarded(model) and names(model) == []
 
 
+@pytest.mark.slow
 def test_after_a_fit_of_another_model_was_stopped_both_are_as_they_should_be():
     first, second, precision = compiled(False), compiled(False), MixedPrecision("mixed_bfloat16")
     stopped_fit(first, [precision], "behind a step")

@@ -279,6 +279,7 @@ def test_a_model_that_keras_has_quantized_is_left_alone():
     assert {layer.dtype_policy.name for layer in model.layers if layer.weights} == {"int8_from_mixed_bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Under policy 'bfloat16' layers make bfloat16 variables")
 def test_a_model_that_is_quantized_before_it_is_compiled_is_guarded():
     with mpkeras.policy_scope("bfloat16"):
@@ -554,6 +555,7 @@ class CompiledAtOnce(keras.Model):
         return self.head(self.hidden(x))
 
 
+@pytest.mark.slow
 def test_a_model_that_compiles_itself_before_it_has_layers():
     with mpkeras.policy_scope("mixed_float16"):
         model = CompiledAtOnce()

@@ -437,6 +437,7 @@ def test_an_inner_guarded_step_leaves_the_outer_ones_watch_alone():
     assert number(layer.kernel) == 0.75
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 def test_a_step_of_a_part_leaves_what_is_known_of_the_step_around_it():
     """The part's loss is scaled, the part is trained by a step of its own, and then the gradients are applied."""
@@ -692,6 +693,7 @@ class Numbered(keras.layers.Layer):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_variables_of_a_regularizer_and_of_a_class(policy):
@@ -752,6 +754,7 @@ class Helped(keras.layers.Layer):
         return [keras.ops.convert_to_numpy(state).tolist() for state in states]
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("way", ["fit", "make_train_step"])
 def test_what_a_layer_and_its_helper_keep(way):

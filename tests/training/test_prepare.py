@@ -439,6 +439,7 @@ def test_what_ran_before_runs_in_the_new_dtypes(door):
     assert [result() for result in results.values()] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_functions_that_hold_the_right_dtypes_stay():
     model = classifier()

@@ -137,6 +137,7 @@ def test_files_of_stock_keras_go_on_with_their_scale(stock, load):
     assert int(optimizer.iterations) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_a_checkpoint_holds_random_states_in_float32_again_too(tmp_path):
     import tensorflow as tf

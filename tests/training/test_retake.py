@@ -375,6 +375,7 @@ def test_train_on_batch_and_the_callback():
     assert "make_train_function" not in vars(model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:1 of 4 steps skipped in epoch 1")
 def test_a_batch_whose_loss_is_not_finite_is_skipped_and_the_next_one_taken_again():
     spoiled = X.copy()
@@ -416,6 +417,7 @@ def test_what_is_no_first_step_or_cannot_be_taken_again_is_as_ever():
     assert first_batch_is_skipped(model, 2.0**12)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_wrapped_later_begins_with_a_guess():
     model = everything()
     model.compile(keras.optimizers.Adam(0.02), "mse", **EAGER)
@@ -507,6 +509,7 @@ def test_training_that_stands_still_is_told_at_once():
             fit(prepared(incurable(), **EAGER), -POSITIVE)
 
 
+@pytest.mark.slow
 def test_a_training_that_goes_on_from_a_file_decides_as_one_that_never_stopped(tmp_path):
     steps = [step_of(incurable(), keras.optimizers.SGD(1e-6)) for _ in range(2)]
     assert bool(steps[0](-POSITIVE[:BATCH], Y[:BATCH])["skipped"])

@@ -168,6 +168,7 @@ def test_frozen_weights_and_lora():
     assert np.abs(in_float32(adapters[1])).max() > 0
 
 
+@pytest.mark.slow
 def test_lora_that_was_there_first_stays_in_float32():
     ids = keras.Input((3,), dtype="int32")
     rows = keras.layers.Embedding(9, 4, name="table")(ids)

@@ -228,6 +228,7 @@ def test_what_float16_makes_infinite_and_what_a_model_reads_that_its_first_step_
     assert "/rows' is given whole numbers" in message and "4097 becomes 4096" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "code", "text"),
     [("mixed_bfloat16", 257.0, "257 becomes 256"), ("mixed_float16", 2049.0, "2049 becomes 2048")],

@@ -184,6 +184,7 @@ def test_alone_in_a_plain_fit(tmp_path):
     assert steps_of(box) == [(0, 1)] and mpkeras.load_capsule(box.capsules[0]).run()["same_bits"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_told_once_and_training_goes_on(tmp_path):
     (tmp_path / "file").write_text("no folder")
     box = BlackBox(tmp_path / "file")

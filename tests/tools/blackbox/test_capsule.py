@@ -187,6 +187,7 @@ def test_the_first_operation_is_named(tmp_path, fault, backend):
     assert capsule.run()["same_bits"]
 
 
+@pytest.mark.slow
 def test_nan_in_the_batch_and_in_a_weight_are_named(tmp_path):
     x, y = faults.batch()
     y[2, 1] = np.nan
@@ -279,6 +280,7 @@ def test_layers_that_a_layer_makes_itself_are_made_as_they_were(tmp_path, policy
     assert computed[0] == computed[1]
 
 
+@pytest.mark.slow
 @SKIPS
 def test_a_loss_that_overflows_after_other_skipped_steps_is_named(tmp_path):
     model = keras.Sequential([keras.Input((3,)), layers.Dense(1, kernel_initializer="zeros")])
@@ -445,6 +447,7 @@ def far(x):
     return FAR * x
 
 
+@pytest.mark.slow
 def test_what_a_file_does_not_hold_of_functions_is_said(tmp_path):
     made = [faults.model_with(layers.Lambda(lambda x: x * FAR)) for _ in range(2)]
     path, _, _ = skipped_step(tmp_path, made[0], faults.batch(), jit_compile=False)
@@ -457,6 +460,7 @@ def test_what_a_file_does_not_hold_of_functions_is_said(tmp_path):
     assert mpkeras.load_capsule(path, custom_objects={"far": far}).run()["same_bits"]
 
 
+@pytest.mark.slow
 def test_a_capsule_is_of_a_step_that_was_skipped_just_now(tmp_path):
     model = faults.model_with()
     step = mpkeras.make_train_step(model, mpkeras.LossScaleOptimizer("sgd", loss_scale=1.0), "mse", jit_compile=False)

@@ -95,6 +95,7 @@ def test_what_is_printed(saved, capsys):
     assert "compile it again" in printed
 
 
+@pytest.mark.slow
 def test_there_and_back(saved):
     path, model = saved
     half, back = path.parent / "half.keras", path.parent / "back.keras"
@@ -106,6 +107,7 @@ def test_there_and_back(saved):
     np.testing.assert_array_equal(numpy(loaded(IMAGES)), numpy(model(IMAGES)))
 
 
+@pytest.mark.slow
 def test_weights_in_bfloat16_and_back(saved, capsys):
     """A file half as large, which predicts what mixed_bfloat16 does: that rounds the same weights when it computes."""
     path, model = saved

@@ -79,6 +79,7 @@ def test_signatures_of_a_saved_model_are_float32(tmp_path, make, policy):
         np.testing.assert_allclose(output.numpy(), numpy(expected), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_model_that_the_callback_made_mixed_has_its_cast():
     policy = without_outputs("mixed_float16")
     model = trained_in_16_bits(policy)
@@ -89,6 +90,7 @@ def test_a_model_that_the_callback_made_mixed_has_its_cast():
     np.testing.assert_array_equal(numpy(model(IMAGES)), before)
 
 
+@pytest.mark.slow
 @JAX_TO_TF
 @pytest.mark.backends("tensorflow", "jax")
 def test_a_saved_model_by_convert(tmp_path):

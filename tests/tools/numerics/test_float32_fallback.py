@@ -105,6 +105,7 @@ def test_what_a_layer_runs_itself_moves_with_it():
     assert history["loss"][-1] == pytest.approx((600 / 256 * kernel) ** 2, rel=1e-5)
 
 
+@pytest.mark.slow
 @quiet
 def test_the_policy_of_the_model_has_the_rules_of_what_has_moved():
     def made():
@@ -154,6 +155,7 @@ def test_says_what_it_moved_and_when_it_moves_no_more():
     assert len(fallback.moved) == 1 and fallback.rules[0].endswith("/layer_2$")
 
 
+@pytest.mark.slow
 def test_a_clean_model_stays():
     fallback = Float32Fallback()
     model = six_layers()

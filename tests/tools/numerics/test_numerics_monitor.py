@@ -109,6 +109,7 @@ def test_nothing_is_reported_of_a_clean_model_and_training_is_the_same(backend):
     assert history.history["loss"] == expected.history["loss"]
 
 
+@pytest.mark.slow
 def test_warns_once_of_each_culprit_and_keeps_so_many_findings():
     monitor = NumericsMonitor(max_findings=4)
     with pytest.warns(UserWarning) as warned:
@@ -119,6 +120,7 @@ def test_warns_once_of_each_culprit_and_keeps_so_many_findings():
     assert len(monitor.findings) == 4
 
 
+@pytest.mark.slow
 def test_every_so_many_steps(monkeypatch):
     seen = []
 
@@ -134,6 +136,7 @@ def test_every_so_many_steps(monkeypatch):
     np.testing.assert_array_equal(seen, [X[4:8], X[:4], X[8:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [8.0, 1.0])
 def test_a_layer_that_loses_finite_outputs_is_warned_of_once(first):
     """By the first batch, or by the monitor where that one loses nothing."""
@@ -353,6 +356,7 @@ def test_of_several_steps_the_one_whose_forward_pass_is_not_finite_is_named():
     assert [finding.culprit.side for finding in callbacks[1].findings] == ["input"]
 
 
+@pytest.mark.slow
 @TENSORFLOW_AND_JAX
 @pytest.mark.filterwarnings("ignore:.* steps skipped in epoch", "ignore:In validation")
 def test_of_several_steps_in_one_execution_none_is_said_to_be_the_skipped_one():
