@@ -1,4 +1,4 @@
-"""Names the layers that a loop of the user's own trains in 16 bits, although their policy keeps them in float32."""
+"""Names what a loop of the user's own trains in 16 bits, although the policy of the model looks after it."""
 
 import gc
 import warnings
@@ -6,13 +6,16 @@ import warnings
 import keras
 
 from mpkeras import _keras
+from mpkeras.conversion.exact_inputs import reads_names
 from mpkeras.conversion.last import converted_by
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.rules import layers_to_keep
+from mpkeras.conversion.plan import plan
+from mpkeras.policies.heads import has_own_call
 from mpkeras.training.made_under import policy_made_under
 
 # More are counted.
 _MOST_NAMED = 5
+# The changes of a policy without which numbers go into a model, or come out of it, rounded.
+_OF_NUMBERS = ("raw inputs", "float32 outputs")
 
 
 def _is_layer(thing) -> bool:
@@ -23,7 +26,7 @@ def _is_layer(thing) -> bool:
 
 
 def warn_of_layers_in_16_bits(optimizer, variables):
-    """Warns where layers of the model that `variables` belong to were made under a policy that no door has carried out.
+    """Warns where the model that `variables` belong to was made under a policy that no door has carried out.
 
     A policy of mpkeras' gives all layers its dtype as they are made, as Keras offers no way to tell them apart then.
     `compile`, `make_train_step` and `apply_policy` do what its float32 rules say; a loop that does without them trains
@@ -47,15 +50,26 @@ def warn_of_layers_in_16_bits(optimizer, variables):
         policy = None if id(root) in converted else policy_made_under(root)
         if policy is None:
             continue
-        for layer, rule in layers_to_keep(root, policy.keep_float32):
-            if layer.compute_dtype in SIXTEEN_BIT_DTYPES and id(layer) not in converted:
-                texts_by_policy.setdefault(policy.name, {})[id(layer)] = f"'{layer.path or layer.name}' ({rule})"
+        for row in plan(root, policy):
+            what, layer = _missed(row), row.layer
+            if what and id(layer) not in converted:
+                texts_by_policy.setdefault(policy.name, {})[id(layer)] = f"'{layer.path or layer.name}' ({what})"
     for name, texts in texts_by_policy.items():
         named = list(texts.values())
         more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
         warnings.warn(
-            f"Optimizer '{optimizer.name}' trains layers in 16 bits that their policy '{name}' keeps in float32: "
+            f"Optimizer '{optimizer.name}' trains in 16 bits what policy '{name}' looks after: "
             f"{', '.join(named[:_MOST_NAMED])}{more}. In a loop of your own, call `mpkeras.apply_policy(model, "
             f"'{name}')` once before the first step, or let `mpkeras.make_train_step` run it.",
             stacklevel=4,
         )
+
+
+def _missed(row) -> str | None:
+    """Returns what a policy would do for the numbers of a layer: the rule that keeps it in float32, or changes."""
+    layer = row.layer
+    if layer.compute_dtype != row.after.compute_dtype:
+        return row.rule
+    # Of layers that compute in 16 bits a Sequential model rounds nothing that they do not.
+    rounds = has_own_call(layer) or any(map(reads_names, _keras.direct_sublayers(layer)))
+    return ", ".join(name for name in row.changes if name in _OF_NUMBERS) if rounds else None

@@ -435,13 +435,66 @@ def test_a_loop_of_ones_own_is_told_once_which_layers_should_be_in_float32():
         model = stack(layers.Dense(4, name="first"), inner, layers.Dense(3, name="wide"), outputs=2)
         model = keras.Sequential([model, layers.Softmax(name="soft")])
         bystander = stack(layers.BatchNormalization(name="bystander"))
-    with pytest.warns(UserWarning, match="trains layers in 16 bits") as told:
+    with pytest.warns(UserWarning, match="trains in 16 bits") as told:
         own_loop(model, mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1), name="mine"))
     (message,) = [str(warning.message) for warning in told]
     for name in ("'mine'", "norm'", "head'", "soft'", "apply_policy(model, 'mixed_float16')", "make_train_step"):
         assert name in message
     assert not any(name in message for name in ("bystander", "first'", "wide'", "feature'", "scaled'"))
     assert bystander.built
+
+
+class Counting(layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x
+
+
+class Reading(keras.Model):
+    """Rows of codes and a head in float32, which Keras hands rounded codes."""
+
+    def __init__(self):
+        super().__init__(name="reading")
+        self.rows, self.head = layers.Embedding(3000, 2), layers.Dense(1, dtype="float32")
+
+    def call(self, codes):
+        return self.head(self.rows(codes[:, 0]))
+
+
+def ending(*hidden):
+    return keras.Sequential([keras.Input((4,)), *hidden, layers.Flatten(), layers.Dense(1, dtype="float32")])
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (Reading, "'reading' (raw inputs, float32 outputs)"),
+        (lambda: ending(layers.Embedding(3000, 2), layers.Dense(2)), "(raw inputs)"),
+        (lambda: ending(layers.Reshape((2, 2), name="folded"), layers.Embedding(3000, 2)), "folded' (Embedding)"),
+        (lambda: ending(layers.Dense(2), Counting(name="counting")), "counting' (writes state)"),
+    ],
+    ids=["subclassed", "embedding first", "reshaped", "counting"],
+)
+def test_a_loop_of_ones_own_is_told_what_else_its_policy_would_do(make, named):
+    """Whose layers that make outputs are in float32 already: nothing else said that 2049 is 2048 here."""
+    with mpkeras.policy_scope("mixed_float16"):
+        model = make()
+        model(np.full((2, 4), 2049.0, "float32"))
+    with pytest.warns(UserWarning, match="trains in 16 bits") as told:
+        own_loop(model, mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+    (message,) = [str(warning.message) for warning in told]
+    assert named in message
+    mpkeras.apply_policy(model, "mixed_float16")
+    own_loop(model, mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+
+
+def test_a_loop_of_a_model_that_rounds_nothing_is_told_nothing():
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        model = ending(layers.Dense(2))
+    own_loop(model, mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
 
 
 def test_a_loop_goes_on_beside_objects_that_have_no_init_yet():
