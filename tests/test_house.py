@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up: a room imports from its own floor and from those below. CONTRIBUTING.md draws it. `mpkeras` itself
 # has the public names of all of them.
 FLOORS = (
-    ("_version", "_start", "_arguments", "_keras", "_replaced"),
+    ("_version", "_start", "_when_asked", "_arguments", "_keras", "_replaced"),
     ("policies", "devices"),
     ("distribution",),
     ("conversion", "scaling", "layers"),
@@ -173,8 +173,9 @@ def test_the_picture_draws_the_rooms_and_their_imports():
     drawn: dict = {}
     for source, target in re.findall(r'id="(\w+)-to-(\w+)"', picture):
         drawn.setdefault(source, set()).add(target)
-    # Not drawn: where the version is written, what imports Keras, and the checks of arguments, which all floors use.
-    rooms = FLOOR.keys() - {"_version", "_start", "_arguments"}
+    # Not drawn: where the version is written, what imports Keras, and tools later, and the checks of arguments, which all
+    # floors use.
+    rooms = FLOOR.keys() - {"_version", "_start", "_when_asked", "_arguments"}
     assert set(re.findall(r'<g id="(\w+)"', picture)) == rooms
     imports: dict = {}
     for path in modules():

@@ -67,6 +67,25 @@ print(" ".join(sorted({name.partition(".")[0] for name in set(sys.modules) - bef
 
 
 @pytest.mark.slow
+def test_importing_loads_no_tool_until_it_is_asked_for():
+    code = """
+import sys, mpkeras
+
+def tools():
+    return sorted(name for name in sys.modules if name.startswith("mpkeras.tools."))
+
+assert not tools(), tools()
+assert set(mpkeras.__all__) <= set(dir(mpkeras)), dir(mpkeras)
+mpkeras.callbacks.BlackBox, mpkeras.hardware
+assert not hasattr(mpkeras, "hardwear") and not hasattr(mpkeras.callbacks, "Blackbox")
+print(*tools())
+"""
+    loaded = set(run(code).splitlines()[-1].split())
+    assert {"mpkeras.tools.blackbox.black_box", "mpkeras.tools.advise.hardware"} <= loaded
+    assert "mpkeras.tools.forecast.memory_plan" not in loaded
+
+
+@pytest.mark.slow
 def test_a_trained_model_and_its_weights_load_where_mpkeras_cannot_be_imported(tmp_path):
     """G8. Plain Keras leaves out the optimizer's state in a file of weights, and says so where there is one."""
 
