@@ -173,8 +173,7 @@ def test_the_picture_draws_the_rooms_and_their_imports():
     drawn: dict = {}
     for source, target in re.findall(r'id="(\w+)-to-(\w+)"', picture):
         drawn.setdefault(source, set()).add(target)
-    # Not drawn: where the version is written, what imports Keras, and tools later, and the checks of arguments, which all
-    # floors use.
+    # Not drawn: where the version is written, what imports Keras and, later, tools, and the checks of arguments.
     rooms = FLOOR.keys() - {"_version", "_start", "_when_asked", "_arguments"}
     assert set(re.findall(r'<g id="(\w+)"', picture)) == rooms
     imports: dict = {}
