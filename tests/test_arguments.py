@@ -1,5 +1,6 @@
-"""Counts, switches, times and paths: what is none is refused wherever it is passed, and nothing has changed."""
+"""Counts, switches, words, times, batches and paths: what is none is refused wherever it is passed; nothing changed."""
 
+import re
 from pathlib import Path
 
 import keras
@@ -68,6 +69,72 @@ def test_every_path_is_checked(received):
 
 def _model():
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def _compiled():
+    model = _model()
+    model.compile("sgd", "mse")
+    return model
+
+
+WORDS = {
+    "slot_dtype": lambda value: mpkeras.Policy("mixed_bfloat16", slot_dtype=value),
+    "compute_dtype": lambda value: mpkeras.Policy("mixed_bfloat16", compute_dtype=value),
+    "variable_dtype": lambda value: mpkeras.Policy("mixed_bfloat16", variable_dtype=value),
+    "float8": lambda value: mpkeras.Policy("mixed_float8", float8=value),
+    "keep_16_bits": lambda value: mpkeras.Policy("mixed_bfloat16", keep_16_bits=value),
+    "remat": lambda value: mpkeras.prepare(_compiled(), "mixed_bfloat16", remat=value),
+    "loss_scale": lambda value: mpkeras.LossScaleOptimizer("sgd", loss_scale={"a": value}),
+    "all_reduce_dtype": lambda value: mpkeras.LossScaleOptimizer("sgd", all_reduce_dtype=value),
+    "on_overflow": lambda value: mpkeras.make_train_step(_model(), "sgd", "mse", on_overflow=value),
+    "on_min_scale": lambda value: mpkeras.callbacks.MixedPrecision("mixed_float16", on_min_scale=value),
+    "shard": lambda value: mpkeras.sharded(shard=value),
+    "batch": lambda value: mpkeras.plan_memory(_model(), (4, 2), device="cpu", batch=value),
+}
+
+
+@pytest.mark.parametrize("value", [np.ones(3), ""], ids=["array", "empty"])
+@pytest.mark.parametrize("name", WORDS)
+def test_an_array_is_no_word_and_no_rule(name, value):
+    with pytest.raises((ValueError, TypeError), match=rf"Expected .*`{name}`.* Received: (.* )?{name}=") as error:
+        WORDS[name](value)
+    assert re.search(r"\. (Use|Leave|Pass|For)", str(error.value))
+
+
+NAMES = {
+    "optimizer='adamm'": lambda: mpkeras.make_train_step(_model(), "adamm", "mse"),
+    "inner_optimizer='adamm'": lambda: mpkeras.LossScaleOptimizer("adamm"),
+    "loss_fn='msee'": lambda: mpkeras.make_train_step(_model(), "adam", ["mse", "msee"]),
+}
+
+
+@pytest.mark.parametrize("received", NAMES)
+def test_a_name_that_keras_does_not_know(received):
+    with pytest.raises(ValueError, match=rf"a name that Keras knows\. Received: {received}\. Pass for example '\w+'"):
+        NAMES[received]()
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.ones((4, 2)), np.ones((4, 1))
+
+
+BATCHES = {
+    "trace_numerics": (lambda x: mpkeras.trace_numerics(_compiled(), x, np.ones((4, 1))), ValueError),
+    "advise": (lambda x: mpkeras.advise(_compiled(), x, np.ones((4, 1)), verbose=0), ValueError),
+    "step": (lambda x: mpkeras.make_train_step(_model(), "sgd", "mse")(x), TypeError),
+}
+
+
+@pytest.mark.parametrize("value", [Batches(), iter(Batches())], ids=["PyDataset", "generator"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_makes_batches_is_none(name, value):
+    call, error = BATCHES[name]
+    with pytest.raises(error, match=rf"Expected .*batch.* Received: .*{type(value).__name__}.*[pP]ass "):
+        call(value)
 
 
 CALLS = {

@@ -30,6 +30,7 @@ from mpkeras.tools.numerics.losses import (
     zeroed_share,
 )
 from mpkeras.tools.numerics.scale_window import WORTH, scale_window
+from mpkeras.tools.shared.arguments import rows_of_batch
 from mpkeras.tools.shared.observation import find_culprit, observe
 from mpkeras.tools.shared.ranges import all_finite, beyond, largest, overflow_limit
 from mpkeras.tools.shared.report import Figure, Report, make_figure, percent
@@ -118,10 +119,7 @@ def traced(
 
 def _check(model, x, y, loss_scale):
     check_model(model)
-    if any(tuple(getattr(value, "shape", (1,)))[:1] == (0,) for value in keras.tree.flatten(x)):
-        raise ValueError(
-            "Expected a batch of at least one example. Received: an `x` without any. Pass for example `x[:64]`."
-        )
+    rows_of_batch(x)
     if type(model).call is keras.Model.call:
         raise ValueError(
             f"Expected a model with a `call`, which can be run on one batch. Received: model '{model.name}', which has "

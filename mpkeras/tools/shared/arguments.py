@@ -1,4 +1,4 @@
-"""Arguments that tools alone take: a budget of time, and arrays whose dtypes are read."""
+"""Arguments that tools alone take: a budget of time, a batch, and arrays whose dtypes are read."""
 
 import math
 import numbers
@@ -12,6 +12,23 @@ def check_seconds(name: str, value, remedy: str = _LEAVE_OUT):
     """Raises `ValueError` unless `value` is a positive and finite number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise ValueError(f"Expected `{name}` to be a positive number of seconds. Received: {name}={value!r}. {remedy}")
+
+
+def rows_of_batch(x) -> set:
+    """Returns the numbers of rows of the arrays in `x`, of which some may be left out as `None`.
+
+    Raises:
+        ValueError: Unless it is arrays, each of at least one row.
+    """
+    shapes = [tuple(getattr(value, "shape", ())) for value in keras.tree.flatten(x) if value is not None]
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    if not rows or not all(rows):
+        raise ValueError(
+            "Expected `x` to be one batch: arrays of at least one example. Received: "
+            f"x={type(x).__name__} of shapes {shapes[:3]}. Pass for example `x[:128]`, or "
+            "the first batch of a dataset."
+        )
+    return rows
 
 
 def dtype_of(value) -> str:
