@@ -173,3 +173,27 @@ def test_each_call_names_its_argument(name):
     call, error = CALLS[name]
     with pytest.raises(error, match=f"Expected `{name}` to be .* Received: {name}="):
         call()
+
+
+class Pair(keras.Model):
+    """As a GAN: its parts are trained by a `train_step`, and it has no `call`."""
+
+    def __init__(self):
+        super().__init__(name="pair")
+        self.generator = _model()
+
+
+OF_A_BATCH = {
+    "advise": lambda model: mpkeras.advise(model, np.ones((4, 2)), np.ones((4, 1)), verbose=0),
+    "forecast": lambda model: mpkeras.forecast(model, (4, 2), device="cpu", verbose=0),
+    "plan_memory": lambda model: mpkeras.plan_memory(model, (4, 2), device="cpu", verbose=0),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_BATCH)
+def test_a_model_without_a_call_is_told_that_its_parts_can_be_asked_about(name):
+    model = Pair()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="with a `call`.* Received: model 'pair', which has none. .* models inside"):
+        OF_A_BATCH[name](model)
+    assert "its class has no `call`. Audit the models inside" in str(mpkeras.audit(model))

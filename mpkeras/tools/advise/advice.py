@@ -12,7 +12,7 @@ from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ConvertedLayer, ModelView, check_model, check_switch, dtypes, native
 from mpkeras.tools.advise.bench import ESTIMATE, NO_TIME, ROUNDS, Bench, Cell, measure_grid, trainable_copy
-from mpkeras.tools.shared.arguments import check_seconds, rows_of_batch
+from mpkeras.tools.shared.arguments import check_call, check_seconds, rows_of_batch
 from mpkeras.tools.shared.compiled import loss_and_targets, unwrapped
 from mpkeras.tools.shared.report import Figure, Report, bytes_text, make_figure, quartiles
 
@@ -115,6 +115,7 @@ def advise(
             f"Expected a compiled model, whose loss and optimizer can be measured. Received: model '{model.name}', "
             "which is not. Call `model.compile(optimizer, loss)` first, or pass `measure=False`."
         )
+    check_call(model, "Measure the models inside, compiled with a loss each, or pass `measure=False`.")
     loss_fn, y = loss_and_targets(model, y)
     return measured_advice(model, x, y, loss_fn, settings=settings, budget_s=budget_s, verbose=verbose)
 

@@ -30,7 +30,7 @@ from mpkeras.tools.numerics.losses import (
     zeroed_share,
 )
 from mpkeras.tools.numerics.scale_window import WORTH, scale_window
-from mpkeras.tools.shared.arguments import rows_of_batch
+from mpkeras.tools.shared.arguments import check_call, rows_of_batch
 from mpkeras.tools.shared.observation import find_culprit, observe
 from mpkeras.tools.shared.ranges import all_finite, beyond, largest, overflow_limit
 from mpkeras.tools.shared.report import Figure, Report, make_figure, percent
@@ -127,11 +127,7 @@ def traced(
 def _check(model, x, y, loss_scale):
     check_model(model)
     rows_of_batch(x)
-    if type(model).call is keras.Model.call:
-        raise ValueError(
-            f"Expected a model with a `call`, which can be run on one batch. Received: model '{model.name}', which has "
-            "none. Trace the models inside, each with what it is given: `trace_numerics(model.generator, noise)`."
-        )
+    check_call(model, "Trace the models inside, each with what it is given: `trace_numerics(model.generator, noise)`.")
     if y is not None and not getattr(model, "compiled", False):
         raise ValueError(
             f"Expected a model that is compiled with a loss, for the backward pass. Received: model '{model.name}', "

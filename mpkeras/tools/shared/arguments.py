@@ -1,4 +1,4 @@
-"""Arguments that tools alone take: a budget of time, a batch, and arrays whose dtypes are read."""
+"""Arguments that tools alone take: a budget of time, a model that runs, a batch, and arrays whose dtypes are read."""
 
 import math
 import numbers
@@ -12,6 +12,20 @@ def check_seconds(name: str, value, remedy: str = _LEAVE_OUT):
     """Raises `ValueError` unless `value` is a positive and finite number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise ValueError(f"Expected `{name}` to be a positive number of seconds. Received: {name}={value!r}. {remedy}")
+
+
+def lacks_call(model) -> bool:
+    """Whether the class of `model` has no `call`: only the models in it can be run, as those of many a GAN."""
+    return type(model).call is keras.Model.call
+
+
+def check_call(model, remedy: str):
+    """Raises `ValueError` unless `model` can be run on a batch. `remedy` is a sentence."""
+    if lacks_call(model):
+        raise ValueError(
+            f"Expected a model with a `call`, which can be run on one batch. Received: model '{model.name}', which has "
+            f"none. {remedy}"
+        )
 
 
 def rows_of_batch(x) -> set:
