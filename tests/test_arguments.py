@@ -12,7 +12,7 @@ from _mpkeras_cli.saved_model import audit_saved
 from mpkeras._arguments import check_switch, checked_count, checked_path
 from mpkeras.callbacks import BlackBox, Float32Fallback, NumericsMonitor, ResourceMonitor
 from mpkeras.tools.export.convert import convert
-from mpkeras.tools.shared.arguments import check_seconds
+from mpkeras.tools.shared.arguments import checked_seconds
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
@@ -38,7 +38,13 @@ def test_what_is_no_switch(value):
 @pytest.mark.parametrize("value", [0, -1.5, True, "60", np.inf, np.nan, None])
 def test_what_is_no_time(value):
     with pytest.raises(ValueError, match="`budget_s` to be a positive number of seconds. Received: budget_s="):
-        check_seconds("budget_s", value)
+        checked_seconds("budget_s", value)
+
+
+def test_times_of_numpy_are_times_of_python():
+    """Elsewhere a queue waits for them, and JSON holds them."""
+    seconds = checked_seconds("budget_s", np.float32(2.5))
+    assert (type(seconds), seconds) == (float, 2.5)
 
 
 @pytest.mark.parametrize("value", [77, b"step.mpk", None, 2.5, ["a"], True])

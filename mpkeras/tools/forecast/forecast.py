@@ -12,7 +12,7 @@ from mpkeras.seams import ModelView, check_model, check_switch
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled
 from mpkeras.tools.forecast.program import BYTES, bound_ms, in_unit, own_methods_text, picture, room, unit_of
 from mpkeras.tools.forecast.targets import Target
-from mpkeras.tools.shared.arguments import check_seconds
+from mpkeras.tools.shared.arguments import checked_seconds
 from mpkeras.tools.shared.report import Figure, Report, float8_text
 
 # The largest batch is found to within one part in so many.
@@ -81,7 +81,7 @@ def forecast(
     check_switch("largest_batch", largest_batch)
     request = CompileRequest(model, x, y, device, devices, _as_computed_again(model, policies), optimizer, loss)
     if budget_s is not None:
-        check_seconds("budget_s", budget_s, "Leave it out for as long as it takes.")
+        budget_s = checked_seconds("budget_s", budget_s, "Leave it out for as long as it takes.")
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     report = Forecast(model.name, request.target, request.devices, request.batch)
     report.own_methods = request.own_methods

@@ -16,7 +16,7 @@ from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompile
 from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.program import BYTES, bound_ms, in_unit, own_methods_text, picture, room, unit_of
 from mpkeras.tools.forecast.targets import Target, find_target
-from mpkeras.tools.shared.arguments import check_seconds
+from mpkeras.tools.shared.arguments import checked_seconds
 from mpkeras.tools.shared.report import Figure, Report, bytes_text, computed_again_text
 
 # In the order in which they are tried.
@@ -103,7 +103,7 @@ def plan_memory(
     if not isinstance(batch, str) or batch not in _BATCHES:
         raise ValueError(f"Expected `batch` to be one of {_BATCHES}. Received: batch={batch!r}. Use 'keep'.")
     if budget_s is not None:
-        check_seconds("budget_s", budget_s, "Leave it out for ten minutes.")
+        budget_s = checked_seconds("budget_s", budget_s, "Leave it out for ten minutes.")
     ladders = [_ladder(policy, allowed) for policy in _policies(model, policies, target)]
     of_candidates = [candidate.policy().renamed(candidate.name) for ladder in ladders for candidate in ladder]
     request = CompileRequest(model, x, y, target.name, 1, of_candidates, optimizer, loss)

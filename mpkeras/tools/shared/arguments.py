@@ -8,10 +8,11 @@ import keras
 _LEAVE_OUT = "Leave it out for the default."
 
 
-def check_seconds(name: str, value, remedy: str = _LEAVE_OUT):
-    """Raises `ValueError` unless `value` is a positive and finite number."""
+def checked_seconds(name: str, value, remedy: str = _LEAVE_OUT) -> float:
+    """Returns `value` as a `float`. Raises `ValueError` unless it is a positive and finite number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise ValueError(f"Expected `{name}` to be a positive number of seconds. Received: {name}={value!r}. {remedy}")
+    return float(value)
 
 
 def lacks_call(model) -> bool:
