@@ -91,6 +91,30 @@ def test_gradients_that_no_step_computes_are_no_culprit(make):
     assert int(model.optimizer.skipped_steps.value) == 0
 
 
+@pytest.mark.backends("tensorflow", "torch")  # JAX has no kernel for attention in float16 on a CPU
+def test_the_rule_for_a_layer_inside_of_an_attention_cures_it():
+    def make(policy):
+        keras.utils.set_random_seed(4)
+        inputs = keras.Input((8, 8), name="x")
+        attention = layers.MultiHeadAttention(2, 4, name="attention")
+        model = keras.Model(inputs, layers.Dense(1)(attention(inputs, inputs)))
+        attention.query_dense.kernel.assign(1e6 * attention.query_dense.kernel)
+        attention.key_dense.kernel.assign(1e-6 * attention.key_dense.kernel)
+        # Keys so small make gradients of their kernel that are too large for float16 at any scale but a small one.
+        model.compile("sgd", "mse")
+        return mpkeras.prepare(model, policy, loss_scale=2.0**-9)
+
+    x, y = np.stack([X, X + 1]).reshape(1, 8, 8), np.ones((1, 8, 1))
+    report = mpkeras.trace_numerics(make("mixed_float16"), x, y)
+    assert report.culprit.path == "attention/query" and "path:^attention/query$" in report.rules
+    policy = mpkeras.get_policy("mixed_float16")
+    rules = (*policy.keep_float32, "path:^attention/query$")
+    model = make(mpkeras.Policy("mixed_float16", keep_float32=rules))  # Warnings are errors here.
+    assert mpkeras.trace_numerics(model, x, y).culprit is None
+    model.fit(x, y, verbose=0)
+    assert int(model.optimizer.skipped_steps.value) == 0
+
+
 @FIRST_MIDDLE_LAST
 def test_a_weight_that_is_not_finite_is_named(k):
     model = six_layers(policy="mixed_bfloat16")
