@@ -1,4 +1,4 @@
-"""Checks of arguments that many functions take: counts, switches and paths."""
+"""Checks of arguments that many functions take: counts, switches, words and paths."""
 
 import numbers
 import os
@@ -18,6 +18,22 @@ def check_switch(name: str, value, remedy: str = _LEAVE_OUT):
     """Raises `TypeError` unless `value` is `True` or `False`: any text, "no" among it, would count as yes."""
     if not isinstance(value, bool):
         raise TypeError(f"Expected `{name}` to be True or False. Received: {name}={value!r}. {remedy}")
+
+
+def is_one_of(value, words: tuple) -> bool:
+    """Whether `value` is one of `words`, which are texts. An array, compared number by number, is none."""
+    return isinstance(value, str) and value in words
+
+
+def named(get, name: str, argument: str, example: str):
+    """Returns what `get`, as `keras.losses.get`, knows as `name`. Raises `ValueError` where it knows nothing of it."""
+    try:
+        return get(name)
+    except ValueError as error:
+        raise ValueError(
+            f"Expected `{argument}` to be a name that Keras knows. Received: {argument}={name!r}. Pass for example "
+            f"{example!r}, or an object of your own."
+        ) from error
 
 
 def checked_path(name: str, value, remedy: str) -> Path:

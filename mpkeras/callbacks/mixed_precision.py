@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import keras
 
+from mpkeras._arguments import is_one_of
 from mpkeras.policies import loss_scaling
 from mpkeras.policies.loss_scaling import LossScale, number
 from mpkeras.policies.policy import Policy
@@ -61,7 +62,7 @@ class MixedPrecision(SkipWatch):
         on_min_scale: str = "warn",
     ) -> None:
         super().__init__()
-        if on_min_scale not in _ON_MIN_SCALE:
+        if not is_one_of(on_min_scale, _ON_MIN_SCALE):
             raise ValueError(
                 f"Expected `on_min_scale` to be one of {_ON_MIN_SCALE}. Received: "
                 f"on_min_scale={on_min_scale!r}. Use 'warn' to go on and be told."

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import re
+import types
 import warnings
 
 import keras
@@ -18,6 +19,9 @@ from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
 # How the backends call the dtypes in their messages.
 _SPELLINGS = {name: name for name in FLOAT_DTYPES} | {"half": "float16", "double": "float64", "float": "float32"}
 _SPELLED = re.compile(rf"(?<![a-z])({'|'.join(_SPELLINGS)})(?![a-z0-9])", re.IGNORECASE)
+
+# A `call` that names one of them returns float32 on purpose.
+_NAMES_OF_FLOAT32 = {"float32", "variable_dtype", "float"}
 
 # How they say that an operation has no kernel for a dtype, and often for which dtypes it has some.
 _NO_KERNEL = re.compile(
@@ -113,7 +117,8 @@ def _refusal(kind: type[RefusedError], what: str, remedy: str, error) -> Refused
 
 def promoted(layer, args, kwargs, outputs) -> str | None:
     """Returns what lets the `call` of `layer` return a wider float, in a sentence; `None` if nothing in reach does."""
-    dtypes = _other_dtypes(layer, args, kwargs) if _is_promoted(layer, outputs, args, kwargs) else []
+    is_promoted = _is_promoted(layer, outputs, args, kwargs) and not _names_float32(_function(layer))
+    dtypes = _other_dtypes(layer, args, kwargs) if is_promoted else []
     return _what(layer, {dtype for _, dtype in dtypes}, dtypes) if dtypes else None
 
 
@@ -139,14 +144,25 @@ def _is_promoted(layer, outputs, args, kwargs) -> bool:
     return inputs == {layer.compute_dtype} and not outputs <= inputs and not _keras.direct_sublayers(layer)
 
 
+def _function(layer):
+    """Returns the function that the user has written for `layer`."""
+    return inspect.unwrap(layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call)
+
+
+def _names_float32(function) -> bool:
+    codes = [function.__code__]
+    for code in codes:
+        codes += [value for value in code.co_consts if isinstance(value, types.CodeType)]
+    return any(_NAMES_OF_FLOAT32 & {*code.co_names, *code.co_consts} for code in codes)
+
+
 def _other_dtypes(layer, args, kwargs) -> list[tuple[str, str]]:
     """Returns `(what, dtype)` for each float tensor in reach of a call that is not in the layer's compute dtype."""
-    function = layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call
     try:
         arguments = inspect.signature(layer.call).bind(*args, **kwargs).arguments
     except TypeError:
         arguments = {}
-    reach = inspect.getclosurevars(inspect.unwrap(function))
+    reach = inspect.getclosurevars(_function(layer))
     places = [
         ("its argument `{}`", arguments),
         ("its attribute `{}`", _attributes(layer)),

@@ -5,6 +5,7 @@ import math
 import keras
 
 from mpkeras import _keras
+from mpkeras._arguments import is_one_of
 
 SHARD = ("weights", "state")
 # The axes that may be split, the usual one first.
@@ -92,7 +93,7 @@ def mesh_of(devices) -> keras.distribution.DeviceMesh:
 
 def check_shard(shard):
     """Raises `ValueError` unless `shard` says what is split."""
-    if shard not in SHARD:
+    if not is_one_of(shard, SHARD):
         raise ValueError(
             f"Expected `shard` to be one of {SHARD}. Received: shard={shard!r}. Use 'weights' to split the state of "
             "the optimizer, too."

@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 from mpkeras import _keras
+from mpkeras._arguments import is_one_of
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIXTEEN_BIT_DTYPES = ("float16", "bfloat16")
@@ -45,7 +46,7 @@ def check_dtype(argument: str, dtype) -> str:
 
 def check_slot_dtype(slot_dtype) -> str:
     """Returns `slot_dtype`. Raises `ValueError` unless the state of an optimizer can be stored in it."""
-    if slot_dtype not in SLOT_DTYPES:
+    if not is_one_of(slot_dtype, SLOT_DTYPES):
         raise ValueError(
             f"Expected `slot_dtype` to be one of {SLOT_DTYPES}. Received: slot_dtype={slot_dtype!r}. Use 'bfloat16' "
             "for half the memory (the range of float16 is too small for squares of gradients), or 'auto' for the dtype "
@@ -94,9 +95,21 @@ def bytes_of(shape, dtype: str) -> int:
 
 
 def as_array(value) -> np.ndarray:
-    """Returns `value` as an array; float64, NumPy's default and not what was meant, becomes Keras' float."""
-    value = np.asarray(value)
-    return value.astype(keras.config.floatx()) if value.dtype == np.float64 else value
+    """Returns `value` as an array; float64, NumPy's default and not what was meant, becomes Keras' float.
+
+    Raises:
+        TypeError: If it is none, but what makes batches.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError:  # Batches in a sequence, each of several arrays.
+        array = np.empty((), object)
+    if array.dtype == object and not hasattr(value, "dtype"):
+        raise TypeError(
+            f"Expected a batch of arrays. Received: a {type(value).__name__}. Of what makes batches pass one after the "
+            "other: `for x, y in data: step(x, y)`."
+        )
+    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
 
 
 def relative_error(values, references) -> float:

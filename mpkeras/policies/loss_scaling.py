@@ -284,7 +284,8 @@ def number(scalar):
 
 def resolve(identifier) -> LossScale | None:
     """Returns the `LossScale` that `identifier`, serialized or not, stands for; `None` for no scaling."""
-    rule = keras.saving.deserialize_keras_object(identifier) if isinstance(identifier, dict) else identifier
+    is_serialized = isinstance(identifier, dict) and "class_name" in identifier
+    rule = keras.saving.deserialize_keras_object(identifier) if is_serialized else identifier
     if rule is None or isinstance(rule, LossScale):
         return rule
     if isinstance(rule, str) and rule == "dynamic":

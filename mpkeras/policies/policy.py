@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from mpkeras._arguments import is_one_of
 from mpkeras.policies import loss_scaling, rules
 from mpkeras.policies.dtypes import (
     SIXTEEN_BIT_DTYPES,
@@ -140,10 +141,11 @@ class Policy(keras.DTypePolicy):
         is_new = name not in REGISTERED and compute_dtype is not None and variable_dtype is not None
         base = None if is_new else registered(name)._settings
         if base is not None:
-            compute_dtype, variable_dtype = compute_dtype or base.compute_dtype, variable_dtype or base.variable_dtype
+            compute_dtype = base.compute_dtype if compute_dtype is None else compute_dtype
+            variable_dtype = base.variable_dtype if variable_dtype is None else variable_dtype
         compute_dtype = check_dtype("compute_dtype", compute_dtype)
         variable_dtype = check_dtype("variable_dtype", variable_dtype)
-        if slot_dtype == "auto" and base is not None and base.variable_dtype == variable_dtype:
+        if check_slot_dtype(slot_dtype) == "auto" and base is not None and base.variable_dtype == variable_dtype:
             slot_dtype = base.slot_dtype
         # Rules and scale of a registered policy were chosen for its compute dtype.
         inherited = base if base is not None and base.compute_dtype == compute_dtype else None
@@ -513,7 +515,7 @@ def _checked_settings(
 
 
 def _check_float8(float8, compute_dtype: str) -> str | None:
-    if float8 not in (None, "current"):
+    if float8 is not None and not is_one_of(float8, ("current",)):
         raise ValueError(
             f"Expected `float8` to be 'current' or None. Received: float8={float8!r}. Use 'current': 'delayed' was "
             "removed."
@@ -554,7 +556,7 @@ def _check_reduce_dtype(reduce_dtype, compute_dtype: str) -> str | None:
 
 
 def _check_remat(remat) -> str | tuple | None:
-    if remat is None or remat in REMAT_WORDS:
+    if remat is None or is_one_of(remat, REMAT_WORDS):
         return remat
     if isinstance(remat, str):
         raise ValueError(
@@ -571,7 +573,7 @@ def _check_remat(remat) -> str | tuple | None:
 
 def _check_keep_16_bits(keep_16_bits, float8) -> tuple:
     if float8 is None:
-        if keep_16_bits:
+        if keep_16_bits is not None and rules.validate(keep_16_bits, "keep_16_bits"):
             raise ValueError(
                 "Expected `keep_16_bits` for a policy with products in float8 only. Received: "
                 f"keep_16_bits={keep_16_bits!r}, float8=None. Pass `float8='current'`, or leave `keep_16_bits` out."

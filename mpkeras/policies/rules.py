@@ -291,28 +291,30 @@ def unmatched(model, rules, argument: str) -> list[str]:
     Not for default rules.
     """
     survey = Survey.of(model)
-    model, layers = survey.model, _reachable(survey)
+    model, places = survey.model, _compared(survey)
+    layers = [layer for layer, _ in places]
     return [
         f"Expected each rule of `{argument}` to match a layer. Received: rule {written(rule)!r}, which matches none "
         f"of model '{model.name}'. {_suggestion(rule, layers)}Correct the rule, or leave it out."
         for rule in dict.fromkeys(rules)
-        if rule not in default_rules() and not any(first_match([rule], layer) for layer in layers)
+        if rule not in default_rules()
+        and not any(first_match([rule], layer) for layer, is_inside in places if not is_inside or _is_of_a_place(rule))
     ]
 
 
-def _reachable(survey) -> list:
-    """Returns the layers that rules are compared with: all but those inside attention layers."""
-    layers: dict = {}
+def _compared(survey) -> list:
+    """Returns `(layer, whether it is inside an attention layer)` for each layer that rules are compared with."""
+    places: dict = {}
 
-    def walk(parent):
+    def walk(parent, is_inside):
+        is_inside = is_inside or isinstance(parent, _KEEP_OWN_PRECISION)
         for layer in survey.direct(parent):
-            if id(layer) not in layers:
-                layers[id(layer)] = layer
-                if not isinstance(layer, _KEEP_OWN_PRECISION):
-                    walk(layer)
+            if id(layer) not in places:
+                places[id(layer)] = layer, is_inside
+                walk(layer, is_inside)
 
-    walk(survey.model)
-    return list(layers.values())
+    walk(survey.model, False)
+    return list(places.values())
 
 
 def _suggestion(rule, layers) -> str:
@@ -335,8 +337,8 @@ def layers_to_keep(model, rules, heads=()) -> list:
     """Returns `(layer, rule)` for every layer in `model` that `rules` keep in float32; the first that matches counts.
 
     A rule on a layer holds for everything inside it, unless the layer runs quantized layers that compute in 16 bits:
-    then it stays as it is. Otherwise the layers inside attention layers are left out: attention layers look after
-    their own precision.
+    then it stays as it is. Otherwise only rules for a place (a path, a layer) reach inside attention layers: these look
+    after their own precision.
 
     Args:
         model: A `keras.Model` of any kind, or a layer, or a `Survey` of it.
@@ -349,14 +351,13 @@ def layers_to_keep(model, rules, heads=()) -> list:
     rules, survey = tuple(rules), Survey.of(model)
     model = survey.model
     fixed = {id(layer) for layer in running_quantized(survey, "float32")}
-    makes_outputs = [*survey.heads.layers, *heads] if OUTPUTS in rules else []
-    by_place = {id(layer) for layer in makes_outputs if not is_large(layer)}
+    by_place = {id(layer) for layer in (*survey.heads.layers, *heads) if not is_large(layer)}
     rule_by_layer: dict = {}
     seen = set()
 
-    def walk(layer, inherited):
+    def walk(layer, inherited, rules=rules):
         rule = first_match(rules, layer) if inherited is None else inherited
-        if rule is None and id(layer) in by_place:
+        if rule is None and OUTPUTS in rules and id(layer) in by_place:
             rule = OUTPUTS
         if id(layer) in fixed:
             rule = None
@@ -366,15 +367,20 @@ def layers_to_keep(model, rules, heads=()) -> list:
         seen.add((id(layer), rule is None))
         if rule is not None:
             rule_by_layer.setdefault(id(layer), (layer, written(rule)))
-        if rule is not None or not isinstance(layer, _KEEP_OWN_PRECISION):
-            for inner in survey.direct(layer):
-                walk(inner, rule)
+        if isinstance(layer, _KEEP_OWN_PRECISION):
+            rules = tuple(filter(_is_of_a_place, rules))
+        for inner in survey.direct(layer):
+            walk(inner, rule, rules)
 
     # A model with a `call` of its own and no layers is what makes its outputs.
     has_parts = isinstance(model, keras.Model) and model not in survey.heads.layers
     for layer in survey.direct(model) if has_parts else [model]:
         walk(layer, None)
     return list(rule_by_layer.values())
+
+
+def _is_of_a_place(rule) -> bool:
+    return isinstance(rule, keras.layers.Layer) or (isinstance(rule, str) and rule.startswith("path:"))
 
 
 def kept_in_float32(model, policy, dtypes, heads=()) -> dict:

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from mpkeras import _keras
+from mpkeras._arguments import is_one_of
 from mpkeras.devices._tensorflow import in_xla
 from mpkeras.scaling import small_state
 from mpkeras.scaling.facts import updating
@@ -464,7 +465,7 @@ def _update_then_select(optimizer, grads, variables, is_applied, scale):
 
 def check_all_reduce_dtype(dtype):
     """Raises `ValueError` unless gradients can be summed in `dtype`."""
-    if dtype not in _ALL_REDUCE_DTYPES:
+    if dtype is not None and not is_one_of(dtype, _ALL_REDUCE_DTYPES):
         raise ValueError(
             f"Expected `all_reduce_dtype` to be one of {_ALL_REDUCE_DTYPES}. Received: all_reduce_dtype={dtype!r}. "
             "Leave it out to sum gradients in their own dtype."

@@ -2,6 +2,7 @@
 
 import keras
 
+from mpkeras._arguments import named
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale, resolve
 from mpkeras.scaling.small_state import parts_of
 
@@ -27,7 +28,9 @@ def checked_optimizer(optimizer, argument: str):
             f"Expected the configuration of a Keras optimizer. Received: {argument}={optimizer!r}, which has no "
             "'class_name'. Pass what `keras.optimizers.serialize` returns."
         )
-    if isinstance(optimizer, (str, dict)):
+    if isinstance(optimizer, str):
+        optimizer = named(keras.optimizers.get, optimizer, argument, "adam")
+    if isinstance(optimizer, dict):
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras._arguments import checked_count
+from mpkeras._arguments import checked_count, is_one_of
 from mpkeras.policies.loss_scaling import scalars
 
 ON_OVERFLOW = ("drop_micro", "drop_window")
@@ -15,7 +15,7 @@ ON_OVERFLOW = ("drop_micro", "drop_window")
 def checked_steps(accumulate_steps, on_overflow) -> int:
     """Returns `accumulate_steps`. Raises `ValueError` unless it and `on_overflow` describe a window."""
     steps = checked_count("accumulate_steps", accumulate_steps, "Use 1 to update at every step.")
-    if on_overflow not in ON_OVERFLOW:
+    if not is_one_of(on_overflow, ON_OVERFLOW):
         raise ValueError(
             f"Expected `on_overflow` to be one of {ON_OVERFLOW}. Received: on_overflow={on_overflow!r}. Use "
             "'drop_micro' to leave out the one batch, 'drop_window' to leave out the whole update."

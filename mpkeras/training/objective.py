@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from mpkeras._arguments import named
 from mpkeras.policies.dtypes import widen
 from mpkeras.training import training_backend
 
@@ -102,7 +103,7 @@ def _checked_losses(loss_fn):
     if isinstance(loss_fn, dict):
         return {name: _checked_losses(loss) for name, loss in loss_fn.items()}
     if isinstance(loss_fn, str):
-        loss_fn = keras.losses.get(loss_fn)
+        loss_fn = named(keras.losses.get, loss_fn, "loss_fn", "mean_squared_error")
     if isinstance(loss_fn, keras.losses.Loss):
         return _weighted(loss_fn)
     if callable(loss_fn) and not isinstance(loss_fn, type):

@@ -239,8 +239,14 @@ class Broken(layers.Layer):
 
 
 class Logits(layers.Layer):
+    """Ends in float32 on purpose, with a number of its own that is float32."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.temperature = np.float32(2.0)
+
     def call(self, x):
-        return ops.cast(x, "float32") * 2.0
+        return ops.cast(x, "float32") * self.temperature
 
 
 def test_other_errors_and_casts_on_purpose_are_left_in_peace():

@@ -204,11 +204,12 @@ def test_rules_that_match_are_not_named():
     model = three_layers()
     rules = ("Dense", "path:body", "activation:relu", layers.Softmax, model.layers[0], "Softmax", "Softmax")
     assert unmatched(model, rules, "keep_float32") == []
-    # Rules for what is inside attention layers reach nothing: these look after their own precision.
+    # Of what is inside attention layers only rules for a place reach anything: these look after their own precision.
     inputs = keras.Input((3, 4))
     model = keras.Model(inputs, layers.MultiHeadAttention(2, 2, name="attention")(inputs, inputs))
-    assert len(unmatched(model, ("path:attention/query",), "keep_float32")) == 1
-    assert unmatched(model, ("path:attention",), "keep_float32") == []
+    assert len(unmatched(model, ("EinsumDense", "path:attention/quary"), "keep_float32")) == 2
+    assert unmatched(model, ("path:attention", "path:attention/query"), "keep_float32") == []
+    assert names(model, "EinsumDense", "path:attention/(query|key)$") == {"query", "key"}
 
 
 def test_walks_functional_sequential_and_subclassed_models():

@@ -7,13 +7,12 @@ import time
 from typing import NamedTuple
 
 import keras
-import numpy as np
 
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ConvertedLayer, ModelView, check_model, check_switch, dtypes, native
 from mpkeras.tools.advise.bench import ESTIMATE, NO_TIME, ROUNDS, Bench, Cell, measure_grid, trainable_copy
-from mpkeras.tools.shared.arguments import check_seconds
+from mpkeras.tools.shared.arguments import check_call, checked_seconds, rows_of_batch
 from mpkeras.tools.shared.compiled import loss_and_targets, unwrapped
 from mpkeras.tools.shared.report import Figure, Report, bytes_text, make_figure, quartiles
 
@@ -106,7 +105,7 @@ def advise(
     """
     check_model(model)
     check_switch("measure", measure, "Leave it out to measure.")
-    check_seconds("budget_s", budget_s, "Leave it out for a minute.")
+    budget_s = checked_seconds("budget_s", budget_s, "Leave it out for a minute.")
     present_jit = _present_jit(model)
     settings = _settings(jit_compile, present_jit)
     if not measure:
@@ -116,6 +115,7 @@ def advise(
             f"Expected a compiled model, whose loss and optimizer can be measured. Received: model '{model.name}', "
             "which is not. Call `model.compile(optimizer, loss)` first, or pass `measure=False`."
         )
+    check_call(model, "Measure the models inside, compiled with a loss each, or pass `measure=False`.")
     loss_fn, y = loss_and_targets(model, y)
     return measured_advice(model, x, y, loss_fn, settings=settings, budget_s=budget_s, verbose=verbose)
 
@@ -183,12 +183,12 @@ def _settings(jit_compile, present_jit: bool) -> tuple:
 
 
 def _rows(x) -> int:
-    shapes = [np.shape(value) for value in keras.tree.flatten(x)]
-    rows = {shape[0] if shape else 0 for shape in shapes}
-    if len(rows) != 1 or rows == {0}:
+    rows = rows_of_batch(x)
+    if len(rows) > 1:
         raise ValueError(
-            "Expected `x` to be one batch: arrays with the same number of examples, at least one. Received: "
-            f"x={type(x).__name__} of shapes {shapes[:3]}. Pass for example `x[:128]`, or the first batch of a dataset."
+            "Expected `x` to be one batch: arrays with the same number of examples. Received: "
+            f"x={type(x).__name__} of {sorted(rows)} examples. Pass for example `x[:128]`, or the first batch of a "
+            "dataset."
         )
     return rows.pop()
 

@@ -22,7 +22,7 @@ import keras
 from mpkeras.policies.registry import get_policy, registered_policies
 from mpkeras.seams import Blueprint, ModelView
 from mpkeras.tools.forecast.targets import find_target
-from mpkeras.tools.shared.arguments import dtype_of
+from mpkeras.tools.shared.arguments import check_call, dtype_of
 from mpkeras.tools.shared.compiled import loss_and_targets, unwrapped
 from mpkeras.tools.shared.report import shortened
 
@@ -179,6 +179,7 @@ class CompileRequest:
     """
 
     def __init__(self, model, x, y, device, devices, policies, optimizer, loss):
+        check_call(model, "Ask for the models inside, each with what it is given: `model.generator`.")
         self.target = find_target(device)
         self.policies = _policies(policies)
         mesh, layouts = _mesh(devices)

@@ -10,9 +10,9 @@ import keras
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, check_switch
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled
-from mpkeras.tools.forecast.program import BYTES, bound_ms, own_methods_text, picture, room
+from mpkeras.tools.forecast.program import BYTES, bound_ms, in_unit, own_methods_text, picture, room, unit_of
 from mpkeras.tools.forecast.targets import Target
-from mpkeras.tools.shared.arguments import check_seconds
+from mpkeras.tools.shared.arguments import checked_seconds
 from mpkeras.tools.shared.report import Figure, Report, float8_text
 
 # The largest batch is found to within one part in so many.
@@ -81,7 +81,7 @@ def forecast(
     check_switch("largest_batch", largest_batch)
     request = CompileRequest(model, x, y, device, devices, _as_computed_again(model, policies), optimizer, loss)
     if budget_s is not None:
-        check_seconds("budget_s", budget_s, "Leave it out for as long as it takes.")
+        budget_s = checked_seconds("budget_s", budget_s, "Leave it out for as long as it takes.")
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     report = Forecast(model.name, request.target, request.devices, request.batch)
     report.own_methods = request.own_methods
@@ -240,11 +240,10 @@ class Forecast(Report):
 
     def table(self) -> tuple[list, list]:
         """Returns `(header, rows)`, a row for each policy; bytes are those of one device."""
+        unit = unit_of(list(self.policies.values()))
         header = [
             "policy",
-            "state\nGiB",
-            "temporary\nGiB",
-            "peak\nGiB",
+            *(f"{name}\n{unit[0]}" for name in ("state", "temporary", "peak")),
             "fits",
             "largest\nbatch",
             "products",
@@ -253,9 +252,7 @@ class Forecast(Report):
         rows = [
             [
                 name,
-                _gib(facts["persistent_bytes"]),
-                _gib(facts["temporary_bytes"]),
-                _gib(facts["peak_bytes"]),
+                *(in_unit(facts[key], unit) for key in BYTES),
                 "yes" if facts["fits"] else "no",
                 "" if facts["largest_batch"] is None else str(facts["largest_batch"]),
                 _products_text(facts["products"]),
@@ -358,7 +355,7 @@ class Forecast(Report):
             list(self.policies.values()),
             self.target.usable_bytes,
             title=self.title,
-            unit="GiB on one device",
+            where=" on one device",
             width=6.4,
             limit="memory of the device",
         )
@@ -383,8 +380,8 @@ def _travel_text(policy: str, part) -> str:
     return f"{policy}: {part['kind']} of {part['tensor']} in {part['dtype']}, not {part['expected']}: {moved} a step."
 
 
-def _gib(n) -> str:
-    return "" if n is None else f"{n / 2**30:.2f}"
+def _gib(n: int) -> str:
+    return f"{n / 2**30:.2f}"
 
 
 def _products_text(products) -> str:

@@ -14,9 +14,9 @@ from mpkeras.policies.registry import get_policy, registered_policies
 from mpkeras.seams import ModelView, check_model, dtypes
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, by_names, called, chosen_policies
 from mpkeras.tools.forecast.forecast import largest_that_fits
-from mpkeras.tools.forecast.program import BYTES, bound_ms, own_methods_text, picture, room
+from mpkeras.tools.forecast.program import BYTES, bound_ms, in_unit, own_methods_text, picture, room, unit_of
 from mpkeras.tools.forecast.targets import Target, find_target
-from mpkeras.tools.shared.arguments import check_seconds
+from mpkeras.tools.shared.arguments import checked_seconds
 from mpkeras.tools.shared.report import Figure, Report, bytes_text, computed_again_text
 
 # In the order in which they are tried.
@@ -100,10 +100,10 @@ def plan_memory(
         )
     target = find_target("h100" if device is None else device)
     allowed = _checked_allow(allow)
-    if batch not in _BATCHES:
+    if not isinstance(batch, str) or batch not in _BATCHES:
         raise ValueError(f"Expected `batch` to be one of {_BATCHES}. Received: batch={batch!r}. Use 'keep'.")
     if budget_s is not None:
-        check_seconds("budget_s", budget_s, "Leave it out for ten minutes.")
+        budget_s = checked_seconds("budget_s", budget_s, "Leave it out for ten minutes.")
     ladders = [_ladder(policy, allowed) for policy in _policies(model, policies, target)]
     of_candidates = [candidate.policy().renamed(candidate.name) for ladder in ladders for candidate in ladder]
     request = CompileRequest(model, x, y, target.name, 1, of_candidates, optimizer, loss)
@@ -474,15 +474,17 @@ class MemoryPlan(Policy, Report):
 
     def table(self) -> tuple[list, list]:
         """Returns `(header, rows)`, a row for each candidate, sorted by their costs."""
-        header = ["policy", "slots", "remat", "parts x rows", "state\nGiB", "temporary\nGiB", "peak\nGiB", "FLOPs"]
-        header += ["at least\nms", "fits"]
+        unit = unit_of(self.candidates)
+        header = ["policy", "slots", "remat", "parts x rows"]
+        header += [f"{name}\n{unit[0]}" for name in ("state", "temporary", "peak")]
+        header += ["FLOPs", "at least\nms", "fits"]
         rows = [
             [
                 row["policy"],
                 row["slot_dtype"],
                 "" if row["remat"] is None else f"{row['remat']}",
                 f"{row['accumulate_steps']} x {row['batch'] // row['accumulate_steps']}",
-                *("" if row[key] is None else f"{row[key] / 2**30:.2f}" for key in BYTES),
+                *(in_unit(row[key], unit) for key in BYTES),
                 "" if row["flops_factor"] is None else f"{row['flops_factor']:.2f}",
                 "" if row["step_time_lower_bound_ms"] is None else f"{row['step_time_lower_bound_ms']:.2f}",
                 ("yes, the plan" if row["is_the_plan"] else "yes") if row["fits"] else _missing_text(row, self._search),
@@ -577,7 +579,7 @@ class MemoryPlan(Policy, Report):
             self.candidates,
             self._search.usable,
             title=self.title,
-            unit="GiB",
+            where="",
             width=7.2,
             limit="what there is",
         )

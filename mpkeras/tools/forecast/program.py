@@ -6,6 +6,7 @@ from mpkeras.tools.shared.report import Figure, make_figure
 
 # The bytes of a program, by the keys under which reports have them.
 BYTES = ("persistent_bytes", "temporary_bytes", "peak_bytes")
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def room(said: dict, usable_bytes: int) -> int:
@@ -13,6 +14,18 @@ def room(said: dict, usable_bytes: int) -> int:
     if "too_large" in said:
         return min(-1, usable_bytes - said["too_large"])
     return usable_bytes - said["peak_bytes"]
+
+
+def unit_of(rows: list) -> tuple[str, int]:
+    """Returns the name of the unit in which the bytes of all `rows` are shown, which have `BYTES`, and its bytes."""
+    largest = max((row[key] or 0 for row in rows for key in BYTES), default=0)
+    # With two decimal places: of 0.1 and more they tell programs apart.
+    return next((unit for unit in _UNITS if largest >= unit[1] / 10), _UNITS[-1])
+
+
+def in_unit(n: int | None, unit: tuple[str, int]) -> str:
+    """Returns the cell of a table for `n` bytes, which is empty where they are not known."""
+    return "" if n is None else f"{n / unit[1]:.2f}"
 
 
 def own_methods_text(model_name: str, own_methods) -> list[str]:
@@ -40,30 +53,32 @@ def bound_ms(said: dict, target) -> float | None:
     return 1e3 * max(products_s, said["moved_bytes"] / target.bandwidth)
 
 
-def picture(labels: list, rows: list, usable_bytes: int, *, title: str, unit: str, width: float, limit: str) -> Figure:
+def picture(labels: list, rows: list, usable_bytes: int, *, title: str, where: str, width: float, limit: str) -> Figure:
     """Returns a figure of the bytes of programs, beside what there is.
 
     Args:
         labels, rows: Of each program what it is called and a dictionary with `BYTES`, from top to bottom.
         usable_bytes: The bytes that a program can have.
-        title, unit: Above the figure, and under its axis.
+        title: Above the figure.
+        where: Behind the unit under its axis.
         width: Of the figure, in inches.
         limit: The name of the line at `usable_bytes`; it is left out where all programs are far below.
     """
     figure = make_figure(figsize=(width, 2.0 + 0.5 * len(rows)))
     axes = figure.subplots()
-    state, temporary, peak = (np.array([(row[key] or 0) / 2**30 for row in rows]) for key in BYTES)
+    name, size = unit_of(rows)
+    state, temporary, peak = (np.array([(row[key] or 0) / size for row in rows]) for key in BYTES)
     height = state + temporary
     places = np.arange(len(rows))
     axes.barh(places, state, label="weights and optimizer", color="#4c72b0")
     axes.barh(places, temporary, left=state, label="temporary", color="#dd8452")
     axes.barh(places, np.maximum(peak - height, 0), left=height, label="batch, outputs, program", color="#8c8c8c")
-    usable = usable_bytes / 2**30
+    usable = usable_bytes / size
     if max(np.maximum(peak, height), default=0.0) > usable / 8:
         axes.axvline(usable, color="black", linestyle="--", label=limit)
     axes.set_yticks(places, labels, fontsize="small")
     axes.invert_yaxis()
-    axes.set_xlabel(unit)
+    axes.set_xlabel(f"{name}{where}")
     axes.set_title(title, fontsize="medium")
     figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     return figure

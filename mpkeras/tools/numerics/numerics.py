@@ -30,6 +30,7 @@ from mpkeras.tools.numerics.losses import (
     zeroed_share,
 )
 from mpkeras.tools.numerics.scale_window import WORTH, scale_window
+from mpkeras.tools.shared.arguments import check_call, rows_of_batch
 from mpkeras.tools.shared.observation import find_culprit, observe
 from mpkeras.tools.shared.ranges import all_finite, beyond, largest, overflow_limit
 from mpkeras.tools.shared.report import Figure, Report, make_figure, percent
@@ -93,10 +94,17 @@ def traced(
     paths = paths or {}
     # Else the first call of the pass would look for them, with runs of its own that are not the model's.
     let_heads_tell(model, x)
-    run = functools.partial(observe, model, x, y, sample_weight, loss_of=loss_of, paths=paths, training=training)
-    observed = run(loss_scale=loss_scale, references=True)
+    observe_batch = functools.partial(observe, model, x, paths=paths, training=training)
     with in_float32(model):
-        reference = run()
+        reference = observe_batch(y, sample_weight, loss_of=loss_of)
+        moved = reference if y is None else observe_batch(None, None, moves_weights=True)
+
+    def run(**options):
+        observed = observe_batch(y, sample_weight, loss_of=loss_of, **options)
+        return observed.with_gradients_of_what_moves(reference, moved)
+
+    observed = run(loss_scale=loss_scale, references=True)
+    reference.with_gradients_of_what_moves(reference, moved)
 
     def run_rounded(rounded):
         with in_float32(model):
@@ -118,15 +126,8 @@ def traced(
 
 def _check(model, x, y, loss_scale):
     check_model(model)
-    if any(tuple(getattr(value, "shape", (1,)))[:1] == (0,) for value in keras.tree.flatten(x)):
-        raise ValueError(
-            "Expected a batch of at least one example. Received: an `x` without any. Pass for example `x[:64]`."
-        )
-    if type(model).call is keras.Model.call:
-        raise ValueError(
-            f"Expected a model with a `call`, which can be run on one batch. Received: model '{model.name}', which has "
-            "none. Trace the models inside, each with what it is given: `trace_numerics(model.generator, noise)`."
-        )
+    rows_of_batch(x)
+    check_call(model, "Trace the models inside, each with what it is given: `trace_numerics(model.generator, noise)`.")
     if y is not None and not getattr(model, "compiled", False):
         raise ValueError(
             f"Expected a model that is compiled with a loss, for the backward pass. Received: model '{model.name}', "
@@ -228,7 +229,8 @@ class LayerNumerics:
         number: 0 for the first call of the layer in this pass.
         compute_dtype: What it computes in.
         inputs, outputs, grads, weight_grads: `Range`s of what was seen; gradients are those by inputs and outputs,
-            times the loss scale. `weight_grads` stands with the last call of a layer.
+            times the loss scale, where a step computes them: not in front of all trained weights, as in a frozen base.
+            `weight_grads` stands with the last call of a layer.
         true_inputs, true_outputs, true_grads, true_weight_grads: The same when all of the model is in float32, with a
             loss scale of 1.
         overflow: Share of outputs that are inf or NaN, and finite in float32 on the same inputs.

@@ -8,7 +8,7 @@ from jax.extend.core import Literal
 from mpkeras.tools.shared.flops import Program, owner_name, owner_of, size
 
 
-def run_with_gradients(run, variables):
+def run_with_gradients(run, variables, values):
     """As in `_tensorflow.py`; traced twice, as JAX differentiates by arguments: here by zeros that are added."""
     shapes = []
 
@@ -21,7 +21,6 @@ def run_with_gradients(run, variables):
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
             return run(*taps)
 
-    values = [variable.value for variable in variables]
     has_loss = jax.eval_shape(lambda values: run_in_scope(values, note_shape, note_shape), values)[0] is not None
 
     def loss_of(zeros, values):

@@ -8,13 +8,14 @@ import tensorflow as tf
 from mpkeras.tools.shared.flops import Program, owner_name, owner_of, size
 
 
-def run_with_gradients(run, variables):
+def run_with_gradients(run, variables, values):
     """Runs `run(tap_input, tap_output)` in a `keras.StatelessScope`, and differentiates the loss it returns.
 
     Args:
         run: Called with two functions, each of which returns the tensor to go on with in the place of its argument.
             Returns `(loss, results)`: a scalar or `None`, and any structure of tensors.
         variables: Keras variables by which to differentiate, too.
+        values: The tensors that they are read as.
 
     Returns:
         `(results, gradients by the tapped tensors in the order of the taps, gradients by the variables)`; the gradients
@@ -33,14 +34,13 @@ def run_with_gradients(run, variables):
             # A tensor of its own for each layer that reads it.
             return tap_output(tf.identity(tensor))
 
-        native = [tf.convert_to_tensor(variable.value) for variable in variables]
-        tape.watch(native)
+        tape.watch(values)
         # Keras reads regularized weights from the scope alone.
-        with keras.StatelessScope(state_mapping=list(zip(variables, native, strict=True)), collect_losses=True):
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True)), collect_losses=True):
             loss, results = run(tap_input, tap_output)
     if loss is None:
         return results, [None] * len(taps), [None] * len(variables)
-    grads = tape.gradient(loss, taps + native)
+    grads = tape.gradient(loss, taps + values)
     grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
     return results, grads[: len(taps)], grads[len(taps) :]
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from mpkeras.tools.shared.flops import Program, size
 
 
-def run_with_gradients(run, variables):
+def run_with_gradients(run, variables, values):
     """As in `_tensorflow.py`."""
     taps = []
 
@@ -27,17 +27,16 @@ def run_with_gradients(run, variables):
         # A tensor of its own for each layer that reads it.
         return tap_output(tensor.view_as(tensor))
 
-    native = [variable.value for variable in variables]
-    mapping = list(zip(variables, native, strict=True))
+    mapping = list(zip(variables, values, strict=True))
     # Keras reads regularized weights from the scope alone.
     with torch.enable_grad(), keras.StatelessScope(state_mapping=mapping, collect_losses=True):
         loss, results = run(tap_input, tap_output)
     if loss is None or not loss.requires_grad:
         return results, [None] * len(taps), [None] * len(variables)
     # Weights that were frozen as torch parameters take no gradient.
-    reached = [tensor for tensor in taps + native if tensor.requires_grad]
+    reached = [tensor for tensor in taps + values if tensor.requires_grad]
     grads_by_tensor = dict(zip(map(id, reached), torch.autograd.grad(loss, reached, allow_unused=True), strict=True))
-    grads = [grads_by_tensor.get(id(tensor)) for tensor in taps + native]
+    grads = [grads_by_tensor.get(id(tensor)) for tensor in taps + values]
     return results, grads[: len(taps)], grads[len(taps) :]
 
 

@@ -1,4 +1,4 @@
-"""Arguments that tools alone take: a budget of time, and arrays whose dtypes are read."""
+"""Arguments that tools alone take: a budget of time, a model that runs, a batch, and arrays whose dtypes are read."""
 
 import math
 import numbers
@@ -8,10 +8,42 @@ import keras
 _LEAVE_OUT = "Leave it out for the default."
 
 
-def check_seconds(name: str, value, remedy: str = _LEAVE_OUT):
-    """Raises `ValueError` unless `value` is a positive and finite number."""
+def checked_seconds(name: str, value, remedy: str = _LEAVE_OUT) -> float:
+    """Returns `value` as a `float`. Raises `ValueError` unless it is a positive and finite number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise ValueError(f"Expected `{name}` to be a positive number of seconds. Received: {name}={value!r}. {remedy}")
+    return float(value)
+
+
+def lacks_call(model) -> bool:
+    """Whether the class of `model` has no `call`: only the models in it can be run, as those of many a GAN."""
+    return type(model).call is keras.Model.call
+
+
+def check_call(model, remedy: str):
+    """Raises `ValueError` unless `model` can be run on a batch. `remedy` is a sentence."""
+    if lacks_call(model):
+        raise ValueError(
+            f"Expected a model with a `call`, which can be run on one batch. Received: model '{model.name}', which has "
+            f"none. {remedy}"
+        )
+
+
+def rows_of_batch(x) -> set:
+    """Returns the numbers of rows of the arrays in `x`, of which some may be left out as `None`.
+
+    Raises:
+        ValueError: Unless it is arrays, each of at least one row.
+    """
+    shapes = [tuple(getattr(value, "shape", ())) for value in keras.tree.flatten(x) if value is not None]
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    if not rows or not all(rows):
+        raise ValueError(
+            "Expected `x` to be one batch: arrays of at least one example. Received: "
+            f"x={type(x).__name__} of shapes {shapes[:3]}. Pass for example `x[:128]`, or "
+            "the first batch of a dataset."
+        )
+    return rows
 
 
 def dtype_of(value) -> str:

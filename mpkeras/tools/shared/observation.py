@@ -65,6 +65,26 @@ class Observation:
             grads += [*call.input_grads, *call.output_grads]
         return all_finite(grads)
 
+    def with_gradients_of_what_moves(self, still: "Observation", moved: "Observation") -> "Observation":
+        """Returns this, without the gradients of tensors that no trained weight has a part in: no step computes them.
+
+        They are those in front of all that is trained: of the data, and of a frozen base.
+
+        Args:
+            still, moved: Two passes in float32, of which the second had other trainable weights.
+        """
+        for call, one, other in zip(self.calls, still.calls, moved.calls, strict=True):
+            call.input_grads = _of_those_that_differ(call.input_grads, one.inputs, other.inputs)
+            call.output_grads = _of_those_that_differ(call.output_grads, one.outputs, other.outputs)
+        return self
+
+
+def _of_those_that_differ(grads, values, others) -> list:
+    return [
+        None if np.array_equal(value, other, equal_nan=True) else grad
+        for grad, value, other in zip(grads, values, others, strict=True)
+    ]
+
 
 def observe(
     model,
@@ -76,6 +96,7 @@ def observe(
     references: bool = False,
     rounded=None,
     loss_of=None,
+    moves_weights: bool = False,
     paths: dict,
     training: bool = True,
 ) -> Observation:
@@ -89,6 +110,7 @@ def observe(
         references: Whether each 16-bit layer is also run in float32, on the same inputs.
         rounded: `rounded(layer, tensor)` takes the place of each tensor that a layer reads or returns.
         loss_of: `loss_of(y, y_pred, sample_weight)` takes the place of the loss that the model was compiled with.
+        moves_weights: Whether the trainable weights are others in this pass: their own and noise.
         paths: By the path that a layer has now, the one that it is called by.
         training: Whether the layers are run as in training; otherwise as in `evaluate` and `predict`.
     """
@@ -116,9 +138,13 @@ def observe(
         observed["loss"] = ops.cast(loss, "float32")
         return observed["loss"] * loss_scale, observed
 
+    values = [ops.convert_to_tensor(variable.value) for variable in model.trainable_variables]
+    if moves_weights:
+        noise = np.random.default_rng(0)
+        values = [value + ops.cast(noise.standard_normal(tuple(value.shape)), value.dtype) for value in values]
     # Put back after each pass, so that the next one draws the same numbers.
     with backend_generators_put_back(), ModelView(model).seen_through(), _new_metrics_begin_anew(model):
-        observed, grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables)
+        observed, grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables, values)
     for call in calls:
         call.input_grads = [_array(grads[i]) for i in call.inputs]
         call.output_grads = [_array(grads[i]) for i in call.outputs]

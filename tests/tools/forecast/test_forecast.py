@@ -553,7 +553,7 @@ def test_the_report(tmp_path):
         ({"x": None}, ValueError, "at least one array or shape in `x`. Received: None"),
         ({"loss": 3}, TypeError, "Expected `loss_fn` to be a .* Received: loss_fn=3"),
         ({"loss": []}, ValueError, "Expected at least one loss. Received: loss_fn=\\[\\]"),
-        ({"loss": "mean_squard_error"}, ValueError, "^Could not interpret loss identifier: mean_squard_error"),
+        ({"loss": "mean_squard_error"}, ValueError, "that Keras knows. Received: loss_fn='mean_squard_error'"),
         ({"optimizer": {}}, ValueError, "optimizer={}.*class_name"),
         ({"optimizer": 3}, TypeError, "optimizer=3"),
         ({"policies": 3}, TypeError, "Expected `policies` to be a list of policies or their names. Received: 3"),

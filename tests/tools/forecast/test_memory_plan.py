@@ -225,6 +225,18 @@ def test_a_plan_says_what_is_left_free(compiled, device, memory, left):
 
 
 @ONCE
+@pytest.mark.parametrize(
+    ("bytes_of_a_row", "unit", "temporary"), [(2**8, "KiB", "2.00"), (2**17, "MiB", "1.00"), (2**26, "GiB", "0.50")]
+)
+def test_all_bytes_of_a_table_are_in_one_unit_that_fits(compiled, bytes_of_a_row, unit, temporary):
+    compiled(lambda remat, rows: rows * bytes_of_a_row)
+    plan = mpkeras.plan_memory(residual(), (8, 64), memory="1GB", policies=["float32"], verbose=0)
+    header, (row,) = plan.table()
+    assert header[4:7] == [f"state\n{unit}", f"temporary\n{unit}", f"peak\n{unit}"] and row[5] == temporary
+    assert plan.plot().axes[0].get_xlabel() == unit
+
+
+@ONCE
 def test_where_less_kept_takes_more_memory_each_is_compiled(compiled):
     """As on a CPU, where XLA finds what is computed twice, and keeps it."""
     sizes = {None: 100, "products": 70, "blocks": 120}
