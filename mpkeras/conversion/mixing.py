@@ -21,7 +21,7 @@ _SPELLED = re.compile(rf"(?<![a-z])({'|'.join(_SPELLINGS)})(?![a-z0-9])", re.IGN
 
 # How they say that an operation has no kernel for a dtype, and often for which dtypes it has some.
 _NO_KERNEL = re.compile(
-    r"not implemented for|(does not|doesn't) (support|accept)|not in list of allowed values|"
+    r"not implemented for|(does not|doesn't) (support|accept)|not in list of allowed values|unsupported dtype|"
     r"could not find device for node|incorrect types: (?P<real>\w+) (?P=real)\.|but got (?P<one>\w+) and (?P=one)\b",
     re.IGNORECASE,
 )
