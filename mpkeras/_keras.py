@@ -798,6 +798,8 @@ def refresh_symbolic_dtypes(model):
     # A cast of what a layer is given would stay on the layer that it comes from.
     with kept_graphs([node.operation for node in nodes]):
         for node in nodes:
+            _refresh_masks(node)
+        for node in nodes:
             if node.is_input:
                 continue
             args, kwargs = keras.tree.map_structure(
@@ -812,6 +814,34 @@ def refresh_symbolic_dtypes(model):
                 specs = node.operation.compute_output_spec(*args, **kwargs)
             for tensor, spec in zip(node.outputs, keras.tree.flatten(specs), strict=True):
                 tensor._dtype = spec.dtype
+
+
+def _refresh_masks(node):
+    """Lets the mask that a layer made in a call be made of its inputs in the dtype in which the layer takes them now.
+
+    Keras makes a mask when the layer is called, out of operations of the graph (`Masking` compares), behind a cast to
+    what the layer computed in then.
+    """
+    if not isinstance(node.operation, keras.layers.Layer):
+        return
+    get_mask = keras.src.backend.common.masking.get_keras_mask
+    seen = {id(tensor) for given in node.input_tensors for tensor in (given, get_mask(given))}
+    waiting = [get_mask(tensor) for tensor in node.outputs]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor is None or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        operation, number = made_by(tensor)
+        if isinstance(operation, keras.layers.Layer):
+            continue
+        read = inputs_of_call(operation, number)
+        if is_cast(operation) and any(read[0] is given for given in node.input_tensors):
+            operation.dtype = _as_input_of(node.operation, read[0]).dtype
+            # The file goes by the arguments that Keras noted when the operation was made.
+            operation._auto_config.config["dtype"] = operation.dtype
+        else:
+            waiting += read
 
 
 @contextlib.contextmanager

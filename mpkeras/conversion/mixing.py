@@ -25,7 +25,7 @@ _NAMES_OF_FLOAT32 = {"float32", "variable_dtype", "float"}
 
 # How they say that an operation has no kernel for a dtype, and often for which dtypes it has some.
 _NO_KERNEL = re.compile(
-    r"not implemented for|(does not|doesn't) (support|accept)|not in list of allowed values|"
+    r"not implemented for|(does not|doesn't) (support|accept)|not in list of allowed values|unsupported dtype|"
     r"could not find device for node|incorrect types: (?P<real>\w+) (?P=real)\.|but got (?P<one>\w+) and (?P=one)\b",
     re.IGNORECASE,
 )

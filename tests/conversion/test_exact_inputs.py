@@ -305,6 +305,19 @@ def test_a_series_without_its_trend_is_as_exact_as_in_float32(policy, epsilon):
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=2 * epsilon, atol=2 * epsilon)
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_graph_that_was_made_in_16_bits_masks_the_steps_of_float32(policy, tmp_path):
+    x = np.array([[[2051.0], [2052.0], [2044.0]]], "float32")
+    with mpkeras.policy_scope(policy):
+        inputs = keras.Input((3, 1))
+        model = keras.Model(inputs, layers.GlobalAveragePooling1D()(layers.Masking(2051.0)(inputs)))
+        model.compile("sgd", "mse")
+    assert model.predict(x, verbose=0).item() == 2048.0
+    model.save(tmp_path / "masked.keras")
+    loaded = keras.models.load_model(tmp_path / "masked.keras", compile=False)
+    assert loaded.predict(x, verbose=0).item() == 2048.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize(

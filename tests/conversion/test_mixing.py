@@ -292,6 +292,20 @@ def test_an_operation_without_a_kernel_is_no_mixing_of_dtypes(policy):
 
 
 @pytest.mark.backends("tensorflow")
+def test_an_operation_without_a_kernel_is_named_in_a_graph_too():
+    class Positions(layers.Layer):
+        def call(self, x):
+            return x + ops.arange(4, dtype=self.compute_dtype)  # TensorFlow counts in bfloat16, and not in float16
+
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(2)(Positions(name="positions")(layers.Dense(4)(inputs))))
+    with pytest.raises(NoKernelError, match="'positions' .*computes in float16, for which an operation in its `call`"):
+        mpkeras.apply_policy(model, "mixed_float16")
+    rule = mpkeras.Policy("mixed_float16", keep_float32=["path:positions"])
+    assert np.isfinite(mpkeras.apply_policy(model, rule).predict_on_batch(X)).all()
+
+
+@pytest.mark.backends("tensorflow")
 def test_two_dtypes_given_to_an_operation_without_a_kernel_are_mixed():
     class Complex(layers.Layer):
         def call(self, x):
