@@ -144,13 +144,17 @@ def _is_promoted(layer, outputs, args, kwargs) -> bool:
     return inputs == {layer.compute_dtype} and not outputs <= inputs and not _keras.direct_sublayers(layer)
 
 
-def _function(layer):
-    """Returns the function that the user has written for `layer`."""
-    return inspect.unwrap(layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call)
+def _function(layer) -> types.FunctionType | None:
+    """Returns the function of Python that the user has written for `layer`; `None` where it is another callable."""
+    function = layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    return function if isinstance(function, types.FunctionType) else None
 
 
 def _names_float32(function) -> bool:
-    codes = [function.__code__]
+    codes = [] if function is None else [function.__code__]
     for code in codes:
         codes += [value for value in code.co_consts if isinstance(value, types.CodeType)]
     return any(_NAMES_OF_FLOAT32 & {*code.co_names, *code.co_consts} for code in codes)
@@ -162,13 +166,14 @@ def _other_dtypes(layer, args, kwargs) -> list[tuple[str, str]]:
         arguments = inspect.signature(layer.call).bind(*args, **kwargs).arguments
     except TypeError:
         arguments = {}
-    reach = inspect.getclosurevars(_function(layer))
-    places = [
-        ("its argument `{}`", arguments),
-        ("its attribute `{}`", _attributes(layer)),
-        ("the variable `{}` of the function around it", reach.nonlocals),
-        ("the global variable `{}`", reach.globals),
-    ]
+    places: list[tuple] = [("its argument `{}`", arguments), ("its attribute `{}`", _attributes(layer))]
+    function = _function(layer)
+    if function is not None:
+        reach = inspect.getclosurevars(function)
+        places += [
+            ("the variable `{}` of the function around it", reach.nonlocals),
+            ("the global variable `{}`", reach.globals),
+        ]
     return [
         (where.format(name), dtype)
         for where, values in places

@@ -1,5 +1,6 @@
 """P11: a layer of the user's own that mixes dtypes is named, with the tensor and both dtypes."""
 
+import functools
 import re
 import warnings
 
@@ -255,6 +256,25 @@ def test_other_errors_and_casts_on_purpose_are_left_in_peace():
     assert not isinstance(error.value, MixedDtypesError)
     outputs = mpkeras.apply_policy(Model(Logits()), without_outputs("mixed_bfloat16"))(X)
     assert keras.backend.standardize_dtype(outputs.dtype) == "float32"  # Warnings are errors here.
+
+
+class Times:
+    """A callable of the user's that is no function."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __call__(self, x):
+        return ops.add(x, ops.convert_to_tensor(self.number))
+
+
+@pytest.mark.parametrize("make", [Times, lambda number: functools.partial(ops.add, ops.convert_to_tensor(number))])
+def test_callables_that_are_no_functions_of_python(make):
+    """Of what they add nothing is in reach, and nothing is said: Keras' operations return float32."""
+    model = Model(layers.Lambda(make(np.full(4, 2.25, "float32")), output_shape=(4,), name="times"))
+    mpkeras.apply_policy(model, without_outputs("mixed_bfloat16"))
+    # Warnings are errors here.
+    np.testing.assert_array_equal(ops.convert_to_numpy(model(X)), X * 3.25)
 
 
 class Fourier(layers.Layer):
