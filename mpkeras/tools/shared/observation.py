@@ -73,9 +73,13 @@ class Observation:
         Args:
             still, moved: Two passes in float32, of which the second had other trainable weights.
         """
-        for call, one, other in zip(self.calls, still.calls, moved.calls, strict=True):
-            call.input_grads = _of_those_that_differ(call.input_grads, one.inputs, other.inputs)
-            call.output_grads = _of_those_that_differ(call.output_grads, one.outputs, other.outputs)
+        others = {(call.path, call.number): call for call in moved.calls}
+        for call, one in zip(self.calls, still.calls, strict=True):
+            # With other weights a model may choose to call other layers, as a router does.
+            other = others.get((call.path, call.number))
+            if other is not None:
+                call.input_grads = _of_those_that_differ(call.input_grads, one.inputs, other.inputs)
+                call.output_grads = _of_those_that_differ(call.output_grads, one.outputs, other.outputs)
         return self
 
 

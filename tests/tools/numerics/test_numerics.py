@@ -91,6 +91,30 @@ def test_gradients_that_no_step_computes_are_no_culprit(make):
     assert int(model.optimizer.skipped_steps.value) == 0
 
 
+class Routed(keras.Model):
+    """Chooses the layer that it calls by numbers that it has computed with its weights."""
+
+    def __init__(self):
+        super().__init__(name="routed")
+        self.router = layers.Dense(2, kernel_initializer="zeros", name="router")
+        self.experts = [layers.Dense(8, name="resting"), keras.Sequential([layers.Dense(8), layers.Dense(8)])]
+
+    def call(self, x):
+        return self.experts[bool(keras.ops.any(self.router(x) != 0))](x)
+
+
+@pytest.mark.backends("torch")  # Elsewhere a step is traced once for all values.
+def test_a_model_that_would_call_other_layers_with_other_weights_is_traced():
+    model = Routed()
+    for layer in (model.router, *model.experts):
+        layer.build(X.shape)
+    model(X)
+    model.compile("sgd", "mse")
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    report = mpkeras.trace_numerics(model, X, Y)
+    assert [name(layer.path) for layer in report.layers] == ["router", "resting"] and report.culprit is None
+
+
 @pytest.mark.backends("tensorflow", "torch")  # JAX has no kernel for attention in float16 on a CPU
 def test_the_rule_for_a_layer_inside_of_an_attention_cures_it():
     def make(policy):
