@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mpkeras
+from mpkeras.tools.forecast.memory_plan import MemoryPlan
 
 
 def run(code, *arguments, **environment):
@@ -83,6 +84,25 @@ print(*tools())
     loaded = set(run(code).splitlines()[-1].split())
     assert {"mpkeras.tools.blackbox.black_box", "mpkeras.tools.advise.hardware"} <= loaded
     assert "mpkeras.tools.forecast.memory_plan" not in loaded
+
+
+@pytest.mark.slow
+def test_what_a_file_holds_of_a_plan_is_read_without_the_tool_that_makes_plans():
+    """The policy: the class of the plan is not there to be found by its name, as nobody has imported it."""
+    policy = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16", remat="blocks")
+    config = {
+        "module": MemoryPlan.__module__,
+        "class_name": MemoryPlan.__name__,
+        "config": policy.get_config(),
+        "registered_name": keras.saving.get_registered_name(MemoryPlan),
+    }
+    code = f"""
+import sys, keras, mpkeras
+policy = keras.saving.deserialize_keras_object({config!r})
+assert not any(name.startswith("mpkeras.tools.") for name in sys.modules)
+print(type(policy).__name__, policy.name, policy.slot_dtype, policy.remat)
+"""
+    assert run(code).endswith("Policy mixed_bfloat16 bfloat16 blocks")
 
 
 @pytest.mark.slow

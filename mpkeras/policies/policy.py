@@ -395,6 +395,10 @@ class Policy(keras.DTypePolicy):
         )
 
 
+# Of a plan of `plan_memory` a file holds the policy: it is read where nobody has asked for that tool, too.
+keras.saving.get_custom_objects()["mpkeras>MemoryPlan"] = Policy
+
+
 def accumulating(policy: Policy, accumulate_steps: int) -> Policy:
     """Returns a policy with the settings and the name of `policy` and so many batches to an update."""
     if policy.accumulate_steps == accumulate_steps:
