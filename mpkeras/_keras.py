@@ -824,7 +824,6 @@ def _refresh_masks(node):
     """
     if not isinstance(node.operation, keras.layers.Layer):
         return
-    get_mask = keras.src.backend.common.masking.get_keras_mask
     seen = {id(tensor) for given in node.input_tensors for tensor in (given, get_mask(given))}
     waiting = [get_mask(tensor) for tensor in node.outputs]
     while waiting:

@@ -145,7 +145,7 @@ class Policy(keras.DTypePolicy):
             variable_dtype = base.variable_dtype if variable_dtype is None else variable_dtype
         compute_dtype = check_dtype("compute_dtype", compute_dtype)
         variable_dtype = check_dtype("variable_dtype", variable_dtype)
-        if check_slot_dtype(slot_dtype) == "auto" and base is not None and base.variable_dtype == variable_dtype:
+        if is_one_of(slot_dtype, ("auto",)) and base is not None and base.variable_dtype == variable_dtype:
             slot_dtype = base.slot_dtype
         # Rules and scale of a registered policy were chosen for its compute dtype.
         inherited = base if base is not None and base.compute_dtype == compute_dtype else None

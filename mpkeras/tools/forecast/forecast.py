@@ -10,7 +10,7 @@ import keras
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ModelView, check_model, check_switch
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled
-from mpkeras.tools.forecast.program import BYTES, bound_ms, in_unit, own_methods_text, picture, room, unit_of
+from mpkeras.tools.forecast.program import BYTES, bound_ms, columns_of_bytes, own_methods_text, picture, room
 from mpkeras.tools.forecast.targets import Target
 from mpkeras.tools.shared.arguments import checked_seconds
 from mpkeras.tools.shared.report import Figure, Report, float8_text
@@ -240,25 +240,18 @@ class Forecast(Report):
 
     def table(self) -> tuple[list, list]:
         """Returns `(header, rows)`, a row for each policy; bytes are those of one device."""
-        unit = unit_of(list(self.policies.values()))
-        header = [
-            "policy",
-            *(f"{name}\n{unit[0]}" for name in ("state", "temporary", "peak")),
-            "fits",
-            "largest\nbatch",
-            "products",
-            "at least\nms",
-        ]
+        headers, cells = columns_of_bytes(list(self.policies.values()))
+        header = ["policy", *headers, "fits", "largest\nbatch", "products", "at least\nms"]
         rows = [
             [
                 name,
-                *(in_unit(facts[key], unit) for key in BYTES),
+                *of_bytes,
                 "yes" if facts["fits"] else "no",
                 "" if facts["largest_batch"] is None else str(facts["largest_batch"]),
                 _products_text(facts["products"]),
                 "" if facts["step_time_lower_bound_ms"] is None else f"{facts['step_time_lower_bound_ms']:.2f}",
             ]
-            for name, facts in self.policies.items()
+            for (name, facts), of_bytes in zip(self.policies.items(), cells, strict=True)
         ]
         shown = [i for i in range(len(header)) if i < 5 or any(row[i] for row in rows)]
         return [header[i] for i in shown], [[row[i] for i in shown] for row in rows]

@@ -14,7 +14,7 @@ from mpkeras.policies.registry import get_policy, registered_policies
 from mpkeras.seams import ModelView, check_model, dtypes
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, by_names, called, chosen_policies
 from mpkeras.tools.forecast.forecast import largest_that_fits
-from mpkeras.tools.forecast.program import BYTES, bound_ms, in_unit, own_methods_text, picture, room, unit_of
+from mpkeras.tools.forecast.program import bound_ms, columns_of_bytes, own_methods_text, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
 from mpkeras.tools.shared.arguments import checked_seconds
 from mpkeras.tools.shared.report import Figure, Report, bytes_text, computed_again_text
@@ -474,22 +474,20 @@ class MemoryPlan(Policy, Report):
 
     def table(self) -> tuple[list, list]:
         """Returns `(header, rows)`, a row for each candidate, sorted by their costs."""
-        unit = unit_of(self.candidates)
-        header = ["policy", "slots", "remat", "parts x rows"]
-        header += [f"{name}\n{unit[0]}" for name in ("state", "temporary", "peak")]
-        header += ["FLOPs", "at least\nms", "fits"]
+        headers, cells = columns_of_bytes(self.candidates)
+        header = ["policy", "slots", "remat", "parts x rows", *headers, "FLOPs", "at least\nms", "fits"]
         rows = [
             [
                 row["policy"],
                 row["slot_dtype"],
                 "" if row["remat"] is None else f"{row['remat']}",
                 f"{row['accumulate_steps']} x {row['batch'] // row['accumulate_steps']}",
-                *(in_unit(row[key], unit) for key in BYTES),
+                *of_bytes,
                 "" if row["flops_factor"] is None else f"{row['flops_factor']:.2f}",
                 "" if row["step_time_lower_bound_ms"] is None else f"{row['step_time_lower_bound_ms']:.2f}",
                 ("yes, the plan" if row["is_the_plan"] else "yes") if row["fits"] else _missing_text(row, self._search),
             ]
-            for row in self.candidates
+            for row, of_bytes in zip(self.candidates, cells, strict=True)
         ]
         return header, rows
 

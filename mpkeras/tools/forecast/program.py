@@ -23,9 +23,11 @@ def unit_of(rows: list) -> tuple[str, int]:
     return next((unit for unit in _UNITS if largest >= unit[1] / 10), _UNITS[-1])
 
 
-def in_unit(n: int | None, unit: tuple[str, int]) -> str:
-    """Returns the cell of a table for `n` bytes, which is empty where they are not known."""
-    return "" if n is None else f"{n / unit[1]:.2f}"
+def columns_of_bytes(rows: list) -> tuple[list[str], list[list[str]]]:
+    """Returns the headers of the columns for `BYTES`, and their cells in each of `rows`: empty where nobody knows."""
+    unit, size = unit_of(rows)
+    headers = [f"{name}\n{unit}" for name in ("state", "temporary", "peak")]
+    return headers, [["" if row[key] is None else f"{row[key] / size:.2f}" for key in BYTES] for row in rows]
 
 
 def own_methods_text(model_name: str, own_methods) -> list[str]:
