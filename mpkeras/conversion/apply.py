@@ -8,6 +8,7 @@ from mpkeras import _keras
 from mpkeras._arguments import check_switch
 from mpkeras.conversion.converter import convert_new, convert_when_built, layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
+from mpkeras.conversion.last import conversion_of
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import calculates_in, layers_of
 from mpkeras.conversion.store_weights import store, store_weights
@@ -83,6 +84,9 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     with converting(model, refreshes=True):
         convert()
         refresh_graphs(model)
+    record = getattr(optimizer, "record", None)
+    if record is not None:
+        record.note_policy(policy, conversion_of(model).spares_float32)
     store_weights(model, optimizers)
     store(model, [(variable, "float32") for variable in model.variables if variable.dtype == "float16"])
     end_in_float32(model)

@@ -24,7 +24,9 @@ from mpkeras.policies.rules import default_rules, path_rule, set_layer_policy, u
 from mpkeras.policies.survey import Survey
 
 
-def layer_converter(model, policy, converts: bool = True, survey=None, *, trains: bool = False):
+def layer_converter(
+    model, policy, converts: bool = True, survey=None, *, trains: bool = False, was_made_in_16_bits: bool = False
+):
     """Returns a function that gives the layers of `model` their dtypes; called again, the new ones among them.
 
     Layers of a layer often come into being when it is built, in the middle of the first step. The function returns
@@ -33,9 +35,10 @@ def layer_converter(model, policy, converts: bool = True, survey=None, *, trains
     Args:
         converts: Whether layers change to the policy's dtype, or only its float32 rules are applied.
         survey: A `Survey` of `model` as it is, if there is one.
-        trains: Whether mpkeras trains the model, as in `Conversion`.
+        trains, was_made_in_16_bits: As in `Conversion`.
     """
-    conversion = Conversion(survey or model, policy, converts, last_conversion(model), trains=trains)
+    options = {"trains": trains, "was_made_in_16_bits": was_made_in_16_bits}
+    conversion = Conversion(survey or model, policy, converts, last_conversion(model), **options)
 
     def convert() -> bool:
         survey = Survey(model)

@@ -10,6 +10,7 @@ from mpkeras import _keras
 from mpkeras.conversion.changes import planned_changes
 from mpkeras.conversion.exact_inputs import handing_on
 from mpkeras.conversion.float8 import IN_FLOAT8, reasons_against
+from mpkeras.conversion.from_file import made_anew
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, can_sum_in_float32
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import NO_HEADS, OUTPUTS, Heads, has_own_call, is_large
@@ -65,11 +66,20 @@ class Conversion:
     """
 
     def __init__(
-        self, model, policy, converts: bool = True, earlier: "Conversion | None" = None, *, trains: bool = False
+        self,
+        model,
+        policy,
+        converts: bool = True,
+        earlier: "Conversion | None" = None,
+        *,
+        trains: bool = False,
+        was_made_in_16_bits: bool = False,
     ):
         """Begins a conversion after an `earlier` one; with `converts=False` by the float32 rules alone.
 
-        `model` is a model or a `Survey` of it.
+        Args:
+            model: A model or a `Survey` of it.
+            was_made_in_16_bits: As in `made_anew`.
         """
         survey = Survey.of(model)
         self.policy = policy
@@ -107,17 +117,25 @@ class Conversion:
         self._kept_before: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary({} if converts else kept)
         # Among layers of narrower dtypes a wider one is there on purpose; alone, it is what Keras does by default.
         has_16_bits, has_float32 = (computes_in(survey, dtypes) for dtypes in (SIXTEEN_BIT_DTYPES, ("float32",)))
+        has_16_bits |= was_made_in_16_bits
         is_to_16_bits = policy.compute_dtype in SIXTEEN_BIT_DTYPES
         sources: tuple[str, ...] = SIXTEEN_BIT_DTYPES
         if not has_16_bits:
             sources += ("float32",) if has_float32 else ("float32", "float64")
         self._sources: tuple[str, ...] = sources if converts else ()
+        anew = made_anew(survey, was_made_in_16_bits=was_made_in_16_bits) if converts and has_16_bits else ()
+        self._made_anew = weakref.WeakSet(anew)
         # Of a model that an earlier conversion found in float32, a layer that is made from now on is in float32 by
         # default.
         lasting = self._lasting_sources
         self._later_sources = lasting if has_16_bits and lasting is not None else self._sources
         if converts and is_to_16_bits:
             self._lasting_sources = self._later_sources
+
+    @property
+    def spares_float32(self) -> bool:
+        """Whether layers that were found in float32 among those of 16 bits have stayed so."""
+        return "float32" not in (self._lasting_sources or ())
 
     def followed(self, layer, old):
         """Returns the policy that `layer`, which has the policy `old`, gets if no rule keeps it in float32."""
@@ -127,7 +145,7 @@ class Conversion:
         sources = self._sources if layer in self._known else self._later_sources
         new = self.policy
         is_other = (old.compute_dtype, old.variable_dtype) != (new.compute_dtype, new.variable_dtype)
-        is_convertible = layer not in self.seen and old.compute_dtype in sources
+        is_convertible = layer not in self.seen and (old.compute_dtype in sources or layer in self._made_anew)
         return new.stock() or new if is_other and is_convertible else old
 
     def is_up_to_date(self, layers) -> bool:

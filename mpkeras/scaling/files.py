@@ -10,6 +10,7 @@ import keras
 
 from mpkeras import _keras, _replaced
 from mpkeras.policies.loss_scaling import DynamicLossScale
+from mpkeras.policies.policy import REGISTERED, Policy, registered
 from mpkeras.policies.rules import serialized_for_copies
 from mpkeras.scaling.arguments import rule_from_arguments
 from mpkeras.scaling.small_state import parts_of
@@ -66,7 +67,25 @@ def _extra_config(optimizer, config: dict) -> dict:
         extra["parts"] = record.parts
     if record.remat is not None:
         extra["remat"] = serialized_for_copies(record.remat)
+    if record.policy is not None:
+        policy = _written_policy(record.policy)
+        extra |= {} if policy is None else {"policy": policy, "was_made_in_16_bits": record.was_made_in_16_bits}
     return extra
+
+
+def _written_policy(policy) -> str | dict | None:
+    """Returns what `get_policy` makes `policy` of again; `None` where its rules hold layers that have no path yet."""
+    if not isinstance(policy, Policy):
+        return policy
+    if policy.name in REGISTERED and registered(policy.name) == policy:
+        return policy.name
+    names = ("keep_float32", "keep_16_bits", "remat")
+    try:
+        rules = {name: serialized_for_copies(getattr(policy, name)) for name in names}
+        config = keras.dtype_policies.serialize(policy)
+    except ValueError:
+        return None
+    return {**config, "config": {**config["config"], **{key: rules[key] for key in names if key in config["config"]}}}
 
 
 def optimizer_from(optimizer_class, config: dict, custom_objects=None):
@@ -92,6 +111,8 @@ def optimizer_from(optimizer_class, config: dict, custom_objects=None):
         "excluded_from_weight_decay": config.pop("excluded_from_weight_decay", []),
         "parts": config.pop("parts", 1),
         "remat": config.pop("remat", None),
+        "policy": config.pop("policy", None),
+        "was_made_in_16_bits": config.pop("was_made_in_16_bits", False),
     }
     if isinstance(config.get("loss_scale"), dict):
         config["loss_scale"] = keras.saving.deserialize_keras_object(

@@ -4,6 +4,9 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
+from mpkeras.policies.policy import Policy
+
 
 @dataclasses.dataclass
 class Record:
@@ -17,6 +20,8 @@ class Record:
         was_guarded: Whether it was so in the model that this optimizer was saved with.
         parts: The policy's calls of `apply` to an update. The user's own number times this is the length of the window.
         remat: What the model keeps for the backward pass, as `Policy.remat`; or did when this optimizer was saved.
+        policy: The 16-bit `Policy` that the model was converted to, as `get_policy` takes it; `None` where it was not.
+        was_made_in_16_bits: Whether that conversion left layers in float32 that the user had made so among others.
         had_update: Whether there was an update since this object was made.
         steps_before_scale: How many steps had counted when the loss scale was begun anew.
         incurable_batches: Batches whose gradients overflowed at every scale that was tried, before a step counted.
@@ -30,6 +35,8 @@ class Record:
     was_guarded: bool = False
     parts: int = 1
     remat: str | Sequence | None = None
+    policy: Policy | str | dict | None = None
+    was_made_in_16_bits: bool = False
     had_update: bool = False
     steps_before_scale: int = 0
     incurable_batches: int = 0
@@ -44,6 +51,14 @@ class Record:
             self.is_guarded = is_guarded
         # A guard that is put around the step, or taken away, decides.
         self.was_guarded = False
+
+    def note_policy(self, policy: Policy | None, was_made_in_16_bits: bool):
+        """Notes what the model was converted to, for what is made of its file: layers in others come back in float32.
+
+        `None`: it was not converted.
+        """
+        is_small = policy is not None and policy.compute_dtype in SIXTEEN_BIT_DTYPES
+        self.policy, self.was_made_in_16_bits = policy if is_small else None, is_small and was_made_in_16_bits
 
     def warn_of_lost_guard(self, is_in_guarded_step: bool):
         """Warns once where an optimizer of a guarded model trains a copy of it that is not guarded."""

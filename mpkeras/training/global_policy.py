@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import keras
 
+from mpkeras.conversion.from_file import comes_from_a_file
 from mpkeras.policies import registry
 from mpkeras.policies.dtypes import SMALL_DTYPE
 from mpkeras.policies.policy import NOTES_FOR_REPR, Policy
 from mpkeras.scaling.optimizer import ON_FIRST_UNGUARDED_UPDATE
 from mpkeras.training import covered_compile
-from mpkeras.training.made_under import comes_from_a_file, policy_made_under
+from mpkeras.training.made_under import policy_made_under
 from mpkeras.training.own_loops import warn_of_layers_in_16_bits
 from mpkeras.training.prepare import prepare_model
 

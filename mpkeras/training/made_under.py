@@ -2,12 +2,9 @@
 
 import collections
 
-import keras
-
-from mpkeras import _keras
+from mpkeras.conversion.from_file import program_layers
 from mpkeras.conversion.last import converted_by, last_conversion
 from mpkeras.policies import registry
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.rules import is_quantized
 
@@ -30,39 +27,13 @@ def policy_without_rule(layer, conversion):
     return without_rule if as_kept is not None and layer.dtype_policy is as_kept else layer.dtype_policy
 
 
-def _computing(model) -> list:
-    """Returns the layers of `model` that compute. A graph has the policy that was global when it was drawn."""
-    layers = [layer for layer in _keras.flatten_layers(model) if _keras.graph_of(layer) is None]
-    layers = [layer for layer in layers if not isinstance(layer, keras.layers.InputLayer | keras.Sequential)]
-    return layers or [model]
-
-
 def _with_policies_of_the_program(model) -> list:
     """Returns the computing layers of `model`, or itself, if Keras has quantized them all to what it computes in.
 
     The policy that Keras makes for a quantized layer does not tell which one the layer had before.
     """
-    layers = _computing(model)
+    layers = program_layers(model)
     if not all(map(is_quantized, layers)):
         return layers
     dtypes = {(layer.compute_dtype, layer.variable_dtype) for layer in layers}
     return [model] if (model.compute_dtype, model.variable_dtype) in dtypes else []
-
-
-def comes_from_a_file(model) -> bool:
-    """Whether the 16-bit layers of `model` have their policies from a file, and not from a program.
-
-    In the text of a file each layer has the name of its policy to itself. A name in a program is one string: for all
-    layers under one global policy of Keras', the model included, and for their clones. `load_model` is known for what
-    it is in any case.
-    """
-    small = [layer for layer in _computing(model) if layer.compute_dtype in SIXTEEN_BIT_DTYPES]
-    if _keras.is_deserializing():
-        return bool(small)
-    # Keras has made a name for each layer that it has quantized.
-    small = [layer for layer in small if not is_quantized(layer)]
-    if not small:
-        return False
-    direct = [layer for layer in _keras.direct_sublayers(model) if layer in small]
-    names = [id(layer.dtype_policy.name) for layer in (model, *direct)]
-    return len(set(names)) == len(names)

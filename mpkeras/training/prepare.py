@@ -9,8 +9,9 @@ import keras
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
 from mpkeras.conversion.converter import convert_new, convert_when_built, layer_converter
+from mpkeras.conversion.from_file import made_anew
 from mpkeras.conversion.graphs import refresh_graphs
-from mpkeras.conversion.last import converted_by, last_conversion
+from mpkeras.conversion.last import conversion_of, converted_by, last_conversion
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import compute_dtypes, computes_in
 from mpkeras.conversion.store_weights import store_weights, unstored_dtypes
@@ -142,15 +143,19 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
             "Call `model.compile(...)` first."
         )
     survey = Survey(model)
-    chosen = asked_policy(survey, policy, remat)
+    saved, was_made_in_16_bits = saved_policy(survey) if policy is None else (None, False)
+    chosen = asked_policy(survey, policy, remat, saved=saved)
     distribution_backend.check_travel(model, chosen)
     explicit_rule = loss_scaling.resolve(loss_scale)
     check_switches(jit_compile, rollback)
     check_jit_compile(model, model.jit_compile if jit_compile is None else jit_compile)
-    converts = policy is not None or not computes_in(survey, SIXTEEN_BIT_DTYPES)
+    has_16_bits = computes_in(survey, SIXTEEN_BIT_DTYPES)
+    converts = policy is not None or saved is not None or not has_16_bits or bool(made_anew(survey))
     check_variables(survey, chosen, converts)
 
-    convert_layers = layer_converter(model, chosen, converts=converts, survey=survey, trains=True)
+    convert_layers = layer_converter(
+        model, chosen, converts, survey, trains=True, was_made_in_16_bits=was_made_in_16_bits
+    )
 
     def store(optimizers):
         store_weights(model, optimizers)
@@ -183,6 +188,8 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     for wrapper in wrappers:
         if isinstance(wrapper, LossScaleOptimizer):
             wrapper.record.remat = chosen.remat
+            conversion = conversion_of(model)
+            wrapper.record.note_policy(conversion.asked_for, conversion.spares_float32)
     models = (model, *inventory.compiled_parts(survey))
     new = {id(old): wrapper for old, wrapper in zip(optimizers, wrappers, strict=True) if wrapper is not old}
     for holder in inventory.holders_of_optimizers(survey):
@@ -213,7 +220,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
     return guards
 
 
-def asked_policy(model, policy, remat=None, optimizers=()) -> Policy:
+def asked_policy(model, policy, remat=None, optimizers=(), saved: Policy | None = None) -> Policy:
     """Returns `chosen_policy` with this `remat`; without a policy a model keeps accumulation and `remat`.
 
     They are then what it was given last, or was saved with.
@@ -222,8 +229,9 @@ def asked_policy(model, policy, remat=None, optimizers=()) -> Policy:
         model: A model or a `Survey` of it.
         policy, remat: What the user asks for; `None` without.
         optimizers: Those that train it beside its own.
+        saved: The policy that holds where none is asked for, in place of the one that the layers tell.
     """
-    chosen, survey = chosen_policy(model, policy), Survey.of(model)
+    chosen, survey = saved or chosen_policy(model, policy), Survey.of(model)
     if policy is not None:
         return chosen.with_remat(remat)
     conversion = last_conversion(survey.model)
@@ -235,6 +243,24 @@ def asked_policy(model, policy, remat=None, optimizers=()) -> Policy:
         steps = next((record.parts for record in records if record.parts > 1), chosen.accumulate_steps)
         lasting_remat = next((record.remat for record in records if record.remat is not None), None)
     return accumulating(chosen, steps).with_remat(lasting_remat if remat is None else remat)
+
+
+def saved_policy(survey) -> tuple[Policy | None, bool]:
+    """Returns the policy that the model of `survey` was converted to before it was saved, and `was_made_in_16_bits`.
+
+    Keras makes layers in the `__init__` of others anew from a file, under the global policy of that moment: in float32,
+    whatever they were converted to. Where they are in 16 bits of another kind, that policy has decided.
+
+    Returns:
+        `(None, False)` where none is known.
+    """
+    optimizers = inventory.find_optimizers(survey.model).values() if last_conversion(survey.model) is None else ()
+    for optimizer in optimizers:
+        if isinstance(optimizer, LossScaleOptimizer) and optimizer.record.policy is not None:
+            saved, dtypes = get_policy(optimizer.record.policy), compute_dtypes(survey) & set(SIXTEEN_BIT_DTYPES)
+            if dtypes <= {saved.compute_dtype}:
+                return saved, optimizer.record.was_made_in_16_bits
+    return None, False
 
 
 def chosen_policy(model, policy):

@@ -481,6 +481,7 @@ def test_the_file_is_stock_keras(tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert [layer.compute_dtype for layer in loaded.layers[:3]] == ["bfloat16"] * 3
     assert not any(multiplies_in_float8(layer) for layer in loaded.layers)
+    assert any(multiplies_in_float8(layer) for layer in mpkeras.prepare(loaded).layers)
     for a, b in zip(loaded.get_weights(), model.get_weights(), strict=True):
         assert np.array_equal(a, b)
 
