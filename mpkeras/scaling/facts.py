@@ -83,7 +83,7 @@ class FactsOfReplicas:
 
 
 @contextlib.contextmanager
-def opened_step(optimizers, *, batch_has_rows=True, wants_statistics: bool = False):
+def opened_step(optimizers, *, batch_has_rows=True, wants_statistics: bool = False, wants_outcome: bool = False):
     """Context manager around a step that mpkeras runs. Yields its facts, one for each of `optimizers`.
 
     They end with the step, and with an error in it. A step within a step (a part of the model is trained by a guarded
@@ -94,7 +94,14 @@ def opened_step(optimizers, *, batch_has_rows=True, wants_statistics: bool = Fal
         batch_has_rows = True
     around = [optimizer.facts for optimizer in optimizers]
     opened = [
-        StepFacts(True, outer.is_guarded, batch_has_rows, wants_statistics, scaling_traces=outer.scaling_traces)
+        StepFacts(
+            is_guarded=True,
+            is_nested=outer.is_guarded,
+            batch_has_rows=batch_has_rows,
+            wants_statistics=wants_statistics,
+            wants_outcome=wants_outcome,
+            scaling_traces=outer.scaling_traces,
+        )
         for outer in around
     ]
     for optimizer, facts in zip(optimizers, opened, strict=True):

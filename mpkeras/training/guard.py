@@ -50,7 +50,8 @@ def install(model, guard: Guard):
     inventory = Inventory(model)
 
     def trial_step(*args):
-        with opened_step(scaling_optimizers(model)):
+        # As the step: a `tf.function` in it stays as it is traced here.
+        with opened_step(scaling_optimizers(model), wants_outcome=guard.rollback):
             return train_step(*args)
 
     def convert_new_layers(model):

@@ -398,3 +398,43 @@ def test_jax_a_loss_that_no_metric_of_keras_holds_is_shown(door):
     callbacks = [MixedPrecision("float32")] if door == "callback" else []
     history = model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=callbacks).history
     assert history["loss"] == ([0.0] if door is None else pytest.approx([expected], rel=1e-4))
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.filterwarnings("ignore:1 of 4 steps skipped")
+def test_a_tf_function_as_step_of_a_model_that_is_not_built_hears_of_skipped_updates():
+    """It was traced, and kept, as the model was built: without the note by which a skipped step is put back."""
+    import tensorflow as tf
+
+    class Regression(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = layers.BatchNormalization(momentum=0.5), layers.Dense(1)
+            self.error = keras.metrics.MeanAbsoluteError(name="error")
+
+        def call(self, x, training=False):
+            return self.head(self.norm(x, training=training))
+
+        @tf.function
+        def train_step(self, data):
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = self.optimizer.scale_loss(self.compute_loss(x, y, y_pred))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            self.error.update_state(y, y_pred)
+            return {"error": self.error.result()}
+
+    def trained(x):
+        keras.utils.set_random_seed(5)
+        model = Regression()
+        model.compile("sgd", "mse", jit_compile=False)
+        prepare(model, "mixed_float16", loss_scale=4.0)
+        model.fit(x, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0)
+        return model.optimizer, [*model.variables, *model.error.variables]
+
+    bad = np.insert(DATA, BATCH, np.full((BATCH, 6), np.inf), axis=0)
+    (optimizer, found), (_, expected) = trained(bad), trained(DATA)
+    assert int(optimizer.skipped_steps.value) == 1
+    for value, other in zip(snapshot(found), snapshot(expected), strict=True):
+        np.testing.assert_array_equal(value, other)
