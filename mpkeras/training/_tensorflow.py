@@ -473,6 +473,12 @@ def runs_on_host() -> bool:
     return tf.executing_eagerly()
 
 
+def are_of_this_program(tensors) -> bool:
+    """As in `defaults.py`: tensors of a `tf.function` inside the step are that one's alone."""
+    here = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    return all(getattr(tensor, "graph", None) in (None, here) for tensor in tensors)
+
+
 class HeldState(defaults.HeldState):
     """The state between two steps of `fit`: all of it is in the variables, which each replica may have for itself."""
 

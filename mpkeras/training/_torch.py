@@ -14,6 +14,7 @@ from mpkeras.policies.heads import has_own_call
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training.defaults import (  # noqa: F401
     HeldState,
+    are_of_this_program,
     can_be_read,
     check_is_outermost,
     check_scope,

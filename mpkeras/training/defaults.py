@@ -81,6 +81,11 @@ def can_be_read(variable) -> bool:
     return True
 
 
+def are_of_this_program(tensors) -> bool:
+    """Whether what is computed here can be computed of `tensors`."""
+    return True
+
+
 class HeldState:
     """The state of a model that `fit` holds between two steps: here all of it is in the variables.
 

@@ -79,8 +79,12 @@ def install(model, guard: Guard):
                 # One that nothing uses (`super().compile()` gives every GAN a third) is not built, and not shown.
                 in_use_first = sorted(optimizers, key=lambda optimizer: not optimizer.built)
                 added |= zip(LOG_NAMES, training_backend.scale_logs(in_use_first, result), strict=True)
-            if guard.add_gradient_logs and optimizers and facts[0].statistics is not None:
-                added |= zip(GRADIENT_LOG_NAMES, facts[0].statistics, strict=True)
+            if guard.add_gradient_logs and optimizers and has_rows is not False:
+                statistics = facts[0].statistics
+                if statistics is None or not training_backend.are_of_this_program(statistics):
+                    _warn_of_gradients_elsewhere(model)
+                else:
+                    added |= zip(GRADIENT_LOG_NAMES, statistics, strict=True)
             return _with_logs(result, lambda logs: {**logs, **added})
 
         return distribution_backend.with_dtypes(run_and_log, guard.travel, model)(*args)
@@ -92,6 +96,15 @@ def install(model, guard: Guard):
     # A train function built earlier holds the step as it was.
     model.train_function = None
     _note_guard(model, guard.rollback)
+
+
+def _warn_of_gradients_elsewhere(model):
+    warnings.warn(
+        f"The logs of model '{model.name}' are without {' and '.join(f'`{name}`' for name in GRADIENT_LOG_NAMES)}: its "
+        "`train_step` updates the weights where nobody else sees the gradients, as in a `tf.function` inside. Keras "
+        "makes one program of the whole step: leave the decorator out.",
+        stacklevel=2,
+    )
 
 
 def _with_logs(result, edited: Callable):

@@ -459,3 +459,36 @@ def test_every_so_many_steps_of_a_model_without_a_call_give_no_report():
     assert message.startswith(
         "`every=1` gives no report: the model cannot be run on its batch (ValueError: Expected a model with a `call`"
     )
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "built by the step"])
+def test_gradients_of_a_tf_function_inside_are_said_to_be_out_of_reach(is_built):
+    """Where it was built before, the step ended in TensorFlow's error of a tensor out of scope."""
+    import tensorflow as tf
+
+    class Regression(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.head(x)
+
+        @tf.function
+        def train_step(self, data):
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x))
+                scaled_loss = self.optimizer.scale_loss(loss)
+            self.optimizer.apply(tape.gradient(scaled_loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    model = Regression()
+    model.compile("sgd", "mse", jit_compile=False)
+    if is_built:
+        model(np.ones((4, 3)))
+    mpkeras.prepare(model, "mixed_float16", loss_scale=8.0)
+    with pytest.warns(UserWarning, match="without `grad_norm` and `zero_grad_fraction`"):
+        history = model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0, callbacks=[NumericsMonitor(gradients=True)])
+    assert set(history.history) == {"loss", "loss_scale", "skipped_steps"}
