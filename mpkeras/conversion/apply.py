@@ -91,7 +91,7 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     store(model, [(variable, "float32") for variable in model.variables if variable.dtype == "float16"])
     end_in_float32(model)
     convert_when_built(model, convert_new_layers)
-    forget_functions(model, "train_function", "test_function", "predict_function")
+    forget_functions(model, "train_function")
     _warn_unscaled(model)
     _warn_not_rounded(model, policy)
     return model

@@ -17,7 +17,7 @@ from mpkeras.conversion.raw_inputs import passes_inputs_on
 from mpkeras.conversion.remat import place, repeated_parts
 from mpkeras.conversion.undo import put_back_on_error
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.heads import OUTPUTS, heads_of
+from mpkeras.policies.heads import OUTPUTS, has_own_call, heads_of
 from mpkeras.policies.own_state import REMAT_RULE, STATE_RULE
 from mpkeras.policies.policy import with_rules
 from mpkeras.policies.rules import default_rules, path_rule, set_layer_policy, unmatched
@@ -49,10 +49,12 @@ def layer_converter(
         parts = repeated_parts(survey, policy.remat)
         if any(row.after is not row.before for row in rows):
             _keras.own_policy_maps(survey.layers)
+        met_inside = _inside_of_others(survey, conversion.asked_for_heads)
         for row in rows:
             if row.after is not row.before:
                 set_layer_policy(row.layer, row.after)
-            note_kept_in_float32(row.layer, _is_kept_by_rule(row))
+            is_met_inside = row.rule == OUTPUTS and row.layer in met_inside
+            note_kept_in_float32(row.layer, is_met_inside or _is_kept_by_rule(row))
             make_changes(row.layer, row.changes)
             _widen_made_input(row.layer)
         place(survey, parts)
@@ -72,6 +74,16 @@ def _is_kept_by_rule(row) -> bool:
     """Whether a rule of the policy's own keeps the layer of a row of a plan in float32."""
     by_itself = (None, OUTPUTS, STATE_RULE, REMAT_RULE, *default_rules())
     return row.rule not in by_itself and row.after.compute_dtype == "float32"
+
+
+def _inside_of_others(survey, asked_for_heads) -> set:
+    """Returns the layers inside of layers with a `call` of their own, but for the model and those that make outputs.
+
+    A head among them is used twice, as the embedding of words that makes the logits, too: in that `call` it meets
+    16 bits.
+    """
+    others = [layer for layer in survey.layers if layer is not survey.model and layer not in asked_for_heads]
+    return {inner for layer in others if has_own_call(layer) for inner in _keras.flatten_layers(layer)}
 
 
 def _widen_made_input(layer):

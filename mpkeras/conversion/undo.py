@@ -33,7 +33,7 @@ def converting(model, refreshes: bool = False, survey=None):
         yield
     survey = Survey(model)
     if _computed(survey) != old_dtypes:
-        forget_functions(survey, "test_function", "predict_function")
+        forget_functions(survey)
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def _store_as_before(model, dtypes):
         return
     store(model, changed)
     # On TensorFlow a function that was traced before trains variables that nobody else holds any more.
-    forget_functions(model, "train_function", "test_function", "predict_function")
+    forget_functions(model, "train_function")
     conversion = last_conversion(model)
     if conversion is not None:
         conversion.times_stored += 1
@@ -67,11 +67,13 @@ def _computed(survey) -> list:
 
 
 def forget_functions(model, *names):
-    # Functions that Keras compiled before hold the old dtypes; so do the functions of models inside.
+    """Lets `model` and the models inside make anew what they run outside training, and the functions in `names`."""
+    # Functions that were compiled before hold the old dtypes. The one of `generate` is KerasHub's.
     for part in layers_of(model):
         if isinstance(part, keras.Model):
-            for name in names:
-                setattr(part, name, None)
+            for name in ("test_function", "predict_function", "generate_function", *names):
+                if hasattr(part, name):
+                    setattr(part, name, None)
 
 
 def recorded(model, on=None, survey=None):

@@ -159,6 +159,46 @@ def test_between_layers_that_rules_of_the_users_keep_nothing_is_rounded():
         np.testing.assert_allclose(outputs, expected, rtol=2e-3, atol=2e-3)
 
 
+class Tied(layers.Layer):
+    """Adds what its table makes, as an embedding of words and positions does."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table = layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.table(x) + x
+
+
+class TiedModel(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.tied = Tied()
+
+    def call(self, x):
+        return self.tied.table(self.tied(x))
+
+
+def tied_graph():
+    tied, inputs = Tied(), keras.Input((1,))
+    return keras.Model(inputs, tied.table(tied(inputs)))
+
+
+@pytest.mark.parametrize("make", [tied_graph, TiedModel])
+def test_a_head_that_another_layer_uses_too_is_in_float32_and_rounded_in_there_alone(make):
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        model = make()
+        model.compile("sgd", "mse")
+    x = np.ones((1, 1), "float32")
+    model(x)
+    tied = next(layer for layer in model.layers if isinstance(layer, Tied))
+    tied.table.set_weights([np.array([[1.0 + 2**-12]]), np.zeros(1)])
+    assert tied.table.compute_dtype == "float32" and tied.compute_dtype == "bfloat16"
+    # What `tied` adds is 2 on TensorFlow, in bfloat16, and elsewhere, in float32, more by 2 ** -12.
+    once, twice = 2 * (1 + 2**-12), (2 + 2**-12) * (1 + 2**-12)
+    assert model.predict(x, verbose=0).item() in (np.float32(once), np.float32(twice))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.*has moved", "ignore:.* steps", "ignore:.*in a row")
 def test_training_goes_on_where_a_layer_inside_has_moved():

@@ -455,6 +455,28 @@ def test_functions_that_hold_the_right_dtypes_stay():
     assert (model.predict_function, model.test_function) == (None, None)
 
 
+@pytest.mark.backends("tensorflow")
+def test_what_generate_has_compiled_is_made_anew_where_the_weights_are_stored_anew():
+    import tensorflow as tf
+
+    class Generating(keras.Sequential):  # As the language models of KerasHub, `generate` of which keeps its function.
+        generate_function = None
+
+        def generate(self, x):
+            if self.generate_function is None:
+                self.generate_function = tf.function(self.call)
+            return self.generate_function(x)
+
+    model = Generating([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile("sgd", "mse")
+    assert model.generate(tf.ones((1, 2)))[0, 0] == 2.0
+    prepare(model, "bfloat16")
+    model.layers[0].kernel.assign([[3.0], [4.0]])
+    assert model.generate(tf.ones((1, 2)))[0, 0] == 7.0
+    prepare(model, "float32")
+    assert model.generate_function is None
+
+
 @pytest.mark.parametrize("policy", [None, "mixed_float16", "float16"])
 def test_float16_variables_are_refused(policy):
     """P26, P40: by both doors, and the model is as before."""
