@@ -143,6 +143,20 @@ def test_what_makes_batches_is_none(name, value):
         call(value)
 
 
+VERBOSE = {
+    "advise": lambda verbose: mpkeras.advise(_compiled(), np.ones((4, 2)), np.ones((4, 1)), verbose=verbose),
+    "forecast": lambda verbose: mpkeras.forecast(_model(), (4, 2), device="cpu", verbose=verbose),
+    "plan_memory": lambda verbose: mpkeras.plan_memory(_model(), (4, 2), device="cpu", verbose=verbose),
+}
+
+
+@pytest.mark.parametrize("value", ["no", None, 2, -1, 1.0, np.ones(2)])
+@pytest.mark.parametrize("name", VERBOSE)
+def test_what_is_no_verbosity(name, value):
+    with pytest.raises(ValueError, match=r"`verbose` to be 0 or 1\. Received: verbose=.*\. Leave it out for 1\.$"):
+        VERBOSE[name](value)
+
+
 CALLS = {
     "patience": (lambda: Float32Fallback(patience=2.0), ValueError),
     "max_layers": (lambda: Float32Fallback(max_layers=True), ValueError),

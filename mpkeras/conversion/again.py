@@ -68,8 +68,10 @@ class _Again(keras.StatelessScope):
     """
 
     def add_update(self, update):
-        if id(update[0]) in self.state_mapping:
-            super().add_update(update)
+        variable, value = update
+        if id(variable) in self.state_mapping:
+            # In the first call the variable was read back, through which no gradient flows.
+            super().add_update((variable, ops.stop_gradient(value)))
 
 
 def _states(layer) -> list:

@@ -11,7 +11,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras._replaced import replaced_attributes
-from mpkeras.conversion.remat import repeated_layers
+from mpkeras.conversion.remat import named_parts, repeated_layers
 from mpkeras.policies.survey import Survey
 from mpkeras.training.model_view import ModelView
 
@@ -234,6 +234,46 @@ def test_two_layers_of_one_class_are_blocks_and_one_is_none():
 
     assert [path.rpartition("/")[2] for path in paths(2)] == ["block_0", "block_1"]
     assert paths(1) == []
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_graph_is_cut_behind_layers_that_hold_a_product():
+    wrapped = [layers.SpectralNormalization(layers.Dense(16), name="wrapped"), Block(name="own")]
+    inner = keras.Sequential([keras.Input((16,)), layers.Dense(16, name="inside"), layers.ReLU(), layers.Dense(16)])
+    model = keras.Sequential([keras.Input((16,)), *wrapped, inner, layers.ReLU(), layers.Dense(1, name="head")])
+    ends = [last.rpartition("/")[2] for _, last in named_parts(Survey(model), "products")]
+    # The model inside is cut in itself, and what follows it is in the last part of the one around it.
+    assert ends == ["wrapped", "own", "inside"]
+
+
+class Levelled(layers.Layer):
+    """Reads a state that it has just written: on TensorFlow and torch no gradient flows through it."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(16, "tanh")
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.level = self.add_weight(shape=(16,), initializer="ones", trainable=False, name="level")
+
+    def call(self, x):
+        h = self.dense(x)
+        self.level.assign(0.5 * self.level + ops.mean(ops.abs(h), axis=0))
+        return x + h * self.level
+
+
+@pytest.mark.backends("torch", "tensorflow")
+def test_a_state_that_is_read_back_has_no_gradient_the_second_time_either():
+    def losses(remat):
+        keras.utils.set_random_seed(7)
+        blocks = [Levelled(name=name) for name in ("first", "second", "third")]
+        model = keras.Sequential([keras.Input((16,)), *blocks, layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        mpkeras.prepare(model, "float32", remat=remat)
+        return [model.train_on_batch(ROWS, TARGETS) for _ in range(3)]
+
+    np.testing.assert_allclose(losses("blocks"), losses(None), rtol=1e-6)
 
 
 class Cell(layers.Layer):

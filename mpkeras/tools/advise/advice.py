@@ -12,7 +12,7 @@ from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ConvertedLayer, ModelView, check_model, check_switch, dtypes, native
 from mpkeras.tools.advise.bench import ESTIMATE, NO_TIME, ROUNDS, Bench, Cell, measure_grid, trainable_copy
-from mpkeras.tools.shared.arguments import check_call, checked_seconds, rows_of_batch
+from mpkeras.tools.shared.arguments import check_call, check_verbose, checked_seconds, rows_of_batch
 from mpkeras.tools.shared.compiled import loss_and_targets, unwrapped
 from mpkeras.tools.shared.report import Figure, Report, bytes_text, make_figure, quartiles
 
@@ -105,6 +105,7 @@ def advise(
     """
     check_model(model)
     check_switch("measure", measure, "Leave it out to measure.")
+    check_verbose(verbose)
     budget_s = checked_seconds("budget_s", budget_s, "Leave it out for a minute.")
     present_jit = _present_jit(model)
     settings = _settings(jit_compile, present_jit)

@@ -12,8 +12,8 @@ from mpkeras.seams import ModelView, check_model, check_switch
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled
 from mpkeras.tools.forecast.program import BYTES, bound_ms, columns_of_bytes, own_methods_text, picture, room
 from mpkeras.tools.forecast.targets import Target
-from mpkeras.tools.shared.arguments import checked_seconds
-from mpkeras.tools.shared.report import Figure, Report, float8_text
+from mpkeras.tools.shared.arguments import check_verbose, checked_seconds
+from mpkeras.tools.shared.report import Figure, Report, bytes_text, decimals, float8_text
 
 # The largest batch is found to within one part in so many.
 _RESOLUTION = 64
@@ -79,6 +79,7 @@ def forecast(
     """
     check_model(model)
     check_switch("largest_batch", largest_batch)
+    check_verbose(verbose)
     request = CompileRequest(model, x, y, device, devices, _as_computed_again(model, policies), optimizer, loss)
     if budget_s is not None:
         budget_s = checked_seconds("budget_s", budget_s, "Leave it out for as long as it takes.")
@@ -249,7 +250,7 @@ class Forecast(Report):
                 "yes" if facts["fits"] else "no",
                 "" if facts["largest_batch"] is None else str(facts["largest_batch"]),
                 _products_text(facts["products"]),
-                "" if facts["step_time_lower_bound_ms"] is None else f"{facts['step_time_lower_bound_ms']:.2f}",
+                "" if facts["step_time_lower_bound_ms"] is None else decimals(facts["step_time_lower_bound_ms"]),
             ]
             for (name, facts), of_bytes in zip(self.policies.items(), cells, strict=True)
         ]
@@ -291,7 +292,7 @@ class Forecast(Report):
                 )
             if facts["collectives"]:
                 summed = ", ".join(
-                    f"{part['kind']} {part['dtype']} {part['bytes'] / 2**20:.1f} MiB" for part in facts["collectives"]
+                    f"{part['kind']} {part['dtype']} {bytes_text(part['bytes'])}" for part in facts["collectives"]
                 )
                 notes.append(f"{name}: devices exchange {summed} a step.")
                 notes += [_travel_text(name, part) for part in facts["travels_otherwise"]]
@@ -369,7 +370,7 @@ _OF_A_PROGRAM = (
 
 
 def _travel_text(policy: str, part) -> str:
-    moved = f"{part['bytes'] / 2**20:.1f} MiB"
+    moved = bytes_text(part["bytes"])
     return f"{policy}: {part['kind']} of {part['tensor']} in {part['dtype']}, not {part['expected']}: {moved} a step."
 
 

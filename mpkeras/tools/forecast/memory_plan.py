@@ -16,8 +16,8 @@ from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompile
 from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.program import bound_ms, columns_of_bytes, own_methods_text, picture, room
 from mpkeras.tools.forecast.targets import Target, find_target
-from mpkeras.tools.shared.arguments import checked_seconds
-from mpkeras.tools.shared.report import Figure, Report, bytes_text, computed_again_text
+from mpkeras.tools.shared.arguments import check_verbose, checked_seconds
+from mpkeras.tools.shared.report import Figure, Report, bytes_text, computed_again_text, decimals
 
 # In the order in which they are tried.
 _ALLOWED = ("slots", "remat", "accumulation")
@@ -102,6 +102,7 @@ def plan_memory(
     allowed = _checked_allow(allow)
     if not isinstance(batch, str) or batch not in _BATCHES:
         raise ValueError(f"Expected `batch` to be one of {_BATCHES}. Received: batch={batch!r}. Use 'keep'.")
+    check_verbose(verbose)
     if budget_s is not None:
         budget_s = checked_seconds("budget_s", budget_s, "Leave it out for ten minutes.")
     ladders = [_ladder(policy, allowed) for policy in _policies(model, policies, target)]
@@ -484,7 +485,7 @@ class MemoryPlan(Policy, Report):
                 f"{row['accumulate_steps']} x {row['batch'] // row['accumulate_steps']}",
                 *of_bytes,
                 "" if row["flops_factor"] is None else f"{row['flops_factor']:.2f}",
-                "" if row["step_time_lower_bound_ms"] is None else f"{row['step_time_lower_bound_ms']:.2f}",
+                "" if row["step_time_lower_bound_ms"] is None else decimals(row["step_time_lower_bound_ms"]),
                 ("yes, the plan" if row["is_the_plan"] else "yes") if row["fits"] else _missing_text(row, self._search),
             ]
             for row, of_bytes in zip(self.candidates, cells, strict=True)
@@ -589,4 +590,4 @@ def _missing_text(row, search) -> str:
 
 def _gib_text(n: int) -> str:
     # The unit of the table, where it says more than 0.00.
-    return f"{n / 2**30:.2f} GiB" if n >= 2**30 / 100 else bytes_text(n)
+    return f"{decimals(n / 2**30)} GiB" if n >= 2**30 / 100 else bytes_text(n)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpkeras.tools.shared.report import Figure, make_figure
+from mpkeras.tools.shared.report import Figure, decimals, make_figure
 
 # The bytes of a program, by the keys under which reports have them.
 BYTES = ("persistent_bytes", "temporary_bytes", "peak_bytes")
@@ -19,7 +19,7 @@ def room(said: dict, usable_bytes: int) -> int:
 def unit_of(rows: list) -> tuple[str, int]:
     """Returns the name of the unit in which the bytes of all `rows` are shown, which have `BYTES`, and its bytes."""
     largest = max((row[key] or 0 for row in rows for key in BYTES), default=0)
-    # With two decimal places: of 0.1 and more they tell programs apart.
+    # With two decimal places, of 0.1 and more they tell programs apart.
     return next((unit for unit in _UNITS if largest >= unit[1] / 10), _UNITS[-1])
 
 
@@ -27,7 +27,7 @@ def columns_of_bytes(rows: list) -> tuple[list[str], list[list[str]]]:
     """Returns the headers of the columns for `BYTES`, and their cells in each of `rows`: empty where nobody knows."""
     unit, size = unit_of(rows)
     headers = [f"{name}\n{unit}" for name in ("state", "temporary", "peak")]
-    return headers, [["" if row[key] is None else f"{row[key] / size:.2f}" for key in BYTES] for row in rows]
+    return headers, [["" if row[key] is None else decimals(row[key] / size) for key in BYTES] for row in rows]
 
 
 def own_methods_text(model_name: str, own_methods) -> list[str]:

@@ -31,6 +31,7 @@ from mpkeras.tools.numerics.losses import (
 )
 from mpkeras.tools.numerics.scale_window import WORTH, scale_window
 from mpkeras.tools.shared.arguments import check_call, rows_of_batch
+from mpkeras.tools.shared.compiled import loss_and_targets
 from mpkeras.tools.shared.observation import find_culprit, observe
 from mpkeras.tools.shared.ranges import all_finite, beyond, largest, overflow_limit
 from mpkeras.tools.shared.report import Figure, Report, make_figure, percent
@@ -133,6 +134,8 @@ def _check(model, x, y, loss_scale):
             f"Expected a model that is compiled with a loss, for the backward pass. Received: model '{model.name}', "
             "which is not. Call `model.compile(loss=...)`, or leave `y` out for the forward pass alone."
         )
+    # Keras says of other targets what their structure is, and not what it should be.
+    loss_and_targets(model, y)
     is_number = isinstance(loss_scale, Real) and not isinstance(loss_scale, bool)
     is_scale = is_number and 0 < float(loss_scale) < math.inf
     if loss_scale is not None and not is_scale:

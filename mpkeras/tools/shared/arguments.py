@@ -15,6 +15,12 @@ def checked_seconds(name: str, value, remedy: str = _LEAVE_OUT) -> float:
     return float(value)
 
 
+def check_verbose(value):
+    """Raises `ValueError` unless `value` is 0 or 1, or `False` or `True`: any text would count as 1."""
+    if not isinstance(value, numbers.Integral) or value not in (0, 1):
+        raise ValueError(f"Expected `verbose` to be 0 or 1. Received: verbose={value!r}. Leave it out for 1.")
+
+
 def lacks_call(model) -> bool:
     """Whether the class of `model` has no `call`: only the models in it can be run, as those of many a GAN."""
     return type(model).call is keras.Model.call

@@ -85,6 +85,11 @@ def percent(share: float) -> str:
     return f"{value:.1f} %" if value < 10 else f"{value:.0f} %"
 
 
+def decimals(value: float) -> str:
+    """Returns a number with two decimal places, and below 0.1 with two significant digits: only 0 is shown as 0."""
+    return f"{value:.2f}" if value >= 0.1 or not value else f"{value:#.2g}"
+
+
 def bytes_text(n: int) -> str:
     """Returns a number of bytes in the unit that suits it, MiB at most."""
     if n < 2**10:

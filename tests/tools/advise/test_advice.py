@@ -23,6 +23,7 @@ from mpkeras.tools.advise.bench import (
 )
 from mpkeras.tools.shared.compiled import loss_and_targets
 from mpkeras.tools.shared.report import Report
+from mpkeras.training.objective import Objective
 from mpkeras.training.state import bytes_of_training
 from tests.step_modes import snapshot
 
@@ -369,6 +370,69 @@ def test_losses_of_several_outputs_by_position():
     single = keras.Model(inputs, outputs[0])
     single.compile("adam", {"a": "mse"})
     assert loss_and_targets(single, {"a": Y})[0] == "mse"
+
+
+# `fit` takes lists in the order in which Keras takes dictionaries apart: that of the names.
+OF_OUTPUTS = [
+    ("list", {"b": "mse", "a": "mae"}, {"a": Y, "b": Y[:, :1]}, [{0: "mse", 1: "mae"}, [Y[:, :1], Y]]),
+    ("list", ["mse", "mae"], {"a": Y, "b": Y[:, :1]}, [{0: "mse", 1: "mae"}, [Y[:, :1], Y]]),
+    ("list", [None, "mae"], [Y], [{1: "mae"}, [None, Y]]),
+    ("list", [None, "mae"], Y, [{1: "mae"}, [None, Y]]),
+    ("list", "mse", (Y[:, :1], Y), [{0: "mse", 1: "mse"}, [Y[:, :1], Y]]),
+    ("dict", {"b": "mse", "a": "mae"}, [Y, Y[:, :1]], [{"a": "mae", "b": "mse"}, {"a": Y, "b": Y[:, :1]}]),
+    ("dict", ["mae", "mse"], (Y, Y[:, :1]), [{"a": "mae", "b": "mse"}, {"a": Y, "b": Y[:, :1]}]),
+    ("dict", {"b": "mse"}, {"b": Y[:, :1]}, [{"b": "mse"}, {"a": None, "b": Y[:, :1]}]),
+    ("dict", {"b": "mse"}, Y[:, :1], [{"b": "mse"}, {"a": None, "b": Y[:, :1]}]),
+]
+
+
+def of_two_outputs(kind, loss):
+    inputs = keras.Input((4,))
+    outputs = {"b": keras.layers.Dense(1, name="b")(inputs), "a": keras.layers.Dense(3, name="a")(inputs)}
+    model = keras.Model(inputs, outputs if kind == "dict" else list(outputs.values()), name="two")
+    model.compile("sgd", loss)
+    return model
+
+
+@NOT_ON_JAX
+@pytest.mark.parametrize(("kind", "loss", "y", "expected"), OF_OUTPUTS)
+def test_targets_that_fit_takes_are_taken(kind, loss, y, expected):
+    """And their loss is that of `fit`."""
+    model = of_two_outputs(kind, loss)
+    found, targets = loss_and_targets(model, y)
+    assert found == expected[0]
+    keras.tree.map_structure(np.testing.assert_array_equal, targets, expected[1])
+    outputs = model(X)
+    losses = [model.compute_loss(X, y, outputs), Objective(found, []).total_loss(targets, outputs, None, [])]
+    of_fit, of_step = map(keras.ops.convert_to_numpy, losses)
+    np.testing.assert_allclose(of_step, of_fit, rtol=1e-5)
+
+
+def test_targets_of_outputs_in_lists_of_lists_are_taken():
+    inputs = keras.Input((4,))
+    a, b, c = (keras.layers.Dense(1)(inputs) for _ in range(3))
+    model = keras.Model(inputs, [{"a": a, "b": b}, c])
+    model.compile("sgd", "mse")
+    y = [{"a": Y, "b": Y}, Y]
+    assert loss_and_targets(model, y)[1] is y
+
+
+@pytest.mark.parametrize(
+    ("kind", "y", "received"),
+    [
+        ("dict", {"a": Y, "c": Y}, r"\['a', 'c'\]"),
+        ("dict", {"a": Y}, r"\['a'\]"),
+        ("list", [Y, Y, Y], "list of 3"),
+        ("list", Y, "ndarray of 1"),
+    ],
+)
+def test_other_targets_are_refused_with_the_names_of_the_outputs(kind, y, received):
+    model = of_two_outputs(kind, "mse")
+    names = r"\['a', 'b'\]" if kind == "dict" else r"\['b', 'a'\]"
+    message = rf"for the outputs {names} of model 'two'\. Received: {received}\. Pass a dictionary"
+    for call in (mpkeras.advise, mpkeras.trace_numerics):
+        with pytest.raises(ValueError, match=message):
+            call(model, X, y)
 
 
 class Own(keras.optimizers.SGD):

@@ -234,6 +234,8 @@ def test_all_bytes_of_a_table_are_in_one_unit_that_fits(compiled, bytes_of_a_row
     header, (row,) = plan.table()
     assert header[4:7] == [f"state\n{unit}", f"temporary\n{unit}", f"peak\n{unit}"] and row[5] == temporary
     assert plan.plot().axes[0].get_xlabel() == unit
+    # By hand: 100 bytes of state are 0.0977 KiB, 9.54e-05 MiB or 9.31e-08 GiB.
+    assert row[4] == {"KiB": "0.098", "MiB": "9.5e-05", "GiB": "9.3e-08"}[unit]
 
 
 @ONCE
