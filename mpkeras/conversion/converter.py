@@ -83,7 +83,7 @@ def _inside_of_others(survey, asked_for_heads) -> set:
     16 bits.
     """
     others = [layer for layer in survey.layers if layer is not survey.model and layer not in asked_for_heads]
-    return {inner for layer in others if has_own_call(layer) for inner in _keras.flatten_layers(layer)}
+    return {inner for layer in others if has_own_call(layer) for inner in survey.within(layer) if inner is not layer}
 
 
 def _widen_made_input(layer):
