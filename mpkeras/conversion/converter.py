@@ -25,7 +25,7 @@ from mpkeras.policies.survey import Survey
 
 
 def layer_converter(
-    model, policy, converts: bool = True, survey=None, *, trains: bool = False, was_made_in_16_bits: bool = False
+    model, policy, converts: bool = True, survey=None, *, trains: bool = False, was_made_in_16_bits: bool | None = None
 ):
     """Returns a function that gives the layers of `model` their dtypes; called again, the new ones among them.
 
@@ -37,8 +37,10 @@ def layer_converter(
         survey: A `Survey` of `model` as it is, if there is one.
         trains, was_made_in_16_bits: As in `Conversion`.
     """
-    options = {"trains": trains, "was_made_in_16_bits": was_made_in_16_bits}
-    conversion = Conversion(survey or model, policy, converts, last_conversion(model), **options)
+    looked_at, earlier = survey or model, last_conversion(model)
+    conversion = Conversion(
+        looked_at, policy, converts, earlier, trains=trains, was_made_in_16_bits=was_made_in_16_bits
+    )
 
     def convert() -> bool:
         survey = Survey(model)

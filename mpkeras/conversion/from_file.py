@@ -42,25 +42,26 @@ def comes_from_a_file(model) -> bool:
     return len(set(names)) == len(names)
 
 
-def made_anew(model, *, was_made_in_16_bits: bool = False) -> list:
-    """Returns the float32 layers that `load_model` has made without a dtype, in the `__init__` of 16-bit ones.
+def made_anew(model, was_made_in_16_bits: bool | None = None) -> list:
+    """Returns the layers in float32 that `load_model` has made in the `__init__` of others, which were in 16 bits.
 
     A file holds the arguments of the outer layer alone. The inner ones have the policy that was global as they were
     made; a layer that the user has made in float32 has a policy to itself.
 
     Args:
         model: A model or a `Survey` of it.
-        was_made_in_16_bits: Whether the model is known to come from a file, and to have been made in 16 bits: a layer
-            or model of the user's may keep no dtype at all.
+        was_made_in_16_bits: Of a model that is known to come from a file: `True` where it was made in 16 bits, its
+            outer layers too, which may be of the user's and keep no dtype; `False` where it was made in float32 and
+            converted, with the layers that the user had made so. `None`: not known.
     """
     survey, by_default = Survey.of(model), keras.config.dtype_policy()
-    if by_default.compute_dtype != "float32":
-        return []
     held = survey.layers
-    if not was_made_in_16_bits:
+    if was_made_in_16_bits is not True:
         holders = [x for x in held if has_own_call(x) and x.compute_dtype in SIXTEEN_BIT_DTYPES]
-        if not holders or not comes_from_a_file(survey):
-            return []
         within = {id(layer): layer for holder in holders for layer in survey.within(holder)}
         held = list(within.values())
-    return [layer for layer in held if layer.dtype_policy is by_default]
+    held = [layer for layer in held if layer.compute_dtype == "float32"]
+    if was_made_in_16_bits is False:
+        return held
+    held = [layer for layer in held if layer.dtype_policy is by_default]
+    return held if held and (was_made_in_16_bits or comes_from_a_file(survey)) else []

@@ -73,7 +73,7 @@ class Conversion:
         earlier: "Conversion | None" = None,
         *,
         trains: bool = False,
-        was_made_in_16_bits: bool = False,
+        was_made_in_16_bits: bool | None = None,
     ):
         """Begins a conversion after an `earlier` one; with `converts=False` by the float32 rules alone.
 
@@ -117,13 +117,13 @@ class Conversion:
         self._kept_before: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary({} if converts else kept)
         # Among layers of narrower dtypes a wider one is there on purpose; alone, it is what Keras does by default.
         has_16_bits, has_float32 = (computes_in(survey, dtypes) for dtypes in (SIXTEEN_BIT_DTYPES, ("float32",)))
-        has_16_bits |= was_made_in_16_bits
+        has_16_bits |= was_made_in_16_bits is True
         is_to_16_bits = policy.compute_dtype in SIXTEEN_BIT_DTYPES
         sources: tuple[str, ...] = SIXTEEN_BIT_DTYPES
         if not has_16_bits:
             sources += ("float32",) if has_float32 else ("float32", "float64")
         self._sources: tuple[str, ...] = sources if converts else ()
-        anew = made_anew(survey, was_made_in_16_bits=was_made_in_16_bits) if converts and has_16_bits else ()
+        anew = made_anew(survey, was_made_in_16_bits) if converts and has_16_bits else ()
         self._made_anew = weakref.WeakSet(anew)
         # Of a model that an earlier conversion found in float32, a layer that is made from now on is in float32 by
         # default.

@@ -143,7 +143,7 @@ def prepare_to_train(model, policy, *, loss_scale=None, jit_compile=None, rollba
             "Call `model.compile(...)` first."
         )
     survey = Survey(model)
-    saved, was_made_in_16_bits = saved_policy(survey) if policy is None else (None, False)
+    saved, was_made_in_16_bits = saved_policy(survey) if policy is None else (None, None)
     chosen = asked_policy(survey, policy, remat, saved=saved)
     distribution_backend.check_travel(model, chosen)
     explicit_rule = loss_scaling.resolve(loss_scale)
@@ -245,14 +245,14 @@ def asked_policy(model, policy, remat=None, optimizers=(), saved: Policy | None 
     return accumulating(chosen, steps).with_remat(lasting_remat if remat is None else remat)
 
 
-def saved_policy(survey) -> tuple[Policy | None, bool]:
+def saved_policy(survey) -> tuple[Policy | None, bool | None]:
     """Returns the policy that the model of `survey` was converted to before it was saved, and `was_made_in_16_bits`.
 
     Keras makes layers in the `__init__` of others anew from a file, under the global policy of that moment: in float32,
     whatever they were converted to. Where they are in 16 bits of another kind, that policy has decided.
 
     Returns:
-        `(None, False)` where none is known.
+        `(None, None)` where none is known.
     """
     optimizers = inventory.find_optimizers(survey.model).values() if last_conversion(survey.model) is None else ()
     for optimizer in optimizers:
@@ -260,7 +260,7 @@ def saved_policy(survey) -> tuple[Policy | None, bool]:
             saved, dtypes = get_policy(optimizer.record.policy), compute_dtypes(survey) & set(SIXTEEN_BIT_DTYPES)
             if dtypes <= {saved.compute_dtype}:
                 return saved, optimizer.record.was_made_in_16_bits
-    return None, False
+    return None, None
 
 
 def chosen_policy(model, policy):
