@@ -798,8 +798,6 @@ def refresh_symbolic_dtypes(model):
     # A cast of what a layer is given would stay on the layer that it comes from.
     with kept_graphs([node.operation for node in nodes]):
         for node in nodes:
-            _refresh_masks(node)
-        for node in nodes:
             if node.is_input:
                 continue
             args, kwargs = keras.tree.map_structure(
@@ -816,16 +814,23 @@ def refresh_symbolic_dtypes(model):
                 tensor._dtype = spec.dtype
 
 
-def _refresh_masks(node):
-    """Lets the mask that a layer made in a call be made of its inputs in the dtype in which the layer takes them now.
+def casts_of_masks(layer) -> list:
+    """Returns the casts in a graph through which layers compare what they are given, to make masks; else `[]`.
 
-    Keras makes a mask when the layer is called, out of operations of the graph (`Masking` compares), behind a cast to
-    what the layer computed in then.
+    Keras makes a mask out of operations of the graph (`Masking` compares), behind a cast to what the layer computed in
+    when it was called. A graph from a file knows them by the layers that are given the mask.
     """
-    if not isinstance(node.operation, keras.layers.Layer):
-        return
-    seen = {id(tensor) for given in node.input_tensors for tensor in (given, get_mask(given))}
-    waiting = [get_mask(tensor) for tensor in node.outputs]
+    graph = graph_of(layer)
+    nodes = [] if graph is None else nodes_of(graph)
+    layer_nodes = [node for node in nodes if isinstance(node.operation, keras.layers.Layer)]
+    makes_mask = [type(node.operation).compute_mask is not keras.layers.Layer.compute_mask for node in layer_nodes]
+    compared = {id(t) for node, makes in zip(layer_nodes, makes_mask, strict=True) if makes for t in node.input_tensors}
+    waiting = [get_mask(tensor) for node in layer_nodes for tensor in node.outputs]
+    for node in layer_nodes:
+        masks = [value for name, value in node.arguments.kwargs.items() if name.endswith("mask")]
+        waiting += [value for value in keras.tree.flatten(masks) if isinstance(value, keras.KerasTensor)]
+    casts: dict = {}
+    seen = set()
     while waiting:
         tensor = waiting.pop()
         if tensor is None or id(tensor) in seen:
@@ -835,12 +840,18 @@ def _refresh_masks(node):
         if isinstance(operation, keras.layers.Layer):
             continue
         read = inputs_of_call(operation, number)
-        if is_cast(operation) and any(read[0] is given for given in node.input_tensors):
-            operation.dtype = _as_input_of(node.operation, read[0]).dtype
-            # The file goes by the arguments that Keras noted when the operation was made.
-            operation._auto_config.config["dtype"] = operation.dtype
+        if is_cast(operation) and id(read[0]) in compared:
+            casts[id(operation)] = operation
         else:
             waiting += read
+    return list(casts.values())
+
+
+def set_dtype_of_cast(operation, dtype: str):
+    """Lets a cast of a graph cast to another dtype, in the file, too."""
+    operation.dtype = dtype
+    # The file goes by the arguments that Keras noted when the operation was made.
+    operation._auto_config.config["dtype"] = dtype
 
 
 @contextlib.contextmanager

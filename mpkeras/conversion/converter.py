@@ -58,7 +58,7 @@ def layer_converter(
             is_met_inside = row.rule == OUTPUTS and row.layer in met_inside
             note_kept_in_float32(row.layer, is_met_inside or _is_kept_by_rule(row))
             make_changes(row.layer, row.changes)
-            _widen_made_input(row.layer)
+            _widen_made_by_keras(row.layer)
         place(survey, parts)
         save_as_made(model, conversion.made_with)
         if not conversion.seen:
@@ -88,13 +88,17 @@ def _inside_of_others(survey, asked_for_heads) -> set:
     return {inner for layer in others if has_own_call(layer) for inner in survey.within(layer) if inner is not layer}
 
 
-def _widen_made_input(layer):
-    """Makes the input float32 that Keras has made for a Sequential model in 16 bits, by its first layer.
+def _widen_made_by_keras(layer):
+    """Makes float32 what Keras has made for a graph in 16 bits, through which numbers of the data go.
 
-    Its graph casts what it is given to it, ids too: 257 would be 256 in bfloat16.
+    A Sequential model casts what it is given, ids too, to the input that Keras made by its first layer: 257 would be
+    256 in bfloat16. Masks are made of casts: beside `Masking(-999.0)` steps of -998 would be masked.
     """
     if _keras.dtype_of_made_input(layer) in SIXTEEN_BIT_DTYPES:
         _keras.set_dtype_of_made_input(layer, "float32")
+    for cast in _keras.casts_of_masks(layer):
+        if cast.dtype in SIXTEEN_BIT_DTYPES:
+            _keras.set_dtype_of_cast(cast, "float32")
 
 
 def convert_new(model, convert, around) -> bool:

@@ -90,6 +90,7 @@ def recorded(model, on=None, survey=None):
     ]
     stored = [(v, _keras.stored_dtype(v)) for v in on.variables]
     made_inputs = [(target, _keras.dtype_of_made_input(target)) for target, *_ in old_values]
+    mask_casts = [(cast, cast.dtype) for target, *_ in old_values for cast in _keras.casts_of_masks(target)]
     earlier = last_conversion(on)
 
     def put_back(refresh: bool = True):
@@ -108,6 +109,8 @@ def recorded(model, on=None, survey=None):
         for layer, dtype in made_inputs:
             if dtype is not None and _keras.dtype_of_made_input(layer) is not None:
                 _keras.set_dtype_of_made_input(layer, dtype)
+        for cast, dtype in mask_casts:
+            _keras.set_dtype_of_cast(cast, dtype)
         save_as_made(on, on.dtype_policy)
         # Doors that are given no policy go by it.
         set_last_conversion(on, earlier)

@@ -318,6 +318,42 @@ def test_a_graph_that_was_made_in_16_bits_masks_the_steps_of_float32(policy, tmp
     assert loaded.predict(x, verbose=0).item() == 2048.0
 
 
+class Numbered(layers.Layer):
+    """Returns 1, 2, 6 and 4 for four steps, and masks those that are `value`."""
+
+    def __init__(self, value, **kwargs):
+        super().__init__(**kwargs)
+        self.value = value
+        self.supports_masking = True
+
+    def compute_mask(self, inputs, mask=None):
+        return ops.any(ops.not_equal(inputs, self.value), axis=-1)
+
+    def call(self, inputs):
+        return ops.zeros_like(inputs) + ops.cast([[1.0], [2.0], [6.0], [4.0]], inputs.dtype)
+
+    def get_config(self):
+        return {**super().get_config(), "value": self.value}
+
+
+# In both dtypes 3000 is what 3001 is.
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(("layer", "expected"), [(layers.Masking, 2996.0), (Numbered, 3.0)])
+def test_a_file_of_a_graph_in_16_bits_masks_the_steps_of_float32(policy, layer, expected, tmp_path):
+    x = np.array([[[3004.0], [3000.0], [2984.0], [3001.0]]], "float32")
+    keras.config.set_dtype_policy(policy)
+    inputs = keras.Input((4, 1))
+    made = keras.Model(inputs, layers.GlobalAveragePooling1D()(layer(3001.0)(inputs)))
+    keras.config.set_dtype_policy("float32")
+    made.save(tmp_path / "masked.keras")
+    for model in (made, keras.models.load_model(tmp_path / "masked.keras", {"Numbered": Numbered}, compile=False)):
+        as_made, put_back = model(x), recorded(model)
+        mpkeras.apply_policy(model, policy)
+        assert float(model(x)[0, 0]) == expected
+        put_back()
+        assert float(model(x)[0, 0]) == float(as_made[0, 0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize(
