@@ -27,7 +27,7 @@ def add_report(subparsers, name, make, *, help, description):
     def run(args) -> int:
         try:
             report = make(args)
-        except (ValueError, OSError, ModuleNotFoundError) as reason:
+        except (ValueError, OSError, ModuleNotFoundError, MemoryError) as reason:
             args.error(reason)
         print(json.dumps(report.to_dict(), indent=2) if args.json else report)
         return 0

@@ -100,8 +100,8 @@ def ends_of_blocks(graph) -> set:
     if length < 2 * period:
         return set()
     ends = {end - 1 for _, end in units[start + period - 1 : start + length : period]}
-    # The calls before the first block are no part of it.
-    return ends | ({units[start][0] - 1} if units[start][0] else set())
+    # The calls before the first block are no part of it. Behind the last call of all there is nothing to cut off.
+    return (ends | ({units[start][0] - 1} if units[start][0] else set())) - {len(calls) - 1}
 
 
 def _repeated_units(graph, calls, weighted) -> tuple[list, tuple]:

@@ -178,11 +178,12 @@ def test_what_fails_at_the_start_is_shown(capfd):
     assert capfd.readouterr().err == "E0000 no library\nand later lines\n"
 
 
-def test_a_report_that_lacks_a_module_ends_in_one_line(capsys):
+@pytest.mark.parametrize("error", [ModuleNotFoundError, MemoryError])
+def test_a_report_that_lacks_a_module_or_memory_ends_in_one_line(capsys, error):
     from _mpkeras_cli.command import add_report
 
     def make(args):
-        raise ModuleNotFoundError("No module named 'compilers_of_theirs'")
+        raise error("No compiler of theirs")
 
     parser = argparse.ArgumentParser(prog="mpkeras")
     add_report(parser.add_subparsers(), "look", make, help="looks", description="Looks.")
@@ -190,4 +191,4 @@ def test_a_report_that_lacks_a_module_ends_in_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         args.run(args)
     assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith("error: No module named 'compilers_of_theirs'")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("error: No compiler of theirs")

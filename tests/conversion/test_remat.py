@@ -246,6 +246,13 @@ def test_a_graph_is_cut_behind_layers_that_hold_a_product():
     assert ends == ["wrapped", "own", "inside"]
 
 
+@pytest.mark.backends("jax")
+def test_a_chain_is_cut_before_its_last_layer():
+    chain = [layers.Dense(16, "gelu", name=f"dense_{number}") for number in range(4)]
+    (part,) = named_parts(Survey(keras.Sequential([keras.Input((16,)), *chain])), "products")
+    assert [path.rpartition("/")[2] for path in part] == ["dense_0", "dense_2"]
+
+
 class Levelled(layers.Layer):
     """Reads a state that it has just written: on TensorFlow and torch no gradient flows through it."""
 

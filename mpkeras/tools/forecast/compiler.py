@@ -277,7 +277,8 @@ def by_names(chosen: list) -> dict:
     names = [called(policy) for policy in chosen]
     if len(set(names)) < len(names):
         raise ValueError(
-            f"Expected policies that can be told apart by their names. Received: {names}. Give each a name of its own."
+            f"Expected policies that can be told apart by their names. Received: {names}. Pass each once, or give it a "
+            "name of its own: `policy.renamed('mine')`."
         )
     return dict(zip(names, chosen, strict=True))
 

@@ -323,7 +323,7 @@ def test_parts_that_the_model_does_not_take_are_no_candidates(compiled, divisor)
 @ONCE
 def test_policies_that_are_called_alike_are_shown_as_they_were_given():
     policies = ["mixed_float16", "float32", "mixed_float16"]
-    with pytest.raises(ValueError, match=r"Received: \['mixed_float16', 'float32', 'mixed_float16'\]\. Give each"):
+    with pytest.raises(ValueError, match=r"Received: \['mixed_float16', 'float32', 'mixed_float16'\]\. Pass each once"):
         mpkeras.plan_memory(residual(), (4, 64), memory="1MB", policies=policies, verbose=0)
 
 
