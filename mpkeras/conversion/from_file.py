@@ -1,4 +1,4 @@
-"""Which dtypes of a model come from a file, and which layers Keras has made anew beside them."""
+"""The dtypes of a model that come from a file, and the layers that Keras has made anew beside them."""
 
 import keras
 
