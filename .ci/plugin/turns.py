@@ -2,7 +2,7 @@
 
 `pytest -m ""` runs every case on every backend, which takes hours. So `.ci/run` takes of parametrized tests the first
 case, and lets slow tests take turns over the backends, and over runs without them: 30 numbers in a row have each
-on each of its backends. On JAX, which compiles everything, the others take turns, too, where TensorFlow runs them.
+on each of its backends. The others run on TensorFlow each time, and on JAX and torch in turns.
 """
 
 import zlib
@@ -158,7 +158,7 @@ def pytest_addoption(parser):
         type=int,
         metavar="N",
         help="of the slow tests those alone whose turn it is: within 30 numbers in a row, each runs at least "
-        "twice on each of its backends; on JAX half of the others",
+        "twice on each of its backends; of the others half on JAX, and half on torch",
     )
 
 
@@ -203,7 +203,9 @@ def has_its_turn(item, backend: str, turn: int) -> bool:
     runs_on = item.get_closest_marker("backends")
     names = BACKENDS if runs_on is None else runs_on.args
     if "slow" not in marks:
-        return backend != "jax" or "tensorflow" not in names or number % 2 == 0
+        # JAX and torch one after the other: each time a test runs on TensorFlow and one of them.
+        takes_turns = backend != "tensorflow" and "tensorflow" in names
+        return not takes_turns or number % 2 == (backend == "torch")
     names = [name for name in BACKENDS if name in names and name not in _entry(SELDOM, item)]
     if not names:
         return False

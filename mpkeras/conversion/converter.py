@@ -14,7 +14,7 @@ from mpkeras.conversion.layer import save_as_made
 from mpkeras.conversion.outputs import tell_heads_at_first_call
 from mpkeras.conversion.plan import Conversion, plan, planned_products
 from mpkeras.conversion.raw_inputs import passes_inputs_on
-from mpkeras.conversion.remat import place, repeated_parts
+from mpkeras.conversion.remat import place, repeated_parts, unmatched_parts
 from mpkeras.conversion.undo import put_back_on_error
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import OUTPUTS, has_own_call, heads_of
@@ -170,12 +170,15 @@ def _ask_for_heads(model, conversion, convert):
 
 def _name_unmatched_rules(survey, conversion):
     # A layer that is not built may be matched later, and others may come into being in it.
-    is_built = all(layer.built for layer in survey.layers)
-    if conversion.policy.compute_dtype not in SIXTEEN_BIT_DTYPES or not is_built:
+    policy = conversion.policy
+    if not all(layer.built for layer in survey.layers):
         return
-    keep_16_bits = [rule for rule in conversion.policy.keep_16_bits if rule not in ENDS]
-    messages = unmatched(survey, conversion.policy.keep_float32, "keep_float32")
-    for message in [*messages, *unmatched(survey, keep_16_bits, "keep_16_bits")]:
+    messages = unmatched_parts(survey, policy.remat)
+    if policy.compute_dtype in SIXTEEN_BIT_DTYPES:
+        keep_16_bits = [rule for rule in policy.keep_16_bits if rule not in ENDS]
+        messages += unmatched(survey, policy.keep_float32, "keep_float32")
+        messages += unmatched(survey, keep_16_bits, "keep_16_bits")
+    for message in messages:
         if message not in conversion.told:
             conversion.told.add(message)
             warnings.warn(message, stacklevel=4)

@@ -125,6 +125,9 @@ class Conversion:
         self._sources: tuple[str, ...] = sources if converts else ()
         anew = made_anew(survey, was_made_in_16_bits) if converts and has_16_bits else ()
         self._made_anew = weakref.WeakSet(anew)
+        if was_made_in_16_bits is False and self._lasting_sources is None:
+            # The earlier conversion was that before the file.
+            self._lasting_sources = (*SIXTEEN_BIT_DTYPES, "float32")
         # Of a model that an earlier conversion found in float32, a layer that is made from now on is in float32 by
         # default.
         lasting = self._lasting_sources

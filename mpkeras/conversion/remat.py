@@ -11,8 +11,14 @@ import keras
 from mpkeras import _keras
 from mpkeras._replaced import replace, restore
 from mpkeras.conversion.again import is_computed_again
-from mpkeras.conversion.segments import Segments, calls_between, ends_behind, ends_of_blocks
-from mpkeras.policies.rules import first_match
+from mpkeras.conversion.segments import (
+    Segments,
+    calls_between,
+    end_before_last_weights,
+    ends_behind,
+    ends_of_blocks,
+)
+from mpkeras.policies.rules import first_match, unmatched_text
 
 # The part of the active backend: only that may be imported.
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
@@ -92,10 +98,16 @@ def _parts(survey, remat) -> Parts:
         if products and _backend.JOINS_OPERATIONS and not any(isinstance(layer, _SCORING) for layer in survey.layers):
             # Between products there is nothing but what a compiler joins to one pass: cut once, behind the last block.
             ends = {key: {max(numbers)} for key, numbers in ends.items()}
+            if not ends and not layers:
+                ends = _cut_once(survey)
+        if not ends and not layers:
+            raise ValueError(
+                "Expected a model with repeated blocks: layers of one class that hold others, or parts of a graph that "
+                f"are alike. Received: model '{survey.model.name}', of class {type(survey.model).__name__}, in which "
+                "none were found. Name the layers whose outputs are kept: remat=['path:REGEX', layer, ...]."
+            )
         return Parts(ends, layers, products)
-    in_loops = _in_loops(survey)
-    candidates = [layer for layer in survey.layers if id(layer) not in in_loops]
-    layers = [layer for layer in candidates if any(first_match((rule,), layer) is not None for rule in remat)]
+    layers = _named(survey, remat)
     if not layers:
         raise ValueError(
             f"Expected `remat` to name layers of model '{survey.model.name}', whose outputs are kept. Received: "
@@ -108,6 +120,18 @@ def _parts(survey, remat) -> Parts:
     )
 
 
+def _named(survey, rules) -> list:
+    in_loops = _in_loops(survey)
+    candidates = [layer for layer in survey.layers if id(layer) not in in_loops]
+    return [layer for layer in candidates if any(first_match((rule,), layer) is not None for rule in rules)]
+
+
+def unmatched_parts(survey, remat) -> list[str]:
+    """Returns a sentence for each rule in `remat` that names no layer of a built model, as `rules.unmatched` does."""
+    rules = () if remat is None or isinstance(remat, str) else remat
+    return [unmatched_text(survey, rule, "remat") for rule in rules if not _named(survey, (rule,))]
+
+
 def _graphs(survey) -> list:
     graphs = [_keras.graph_of(layer) for layer in survey.layers]
     return list({id(graph): graph for graph in graphs if graph is not None}.values())
@@ -117,6 +141,19 @@ def _ends(survey, ends_in: Callable) -> dict:
     """Returns `{id of a graph: ends_in(graph)}`, without graphs in which there are none."""
     ends = {id(graph): ends_in(graph) for graph in _graphs(survey)}
     return {key: numbers for key, numbers in ends.items() if numbers}
+
+
+def _cut_once(survey) -> dict:
+    """Returns where graphs without blocks are cut before their last product; not those inside of one that is cut."""
+    ends: dict = {}
+    inside: set = set()
+    for layer in survey.layers:
+        graph = _keras.graph_of(layer)
+        numbers = set() if graph is None or id(layer) in inside else end_before_last_weights(graph)
+        if numbers:
+            ends[id(graph)] = numbers
+            inside |= {id(inner) for inner in survey.within(layer)}
+    return ends
 
 
 def _behind_products(survey) -> dict:
@@ -137,18 +174,11 @@ def _behind_products(survey) -> dict:
 
 
 def _blocks(survey) -> tuple[dict, list]:
-    """Returns where graphs are cut, and which layers are computed again, for `remat="blocks"`."""
+    """Returns where graphs are cut, and which layers are computed again, for `remat="blocks"`: neither, or one."""
     layers = repeated_layers(survey)
     if layers:
         return {}, layers
-    ends = _ends(survey, ends_of_blocks)
-    if not ends:
-        raise ValueError(
-            "Expected a model with repeated blocks: layers of one class that hold others, or parts of a graph that are "
-            f"alike. Received: model '{survey.model.name}', of class {type(survey.model).__name__}, in which none were "
-            "found. Name the layers whose outputs are kept: remat=['path:REGEX', layer, ...]."
-        )
-    return ends, []
+    return _ends(survey, ends_of_blocks), []
 
 
 def repeated_layers(survey) -> list:

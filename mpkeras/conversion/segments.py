@@ -104,6 +104,13 @@ def ends_of_blocks(graph) -> set:
     return (ends | ({units[start][0] - 1} if units[start][0] else set())) - {len(calls) - 1}
 
 
+def end_before_last_weights(graph) -> set:
+    """Returns the number of the call before the last one with weights; empty where fewer than three have some."""
+    calls = _keras.calls_in_order(graph)
+    numbers = [number for number, call in enumerate(calls) if getattr(call.operation, "weights", ())]
+    return {numbers[-1] - 1} if len(numbers) > 2 else set()
+
+
 def _repeated_units(graph, calls, weighted) -> tuple[list, tuple]:
     """Returns the `_units` of a graph, and which of them repeat, as `_longest_run`."""
     units = _units(graph, calls, weighted)

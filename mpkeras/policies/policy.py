@@ -567,7 +567,7 @@ def _check_remat(remat) -> str | tuple | None:
             f"Expected `remat` to be one of {REMAT_WORDS}, a list of rules for the layers whose outputs are kept, or "
             f"None. Received: remat={remat!r}. Use 'blocks', or for one rule [{remat!r}]."
         )
-    layers = rules.validate(remat, "remat")
+    layers = rules.validate(remat, "remat", "'blocks', or the layers whose outputs are kept: ['path:REGEX', layer]")
     if not layers:
         raise ValueError(
             "Expected `remat` to name layers whose outputs are kept. Received: none. Leave it out to keep everything."

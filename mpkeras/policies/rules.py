@@ -183,12 +183,16 @@ def describe_rules() -> str:
     return "\n".join(lines)
 
 
-def validate(rules, argument: str = "keep_float32") -> tuple:
-    """Returns `rules`, the value of `argument`, as a tuple. Raises `TypeError` or `ValueError` where one is none."""
+def validate(rules, argument: str = "keep_float32", example: str = "for example ('Softmax',)") -> tuple:
+    """Returns `rules`, the value of `argument`, as a tuple. Raises `TypeError` or `ValueError` where one is none.
+
+    Args:
+        example: The value to pass, as the error says it.
+    """
     if not isinstance(rules, (tuple, list, set, frozenset)):
         raise TypeError(
             f"Expected `{argument}` to be a tuple of rules. Received: "
-            f"{argument}={rules!r} (of type {type(rules).__name__}). Pass for example ('Softmax',)."
+            f"{argument}={rules!r} (of type {type(rules).__name__}). Pass {example}."
         )
     # A set has no order of its own; a policy's rules need one to be compared.
     rules = tuple(sorted(rules, key=str)) if isinstance(rules, (set, frozenset)) else tuple(rules)
@@ -290,16 +294,23 @@ def unmatched(model, rules, argument: str) -> list[str]:
 
     Not for default rules.
     """
-    survey = Survey.of(model)
-    model, places = survey.model, _compared(survey)
-    layers = [layer for layer, _ in places]
+    places = _compared(Survey.of(model))
     return [
-        f"Expected each rule of `{argument}` to match a layer. Received: rule {written(rule)!r}, which matches none "
-        f"of model '{model.name}'. {_suggestion(rule, layers)}Correct the rule, or leave it out."
+        unmatched_text(model, rule, argument)
         for rule in dict.fromkeys(rules)
         if rule not in default_rules()
         and not any(first_match([rule], layer) for layer, is_inside in places if not is_inside or _is_of_a_place(rule))
     ]
+
+
+def unmatched_text(model, rule, argument: str) -> str:
+    """Says that `rule`, in the value of `argument`, matches no layer of `model`, a model or a `Survey` of it."""
+    survey = Survey.of(model)
+    layers = [layer for layer, _ in _compared(survey)]
+    return (
+        f"Expected each rule of `{argument}` to match a layer. Received: rule {written(rule)!r}, which matches none of "
+        f"model '{survey.model.name}'. {_suggestion(rule, layers)}Correct the rule, or leave it out."
+    )
 
 
 def _compared(survey) -> list:

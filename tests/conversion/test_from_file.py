@@ -108,6 +108,13 @@ def test_prepare_gives_them_what_they_had(make, policy, tmp_path):
         np.testing.assert_allclose(value, weight, atol=0.01 if is_on_purpose else 0.0, rtol=0)
 
 
+def test_a_file_of_a_file_is_gone_on_with_alike(tmp_path):
+    model = trained(mpkeras.prepare(compiled(graph), "mixed_bfloat16"))
+    for _ in range(2):
+        model = trained(mpkeras.prepare(loaded(model, tmp_path)))
+        assert dtypes(model) == ["bfloat16", "bfloat16", "bfloat16", "float32"]
+
+
 @pytest.mark.parametrize("make", MODELS)
 def test_what_was_made_under_a_global_policy_is_so_again_and_float32_on_purpose_stays(make, tmp_path):
     mpkeras.set_global_policy("mixed_bfloat16")

@@ -651,6 +651,39 @@ def test_what_names_nothing_is_refused_and_nothing_is_changed(make, remat, words
     assert not replaced_on(model) and not replaced_attributes(model)
 
 
+def funnel():
+    """A U-Net in small: nothing in it repeats."""
+    x = inputs = keras.Input((12, 12, 3))
+    skip = layers.Activation("relu")(layers.BatchNormalization()(layers.Conv2D(4, 3, padding="same", name="down")(x)))
+    x = layers.Dropout(0.2)(layers.DepthwiseConv2D(3, 2, padding="same")(skip))
+    x = layers.Concatenate()([layers.Conv2DTranspose(4, 2, 2, activation="gelu")(x), skip])
+    return keras.Model(inputs, layers.Conv2D(1, 1, name="head")(layers.LayerNormalization(name="last")(x)))
+
+
+@pytest.mark.slow
+@pytest.mark.backends("jax")
+def test_a_graph_without_blocks_is_cut_before_its_last_product():
+    assert [(a, b.rpartition("/")[2]) for a, b in named_parts(Survey(funnel()), "products")] == [("down", "last")]
+
+    def losses(remat):
+        keras.utils.set_random_seed(7)
+        model = funnel()
+        model.compile("adam", "mse")
+        mpkeras.prepare(model, "float32", remat=remat)
+        return [float(model.train_on_batch(IMAGES, IMAGES[..., :1])) for _ in range(4)]
+
+    np.testing.assert_allclose(losses("products"), losses(None), rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_a_rule_that_names_nothing_beside_one_that_does_is_named(policy):
+    model = dense_stack()
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="each rule of `remat`.*'path:end_9', which matches none.*") as told:
+        mpkeras.prepare(model, policy, remat=["path:end_1", "path:end_9"])
+    assert len(told) == 1 and replaced_on(model) == OF_A_GRAPH
+
+
 @pytest.mark.backends("tensorflow")
 def test_tensorflow_says_what_it_cannot_do():
     with pytest.raises(ValueError, match=r"Functional or Sequential.*Use remat='blocks'"):
