@@ -161,8 +161,9 @@ def _behind_products(survey) -> dict:
     for layer in survey.layers:
         inside = survey.within(layer)
         # A block of the user's or a wrapper, whose product is inside, too. The graph of a model is cut in itself.
-        if any(isinstance(x, _MULTIPLYING) or hasattr(x, "kernel_size") for x in inside):
-            layers += [] if any(_keras.graph_of(x) is not None for x in inside) else [layer]
+        multiplies = any(isinstance(x, _MULTIPLYING) or hasattr(x, "kernel_size") for x in inside)
+        if multiplies and all(_keras.graph_of(x) is None for x in inside):
+            layers.append(layer)
     ends = _ends(survey, lambda graph: ends_behind(graph, layers))
     if not ends:
         raise ValueError(

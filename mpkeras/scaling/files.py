@@ -79,13 +79,14 @@ def _written_policy(policy) -> str | dict | None:
         return policy
     if policy.name in REGISTERED and registered(policy.name) == policy:
         return policy.name
-    names = ("keep_float32", "keep_16_bits", "remat")
     try:
-        rules = {name: serialized_for_copies(getattr(policy, name)) for name in names}
-        config = keras.dtype_policies.serialize(policy)
+        serialized = keras.dtype_policies.serialize(policy)
     except ValueError:
         return None
-    return {**config, "config": {**config["config"], **{key: rules[key] for key in names if key in config["config"]}}}
+    settings = serialized["config"]
+    for name in {"keep_float32", "keep_16_bits", "remat"} & settings.keys():
+        settings[name] = serialized_for_copies(getattr(policy, name))
+    return serialized
 
 
 def optimizer_from(optimizer_class, config: dict, custom_objects=None):

@@ -119,7 +119,7 @@ def test_a_file_of_a_file_is_gone_on_with_alike(tmp_path):
 def test_what_was_made_under_a_global_policy_is_so_again_and_float32_on_purpose_stays(make, tmp_path):
     mpkeras.set_global_policy("mixed_bfloat16")
     model = trained(compiled(make))
-    before, expected = dtypes(model), None
+    before = dtypes(model)
     assert before == ["bfloat16", "bfloat16", "float32", "float32"]
     model.save(tmp_path / "model.keras")
     expected = trained(model).get_weights()
