@@ -17,6 +17,8 @@ from collections.abc import Callable
 
 import keras
 
+from mpkeras._replaced import is_replaced
+
 
 def flatten_layers(model, include_self: bool = False) -> list:
     """Returns every layer below a model or layer, nested ones included, each once; with `include_self` it comes first.
@@ -864,7 +866,9 @@ def _stood_in_for_as_read(operation):
     stored = []
     if keras.backend.backend() == "torch" and isinstance(operation, keras.layers.Layer):
         for layer in flatten_layers(operation, include_self=True):
-            if not layer.autocast or "float" not in layer.compute_dtype:
+            # One whose inputs mpkeras casts reads its variables in no other dtype for that.
+            casts = layer.autocast or is_replaced(layer, "call", "inputs")
+            if not casts or "float" not in layer.compute_dtype:
                 continue
             variables = filter(follows_autocast, own_variables(layer))
             stored += [(variable, variable._dtype, layer.compute_dtype) for variable in variables]

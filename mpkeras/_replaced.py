@@ -31,7 +31,8 @@ KINDS = {
     "the policy's `remat` says, and keeps less",
     "attention": "`_masked_softmax` and `_compute_attention` of an attention layer: for its backward pass it "
     "keeps the probabilities in 16 bits, and in float32 no tensor of their size: half of its temporaries on a GPU",
-    "inputs": "`autocast` of a model: raw inputs beyond float16 belong to the float32 layer that normalizes them. Of a "
+    "inputs": "`autocast` of a model: raw inputs beyond float16 belong to the float32 layer that normalizes them. That "
+    "and `call` of a layer of the user's own: layers inside, and its mask, are to see numbers of the data whole. Of a "
     "normalization that makes an output: it would round that to the dtype of what it is given",
     "converted": "`get_config` of a model: its file holds the policy its author chose, and no cast that plain Keras "
     "cannot name. `build` of one: its layers have their paths only then, and layers of their own",

@@ -14,12 +14,13 @@ from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_attributes, replaced_on_all, restore
 from mpkeras.conversion.again import compute_again_alike
 from mpkeras.conversion.bias_sums import BIAS_IN_FLOAT32, sum_bias_in_float32, sums_bias_in_16_bits
+from mpkeras.conversion.exact_inputs import has_own_mask, may_hand_on_data
 from mpkeras.conversion.float8 import IN_FLOAT8, multiply_in_float8
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
 from mpkeras.conversion.layer import draws_orthogonal, save_as_mixed
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.conversion.outputs import compute_metrics_in_float32, read_variables_in_float32, return_float32
-from mpkeras.conversion.raw_inputs import pass_inputs_on, takes_raw_inputs
+from mpkeras.conversion.raw_inputs import pass_inputs_on, take_inputs_raw, takes_raw_inputs
 from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE, tensor_dtype, widen
 from mpkeras.policies.heads import (
@@ -38,8 +39,11 @@ from mpkeras.policies.survey import Survey
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
 
 
-def _fitting(model, layer) -> Iterator[str]:
-    """Yields the names of the changes for a layer of `model` that computes in 16 bits, but those with float8."""
+def _fitting(model, layer, may_hand_on) -> Iterator[str]:
+    """Yields the names of the changes for a layer of `model` that computes in 16 bits, but those with float8.
+
+    `may_hand_on` is what `may_hand_on_data` returned for the model.
+    """
     backend = keras.backend.backend()
     # Stock layers add what their regularizers return; a layer of the user's adds whatever it likes.
     if layer.activity_regularizer is not None or not _is_stock(layer):
@@ -61,6 +65,11 @@ def _fitting(model, layer) -> Iterator[str]:
         yield STEPS_IN_FLOAT32
     if takes_raw_inputs(model, layer):
         yield "raw inputs"
+    elif layer.autocast or is_replaced(layer, "autocast", "inputs"):
+        if id(layer) in may_hand_on:
+            yield "raw inputs inside"
+        elif has_own_mask(layer):
+            yield "own mask"
     if _keras.graph_of(layer) is layer:
         # Of what they return the symbolic dtype is that of variables as they are stored.
         variables = [v for v in _keras.variables_in_operations(layer) if _keras.follows_autocast(v)]
@@ -320,6 +329,9 @@ CHANGES = {
     "inputs in float32": _Change(_cast_inputs, "inputs", ("autocast",)),
     "float32 outputs": _Change(return_float32, "outputs", ("call",)),
     "variables in float32": _Change(read_variables_in_float32, "variables", ("call",)),
+    # Over the one that reads in float32: this one opens a scope.
+    "raw inputs inside": _Change(functools.partial(take_inputs_raw, may_hand_on=True), "inputs", ("autocast", "call")),
+    "own mask": _Change(functools.partial(take_inputs_raw, may_hand_on=False), "inputs", ("autocast", "call")),
     "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
     "states kept": _Change(_keep_states, "states", ("call",)),
     STEPS_IN_FLOAT32: _Change(sum_steps_in_float32, "steps", ("use_cudnn",)),
@@ -347,13 +359,14 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
     any_in_16_bits = not set(SIXTEEN_BIT_DTYPES).isdisjoint(dtypes.values())
     kept_layers = kept_for_state(survey) if kept_layers is None and any_in_16_bits else kept_layers
     callers = _for_callers(survey, dtypes, heads.layers, kept_layers) if any_in_16_bits else {}
+    may_hand_on = may_hand_on_data(survey) if any_in_16_bits else set()
     if any_in_16_bits:
         callers |= {id(layer): "outputs in float32" for layer in heads.widened}
     # JAX traces both computations at once, and in one scope. In float32 Keras draws the masks of an RNN anew.
     computes_again = (any_in_16_bits or trains) and keras.backend.backend() != "jax"
     for layer in survey.layers:
         in_16_bits = dtypes[id(layer)] in SIXTEEN_BIT_DTYPES and not is_quantized(layer)
-        names = [*_fitting(model, layer)] if in_16_bits else []
+        names = [*_fitting(model, layer, may_hand_on)] if in_16_bits else []
         # A layer in float32 is called by a model that reads variables in 16 bits.
         if any_in_16_bits and not in_16_bits and _has_own_regularizer(layer):
             names.append("penalties in float32")

@@ -1,11 +1,14 @@
 """Layers that hand numbers of the data on as they are, to layers that read them as names or must see them whole."""
 
+import itertools
 from typing import NamedTuple
 
 import keras
 
 from mpkeras import _keras
-from mpkeras.policies.rules import DEFAULT_RULES, default_rules, layers_to_keep, written
+from mpkeras._replaced import is_replaced
+from mpkeras.policies.heads import has_own_call
+from mpkeras.policies.rules import DEFAULT_RULES, FOR_THE_DATA, default_rules, first_match, layers_to_keep, written
 from mpkeras.policies.survey import Survey
 
 # They move or pick numbers, and compute nothing with them. Where Keras has several names for a class it is one class.
@@ -65,7 +68,26 @@ def reads_names(layer) -> bool:
     if isinstance(layer, keras.layers.Embedding):
         return True
     is_stock = type(layer).__module__.startswith("keras.")
-    return not is_stock and not isinstance(layer, keras.Model) and not layer.autocast
+    # Of those that read none, conversions take the cast away, too.
+    casts = layer.autocast or is_replaced(layer, "autocast", "inputs")
+    return not is_stock and not isinstance(layer, keras.Model) and not casts
+
+
+def has_own_mask(layer) -> bool:
+    """Whether `layer`, with a `call` of its own, makes a mask by its own method, which may compare what it is given."""
+    return has_own_call(layer) and not type(layer).compute_mask.__module__.startswith("keras.")
+
+
+def may_hand_on_data(survey) -> set:
+    """Returns the `id`s of layers with a `call` of their own that run layers which read names, or the data as it comes.
+
+    They may hand these what they are given themselves: only a call tells.
+    """
+    rules = [rule for rule, _ in FOR_THE_DATA]
+    reads = [reads_names(layer) or has_own_mask(layer) or first_match(rules, layer) for layer in survey.layers]
+    readers = {id(layer) for layer in itertools.compress(survey.layers, reads)}
+    own = [layer for layer in survey.layers if readers and has_own_call(layer)]
+    return {id(layer) for layer in own if not readers.isdisjoint(map(id, survey.within(layer)[1:]))}
 
 
 # Ways from an input to an end. Names may be computed without weights, from other numbers, too; what is moved, with
@@ -118,7 +140,7 @@ def handing_on(model, policy) -> dict:
     """
     survey = Survey.of(model)
     graphs = [layer for layer in survey.layers if _keras.graph_of(layer) is not None]
-    walk = _Walk(_by_rule(survey, policy))
+    walk = _Walk(_by_rule(survey, policy), may_hand_on_data(survey))
     inner = {id(layer) for graph in graphs for layer in survey.within(graph)[1:]}
     # Outer graphs first: what an inner one is given is known there. Calls inside a layer of the user's are its affair.
     for graph in sorted(graphs, key=lambda graph: id(graph) in inner):
@@ -142,11 +164,12 @@ class _Walk:
     A place in a graph is known by the calls of models that lead to it: a model may be called in several places.
     """
 
-    def __init__(self, by_rule):
+    def __init__(self, by_rule, may_hand_on):
         self.found: dict = {}
         # The `id`s of the models that were looked at.
         self.seen: set[int] = set()
         self._by_rule = by_rule
+        self._may_hand_on = may_hand_on
         # What was found behind each tensor that was asked for, and the `id`s of those that were noted.
         self._steps: dict = {}
         self._noted: set[int] = set()
@@ -172,6 +195,8 @@ class _Walk:
         name = type(layer).__name__
         if isinstance(layer, keras.layers.Layer) and reads_names(layer):
             return [_End(name, f"layer '{layer.name}' looks up rows by them", _NAMES)]
+        if id(layer) in self._may_hand_on or (isinstance(layer, keras.layers.Layer) and has_own_mask(layer)):
+            return [_End(name, f"layer '{layer.name}' is given them as they are", _MOVED)]
         if id(layer) in self._by_rule:
             rule, what = self._by_rule[id(layer)], f"layer '{layer.name}' stays in float32 to see them whole"
             return [_End(rule, what, way) for way in ((_MOVED,) if rule in _ADDING_UP else (_MOVED, _ALONE))]

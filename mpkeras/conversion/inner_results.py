@@ -113,12 +113,24 @@ def taking_inner_results(layer, call, refuses=lambda args, kwargs, error: False)
 
 def can_run(layer, call, args, kwargs) -> bool:
     """Whether `call` of `layer` can be traced as the layers in it compute now; nothing is computed."""
+    return dtypes_returned(layer, call, args, kwargs) is not None
+
+
+def dtypes_returned(layer, call, args, kwargs) -> list | None:
+    """Returns the dtypes of what `call` of `layer` would return, by a trace; `None` where it cannot be traced."""
+    dtypes: list = []
+
+    def run(*args, **kwargs):
+        outputs = call(*args, **kwargs)
+        dtypes[:] = map(tensor_dtype, keras.tree.flatten(outputs))
+        return outputs
+
     with _keras.kept_losses(_keras.flatten_layers(layer, include_self=True)):
         try:
-            _backend.trace(layer, call, args, kwargs, is_dry_run=True)
+            _backend.trace(layer, run, args, kwargs, is_dry_run=True)
         except Exception:
-            return False
-    return True
+            return None
+    return dtypes
 
 
 def _kept_inside(layer) -> tuple[list, list]:

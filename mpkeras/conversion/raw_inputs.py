@@ -1,14 +1,20 @@
-"""Raw inputs: a model passes them on as they are, to a layer that normalizes them, unless it computes with them."""
+"""Raw inputs go on as they are to a layer that normalizes them or reads names, unless arithmetic meets them."""
 
+import contextlib
+import functools
 import weakref
 
 import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, restore
+from mpkeras.conversion.inner_results import dtypes_returned, taking_inner_results
+from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
 
-# Models whose `call` mixes its inputs with what layers in 16 bits return.
+# Models and layers whose `call` mixes its inputs with what layers in 16 bits return.
 _computing: weakref.WeakSet = weakref.WeakSet()
+# Layers with a `call` of their own that only hand on what they are given.
+_handing_on: weakref.WeakSet = weakref.WeakSet()
 
 
 def takes_raw_inputs(model, layer) -> bool:
@@ -35,6 +41,16 @@ def passes_inputs_on(model) -> bool:
     return is_replaced(model, "autocast", "inputs")
 
 
+def casts_by_itself(layer) -> bool:
+    """Whether `take_inputs_raw` is in force: `layer` casts its inputs in place of Keras, unless it hands them on."""
+    return is_replaced(layer, "call", "inputs")
+
+
+def hands_inputs_on(layer) -> bool:
+    """Whether `layer` was seen to hand on what it is given as it is, and not to compute with it."""
+    return casts_by_itself(layer) and layer in _handing_on
+
+
 def let_keras_cast_inputs(model):
     """Lets `model`, whose `call` computes with its inputs, be given them in its compute dtype, from now on."""
     _computing.add(model)
@@ -51,3 +67,47 @@ def cast_inputs(model, args, kwargs) -> tuple:
         return value
 
     return keras.tree.map_structure(cast, (args, kwargs))
+
+
+def take_inputs_raw(layer, may_hand_on: bool):
+    """Lets `layer`, which has a `call` of its own, be given its inputs as they are, and casts them for its `call`.
+
+    Keras casts them before the layer makes its mask of them. With `may_hand_on` the `call` is given them as they are,
+    too, where it returns the same dtypes then: layers inside cast for themselves, and an `Embedding` inside sees whole
+    names. Arithmetic of the `call` itself would go on in float32.
+    """
+    call = layer.call
+
+    @functools.wraps(call)
+    def call_with_inputs(*args, **kwargs):
+        # Keras opens none around a `call` whose inputs it does not cast.
+        scope = _keras.autocast_scope(layer.compute_dtype) if _keras.autocast_dtype() is None else None
+        with scope or contextlib.nullcontext():
+            if not may_hand_on or not _hands_on(layer, args, kwargs):
+                args, kwargs = cast_inputs(layer, args, kwargs)
+            return call(*args, **kwargs)
+
+    pass_inputs_on(layer)
+    replace(layer, "call", call_with_inputs, kind="inputs")
+
+
+def _hands_on(layer, args, kwargs) -> bool:
+    if layer in _handing_on or layer in _computing:
+        return layer in _handing_on
+    dtypes = {tensor_dtype(value) for value in keras.tree.flatten((args, kwargs))}
+    # Keras builds by a run whose results are not used, and torch has no dtypes that count in a trace.
+    is_asked = layer.built and not (keras.backend.backend() == "torch" and _keras.in_symbolic_scope())
+    if not is_asked or dtypes.isdisjoint({*FLOAT_DTYPES} - {layer.compute_dtype}):
+        return False
+    raw, cast = (
+        dtypes_returned(layer, taking_inner_results(layer, functools.partial(type(layer).call, layer)), *given)
+        for given in ((args, kwargs), _narrowed((args, kwargs), layer.compute_dtype))
+    )
+    (_computing if cast is None or raw != cast else _handing_on).add(layer)
+    return layer in _handing_on
+
+
+def _narrowed(structure, dtype: str):
+    return keras.tree.map_structure(
+        lambda value: _keras.cast_with_mask(value, dtype) if tensor_dtype(value) in FLOAT_DTYPES else value, structure
+    )

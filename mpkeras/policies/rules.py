@@ -47,6 +47,58 @@ def _draws(difference: int) -> str:
     )
 
 
+# Rows of `(rule, reason)`: layers that are given the data as it comes.
+FOR_THE_DATA = (
+    # Numbers that are names. Bins and codes follow from them, and a mask is where one of them equals a value.
+    # `Embedding` is not here: it casts none of its inputs, and its rows may be 16-bit.
+    (
+        "CategoryEncoding",
+        "a graph of TensorFlow casts its inputs, integers too: code 2049 is encoded as 2048 in float16, 257 as 256 in "
+        "bfloat16",
+    ),
+    (
+        "Discretization",
+        "in a graph of TensorFlow the years 2048 and 2049 fall into one bin, and `count` raises in 16 bits; elsewhere "
+        "3001 numbers in a bin count as 3000 in float16, 3008 in bfloat16",
+    ),
+    ("Masking", "beside `mask_value=2052`, steps of 2051 are masked in float16, and those of 2044 to 2056 in bfloat16"),
+    # Preprocessing: the data as it comes, not yet in a range that suits 16 bits.
+    ("Normalization", "a mean of 7e4 or a variance of 1e6 is inf in float16: NaN for every input"),
+    ("Rescaling", _moves(float16=0.2, bfloat16=3.6)),
+    ("Resizing", _moves(float16=0.2, bfloat16=1.6)),
+    ("ContrastLimitedAdaptiveHistogramEqualization", _moves(float16=3.0, bfloat16=4.9)),
+    ("MaxNumBoundingBoxes", _moves(float16=0.1, bfloat16=0.5)),
+    ("CenterCrop", _moves(float16=0.1, bfloat16=0.5)),
+    ("AutoContrast", _moves(float16=0.2, bfloat16=2.0)),
+    ("Equalization", _moves(float16=4.1, bfloat16=7.9)),
+    ("Solarization", _moves(float16=0.1, bfloat16=0.7)),
+    ("MixUp", _moves(float16=0.2, bfloat16=1.5)),
+    ("RandomBrightness", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomColorDegeneration", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomColorJitter", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomCrop", _moves(float16=0.1, bfloat16=0.5)),
+    ("RandomFlip", _moves(float16=0.1, bfloat16=0.5)),
+    ("RandomGrayscale", _moves(float16=0.1, bfloat16=1.1)),
+    ("RandomHue", _moves(float16=0.1, bfloat16=1.5)),
+    ("RandomInvert", _moves(float16=0.1, bfloat16=0.7)),
+    ("RandomPosterization", _moves(float16=0.0, bfloat16=35.7)),
+    ("RandomRotation", _moves(float16=0.1, bfloat16=1.0)),
+    ("RandomSaturation", _moves(float16=0.1, bfloat16=1.5)),
+    ("RandomSharpness", _moves(float16=0.3, bfloat16=1.6)),
+    ("RandomTranslation", _moves(float16=0.1, bfloat16=0.9)),
+    ("RandomZoom", _moves(float16=0.1, bfloat16=0.9)),
+    ("CutMix", "bfloat16 raises on TensorFlow, float16 and bfloat16 on torch; on JAX another box is drawn"),
+    ("AugMix", _draws(92)),
+    ("RandAugment", _draws(176)),
+    ("RandomContrast", _draws(13)),
+    ("RandomElasticTransform", _draws(122)),
+    ("RandomErasing", _draws(255)),
+    ("RandomGaussianBlur", _draws(115)),
+    ("RandomPerspective", _draws(255)),
+    ("RandomShear", _draws(222)),
+    ("MelSpectrogram", "off by 0.29 dB in bfloat16, 0.03 dB in float16; samples of 1e5 leave float16 as NaN"),
+    ("STFTSpectrogram", "bfloat16 raises on every backend; float16 is off by 5e-3 of the largest"),
+)
 # Rows of `(rule, reason)`. The first rule that matches a layer counts.
 DEFAULT_RULES = (
     # Probability heads. Keras looks for their logits, and the loss's cast of 16-bit numbers hides those.
@@ -99,55 +151,7 @@ DEFAULT_RULES = (
     ("GlobalAveragePooling1D", "with a mask, the sum overflows float16 (4096 steps of 305: inf)"),
     # Regularizers.
     ("ActivityRegularization", "float16: the penalty of 512 activations of 300 is inf instead of 14400"),
-    # Numbers that are names. Bins and codes follow from them, and a mask is where one of them equals a value.
-    # `Embedding` is not here: it casts none of its inputs, and its rows may be 16-bit.
-    (
-        "CategoryEncoding",
-        "a graph of TensorFlow casts its inputs, integers too: code 2049 is encoded as 2048 in float16, 257 as 256 in "
-        "bfloat16",
-    ),
-    (
-        "Discretization",
-        "in a graph of TensorFlow the years 2048 and 2049 fall into one bin, and `count` raises in 16 bits; elsewhere "
-        "3001 numbers in a bin count as 3000 in float16, 3008 in bfloat16",
-    ),
-    ("Masking", "beside `mask_value=2052`, steps of 2051 are masked in float16, and those of 2044 to 2056 in bfloat16"),
-    # Preprocessing: the data as it comes, not yet in a range that suits 16 bits.
-    ("Normalization", "a mean of 7e4 or a variance of 1e6 is inf in float16: NaN for every input"),
-    ("Rescaling", _moves(float16=0.2, bfloat16=3.6)),
-    ("Resizing", _moves(float16=0.2, bfloat16=1.6)),
-    ("ContrastLimitedAdaptiveHistogramEqualization", _moves(float16=3.0, bfloat16=4.9)),
-    ("MaxNumBoundingBoxes", _moves(float16=0.1, bfloat16=0.5)),
-    ("CenterCrop", _moves(float16=0.1, bfloat16=0.5)),
-    ("AutoContrast", _moves(float16=0.2, bfloat16=2.0)),
-    ("Equalization", _moves(float16=4.1, bfloat16=7.9)),
-    ("Solarization", _moves(float16=0.1, bfloat16=0.7)),
-    ("MixUp", _moves(float16=0.2, bfloat16=1.5)),
-    ("RandomBrightness", _moves(float16=0.1, bfloat16=1.1)),
-    ("RandomColorDegeneration", _moves(float16=0.1, bfloat16=1.1)),
-    ("RandomColorJitter", _moves(float16=0.1, bfloat16=1.1)),
-    ("RandomCrop", _moves(float16=0.1, bfloat16=0.5)),
-    ("RandomFlip", _moves(float16=0.1, bfloat16=0.5)),
-    ("RandomGrayscale", _moves(float16=0.1, bfloat16=1.1)),
-    ("RandomHue", _moves(float16=0.1, bfloat16=1.5)),
-    ("RandomInvert", _moves(float16=0.1, bfloat16=0.7)),
-    ("RandomPosterization", _moves(float16=0.0, bfloat16=35.7)),
-    ("RandomRotation", _moves(float16=0.1, bfloat16=1.0)),
-    ("RandomSaturation", _moves(float16=0.1, bfloat16=1.5)),
-    ("RandomSharpness", _moves(float16=0.3, bfloat16=1.6)),
-    ("RandomTranslation", _moves(float16=0.1, bfloat16=0.9)),
-    ("RandomZoom", _moves(float16=0.1, bfloat16=0.9)),
-    ("CutMix", "bfloat16 raises on TensorFlow, float16 and bfloat16 on torch; on JAX another box is drawn"),
-    ("AugMix", _draws(92)),
-    ("RandAugment", _draws(176)),
-    ("RandomContrast", _draws(13)),
-    ("RandomElasticTransform", _draws(122)),
-    ("RandomErasing", _draws(255)),
-    ("RandomGaussianBlur", _draws(115)),
-    ("RandomPerspective", _draws(255)),
-    ("RandomShear", _draws(222)),
-    ("MelSpectrogram", "off by 0.29 dB in bfloat16, 0.03 dB in float16; samples of 1e5 leave float16 as NaN"),
-    ("STFTSpectrogram", "bfloat16 raises on every backend; float16 is off by 5e-3 of the largest"),
+    *FOR_THE_DATA,
     # By their place in the model, whatever their class.
     (
         OUTPUTS,

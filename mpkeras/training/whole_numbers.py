@@ -18,6 +18,7 @@ from mpkeras.conversion.exact_inputs import only_moves, reads_names
 from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.outputs import reads_variables_in_float32
 from mpkeras.conversion.plan import layers_of
+from mpkeras.conversion.raw_inputs import casts_by_itself, hands_inputs_on
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import applies_own_function, has_own_call
 from mpkeras.policies.own_state import variables_from_outside
@@ -282,11 +283,12 @@ def path_of(layer) -> str:
 
 
 def _computes_in_16_bits(layer) -> bool:
-    return layer.compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer) and layer.autocast
+    casts = layer.autocast or casts_by_itself(layer)
+    return layer.compute_dtype in SIXTEEN_BIT_DTYPES and not is_quantized(layer) and casts
 
 
 def _casts_to_16_bits(layer) -> bool:
-    return _computes_in_16_bits(layer) and not _keras.casts_no_inputs(layer)
+    return _computes_in_16_bits(layer) and not _keras.casts_no_inputs(layer) and not hands_inputs_on(layer)
 
 
 def _reads(layer) -> bool:

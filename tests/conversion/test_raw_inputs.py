@@ -3,9 +3,10 @@
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras import layers, ops
 
 import mpkeras
+from mpkeras.training.whole_numbers import rounded_whole_numbers
 from tests.sixteen_bits import without_outputs
 from tests.training.models import DOORS, made_by
 
@@ -118,3 +119,197 @@ def test_inputs_that_meet_a_float32_output_stay_as_they_are():
     mpkeras.apply_policy(model, "mixed_bfloat16")
     x = np.array([[1000.5, 1.0, 2.0]], "float32")
     assert keras.ops.convert_to_numpy(model(x)).tolist() == [[1000.75]]
+
+
+class TokenAndPosition(layers.Layer):
+    """As in the guides of Keras: codes go to a table inside, and `keras.Input((6,))` makes them float32."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.tokens, self.positions = layers.Embedding(9000, 4), layers.Embedding(6, 4)
+        self.scale = self.add_weight(shape=(4,), initializer="ones", name="scale")
+
+    def build(self, shape):
+        self.tokens.build(shape)
+        self.positions.build(shape)
+
+    def call(self, codes):
+        return self.tokens(codes) * self.scale + self.positions(ops.arange(ops.shape(codes)[-1]))
+
+
+class Twice(layers.Layer):
+    """Hands codes to a layer of its user's, and a context in 16 bits beside them to another one."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.embedded, self.dense = TokenAndPosition(), layers.Dense(4)
+
+    def call(self, codes, context=None):
+        return self.embedded(codes[:, :6]) + self.dense(codes[:, :4] if context is None else context)[:, None]
+
+
+class Steps(layers.Layer):
+    """Of steps that are 0.5 apart beside 1000, those of 1000.5 are masked."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.masking, self.sum = layers.Masking(1000.5), layers.LSTM(4)
+
+    def call(self, x):
+        return self.sum(self.masking(x))
+
+
+class Centered(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.center, self.dense = layers.Normalization(mean=70001.0, variance=0.25), layers.Dense(4)
+        # In a graph of a call for shapes Keras would keep a mean of that graph.
+        self.center.build((None, 3))
+
+    def call(self, x):
+        return self.dense(self.center(x))
+
+
+class Above(layers.Layer):
+    """Makes a mask of numbers that 16 bits do not tell apart, and computes with them in 16 bits."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.scale = self.add_weight(shape=(1,), initializer=keras.initializers.Constant(1e-3), name="scale")
+
+    def compute_mask(self, x, mask=None):
+        return keras.ops.any(x > 1000.25, axis=-1)
+
+    def call(self, x):
+        return x * self.scale
+
+
+class Around(keras.Model):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts, self.last = parts, layers.Dense(2)
+
+    def build(self, shape):
+        self.call(keras.KerasTensor(shape))
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return self.last(x)
+
+
+def in_graph(parts, shape):
+    x = inputs = keras.Input(shape[1:])
+    for part in parts:
+        x = part(x)
+    return keras.Model(inputs, layers.Dense(2)(x))
+
+
+STRUCTURES = {
+    "graph": in_graph,
+    "moved": lambda parts, shape: in_graph([layers.Reshape(shape[1:]), *parts], shape),
+    "Sequential": lambda parts, shape: keras.Sequential([*parts, layers.Dense(2)]),
+    "subclassed": lambda parts, shape: Around(parts),
+    "a model inside": lambda parts, shape: in_graph([Around(parts)], shape),
+}
+CODES = np.random.default_rng(3).integers(4000, 9000, (8, 6)).astype("float32")
+LEVELS = 1000 + 0.25 * np.random.default_rng(4).integers(0, 4, (16, 5, 1)).astype("float32")
+LEVELS[:, -1] = 1000.5
+NEAR = (70001 + 0.5 * np.random.default_rng(5).normal(size=(8, 3))).astype("float32")
+READING = {
+    "codes": (lambda: [TokenAndPosition(name="own"), layers.Flatten()], CODES),
+    "codes, deeper": (lambda: [Twice(name="own"), layers.Flatten()], CODES),
+    "mask": (lambda: [Steps(name="own")], LEVELS),
+    "mask of its own": (lambda: [Above(name="own"), layers.LSTM(4)], LEVELS),
+    "normalization": (lambda: [Centered(name="own")], NEAR),
+}
+
+
+CASES = [
+    *((kind, "graph", "the line", "mixed_bfloat16") for kind in READING),
+    *((kind, "subclassed", "prepare", "mixed_bfloat16") for kind in READING),
+    ("codes, deeper", "moved", "prepare", "mixed_float16"),
+    ("mask of its own", "moved", "the line", "mixed_bfloat16"),
+    ("codes, deeper", "Sequential", "the line", "mixed_float16"),
+    ("codes", "a model inside", "prepare", "mixed_bfloat16"),
+    ("mask of its own", "a model inside", "the line", "mixed_bfloat16"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "structure", "door", "policy"), CASES)
+def test_a_layer_of_the_users_own_hands_on_what_it_is_given(kind, structure, door, policy):
+    make, x = READING[kind]
+
+    def made():
+        keras.utils.set_random_seed(5)
+        model = STRUCTURES[structure](make(), x.shape)
+        model.build(x.shape)
+        model.compile("sgd", "mse")
+        return model
+
+    exact = made()
+    expected = exact.predict(x, verbose=0)
+    if door == "prepare":
+        model = mpkeras.prepare(made(), policy)
+    else:
+        with mpkeras.policy_scope(policy):
+            model = made()
+    model.set_weights(exact.get_weights())
+    own = next(layer for layer in model._flatten_layers() if layer.name == "own")
+    assert own.compute_dtype == policy.removeprefix("mixed_")
+    off = np.abs(model.predict(x, verbose=0) - expected).max()
+    assert off <= 0.02 * np.abs(expected).max()
+    assert rounded_whole_numbers(model, x) == []
+
+
+def test_one_that_is_a_block_of_the_keras_guides():
+    """Of the codes 4097 and 8195 bfloat16 makes 4096 and 8192: rows of other tokens would be trained."""
+
+    def trained(policy):
+        keras.utils.set_random_seed(7)
+        own = TokenAndPosition()
+        inputs = keras.Input((2,))
+        model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(own(inputs))))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model = model if policy is None else mpkeras.prepare(model, policy)
+        before = own.tokens.get_weights()[0]
+        model.train_on_batch(np.array([[4097.0, 8195.0]]), np.ones((1, 1)))
+        return np.nonzero((own.tokens.get_weights()[0] != before).any(axis=1))[0].tolist(), own
+
+    assert trained(None)[0] == [4097, 8195]
+    rows, own = trained("mixed_bfloat16")
+    assert rows == [4097, 8195]
+    assert own.tokens.compute_dtype == own.compute_dtype == "bfloat16"
+
+
+class Shifted(layers.Layer):
+    """Its numbers go to the table, and into a sum."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table = layers.Embedding(9000, 1)
+        self.given = []
+
+    def call(self, codes):
+        self.given.append(keras.backend.standardize_dtype(codes.dtype))
+        return self.table(codes)[..., 0] + codes * 1e-4
+
+
+def test_one_that_computes_with_what_it_is_given_stays_in_16_bits_and_is_named():
+    own = Shifted(name="own")
+    inputs = keras.Input((6,))
+    model = mpkeras.apply_policy(keras.Model(inputs, layers.Dense(2)(own(inputs))), "mixed_bfloat16")
+    model(CODES)
+    own.given.clear()
+    model(CODES)
+    assert own.given == ["bfloat16"]
+    (found,) = rounded_whole_numbers(model, CODES)
+    assert (found.layer, found.reader) == ("own", "own")
+    # So it is for the next policy, and in float32 again nothing of all that is left.
+    mpkeras.apply_policy(model, "mixed_float16")
+    model(CODES)
+    assert own.given[-1] == "float16"
+    mpkeras.apply_policy(model, "float32")
+    assert own.autocast and "call" not in vars(own)
