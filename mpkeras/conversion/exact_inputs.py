@@ -1,6 +1,5 @@
 """Layers that hand numbers of the data on as they are, to layers that read them as names or must see them whole."""
 
-import itertools
 from typing import NamedTuple
 
 import keras
@@ -8,7 +7,7 @@ import keras
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced
 from mpkeras.policies.heads import has_own_call
-from mpkeras.policies.rules import DEFAULT_RULES, FOR_THE_DATA, default_rules, first_match, layers_to_keep, written
+from mpkeras.policies.rules import DEFAULT_RULES, FOR_THE_DATA, default_rules, layers_to_keep, written
 from mpkeras.policies.survey import Survey
 
 # They move or pick numbers, and compute nothing with them. Where Keras has several names for a class it is one class.
@@ -50,6 +49,8 @@ _ADDING_UP = (
     "ActivityRegularization",
     *(rule for rule, _ in DEFAULT_RULES if rule.startswith(("Average", "AdaptiveAverage", "GlobalAverage"))),
 )
+# Of the older versions of Keras not all have each.
+_GIVEN_THE_DATA = tuple(getattr(keras.layers, rule) for rule, _ in FOR_THE_DATA if hasattr(keras.layers, rule))
 
 
 def only_moves(layer) -> bool:
@@ -83,10 +84,14 @@ def may_hand_on_data(survey) -> set:
 
     They may hand these what they are given themselves: only a call tells.
     """
-    rules = [rule for rule, _ in FOR_THE_DATA]
-    reads = [reads_names(layer) or has_own_mask(layer) or first_match(rules, layer) for layer in survey.layers]
-    readers = {id(layer) for layer in itertools.compress(survey.layers, reads)}
-    own = [layer for layer in survey.layers if readers and has_own_call(layer)]
+    own = [layer for layer in survey.layers if has_own_call(layer)]
+    if not own:
+        return set()
+    readers = {
+        id(layer)
+        for layer in survey.layers
+        if isinstance(layer, _GIVEN_THE_DATA) or reads_names(layer) or has_own_mask(layer)
+    }
     return {id(layer) for layer in own if not readers.isdisjoint(map(id, survey.within(layer)[1:]))}
 
 
