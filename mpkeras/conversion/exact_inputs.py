@@ -6,7 +6,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced
-from mpkeras.policies.heads import has_own_call
+from mpkeras.policies.heads import applies_own_function, has_own_call
 from mpkeras.policies.rules import DEFAULT_RULES, FOR_THE_DATA, default_rules, layers_to_keep, written
 from mpkeras.policies.survey import Survey
 
@@ -95,6 +95,7 @@ def may_hand_on_data(survey) -> set:
     return {id(layer) for layer in own if not readers.isdisjoint(map(id, survey.within(layer)[1:]))}
 
 
+_WHAT_IS_LOST = "2049 would be 2048 in float16, 257 would be 256 in bfloat16"
 # Ways from an input to an end. Names may be computed without weights, from other numbers, too; what is moved, with
 # others or without, is as it was; and what is computed without weights from the data alone is still raw.
 _NAMES, _MOVED, _ALONE = "names", "moved", "alone"
@@ -108,12 +109,14 @@ class _End(NamedTuple):
         what: A clause: who needs them, and for what.
         way: How numbers of the data may have come there, `_NAMES`, `_MOVED` or `_ALONE`.
         needs_all: Whether nothing is gained unless all of its inputs arrive whole.
+        is_own: Whether it is a layer with arithmetic of its user's: one without weights is to compute in float32, too.
     """
 
     name: str
     what: str
     way: str
     needs_all: bool = False
+    is_own: bool = False
 
 
 class _Step(NamedTuple):
@@ -136,8 +139,9 @@ def handing_on(model, policy) -> dict:
     numbers into whole ones or compares them, that normalizes (`LayerNormalization`), or that a rule keeps in float32
     for the data that it gets, would round that data first; so it would before an operation, which casts nothing. It
     stays in float32 if it only moves numbers, or computes with nothing but the data, without weights of its own, as a
-    `Dropout` or a `Lambda` does; before one that reads names also if it computes with other numbers, too. So does a
-    `Subtract` of nothing but the data: what is left of 3001.25 - 3000 is lost in 16 bits.
+    `Dropout` does; before one that reads names also if it computes with other numbers, too. So does a `Subtract` of
+    nothing but the data: what is left of 3001.25 - 3000 is lost in 16 bits; and so does arithmetic of the user's own
+    with nothing but the data, without weights or layers in it, as in a `Lambda`: the sine of a time step, too.
 
     Args:
         model: A `keras.Model` of any kind, or a layer, or a `Survey` of it.
@@ -192,7 +196,12 @@ class _Walk:
                     continue
                 for tensor in node.input_tensors:
                     self._keep_between(tensor, calls, end)
-                if end.way == _NAMES:
+                if end.is_own:
+                    reason = (
+                        "it computes with the data alone, by arithmetic of its user's, which may tell close numbers"
+                    )
+                    self.found.setdefault(id(layer), (layer, end.name, f"{reason}: {_WHAT_IS_LOST}"))
+                elif end.way == _NAMES:
                     self._keep(layer, end)
 
     def _ends(self, node) -> list[_End]:
@@ -211,10 +220,14 @@ class _Walk:
         if _keras.is_difference(layer):
             # An operand that was computed in 16 bits is rounded anyway.
             return [_End(name, f"'{layer.name}' takes their difference", _NAMES, needs_all=True)]
-        if any(_is_float(tensor) for tensor in node.input_tensors) and not any(map(_is_float, node.outputs)):
+        takes_floats = any(map(_is_float, node.input_tensors))
+        if takes_floats and not any(map(_is_float, node.outputs)):
             return [_End(name, f"'{layer.name}' makes whole numbers of them, or compares them", _NAMES)]
-        if not isinstance(layer, keras.layers.Layer) and name not in _MOVING_OPERATIONS:
-            return [_End(name, f"'{layer.name}' computes with them as they are", _ALONE, needs_all=True)]
+        # Integers are not cast on the way in.
+        is_own = takes_floats and isinstance(layer, keras.layers.Layer) and _computes_alone(layer)
+        if is_own or (not isinstance(layer, keras.layers.Layer) and name not in _MOVING_OPERATIONS):
+            what = f"'{layer.name}' computes with them as they are"
+            return [_End(name, what, _ALONE, needs_all=True, is_own=is_own)]
         return []
 
     def _reached(self, tensor, calls, end) -> _Step | None:
@@ -273,7 +286,7 @@ class _Walk:
         else:
             layers = [layer] if isinstance(layer, keras.layers.Layer) and not layer.weights else []
         for inner in layers:
-            reason = f"it hands numbers on and {end.what}: 2049 would be 2048 in float16, 257 would be 256 in bfloat16"
+            reason = f"it hands numbers on and {end.what}: {_WHAT_IS_LOST}"
             self.found.setdefault(id(inner), (inner, end.name, reason))
 
 
@@ -295,6 +308,12 @@ def _passes(layer, end) -> bool:
     # Matrices are multiplied in 16 bits.
     holds_others = isinstance(layer, keras.layers.Attention) or _keras.direct_sublayers(layer)
     return not layer.weights and not (end.way == _ALONE and holds_others)
+
+
+def _computes_alone(layer) -> bool:
+    """Whether the arithmetic of `layer` is its user's, and takes no weights and no layers inside."""
+    is_own = has_own_call(layer) or applies_own_function(layer)
+    return is_own and not layer.weights and not _keras.direct_sublayers(layer) and not isinstance(layer, keras.Model)
 
 
 def _is_float(tensor) -> bool:

@@ -247,8 +247,27 @@ def row_of(model, name):
             id="matrices",
         ),
         pytest.param(
-            lambda x: layers.Dense(2)(layers.Average()([Half(name="moving")(x), x])), None, id="computed, then averaged"
+            lambda x: layers.Dense(2)(layers.Average()([Half(name="moving")(layers.Dense(4)(x)), x])),
+            None,
+            id="weighed and computed, then averaged",
         ),
+        pytest.param(lambda x: layers.Dense(2)(Half(name="moving")(x)), "Half", id="computed of the data"),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.Lambda(ops.sin)(layers.GaussianNoise(1.0, name="moving")(x))),
+            "Lambda",
+            id="noise, then computed",
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.Lambda(ops.sin, name="moving")(layers.Dense(4)(x))),
+            None,
+            id="weighed, then computed",
+        ),
+        pytest.param(
+            lambda x: layers.Dense(2)(layers.Activation(lambda t: t / 3, name="moving")(x)),
+            "Activation",
+            id="a function of the user's",
+        ),
+        pytest.param(lambda x: layers.Dense(2)(layers.Activation("relu", name="moving")(x)), None, id="one of Keras'"),
         pytest.param(lambda x: layers.Dense(2)(ops.sin(moved(x))), "Sin", id="computed by an operation"),
         pytest.param(lambda x: layers.Dense(2)(moved(x)[:, 1:]), None, id="moved by an operation, then weighed"),
         pytest.param(
@@ -303,6 +322,47 @@ def test_a_series_without_its_trend_is_as_exact_as_in_float32(policy, epsilon):
     # What is left is half of the last step.
     expected = np.diff(x, axis=1) / 2
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=2 * epsilon, atol=2 * epsilon)
+
+
+class Sinusoids(layers.Layer):
+    """Embeds time steps and noise levels, as diffusion models do."""
+
+    def call(self, x):
+        angles = x * ops.cast([1.0, 30.0, 900.0], x.dtype)
+        return ops.concatenate([ops.sin(angles), ops.cos(angles)], axis=-1)
+
+
+class Counted(layers.Layer):
+    """Adds the position to each step."""
+
+    def call(self, x):
+        return x + ops.cast(ops.arange(ops.shape(x)[1]), self.compute_dtype)[None, :, None] % 7
+
+
+OWN = {
+    "sinusoids": (lambda x: Sinusoids()(x), np.linspace(0.3, 9.0, 5)[:, None]),
+    "Lambda": (layers.Lambda(lambda x: ops.sin(700.0 * x)), np.linspace(0.01, 1.0, 7)[:, None]),
+    "differences, noise in front": (
+        lambda x: layers.Lambda(lambda t: t[:, 1:] - t[:, :-1])(layers.GaussianNoise(0.1)(x)),
+        3000 + 0.25 * np.arange(12.0).reshape(3, 4) ** 2,
+    ),
+    "positions": (lambda x: layers.GlobalAveragePooling1D()(Counted()(x)), np.zeros((2, 3001, 1))),
+    "in a model inside": (lambda x: of_one_input(lambda t: Sinusoids()(t), (1,))(x), np.linspace(0.5, 7.0, 5)[:, None]),
+    "an activation": (layers.Activation(lambda x: ops.cos(x / 3)), np.arange(4001.0, 4011.0)[:, None]),
+}
+
+
+@pytest.mark.parametrize(("policy", "epsilon"), [("mixed_float16", 2.0**-11), ("mixed_bfloat16", 2.0**-8)])
+@pytest.mark.parametrize("kind", OWN)
+def test_arithmetic_of_the_users_own_with_the_data_alone_is_that_of_float32(kind, policy, epsilon):
+    make, x = OWN[kind]
+    x = x.astype("float32")
+    inputs = keras.Input(x.shape[1:])
+    model = keras.Model(inputs, layers.Dense(3, "tanh")(layers.Dense(8, kernel_initializer="ones")(make(inputs))))
+    expected = model.predict(x, verbose=0)
+    mpkeras.apply_policy(model, policy)
+    assert model.layers[-2].compute_dtype == policy.removeprefix("mixed_")
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, atol=10 * epsilon)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

@@ -222,7 +222,7 @@ def test_the_same_layer_passes_as_a_float32_island(name, policy):
     ],
 )
 def test_the_doors_name_the_layer(door):
-    model = keras.Sequential([keras.Input((4,)), Matrix(name="mine"), layers.Dense(1)])
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), Matrix(name="mine"), layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(TypeError, match="Layer 'mine'.*attribute `matrix` is float32"):
         if door == "apply_policy":

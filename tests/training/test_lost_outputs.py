@@ -10,6 +10,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.training.lost_outputs import LostOutputs, lost_outputs
+from tests.sixteen_bits import Weighted
 from tests.training.models import BACKEND, DOORS, AddsNoise, made_by
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
@@ -18,7 +19,7 @@ RANDOM = np.random.default_rng(5)
 PLACES = (np.array([[48.2081, 48.2119, 16.3713, 16.3655]]) + RANDOM.uniform(0, 0.01, (6, 4))).astype("float32")
 
 
-class Counts(layers.Layer):
+class Counts(Weighted):
     """Counts the positions of a sequence in what it computes in."""
 
     def call(self, x):
@@ -26,7 +27,7 @@ class Counts(layers.Layer):
         return x + ops.sin(0.7 * positions)[None, :, None]
 
 
-class Keeps(layers.Layer):
+class Keeps(Weighted):
     """Keeps what it counts at its first call."""
 
     table = None
@@ -37,7 +38,7 @@ class Keeps(layers.Layer):
         return x + ops.sin(0.7 * self.table)[None, :, None]
 
 
-class Apart(layers.Layer):
+class Apart(Weighted):
     """How far two places are apart."""
 
     def call(self, x):
@@ -48,7 +49,7 @@ def waves(times):
     return ops.sin(1300.0 * times)
 
 
-class Waves(layers.Layer):
+class Waves(Weighted):
     def call(self, times):
         return waves(times)
 
@@ -75,8 +76,12 @@ class Cell(layers.SimpleRNNCell):
 class InPart(keras.Model):
     """A model of the user's as part of another one."""
 
+    def __init__(self, inner, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = inner
+
     def call(self, x):
-        return x[:, :1] - x[:, 1:2]
+        return self.inner(x)
 
 
 class OfSix(keras.Model):
@@ -101,7 +106,7 @@ class Noisy(layers.Layer):
         return x + keras.random.uniform(ops.shape(x), dtype=x.dtype, seed=self.seed_generator)
 
 
-class Fails(layers.Layer):
+class Fails(Weighted):
     """Fails in inference."""
 
     def call(self, x, training=None):
@@ -169,9 +174,9 @@ CASES = {
         lambda: layers.RNN(Cell(2), name="own"), (3, 2), RANDOM.uniform(100, 101, (4, 3, 2)), "bfloat16", "own"
     ),
     "an activation": (
-        lambda: layers.Activation(waves, name="own"), (3,), RANDOM.uniform(size=(5, 3)), "float16", "own"
+        lambda: InPart(layers.Activation(waves, name="own")), (3,), RANDOM.uniform(size=(5, 3)), "float16", "own"
     ),
-    "a model in a model": (lambda: InPart(name="own"), (4,), PLACES, "bfloat16", "own"),
+    "a model in a model": (lambda: InPart(Apart(name="own")), (4,), PLACES, "bfloat16", "own"),
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from mpkeras._replaced import replaced_attributes
 from mpkeras.callbacks import MixedPrecision, NumericsMonitor
 from mpkeras.training.first_batch import is_looked_at
 from mpkeras.training.whole_numbers import Rounded, rounded_whole_numbers
+from tests.sixteen_bits import Weighted
 from tests.training.models import DOORS, made_by
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
@@ -34,7 +35,7 @@ class Rows(layers.Layer):
         return ops.take(self.table, ops.cast(codes, "int32"), axis=0)
 
 
-class Wave(layers.Layer):
+class Wave(Weighted):
     """A user's layer to which numbers are positions."""
 
     def call(self, steps):
@@ -158,10 +159,10 @@ def test_the_remedy_that_is_named_trains_the_rows_of_float32(policy):
         ),
         pytest.param(lambda: functional(Wave(name="wave")), CODES.astype("int64"), "wave", "wave", id="whole to float"),
         pytest.param(
-            lambda: functional(layers.Lambda(lambda x: x / 10, name="tenth")), CODES, "tenth", "tenth", id="Lambda"
+            lambda: Calling(layers.Lambda(lambda x: x / 10, name="tenth")), CODES, "tenth", "tenth", id="Lambda"
         ),
         pytest.param(
-            lambda: functional(layers.Activation(lambda x: x / 30, name="part")), CODES, "part", "part", id="Activation"
+            lambda: Calling(layers.Activation(lambda x: x / 30, name="part")), CODES, "part", "part", id="Activation"
         ),
         pytest.param(
             lambda: functional(Wave(name="wave"), before=layers.Reshape((3,), name="shape")),
