@@ -80,9 +80,9 @@ def has_own_mask(layer) -> bool:
 
 
 def may_hand_on_data(survey) -> set:
-    """Returns the `id`s of layers with a `call` of their own that run layers which read names, or the data as it comes.
+    """Returns the `id`s of layers with a `call` of their own that may hand on data: only a call tells.
 
-    They may hand these what they are given themselves: only a call tells.
+    They run layers which read names or the data as it comes, or are themselves given nothing but data in a graph.
     """
     own = [layer for layer in survey.layers if has_own_call(layer)]
     if not own:
@@ -92,7 +92,8 @@ def may_hand_on_data(survey) -> set:
         for layer in survey.layers
         if isinstance(layer, _GIVEN_THE_DATA) or reads_names(layer) or has_own_mask(layer)
     }
-    return {id(layer) for layer in own if not readers.isdisjoint(map(id, survey.within(layer)[1:]))}
+    around_readers = {id(layer) for layer in own if not readers.isdisjoint(map(id, survey.within(layer)[1:]))}
+    return around_readers | _walked(survey, {}).given_data
 
 
 _WHAT_IS_LOST = "2049 would be 2048 in float16, 257 would be 256 in bfloat16"
@@ -109,7 +110,7 @@ class _End(NamedTuple):
         what: A clause: who needs them, and for what.
         way: How numbers of the data may have come there, `_NAMES`, `_MOVED` or `_ALONE`.
         needs_all: Whether nothing is gained unless all of its inputs arrive whole.
-        is_own: Whether it is a layer with arithmetic of its user's: one without weights is to compute in float32, too.
+        is_own: Whether it is a layer with arithmetic of its user's.
     """
 
     name: str
@@ -148,14 +149,19 @@ def handing_on(model, policy) -> dict:
         policy: The `Policy` with the rules.
     """
     survey = Survey.of(model)
+    return _walked(survey, _by_rule(survey, policy)).found
+
+
+def _walked(survey, by_rule) -> "_Walk":
+    """Returns a walk through all graphs of a model; `by_rule` is what `_by_rule` returned for it."""
     graphs = [layer for layer in survey.layers if _keras.graph_of(layer) is not None]
-    walk = _Walk(_by_rule(survey, policy), may_hand_on_data(survey))
+    walk = _Walk(by_rule)
     inner = {id(layer) for graph in graphs for layer in survey.within(graph)[1:]}
     # Outer graphs first: what an inner one is given is known there. Calls inside a layer of the user's are its affair.
     for graph in sorted(graphs, key=lambda graph: id(graph) in inner):
         if id(graph) not in walk.seen:
             walk.look_at(graph, ())
-    return walk.found
+    return walk
 
 
 def _by_rule(survey, policy) -> dict:
@@ -173,12 +179,13 @@ class _Walk:
     A place in a graph is known by the calls of models that lead to it: a model may be called in several places.
     """
 
-    def __init__(self, by_rule, may_hand_on):
+    def __init__(self, by_rule):
         self.found: dict = {}
+        # The `id`s of layers with arithmetic of their user's that are given nothing but data, and stay in 16 bits.
+        self.given_data: set[int] = set()
         # The `id`s of the models that were looked at.
         self.seen: set[int] = set()
         self._by_rule = by_rule
-        self._may_hand_on = may_hand_on
         # What was found behind each tensor that was asked for, and the `id`s of those that were noted.
         self._steps: dict = {}
         self._noted: set[int] = set()
@@ -196,7 +203,9 @@ class _Walk:
                     continue
                 for tensor in node.input_tensors:
                     self._keep_between(tensor, calls, end)
-                if end.is_own:
+                if end.is_own and not _computes_alone(layer):
+                    self.given_data.add(id(layer))
+                elif end.is_own:
                     reason = (
                         "it computes with the data alone, by arithmetic of its user's, which may tell close numbers"
                     )
@@ -209,8 +218,6 @@ class _Walk:
         name = type(layer).__name__
         if isinstance(layer, keras.layers.Layer) and reads_names(layer):
             return [_End(name, f"layer '{layer.name}' looks up rows by them", _NAMES)]
-        if id(layer) in self._may_hand_on or (isinstance(layer, keras.layers.Layer) and has_own_mask(layer)):
-            return [_End(name, f"layer '{layer.name}' is given them as they are", _MOVED)]
         if id(layer) in self._by_rule:
             rule, what = self._by_rule[id(layer)], f"layer '{layer.name}' stays in float32 to see them whole"
             return [_End(rule, what, way) for way in ((_MOVED,) if rule in _ADDING_UP else (_MOVED, _ALONE))]
@@ -224,7 +231,7 @@ class _Walk:
         if takes_floats and not any(map(_is_float, node.outputs)):
             return [_End(name, f"'{layer.name}' makes whole numbers of them, or compares them", _NAMES)]
         # Integers are not cast on the way in.
-        is_own = takes_floats and isinstance(layer, keras.layers.Layer) and _computes_alone(layer)
+        is_own = takes_floats and isinstance(layer, keras.layers.Layer) and _is_own(layer)
         if is_own or (not isinstance(layer, keras.layers.Layer) and name not in _MOVING_OPERATIONS):
             what = f"'{layer.name}' computes with them as they are"
             return [_End(name, what, _ALONE, needs_all=True, is_own=is_own)]
@@ -310,10 +317,14 @@ def _passes(layer, end) -> bool:
     return not layer.weights and not (end.way == _ALONE and holds_others)
 
 
+def _is_own(layer) -> bool:
+    """Whether the arithmetic of `layer` is its user's."""
+    return has_own_call(layer) or applies_own_function(layer)
+
+
 def _computes_alone(layer) -> bool:
-    """Whether the arithmetic of `layer` is its user's, and takes no weights and no layers inside."""
-    is_own = has_own_call(layer) or applies_own_function(layer)
-    return is_own and not layer.weights and not _keras.direct_sublayers(layer) and not isinstance(layer, keras.Model)
+    """Whether `layer` computes without weights, and without layers inside."""
+    return not layer.weights and not _keras.direct_sublayers(layer)
 
 
 def _is_float(tensor) -> bool:

@@ -170,6 +170,30 @@ class Centered(layers.Layer):
         return self.dense(self.center(x))
 
 
+class Table(layers.Layer):
+    """Looks rows up in a table of its own."""
+
+    def build(self, shape):
+        self.rows = self.add_weight(shape=(9000, 3), initializer="uniform", name="rows")
+
+    def call(self, codes):
+        return ops.take(self.rows, ops.cast(codes, "int32"), axis=0)
+
+
+class Embedded(layers.Layer):
+    """Embeds noise levels, as diffusion models do."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(4)
+
+    def build(self, shape):
+        self.dense.build((None, 2 * shape[-1]))
+
+    def call(self, x):
+        return self.dense(ops.concatenate([ops.sin(600.0 * x), ops.cos(600.0 * x)], axis=-1))
+
+
 class Above(layers.Layer):
     """Makes a mask of numbers that 16 bits do not tell apart, and computes with them in 16 bits."""
 
@@ -226,7 +250,13 @@ READING = {
 }
 
 
+IN_GRAPHS = {
+    "rows of its own": (lambda: [Table(name="own"), layers.Flatten()], CODES),
+    "noise levels": (lambda: [Embedded(name="own")], np.linspace(0.05, 0.95, 12, dtype="float32").reshape(6, 2)),
+}
 CASES = [
+    *((kind, "graph", "the line", "mixed_bfloat16") for kind in IN_GRAPHS),
+    *((kind, "moved", "prepare", "mixed_float16") for kind in IN_GRAPHS),
     *((kind, "graph", "the line", "mixed_bfloat16") for kind in READING),
     *((kind, "subclassed", "prepare", "mixed_bfloat16") for kind in READING),
     ("codes, deeper", "moved", "prepare", "mixed_float16"),
@@ -240,7 +270,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "structure", "door", "policy"), CASES)
 def test_a_layer_of_the_users_own_hands_on_what_it_is_given(kind, structure, door, policy):
-    make, x = READING[kind]
+    make, x = (READING | IN_GRAPHS)[kind]
 
     def made():
         keras.utils.set_random_seed(5)
