@@ -1,6 +1,7 @@
 """torch's guarded train step."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -61,6 +62,7 @@ class _Step(StepInVariables):
     def __init__(self, inventory, optimizers, metrics, results):
         super().__init__(inventory, optimizers, metrics, results)
         self._native_values = [state.value for state in self._natives]
+        self._numbers = [(kept, kept.value) for kept in self._kept() if type(kept.value) in (int, float)]
         # Keras' Dropout without a seed draws from torch's own generator.
         self._random = global_random_states()
 
@@ -99,12 +101,18 @@ class _Step(StepInVariables):
         return restored() if any_skipped or not self.statistics_are_finite() else (False, logs)
 
     def native_states(self, model):
-        return [*native_states(model), *_kept_tensors(model, self._inventory.ask(helpers, layers))]
+        tensors = [kept for kept in self._kept() if torch.is_tensor(kept.value) and _can_be_written(kept.value)]
+        return [*native_states(model), *tensors]
+
+    def _kept(self):
+        return _kept_by_users(self._inventory.model, self._inventory.ask(helpers, layers))
 
     def _restore(self, step_is_skipped):
         if step_is_skipped:
             for state, value in zip(self._natives, self._native_values, strict=True):
                 state.hold(value)
+            for kept, value in self._numbers:
+                kept.hold(value)
             set_global_random_states(self._random)
         super()._restore(step_is_skipped)
 
@@ -150,8 +158,8 @@ _LONG = 1000
 
 
 @dataclasses.dataclass
-class KeptTensor:
-    """A tensor that an object keeps as an attribute, or in a list or a dictionary that is one: a running mean."""
+class Kept:
+    """What an object keeps as an attribute, or in a list or a dictionary that is one: a running mean, a count."""
 
     holder: Any
     key: str | int
@@ -160,28 +168,26 @@ class KeptTensor:
     def value(self):
         return self.holder[self.key]
 
-    def hold(self, tensor):
-        """Makes `tensor` the one that is kept again, where another has been put in its place."""
-        self.holder[self.key] = tensor
+    def hold(self, value):
+        """Makes `value` the one that is kept again, where another has been put in its place."""
+        self.holder[self.key] = value
 
 
-def _kept_tensors(model, helper_objects) -> list:
-    """Returns the tensors that layers of the user's and helper objects keep; none that belongs to a backward pass."""
-    of_users = [layer for layer in _keras.flatten_layers(model, include_self=True) if has_own_call(layer)]
+def _kept_by_users(model, helper_objects) -> Iterator[Kept]:
+    """Yields what layers of the user's, models with a step of their own among them, and helper objects keep."""
+    inside = _keras.flatten_layers(model, include_self=True)
+    of_users = [layer for layer in inside if has_own_call(layer) or not type(layer).__module__.startswith("keras.")]
     holders: list = [vars(holder) for holder in (*of_users, *helper_objects)]
     for attributes in tuple(holders):
         values = [value for name, value in attributes.items() if name not in _OF_MODULES]
         # A long one holds words or numbers, and would be looked through at each step.
         holders += [value for value in values if isinstance(value, (list, dict)) and len(value) <= _LONG]
-    kept = []
     for holder in holders:
-        for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
-            if torch.is_tensor(value) and _can_be_written(value):
-                kept.append(KeptTensor(holder, key))
-    return kept
+        yield from (Kept(holder, key) for key in (holder if isinstance(holder, dict) else range(len(holder))))
 
 
 def _can_be_written(tensor) -> bool:
+    # What belongs to a backward pass is none of the state.
     if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad or tensor.is_meta or tensor.is_inference():
         return False
     if tensor.layout != torch.strided:
