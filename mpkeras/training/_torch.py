@@ -1,7 +1,6 @@
 """torch's guarded train step."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -60,9 +59,11 @@ def step_without_trace(inventory, optimizers, train_step, data):
 
 class _Step(StepInVariables):
     def __init__(self, inventory, optimizers, metrics, results):
+        kept = _kept_by_users(inventory.model, inventory.ask(helpers, layers))
+        self._tensors = [state for state in kept if torch.is_tensor(state.value)]
+        self._numbers = [(state, state.value) for state in kept if not torch.is_tensor(state.value)]
         super().__init__(inventory, optimizers, metrics, results)
         self._native_values = [state.value for state in self._natives]
-        self._numbers = [(kept, kept.value) for kept in self._kept() if type(kept.value) in (int, float)]
         # Keras' Dropout without a seed draws from torch's own generator.
         self._random = global_random_states()
 
@@ -101,18 +102,14 @@ class _Step(StepInVariables):
         return restored() if any_skipped or not self.statistics_are_finite() else (False, logs)
 
     def native_states(self, model):
-        tensors = [kept for kept in self._kept() if torch.is_tensor(kept.value) and _can_be_written(kept.value)]
-        return [*native_states(model), *tensors]
-
-    def _kept(self):
-        return _kept_by_users(self._inventory.model, self._inventory.ask(helpers, layers))
+        return [*native_states(model), *self._tensors]
 
     def _restore(self, step_is_skipped):
         if step_is_skipped:
             for state, value in zip(self._natives, self._native_values, strict=True):
                 state.hold(value)
-            for kept, value in self._numbers:
-                kept.hold(value)
+            for number, value in self._numbers:
+                number.hold(value)
             set_global_random_states(self._random)
         super()._restore(step_is_skipped)
 
@@ -158,23 +155,29 @@ _LONG = 1000
 
 
 @dataclasses.dataclass
-class Kept:
-    """What an object keeps as an attribute, or in a list or a dictionary that is one: a running mean, a count."""
+class KeptValue:
+    """A tensor or a number that an object keeps as an attribute, or in a list or a dictionary that is one."""
 
     holder: Any
-    key: str | int
+    key: Any
 
     @property
     def value(self):
         return self.holder[self.key]
 
     def hold(self, value):
-        """Makes `value` the one that is kept again, where another has been put in its place."""
-        self.holder[self.key] = value
+        """Makes `value` the one that is kept again, where another has been put in its place, or a list was emptied."""
+        if isinstance(self.holder, list) and self.key >= len(self.holder):
+            self.holder.append(value)
+        else:
+            self.holder[self.key] = value
 
 
-def _kept_by_users(model, helper_objects) -> Iterator[Kept]:
-    """Yields what layers of the user's, models with a step of their own among them, and helper objects keep."""
+def _kept_by_users(model, helper_objects) -> list[KeptValue]:
+    """Returns the tensors and numbers that layers of the user's, models among them, and helper objects keep.
+
+    No tensor among them belongs to a backward pass.
+    """
     inside = _keras.flatten_layers(model, include_self=True)
     of_users = [layer for layer in inside if has_own_call(layer) or not type(layer).__module__.startswith("keras.")]
     holders: list = [vars(holder) for holder in (*of_users, *helper_objects)]
@@ -182,12 +185,15 @@ def _kept_by_users(model, helper_objects) -> Iterator[Kept]:
         values = [value for name, value in attributes.items() if name not in _OF_MODULES]
         # A long one holds words or numbers, and would be looked through at each step.
         holders += [value for value in values if isinstance(value, (list, dict)) and len(value) <= _LONG]
+    kept = []
     for holder in holders:
-        yield from (Kept(holder, key) for key in (holder if isinstance(holder, dict) else range(len(holder))))
+        for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+            if type(value) in (int, float) or (torch.is_tensor(value) and _can_be_written(value)):
+                kept.append(KeptValue(holder, key))
+    return kept
 
 
 def _can_be_written(tensor) -> bool:
-    # What belongs to a backward pass is none of the state.
     if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad or tensor.is_meta or tensor.is_inference():
         return False
     if tensor.layout != torch.strided:

@@ -787,6 +787,9 @@ class Counts:
         self.optimizer.scale_loss(loss).backward()
         self.steps += 1
         self.means["loss"] = 0.75 * self.means["loss"] + 0.25 * loss.item()
+        latest = [*self.latest[1:], loss.item()]
+        self.latest.clear()
+        self.latest.extend(latest)
         self.center = 0.75 * self.center + 0.25 * keras.ops.mean(y_pred.detach(), axis=0)
         self.optimizer.apply([variable.value.grad for variable in net.trainable_weights], net.trainable_weights)
         return {}
@@ -809,14 +812,15 @@ def test_what_a_model_with_a_step_of_its_own_keeps(kind):
         graph = [inputs, keras.layers.Dense(2)(keras.layers.Dense(3)(inputs))]
         model = kind(*(graph if kind is CountsAroundGraph else []))
         model.nets = [] if kind is CountsAroundGraph else [keras.Model(*graph)]
-        model.steps, model.means, model.center, model.built = 0, {"loss": 0.5}, keras.ops.zeros((2,)), True
+        model.steps, model.means, model.center = 0, {"loss": 0.5}, keras.ops.zeros((2,))
+        model.latest, model.built = [0.0, 0.0], True
         model.compile(keras.optimizers.SGD(1e-4))
         mpkeras.prepare(model, "mixed_float16")
         for factor in factors:
             # The first one is taken again with smaller scales.
             model.train_on_batch(factor * ROWS_X[:4], 5000.0 + ROWS_Y[:4])
         assert model.optimizer.loss_scale < 2.0**15
-        return model.steps, model.means["loss"], model.center.tolist()
+        return model.steps, model.means["loss"], list(model.latest), model.center.tolist()
 
     found = run([1.0, np.inf, 2.0])
     assert found[0] == 2 and found == run([1.0, 2.0])
