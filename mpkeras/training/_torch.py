@@ -108,8 +108,10 @@ class _Step(StepInVariables):
         if step_is_skipped:
             for state, value in zip(self._natives, self._native_values, strict=True):
                 state.hold(value)
-            for number, value in self._numbers:
-                number.hold(value)
+            for state, value in self._numbers:
+                # An attribute that was `None` may hold a layer by now, which is made once.
+                if value is not None or _is_number(state.value) or torch.is_tensor(state.value):
+                    state.hold(value)
             set_global_random_states(self._random)
         super()._restore(step_is_skipped)
 
@@ -156,7 +158,10 @@ _LONG = 1000
 
 @dataclasses.dataclass
 class KeptValue:
-    """A tensor or a number that an object keeps as an attribute, or in a list or a dictionary that is one."""
+    """A tensor or a number that an object keeps as an attribute, or in a list or a dictionary that is one.
+
+    Before its first step there may be `None`.
+    """
 
     holder: Any
     key: Any
@@ -188,9 +193,14 @@ def _kept_by_users(model, helper_objects) -> list[KeptValue]:
     kept = []
     for holder in holders:
         for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
-            if type(value) in (int, float) or (torch.is_tensor(value) and _can_be_written(value)):
+            if value is None or _is_number(value) or (torch.is_tensor(value) and _can_be_written(value)):
                 kept.append(KeptValue(holder, key))
     return kept
+
+
+def _is_number(value) -> bool:
+    # No `bool`: it says of something that it is built.
+    return type(value) in (int, float)
 
 
 def _can_be_written(tensor) -> bool:

@@ -786,6 +786,7 @@ class Counts:
         loss = keras.ops.mean(keras.ops.square(y_pred - self.center - keras.ops.convert_to_tensor(y)))
         self.optimizer.scale_loss(loss).backward()
         self.steps += 1
+        self.first = loss.item() if self.first is None else self.first
         self.means["loss"] = 0.75 * self.means["loss"] + 0.25 * loss.item()
         latest = [*self.latest[1:], loss.item()]
         self.latest.clear()
@@ -813,16 +814,16 @@ def test_what_a_model_with_a_step_of_its_own_keeps(kind):
         model = kind(*(graph if kind is CountsAroundGraph else []))
         model.nets = [] if kind is CountsAroundGraph else [keras.Model(*graph)]
         model.steps, model.means, model.center = 0, {"loss": 0.5}, keras.ops.zeros((2,))
-        model.latest, model.built = [0.0, 0.0], True
+        model.first, model.latest, model.built = None, [0.0, 0.0], True
         model.compile(keras.optimizers.SGD(1e-4))
         mpkeras.prepare(model, "mixed_float16")
         for factor in factors:
             # The first one is taken again with smaller scales.
             model.train_on_batch(factor * ROWS_X[:4], 5000.0 + ROWS_Y[:4])
         assert model.optimizer.loss_scale < 2.0**15
-        return model.steps, model.means["loss"], list(model.latest), model.center.tolist()
+        return model.steps, model.first, model.means["loss"], list(model.latest), model.center.tolist()
 
-    found = run([1.0, np.inf, 2.0])
+    found = run([np.inf, 1.0, np.inf, 2.0])
     assert found[0] == 2 and found == run([1.0, 2.0])
 
 
