@@ -28,7 +28,7 @@ from mpkeras.policies.heads import (
     has_own_call,
     has_own_step,
     is_large_together,
-    models_used_by,
+    parts_used_by,
     rounds_as_its_input,
 )
 from mpkeras.policies.own_state import callers_of, kept_for_state
@@ -105,7 +105,7 @@ def _is_part(model, layer) -> bool:
     There they meet the data, metrics and each other, and on TensorFlow float32 minus float16 is an error.
     """
     is_stepping = isinstance(model, keras.Model) and (type(model).call is keras.Model.call or has_own_step(model))
-    return is_stepping and layer in models_used_by(model)
+    return is_stepping and layer in parts_used_by(model)
 
 
 def _add_penalties_in_float32(layer):

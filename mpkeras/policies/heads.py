@@ -55,8 +55,8 @@ def heads_of(model) -> Heads:
     layer that multiplies: rounding there could not be undone behind it. Of several such layers behind one output (a
     sum, a concatenation), those count that lead to outputs alone. A normalization
     that rounds to the dtype of its input is a head, and leads on to what makes that. A model inside that returns an
-    output is looked into. Where the `train_step` of a model is its user's own, the outputs of the
-    models that it holds count, too: such a step computes with them.
+    output is looked into. Where the `train_step` of a model is its user's own, the outputs of
+    `parts_used_by` count, too: such a step computes with them.
     """
     search = _Search(model)
     if isinstance(model, keras.Model):
@@ -130,7 +130,7 @@ class _Search:
         return passes_on or rounds_as_its_input(layer)
 
     def end_at_parts(self, model):
-        for part in models_used_by(model):
+        for part in parts_used_by(model):
             self.end_at(part)
 
     def follow(self, outputs) -> bool:
@@ -262,13 +262,15 @@ def rounds_as_its_input(layer) -> bool:
     return isinstance(layer, _ROUNDING_AS_THEIR_INPUT) and not layer.autocast
 
 
-def models_used_by(model) -> list:
-    """Returns the models that `model` holds beside its graph: its user's own step computes with what they return."""
+def parts_used_by(model) -> list:
+    """Returns what `model` holds beside its graph, and its user's own step computes with: models and other layers.
+
+    Where the model has a `call`, that says which of the layers make an output, and models alone are parts.
+    """
     graph = _keras.graph_of(model)
     in_graph = () if graph is None else _keras.calls_in(graph)
-    return [
-        layer for layer in _keras.direct_sublayers(model) if isinstance(layer, keras.Model) and layer not in in_graph
-    ]
+    kinds = keras.layers.Layer if type(model).call is keras.Model.call else keras.Model
+    return [layer for layer in _keras.direct_sublayers(model) if isinstance(layer, kinds) and layer not in in_graph]
 
 
 def has_own_call(layer) -> bool:

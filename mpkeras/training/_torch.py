@@ -59,6 +59,9 @@ def step_without_trace(inventory, optimizers, train_step, data):
 
 class _Step(StepInVariables):
     def __init__(self, inventory, optimizers, metrics, results):
+        kept = _kept_by_users(inventory.model, inventory.ask(helpers, layers))
+        self._tensors = [state for state in kept if torch.is_tensor(state.value)]
+        self._numbers = [(state, state.value) for state in kept if not torch.is_tensor(state.value)]
         super().__init__(inventory, optimizers, metrics, results)
         self._native_values = [state.value for state in self._natives]
         # Keras' Dropout without a seed draws from torch's own generator.
@@ -99,12 +102,16 @@ class _Step(StepInVariables):
         return restored() if any_skipped or not self.statistics_are_finite() else (False, logs)
 
     def native_states(self, model):
-        return [*native_states(model), *_kept_tensors(model, self._inventory.ask(helpers, layers))]
+        return [*native_states(model), *self._tensors]
 
     def _restore(self, step_is_skipped):
         if step_is_skipped:
             for state, value in zip(self._natives, self._native_values, strict=True):
                 state.hold(value)
+            for state, value in self._numbers:
+                # An attribute that was `None` may hold a layer by now, which is made once.
+                if value is not None or _is_number(state.value) or torch.is_tensor(state.value):
+                    state.hold(value)
             set_global_random_states(self._random)
         super()._restore(step_is_skipped)
 
@@ -150,24 +157,34 @@ _LONG = 1000
 
 
 @dataclasses.dataclass
-class KeptTensor:
-    """A tensor that an object keeps as an attribute, or in a list or a dictionary that is one: a running mean."""
+class KeptValue:
+    """A tensor or a number that an object keeps as an attribute, or in a list or a dictionary that is one.
+
+    Before its first step there may be `None`.
+    """
 
     holder: Any
-    key: str | int
+    key: Any
 
     @property
     def value(self):
         return self.holder[self.key]
 
-    def hold(self, tensor):
-        """Makes `tensor` the one that is kept again, where another has been put in its place."""
-        self.holder[self.key] = tensor
+    def hold(self, value):
+        """Makes `value` the one that is kept again, where another has been put in its place, or a list was emptied."""
+        if isinstance(self.holder, list) and self.key >= len(self.holder):
+            self.holder.append(value)
+        else:
+            self.holder[self.key] = value
 
 
-def _kept_tensors(model, helper_objects) -> list:
-    """Returns the tensors that layers of the user's and helper objects keep; none that belongs to a backward pass."""
-    of_users = [layer for layer in _keras.flatten_layers(model, include_self=True) if has_own_call(layer)]
+def _kept_by_users(model, helper_objects) -> list[KeptValue]:
+    """Returns the tensors and numbers that layers of the user's, models among them, and helper objects keep.
+
+    No tensor among them belongs to a backward pass.
+    """
+    inside = _keras.flatten_layers(model, include_self=True)
+    of_users = [layer for layer in inside if has_own_call(layer) or not type(layer).__module__.startswith("keras.")]
     holders: list = [vars(holder) for holder in (*of_users, *helper_objects)]
     for attributes in tuple(holders):
         values = [value for name, value in attributes.items() if name not in _OF_MODULES]
@@ -176,9 +193,14 @@ def _kept_tensors(model, helper_objects) -> list:
     kept = []
     for holder in holders:
         for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
-            if torch.is_tensor(value) and _can_be_written(value):
-                kept.append(KeptTensor(holder, key))
+            if value is None or _is_number(value) or (torch.is_tensor(value) and _can_be_written(value)):
+                kept.append(KeptValue(holder, key))
     return kept
+
+
+def _is_number(value) -> bool:
+    # No `bool`: it says of something that it is built.
+    return type(value) in (int, float)
 
 
 def _can_be_written(tensor) -> bool:

@@ -1004,6 +1004,29 @@ def test_metrics_of_a_step_of_the_users_own(metric):
     assert 84000 < next(v for name, v in value.items() if name != "loss") < 86000
 
 
+class Parts(keras.Model):
+    """Has no `call`: a step of its user's computes with what layers and a model return."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = keras.Sequential([keras.Input((3,)), hidden()])
+        self.positions, self.block, self.end = hidden(), Block(), head()
+
+    def compute(self, x):
+        h = self.body(x) + self.positions(x)
+        return [self.end(h), self.block(x)]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_layers_that_a_model_without_a_call_computes_with(policy):
+    keras.utils.set_random_seed(9)
+    model = Parts()
+    expected = [ops.convert_to_numpy(output) for output in model.compute(X)]
+    mpkeras.apply_policy(model, policy)
+    check(model.compute(X), expected)
+    assert model.block.wide.compute_dtype == policy.removeprefix("mixed_")
+
+
 @pytest.mark.backends("tensorflow")  # a graph is the same everywhere
 def test_heads_are_followed_back_only_where_they_lead_to_the_output_alone():
     inputs = keras.Input((8, 4))

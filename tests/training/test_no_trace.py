@@ -775,6 +775,58 @@ def test_what_a_layer_and_its_helper_keep(way):
     assert run([(0, 1.0), (4, np.inf), (8, 1.0)]) == run([(0, 1.0), (8, 1.0)])
 
 
+class Counts:
+    """A step that counts and follows its loss in numbers of Python, and the mean of outputs in a tensor."""
+
+    def train_step(self, data):
+        x, y, *_ = data
+        net = (self.nets or [self])[0]
+        self.zero_grad()
+        y_pred = net(x)
+        loss = keras.ops.mean(keras.ops.square(y_pred - self.center - keras.ops.convert_to_tensor(y)))
+        self.optimizer.scale_loss(loss).backward()
+        self.steps += 1
+        self.first = loss.item() if self.first is None else self.first
+        self.means["loss"] = 0.75 * self.means["loss"] + 0.25 * loss.item()
+        latest = [*self.latest[1:], loss.item()]
+        self.latest.clear()
+        self.latest.extend(latest)
+        self.center = 0.75 * self.center + 0.25 * keras.ops.mean(y_pred.detach(), axis=0)
+        self.optimizer.apply([variable.value.grad for variable in net.trainable_weights], net.trainable_weights)
+        return {}
+
+
+class CountsAroundGraph(Counts, keras.Model):
+    pass
+
+
+class CountsWithoutCall(Counts, keras.Model):
+    pass
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("kind", [CountsAroundGraph, CountsWithoutCall])
+def test_what_a_model_with_a_step_of_its_own_keeps(kind):
+    def run(factors):
+        keras.utils.set_random_seed(6)
+        inputs = keras.Input((FEATURES,))
+        graph = [inputs, keras.layers.Dense(2)(keras.layers.Dense(3)(inputs))]
+        model = kind(*(graph if kind is CountsAroundGraph else []))
+        model.nets = [] if kind is CountsAroundGraph else [keras.Model(*graph)]
+        model.steps, model.means, model.center = 0, {"loss": 0.5}, keras.ops.zeros((2,))
+        model.first, model.latest, model.built = None, [0.0, 0.0], True
+        model.compile(keras.optimizers.SGD(1e-4))
+        mpkeras.prepare(model, "mixed_float16")
+        for factor in factors:
+            # The first one is taken again with smaller scales.
+            model.train_on_batch(factor * ROWS_X[:4], 5000.0 + ROWS_Y[:4])
+        assert model.optimizer.loss_scale < 2.0**15
+        return model.steps, model.first, model.means["loss"], list(model.latest), model.center.tolist()
+
+    found = run([np.inf, 1.0, np.inf, 2.0])
+    assert found[0] == 2 and found == run([1.0, 2.0])
+
+
 @pytest.mark.backends("torch")
 def test_building_moves_no_statistics_of_a_torch_module():
     import torch
