@@ -568,7 +568,7 @@ def test_the_report(tmp_path):
         ({"devices": "8"}, TypeError, "Expected `devices` to be a whole number or a .* Received: '8' of type str"),
         ({"devices": 3}, ValueError, "3 devices can share evenly. Received: 64 rows. Pass 63"),
         ({"policies": []}, ValueError, "Expected at least one policy. Received: none"),
-        ({"policies": ["mixed_float17"]}, ValueError, "Received: name='mixed_float17'"),
+        ({"policies": ["mixed_float17"]}, ValueError, "Received: 'mixed_float17'. Did you mean"),
         ({"policies": ["float32", "float32"]}, ValueError, r"told apart .* Received: \['float32', 'float32'\]"),
         ({"budget_s": 0}, ValueError, "Expected `budget_s` to be a positive number of seconds. Received: budget_s=0"),
     ],
