@@ -156,7 +156,8 @@ def _multiply_float8(left, right, summed, inverse):
     """
     axes = (((summed[0],), (summed[1],)), ((), ()))
     algorithm = _ALGORITHM
-    if not has_float8_units():
+    # XLA calls cuBLASLt for no product of a vector and a matrix, and refuses the algorithm in its own.
+    if left.shape[1 - summed[0]] == 1 or not has_float8_units():
         # float8 values are bfloat16 values: the same products, on any device.
         left, right, algorithm = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), None
     product = jax.lax.dot_general(left, right, axes, precision=algorithm, preferred_element_type=jnp.bfloat16)
