@@ -19,6 +19,7 @@ from _mpkeras_cli.hardware import add_hardware
 from _mpkeras_cli.plan import add_plan
 from _mpkeras_cli.replay import add_replay
 from _mpkeras_cli.run import add_run
+from _mpkeras_cli.words import in_options
 
 # Each adds its subcommand to the subparsers of an `argparse` parser.
 COMMANDS = (add_demo, add_run, add_hardware, add_audit, add_advise, add_forecast, add_plan, add_convert, add_replay)
@@ -28,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong with the input in one line, and leaves the usage to `--help`."""
 
     def error(self, message):
-        one_line = " ".join(str(message).split())
+        one_line = " ".join(in_options(str(message)).split())
         self.exit(2, f"{self.prog}: error: {one_line}\n")
 
 

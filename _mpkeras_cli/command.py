@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 from _mpkeras_cli.notes import without_notes
+from _mpkeras_cli.words import in_options
 
 
 def add_command(subparsers, name: str, run: Callable, *, help: str, description: str) -> Callable:
@@ -29,7 +30,7 @@ def add_report(subparsers, name, make, *, help, description):
             report = make(args)
         except (ValueError, OSError, ModuleNotFoundError, MemoryError) as reason:
             args.error(reason)
-        print(json.dumps(report.to_dict(), indent=2) if args.json else report)
+        print(in_options(json.dumps(report.to_dict(), indent=2) if args.json else str(report)))
         return 0
 
     return add_command(subparsers, name, run, help=help, description=description)

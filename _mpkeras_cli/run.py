@@ -141,7 +141,9 @@ def run_program(policy: str, script: str, arguments: list):
 
 def _end_with(message):
     """Ends the process as other commands end on bad input."""
-    one_line = " ".join(str(message).split())
+    from _mpkeras_cli.words import in_options
+
+    one_line = " ".join(in_options(str(message)).split())
     print(f"mpkeras run: error: {one_line}", file=sys.stderr)
     sys.exit(2)
 

@@ -154,11 +154,15 @@ def _multiply_float8(left, right, summed, inverse):
 
     `inverse` is a scalar, or has one number for each row of the product.
     """
-    axes = (((summed[0],), (summed[1],)), ((), ()))
     algorithm = _ALGORITHM
-    if not has_float8_units():
+    # XLA calls cuBLASLt for no product of a vector and a matrix, and refuses the algorithm in its own.
+    if left.shape[1 - summed[0]] == 1 or not has_float8_units():
         # float8 values are bfloat16 values: the same products, on any device.
         left, right, algorithm = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), None
+    elif summed == (1, 0):
+        # In this order, and in no other, the product loses its algorithm where XLA cuts it among devices.
+        right, summed = right.T, (1, 1)
+    axes = (((summed[0],), (summed[1],)), ((), ()))
     product = jax.lax.dot_general(left, right, axes, precision=algorithm, preferred_element_type=jnp.bfloat16)
     return product * inverse.astype(jnp.bfloat16)
 

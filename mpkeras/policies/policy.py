@@ -590,11 +590,12 @@ def _unknown_name(name: str) -> str:
     if name.startswith("float8"):
         return (
             "Expected the name of a registered policy. No layer computes in float8 alone: products do. Received: "
-            f"name={name!r}. Use 'mixed_float8'."
+            f"{name!r}. Use 'mixed_float8'."
         )
     near = difflib.get_close_matches(name, REGISTERED, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return (
-        "Expected the name of a registered policy, or both `compute_dtype` and `variable_dtype` for a new "
-        f"one. Received: name={name!r}. {hint}Registered: {', '.join(sorted(REGISTERED))}."
+        f"Expected the name of a registered policy. Received: {name!r}. {hint}Registered: "
+        f"{', '.join(sorted(REGISTERED))}. For a new one pass `mpkeras.Policy` both `compute_dtype` and "
+        "`variable_dtype`."
     )

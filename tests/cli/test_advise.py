@@ -85,6 +85,14 @@ def test_several_outputs_and_the_loss_of_an_older_file(capsys, tmp_path, name):
     assert "each of the outputs ['age', 'weight'], by its name. Received: " in failing_line(capsys, *options)
 
 
+def test_inputs_of_several_lengths_are_refused_in_options(capsys, tmp_path):
+    inputs = [keras.Input((4,), name="a"), keras.Input((4,), name="b")]
+    keras.Model(inputs, keras.layers.Add()(inputs)).save(tmp_path / "model.keras")
+    np.savez(tmp_path / "batch.npz", a=np.ones((2, 4)), b=np.ones((3, 4)))
+    line = failing_line(capsys, tmp_path / "model.keras", "--data", tmp_path / "batch.npz")
+    assert line.endswith("Received: x=list of [2, 3] examples. Write such a batch into `--data FILE.npz`.")
+
+
 def test_losses_of_an_older_file_keep_their_structure():
     losses = _losses({"a": ["mse", None], "b": {"class_name": "Huber", "config": {"delta": 2.0}}})
     assert losses["a"] == [keras.losses.mean_squared_error, None] and isinstance(losses["b"], keras.losses.Huber)

@@ -26,7 +26,11 @@ def demo_that(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        pytest.param(["--policy", "mixed_flaot16"], "argument --policy: .*Did you mean 'mixed_float16'", id="unknown"),
+        pytest.param(
+            ["--policy", "mixed_flaot16"],
+            "argument --policy: .* policy. Received: 'mixed_flaot16'. Did you mean 'mixed_float16'",
+            id="unknown",
+        ),
         pytest.param(["--policy", "float16"], "received 'float16'.*use 'mixed_float16'", id="float16 variables"),
     ],
 )

@@ -67,13 +67,13 @@ def test_an_older_file_and_one_whose_loss_is_not_known_here(capsys, tmp_path, sa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "h10"], "argument --device: Expected `device` to be one that can be compiled"),
+        (["--device", "h10"], "argument --device: Expected `--device` to be one that can be compiled"),
         (["--batch", "0"], "argument --batch: expected a whole number of at least 1, received '0'"),
-        (["--policy", "float17"], "argument --policy: Expected the name of a registered policy"),
-        (["--policy", "float32", "--policy", "float32"], "Received: ['float32', 'float32']. Pass each once, or"),
+        (["--policy", "half"], "Received: 'half'. Registered: bfloat16, float16, float32, float64, mixed_auto, mixed_"),
+        (["--policy", "float32", "--policy", "float32"], "Received: ['float32', 'float32']. Pass each once."),
         (["--plot", "plot.xyz"], "argument --plot: cannot draw into 'plot.xyz' (Format 'xyz' is not supported"),
         (["--plot", "missing/plot.png"], "argument --plot: cannot draw into 'missing/plot.png' ([Errno 2] No such"),
-        (["--devices", "7"], "Expected a batch that 7 devices can share evenly. Received: 32 rows. Pass 28."),
+        (["--devices", "7"], "Expected a batch that 7 devices can share evenly. Received: 32 rows. Pass `--batch 28`."),
     ],
 )
 def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, saved, arguments, message):

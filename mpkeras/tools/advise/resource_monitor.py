@@ -75,7 +75,7 @@ class ResourceMonitor(keras.callbacks.Callback):
         self._batches_begun += 1
         if self._begin is None and self._batches_begun == (2 if self._is_first_epoch else 1):
             self._begin = time.perf_counter(), batch
-        elif self._is_first_epoch and self._end is None and batch == self._start_of_last_execution():
+        if self._is_first_epoch and self._end is None and batch == self._start_of_last_execution():
             _device.wait(self.model)
             self._end = time.perf_counter(), batch
 

@@ -73,8 +73,9 @@ class Comparison(Report):
         if self.first is None:
             return [f"No {'other ' * bool(notes)}layer is more than {percent(self.bound)} away from float32.", *notes]
         side = "outputs" if self.first.outputs > self.bound else "gradients"
-        share = _share(getattr(self.first, side))
-        return [f"The first beyond {percent(self.bound)}: the {side} of '{self.first.path}', by {share}.", *notes]
+        share = getattr(self.first, side)
+        by_share = _share(share) if share == np.inf else f"by {_share(share)}"
+        return [f"The first beyond {percent(self.bound)}: the {side} of '{self.first.path}', {by_share}.", *notes]
 
     def to_dict(self) -> dict:
         def as_json(row):

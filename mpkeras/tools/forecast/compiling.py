@@ -177,7 +177,7 @@ class Steps:
                 if "float8" in counted:
                     counted["bfloat16"] = counted.get("bfloat16", 0) + counted.pop("float8")
         if self._policies[policy].float8 is not None:
-            facts["float8"] = _in_float8(step.model, traced, facts["float8_call_flops"])
+            facts["float8"] = _in_float8(step.model, traced, facts["float8_call_flops"], self._wanted["devices"])
         return facts
 
     def _traced(self, values, policy, x, y, accumulate_steps) -> tuple:
@@ -281,7 +281,7 @@ def facts_of(program, weights=()) -> dict:
     }
 
 
-def _in_float8(model, traced, compiled_flops) -> dict:
+def _in_float8(model, traced, compiled_flops, devices) -> dict:
     """Returns what was asked for in float8, and what the compiler made: the key `"float8"` of `Forecast.to_dict`."""
     products = importlib.import_module("mpkeras.tools.shared._jax").program_of(traced.jaxpr.jaxpr).products
     asked_for = [product.flops for product in products if product.dtype.startswith("float8")]
@@ -289,7 +289,9 @@ def _in_float8(model, traced, compiled_flops) -> dict:
     layers = [layer for layer in ModelView(model).layers if id(layer) in reasons]
     return {
         "products": len(asked_for),
-        "flops": sum(asked_for),  # The compiler merges products that share an operand: only FLOPs can be compared.
+        # Of one device, as all that is compiled. The compiler merges products that share an operand: only FLOPs can be
+        # compared.
+        "flops": sum(asked_for) // devices,
         "compiled_flops": compiled_flops,
         "layers": [{"path": layer.path, "reason": reasons[id(layer)]} for layer in layers],
     }

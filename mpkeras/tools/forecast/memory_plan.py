@@ -501,10 +501,10 @@ class MemoryPlan(Policy, Report):
         else:
             notes.append(f"Nothing that was tried fits. The smallest misses by {_gib_text(self.missing_bytes)}.")
         notes += computed_again_text(self.computed_again)
-        for name, why in search.not_compiled.items():
-            notes.append(f"{name}: not compiled: {why}")
-        for name, why in search.refused.items():
-            notes.append(f"{name}: not possible. {why}")
+        for how, reasons in (("not compiled:", search.not_compiled), ("not possible.", search.refused)):
+            for why in dict.fromkeys(reasons.values()):
+                names = [name for name, reason in reasons.items() if reason == why]
+                notes.append(f"{'; '.join(names)}: {how} {why}")
         if search.out_of_time is not None:
             notes.append(f"{search.out_of_time:g} s were not enough to try all that is allowed.")
         left = ""

@@ -438,7 +438,7 @@ class NumericsReport(Report):
             ]
         lines = [
             f"Loss scales from {_power(smallest)} to {_power(highest)} suit: no gradient overflows, and no layer loses "
-            "more than a tenth of its gradient."
+            "more than a tenth of the gradient of its weights."
         ]
         if self.loss_scale < smallest:
             lines.append(
@@ -456,7 +456,7 @@ class NumericsReport(Report):
         path, share = next(iter(self.lost.items()))
         others = len(self.lost) - 1
         more = f", and {others} more lose over a tenth" if others else ""
-        return f"layer '{path}' loses {_percent(share)} of its gradient{more}"
+        return f"layer '{path}' loses {_percent(share)} of the gradient of its weights{more}"
 
     def to_dict(self) -> dict:
         return {

@@ -336,6 +336,7 @@ def test_the_trace_and_the_comparison_are_of_this_step(tmp_path):
     assert (report.culprit.side, report.culprit.path.rpartition("/")[2]) == ("output", "hidden")
     comparison = capsule.compare("float32", bound=0.05)
     assert comparison.first.path.endswith("hidden") and comparison.first.outputs == np.inf
+    assert f"The first beyond 5.0 %: the outputs of '{comparison.first.path}', not finite." in str(comparison)
     assert [row.path.rpartition("/")[2] for row in comparison.rows] == ["hidden", "norm", "drop", "head"]
     assert "'inf'" in str(comparison.to_dict()) and comparison.to_dict()["bound"] == 0.05
     for arguments in ({"dtype": "float64"}, {"bound": 0.0}):

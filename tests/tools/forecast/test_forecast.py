@@ -568,7 +568,7 @@ def test_the_report(tmp_path):
         ({"devices": "8"}, TypeError, "Expected `devices` to be a whole number or a .* Received: '8' of type str"),
         ({"devices": 3}, ValueError, "3 devices can share evenly. Received: 64 rows. Pass 63"),
         ({"policies": []}, ValueError, "Expected at least one policy. Received: none"),
-        ({"policies": ["mixed_float17"]}, ValueError, "Received: name='mixed_float17'"),
+        ({"policies": ["mixed_float17"]}, ValueError, "Received: 'mixed_float17'. Did you mean"),
         ({"policies": ["float32", "float32"]}, ValueError, r"told apart .* Received: \['float32', 'float32'\]"),
         ({"budget_s": 0}, ValueError, "Expected `budget_s` to be a positive number of seconds. Received: budget_s=0"),
     ],
@@ -793,6 +793,29 @@ def test_products_in_float8_are_float8_in_the_program_where_a_device_has_units(d
     assert report.policies["mixed_bfloat16"]["float8"] is None
     total = sum(found["matrix_flops"].values())
     assert total == sum(report.policies["mixed_bfloat16"]["matrix_flops"].values())
+
+
+@for_an_accelerator
+def test_products_of_several_devices_are_in_float8():
+    """Those of one device are counted: of a batch of 256 rows it has 64. XLA drops what asks for float8 of some."""
+    model = keras.Sequential(
+        [keras.Input((64,)), layers.Dense(48), layers.Dense(128), layers.Dense(64), layers.Dense(3)]
+    )
+    report = mpkeras.forecast(model, (256, 64), device="h100", devices=4, policies=["mixed_float8"], verbose=0)
+    counts = report.policies["mixed_float8"]["float8"]
+    expected = 3 * 2 * 64 * (48 * 128 + 128 * 64)
+    assert (counts["products"], counts["flops"], counts["compiled_flops"]) == (6, expected, expected)
+    assert "6 of 6 products that the layers ask for are in float8" in str(report)
+
+
+@for_an_accelerator
+def test_a_batch_of_one_row_has_a_program_in_float8():
+    """The last one of an epoch may be. XLA for a GPU knows no float8 product of a vector and a matrix."""
+    model = keras.Sequential([keras.Input((64,)), layers.Dense(48), layers.Dense(32), layers.Dense(3)])
+    found = mpkeras.forecast(model, (1, 64), device="h100", policies=["mixed_float8"], verbose=0).policies
+    # The gradient of the kernel is one of two vectors.
+    assert found["mixed_float8"]["float8"]["products"] == 1
+    assert found["mixed_float8"]["float8"]["flops"] == 2 * 48 * 32
 
 
 @for_an_accelerator
