@@ -25,8 +25,10 @@ from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_flo
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE, tensor_dtype, widen
 from mpkeras.policies.heads import (
     NO_HEADS,
+    casts_inside,
     has_own_call,
     has_own_step,
+    is_large,
     is_large_together,
     parts_used_by,
     rounds_as_its_input,
@@ -378,7 +380,7 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
         if (
             any_in_16_bits
             and layer in heads.layers
-            and (rounds_as_its_input(layer) or is_replaced(layer, "autocast", "inputs"))
+            and (_takes_16_bits(layer) or is_replaced(layer, "autocast", "inputs"))
         ):
             names.append("inputs in float32")
         # Behind heads in float32.
@@ -394,6 +396,11 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
             names.append(BIAS_IN_FLOAT32)
         changes[id(layer)] = tuple(names)
     return changes
+
+
+def _takes_16_bits(layer) -> bool:
+    """Whether a head in float32 would compute with 16-bit inputs as they are. A large one multiplies in 16 bits."""
+    return rounds_as_its_input(layer) or (casts_inside(layer) and not is_large(layer))
 
 
 def make_changes(layer, names):

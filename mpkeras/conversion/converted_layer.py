@@ -90,6 +90,11 @@ class ConvertedLayer:
         """Whether it does so now."""
         return multiplies_in_float8(self.layer)
 
+    @property
+    def is_tried_on_symbols(self) -> bool:
+        """Whether the call of it that runs now is one for shapes alone."""
+        return _keras.in_symbolic_scope()
+
     def outputs_in_float32(self, args, kwargs, in_inference: bool = False):
         """Returns the outputs for the same inputs in float32; `None` where they cannot be compared.
 

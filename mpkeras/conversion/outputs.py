@@ -20,6 +20,7 @@ from mpkeras.policies.heads import (
     NO_HEADS,
     Flow,
     Heads,
+    casts_inside,
     heads_in_flow,
     is_large,
     is_large_together,
@@ -174,18 +175,19 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
     if not variables or layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
         return NO_HEADS
     is_one_layer = not is_whole and not is_large(layer)
-    if is_one_layer and _uses_given(used):
+    if is_one_layer and (_uses_given(used) or casts_inside(layer)):
         return Heads([layer])
     if not is_large_together(variables):
         call = value_below(layer, "call")
 
         def in_float32(*args, **kwargs):
             _read_in_float32(variables)
-            return _reading_float32(call)(*args, **kwargs)
+            with _in_float32([layer] if casts_inside(layer) else []):
+                return _reading_float32(call)(*args, **kwargs)
 
         given = _given_inside(layer, call, args, kwargs)
         if given is not None and given == _given_inside(layer, in_float32, args, kwargs):
-            return Heads(reading=[layer])
+            return Heads([layer]) if casts_inside(layer) else Heads(reading=[layer])
     return Heads([layer]) if is_one_layer else NO_HEADS
 
 

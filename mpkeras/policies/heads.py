@@ -278,6 +278,12 @@ def has_own_call(layer) -> bool:
     return not type(layer).call.__module__.startswith("keras.") or isinstance(layer, keras.layers.Lambda)
 
 
+def casts_inside(layer) -> bool:
+    """Whether a layer casts no inputs, so that its `call` casts what layers inside return, to the layer's own dtype."""
+    is_own = has_own_call(layer) and not isinstance(layer, keras.Model)
+    return is_own and not layer.autocast and bool(_keras.direct_sublayers(layer))
+
+
 def applies_own_function(layer) -> bool:
     """Whether a layer is an `Activation` of a function of the user's own, or of another library."""
     if not isinstance(layer, keras.layers.Activation):

@@ -8,7 +8,7 @@ import keras
 from mpkeras import _keras
 from mpkeras.policies import kernels
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.heads import OUTPUTS, has_own_call, is_large
+from mpkeras.policies.heads import OUTPUTS, casts_inside, has_own_call, is_large
 from mpkeras.policies.survey import Survey
 
 # Their softmax runs between two matrix products: in float32 it would drag the second one into float32 too.
@@ -366,7 +366,8 @@ def layers_to_keep(model, rules, heads=()) -> list:
     rules, survey = tuple(rules), Survey.of(model)
     model = survey.model
     fixed = {id(layer) for layer in running_quantized(survey, "float32")}
-    by_place = {id(layer) for layer in (*survey.heads.layers, *heads) if not is_large(layer)}
+    heads = (*survey.heads.layers, *heads)
+    by_place = {id(layer) for layer in heads if not is_large(layer) or casts_inside(layer)}
     rule_by_layer: dict = {}
     seen = set()
 
@@ -384,8 +385,10 @@ def layers_to_keep(model, rules, heads=()) -> list:
             rule_by_layer.setdefault(id(layer), (layer, written(rule)))
         if isinstance(layer, _KEEP_OWN_PRECISION):
             rules = tuple(filter(_is_of_a_place, rules))
+        # A large head that casts inside lets the layers in it multiply in 16 bits.
+        goes_on = rule != OUTPUTS or not is_large(layer)
         for inner in survey.direct(layer):
-            walk(inner, rule, rules)
+            walk(inner, rule if goes_on else None, rules)
 
     # A model with a `call` of its own and no layers is what makes its outputs.
     has_parts = isinstance(model, keras.Model) and model not in survey.heads.layers

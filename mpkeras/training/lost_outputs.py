@@ -149,7 +149,8 @@ class _Comparison:
 
         @functools.wraps(call)
         def compared(*args, **kwargs):
-            if self._is_paused:
+            # A layer around may be tried on symbols in this run, which have no numbers.
+            if self._is_paused or ConvertedLayer(layer).is_tried_on_symbols:
                 return call(*args, **kwargs)
             number_before = len(self._found)
             # First: attention takes the masks off what it is given.

@@ -120,6 +120,30 @@ class Frozen(layers.Layer):
         return ops.matmul(self.inner(x), self.kernel) + 5003.0
 
 
+class Casting(layers.Layer):
+    """Casts no inputs, but what the layer inside returns, to its own dtype, as the head of a masked language model."""
+
+    def __init__(self, units=1, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        self.units = units
+
+    def build(self, input_shape):
+        self.inner = layers.Dense(self.units, dtype=self.dtype_policy)
+        self.inner.build(input_shape)
+        level = keras.initializers.Constant(LEVEL)
+        self.level = self.add_weight((self.units,), name="level", initializer=level)
+
+    def call(self, x):
+        return ops.cast(self.inner(x), self.compute_dtype) + ops.cast(self.level, self.compute_dtype)
+
+
+class Beside(Casting):
+    """Computes with the inputs that it has not cast, too: as they are, in 16 bits."""
+
+    def call(self, x):
+        return x + self.inner(x) + ops.cast(self.level, x.dtype)
+
+
 KINDS = {
     "single": lambda: keras.Sequential([keras.Input((3,)), hidden(), head()]),
     "reshaped": lambda: functional(lambda h: layers.Reshape((1, 1))(layers.Activation("linear")(head()(h)))),
@@ -133,6 +157,8 @@ KINDS = {
     "TimeDistributed": lambda: functional(lambda h: layers.TimeDistributed(head())(layers.Reshape((2, 2))(h))),
     "own layer at the end": lambda: functional(lambda h: Block()(h)),
     "weights behind a layer inside": lambda: functional(lambda h: Frozen(name="frozen")(h)),
+    "casting inside": lambda: functional(lambda h: Casting()(h)),
+    "beside its inputs": lambda: functional(lambda h: Beside(4)(h)),
     "not built": lambda: keras.Sequential([hidden(), head(), layers.Flatten()]),
     "Subclassed": Subclassed,
     "Towers": Towers,
@@ -1116,6 +1142,14 @@ def test_a_large_head_with_a_call_of_its_own_ends_in_float32(small_is_large, pol
     assert head.compute_dtype == policy.removeprefix("mixed_") or is_nested
     assert keras.backend.standardize_dtype(model(np.ones((3, 6), "float32")).dtype) == "float32"
     assert [variable.dtype for variable in model.variables] == stored == 3 * ["float32"]
+
+
+def test_a_large_head_that_casts_what_it_sums_is_not_rounded(small_is_large):
+    model, expected = made(lambda: functional(lambda h: Casting(3)(h)), "mixed_bfloat16", "prepare")
+    check(model.predict(X, verbose=0), expected)
+    head = model.layers[-1]
+    assert (head.compute_dtype, head.inner.compute_dtype) == ("float32", "bfloat16")
+    assert not [finding for finding in mpkeras.audit(model, X).findings if finding.layer == head.path]
 
 
 def test_what_is_not_large_or_no_head_of_a_vocabulary(small_is_large):

@@ -62,6 +62,8 @@ POSITIONS = {
     "ContentAndQueryEmbedding",
     "ESMRotaryEmbedding",
     "EmbedND",
+    "NonMaxSuppression",
+    "RetinaNetLabelEncoder",
     "RoformrPositionalEmbedding",
     "SinePositionEncoding",
     "TimestepEmbedding",
@@ -77,7 +79,7 @@ KNOWN_GAPS = {
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_nothing_is_kept_that_works(backend, dtype):
-    # No 16 bits hold 4095, nor 998.1.
+    # No 16 bits hold 4095, 998.1 or 511.3.
     known = KNOWN_GAPS.get((backend, dtype), set()) | POSITIONS
     assert {rule for rule, _ in missing_kernel_rules(dtype)} <= known
 
@@ -214,6 +216,60 @@ def test_sines_of_time_steps_are_those_of_float64(policy, atol):
     steps = np.array([[0.3], [611.7], [874.2]], "float32")
     expected = np.sin(steps.astype("float64") * np.exp(-0.5 * np.arange(6)))
     np.testing.assert_allclose(model.predict(steps, verbose=0), expected, atol=atol)
+
+
+class NonMaxSuppression(layers.Layer):
+    """As the layer of KerasHub 0.32 that has this name does, it returns boxes of those that it is given."""
+
+    def call(self, boxes):
+        return boxes[:, :1]
+
+
+class RetinaNetLabelEncoder(layers.Layer):
+    """As the layer of KerasHub 0.32 that has this name does, it makes targets of boxes."""
+
+    def call(self, boxes):
+        return (boxes[:, :1, 2:] - boxes[:, :1, :2]) / 4.0
+
+
+class Detector(keras.Model):
+    """Both are used beside the `call`, in steps of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(4, kernel_initializer="zeros")
+        self.label_encoder, self.decoder = RetinaNetLabelEncoder(), NonMaxSuppression()
+        for layer in (self.label_encoder, self.decoder):
+            layer.built = True
+
+    def call(self, boxes):
+        return boxes + self.head(boxes)
+
+    def compute_loss(self, x, y, y_pred, *args, **kwargs):
+        return super().compute_loss(x, self.label_encoder(y), self.label_encoder(y_pred), *args, **kwargs)
+
+    def predict_step(self, *args):
+        outputs = super().predict_step(*args)
+        if keras.backend.backend() == "jax":
+            return self.decoder(outputs[0]), outputs[1]
+        return self.decoder(outputs)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("door", ["prepare", "the line"])
+def test_boxes_that_a_detector_learns_and_predicts_are_whole(policy, door):
+    if door == "the line":
+        set_global_policy(policy)
+    model = Detector()
+    model.compile("sgd", "mse", jit_compile=False)
+    if door == "prepare":
+        mpkeras.prepare(model, policy)
+    boxes = np.array([[[301.3, 402.7, 303.9, 407.2], [0.0, 0.0, 9.0, 9.0]]], "float32")
+    np.testing.assert_array_equal(model.predict(boxes, verbose=0), boxes[:, :1])
+    # To be learned is (0.65, 1.125), and (1, 2) is said.
+    said = np.array([[[301.3, 402.7, 305.3, 410.7]]], "float32")
+    expected = (0.35**2 + 0.875**2) / 2
+    np.testing.assert_allclose(model.evaluate(said, boxes[:, :1], verbose=0), expected, rtol=1e-4)
 
 
 class AlibiBias(layers.Layer):

@@ -115,6 +115,19 @@ class Fails(Weighted):
         return x * 2.0
 
 
+class Asks(layers.Layer):
+    """Tries a layer inside on symbols before it runs it, as mpkeras tries a layer that may mix dtypes."""
+
+    def __init__(self, inner, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = inner
+        self.built = True
+
+    def call(self, x):
+        self.inner.compute_output_spec(x)
+        return self.inner(x)
+
+
 def functional(layer, shape):
     inputs = keras.Input(shape)
     return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(layer(inputs))))
@@ -170,6 +183,7 @@ CASES = {
     "small differences": (lambda: Apart(name="own"), (4,), PLACES, "float16", "own"),
     "sines": (lambda: Waves(name="own"), (3,), RANDOM.uniform(size=(5, 3)), "float16", "own"),
     "in a block": (lambda: Block(Apart(name="in")), (4,), PLACES, "bfloat16", "in"),
+    "tried on symbols": (lambda: Asks(Apart(name="in")), (4,), PLACES, "bfloat16", "in"),
     "in a loop": (
         lambda: layers.RNN(Cell(2), name="own"), (3, 2), RANDOM.uniform(100, 101, (4, 3, 2)), "bfloat16", "own"
     ),
@@ -254,6 +268,11 @@ HEALTHY = {
 def test_healthy_layers_are_not_named(case, policy):
     make, shape, x = HEALTHY[case]
     assert found_in(functional(make(), shape), policy, x.astype("float32")) == []
+
+
+def test_a_trace_of_numbers_leaves_a_trial_on_symbols_alone():
+    model = mpkeras.apply_policy(functional(Asks(Apart()), (4,)), "mixed_bfloat16")
+    assert mpkeras.trace_numerics(model, RANDOM.normal(size=(3, 4)).astype("float32")).culprit is None
 
 
 def trained(make, x, shape, monkeypatch=None):

@@ -236,7 +236,8 @@ def _of_float32_product(model, row, all_flops, makes_outputs: bool) -> list:
         return []
     what = f"Its activation keeps all of it in float32: {row.parameters:,} parameters"
     remedy = "Make the activation a layer of its own: the product is in 16 bits then."
-    if makes_outputs and ConvertedLayer(row.layer).is_large:
+    layer = ConvertedLayer(row.layer)
+    if makes_outputs and layer.is_large and not layer.has_own_call:
         remedy = (
             "Let it end in logits, without an activation, and give the loss `from_logits=True`: so large a product is "
             "in 16 bits then, and its sums are in float32."

@@ -233,7 +233,8 @@ class _Pass:
 
         @functools.wraps(call)
         def observed(*args, **kwargs):
-            if self._is_paused:
+            # A layer around may be tried on symbols in this run, which have no numbers.
+            if self._is_paused or ConvertedLayer(layer).is_tried_on_symbols:
                 return call(*args, **kwargs)
             number, start = self._started.count(id(layer)), len(self._started)
             self._started.append(id(layer))
