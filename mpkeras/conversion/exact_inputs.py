@@ -5,7 +5,7 @@ from typing import NamedTuple
 import keras
 
 from mpkeras import _keras
-from mpkeras._replaced import is_replaced
+from mpkeras._replaced import value_below
 from mpkeras.policies.heads import applies_own_function, has_own_call
 from mpkeras.policies.rules import DEFAULT_RULES, FOR_THE_DATA, default_rules, layers_to_keep, written
 from mpkeras.policies.survey import Survey
@@ -69,9 +69,8 @@ def reads_names(layer) -> bool:
     if isinstance(layer, keras.layers.Embedding):
         return True
     is_stock = type(layer).__module__.startswith("keras.")
-    # Of those that read none, conversions take the cast away, too.
-    casts = layer.autocast or is_replaced(layer, "autocast", "inputs")
-    return not is_stock and not isinstance(layer, keras.Model) and not casts
+    # Conversions take the cast of layers that read none away, too.
+    return not is_stock and not isinstance(layer, keras.Model) and not value_below(layer, "autocast")
 
 
 def has_own_mask(layer) -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import keras
 
 from mpkeras import _keras
+from mpkeras._replaced import value_below
 
 # The rule for them: it goes by the place of a layer in its model, and names no class.
 OUTPUTS = "outputs"
@@ -281,7 +282,8 @@ def has_own_call(layer) -> bool:
 def casts_inside(layer) -> bool:
     """Whether a layer casts no inputs, so that its `call` casts what layers inside return, to the layer's own dtype."""
     is_own = has_own_call(layer) and not isinstance(layer, keras.Model)
-    return is_own and not layer.autocast and bool(_keras.direct_sublayers(layer))
+    # Conversions take the cast of others away, and give it back.
+    return is_own and not value_below(layer, "autocast") and bool(_keras.direct_sublayers(layer))
 
 
 def applies_own_function(layer) -> bool:
