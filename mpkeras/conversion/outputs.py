@@ -13,7 +13,7 @@ from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, va
 from mpkeras.conversion.inner_results import can_run, may_ask, taking_inner_results
 from mpkeras.conversion.mixing import MixedDtypesError, in_silence
 from mpkeras.conversion.noted_casts import noting_casts
-from mpkeras.conversion.raw_inputs import cast_inputs, let_keras_cast_inputs, passes_inputs_on
+from mpkeras.conversion.raw_inputs import cast_inputs, is_to_tell, let_keras_cast_inputs, passes_inputs_on
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
 from mpkeras.policies.heads import (
     GIVEN,
@@ -228,7 +228,7 @@ def let_heads_tell(model, *args, **kwargs):
         return value if isinstance(value, keras.KerasTensor) else keras.ops.convert_to_tensor(value)
 
     layers = _keras.flatten_layers(model, include_self=True)
-    if any(is_replaced(layer, "call", "heads") for layer in layers) or may_ask(layers):
+    if any(is_replaced(layer, "call", "heads") or is_to_tell(layer) for layer in layers) or may_ask(layers):
         args, kwargs = keras.tree.map_structure(as_tensor, (args, kwargs))
         with in_silence():
             _backend.trace(model, model, args, kwargs)

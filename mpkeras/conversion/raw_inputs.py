@@ -51,6 +51,11 @@ def hands_inputs_on(layer) -> bool:
     return casts_by_itself(layer) and layer in _handing_on
 
 
+def is_to_tell(layer) -> bool:
+    """Whether the first call of `layer` is to tell whether it hands its inputs on."""
+    return casts_by_itself(layer) and layer not in _handing_on and layer not in _computing
+
+
 def let_keras_cast_inputs(model):
     """Lets `model`, whose `call` computes with its inputs, be given them in its compute dtype, from now on."""
     _computing.add(model)
@@ -77,13 +82,15 @@ def take_inputs_raw(layer, may_hand_on: bool):
     names. Arithmetic of the `call` itself would go on in float32.
     """
     call = layer.call
+    if not may_hand_on:
+        _computing.add(layer)
 
     @functools.wraps(call)
     def call_with_inputs(*args, **kwargs):
         # Keras opens none around a `call` whose inputs it does not cast.
         scope = _keras.autocast_scope(layer.compute_dtype) if _keras.autocast_dtype() is None else None
         with scope or contextlib.nullcontext():
-            if not may_hand_on or not _hands_on(layer, args, kwargs):
+            if not _hands_on(layer, args, kwargs):
                 args, kwargs = cast_inputs(layer, args, kwargs)
             return call(*args, **kwargs)
 
@@ -95,9 +102,8 @@ def _hands_on(layer, args, kwargs) -> bool:
     if layer in _handing_on or layer in _computing:
         return layer in _handing_on
     dtypes = {tensor_dtype(value) for value in keras.tree.flatten((args, kwargs))}
-    # Keras builds by a run whose results are not used, and torch has no dtypes that count in a trace.
-    is_asked = layer.built and not (keras.backend.backend() == "torch" and _keras.in_symbolic_scope())
-    if not is_asked or dtypes.isdisjoint({*FLOAT_DTYPES} - {layer.compute_dtype}):
+    # Keras builds by a run whose results are not used.
+    if not layer.built or dtypes.isdisjoint({*FLOAT_DTYPES} - {layer.compute_dtype}):
         return False
     raw, cast = (
         dtypes_returned(layer, taking_inner_results(layer, functools.partial(type(layer).call, layer)), *given)

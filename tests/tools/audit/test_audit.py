@@ -14,6 +14,7 @@ from mpkeras.conversion.plan import layers_of
 from mpkeras.devices.native import Device
 from mpkeras.tools.audit.findings import Finding, in_order
 from mpkeras.tools.shared.report import bytes_text, listed, percent
+from tests.sixteen_bits import Weighted
 
 A100 = Device("gpu", "A100", compute_capability=(8, 0))
 V100 = Device("gpu", "V100", compute_capability=(7, 0))
@@ -155,7 +156,7 @@ def test_outputs_that_a_large_head_rounds_are_named_with_a_rule_that_holds(monke
     assert "prepare" in finding.remedy
 
 
-class Positions(layers.Layer):
+class Positions(Weighted):
     """Adds sines of positions from `first` on, which it makes in what it computes in."""
 
     def __init__(self, first=0, **kwargs):
@@ -596,7 +597,7 @@ def unbuilt():
     return Calling(layers.Dense(8, dtype="mixed_bfloat16", name="inner"))
 
 
-class Positions(layers.Layer):
+class Positions(Weighted):
     """Adds a table of 32 positions: for sequences of 32 alone."""
 
     def build(self, shape):

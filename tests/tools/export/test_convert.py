@@ -211,7 +211,8 @@ def test_classes_of_the_user(tmp_path, monkeypatch, capsys):
         exec(code, scope)
     twice, thrice = scope["names"]
     inputs = keras.Input((4,))
-    keras.Model(inputs, keras.layers.Dense(2)(thrice()(twice()(inputs)))).save("model.keras")
+    x = thrice()(twice()(keras.layers.Dense(4)(inputs)))
+    keras.Model(inputs, keras.layers.Dense(2)(x)).save("model.keras")
     # As in a process of its own, in which nobody imported it.
     keras.saving.get_custom_objects().pop("theirs>Thrice")
     del sys.modules["their_layers"]
@@ -220,7 +221,7 @@ def test_classes_of_the_user(tmp_path, monkeypatch, capsys):
     assert "'model.keras' with the class 'T" in line and "`--import MODULE`" in line
     arguments = ["model.keras", "out.keras", "--policy", "mixed_bfloat16", "--json", "--import", "their_layers"]
     assert main(["convert", *arguments]) == 0
-    assert json.loads(capsys.readouterr().out)["layers_by_dtype"] == {"bfloat16": 2, "float32": 1}
+    assert json.loads(capsys.readouterr().out)["layers_by_dtype"] == {"bfloat16": 3, "float32": 1}
     del sys.modules["their_layers"]
     keras.saving.get_custom_objects().pop("theirs>Thrice")
 

@@ -12,14 +12,14 @@ from mpkeras.conversion.changes import changes_of
 from mpkeras.tools.numerics.losses import Range, lost_share, rounded, underflow_limit
 from mpkeras.tools.numerics.scale_window import smallest_safe_exponent, with_rounded_gradient
 from mpkeras.tools.shared.ranges import overflow_limit
-from tests.sixteen_bits import without_outputs
+from tests.sixteen_bits import Weighted, without_outputs
 from tests.step_modes import snapshot
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(4, 8)).astype("float32")
 
 
-class Times(layers.Layer):
+class Times(Weighted):
     """Multiplies its input by `up` twice, and the gradient on its way back by `1 + down` squared as well."""
 
     def __init__(self, up=1.0, down=0.0, **kwargs):

@@ -10,7 +10,7 @@ from mpkeras.callbacks import MixedPrecision, NumericsMonitor
 from mpkeras.tools.numerics import numerics_monitor
 from mpkeras.tools.numerics.numerics import trace_numerics
 from mpkeras.training import guard
-from tests.sixteen_bits import without_outputs
+from tests.sixteen_bits import Weighted, without_outputs
 from tests.step_modes import snapshot
 from tests.tools.numerics.test_numerics import Times, name, stack_of_six
 
@@ -136,13 +136,17 @@ def test_every_so_many_steps(monkeypatch):
     np.testing.assert_array_equal(seen, [X[4:8], X[:4], X[8:]])
 
 
+class Shifted(Weighted):
+    def call(self, x):
+        return (x + 512) - 512
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [8.0, 1.0])
 def test_a_layer_that_loses_finite_outputs_is_warned_of_once(first):
     """By the first batch, or by the monitor where that one loses nothing."""
     keras.utils.set_random_seed(1)
-    shifted = layers.Lambda(lambda x: (x + 512) - 512, name="shifted")
-    model = keras.Sequential([keras.Input((2,)), shifted, layers.Dense(1)], name="net")
+    model = keras.Sequential([keras.Input((2,)), Shifted(name="shifted"), layers.Dense(1)], name="net")
     model.compile("sgd", "mse")
     callbacks = [MixedPrecision("mixed_bfloat16"), NumericsMonitor(every=2)]
     # 513 is 512 in bfloat16, and 520 is 520.
