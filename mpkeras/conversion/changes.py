@@ -11,7 +11,7 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras._replaced import is_replaced, replace, replaced_attributes, replaced_on_all, restore
+from mpkeras._replaced import is_replaced, replace, replaced_attributes, replaced_on_all, restore, value_below
 from mpkeras.conversion.again import compute_again_alike
 from mpkeras.conversion.bias_sums import BIAS_IN_FLOAT32, sum_bias_in_float32, sums_bias_in_16_bits
 from mpkeras.conversion.exact_inputs import has_own_mask, may_hand_on_data
@@ -67,7 +67,7 @@ def _fitting(model, layer, may_hand_on) -> Iterator[str]:
         yield STEPS_IN_FLOAT32
     if takes_raw_inputs(model, layer):
         yield "raw inputs"
-    elif layer.autocast or is_replaced(layer, "autocast", "inputs"):
+    elif value_below(layer, "autocast"):
         if id(layer) in may_hand_on:
             yield "raw inputs inside"
         elif has_own_mask(layer):
