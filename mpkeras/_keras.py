@@ -1053,6 +1053,27 @@ def replace_last_layers(model, old, new):
 
 
 @contextlib.contextmanager
+def tensors_put_back(layers):
+    """Context manager: tensors that `layers` keep as attributes, as a table that a `call` makes once, are put back.
+
+    A table that is made in float32 would else be read in 16 bits later.
+    """
+    attributes_before = [(layer, dict(vars(layer))) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, attributes in attributes_before:
+            for name, value in list(vars(layer).items()):
+                # All else that a first call changes stays: what a conversion was told by it, and policies.
+                if value is attributes.get(name) or not any(map(keras.ops.is_tensor, keras.tree.flatten(value))):
+                    continue
+                if name in attributes:
+                    vars(layer)[name] = attributes[name]
+                else:
+                    del vars(layer)[name]
+
+
+@contextlib.contextmanager
 def kept_losses(layers):
     """Context manager: the losses of the last call of `layers` outlive another, which clears them, in any scope.
 

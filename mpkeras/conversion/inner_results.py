@@ -125,7 +125,9 @@ def dtypes_returned(layer, call, args, kwargs) -> list | None:
         dtypes[:] = map(tensor_dtype, keras.tree.flatten(outputs))
         return outputs
 
-    with _keras.kept_losses(_keras.flatten_layers(layer, include_self=True)):
+    layers = _keras.flatten_layers(layer, include_self=True)
+    # A tensor of the trace that a `call` keeps would be of no use to the next one.
+    with _keras.kept_losses(layers), _keras.tensors_put_back(layers):
         try:
             _backend.trace(layer, run, args, kwargs, is_dry_run=True)
         except Exception:

@@ -18,7 +18,7 @@ from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_e
 from mpkeras.policies.heads import applies_own_function, has_own_call
 from mpkeras.policies.rules import is_quantized, path_rule
 from mpkeras.training import training_backend
-from mpkeras.training.unseen_run import run_unseen, tensors_put_back
+from mpkeras.training.unseen_run import run_unseen
 from mpkeras.training.whole_numbers import in_one_message, path_of, was_named
 
 # They call the layers in them in loops of the backend, out of which no tensor can be carried.
@@ -156,7 +156,7 @@ class _Comparison:
             # First: attention takes the masks off what it is given.
             references = self._in_float32(layer, args, kwargs)
             again = functools.partial(self._in_float32, layer, args, kwargs)
-            with tensors_put_back(_keras.flatten_layers(layer, include_self=True)):
+            with _keras.tensors_put_back(_keras.flatten_layers(layer, include_self=True)):
                 outputs = call(*args, **kwargs)
             if len(self._found) == number_before and references is not None:
                 self._compare(layer, _floats(outputs), references, again)
@@ -168,7 +168,7 @@ class _Comparison:
         self._is_paused = True
         try:
             args, kwargs = keras.tree.map_structure(self._as_given, (args, kwargs))
-            with tensors_put_back(_keras.flatten_layers(layer, include_self=True)):
+            with _keras.tensors_put_back(_keras.flatten_layers(layer, include_self=True)):
                 outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs, in_inference=True)
         finally:
             self._is_paused = False

@@ -29,7 +29,7 @@ def run_unseen(model, x, observers):
             stack.enter_context(native_states_put_back(model))
             stack.enter_context(keras.StatelessScope())
             stack.enter_context(_keras.kept_losses(layers_of(model)))
-            stack.enter_context(tensors_put_back([model, *layers_of(model)]))
+            stack.enter_context(_keras.tensors_put_back([model, *layers_of(model)]))
             tensors = keras.tree.map_structure(_as_tensor, x)
             # Before they are observed: which layers make the outputs is found out by runs of symbols, and only once.
             with contextlib.suppress(Exception):  # The run says if something is wrong with it.
@@ -52,27 +52,6 @@ def native_states_put_back(model):
     finally:
         for state, value in natives:
             state.assign(value)
-
-
-@contextlib.contextmanager
-def tensors_put_back(layers):
-    """Context manager: tensors that `layers` keep as attributes, as a table that a `call` makes once, are put back.
-
-    A table that is made in float32 would else be read in 16 bits later.
-    """
-    attributes_before = [(layer, dict(vars(layer))) for layer in layers]
-    try:
-        yield
-    finally:
-        for layer, attributes in attributes_before:
-            for name, value in list(vars(layer).items()):
-                # All else that a first call changes stays: what a conversion was told by it, and policies.
-                if value is attributes.get(name) or not any(map(keras.ops.is_tensor, keras.tree.flatten(value))):
-                    continue
-                if name in attributes:
-                    vars(layer)[name] = attributes[name]
-                else:
-                    del vars(layer)[name]
 
 
 def _as_tensor(value):

@@ -392,10 +392,11 @@ def test_of_the_remedies_the_rule_helps_a_model_that_was_made_in_float32():
     """There `dtype="float32"` is what every layer has, and no choice."""
 
     def converted(policy):
-        model = keras.Sequential([keras.Input((4,)), MadeInside(name="odd", dtype="float32"), layers.Dense(2)])
+        made = [layers.Dense(4), MadeInside(name="odd", dtype="float32"), layers.Dense(2)]
+        model = keras.Sequential([keras.Input((4,)), *made])
         return mpkeras.apply_policy(model, policy)
 
     with pytest.raises(MixedDtypesError, match=r"the rule 'path:odd', or `dtype=\"float32\"` where it is made under"):
         converted("mixed_bfloat16")
     rules = (*mpkeras.get_policy("mixed_bfloat16").keep_float32, "path:odd")
-    assert converted(mpkeras.Policy("mixed_bfloat16", keep_float32=rules)).layers[0].compute_dtype == "float32"
+    assert converted(mpkeras.Policy("mixed_bfloat16", keep_float32=rules)).get_layer("odd").compute_dtype == "float32"

@@ -32,7 +32,7 @@ class Rows(layers.Layer):
         self.table = self.add_weight(shape=(self.size, 2), initializer="uniform", name="table")
 
     def call(self, codes):
-        return ops.take(self.table, ops.cast(codes, "int32"), axis=0) + 0.0 * codes[..., None]
+        return ops.add(ops.take(self.table, ops.cast(codes, "int32"), axis=0), ops.multiply(codes, 0.0)[..., None])
 
 
 class Wave(Weighted):
