@@ -1065,12 +1065,17 @@ def tensors_put_back(layers):
         for layer, attributes in attributes_before:
             for name, value in list(vars(layer).items()):
                 # All else that a first call changes stays: what a conversion was told by it, and policies.
-                if value is attributes.get(name) or not any(map(keras.ops.is_tensor, keras.tree.flatten(value))):
+                if value is attributes.get(name) or not any(map(_is_mere_tensor, keras.tree.flatten(value))):
                     continue
                 if name in attributes:
                     vars(layer)[name] = attributes[name]
                 else:
                     del vars(layer)[name]
+
+
+def _is_mere_tensor(value) -> bool:
+    # To TensorFlow a variable is a tensor, too: those of a layer that the run has built stay.
+    return keras.ops.is_tensor(value) and not isinstance(value, keras.Variable)
 
 
 @contextlib.contextmanager
