@@ -17,8 +17,6 @@ from collections.abc import Callable
 
 import keras
 
-from mpkeras._replaced import is_replaced
-
 
 def flatten_layers(model, include_self: bool = False) -> list:
     """Returns every layer below a model or layer, nested ones included, each once; with `include_self` it comes first.
@@ -791,8 +789,10 @@ def node_of(layer, node_index: int):
     return layer._inbound_nodes[node_index]
 
 
-def refresh_symbolic_dtypes(model):
+def refresh_symbolic_dtypes(model, casts_by_itself: Callable):
     """Gives every symbolic tensor of a Functional model the dtype that its layer returns now.
+
+    `casts_by_itself` says whether a layer that Keras is told to cast no inputs of casts them itself.
 
     Keras computes them once, when the model is made. Its own `KerasTensor.dtype` has no setter.
     """
@@ -810,7 +810,7 @@ def refresh_symbolic_dtypes(model):
             layer_dtype = node.operation.compute_dtype if getattr(node.operation, "autocast", False) else None
             # Those that take text compute in "string", for which Keras opens no scope either.
             scope = autocast_scope(layer_dtype if layer_dtype is not None and "float" in layer_dtype else None)
-            with scope, _stood_in_for_as_read(node.operation):
+            with scope, _stood_in_for_as_read(node.operation, casts_by_itself):
                 specs = node.operation.compute_output_spec(*args, **kwargs)
             for tensor, spec in zip(node.outputs, keras.tree.flatten(specs), strict=True):
                 tensor._dtype = spec.dtype
@@ -857,7 +857,7 @@ def set_dtype_of_cast(operation, dtype: str):
 
 
 @contextlib.contextmanager
-def _stood_in_for_as_read(operation):
+def _stood_in_for_as_read(operation, casts_by_itself):
     """Context manager: on torch what stands for a weight where shapes alone are asked for has the dtype that is read.
 
     Keras 3.15 makes it in the dtype that the weight is stored in, so a layer of the user's that multiplies by a weight
@@ -866,9 +866,8 @@ def _stood_in_for_as_read(operation):
     stored = []
     if keras.backend.backend() == "torch" and isinstance(operation, keras.layers.Layer):
         for layer in flatten_layers(operation, include_self=True):
-            # One whose inputs mpkeras casts reads its variables in no other dtype for that.
-            casts = layer.autocast or is_replaced(layer, "call", "inputs")
-            if not casts or "float" not in layer.compute_dtype:
+            # One that casts its inputs itself reads its variables in no other dtype for that.
+            if not (layer.autocast or casts_by_itself(layer)) or "float" not in layer.compute_dtype:
                 continue
             variables = filter(follows_autocast, own_variables(layer))
             stored += [(variable, variable._dtype, layer.compute_dtype) for variable in variables]

@@ -346,7 +346,7 @@ def test_symbolic_dtypes_follow_the_layers():
     dense.dtype_policy = keras.DTypePolicy("mixed_float16")
     assert dense.output.dtype == "float32"
     calls = [len(layer._outbound_nodes) for layer in model.layers]
-    private.refresh_symbolic_dtypes(model)
+    private.refresh_symbolic_dtypes(model, lambda layer: False)
     assert (inputs.dtype, dense.output.dtype, model.output.dtype) == ("float32", "float16", "bfloat16")
     # The casts between them are no calls of the model's.
     assert [len(layer._outbound_nodes) for layer in model.layers] == calls

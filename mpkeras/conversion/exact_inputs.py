@@ -6,7 +6,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import value_below
-from mpkeras.policies.heads import applies_own_function, has_own_call
+from mpkeras.policies.heads import has_own_arithmetic, has_own_call
 from mpkeras.policies.rules import DEFAULT_RULES, FOR_THE_DATA, default_rules, layers_to_keep, written
 from mpkeras.policies.survey import Survey
 
@@ -230,7 +230,7 @@ class _Walk:
         if takes_floats and not any(map(_is_float, node.outputs)):
             return [_End(name, f"'{layer.name}' makes whole numbers of them, or compares them", _NAMES)]
         # Integers are not cast on the way in.
-        is_own = takes_floats and isinstance(layer, keras.layers.Layer) and _is_own(layer)
+        is_own = takes_floats and isinstance(layer, keras.layers.Layer) and has_own_arithmetic(layer)
         if is_own or (not isinstance(layer, keras.layers.Layer) and name not in _MOVING_OPERATIONS):
             what = f"'{layer.name}' computes with them as they are"
             return [_End(name, what, _ALONE, needs_all=True, is_own=is_own)]
@@ -314,11 +314,6 @@ def _passes(layer, end) -> bool:
     # Matrices are multiplied in 16 bits.
     holds_others = isinstance(layer, keras.layers.Attention) or _keras.direct_sublayers(layer)
     return not layer.weights and not (end.way == _ALONE and holds_others)
-
-
-def _is_own(layer) -> bool:
-    """Whether the arithmetic of `layer` is its user's."""
-    return has_own_call(layer) or applies_own_function(layer)
 
 
 def _computes_alone(layer) -> bool:

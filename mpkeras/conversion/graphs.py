@@ -4,6 +4,7 @@ import weakref
 
 from mpkeras import _keras
 from mpkeras._replaced import replaced_attributes
+from mpkeras.conversion.raw_inputs import casts_by_itself
 from mpkeras.policies.survey import Survey
 
 # Graph -> how its layers computed when its symbolic dtypes were brought up to date last.
@@ -28,7 +29,7 @@ def refresh_graphs(model):
         if _refreshed.get(graph) != present:
             # What a layer raises on the way leaves no note.
             _refreshed.pop(graph, None)
-            _keras.refresh_symbolic_dtypes(graph)
+            _keras.refresh_symbolic_dtypes(graph, casts_by_itself)
             _refreshed[graph] = present
 
 

@@ -293,6 +293,11 @@ def applies_own_function(layer) -> bool:
     return not (getattr(layer.activation, "__module__", None) or "").startswith(_ACTIVATIONS)
 
 
+def has_own_arithmetic(layer) -> bool:
+    """Whether the arithmetic of `layer` is its user's, in a `call` of its own or in a function that it applies."""
+    return has_own_call(layer) or applies_own_function(layer)
+
+
 def has_own_step(model) -> bool:
     """Whether the `train_step` or the `test_step` of a model is its user's own."""
     return bool(own_methods(model, "train_step", "test_step"))

@@ -15,7 +15,7 @@ from mpkeras.conversion.converted_layer import ConvertedLayer
 from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_error, tensor_dtype
-from mpkeras.policies.heads import applies_own_function, has_own_call
+from mpkeras.policies.heads import has_own_arithmetic
 from mpkeras.policies.rules import is_quantized, path_rule
 from mpkeras.training import training_backend
 from mpkeras.training.unseen_run import run_unseen
@@ -92,12 +92,10 @@ def _own_layers(model) -> list:
         and id(layer) not in in_loops
         and layer is not model
         and not is_quantized(layer)
-        and any(map(_is_own, [layer, *(_keras.flatten_layers(layer) if isinstance(layer, _STEPPING) else ())]))
+        and any(
+            map(has_own_arithmetic, [layer, *(_keras.flatten_layers(layer) if isinstance(layer, _STEPPING) else ())])
+        )
     ]
-
-
-def _is_own(layer) -> bool:
-    return has_own_call(layer) or applies_own_function(layer)
 
 
 def _few_rows(model, x):
@@ -150,7 +148,7 @@ class _Comparison:
         @functools.wraps(call)
         def compared(*args, **kwargs):
             # A layer around may be tried on symbols in this run, which have no numbers.
-            if self._is_paused or ConvertedLayer(layer).is_tried_on_symbols:
+            if self._is_paused or _keras.in_symbolic_scope():
                 return call(*args, **kwargs)
             number_before = len(self._found)
             # First: attention takes the masks off what it is given.

@@ -20,7 +20,7 @@ from mpkeras.conversion.outputs import reads_variables_in_float32
 from mpkeras.conversion.plan import layers_of
 from mpkeras.conversion.raw_inputs import casts_by_itself, hands_inputs_on
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
-from mpkeras.policies.heads import applies_own_function, has_own_call
+from mpkeras.policies.heads import has_own_arithmetic
 from mpkeras.policies.own_state import variables_from_outside
 from mpkeras.policies.rules import DEFAULT_RULES, first_match, is_quantized, path_rule
 from mpkeras.training import training_backend
@@ -293,8 +293,7 @@ def _casts_to_16_bits(layer) -> bool:
 
 def _reads(layer) -> bool:
     """Whether the arithmetic of a layer is the user's own, or is a difference, in which nothing is weighed."""
-    is_own = has_own_call(layer) or applies_own_function(layer)
-    if is_own or isinstance(layer, (*_OF_USERS, keras.layers.Subtract)):
+    if has_own_arithmetic(layer) or isinstance(layer, (*_OF_USERS, keras.layers.Subtract)):
         return True
     # Keras' own layers hand what they are given to those inside: a wrapper, an `RNN`, a model in one of them.
     return any(_reads(inner) or reads_names(inner) for inner in _given_the_same(layer))
