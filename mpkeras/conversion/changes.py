@@ -79,12 +79,12 @@ def _fitting(model, layer, may_hand_on) -> Iterator[str]:
             yield "variables in float32"
 
 
-def _of_outputs(model, layer) -> Iterator[str]:
+def _of_outputs(model, layer, parts) -> Iterator[str]:
     """Yields the changes by which a `model` with 16-bit layers returns float32, where no graph can end in a cast.
 
-    Its losses and its metrics are float32 in the same way.
+    Its losses and its metrics are float32 in the same way. `parts` is what `_parts_of` returned for the model.
     """
-    if layer is model and _has_call_without_graph(model) or _is_part(model, layer):
+    if layer is model and _has_call_without_graph(model) or layer in parts:
         yield "float32 outputs"
     if isinstance(layer, keras.Model) and has_own_step(layer):
         yield "float32 metrics"
@@ -101,13 +101,13 @@ def _has_call_without_graph(model) -> bool:
     return isinstance(model, keras.Model) and not is_graph and type(model).call is not keras.Model.call
 
 
-def _is_part(model, layer) -> bool:
-    """Whether `layer` is a part of a model whose own step computes with what its parts return.
+def _parts_of(model) -> list:
+    """Returns the parts of a model whose own step computes with what they return, else `[]`.
 
     There they meet the data, metrics and each other, and on TensorFlow float32 minus float16 is an error.
     """
     is_stepping = isinstance(model, keras.Model) and (type(model).call is keras.Model.call or has_own_step(model))
-    return is_stepping and layer in parts_used_by(model)
+    return parts_used_by(model) if is_stepping else []
 
 
 def _add_penalties_in_float32(layer):
@@ -362,6 +362,7 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
     kept_layers = kept_for_state(survey) if kept_layers is None and any_in_16_bits else kept_layers
     callers = _for_callers(survey, dtypes, heads.layers, kept_layers) if any_in_16_bits else {}
     may_hand_on = may_hand_on_data(survey) if any_in_16_bits else set()
+    parts = _parts_of(model) if any_in_16_bits else []
     if any_in_16_bits:
         callers |= {id(layer): "outputs in float32" for layer in heads.widened}
     # JAX traces both computations at once, and in one scope. In float32 Keras draws the masks of an RNN anew.
@@ -372,7 +373,7 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
         # A layer in float32 is called by a model that reads variables in 16 bits.
         if any_in_16_bits and not in_16_bits and _has_own_regularizer(layer):
             names.append("penalties in float32")
-        names += _of_outputs(model, layer) if any_in_16_bits else []
+        names += _of_outputs(model, layer, parts) if any_in_16_bits else []
         if computes_again and _keras.rematerializes(layer):
             names.append("computed again alike")
         names += [callers[id(layer)]] if id(layer) in callers else []

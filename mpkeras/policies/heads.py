@@ -9,6 +9,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import value_below
+from mpkeras.policies.reach import Reach
 
 # The rule for them: it goes by the place of a layer in its model, and names no class.
 OUTPUTS = "outputs"
@@ -23,7 +24,8 @@ _OF_VOCABULARIES = (keras.layers.Dense, keras.layers.EinsumDense, *_REVERSIBLE)
 GIVEN = "given"
 # Keras casts nothing on their way in. They compute in float32, and round what they return to the dtype of their input.
 _ROUNDING_AS_THEIR_INPUT = (keras.layers.LayerNormalization, keras.layers.GroupNormalization)
-
+# Methods that train and evaluate with a batch.
+_STEPS = ("train_step", "test_step")
 # The module of all of Keras' activations.
 _ACTIVATIONS = keras.activations.relu.__module__.rpartition(".")[0]
 
@@ -266,12 +268,21 @@ def rounds_as_its_input(layer) -> bool:
 def parts_used_by(model) -> list:
     """Returns what `model` holds beside its graph, and its user's own step computes with: models and other layers.
 
-    Where the model has a `call`, that says which of the layers make an output, and models alone are parts.
+    Where the model has a `call`, that says which of its layers make an output. Parts are then the models, and the
+    layers that the code of the step names, and that of the `call` does not.
     """
     graph = _keras.graph_of(model)
     in_graph = () if graph is None else _keras.calls_in(graph)
-    kinds = keras.layers.Layer if type(model).call is keras.Model.call else keras.Model
-    return [layer for layer in _keras.direct_sublayers(model) if isinstance(layer, kinds) and layer not in in_graph]
+    beside = [layer for layer in _keras.direct_sublayers(model) if layer not in in_graph]
+    if type(model).call is keras.Model.call:
+        return beside
+    in_step, in_call = Reach(model, *_STEPS), Reach(model) if has_own_call(model) else None
+    return [
+        layer
+        for layer in beside
+        if isinstance(layer, keras.Model)
+        or (in_step.holds(layer) and not (in_call is not None and in_call.holds(layer)))
+    ]
 
 
 def has_own_call(layer) -> bool:
@@ -300,7 +311,7 @@ def has_own_arithmetic(layer) -> bool:
 
 def has_own_step(model) -> bool:
     """Whether the `train_step` or the `test_step` of a model is its user's own."""
-    return bool(own_methods(model, "train_step", "test_step"))
+    return bool(own_methods(model, *_STEPS))
 
 
 def own_methods(model, *names: str) -> list[str]:

@@ -1053,6 +1053,48 @@ def test_layers_that_a_model_without_a_call_computes_with(policy):
     assert model.block.wide.compute_dtype == policy.removeprefix("mixed_")
 
 
+class PartsBesideACall(Parts):
+    """Its `call` is for predictions; its step names other layers."""
+
+    def call(self, x):
+        return self.block(x)
+
+    def train_step(self, data):
+        return {"sum": ops.sum(self.compute(data)[0])}
+
+    def compute(self, x):
+        h = self.body(x) + self.positions(x)
+        return [self.end(h)]
+
+
+class GraphWithParts(keras.Model):
+    def train_step(self, data):
+        return {"sum": ops.sum(self.compute(data)[0])}
+
+    def compute(self, x):
+        return [self.end(self(x) + self.positions(x))]
+
+
+def graph_with_parts():
+    inputs = keras.Input((3,))
+    model = GraphWithParts(inputs, hidden()(inputs))
+    model.positions, model.end = hidden(), head()
+    return model
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("make", [PartsBesideACall, graph_with_parts])
+def test_layers_that_a_step_computes_with_beside_a_call(make, policy):
+    keras.utils.set_random_seed(10)
+    model = make()
+    expected = [ops.convert_to_numpy(output) for output in model.compute(X)]
+    mpkeras.apply_policy(model, policy)
+    check(model.compute(X), expected)
+    if make is PartsBesideACall:
+        # The call tells of its own layers.
+        assert model.block.wide.compute_dtype == policy.removeprefix("mixed_")
+
+
 @pytest.mark.backends("tensorflow")  # a graph is the same everywhere
 def test_heads_are_followed_back_only_where_they_lead_to_the_output_alone():
     inputs = keras.Input((8, 4))
