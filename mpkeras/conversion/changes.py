@@ -82,7 +82,7 @@ def _fitting(model, layer, may_hand_on) -> Iterator[str]:
 def _of_outputs(model, layer, parts) -> Iterator[str]:
     """Yields the changes by which a `model` with 16-bit layers returns float32, where no graph can end in a cast.
 
-    Its losses and its metrics are float32 in the same way. `parts` is what `_parts_of` returned for the model.
+    Its losses and its metrics are float32 in the same way. `parts` is what `parts_used_by` returned for the model.
     """
     if layer is model and _has_call_without_graph(model) or layer in parts:
         yield "float32 outputs"
@@ -99,15 +99,6 @@ def _is_stock(layer) -> bool:
 def _has_call_without_graph(model) -> bool:
     is_graph = isinstance(model, keras.Sequential) or _keras.graph_of(model) is not None
     return isinstance(model, keras.Model) and not is_graph and type(model).call is not keras.Model.call
-
-
-def _parts_of(model) -> list:
-    """Returns the parts of a model whose own step computes with what they return, else `[]`.
-
-    There they meet the data, metrics and each other, and on TensorFlow float32 minus float16 is an error.
-    """
-    is_stepping = isinstance(model, keras.Model) and (type(model).call is keras.Model.call or has_own_step(model))
-    return parts_used_by(model) if is_stepping else []
 
 
 def _add_penalties_in_float32(layer):
@@ -362,7 +353,8 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
     kept_layers = kept_for_state(survey) if kept_layers is None and any_in_16_bits else kept_layers
     callers = _for_callers(survey, dtypes, heads.layers, kept_layers) if any_in_16_bits else {}
     may_hand_on = may_hand_on_data(survey) if any_in_16_bits else set()
-    parts = _parts_of(model) if any_in_16_bits else []
+    # In a step they meet the data, metrics and each other, and on TensorFlow float32 minus float16 is an error.
+    parts = parts_used_by(model) if any_in_16_bits and isinstance(model, keras.Model) else []
     if any_in_16_bits:
         callers |= {id(layer): "outputs in float32" for layer in heads.widened}
     # JAX traces both computations at once, and in one scope. In float32 Keras draws the masks of an RNN anew.

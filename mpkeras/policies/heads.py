@@ -24,8 +24,9 @@ _OF_VOCABULARIES = (keras.layers.Dense, keras.layers.EinsumDense, *_REVERSIBLE)
 GIVEN = "given"
 # Keras casts nothing on their way in. They compute in float32, and round what they return to the dtype of their input.
 _ROUNDING_AS_THEIR_INPUT = (keras.layers.LayerNormalization, keras.layers.GroupNormalization)
-# Methods that train and evaluate with a batch.
+# Methods that train and evaluate with a batch, and others that may compute with more than what the model returns.
 _STEPS = ("train_step", "test_step")
+_BESIDE_STEPS = ("predict_step", "compute_loss", "compute_metrics")
 # The module of all of Keras' activations.
 _ACTIVATIONS = keras.activations.relu.__module__.rpartition(".")[0]
 
@@ -56,16 +57,14 @@ def heads_of(model) -> Heads:
 
     An output is followed back through what has no weights (a reshape, an activation, a sum), up to and including the
     layer that multiplies: rounding there could not be undone behind it. Of several such layers behind one output (a
-    sum, a concatenation), those count that lead to outputs alone. A normalization
-    that rounds to the dtype of its input is a head, and leads on to what makes that. A model inside that returns an
-    output is looked into. Where the `train_step` of a model is its user's own, the outputs of
-    `parts_used_by` count, too: such a step computes with them.
+    sum, a concatenation), those count that lead to outputs alone. A normalization that rounds to the dtype of its input
+    is a head, and leads on to what makes that. A model inside that returns an output is looked into. The outputs of
+    `parts_used_by` count, too: a step of the user's own computes with them.
     """
     search = _Search(model)
     if isinstance(model, keras.Model):
         search.end_at(model)
-        if has_own_step(model):
-            search.end_at_parts(model)
+        search.end_at_parts(model)
     return search.heads()
 
 
@@ -266,22 +265,29 @@ def rounds_as_its_input(layer) -> bool:
 
 
 def parts_used_by(model) -> list:
-    """Returns what `model` holds beside its graph, and its user's own step computes with: models and other layers.
+    """Returns what `model` holds, and methods of its user's own compute with: models and other layers.
 
-    Where the model has a `call`, that says which of its layers make an output. Parts are then the models, and the
-    layers that the code of the step names, and that of the `call` does not.
+    All that it holds where it has no `call`. A `call` says which of its layers make an output: beside it parts are
+    the layers that the code of a step or a loss names, and that of the `call` and the graph does not; of a step of its
+    own all models beside the graph, which are seldom for the `call` alone.
     """
+    methods = own_methods(model, *_STEPS, *_BESIDE_STEPS)
+    has_no_call = type(model).call is keras.Model.call
+    if not methods and not has_no_call:
+        return []
     graph = _keras.graph_of(model)
     in_graph = () if graph is None else _keras.calls_in(graph)
     beside = [layer for layer in _keras.direct_sublayers(model) if layer not in in_graph]
-    if type(model).call is keras.Model.call:
+    if has_no_call:
         return beside
-    in_step, in_call = Reach(model, *_STEPS), Reach(model) if has_own_call(model) else None
+    named = Reach(model, *methods)
+    named_by_call = Reach(model) if has_own_call(model) else None
+    kinds = keras.Model if has_own_step(model) else ()
     return [
         layer
         for layer in beside
-        if isinstance(layer, keras.Model)
-        or (in_step.holds(layer) and not (in_call is not None and in_call.holds(layer)))
+        if isinstance(layer, kinds)
+        or (named.holds(layer) and not (named_by_call is not None and named_by_call.holds(layer)))
     ]
 
 

@@ -1068,8 +1068,8 @@ class PartsBesideACall(Parts):
 
 
 class GraphWithParts(keras.Model):
-    def train_step(self, data):
-        return {"sum": ops.sum(self.compute(data)[0])}
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(self.compute(x)[0])
 
     def compute(self, x):
         return [self.end(self(x) + self.positions(x))]
