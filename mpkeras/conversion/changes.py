@@ -26,6 +26,7 @@ from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE, tensor_dtyp
 from mpkeras.policies.heads import (
     NO_HEADS,
     casts_inside,
+    computes_with_parts,
     has_own_call,
     has_own_step,
     is_large,
@@ -354,7 +355,8 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
     callers = _for_callers(survey, dtypes, heads.layers, kept_layers) if any_in_16_bits else {}
     may_hand_on = may_hand_on_data(survey) if any_in_16_bits else set()
     # In a step they meet the data, metrics and each other, and on TensorFlow float32 minus float16 is an error.
-    parts = parts_used_by(model) if any_in_16_bits and isinstance(model, keras.Model) else []
+    has_parts = any_in_16_bits and isinstance(model, keras.Model) and computes_with_parts(model)
+    parts = parts_used_by(model) if has_parts else []
     if any_in_16_bits:
         callers |= {id(layer): "outputs in float32" for layer in heads.widened}
     # JAX traces both computations at once, and in one scope. In float32 Keras draws the masks of an RNN anew.

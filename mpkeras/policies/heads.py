@@ -64,7 +64,8 @@ def heads_of(model) -> Heads:
     search = _Search(model)
     if isinstance(model, keras.Model):
         search.end_at(model)
-        search.end_at_parts(model)
+        if computes_with_parts(model):
+            search.end_at_parts(model)
     return search.heads()
 
 
@@ -265,30 +266,32 @@ def rounds_as_its_input(layer) -> bool:
 
 
 def parts_used_by(model) -> list:
-    """Returns what `model` holds, and methods of its user's own compute with: models and other layers.
+    """Returns what a model of which `computes_with_parts` is true computes with: models and other layers.
 
-    All that it holds where it has no `call`. A `call` says which of its layers make an output: beside it parts are
-    the layers that the code of a step or a loss names, and that of the `call` and the graph does not; of a step of its
-    own all models beside the graph, which are seldom for the `call` alone.
+    All that it holds where it has no `call`. A `call` of the user's says which of its layers make an output: beside it
+    parts are the layers that the code of a step or a loss names, and that of the `call` does not; and for a step of
+    its own all models, which are seldom for the `call` alone. Beside a graph, too.
     """
-    methods = own_methods(model, *_STEPS, *_BESIDE_STEPS)
-    has_no_call = type(model).call is keras.Model.call
-    if not methods and not has_no_call:
-        return []
     graph = _keras.graph_of(model)
     in_graph = () if graph is None else _keras.calls_in(graph)
     beside = [layer for layer in _keras.direct_sublayers(model) if layer not in in_graph]
-    if has_no_call:
+    if type(model).call is keras.Model.call:
         return beside
-    named = Reach(model, *methods)
+    named = Reach(model, *own_methods(model, *_STEPS, *_BESIDE_STEPS))
     named_by_call = Reach(model) if has_own_call(model) else None
-    kinds = keras.Model if has_own_step(model) else ()
+    kinds = keras.Model if named_by_call is None or has_own_step(model) else ()
     return [
         layer
         for layer in beside
         if isinstance(layer, kinds)
         or (named.holds(layer) and not (named_by_call is not None and named_by_call.holds(layer)))
     ]
+
+
+def computes_with_parts(model) -> bool:
+    """Whether a model has no `call`, or its user's own methods may compute with more than that returns."""
+    has_no_call = type(model).call is keras.Model.call
+    return has_no_call or bool(own_methods(model, *_STEPS, *_BESIDE_STEPS))
 
 
 def has_own_call(layer) -> bool:
