@@ -264,10 +264,11 @@ class _Rewriting:
                 return _as_traced(equation, jaxpr, values)
         return _as_traced(equation, jaxpr, values)
 
-    @staticmethod
-    def _converted(equation, wide):
+    def _converted(self, equation, wide):
         dtype = equation.params["new_dtype"]
-        return _Value(wide=wide, dtype=dtype) if dtype in _NARROW else _Value(wide.astype(dtype))
+        # Where gradients are summed in 16 bits, nothing stays in a wider dtype than it was traced in.
+        stays_wide = dtype in _NARROW and self._reduce_dtype not in _NARROW
+        return _Value(wide=wide, dtype=dtype) if stays_wide else _Value(wide.astype(dtype))
 
     def _gradient(self, equation, values, path) -> _Value:
         """Returns what an equation adds to a gradient, in the wider dtype."""

@@ -1,6 +1,7 @@
 """Metrics in the logs of an epoch: of all replicas of a strategy together."""
 
 import keras
+import numpy as np
 
 from mpkeras.training import metric_states, training_backend
 
@@ -28,9 +29,10 @@ class MetricsOfAllReplicas(keras.callbacks.Callback):
         results = self._results or self._results_now()
         trackers = metric_states.names_of_trackers(self.model.metrics)
         shown = {name: value for name, value in results.items() if logs and name in logs}
-        others = [float(logs[name]) for name in shown if name not in trackers and not isinstance(shown[name], dict)]
+        # A metric may have a number for each class, as `F1Score` has.
+        others = [logs[name] for name in shown if name not in trackers and not isinstance(shown[name], dict)]
         # Nothing has counted where all are NaN, as the steps have said.
-        has_counted = not others or any(value == value for value in others)
+        has_counted = not others or not all(np.isnan(value).all() for value in others)
         for name, value in shown.items():
             if has_counted or name in trackers:
                 logs[name] = value

@@ -70,6 +70,16 @@ class LeavesOut(WithKernel):
 
 
 @keras.saving.register_keras_serializable("tests")
+class DividesByNorm(WithKernel):
+    """Multiplies in 16 bits, and takes the norm of the same kernel in float32: its gradient is a sum of both."""
+
+    def call(self, inputs):
+        kernel = ops.convert_to_tensor(self.kernel)
+        norm = ops.sqrt(ops.sum(ops.square(ops.cast(kernel, "float32"))))
+        return ops.matmul(inputs, kernel) / ops.cast(norm, inputs.dtype)
+
+
+@keras.saving.register_keras_serializable("tests")
 class Branches(WithKernel):
     """Multiplies in one of two branches."""
 

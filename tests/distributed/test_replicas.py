@@ -35,9 +35,10 @@ def test_each_replica_of_a_mirrored_strategy(replicas, eager):
         counted, skipped = result[name]
         # Of four rows that are called positive two are: where replicas have 1 of 3 and 1 of 1, their mean is neither.
         assert (counted["precision"], counted["seen_precision"], counted["true_positives"]) == (0.5, 0.5, 2.0)
+        assert counted["f1"] == pytest.approx(0.5)
         assert (counted["skipped_steps"], skipped["skipped_steps"]) == (1, 2)
         # Nothing has counted: no number is one of the data.
-        assert not any(skipped[name] > 0 for name in ("precision", "seen_precision", "true_positives"))
+        assert not any(skipped[name] > 0 for name in ("precision", "seen_precision", "true_positives", "f1"))
     # By hand: of the whole batch the gradient is 2 / 8 * (4, 4, 0), of each replica's own rows a part of it.
     assert result["gradients"] == pytest.approx([2**0.5, 1 / 3])
     # XLA under several replicas is refused by its name.

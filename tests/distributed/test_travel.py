@@ -11,7 +11,7 @@ import mpkeras
 from mpkeras.distribution.travel import Travel
 from mpkeras.tools.audit.travel import TravelInStep, check_travel
 from mpkeras.tools.forecast.travel import travels_otherwise
-from tests.distributed.planted import Branches, ClipsGradient, LeavesOut, LoopsInBackward, ReadsFloat32
+from tests.distributed.planted import Branches, ClipsGradient, DividesByNorm, LeavesOut, LoopsInBackward, ReadsFloat32
 
 needs_compilers = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the extra `forecast`, for Linux on x86-64"
@@ -267,11 +267,18 @@ def test_an_audit_counts_what_travels_where_devices_share_a_batch():
 
 
 @pytest.mark.backends("jax")
-def test_gradients_of_every_kind_train_as_without_a_distribution():
+@pytest.mark.parametrize(
+    ("policy", "kinds"),
+    [
+        pytest.param(mpkeras.Policy("mixed_bfloat16"), (ClipsGradient, LeavesOut, Branches), id="summed in float32"),
+        pytest.param(mpkeras.Policy("mixed_bfloat16", reduce_dtype="bfloat16"), (DividesByNorm,), id="in 16 bits"),
+    ],
+)
+def test_gradients_of_every_kind_train_as_without_a_distribution(policy, kinds):
     def losses():
         keras.utils.set_random_seed(1)
-        net = planted(ClipsGradient, LeavesOut, Branches, width=16)
-        step = mpkeras.make_train_step(mpkeras.apply_policy(net, "mixed_bfloat16"), keras.optimizers.SGD(0.1), "mse")
+        net = planted(*kinds, width=16)
+        step = mpkeras.make_train_step(mpkeras.apply_policy(net, policy), keras.optimizers.SGD(0.1), "mse")
         rng = np.random.default_rng(0)
         return [float(step(rng.normal(size=(8, 16)), rng.normal(size=(8, 8)))["loss"]) for _ in range(4)]
 

@@ -387,6 +387,8 @@ def metrics_of_epochs(options, devices, with_callback: bool) -> list:
     with devices.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
         metrics = [keras.metrics.Precision(name="precision"), keras.metrics.TruePositives(name="true_positives")]
+        # With an array of numbers, one for each class.
+        metrics.append(keras.metrics.F1Score(threshold=0.5, name="f1"))
         model.compile(keras.optimizers.SGD(0.0), "mse", metrics=metrics, run_eagerly=options.eager, jit_compile=False)
         policy = {"policy": "mixed_float16", "loss_scale": mpkeras.DynamicLossScale(INITIAL_SCALE)}
         callbacks = [mpkeras.callbacks.MixedPrecision(**policy)] if with_callback else []
@@ -406,7 +408,7 @@ def metrics_of_epochs(options, devices, with_callback: bool) -> list:
             "callbacks": callbacks,
         }
         epochs = [model.fit(x[i:], y[i:], **how).history for i in (0, 8)]
-    logs = [{name: float(values[-1]) for name, values in epoch.items()} for epoch in epochs]
+    logs = [{name: float(np.squeeze(values[-1])) for name, values in epoch.items()} for epoch in epochs]
     return [{**log, "seen_precision": float(told["precision"])} for log, told in zip(logs, seen, strict=True)]
 
 
