@@ -138,6 +138,28 @@ class AssignsTwice(keras.optimizers.SGD):
         super().assign_sub(variable, value * 2.0)
 
 
+class Centralized(keras.optimizers.SGD):
+    """A user's own change of gradients, of matrices alone."""
+
+    def apply(self, grads, trainable_variables=None):
+        axes = [tuple(range(len(g.shape) - 1)) for g in grads]
+        grads = [g - ops.mean(g, axis=a, keepdims=True) if a else g for g, a in zip(grads, axes, strict=True)]
+        return super().apply(grads, trainable_variables)
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("mode", MODES)
+def test_an_optimizer_of_the_users_own_may_change_some_gradients(mode):
+    """Nothing is unscaled: what it hands on as it is would be of the graph around the branch that updates."""
+    matrix, vector = variable([[1.0, 2.0], [3.0, 4.0]], "kernel"), variable([1.0, 2.0], "bias")
+    apply = applier(LossScaleOptimizer(Centralized(0.5), loss_scale=1.0), [matrix, vector], mode)
+    apply([np.array([[2.0, 4.0], [6.0, 0.0]], "float32"), np.array([8.0, -2.0], "float32")])
+    apply([np.array([[2.0, np.nan], [6.0, 0.0]], "float32"), np.array([8.0, -2.0], "float32")])
+    # By hand: the means of the columns are 4 and 2.
+    np.testing.assert_array_equal(numpy(matrix), [[2.0, 1.0], [2.0, 5.0]])
+    np.testing.assert_array_equal(numpy(vector), [-3.0, 3.0])
+
+
 def keeps_its_own_on_the_instance():
     optimizer = keras.optimizers.SGD(0.1, weight_decay=0.3)
     plain = optimizer.assign_sub
