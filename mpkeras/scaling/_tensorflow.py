@@ -240,8 +240,11 @@ def _update_inner(optimizer, grads, variables, scale=None, is_applied=None):
     rounding = optimizer.rounding()
     with updating(optimizer), _keras.one_update(optimizer.inner_optimizer), contextlib.ExitStack() as stack:
         if rounding.small:
-            # Copies of all: TensorFlow sums over replicas what is of one graph, and this may be a branch of another.
-            grads = [_copied(_with_values(_widened, grad)) for grad in grads]
+            grads = [_with_values(_widened, grad) for grad in grads]
+        if not tf.executing_eagerly():
+            # Copies of all: TensorFlow sums over replicas what is of one graph, and this may be a branch of another. An
+            # optimizer of the user's own may have changed some of them in it.
+            grads = [_copied(grad) for grad in grads]
         if rounding.small or is_applied is not None:
             stack.enter_context(_through_scope(optimizer, rounding))
             stack.enter_context(_WritingScope(rounding, is_applied))
