@@ -236,13 +236,15 @@ def _update_inner(optimizer, grads, variables, scale=None, is_applied=None):
     Where a bool scalar `is_applied` is given, what it assigns takes effect only where that is true: chosen at the
     assignment, as `UpdateScope` says.
     """
-    # Copies of all: Keras sums over replicas what is of one graph, and this may be a branch of another, in which an
-    # optimizer changes some gradients and hands on others as they are.
-    grads = [_copied(grad) for grad in _unscaled(optimizer, grads, variables, scale)]
+    grads = _unscaled(optimizer, grads, variables, scale)
     rounding = optimizer.rounding()
     with updating(optimizer), _keras.one_update(optimizer.inner_optimizer), contextlib.ExitStack() as stack:
         if rounding.small:
             grads = [_with_values(_widened, grad) for grad in grads]
+        if not tf.executing_eagerly():
+            # Copies of all: Keras sums over replicas what is of one graph, and this may be a branch of another, in which
+            # an optimizer changes some gradients and hands on others as they are.
+            grads = [_copied(grad) for grad in grads]
         if rounding.small or is_applied is not None:
             stack.enter_context(_through_scope(optimizer, rounding))
             stack.enter_context(_WritingScope(rounding, is_applied))

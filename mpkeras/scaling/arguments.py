@@ -4,7 +4,6 @@ import keras
 
 from mpkeras._arguments import named
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale, LossScale, resolve
-from mpkeras.scaling.small_state import parts_of
 
 # Arguments of every Keras optimizer that mean nothing on the wrapper, with the neutral values that configurations of
 # early Keras 3 contain.
@@ -53,7 +52,7 @@ def checked_inner_optimizer(inner_optimizer):
 
 def check_parts(inner_optimizer):
     """Raises `ValueError` where an optimizer within a `MultiOptimizer` accumulates: steps are counted for all."""
-    for part in parts_of(inner_optimizer)[1:]:
+    for part in getattr(inner_optimizer, "optimizers", []):
         if part.gradient_accumulation_steps:
             raise ValueError(
                 "Expected optimizers in a `MultiOptimizer` that do not accumulate gradients themselves. Received: "

@@ -331,8 +331,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def rounding(self) -> Rounding:
         """Returns how the assignments of one update are rounded; its `small` is empty where none is."""
         inner = self.inner_optimizer
-        variables = [*self.trainable_variables, *inner.variables]
-        return Rounding([v for v in variables if isinstance(v, keras.Variable)], _keras.step_count(inner))
+        # Those of an optimizer that the inner one holds, too, where the user's class does not list them.
+        listed = [*self.trainable_variables, *inner.variables, *(v for part in parts_of(inner) for v in part.variables)]
+        variables = {id(v): v for v in listed if isinstance(v, keras.Variable)}.values()
+        return Rounding(variables, _keras.step_count(inner))
 
     def make_scale_state(self) -> None:
         """Makes the variables of the loss scale, unless they are there; `build` makes them with all others.

@@ -34,8 +34,18 @@ def widened(values):
 
 
 def parts_of(inner_optimizer) -> list:
-    """Returns an optimizer, and those that a `MultiOptimizer` is made of."""
-    return [inner_optimizer, *getattr(inner_optimizer, "optimizers", [])]
+    """Returns an optimizer, and those that it holds: of a `MultiOptimizer`, or of a user's own around another."""
+    parts = [inner_optimizer]
+    for part in parts:
+        for value in vars(part).values():
+            # Of a list the first element tells: an optimizer has many lists of variables, and is asked at each step.
+            has_parts = isinstance(value, list | tuple) and isinstance(
+                next(iter(value), None), keras.optimizers.Optimizer
+            )
+            for held in value if has_parts else [value]:
+                if isinstance(held, keras.optimizers.Optimizer) and held not in parts:
+                    parts.append(held)
+    return parts
 
 
 @contextlib.contextmanager
@@ -58,7 +68,7 @@ def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
         slot_dtype: That of the slots: a dtype, or `"auto"` for that of the weight.
         stored: `{id(weight): dtype}` of weights that are to be stored in another dtype than they are.
     """
-    averages = {id(variable) for variable in _keras.weight_averages(inner_optimizer)}
+    averages = {id(variable) for part in parts_of(inner_optimizer) for variable in _keras.weight_averages(part)}
     weights = _keras.optimizer_trainable_variables(inner_optimizer)
     weight_of_factor = _keras.weights_of_factors(inner_optimizer)
     dtype_by_slot = []

@@ -36,6 +36,36 @@ class SignDescent(keras.optimizers.Optimizer):
         variable.assign(variable - learning_rate * keras.ops.sign(mean))
 
 
+class SlowCopy(keras.optimizers.Optimizer):
+    """A user's own around another optimizer: every second step the weights go back half of the way that they went."""
+
+    def __init__(self, optimizer, name="slow_copy", **kwargs):
+        super().__init__(learning_rate=0.0, name=name, **kwargs)
+        self.fast = optimizer
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self.fast.build(variables)
+        self.slow = self.add_optimizer_variables(variables, "slow", initializer="ones")
+
+    @property
+    def variables(self):
+        return [*self._variables, *self.fast.variables]
+
+    def apply(self, grads, trainable_variables=None):
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        self.build(variables)
+        self.fast.apply(grads, variables)
+        is_due = keras.ops.equal(keras.ops.mod(self.iterations, 2), 1)
+        for variable, slow in zip(variables, self.slow, strict=True):
+            middle = 0.5 * (keras.ops.convert_to_tensor(variable) + keras.ops.convert_to_tensor(slow))
+            for target in (variable, slow):
+                target.assign(keras.ops.where(is_due, middle, keras.ops.convert_to_tensor(target)))
+        self.iterations.assign_add(1)
+
+
 def test_two_assignments_of_one_update_are_rounded_by_other_draws():
     """Weight decay and the update: by the same draw both would go up, or both down, and the mean would be off."""
     variable = keras.Variable(np.ones(COUNT), dtype="bfloat16")
@@ -74,6 +104,7 @@ OPTIMIZERS = {
     "Muon": lambda: keras.optimizers.Muon(2e-2),
     "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(1e-3),
     "a user's own": lambda: SignDescent(1e-3),
+    "a user's own around another": lambda: SlowCopy(keras.optimizers.Adam(2e-3)),
 }
 # Later versions of Keras have more of them.
 for later in ("Muon", "ScheduleFreeAdamW"):
@@ -131,7 +162,9 @@ def test_moves_as_in_float32(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Nadam", "Muon", "ScheduleFreeAdamW", "a user's own"])
+@pytest.mark.parametrize(
+    "name", ["AdamW", "Nadam", "Muon", "ScheduleFreeAdamW", "a user's own", "a user's own around another"]
+)
 def test_a_skipped_step_leaves_no_trace(name, dtypes, mode):
     if name not in OPTIMIZERS:
         pytest.skip("not in this Keras")
