@@ -242,7 +242,7 @@ def _update_inner(optimizer, grads, variables, scale=None, is_applied=None):
         if rounding.small:
             grads = [_with_values(_widened, grad) for grad in grads]
         if not tf.executing_eagerly():
-            # Copies of all: Keras sums over replicas what is of one graph, and this may be a branch of another, in which
+            # Copies of all: Keras sums over replicas what is of one graph, and this may be a branch of another, where
             # an optimizer changes some gradients and hands on others as they are.
             grads = [_copied(grad) for grad in grads]
         if rounding.small or is_applied is not None:
