@@ -157,7 +157,7 @@ def _float32_regularizer(regularizer):
 def _add_penalties_of_weights_in_float32(model):
     """Hands the regularizers of weights that are stored in 16 bits float32 copies of them.
 
-    What they return is 16-bit otherwise: rounded, and on TensorFlow nothing that Keras can add to a float32 loss.
+    Otherwise penalties are rounded to 16 bits, and TensorFlow cannot add them to a float32 loss.
     """
     penalties = getattr(model, _keras.WEIGHT_PENALTIES)
 

@@ -106,7 +106,7 @@ def convert_new(model, convert, around) -> bool:
 
     Args:
         model: The model.
-        convert: What `layer_converter` has returned for it.
+        convert: The function that `layer_converter` has returned for it.
         around: `converting` or `put_back_on_error`: after an error the model is as before.
 
     Returns:

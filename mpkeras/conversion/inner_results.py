@@ -138,7 +138,7 @@ def dtypes_returned(layer, call, args, kwargs) -> list | None:
 def _kept_inside(layer) -> tuple[list, list]:
     """Returns the layers that default rules keep in float32 in `layer`, and those that other rules keep.
 
-    Those within other layers of the user's are left out. A head that no such rule names is not among them: it stays in
+    Layers within other layers of the user's are left out. A head that no such rule names is not among them: it stays in
     16 bits where what is behind it takes these alone.
     """
     by_default: dict = {}

@@ -1,4 +1,4 @@
-"""What a method of a layer can reach: objects, names and assignments, found by reading its code. Nothing is run."""
+"""Objects, names and assignments that a method of a layer can reach, found by reading its code. Nothing is run."""
 
 import collections
 import contextlib

@@ -20,7 +20,7 @@ class Blueprint:
     def beside_config_of(model) -> dict:
         """Returns what the config of a model does not say of it.
 
-        That is paths, what is frozen, LoRA, `keras.RematScope`, and the policies of layers that a model of the user's
+        Paths, what is frozen, LoRA, `keras.RematScope`, and the policies of layers that a model of the user's
         own makes: those that they have without the rules of the last conversion, as another policy has others.
         """
         facts = _keras.beside_config_of(model)

@@ -1,4 +1,4 @@
-"""What travels between devices in a training step: counted in its program, or why it is not."""
+"""Tensors that travel between devices in a training step: counted in its program, or the reason why not."""
 
 import dataclasses
 
@@ -136,7 +136,7 @@ def _weights(part) -> str:
 
 
 def check_travel(model, optimizer, travel: TravelInStep) -> list:
-    """What travels in another dtype than the policy says, each tensor by its name."""
+    """Returns a finding for each tensor that travels in another dtype than the policy says."""
     if travel.collectives is None:
         return []
     findings, asked = [], ModelView(model).travel

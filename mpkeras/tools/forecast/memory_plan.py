@@ -65,10 +65,10 @@ def plan_memory(
         memory: The limit, as `"16GB"` (10^9 bytes), `"16GiB"` (2^30) or a number of bytes, of which 5 % are left free.
             By default what the device has for a program.
         device: As in `mpkeras.forecast`; by default `"h100"`, where `memory` is given. One of the two is needed.
-        policies: Those that may be taken, the best first, by name or as `mpkeras.Policy`. By default that of the
+        policies: Policies to choose from, the best first, by name or as `mpkeras.Policy`. By default that of the
             model; for one in float32 also `"mixed_bfloat16"`, or `"mixed_float16"` where the device multiplies float16
             faster, as a T4 does, which has no units for bfloat16.
-        allow: What may be changed, of `"slots"`, `"remat"` and `"accumulation"`.
+        allow: Means that the plan may use, of `"slots"`, `"remat"` and `"accumulation"`.
         batch: `"keep"`, or `"largest"`: the largest batch that fits, to within 1.5 %, with all that is allowed but
             accumulation, under the policy that takes the least memory.
         budget_s: Seconds for all; the plan says what was not tried. `None`: as long as it takes.
