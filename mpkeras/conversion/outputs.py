@@ -24,6 +24,7 @@ from mpkeras.policies.heads import (
     heads_in_flow,
     is_large,
     is_large_together,
+    names_its_dtype,
     used_behind_layers,
 )
 from mpkeras.policies.rules import is_quantized
@@ -172,23 +173,30 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
         used: What `used_behind_layers` returned for a trace of the call.
     """
     variables = [part for part in used if isinstance(part, keras.Variable)]
-    if not variables or layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
+    if layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
         return NO_HEADS
     is_one_layer = not is_whole and not is_large(layer)
-    if is_one_layer and (_uses_given(used) or casts_inside(layer)):
+    # A cast of what a layer inside returns would round it, unless the layer itself is in float32.
+    may_cast = is_one_layer and names_its_dtype(layer)
+    if not variables and not may_cast:
+        return NO_HEADS
+    if is_one_layer and variables and (_uses_given(used) or casts_inside(layer)):
         return Heads([layer])
     if not is_large_together(variables):
         call = value_below(layer, "call")
-
-        def in_float32(*args, **kwargs):
-            _read_in_float32(variables)
-            with _in_float32([layer] if casts_inside(layer) else []):
-                return _reading_float32(call)(*args, **kwargs)
-
         given = _given_inside(layer, call, args, kwargs)
-        if given is not None and given == _given_inside(layer, in_float32, args, kwargs):
-            return Heads([layer]) if casts_inside(layer) else Heads(reading=[layer])
-    return Heads([layer]) if is_one_layer else NO_HEADS
+        ways = [Heads([layer])] if may_cast or casts_inside(layer) else []
+        ways += [Heads(reading=[layer])] if variables and not casts_inside(layer) else []
+        for way in ways:
+
+            def in_float32(*args, way=way, **kwargs):
+                _read_in_float32(variables)
+                with _in_float32(way.layers):
+                    return _reading_float32(call)(*args, **kwargs)
+
+            if given is not None and given == _given_inside(layer, in_float32, args, kwargs):
+                return way
+    return Heads([layer]) if is_one_layer and variables else NO_HEADS
 
 
 def _uses_given(used) -> bool:

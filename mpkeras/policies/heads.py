@@ -306,6 +306,12 @@ def casts_inside(layer) -> bool:
     return is_own and not value_below(layer, "autocast") and bool(_keras.direct_sublayers(layer))
 
 
+def names_its_dtype(layer) -> bool:
+    """Whether the `call` of a user's own layer may cast what layers inside return to the layer's own dtype."""
+    is_own = has_own_call(layer) and bool(_keras.direct_sublayers(layer))
+    return is_own and "compute_dtype" in Reach(layer).names
+
+
 def applies_own_function(layer) -> bool:
     """Whether a layer is an `Activation` of a function of the user's own, or of another library."""
     if not isinstance(layer, keras.layers.Activation):

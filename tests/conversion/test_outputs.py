@@ -137,6 +137,17 @@ class Casting(layers.Layer):
         return ops.cast(self.inner(x), self.compute_dtype) + ops.cast(self.level, self.compute_dtype)
 
 
+class CastingResult(Casting):
+    """Keras casts what it is given, and it casts what the layer inside returns."""
+
+    def __init__(self, units=1, **kwargs):
+        super().__init__(units, **kwargs)
+        self.autocast = True
+
+    def call(self, x):
+        return ops.cast(self.inner(x), self.compute_dtype) + self.level
+
+
 class Beside(Casting):
     """Computes with the inputs that it has not cast, too: as they are, in 16 bits."""
 
@@ -158,6 +169,7 @@ KINDS = {
     "own layer at the end": lambda: functional(lambda h: Block()(h)),
     "weights behind a layer inside": lambda: functional(lambda h: Frozen(name="frozen")(h)),
     "casting inside": lambda: functional(lambda h: Casting()(h)),
+    "casting a result": lambda: functional(lambda h: CastingResult()(h)),
     "beside its inputs": lambda: functional(lambda h: Beside(4)(h)),
     "not built": lambda: keras.Sequential([hidden(), head(), layers.Flatten()]),
     "Subclassed": Subclassed,
@@ -846,6 +858,27 @@ def test_a_program_that_cannot_take_float32_from_a_head_goes_on(door):
         np.testing.assert_allclose(predicted, expected, rtol=4e-3)  # bfloat16 has 8 significant bits
     else:
         check(predicted, expected)
+
+
+class Gated(layers.Layer):
+    """Names its dtype for a gate between layers inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = layers.Dense(6, "tanh"), layers.Dense(3)
+
+    def call(self, x):
+        return self.last(self.first(x) * ops.cast(ops.arange(6) % 2, self.compute_dtype))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(CastingResult, "float32"), (Gated, "bfloat16")])
+def test_a_layer_that_casts_to_its_dtype_runs_without_a_graph_as_in_one(kind, dtype):
+    model, expected = made(lambda: functional(lambda h: kind()(h)), "mixed_bfloat16", "prepare")
+    predicted = model.predict(X, verbose=0)
+    check(predicted, keras.ops.convert_to_numpy(model(X)))
+    # What it multiplies is rounded, each by 2^-9 at most.
+    np.testing.assert_allclose(predicted, expected, rtol=2**-7, atol=2**-7)
+    assert (model.layers[-1].compute_dtype, predicted.dtype) == (dtype, np.float32)
 
 
 class Perceptron(layers.Layer):
