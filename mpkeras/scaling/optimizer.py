@@ -22,7 +22,7 @@ from mpkeras.scaling.facts import (
     gradient_statistics,
 )
 from mpkeras.scaling.record import Record
-from mpkeras.scaling.small_state import Rounding, parts_of, replaced_methods, slot_dtypes
+from mpkeras.scaling.small_state import Rounding, may_be_small, parts_of, replaced_methods, slot_dtypes
 from mpkeras.scaling.window import Decision, GradientWindow, checked_steps, single_step
 
 if keras.backend.backend() == "tensorflow":
@@ -258,7 +258,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
             @functools.wraps(add_variable)
             def add_slot(shape, initializer="zeros", dtype=None, *args, **kwargs):
-                is_slot = shape and "float" in keras.backend.standardize_dtype(dtype)
+                is_slot = may_be_small(shape) and "float" in keras.backend.standardize_dtype(dtype)
                 return add_variable(shape, initializer, self._slot_dtype if is_slot else dtype, *args, **kwargs)
 
             return {} if self._slot_dtype == "auto" else {"add_variable": add_slot}

@@ -58,6 +58,11 @@ def replaced_methods(inner_optimizer, methods_of):
         yield
 
 
+def may_be_small(shape) -> bool:
+    """Whether state of this shape may be stored in 16 bits: a single number, such as a counter, takes no memory."""
+    return math.prod(shape) > 1
+
+
 def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
     """Returns `(variable, dtype)`: the dtypes that the float32 and bfloat16 state of an optimizer is to be stored in.
 
@@ -75,8 +80,8 @@ def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
     for variable in inner_optimizer.variables:
         if _keras.stored_dtype(variable) not in ("float32", SMALL_DTYPE):
             continue
-        is_single = id(variable) in averages or len(variable.shape) == 0
-        dtype = "float32" if is_single else slot_dtype
+        is_float32 = id(variable) in averages or not may_be_small(variable.shape)
+        dtype = "float32" if is_float32 else slot_dtype
         if dtype == "auto":
             weight = weight_of_factor.get(id(variable), _keras.weight_of_slot(variable, weights))
             beside = variable if weight is None else weight

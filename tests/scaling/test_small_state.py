@@ -66,6 +66,29 @@ class SlowCopy(keras.optimizers.Optimizer):
         self.iterations.assign_add(1)
 
 
+class Counting(keras.optimizers.SGD):
+    """A user's own that counts its updates in an array of one number."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.count = self.add_variable(shape=(1,), dtype="float32", name="count")
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+        self.count.assign_add(np.ones(1, "float32"))
+
+
+def test_a_counter_in_an_array_of_one_number_counts_on():
+    """In bfloat16 a count of 300 is even."""
+    optimizer = LossScaleOptimizer(Counting(0.1, momentum=0.9), loss_scale=1.0, slot_dtype="bfloat16")
+    variable = keras.Variable([1.0, 2.0])
+    optimizer.build([variable])
+    optimizer.inner_optimizer.count.assign([300.0])
+    optimizer.apply([keras.ops.ones(2)], [variable])
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(optimizer.inner_optimizer.count), [301.0])
+    assert stored_dtype(optimizer.inner_optimizer.momentums[0]) == "bfloat16"
+
+
 def test_two_assignments_of_one_update_are_rounded_by_other_draws():
     """Weight decay and the update: by the same draw both would go up, or both down, and the mean would be off."""
     variable = keras.Variable(np.ones(COUNT), dtype="bfloat16")
