@@ -167,7 +167,8 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
 
     They are read in float32 where what the layers inside are given stays as it is: a scale and a mean behind the last
     layer do that, and positions that are added in front of one would not. Otherwise, and where the call computes
-    outputs with what it is given, too, all of a layer inside a model is in float32, unless it is large.
+    outputs with what it is given, too, all of a layer inside a model is in float32, unless it is large. So is a layer
+    that names its own dtype, to which it may cast an output, where what the layers inside are given stays as it is.
 
     Args:
         used: What `used_behind_layers` returned for a trace of the call.
@@ -187,14 +188,17 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
         given = _given_inside(layer, call, args, kwargs)
         ways = [Heads([layer])] if may_cast or casts_inside(layer) else []
         ways += [Heads(reading=[layer])] if variables and not casts_inside(layer) else []
-        for way in ways:
 
-            def in_float32(*args, way=way, **kwargs):
+        def run_as(way):
+            def run(*args, **kwargs):
                 _read_in_float32(variables)
                 with _in_float32(way.layers):
                     return _reading_float32(call)(*args, **kwargs)
 
-            if given is not None and given == _given_inside(layer, in_float32, args, kwargs):
+            return run
+
+        for way in ways:
+            if given is not None and given == _given_inside(layer, run_as(way), args, kwargs):
                 return way
     return Heads([layer]) if is_one_layer and variables else NO_HEADS
 
