@@ -332,7 +332,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Returns how the assignments of one update are rounded; its `small` is empty where none is."""
         inner = self.inner_optimizer
         # A user's own optimizer may hold another one, whose variables it does not list.
-        listed = [*self.trainable_variables, *inner.variables, *(v for part in parts_of(inner) for v in part.variables)]
+        listed = [*self.trainable_variables, *(v for part in parts_of(inner) for v in part.variables)]
         variables = {id(v): v for v in listed if isinstance(v, keras.Variable)}.values()
         return Rounding(variables, _keras.step_count(inner))
 
