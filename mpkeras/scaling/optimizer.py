@@ -258,7 +258,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
             @functools.wraps(add_variable)
             def add_slot(shape, initializer="zeros", dtype=None, *args, **kwargs):
-                is_slot = may_be_small(shape) and "float" in keras.backend.standardize_dtype(dtype)
+                is_slot = may_be_small(shape, variables) and "float" in keras.backend.standardize_dtype(dtype)
                 return add_variable(shape, initializer, self._slot_dtype if is_slot else dtype, *args, **kwargs)
 
             return {} if self._slot_dtype == "auto" else {"add_variable": add_slot}
@@ -285,7 +285,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return [name for names in missing for name in names]
 
     def store_slots(self):
-        """Stores each slot in `slot_dtype`, its value kept; averages and single numbers in float32."""
+        """Stores each slot in `slot_dtype`, its value kept; averages, and what has no shape of a weight, in float32."""
         for part in parts_of(self.inner_optimizer):
             for variable, dtype in slot_dtypes(part, self._slot_dtype):
                 if dtype in ("float32", SMALL_DTYPE) and dtype != _keras.stored_dtype(variable):

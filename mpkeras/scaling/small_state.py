@@ -58,15 +58,20 @@ def replaced_methods(inner_optimizer, methods_of):
         yield
 
 
-def may_be_small(shape) -> bool:
-    """Whether state of this shape may be stored in 16 bits: a single number, such as a counter, takes no memory."""
-    return math.prod(shape) > 1
+def may_be_small(shape, weights) -> bool:
+    """Whether state of this shape may be stored in 16 bits: that of a weight, or of a factor, which lacks an axis of it.
+
+    Others, as counters and a history of losses are, take next to no memory, single numbers among them.
+    """
+    shapes = {tuple(weight.shape) for weight in weights}
+    shapes |= {shape[:axis] + shape[axis + 1 :] for shape in shapes for axis in range(len(shape))}
+    return math.prod(shape) > 1 and tuple(shape) in shapes
 
 
 def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
     """Returns `(variable, dtype)`: the dtypes that the float32 and bfloat16 state of an optimizer is to be stored in.
 
-    Averages of the weights and single numbers stay in float32.
+    Averages of the weights, and what has no shape of theirs, stay in float32.
 
     Args:
         inner_optimizer: A built Keras optimizer, not wrapped, or one of its parts.
@@ -80,7 +85,7 @@ def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
     for variable in inner_optimizer.variables:
         if _keras.stored_dtype(variable) not in ("float32", SMALL_DTYPE):
             continue
-        is_float32 = id(variable) in averages or not may_be_small(variable.shape)
+        is_float32 = id(variable) in averages or not may_be_small(variable.shape, weights)
         dtype = "float32" if is_float32 else slot_dtype
         if dtype == "auto":
             weight = weight_of_factor.get(id(variable), _keras.weight_of_slot(variable, weights))

@@ -67,25 +67,30 @@ class SlowCopy(keras.optimizers.Optimizer):
 
 
 class Counting(keras.optimizers.SGD):
-    """A user's own that counts its updates in an array of one number."""
+    """A user's own that counts its updates in an array, from a number on that bfloat16 does not hold."""
+
+    def __init__(self, *args, size, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.size = size
 
     def build(self, variables):
         super().build(variables)
-        self.count = self.add_variable(shape=(1,), dtype="float32", name="count")
+        initializer = keras.initializers.Constant(301.0)
+        self.counts = self.add_variable((self.size,), initializer, dtype="float32", name="counts")
 
     def apply(self, grads, trainable_variables=None):
         super().apply(grads, trainable_variables)
-        self.count.assign_add(np.ones(1, "float32"))
+        self.counts.assign_add(np.ones(self.size, "float32"))
 
 
-def test_a_counter_in_an_array_of_one_number_counts_on():
-    """In bfloat16 a count of 300 is even."""
-    optimizer = LossScaleOptimizer(Counting(0.1, momentum=0.9), loss_scale=1.0, slot_dtype="bfloat16")
+@pytest.mark.parametrize("size", [1, 5])
+def test_counters_in_an_array_count_on(size):
+    """In bfloat16 a count of 301 is 300 or 302. No weight has the shape of the array."""
+    optimizer = LossScaleOptimizer(Counting(0.1, momentum=0.9, size=size), loss_scale=1.0, slot_dtype="bfloat16")
     variable = keras.Variable([1.0, 2.0])
-    optimizer.build([variable])
-    optimizer.inner_optimizer.count.assign([300.0])
-    optimizer.apply([keras.ops.ones(2)], [variable])
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(optimizer.inner_optimizer.count), [301.0])
+    for _ in range(2):
+        optimizer.apply([keras.ops.ones(2)], [variable])
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(optimizer.inner_optimizer.counts), [303.0] * size)
     assert stored_dtype(optimizer.inner_optimizer.momentums[0]) == "bfloat16"
 
 
