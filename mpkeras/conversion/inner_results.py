@@ -28,9 +28,12 @@ def note_kept_in_float32(layer, is_kept: bool = True):
         _times_changed += 1
 
 
-def may_ask(layers) -> bool:
-    """Whether a call of one of `layers` may have to find out again which of the layers inside return 16 bits."""
-    return any(layer in _kept for layer in layers)
+def changes_asked_about(layers) -> int | None:
+    """Returns a number that grows as a call has to find out again which of the layers inside return 16 bits.
+
+    `None` where no call of one of `layers` ever has to.
+    """
+    return _times_changed if any(layer in _kept for layer in layers) else None
 
 
 def taking_inner_results(layer, call, refuses=lambda args, kwargs, error: False):

@@ -4,13 +4,14 @@ import contextlib
 import functools
 import importlib
 import re
+import weakref
 from collections.abc import Callable
 
 import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
-from mpkeras.conversion.inner_results import can_run, may_ask, taking_inner_results
+from mpkeras.conversion.inner_results import can_run, changes_asked_about, taking_inner_results
 from mpkeras.conversion.mixing import MixedDtypesError, in_silence
 from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.raw_inputs import cast_inputs, is_to_tell, let_keras_cast_inputs, passes_inputs_on
@@ -34,6 +35,8 @@ CAST_NAME = "mpkeras_float32_output"
 
 # The part of the active backend: only that may be imported.
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
+# By model: the dtypes that its layers were last asked with, and what was left open.
+_unanswered: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def return_float32(layer):
@@ -231,7 +234,8 @@ def _runs(layer, args, kwargs) -> bool:
 def let_heads_tell(model, *args, **kwargs):
     """Lets the layers of `model` that wait for their first call tell their heads, by a call for shapes alone.
 
-    By then layers of the user's know, too, which of the layers inside return 16 bits to them.
+    By then layers of the user's know, too, which of the layers inside return 16 bits to them. Where a call with these
+    dtypes has told all that it can, there is none.
 
     `args` and `kwargs` are what the model takes: arrays or tensors, symbolic ones included.
     """
@@ -239,11 +243,20 @@ def let_heads_tell(model, *args, **kwargs):
     def as_tensor(value):
         return value if isinstance(value, keras.KerasTensor) else keras.ops.convert_to_tensor(value)
 
+    def open_questions():
+        waiting = [layer for layer in layers if is_replaced(layer, "call", "heads") or is_to_tell(layer)]
+        return [(id(layer), layer.built) for layer in waiting], changes_asked_about(layers)
+
     layers = _keras.flatten_layers(model, include_self=True)
-    if any(is_replaced(layer, "call", "heads") or is_to_tell(layer) for layer in layers) or may_ask(layers):
-        args, kwargs = keras.tree.map_structure(as_tensor, (args, kwargs))
+    if open_questions() == ([], None):
+        return
+    args, kwargs = keras.tree.map_structure(as_tensor, (args, kwargs))
+    dtypes = [keras.backend.standardize_dtype(leaf.dtype) for leaf in keras.tree.flatten((args, kwargs))]
+    # A layer that is given integers alone never tells whether it hands on floats.
+    if _unanswered.get(model) != (dtypes, open_questions()):
         with in_silence():
             _backend.trace(model, model, args, kwargs)
+        _unanswered[model] = dtypes, open_questions()
 
 
 def _heads_in_call(layer, call, args, kwargs) -> tuple[Heads, list]:

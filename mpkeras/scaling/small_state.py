@@ -59,7 +59,7 @@ def replaced_methods(inner_optimizer, methods_of):
 
 
 def may_be_small(shape, weights) -> bool:
-    """Whether state of this shape may be stored in 16 bits: that of a weight, or of a factor, which lacks an axis of it.
+    """Whether state of this shape may be stored in 16 bits: that of a weight, or of a factor, which lacks an axis.
 
     Others, as counters and a history of losses are, take next to no memory, single numbers among them.
     """

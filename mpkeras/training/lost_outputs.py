@@ -1,11 +1,10 @@
 """Layers of the user's own that compute in 16 bits what 16 bits cannot tell: they are named at the first batch."""
 
-import contextlib
 import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 
@@ -18,15 +17,13 @@ from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_e
 from mpkeras.policies.heads import has_own_arithmetic
 from mpkeras.policies.rules import is_quantized, path_rule
 from mpkeras.training import training_backend
-from mpkeras.training.unseen_run import run_unseen
+from mpkeras.training.unseen_run import run_on_few_rows
 from mpkeras.training.whole_numbers import in_one_message, path_of, was_named
 
 # They call the layers in them in loops of the backend, out of which no tensor can be carried.
 _STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
 # Rounding alone makes 0.001 in float16 and 0.01 in bfloat16.
 _TOO_FAR = 0.1
-# So many rows of a batch are enough to tell.
-_ROWS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +69,7 @@ def lost_outputs(model, x) -> list[LostOutputs]:
     observed = _own_layers(model)
     if not observed:
         return []
-    for choose_rows in (_few_rows, _all_rows):
-        comparison = _Comparison()
-        # A model may take no other number of rows; any other error comes again in the step, where nothing of ours is.
-        with contextlib.suppress(Exception):
-            run_unseen(model, choose_rows(model, x), [comparison.of(layer) for layer in observed])
-            return comparison.found()
-    return []
+    return run_on_few_rows(model, x, lambda: _Comparison(observed)).found()
 
 
 def _own_layers(model) -> list:
@@ -98,24 +89,11 @@ def _own_layers(model) -> list:
     ]
 
 
-def _few_rows(model, x):
-    """Returns the first rows of a batch, or all where not every part has as many."""
-    sizes = {leaf.shape[0] if getattr(leaf, "shape", ()) else None for leaf in keras.tree.flatten(x)}
-    graph = _keras.graph_of(model)
-    inputs = () if graph is None else keras.tree.flatten(_keras.input_structure(graph))
-    if len(sizes) != 1 or None in sizes or any(tensor.shape[0] is not None for tensor in inputs):
-        return x
-    return keras.tree.map_structure(lambda leaf: leaf[:_ROWS], x)
-
-
-def _all_rows(model, x):
-    return x
-
-
 class _Comparison:
     """The layers of one run beside what they compute in float32."""
 
-    def __init__(self):
+    def __init__(self, layers):
+        self._layers = layers
         # All that was found, a layer as often as it was called.
         self._found: list[LostOutputs] = []
         # By the `id` of a tensor that a layer has cast on the way in: that tensor, and what it was.
@@ -130,11 +108,11 @@ class _Comparison:
                 worst[lost.layer] = lost
         return list(worst.values())
 
-    @contextlib.contextmanager
-    def of(self, layer):
-        """Context manager in which the calls of `layer` are compared."""
-        with replaced(layer, "call", self._compared(layer), kind="observed"), noting_casts(layer, self._note_cast):
-            yield
+    def observers(self) -> Iterator:
+        """Yields the context managers in which the calls of the layers are compared."""
+        for layer in self._layers:
+            yield replaced(layer, "call", self._compared(layer), kind="observed")
+            yield noting_casts(layer, self._note_cast)
 
     def _note_cast(self, tensor, cast):
         self._cast[id(cast)] = cast, tensor

@@ -1,6 +1,5 @@
 """Whole numbers that 16 bits would round before a layer reads them: ids, codes, positions, dates, counters."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -24,7 +23,7 @@ from mpkeras.policies.heads import has_own_arithmetic
 from mpkeras.policies.own_state import variables_from_outside
 from mpkeras.policies.rules import DEFAULT_RULES, first_match, is_quantized, path_rule
 from mpkeras.training import training_backend
-from mpkeras.training.unseen_run import run_unseen
+from mpkeras.training.unseen_run import ROWS, run_on_few_rows
 
 # Arithmetic that Keras does not know: what it makes of a number, only its author can say.
 _OF_USERS = tuple(
@@ -106,13 +105,11 @@ def rounded_whole_numbers(model, x) -> list[Rounded]:
         x: The arguments of the model, as arrays or tensors; anything else has no values, and returns `[]`.
     """
     observed = _Observed(model)
-    dtypes = observed.dtypes
-    is_in_data = bool(dtypes) and any(_lost(array, dtype) for array in _arrays(x) for dtype in dtypes)
+    needed = _rows_with_losses(_arrays(x), observed.dtypes, ROWS)[:ROWS]
     # Behind the run that is known, too, which models read their variables in float32: their first call tells.
-    if not is_in_data and not observed.in_variables():
+    if not needed and not observed.in_variables():
         return []
-    with contextlib.suppress(Exception):  # An error here comes again in the step, where nothing of ours stands between.
-        observed.run(x)
+    observed = run_on_few_rows(model, x, lambda: _Observed(model), needed)
     return [*observed.found(), *observed.in_variables()]
 
 
@@ -180,6 +177,17 @@ def _losses_in_columns(columns, dtype: str, limit: float) -> Iterator[tuple[floa
             yield float(values[first]), float(rounded[first])
 
 
+def _rows_with_losses(arrays, dtypes, at_most: int) -> list[int]:
+    """Returns, of columns in which a whole number is lost in one of `dtypes`, the first such row, each row once."""
+    rows = [
+        int(np.argmax((array == value).reshape(max(len(array), 1), -1).any(axis=1)))
+        for array in map(np.atleast_1d, arrays)
+        for dtype in dtypes
+        for value, _ in itertools.islice(_losses(array, dtype), at_most)
+    ]
+    return list(dict.fromkeys(rows))
+
+
 class _Observed:
     """The layers of a model that may read whole numbers, and what they were given in one run.
 
@@ -189,7 +197,6 @@ class _Observed:
     """
 
     def __init__(self, model):
-        self._model = model
         layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
         # Layers inside a layer of the user's are given what that layer computed, or has cast already.
         self._casting = [layer for layer in layers if _casts_to_16_bits(layer) and _reads(layer)]
@@ -205,15 +212,12 @@ class _Observed:
         self._handed_on: dict = {}
         self._read: list = []
 
-    def run(self, x):
-        """Runs the model once, as in inference. Nothing shows afterwards that it ran."""
-        casting = [*self._casting, *self._moving]
-        run_unseen(
-            self._model,
-            x,
-            [noting_casts(layer, functools.partial(self._note_cast, layer)) for layer in casting]
-            + [replaced(layer, "call", self._noting_inputs(layer), kind="observed") for layer in self._reading],
-        )
+    def observers(self) -> Iterator:
+        """Yields the context managers in which a run is observed."""
+        for layer in [*self._casting, *self._moving]:
+            yield noting_casts(layer, functools.partial(self._note_cast, layer))
+        for layer in self._reading:
+            yield replaced(layer, "call", self._noting_inputs(layer), kind="observed")
 
     def _note_cast(self, layer, tensor, cast):
         dtype = keras.backend.standardize_dtype(cast.dtype)
@@ -361,15 +365,9 @@ def arrays_in_memory(x) -> list:
 
 def warn_of_rounded_rows(model, x, arrays, size):
     """Warns of the rows of `x` with whole numbers that `model` rounds, in a batch of `size` rows."""
-    dtypes = _Observed(model).dtypes
-    rows = [
-        int(np.argmax((array == value).reshape(len(array), -1).any(axis=1)))
-        for array in arrays
-        for dtype in dtypes
-        for value, _ in itertools.islice(_losses(array, dtype), size)
-    ]
+    rows = _rows_with_losses(arrays, _Observed(model).dtypes, size)
     if rows:
-        chosen = np.resize([*dict.fromkeys(rows), *range(len(arrays[0]))][:size], size)
+        chosen = np.resize([*rows, *range(len(arrays[0]))][:size], size)
         warn_of_rounding(model, keras.tree.pack_sequence_as(x, [array[chosen] for array in arrays]))
 
 

@@ -224,13 +224,20 @@ def test_in_a_block_that_runs_twice_the_inner_layer_is_named_once_with_its_worst
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_share_is_that_of_hand(policy):
-    """Of the layer's output in float64, and what one rounding of each place makes of it."""
+    """Of the layer's output in float64, and what one rounding of each place makes of it, in 16 rows of the batch."""
     dtype = policy.removeprefix("mixed_")
-    (found,) = found_in(functional(Apart(name="own"), (4,)), policy, PLACES)
-    rows = PLACES[:2]
+    rows = PLACES[:16]
+    (found,) = found_in(functional(Apart(name="own"), (4,)), policy, rows)
     rounded = rows.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else "float16").astype("float64")
     true, given = (a[:, 0::2] - a[:, 1::2] for a in (rows.astype("float64"), rounded))
     assert found.error == pytest.approx(np.linalg.norm(given - true) / np.linalg.norm(true), rel=0.01)
+
+
+def test_of_a_large_batch_rows_are_looked_at_from_all_over_it():
+    """The first rows lie at 0, where bfloat16 tells them apart."""
+    places = np.concatenate([PLACES - PLACES.mean(0), *[PLACES] * 7])
+    (found,) = found_in(functional(Apart(name="own"), (4,)), "mixed_bfloat16", places)
+    assert found.error > 0.5
 
 
 @pytest.mark.slow

@@ -525,3 +525,41 @@ def test_sentences():
     what, remedy = Rounded("a", "b", "float16", 70000.0, float("inf")).sentences()
     assert what.endswith("cannot hold, and hands them on to layer 'b': 70000 becomes inf.")
     assert remedy.endswith("rule 'path:^a$' and 'path:^b$'.")
+
+
+@pytest.mark.parametrize("rounded_at", [0, 37, 63])
+def test_the_row_of_a_large_batch_that_holds_the_number_is_looked_at(rounded_at):
+    model = mpkeras.apply_policy(functional(Wave(name="wave"), shape=(2,)), "mixed_bfloat16")
+    steps = np.arange(128.0, dtype="float32").reshape(64, 2)
+    steps[rounded_at, 1] = 515.0
+    (found,) = rounded_whole_numbers(model, steps)
+    assert (found.before, found.after) == (515.0, 516.0)
+
+
+class CountsCalls(layers.Layer):
+    """A user's embedding, which counts how often Python runs it."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table, self.calls = layers.Embedding(600, 4), []
+
+    def build(self, shape):
+        self.table.build(shape)
+
+    def call(self, ids):
+        self.calls.append(len(self.calls))
+        return self.table(ids) * 2.0
+
+
+def test_looks_at_integers_do_not_ask_the_layers_again_which_of_them_hand_on_their_inputs():
+    """Of a layer that is given integers alone no call for shapes tells it, however often it is asked."""
+    own = CountsCalls(name="own")
+    inputs = keras.Input((3,), dtype="int32")
+    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(own(inputs))))
+    model = prepared(model, "mixed_bfloat16")
+    ids, y = np.arange(101, 131).reshape(10, 3) * 4 + 1, np.ones((10, 1), "float32")
+    model.fit(ids, y, batch_size=5, verbose=0)
+    own.calls.clear()
+    model.fit(ids, y, batch_size=5, verbose=0)
+    # One for the array and one for each batch; on torch the two steps run in Python, too.
+    assert len(own.calls) == 3 + (2 if keras.backend.backend() == "torch" else 0)
