@@ -301,13 +301,22 @@ def begin_averages(optimizer):
             average.assign(keras.ops.copy(variable))
 
 
-def weight_of_slot(slot, weights):
-    """Returns the one of `weights` that `slot` is kept beside, by its name; `None` where the name says nothing.
+def weights_of_slots(slots, weights) -> dict:
+    """Returns `{id(slot): weight}`: the one of `weights` that each of `slots` is kept beside, by its name.
 
-    `Optimizer.add_variable_from_reference` names a slot after the path of its weight, and notes it nowhere else.
+    `Optimizer.add_variable_from_reference` names a slot after the path of its weight, and notes it nowhere else. Slots
+    whose name says nothing are left out.
     """
-    named = [weight for weight in weights if slot.name.startswith(getattr(weight, "path", "/").replace("/", "_"))]
-    return max(named, key=lambda weight: len(weight.path), default=None)
+    by_name: dict = {}
+    for weight in weights:
+        by_name.setdefault(getattr(weight, "path", "/").replace("/", "_"), weight)
+    found = {}
+    for slot in slots:
+        beginnings = (slot.name[:length] for length in range(len(slot.name), 0, -1))
+        name = next((beginning for beginning in beginnings if beginning in by_name), None)
+        if name is not None:
+            found[id(slot)] = by_name[name]
+    return found
 
 
 def weights_of_factors(optimizer) -> dict:

@@ -107,8 +107,9 @@ def split_slots(slots, weights):
     distribution = keras.distribution.distribution()
     if not isinstance(distribution, Sharded) or distribution.shard != "state":
         return
+    beside_weights = _keras.weights_of_slots(slots, weights)
     for slot in slots:
-        if _keras.weight_of_slot(slot, weights) is not None:
+        if id(slot) in beside_weights:
             _keras.give_layout(slot, distribution.split(slot.shape))
 
 

@@ -22,7 +22,7 @@ from mpkeras.scaling.facts import (
     gradient_statistics,
 )
 from mpkeras.scaling.record import Record
-from mpkeras.scaling.small_state import Rounding, may_be_small, parts_of, replaced_methods, slot_dtypes
+from mpkeras.scaling.small_state import Rounding, parts_of, replaced_methods, shapes_of_slots, slot_dtypes
 from mpkeras.scaling.window import Decision, GradientWindow, checked_steps, single_step
 
 if keras.backend.backend() == "tensorflow":
@@ -252,13 +252,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _build_inner(self, variables):
         """Builds the inner optimizer with its slots in `slot_dtype` from the start: in float32 they need more."""
+        shapes = shapes_of_slots(variables)
 
         def slot_maker(part):
             add_variable = part.add_variable
 
             @functools.wraps(add_variable)
             def add_slot(shape, initializer="zeros", dtype=None, *args, **kwargs):
-                is_slot = may_be_small(shape, variables) and "float" in keras.backend.standardize_dtype(dtype)
+                is_slot = tuple(shape) in shapes and "float" in keras.backend.standardize_dtype(dtype)
                 return add_variable(shape, initializer, self._slot_dtype if is_slot else dtype, *args, **kwargs)
 
             return {} if self._slot_dtype == "auto" else {"add_variable": add_slot}

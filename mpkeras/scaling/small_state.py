@@ -58,14 +58,14 @@ def replaced_methods(inner_optimizer, methods_of):
         yield
 
 
-def may_be_small(shape, weights) -> bool:
-    """Whether state of this shape may be stored in 16 bits: that of a weight, or of a factor, which lacks an axis.
+def shapes_of_slots(weights) -> set[tuple]:
+    """Returns the shapes of state that may be stored in 16 bits: those of weights, and of factors, which lack an axis.
 
-    Others, as counters and a history of losses are, take next to no memory, single numbers among them.
+    State in others, as counters and a history of losses are, takes next to no memory, single numbers among them.
     """
     shapes = {tuple(weight.shape) for weight in weights}
     shapes |= {shape[:axis] + shape[axis + 1 :] for shape in shapes for axis in range(len(shape))}
-    return math.prod(shape) > 1 and tuple(shape) in shapes
+    return {shape for shape in shapes if math.prod(shape) > 1}
 
 
 def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
@@ -80,16 +80,17 @@ def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
     """
     averages = {id(variable) for part in parts_of(inner_optimizer) for variable in _keras.weight_averages(part)}
     weights = _keras.optimizer_trainable_variables(inner_optimizer)
-    weight_of_factor = _keras.weights_of_factors(inner_optimizer)
+    weight_of = _keras.weights_of_slots(inner_optimizer.variables, weights)
+    weight_of |= _keras.weights_of_factors(inner_optimizer)
+    shapes = shapes_of_slots(weights)
     dtype_by_slot = []
     for variable in inner_optimizer.variables:
         if _keras.stored_dtype(variable) not in ("float32", SMALL_DTYPE):
             continue
-        is_float32 = id(variable) in averages or not may_be_small(variable.shape, weights)
+        is_float32 = id(variable) in averages or tuple(variable.shape) not in shapes
         dtype = "float32" if is_float32 else slot_dtype
         if dtype == "auto":
-            weight = weight_of_factor.get(id(variable), _keras.weight_of_slot(variable, weights))
-            beside = variable if weight is None else weight
+            beside = weight_of.get(id(variable), variable)
             dtype = (stored or {}).get(id(beside)) or _keras.stored_dtype(beside)
         dtype_by_slot.append((variable, dtype))
     return dtype_by_slot

@@ -7,9 +7,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from mpkeras._replaced import replaced_on_all
+from mpkeras._replaced import replaced_on_all, value_below
+from mpkeras.policies.heads import own_methods
 from mpkeras.policies.loss_scaling import number
-from mpkeras.scaling.optimizer import optimizers_alive
+from mpkeras.scaling.optimizer import LossScaleOptimizer, optimizers_alive
 from mpkeras.training import training_backend
 from mpkeras.training.first_batch import is_looked_at
 
@@ -44,6 +45,9 @@ class UnguardedWatch:
             return
         self._steps += 1
         if self._steps > 4 and not is_looked_at(self._steps):
+            return
+        self._is_over = _calls_a_guarded_one(model)
+        if self._is_over:
             return
         is_due = [True]
 
@@ -81,6 +85,13 @@ class UnguardedWatch:
             return type(variable).assign(variable, value) if assign_below is None else assign_below(value)
 
         return assign
+
+
+def _calls_a_guarded_one(model) -> bool:
+    """Whether the step of `fit` is Keras' own, which calls the model's optimizer, and that checks for finite steps."""
+    is_keras_own = getattr(value_below(model, "train_step"), "__func__", None) is keras.Model.train_step
+    makes_own_function = own_methods(model, "make_train_function")
+    return is_keras_own and not makes_own_function and isinstance(model.optimizer, LossScaleOptimizer)
 
 
 def _is_shared(model) -> bool:

@@ -40,10 +40,8 @@ def _few_rows(model, x, needed):
     sizes = {leaf.shape[0] if getattr(leaf, "shape", ()) else None for leaf in keras.tree.flatten(x)}
     graph = _keras.graph_of(model)
     inputs = () if graph is None else keras.tree.flatten(_keras.input_structure(graph))
-    if len(sizes) != 1 or None in sizes or any(tensor.shape[0] is not None for tensor in inputs):
-        return x
-    (size,) = sizes
-    if size <= ROWS:
+    size = sizes.pop() if len(sizes) == 1 else None
+    if size is None or size <= ROWS or any(tensor.shape[0] is not None for tensor in inputs):
         return x
     others = np.setdiff1d(np.arange(size), needed)
     spread = np.linspace(0, len(others) - 1, max(ROWS - len(needed), 0)).astype(int)
