@@ -19,6 +19,7 @@ from mpkeras.scaling.facts import opened_step
 from mpkeras.training import defaults, metric_states
 from mpkeras.training.defaults import (  # noqa: F401
     are_of_this_program,
+    build_before_trace,
     check_scope,
     ensure_built,
     first_batch,

@@ -73,6 +73,23 @@ def ensure_built(model, own_step, data):
 _tried: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
+def build_before_trace(model, data):
+    """Builds optimizer, losses and metrics of a built model, whose step is Keras' own, as `fit` does on JAX and torch.
+
+    A step that makes variables as it is traced is traced by TensorFlow once more. What cannot be built so is left to
+    the step.
+
+    Args:
+        model: The model that is trained.
+        data: What its train function is given: only an iterator of `tf.data` tells of batches that are still to come.
+    """
+    is_traced = not model.run_eagerly and not is_distributed(model) and _keras.is_built(model)
+    if is_traced and isinstance(data, tf.data.Iterator):
+        layers = _keras.flatten_layers(model, include_self=True)
+        with contextlib.suppress(Exception), _keras.kept_losses(layers), _keras.tensors_put_back(layers):
+            _keras.symbolic_build(model, data.element_spec)
+
+
 def _build_in_advance(model, data) -> bool:
     """Builds what a call of the model reaches. Returns whether that is done, or left to the step.
 

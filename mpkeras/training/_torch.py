@@ -15,6 +15,7 @@ from mpkeras.scaling.facts import opened_step
 from mpkeras.training.defaults import (  # noqa: F401
     HeldState,
     are_of_this_program,
+    build_before_trace,
     can_be_read,
     check_is_outermost,
     check_scope,

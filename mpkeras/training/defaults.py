@@ -40,6 +40,10 @@ def ensure_built(model, own_step, data):
     """Keras builds the model before the train step here."""
 
 
+def build_before_trace(model, data):
+    """Keras' `fit` builds all before its first step here."""
+
+
 def has_rows(data) -> bool:
     """Returns whether a batch has rows; of several ranks, each asks for itself only whether it can compute."""
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]

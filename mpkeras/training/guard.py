@@ -91,7 +91,7 @@ def install(model, guard: Guard):
 
     vars(guarded_train_step)["mpkeras_guard"] = guard
     _replaced.replace(model, "train_step", guarded_train_step, kind="guard")
-    make = _make_train_function(model, model.make_train_function, guard)
+    make = _make_train_function(model, model.make_train_function, guard, is_keras_own)
     _replaced.replace(model, "make_train_function", make, kind="guard")
     # A train function built earlier holds the step as it was.
     model.train_function = None
@@ -198,7 +198,7 @@ def scaling_optimizers(model, held_elsewhere=None) -> list:
     return checking
 
 
-def _make_train_function(model, make_train_function, guard):
+def _make_train_function(model, make_train_function, guard, is_keras_own: bool):
     @functools.wraps(make_train_function)
     def make_and_take_again(*args, **kwargs):
         # While the variables have their values, which `fit` takes from them on JAX.
@@ -215,10 +215,24 @@ def _make_train_function(model, make_train_function, guard):
                 # A skipped step that leaves traces cannot be taken again.
                 first_steps = retake.FirstSteps(model, lambda: checking_optimizers(model), lambda: model.metrics)
                 function = retake.retaking(function, first_steps)
-            model.train_function = _hiding_logs(model, function)
+            model.train_function = _hiding_logs(model, _building_first(model, function) if is_keras_own else function)
         return result
 
     return make_and_take_again
+
+
+def _building_first(model, function):
+    is_first = True
+
+    @functools.wraps(function)
+    def train_function(*args):
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            training_backend.build_before_trace(model, args[-1])
+        return function(*args)
+
+    return train_function
 
 
 def _hiding_logs(model, function):
