@@ -198,3 +198,38 @@ def test_the_check_of_a_bias_reads_its_gradient_and_not_what_that_is_the_sum_of(
     shapes = dict(re.findall(r"%?([\w.-]+) = \w+\[([\d,]*)\]", program))
     added_up = [shapes[operand] for operand in re.findall(r"= f32\[\]\S* reduce\(%?([\w.-]+)", program)]
     assert added_up and "64,96" not in added_up
+
+
+class InTraining(keras.layers.Layer):
+    """A user's layer that notes each run of it in training, and may refuse to run in inference."""
+
+    def __init__(self, refuses, **kwargs):
+        super().__init__(**kwargs)
+        self.refuses, self.runs = refuses, []
+
+    def call(self, x, training=None):
+        if training:
+            self.runs.append(len(self.runs))
+        elif training is False and self.refuses:
+            raise RuntimeError("in training alone")
+        return x * 1.0
+
+
+# Stock Keras stops there on JAX.
+REFUSES = pytest.param(True, marks=pytest.mark.backends("tensorflow"))
+
+
+@pytest.mark.parametrize("refuses", [False, REFUSES])
+def test_the_first_step_of_fit_is_traced_once(refuses):
+    """Stock Keras makes variables in it, and TensorFlow traces such a function once more.
+
+    What no run in inference can make, the step makes as ever.
+    """
+    layer = InTraining(refuses)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), layer, keras.layers.Dense(2)])
+    model.compile("adam", "mse", metrics=["mae"])
+    mpkeras.prepare(model, "mixed_bfloat16")
+    x, y = np.ones((8, 3), "float32"), np.zeros((8, 2), "float32")
+    losses = model.fit(x, y, batch_size=4, epochs=3, verbose=0).history["loss"]
+    assert len(layer.runs) == (2 if refuses else 1)
+    assert losses[2] < losses[0] and keras.ops.convert_to_numpy(model.optimizer.accepted_steps) == 6
