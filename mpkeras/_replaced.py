@@ -165,7 +165,7 @@ def value_below(owner, name: str):
     if not of_name:
         return getattr(owner, name)
     below = of_name[-1].before
-    return getattr(type(owner), name).__get__(owner) if below is _MISSING else below
+    return getattr(type(owner), name).__get__(owner, type(owner)) if below is _MISSING else below
 
 
 def _entries(owner) -> list[Replaced]:
