@@ -46,7 +46,7 @@ def is_looked_at(number: int) -> bool:
     return not number & (number - 1)
 
 
-def looking_at_batch(model, function, number: int):
+def looking_at_batch(model, function, number: int, again: bool):
     """Returns a train function of `model` that looks at its next batch for `look`, then runs `function`.
 
     The model may be built by the first step alone: then the batch is looked at behind the step.
@@ -55,6 +55,7 @@ def looking_at_batch(model, function, number: int):
         model: The model.
         function: Its train function.
         number: The number of the batch, the first being 1.
+        again: As in `look`.
     """
     is_due = True
 
@@ -74,10 +75,10 @@ def looking_at_batch(model, function, number: int):
             return function(*state, data)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         if was_built:
-            look(model, x, number, *state)
+            look(model, x, number, again, *state)
         result = function(*state, data)
         if not was_built:
-            look(model, x, number, *(result[1:] if isinstance(result, tuple) else ()))
+            look(model, x, number, again, *(result[1:] if isinstance(result, tuple) else ()))
         return result
 
     # It is in front for one step, and of the function behind it others ask whether it takes batches again.
@@ -86,7 +87,7 @@ def looking_at_batch(model, function, number: int):
     return train_function
 
 
-def look(model, x, number: int, state=None):
+def look(model, x, number: int, again: bool, state=None):
     """Warns, once of each layer, of what 16 bits would lose of a batch in silence.
 
     Of the first batch that is whole numbers, and what a few rows become in layers; of later ones whole numbers alone.
@@ -95,10 +96,11 @@ def look(model, x, number: int, state=None):
         model: The model; one that is not built, or that is on several devices, is not looked at.
         x: The arguments of the model.
         number: The number of the batch, the first being 1.
+        again: Whether whole numbers are followed through the model also where such numbers of earlier batches were.
         state: The state that `fit` on JAX holds beside the model, if it does.
     """
     # Behind the four groups of `fit`'s state a callback may hand on numbers of its own.
     with _keras.held_by_variables(model, None if state is None else state[:4]):
-        warn_of_rounding(model, x)
+        warn_of_rounding(model, x, again)
         if number == 1:
             warn_of_lost_outputs(model, x)

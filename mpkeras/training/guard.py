@@ -246,7 +246,7 @@ def _hiding_logs(model, function):
             # In `fit` the watch looks at batches.
             return function(*args)
         batches += 1
-        looking = looking_at_batch(model, function, batches) if is_looked_at(batches) else function
+        looking = looking_at_batch(model, function, batches, batches > 1) if is_looked_at(batches) else function
         return without_logs(model, looking(*args))
 
     vars(train_function)["mpkeras_hides_logs"] = True

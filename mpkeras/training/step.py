@@ -203,7 +203,7 @@ class TrainStep:
         if not training_backend.in_replica_context():
             self._batches += 1
             if is_looked_at(self._batches):
-                look(self.model, x, self._batches)
+                look(self.model, x, self._batches, again=self._batches > 1)
         return self.run_as_made(x, y, sample_weight)
 
     def run_as_made(self, x, y=None, sample_weight=None) -> dict:

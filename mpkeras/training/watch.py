@@ -26,7 +26,8 @@ class SkipWatch(keras.callbacks.Callback):
         super().__init__()
         self._warned = set()
         self._warns_at_min_scale = True
-        self._batches = 0
+        # Of this training, and of all that this object has watched.
+        self._batches = self._all_batches = 0
         self._first_steps: UnguardedWatch | None = None
         self.validations = Validations(self._warn_once)
 
@@ -41,9 +42,12 @@ class SkipWatch(keras.callbacks.Callback):
         if self._first_steps is not None:
             self._first_steps.watch()
         self._batches += 1
+        self._all_batches += 1
         # Not when training begins: callbacks behind this one may let the train function be made anew there.
         if is_looked_at(self._batches) and self.model.train_function is not None:
-            self.model.train_function = looking_at_batch(self.model, self.model.train_function, self._batches)
+            again = self._batches > 1 and is_looked_at(self._all_batches)
+            function = looking_at_batch(self.model, self.model.train_function, self._batches, again)
+            self.model.train_function = function
 
     def on_epoch_begin(self, epoch, logs=None):
         self.validations.begin_epoch()

@@ -6,6 +6,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import keras
 import ml_dtypes
@@ -105,11 +106,15 @@ def rounded_whole_numbers(model, x) -> list[Rounded]:
         x: The arguments of the model, as arrays or tensors; anything else has no values, and returns `[]`.
     """
     observed = _Observed(model)
-    needed = _rows_with_losses(_arrays(x), observed.dtypes, ROWS)[:ROWS]
+    return _rounded_in_a_run(model, x, observed, _rows_of_columns(_arrays(x), observed.dtypes).values())
+
+
+def _rounded_in_a_run(model, x, observed, rows) -> list[Rounded]:
+    """Returns the same, by a run on these rows of the batch; where there are none, what variables hold alone."""
+    needed = list(dict.fromkeys(rows))[:ROWS]
     # Behind the run that is known, too, which models read their variables in float32: their first call tells.
-    if not needed and not observed.in_variables():
-        return []
-    observed = run_on_few_rows(model, x, lambda: _Observed(model), needed)
+    if needed or observed.in_variables():
+        observed = run_on_few_rows(model, x, lambda: _Observed(model), needed)
     return [*observed.found(), *observed.in_variables()]
 
 
@@ -130,8 +135,23 @@ def _arrays(structure) -> list:
     return arrays
 
 
-def _lost(array, dtype: str) -> tuple[float, float] | None:
-    """Returns a whole number of an array and what `dtype` makes of it, if that is another one; `None` if there is none.
+class _Loss(NamedTuple):
+    """A whole number in an array, and what a 16-bit dtype makes of it.
+
+    Attributes:
+        column: The axis along which the array has the column that holds the number, and the number of that.
+        row: The row of the array that holds it.
+        before, after: The number, and what it becomes.
+    """
+
+    column: tuple[int, int]
+    row: int
+    before: float
+    after: float
+
+
+def _lost(array, dtype: str) -> _Loss | None:
+    """Returns a whole number of an array of which `dtype` makes another one, or `None` if there is none.
 
     An array of whole numbers alone counts, and a column of them beside others, along whichever axis: in a table one may
     be an id.
@@ -139,32 +159,35 @@ def _lost(array, dtype: str) -> tuple[float, float] | None:
     return next(_losses(np.asarray(array), dtype), None)
 
 
-def _losses(array, dtype: str) -> Iterator[tuple[float, float]]:
+def _losses(array, dtype: str) -> Iterator[_Loss]:
     """Yields what `_lost` returns, of each column."""
     limit = 2.0 ** (ml_dtypes.finfo(dtype).nmant + 1)
     # The cheap question first: most data stays below.
     if not array.size or array.dtype.kind not in "iuf" or max(float(array.max()), -float(array.min())) <= limit:
         return
     if array.ndim < 2:
-        yield from _losses_in_columns(array.reshape(-1, 1), dtype, limit)
-        return
+        array = array.reshape(-1, 1)
     # The last axis first: most tables have their columns there.
     for axis in reversed(range(1, array.ndim)):
         moved = np.moveaxis(array, axis, -1)
         # The first rows tell of nearly every column of features that it is none of whole numbers.
         few = moved[:_FEW_ROWS].reshape(-1, array.shape[axis])
-        may_be_whole = ((few == np.round(few)) | ~np.isfinite(few)).all(axis=0)
-        if may_be_whole.any():
-            columns = moved if may_be_whole.all() else moved[..., may_be_whole]
-            yield from _losses_in_columns(columns.reshape(-1, columns.shape[-1]), dtype, limit)
+        may_be_whole = np.flatnonzero(((few == np.round(few)) | ~np.isfinite(few)).all(axis=0))
+        if may_be_whole.size:
+            columns = moved if may_be_whole.size == few.shape[1] else moved[..., may_be_whole]
+            for loss in _losses_in_columns(columns, dtype, limit):
+                yield loss._replace(column=(axis, int(may_be_whole[loss.column[1]])))
 
 
-def _losses_in_columns(columns, dtype: str, limit: float) -> Iterator[tuple[float, float]]:
+def _losses_in_columns(rows, dtype: str, limit: float) -> Iterator[_Loss]:
+    """Yields what `_lost` returns, of each column along the last axis."""
+    columns = rows.reshape(-1, rows.shape[-1])
     with np.errstate(invalid="ignore"):
         is_large = np.maximum(columns.max(axis=0), -columns.min(axis=0)) > limit
         is_large |= np.isnan(columns).any(axis=0) if columns.dtype.kind == "f" else False
-    for column in columns[:, is_large].T:
-        values = column[np.isfinite(column)].astype("float64")
+    for number in np.flatnonzero(is_large):
+        places = np.flatnonzero(np.isfinite(columns[:, number]))
+        values = columns[places, number].astype("float64")
         if not values.size or (values != np.round(values)).any():
             continue
         with np.errstate(over="ignore"):
@@ -174,18 +197,21 @@ def _losses_in_columns(columns, dtype: str, limit: float) -> Iterator[tuple[floa
             is_lost &= np.abs(values) < _ALL_WHOLE
         if is_lost.any():
             first = int(np.argmax(is_lost))
-            yield float(values[first]), float(rounded[first])
+            row = int(places[first]) // (len(columns) // len(rows))
+            yield _Loss((rows.ndim - 1, int(number)), row, float(values[first]), float(rounded[first]))
 
 
-def _rows_with_losses(arrays, dtypes, at_most: int) -> list[int]:
-    """Returns, of columns in which a whole number is lost in one of `dtypes`, the first such row, each row once."""
-    rows = [
-        int(np.argmax((array == value).reshape(max(len(array), 1), -1).any(axis=1)))
-        for array in map(np.atleast_1d, arrays)
-        for dtype in dtypes
-        for value, _ in itertools.islice(_losses(array, dtype), at_most)
-    ]
-    return list(dict.fromkeys(rows))
+def _rows_of_columns(arrays, dtypes, at_most: int | None = None) -> dict:
+    """Returns the first row in which a whole number is lost, by column: of `at_most` columns of each array.
+
+    A column is `(number of the array, dtype, axis, number along it)`.
+    """
+    return {
+        (number, dtype, *loss.column): loss.row
+        for number, array in enumerate(arrays)
+        for dtype in sorted(dtypes)
+        for loss in itertools.islice(_losses(array, dtype), at_most)
+    }
 
 
 class _Observed:
@@ -212,6 +238,11 @@ class _Observed:
         self._handed_on: dict = {}
         self._read: list = []
 
+    def asked(self) -> list:
+        """Returns what tells whether another run would ask the same layers."""
+        layers = [*self._casting, *self._moving, *self._reading]
+        return [(id(layer), layer.compute_dtype) for layer in layers]
+
     def observers(self) -> Iterator:
         """Yields the context managers in which a run is observed."""
         for layer in [*self._casting, *self._moving]:
@@ -224,7 +255,7 @@ class _Observed:
         for array in _arrays([tensor]):
             lost = _lost(array, dtype)
             if lost is not None:
-                self._lost.setdefault(id(layer), lost)
+                self._lost.setdefault(id(layer), (lost.before, lost.after))
                 exact = array.astype("float64")
                 with np.errstate(over="ignore"):
                     rounded = exact.astype(dtype).astype("float64")
@@ -267,7 +298,9 @@ class _Observed:
         for layer, name, variable in self.variables:
             lost = next((_lost(array, layer.compute_dtype) for array in _arrays([variable.value])), None)
             if lost is not None and not reads_variables_in_float32(layer):
-                rounded.append(Rounded(path_of(layer), path_of(layer), layer.compute_dtype, *lost, variable=name))
+                rounded.append(
+                    Rounded(path_of(layer), path_of(layer), layer.compute_dtype, lost.before, lost.after, variable=name)
+                )
         return rounded
 
     def _arrived(self, layer, array) -> tuple | None:
@@ -341,12 +374,36 @@ def in_one_message(named) -> str:
     return message + (f" So it is with {others} more layers." if others > 0 else "")
 
 
-def warn_of_rounding(model, x):
-    """Warns, once of each layer, of whole numbers that `model` rounds before a layer reads them in a batch."""
+# By model: which layers were asked last, and the columns in which lost numbers were followed to them.
+_followed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _followed_to(model, observed) -> set:
+    """Returns the columns in which lost numbers were followed to the layers that are `observed` now."""
+    asked = observed.asked()
+    if _followed.get(model, (None,))[0] != asked:
+        _followed[model] = asked, set()
+    return _followed[model][1]
+
+
+def warn_of_rounding(model, x, again: bool = True):
+    """Warns, once of each layer, of whole numbers that `model` rounds before a layer reads them in a batch.
+
+    Unless `again`, numbers are followed in columns alone in which none were before: to which layers a number comes is
+    seldom a matter of its value.
+    """
     if training_backend.is_distributed(model) or not _keras.is_built(model):
         return
     layers = {path_of(layer): layer for layer in layers_of(model)}
-    untold = [rounded for rounded in rounded_whole_numbers(model, x) if layers[rounded.reader] not in _told]
+    observed = _Observed(model)
+    row_of = _rows_of_columns(_arrays(x), observed.dtypes)
+    followed = () if again else _followed_to(model, observed)
+    rows = [row for column, row in row_of.items() if column not in followed]
+    named = _rounded_in_a_run(model, x, observed, rows)
+    if rows:
+        # The run may have shown that some hand on what they are given.
+        _followed_to(model, _Observed(model)).update(row_of)
+    untold = [rounded for rounded in named if layers[rounded.reader] not in _told]
     if not untold:
         return
     _told.update(layers[rounded.reader] for rounded in untold)
@@ -365,10 +422,13 @@ def arrays_in_memory(x) -> list:
 
 def warn_of_rounded_rows(model, x, arrays, size):
     """Warns of the rows of `x` with whole numbers that `model` rounds, in a batch of `size` rows."""
-    rows = _rows_with_losses(arrays, _Observed(model).dtypes, size)
+    observed = _Observed(model)
+    row_of = _rows_of_columns(arrays, observed.dtypes, at_most=size)
+    followed = _followed_to(model, observed)
+    rows = dict.fromkeys(row for column, row in row_of.items() if column not in followed)
     if rows:
         chosen = np.resize([*rows, *range(len(arrays[0]))][:size], size)
-        warn_of_rounding(model, keras.tree.pack_sequence_as(x, [array[chosen] for array in arrays]))
+        warn_of_rounding(model, keras.tree.pack_sequence_as(x, [array[chosen] for array in arrays]), again=False)
 
 
 def _is_in_memory(value) -> bool:
