@@ -428,9 +428,9 @@ class HeldState(defaults.HeldState):
         return self._state[i][j]
 
 
-def held_batches(data, steps: int) -> tuple:
+def held_batches(data, model) -> tuple:
     """As in `_tensorflow.py`; `fit` hands on an iterator of Python."""
-    return list(itertools.islice(data, steps)), lambda batches: lambda: iter(batches)
+    return list(itertools.islice(data, model.steps_per_execution)), lambda batches: lambda: iter(batches)
 
 
 def check_is_outermost(data):

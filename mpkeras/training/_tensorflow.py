@@ -511,31 +511,54 @@ class HeldState(defaults.HeldState):
         return self._model.distribute_strategy.experimental_local_results(variable.value)
 
 
-def held_batches(data, steps: int) -> tuple:
-    """Takes the next batches of what `fit` hands on.
+def held_batches(data, model) -> tuple:
+    """Takes the batches of the next execution from what `fit` hands on.
 
     Args:
         data: The argument of the train function: an iterator.
-        steps: How many batches it would take.
+        model: The model that is trained. Its `steps_per_execution` says how many batches these are.
 
     Returns:
         The batches, fewer or none at the end of the data; and a function that turns some of them into a function that
         returns an iterator of the kind of `data`, anew at each call.
     """
-    if not isinstance(data, tf.data.Iterator):
+    steps, strategy = model.steps_per_execution, model.distribute_strategy
+    if not isinstance(data, tf.data.Iterator | tf.distribute.DistributedIterator):
         return list(itertools.islice(data, steps)), lambda batches: lambda: iter(batches)
     optionals = [data.get_next_as_optional() for _ in range(steps)]
     batches = [optional.get_value() for optional in optionals if optional.has_value()]
 
     def handed_on(batches):
-        datasets = [tf.data.Dataset.from_tensors(batch) for batch in batches]
-        dataset = functools.reduce(tf.data.Dataset.concatenate, datasets)
-        # With the shapes that the iterator says, unknown lengths too: Keras' function is traced for these.
-        variant = tf.data.experimental.to_variant(dataset)
-        dataset = tf.data.experimental.from_variant(variant, data.element_spec)
+        count = len(strategy.experimental_local_results(tf.nest.flatten(batches)[0]))
+        parts = [_part_for_replica(i, batch, strategy) for batch in batches for i in range(count)]
+        spec = data.element_spec if count == 1 else _spec_for_replica(data.element_spec, parts[0])
+
+        def dataset_of_parts(context):
+            datasets = [tf.data.Dataset.from_tensors(part) for part in parts]
+            variant = tf.data.experimental.to_variant(functools.reduce(tf.data.Dataset.concatenate, datasets))
+            # With the shapes that the iterator says, unknown lengths too: Keras' function is traced for these, and
+            # where a length is known, the loss of each output weighs that much in its mean.
+            return tf.data.experimental.from_variant(variant, spec)
+
+        # The replicas take elements in turn.
+        dataset = strategy.distribute_datasets_from_function(dataset_of_parts)
         return lambda: iter(dataset)
 
     return batches, handed_on
+
+
+def _part_for_replica(number: int, batch, strategy):
+    return tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[number], batch)
+
+
+def _spec_for_replica(element_spec, part):
+    """Returns the spec of `part`, one replica's, by that of a batch for several."""
+
+    def of_leaf(spec, leaf):
+        is_dense = isinstance(leaf, tf.Tensor)
+        return tf.nest.flatten(spec, expand_composites=True)[0] if is_dense else tf.type_spec_from_value(leaf)
+
+    return tf.nest.map_structure(of_leaf, element_spec, part)
 
 
 def replicas(model=None) -> int:

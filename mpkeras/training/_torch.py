@@ -282,7 +282,7 @@ class CompiledStep:
         return {"loss": torch.tensor(float("nan")), "loss_scale": self._parts.loss_scale()}
 
 
-def held_batches(data, steps: int) -> tuple:
+def held_batches(data, model) -> tuple:
     """As in `_tensorflow.py`; `fit` hands on one batch in a list."""
     return [data], lambda batches: lambda: batches[0]
 

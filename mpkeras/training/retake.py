@@ -46,7 +46,7 @@ def retaking(function: Callable, first_steps: "FirstSteps") -> Callable:
         if first_steps.are_over or not training_backend.runs_on_host():
             return function(*args)
         *state, data = args
-        batches, handed_on = training_backend.held_batches(data, first_steps.model.steps_per_execution)
+        batches, handed_on = training_backend.held_batches(data, first_steps.model)
         if not batches:
             # At the end of the data, of which Keras' own function tells.
             return function(*args)

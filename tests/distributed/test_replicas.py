@@ -41,6 +41,8 @@ def test_each_replica_of_a_mirrored_strategy(replicas, eager):
         assert not any(skipped[name] > 0 for name in ("precision", "seen_precision", "true_positives", "f1"))
     # By hand: of the whole batch the gradient is 2 / 8 * (4, 4, 0), of each replica's own rows a part of it.
     assert result["gradients"] == pytest.approx([2**0.5, 1 / 3])
+    # The means of 1, 9 and 5, and of 4, 36 and 20: the batch that the scale is found with counts as every other.
+    assert result["losses"] == pytest.approx([5, 20])
     # XLA under several replicas is refused by its name.
     assert ("XLA" in result["xla"]) == (replicas > 1 and not eager)
 
