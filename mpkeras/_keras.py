@@ -595,6 +595,11 @@ def _one_update_of(optimizer):
 IMPROVEMENT_METHOD = "_is_improvement"
 
 
+# The method by which a model decides whether the logs of an epoch are what its metrics say, or those of the last step:
+# by the names in them. Read in Keras 3.10 and 3.15.1.
+EPOCH_RESULTS_METHOD = "_get_metrics_result_or_logs"
+
+
 # The method through which Keras' optimizers decay the weights. On TensorFlow it assigns to variables directly.
 WEIGHT_DECAY_METHOD = "_apply_weight_decay"
 

@@ -39,7 +39,8 @@ KINDS = {
     "orthogonal": "`get_config` of a layer with bfloat16 weights that begin orthogonal: no backend draws such a "
     "matrix, and a file, in which it says `mixed_bfloat16`, makes it in float32",
     "guard": "`train_step` and `make_train_function` of a model: a skipped step leaves no trace, and first batches are "
-    "taken again. `compile`, `fit` and `evaluate` of a prepared one: it stays prepared when it is compiled again, logs "
+    "taken again. `_get_metrics_result_or_logs` of one: metrics are asked at the end of an epoch as without loss scale "
+    "in the logs. `compile`, `fit` and `evaluate` of a prepared one: it stays prepared when it is compiled again, logs "
     "and warns in `fit` only, and says where a validation is not finite",
     "monitor": "`_is_improvement` of a callback that keeps the best epoch, until `fit` ends: a value that is not "
     "finite is no improvement",
