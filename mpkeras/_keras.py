@@ -914,6 +914,17 @@ def _as_input_of(layer, value):
     return layer.dtype_policy.convert_input(value, layer.autocast, layer.input_dtype)
 
 
+def float32_signature(model):
+    """Returns the inputs that Keras exports a model without a graph with, in float32 in place of what it computes in.
+
+    There is no public way to them. Read in Keras 3.10 and 3.15.1.
+    """
+    return keras.tree.map_structure(
+        lambda spec: keras.InputSpec("float32", spec.shape) if spec.dtype == model.input_dtype else spec,
+        keras.src.export.export_utils.get_input_signature(model),
+    )
+
+
 def output_structure(model):
     """Returns the outputs of a Functional model in the structure it returns them; `Model.outputs` is flat."""
     return model._outputs_struct

@@ -12,7 +12,8 @@ KINDS = {
     "`_get_regularization_losses` of a model: regularizers of 16-bit weights are handed float32. `_regularizer` of the "
     "weights meanwhile",
     "outputs": "`call` of a model of the user's own, and of the models that its step computes with: it returns "
-    "float32. `compute_metrics` of a model with a step of its own: metrics are computed in float32",
+    "float32. `export` of one: it takes float32. `compute_metrics` of a model with a step of its own: metrics are "
+    "computed in float32",
     "variables": "`call` of a model or layer of the user's own: variables of its own that make outputs are read in "
     "float32; of a Functional model: those that operations take",
     "heads": "`call` of a model or layer of the user's own, until it has run once: which of the layers inside makes an "
