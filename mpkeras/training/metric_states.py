@@ -132,7 +132,9 @@ def of_epoch(metrics, results: dict, last_logs: dict) -> dict:
     others = {name: last_logs[name] for name in results if name not in trackers}
     arrays = [np.asarray(ops.convert_to_numpy(value)) for value in keras.tree.flatten(others)]
     floats = [array for array in arrays if not np.issubdtype(array.dtype, np.integer)]
-    if floats and all(np.isnan(array).all() for array in floats):
+    # Below 0 is a tracker of skipped steps alone. Without one the steps have said it of the others.
+    only_skipped = min(counts.values(), default=0) < 0 and max(counts.values()) <= 0
+    if only_skipped or floats and all(np.isnan(array).all() for array in floats):
         empty |= set(others)
     return {name: last_logs[name] if name in empty else value for name, value in results.items()}
 
