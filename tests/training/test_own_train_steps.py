@@ -419,6 +419,19 @@ def test_a_loss_that_the_step_gives_its_tracker_and_returns_is_shown_as_the_mean
     assert history["loss"] == pytest.approx([of_rows.mean()], rel=1e-4)
 
 
+@pytest.mark.backends("tensorflow", "torch")
+def test_of_a_loss_that_is_given_to_no_scale_loss_nothing_is_said():
+    """It was said to be finite."""
+    keras.utils.set_random_seed(11)
+    model = Regression()
+    model.compile(keras.optimizers.SGD(1e-6))
+    prepare(model, "mixed_bfloat16")
+    with pytest.warns(
+        UserWarning, match=r"All 2 steps.*: gradients were not finite\. Whether the loss was is not known"
+    ):
+        model.fit(DATA[: 2 * BATCH], np.full((2 * BATCH, 1), np.inf, "float32"), batch_size=BATCH, verbose=0)
+
+
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize("door", [None, "callback", "prepare"])
 def test_jax_a_loss_that_no_metric_of_keras_holds_is_shown(door):
