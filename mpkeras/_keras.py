@@ -604,6 +604,11 @@ def _one_update_of(optimizer):
 IMPROVEMENT_METHOD = "_is_improvement"
 
 
+# The method by which a model decides whether the logs of an epoch are what its metrics say, or those of the last step:
+# by the names in them. Read in Keras 3.10 and 3.15.1.
+EPOCH_RESULTS_METHOD = "_get_metrics_result_or_logs"
+
+
 # The method through which Keras' optimizers decay the weights. On TensorFlow it assigns to variables directly.
 WEIGHT_DECAY_METHOD = "_apply_weight_decay"
 
@@ -916,6 +921,17 @@ def _as_input_of(layer, value):
     if not converts or not isinstance(value, keras.KerasTensor):
         return value
     return layer.dtype_policy.convert_input(value, layer.autocast, layer.input_dtype)
+
+
+def float32_signature(model):
+    """Returns the inputs that Keras exports a model without a graph with, in float32 in place of what it computes in.
+
+    There is no public way to them. Read in Keras 3.10 and 3.15.1.
+    """
+    return keras.tree.map_structure(
+        lambda spec: keras.InputSpec("float32", spec.shape) if spec.dtype == model.input_dtype else spec,
+        keras.src.export.export_utils.get_input_signature(model),
+    )
 
 
 def output_structure(model):

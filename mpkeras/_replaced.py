@@ -12,7 +12,8 @@ KINDS = {
     "`_get_regularization_losses` of a model: regularizers of 16-bit weights are handed float32. `_regularizer` of the "
     "weights meanwhile",
     "outputs": "`call` of a model of the user's own, and of the models that its step computes with: it returns "
-    "float32. `compute_metrics` of a model with a step of its own: metrics are computed in float32",
+    "float32. `export` of one: it takes float32. `compute_metrics` of a model with a step of its own: metrics are "
+    "computed in float32",
     "variables": "`call` of a model or layer of the user's own: variables of its own that make outputs are read in "
     "float32; of a Functional model: those that operations take",
     "heads": "`call` of a model or layer of the user's own, until it has run once: which of the layers inside makes an "
@@ -39,7 +40,8 @@ KINDS = {
     "orthogonal": "`get_config` of a layer with bfloat16 weights that begin orthogonal: no backend draws such a "
     "matrix, and a file, in which it says `mixed_bfloat16`, makes it in float32",
     "guard": "`train_step` and `make_train_function` of a model: a skipped step leaves no trace, and first batches are "
-    "taken again. `compile`, `fit` and `evaluate` of a prepared one: it stays prepared when it is compiled again, logs "
+    "taken again. `_get_metrics_result_or_logs` of one: metrics are asked at the end of an epoch as without loss scale "
+    "in the logs. `compile`, `fit` and `evaluate` of a prepared one: it stays prepared when it is compiled again, logs "
     "and warns in `fit` only, and says where a validation is not finite",
     "monitor": "`_is_improvement` of a callback that keeps the best epoch, until `fit` ends: a value that is not "
     "finite is no improvement",

@@ -853,3 +853,23 @@ def test_layers_that_share_a_policy_map_share_its_copy():
     first.build((None, 1))
     first.dtype_policy = "mixed_float16"
     assert list(policy_map) == ["third"] and list(first.dtype_policy) == ["third", first.path]
+
+
+def test_an_export_takes_the_inputs_of_a_signature_in_what_the_model_computes_in():
+    class Two(keras.Model):
+        def call(self, inputs):
+            return inputs["a"] + inputs["b"][0]
+
+    model = Two(dtype="mixed_float16")
+    model({"a": np.zeros((3, 2)), "b": [np.zeros((3, 1))]})
+    (specs,) = private.float32_signature(model)
+    assert (specs["a"].dtype, specs["a"].shape, specs["b"][0].shape) == ("float32", (None, 2), (None, 1))
+
+
+def test_a_model_asks_its_metrics_where_the_logs_have_their_names():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    of_epoch = getattr(model, private.EPOCH_RESULTS_METHOD)
+    assert list(of_epoch({"loss": 5.0})) == ["loss"] and float(of_epoch({"loss": 5.0})["loss"]) == 0.0
+    logs = {"loss": 5.0, "other": 6.0}
+    assert of_epoch(logs) is logs

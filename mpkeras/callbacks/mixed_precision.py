@@ -11,7 +11,6 @@ from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.training import for_one_fit, guard, inventory, prepared
 from mpkeras.training.prepare import check_switches, prepare_to_train
-from mpkeras.training.replica_metrics import MetricsOfAllReplicas
 from mpkeras.training.validations import Look
 from mpkeras.training.watch import SkipWatch
 
@@ -77,7 +76,6 @@ class MixedPrecision(SkipWatch):
         self._on_min_scale = on_min_scale
         self._warns_at_min_scale = on_min_scale == "warn"
         self._is_in_training = False
-        self._metrics_of_all_replicas = MetricsOfAllReplicas()
         self._is_on_model = False
         # `jit_compile` of the model before, and as it was given.
         self._switched: tuple | None = None
@@ -95,7 +93,6 @@ class MixedPrecision(SkipWatch):
         # Here and not in `on_train_begin`: callbacks that restore a checkpoint when training begins must
         # find the optimizer whose state they restore.
         super().set_model(model)
-        self._metrics_of_all_replicas.set_model(model)
         self._is_in_training = False
         self.validations.let_monitors_be()
         old_jit_compile = None if self._jit_compile is None else model.jit_compile
@@ -116,14 +113,6 @@ class MixedPrecision(SkipWatch):
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
         self._is_in_training = True
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._metrics_of_all_replicas.on_epoch_end(epoch, logs)
-        super().on_epoch_end(epoch, logs)
-
-    def on_test_begin(self, logs=None):
-        if self._is_in_training:
-            self._metrics_of_all_replicas.on_test_begin(logs)
 
     def on_test_end(self, logs=None):
         # Keras gives the model to the callbacks of `evaluate` and `predict`, too. In `fit` this is a validation.
@@ -156,7 +145,6 @@ class MixedPrecision(SkipWatch):
                 self.model.jit_compile = old_jit_compile
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._metrics_of_all_replicas.on_epoch_begin(epoch, logs)
         super().on_epoch_begin(epoch, logs)
         self._nonfinite_losses = [counts.nonfinite_losses for counts in self._at_epoch_begin]
 

@@ -19,7 +19,12 @@ from mpkeras.conversion.float8 import IN_FLOAT8, multiply_in_float8
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS, sum_in_float32
 from mpkeras.conversion.layer import draws_orthogonal, save_as_mixed
 from mpkeras.conversion.mixing import name_mixed_dtypes
-from mpkeras.conversion.outputs import compute_metrics_in_float32, read_variables_in_float32, return_float32
+from mpkeras.conversion.outputs import (
+    compute_metrics_in_float32,
+    read_variables_in_float32,
+    return_float32,
+    serve_with_float32_inputs,
+)
 from mpkeras.conversion.raw_inputs import pass_inputs_on, take_inputs_raw, takes_raw_inputs
 from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE, tensor_dtype, widen
@@ -87,6 +92,8 @@ def _of_outputs(model, layer, parts) -> Iterator[str]:
     """
     if layer is model and _has_call_without_graph(model) or layer in parts:
         yield "float32 outputs"
+        if _has_call_without_graph(layer):
+            yield "float32 inputs of what is served"
     if isinstance(layer, keras.Model) and has_own_step(layer):
         yield "float32 metrics"
     if isinstance(layer, keras.Model):
@@ -326,6 +333,7 @@ CHANGES = {
     # Over the one that reads in float32: this one opens a scope.
     "raw inputs inside": _Change(functools.partial(take_inputs_raw, may_hand_on=True), "inputs", ("autocast", "call")),
     "own mask": _Change(functools.partial(take_inputs_raw, may_hand_on=False), "inputs", ("autocast", "call")),
+    "float32 inputs of what is served": _Change(serve_with_float32_inputs, "outputs", ("export",)),
     "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
     "states kept": _Change(_keep_states, "states", ("call",)),
     STEPS_IN_FLOAT32: _Change(sum_steps_in_float32, "steps", ("use_cudnn",)),

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import inspect
 import re
 import weakref
 from collections.abc import Callable
@@ -48,6 +49,21 @@ def return_float32(layer):
         return keras.tree.map_structure(widen, call(*args, **kwargs))
 
     replace(layer, "call", call_and_widen, kind="outputs")
+
+
+def serve_with_float32_inputs(model):
+    """Lets `export` take float32 where Keras goes by what the model computes in, and refuses float32 then."""
+    export = model.export
+    signature = inspect.signature(export)
+
+    @functools.wraps(export)
+    def export_with_float32_inputs(*args, **kwargs):
+        options = signature.bind(*args, **kwargs)
+        if options.arguments.get("input_signature") is None:
+            options.arguments["input_signature"] = _keras.float32_signature(model)
+        return export(*options.args, **options.kwargs)
+
+    replace(model, "export", export_with_float32_inputs, kind="outputs")
 
 
 def read_variables_in_float32(model):

@@ -702,6 +702,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # A batch without rows is skipped as one whose loss is not finite is, whatever it computes: the scale stays.
         forward_is_good, lost_its_loss = loss_is_finite, None
         if loss_is_finite is not None:
+            self.record.hears_losses = True
             lost_its_loss = scalars.logical_not(loss_is_finite)
         if facts.batch_has_rows is not True:
             forward_is_good = facts.batch_has_rows

@@ -23,6 +23,7 @@ class Record:
         policy: The 16-bit `Policy` that the model was converted to, as `get_policy` takes it; `None` where it was not.
         was_made_in_16_bits: Whether that conversion left layers in float32 that the user had made so among others.
         had_update: Whether there was an update since this object was made.
+        hears_losses: Whether such an update was told if its loss is finite, which `scale_loss` does.
         steps_before_scale: How many steps had counted when the loss scale was begun anew.
         incurable_batches: Batches whose gradients overflowed at every scale that was tried, before a step counted.
         is_told_below_one: Whether the user was told that the scale fell below 1.
@@ -38,6 +39,7 @@ class Record:
     policy: Policy | str | dict | None = None
     was_made_in_16_bits: bool = False
     had_update: bool = False
+    hears_losses: bool = False
     steps_before_scale: int = 0
     incurable_batches: int = 0
     is_told_below_one: bool = False

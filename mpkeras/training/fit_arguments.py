@@ -34,8 +34,8 @@ def flat(callbacks) -> list:
 
 
 @contextlib.contextmanager
-def with_callback(callback, unless, function, name: str, args, kwargs, *, is_first: bool = False):
-    """Yields the arguments of `function` with `callback` among the callbacks, as the last, or as the first.
+def with_callback(callback, unless, function, name: str, args, kwargs):
+    """Yields the arguments of `function` with `callback` among the callbacks, as the last.
 
     Args:
         unless: A class. With a callback of this class the arguments stay as they are.
@@ -47,12 +47,12 @@ def with_callback(callback, unless, function, name: str, args, kwargs, *, is_fir
         return
     callbacks = argument_in("callbacks", function, name, args, kwargs)
     present = flat(callbacks)
-    with_it = [callback, *present] if is_first else [*present, callback]
+    with_it = [*present, callback]
     if any(isinstance(other, unless) for other in present):
         yield args, kwargs
     elif isinstance(callbacks, keras.callbacks.CallbackList):
         callback.set_model(callbacks.model)
-        callbacks.callbacks.insert(0 if is_first else len(callbacks.callbacks), callback)
+        callbacks.callbacks.append(callback)
         try:
             yield args, kwargs
         finally:

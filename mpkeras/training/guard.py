@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import keras
 
-from mpkeras import _replaced
+from mpkeras import _keras, _replaced
 from mpkeras.distribution import distribution_backend
 from mpkeras.distribution.travel import Travel
 from mpkeras.scaling.facts import GRADIENT_LOG_NAMES, opened_step
 from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.training import retake, training_backend
+from mpkeras.training import metric_states, retake, training_backend
 from mpkeras.training.first_batch import is_looked_at, looking_at_batch
 from mpkeras.training.inventory import (
     Inventory,
@@ -93,6 +93,8 @@ def install(model, guard: Guard):
     _replaced.replace(model, "train_step", guarded_train_step, kind="guard")
     make = _make_train_function(model, model.make_train_function, guard, is_keras_own)
     _replaced.replace(model, "make_train_function", make, kind="guard")
+    results = _results_of_epoch(model, getattr(model, _keras.EPOCH_RESULTS_METHOD))
+    _replaced.replace(model, _keras.EPOCH_RESULTS_METHOD, results, kind="guard")
     # A train function built earlier holds the step as it was.
     model.train_function = None
     _note_guard(model, guard.rollback)
@@ -113,6 +115,25 @@ def _with_logs(result, edited: Callable):
     if isinstance(logs, dict):
         logs = edited(logs)
     return (logs, *state) if isinstance(result, tuple) else logs
+
+
+def _results_of_epoch(model, results_or_logs: Callable):
+    """Returns Keras' `results_or_logs` for steps whose logs hold more than the user's step has put there.
+
+    At the end of an epoch Keras asks the metrics if the logs have their names, and else shows the last step: one batch
+    for a step that returns its values themselves, and an average over replicas, which is no count and no precision.
+    """
+
+    def results_or_logs_of_step(logs):
+        of_step = without_logs(model, logs)
+        if not isinstance(logs, dict) or len(of_step) == len(logs):
+            return results_or_logs(logs)
+        results = results_or_logs(of_step)
+        if results is of_step:
+            return logs
+        return {**logs, **metric_states.of_epoch(model.metrics, results, of_step)}
+
+    return results_or_logs_of_step
 
 
 def _note_guard(model, is_guarded: bool):
@@ -167,6 +188,7 @@ def uninstall(model):
         return
     _replaced.restore(model, "train_step", kind="guard")
     _replaced.restore(model, "make_train_function", kind="guard")
+    _replaced.restore(model, _keras.EPOCH_RESULTS_METHOD, kind="guard")
     model.train_function = None
 
 

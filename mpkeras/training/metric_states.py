@@ -9,6 +9,7 @@ so from the first counted step on nothing is left of them.
 """
 
 import keras
+import numpy as np
 from keras import ops
 
 from mpkeras import _keras
@@ -117,6 +118,25 @@ def shown(metrics, results: dict, nothing_has_counted) -> dict:
     return {
         name: value if name in trackers else keras.tree.map_structure(or_nan, value) for name, value in results.items()
     }
+
+
+def of_epoch(metrics, results: dict, last_logs: dict) -> dict:
+    """Returns `results`, those of `metrics` at the end of an epoch, but the last step's logs where a metric is empty.
+
+    A metric that has counted nothing says 0.0: a tracker that the step never updates, where the step itself says a
+    loss, and any other metric where all steps were skipped, of which the logs say NaN.
+    """
+    trackers = {metric.name: metric for metric in flat(metrics) if tracks_losses(metric)}
+    counts = {name: ops.convert_to_numpy(ops.convert_to_tensor(tracker.count)) for name, tracker in trackers.items()}
+    empty = {name for name, count in counts.items() if count == 0}
+    others = {name: last_logs[name] for name in results if name not in trackers}
+    arrays = [np.asarray(ops.convert_to_numpy(value)) for value in keras.tree.flatten(others)]
+    floats = [array for array in arrays if not np.issubdtype(array.dtype, np.integer)]
+    # Below 0 is a tracker of skipped steps alone. Without one the steps have said it of the others.
+    only_skipped = min(counts.values(), default=0) < 0 and max(counts.values()) <= 0
+    if only_skipped or floats and all(np.isnan(array).all() for array in floats):
+        empty |= set(others)
+    return {name: last_logs[name] if name in empty else value for name, value in results.items()}
 
 
 def results_now(results) -> dict:

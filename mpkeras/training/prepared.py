@@ -1,6 +1,5 @@
 """How a model was prepared, and what keeps it so: its `compile`, `fit` and `evaluate`."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -8,11 +7,10 @@ from collections.abc import Callable
 import keras
 
 from mpkeras import _replaced
-from mpkeras.training import for_one_fit, training_backend
+from mpkeras.training import for_one_fit
 from mpkeras.training.first_batch import looking_at_arrays
 from mpkeras.training.fit_arguments import argument_in, flat, with_callback
 from mpkeras.training.inventory import compiled_parts, find_optimizers
-from mpkeras.training.replica_metrics import MetricsOfAllReplicas
 from mpkeras.training.validations import Look
 from mpkeras.training.watch import SkipWatch
 
@@ -90,7 +88,6 @@ def _fit_and_watch(model, fit):
             with (
                 looking_at_arrays(model, x, batch_size),
                 with_callback(prepared.watch, SkipWatch, fit, "fit", args, kwargs) as (args, kwargs),
-                _with_metrics_of_all_replicas(model, fit, args, kwargs) as (args, kwargs),
             ):
                 return fit(*args, **kwargs)
         finally:
@@ -100,14 +97,6 @@ def _fit_and_watch(model, fit):
             for_one_fit.end_all(model, but=begun)
 
     return fit_and_watch
-
-
-def _with_metrics_of_all_replicas(model, fit, args, kwargs):
-    if training_backend.replicas(model) == 1:
-        return contextlib.nullcontext((args, kwargs))
-    # Before those that decide by the logs.
-    callback = MetricsOfAllReplicas()
-    return with_callback(callback, MetricsOfAllReplicas, fit, "fit", args, kwargs, is_first=True)
 
 
 def _evaluate_and_look(model, evaluate):

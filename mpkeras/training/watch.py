@@ -61,13 +61,13 @@ class SkipWatch(keras.callbacks.Callback):
                 self._warn_once(
                     "only skips",
                     f"All {counts.skipped} steps of epoch {epoch + 1} were skipped, nothing was learned: "
-                    + counts.cause(optimizer.loss_scale_rule),
+                    + counts.cause(optimizer),
                 )
             elif counts.nonfinite_losses:
                 self._warn_once(
                     "losses",
                     f"{counts.skipped} of {counts.skipped + counts.accepted} steps skipped in epoch {epoch + 1}: "
-                    + counts.cause(optimizer.loss_scale_rule),
+                    + counts.cause(optimizer),
                 )
             retake.warn_below_one(optimizer, number(optimizer.loss_scale))
             overflows = counts.skipped > counts.nonfinite_losses
@@ -117,7 +117,14 @@ class _Counts(NamedTuple):
     def since(self, earlier):
         return _Counts(*(now - then for now, then in zip(self, earlier, strict=True)))
 
-    def cause(self, rule) -> str:
+    def cause(self, optimizer) -> str:
+        rule = optimizer.loss_scale_rule
+        if not self.nonfinite_losses and not optimizer.record.hears_losses:
+            return (
+                "gradients were not finite. Whether the loss was is not known, as the train step calls no "
+                "`optimizer.scale_loss`: look at it in the logs. If it was not, look for inf or NaN in the data; if it "
+                "was, keep the layers that `mpkeras.callbacks.NumericsMonitor` names in float32 with `keep_float32`."
+            )
         if not self.nonfinite_losses:
             if rule.dynamic:
                 remedy = "The loss scale has come down after each; if it goes on, train"

@@ -9,6 +9,7 @@ from keras import ops
 
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
+from mpkeras.training import metric_states
 from mpkeras.training.prepare import prepare
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import FIT_MODES, snapshot
@@ -19,6 +20,7 @@ BACKEND = keras.backend.backend()
 # With a kernel of zeros the loss is the square of the target. At a scale of 2^10 the gradient at the bias is
 # 2 * target * 2^10: beyond float16, whose largest number is 65504, for targets from 32 on.
 SCALE = 2.0**10
+NAN = float("nan")
 
 
 class BatchLogs(keras.callbacks.Callback):
@@ -337,3 +339,24 @@ def test_metrics_of_make_train_step_are_nan_until_a_step_counts(jit_compile):
     ):
         np.testing.assert_array_equal([float(result[name]) for result in results], expected)
     assert [bool(result["skipped"]) for result in results] == [True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("counts", "last_mae", "expected"),
+    [
+        pytest.param((2.0,), 7.0, {"loss_0": 3.0, "mae": 0.5}, id="it has counted"),
+        pytest.param((0.0,), 7.0, {"loss_0": 9.0, "mae": 0.5}, id="a tracker that the step never updates"),
+        pytest.param((0.0,), NAN, {"loss_0": 9.0, "mae": NAN}, id="nothing has counted, as the step says"),
+        pytest.param((-2.0,), 7.0, {"loss_0": 3.0, "mae": 7.0}, id="nothing has counted, as the tracker says"),
+        pytest.param((-2.0, 2.0), 7.0, {"loss_0": 3.0, "loss_1": 3.0, "mae": 0.5}, id="one of two has counted"),
+    ],
+)
+def test_the_log_of_an_epoch_is_what_a_metric_says_that_has_counted(counts, last_mae, expected):
+    metrics = [keras.metrics.Mean(name=f"loss_{i}") for i in range(len(counts))]
+    for tracker, count in zip(metrics, counts, strict=True):
+        tracker.total.assign(3.0 * count)
+        tracker.count.assign(count)
+    metrics.append(keras.metrics.MeanAbsoluteError(name="mae"))
+    results = dict.fromkeys(expected, 3.0) | {"mae": 0.5}
+    said = metric_states.of_epoch(metrics, results, dict.fromkeys(expected, 9.0) | {"mae": last_mae})
+    assert said == pytest.approx(expected, nan_ok=True)

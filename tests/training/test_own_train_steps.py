@@ -360,10 +360,25 @@ def test_jax_an_optimizer_whose_state_a_compiled_step_cannot_carry_is_named():
     assert snapshot(model.variables + model.critic_optimizer.variables) == before
 
 
+class Regression(Program):
+    """Gives its tracker the loss of each batch, and returns that loss under the name of the tracker."""
+
+    def make_parts(self):
+        self.net = self.part(6, layers.Dense(1))
+        self.means = {"loss": keras.metrics.Mean(name="loss")}
+
+    def train_step(self, data):
+        x, y = (ops.convert_to_tensor(part) for part in data[:2])
+        loss = updated(self.optimizer, [self.net], lambda: ops.mean((self.net(x) - y) ** 2))
+        self.results(loss=loss)
+        return {"loss": loss}
+
+
 class JaxRegression(Program):
-    """Its loss has the name of the tracker that `compile` makes and this step never updates."""
+    """Its loss has the name of the tracker that `compile` makes; whether this step updates that is `counts`."""
 
     metrics = keras.Model.metrics
+    counts = False
 
     def make_parts(self):
         self.net = self.part(6, layers.Dense(1))
@@ -381,7 +396,40 @@ class JaxRegression(Program):
             trainable
         )
         trainable, optimizer_variables = self.optimizer.stateless_apply(optimizer_variables, grads, trainable)
+        if self.counts:
+            metrics = self.metrics[0].stateless_update_state(metrics, loss)
         return {"loss": loss}, (trainable, non_trainable, optimizer_variables, metrics)
+
+
+@pytest.mark.filterwarnings(UNSCALED)
+@pytest.mark.parametrize("door", [None, "callback", "prepare"])
+def test_a_loss_that_the_step_gives_its_tracker_and_returns_is_shown_as_the_mean_of_the_epoch(door):
+    """It was that of the last batch: Keras asks the metrics only if the logs have their names and no others."""
+    keras.utils.set_random_seed(11)
+    model = JaxRegression() if BACKEND == "jax" else Regression()
+    model.counts = True
+    model.compile(keras.optimizers.SGD(1e-6))
+    x, y = DATA[: 2 * BATCH], np.repeat(np.array([[2.0], [5.0]], "float32"), BATCH, axis=0)
+    of_rows = (keras.ops.convert_to_numpy(model.net(x)) - y) ** 2
+    assert of_rows[BATCH:].mean() > 1.2 * of_rows.mean()
+    if door == "prepare":
+        prepare(model, "float32")
+    callbacks = [MixedPrecision("float32")] if door == "callback" else []
+    history = model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=callbacks).history
+    assert history["loss"] == pytest.approx([of_rows.mean()], rel=1e-4)
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_of_a_loss_that_is_given_to_no_scale_loss_nothing_is_said():
+    """It was said to be finite."""
+    keras.utils.set_random_seed(11)
+    model = Regression()
+    model.compile(keras.optimizers.SGD(1e-6))
+    prepare(model, "mixed_bfloat16")
+    with pytest.warns(
+        UserWarning, match=r"All 2 steps.*: gradients were not finite\. Whether the loss was is not known"
+    ):
+        model.fit(DATA[: 2 * BATCH], np.full((2 * BATCH, 1), np.inf, "float32"), batch_size=BATCH, verbose=0)
 
 
 @pytest.mark.backends("jax")

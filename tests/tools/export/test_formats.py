@@ -1,5 +1,7 @@
 """What each format holds: float32 in and out, and the numbers of the model, read back by what will run it."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -36,6 +38,18 @@ def nested():
     return keras.Model(inputs, {"a": functional()(inputs), "b": sequential()(inputs)})
 
 
+class Subclassed(keras.Model):
+    """Keras takes the inputs that it exports from what such a model computes in."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = keras.layers.Flatten(), keras.layers.Dense(4, "relu"), keras.layers.Dense(3)
+        self(IMAGES)
+
+    def call(self, inputs):
+        return functools.reduce(lambda x, layer: layer(x), self.parts, inputs)
+
+
 def softmax_head():
     inputs = keras.Input((8, 8, 3))
     logits = keras.layers.Dense(5)(keras.layers.Flatten()(inputs))
@@ -63,7 +77,9 @@ JAX_TO_TF = pytest.mark.filterwarnings("ignore:.*(native_serialization|jax2tf)")
 @pytest.mark.slow
 @JAX_TO_TF
 @pytest.mark.backends("tensorflow", "jax")
-@pytest.mark.parametrize(("make", "policy"), [(nested, "mixed_float16"), (softmax_head, "mixed_bfloat16")])
+@pytest.mark.parametrize(
+    ("make", "policy"), [(nested, "mixed_float16"), (softmax_head, "mixed_bfloat16"), (Subclassed, "mixed_bfloat16")]
+)
 def test_signatures_of_a_saved_model_are_float32(tmp_path, make, policy):
     import tensorflow as tf
 
