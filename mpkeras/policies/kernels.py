@@ -1,13 +1,15 @@
 """Which layers the active backend and device cannot compute in 16 bits, found out by trying the operation."""
 
 import functools
+import math
 import warnings
 
 import keras
+import numpy as np
 from keras import ops
 
 from mpkeras.devices import backend_module
-from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, stock_name
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, relative_error, stock_name
 
 _BACKEND = keras.backend.backend()
 _devices = backend_module()
@@ -93,6 +95,29 @@ def _try_gradient_of_convolution(layer_class, channels, filters, kernel_size, gr
     _devices.run_gradient(layer, ops.ones(shape, dtype))
 
 
+def _try_numbers_of_convolution(kernel_shape, strides, dilation_rate, groups, data_format, dtype):
+    # On CPUs with 16-bit units oneDNN computes some kernels of 4, 8, 14 or 16 numbers along an axis and 8 or 16
+    # channels wrong in bfloat16, on inputs of some sizes: another number, as large as the true one.
+    *kernel_size, channels, _ = kernel_shape
+    kernel = _wave(kernel_shape, dtype)
+    for factor in (1, 2):
+        sizes = [factor * ((size - 1) * dilation_rate[axis] + 1) for axis, size in enumerate(kernel_size)]
+        first = (channels * groups,) if data_format == "channels_first" else ()
+        x = _wave((32, *first, *sizes, *(() if first else (channels * groups,))), dtype)
+        narrow, wide = (
+            ops.conv(ops.cast(x, of), ops.cast(kernel, of), strides, "valid", data_format, dilation_rate)
+            for of in (dtype, "float32")
+        )
+        error = relative_error(*([ops.convert_to_numpy(ops.cast(y, "float32"))] for y in (narrow, wide)))
+        if error > _WRONG:
+            raise ArithmeticError(f"what it computes is off by {error:.0%}")
+
+
+def _wave(shape, dtype):
+    # Numbers of both signs that draw on nobody's random numbers.
+    return ops.cast(np.cos(np.arange(math.prod(shape), dtype="float32") * 0.7).reshape(shape), dtype)
+
+
 _try_positions = functools.partial(_try_number, 4095.0, "position")
 _try_corners = functools.partial(_try_number, 511.3, "the corner of a box at")
 
@@ -131,6 +156,12 @@ CONVOLUTIONS = (
 )
 
 
+# Rounding alone makes 0.01 in bfloat16.
+_WRONG = 0.1
+# Of kernels with fewer numbers along each axis, or more channels, none was found wrong, and a trial takes longer.
+_LONG_KERNEL, _FEW_CHANNELS = 4, 32
+
+
 def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str], ...]:
     """Returns `(rule, reason)` for the layers that raise in `compute_dtype` on the active backend and device.
 
@@ -155,7 +186,8 @@ def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str
 def missing_kernel_of(layer, compute_dtype: str) -> str | None:
     """Returns why `layer`, as it was made, raises in `compute_dtype` where others of its class do not; `None` if not.
 
-    A layer that XLA refuses is named, too: Keras compiles with XLA by default, and the step may be compiled later.
+    So is a layer named that computes other numbers there, and one that XLA refuses: Keras compiles with XLA by default,
+    and the step may be compiled later.
     """
     if compute_dtype not in SIXTEEN_BIT_DTYPES:
         return None
@@ -163,7 +195,11 @@ def missing_kernel_of(layer, compute_dtype: str) -> str | None:
         return "what it wraps takes the dtypes alone with which it was exported"
     if _BACKEND == "torch" and (convolution := _narrow_convolution(layer)):
         failure = _failure(_try_gradient_of_convolution, compute_dtype, *convolution)
-        return None if failure is None else f"its kernel of few filters or channels {failure}"
+        if failure is not None:
+            return f"its kernel of few filters or channels {failure}"
+    if _BACKEND != "jax" and (convolution := _long_convolution(layer)):
+        failure = _failure(_try_numbers_of_convolution, compute_dtype, *convolution)
+        return None if failure is None else f"its kernel {failure}"
     if _BACKEND == "tensorflow" and isinstance(layer, keras.layers.UpSampling2D) and layer.interpolation != "nearest":
         for jit_compile in (False, True):
             failure = _failure(_try_gradient_of_resize, compute_dtype, layer.interpolation, jit_compile)
@@ -192,6 +228,21 @@ def _narrow_convolution(layer) -> tuple | None:
     if layer.built:
         channels = last if is_transposed else first * groups
     return layer_class, channels, layer.filters, layer.kernel_size, groups, layer.data_format
+
+
+def _long_convolution(layer) -> tuple | None:
+    """Returns the arguments of a trial for a convolution with a long kernel of few channels; `None` for others.
+
+    The gradient of a transposed convolution by its inputs is a convolution with the same kernel.
+    """
+    if not isinstance(layer, CONVOLUTIONS) or not layer.built or max(layer.kernel_size) < _LONG_KERNEL:
+        return None
+    *kernel_size, channels, filters = layer.kernel.shape
+    groups = getattr(layer, "groups", 1)
+    if channels > _FEW_CHANNELS:
+        return None
+    shape = (*kernel_size, channels, filters)
+    return shape, tuple(layer.strides), tuple(layer.dilation_rate), groups, layer.data_format
 
 
 @functools.cache

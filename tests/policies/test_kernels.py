@@ -410,6 +410,62 @@ def test_convolutions_that_torch_trains_stay_in_16_bits():
     assert {layer.compute_dtype for layer in model.layers} == {"float16"}
 
 
+# Class, filters, kernel and strides, and the input. oneDNN computes them wrong in bfloat16 on a CPU with such units.
+LONG_KERNELS = {
+    "a patch": (layers.Conv2D, 24, 4, 4, (16, 16, 16)),
+    "a patch of 14": (layers.Conv2D, 8, 14, 14, (14, 14, 16)),
+    "not strided": (layers.Conv2D, 16, 8, 1, (12, 12, 8)),
+    "1-D": (layers.Conv1D, 16, 8, 1, (40, 8)),
+    "1-D, strided": (layers.Conv1D, 8, 16, 16, (64, 16)),
+    "causal": (layers.Conv1D, 12, 8, 1, (24, 8)),
+}
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize("case", LONG_KERNELS)
+def test_long_kernels_of_few_channels_compute_what_float32_computes(case):
+    layer_class, filters, kernel_size, strides, shape = LONG_KERNELS[case]
+    padding = "causal" if case == "causal" else "same"
+    keras.utils.set_random_seed(5)
+    convolution = layer_class(filters, kernel_size, strides, padding=padding, name="convolution")
+    model = keras.Sequential([keras.Input(shape), convolution, layers.Flatten(), layers.Dense(2)])
+    x = np.random.default_rng(5).normal(size=(3, *shape)).astype("float32")
+    exact = keras.ops.convert_to_numpy(convolution(x))
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    narrow = keras.ops.convert_to_numpy(keras.ops.cast(convolution(x), "float32"))
+    assert np.linalg.norm(narrow - exact) < 0.02 * np.linalg.norm(exact)
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_a_transposed_convolution_of_few_filters_has_the_gradient_of_float32():
+    """By its inputs: at 8 filters, of 4 in a row."""
+    keras.utils.set_random_seed(6)
+    transposed = layers.Conv2DTranspose(16, 4, 4, use_bias=False, name="transposed")
+    last = layers.Conv2D(1, 4, 4, use_bias=False)
+    model = keras.Sequential([keras.Input((4, 4, 6)), layers.Dense(6, use_bias=False), transposed, last])
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    start = model.get_weights()
+    x = np.random.default_rng(6).normal(size=(8, 4, 4, 6)).astype("float32")
+
+    def step_of_first_kernel():
+        model.set_weights(start)
+        model.train_on_batch(x, np.ones((8, 4, 4, 1), "float32"))
+        return model.get_weights()[0] - start[0]
+
+    exact = step_of_first_kernel()
+    mpkeras.prepare(model, "mixed_bfloat16")
+    assert np.linalg.norm(step_of_first_kernel() - exact) < 0.05 * np.linalg.norm(exact)
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_a_kernel_that_computes_other_numbers_is_named(monkeypatch):
+    monkeypatch.setattr(kernels, "_WRONG", 1e-4)
+    model = keras.Sequential([keras.Input((15, 6)), layers.Conv1D(5, 5, name="long"), layers.Conv1D(5, 3)])
+    reason = kernels.missing_kernel_of(model.layers[0], "bfloat16")
+    assert "fails in bfloat16" in reason and "what it computes is off by" in reason
+    assert kernels.missing_kernel_of(model.layers[1], "bfloat16") is None
+
+
 @pytest.mark.backends("torch")
 def test_a_trial_leaves_names_and_random_numbers_as_they_are():
     layer = layers.Conv2D(1, 3, name="convolution")
