@@ -1,5 +1,6 @@
 """Which layers the active backend and device cannot compute in 16 bits, found out by trying the operation."""
 
+import concurrent.futures
 import functools
 import math
 import warnings
@@ -8,6 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from mpkeras import _keras
 from mpkeras.devices import backend_module
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, relative_error, stock_name
 
@@ -264,8 +266,12 @@ def _failure(trial, compute_dtype: str, *arguments) -> str | None:
 
 
 def _eagerly(trial, *arguments):
-    # Layers that come into being late are met while a step is traced, where nothing runs.
+    # Layers that come into being late are met while a step is traced, where nothing runs, or while Keras asks for
+    # shapes, on a device of torch's without numbers. Another thread is in no trace and in no scope.
     if _BACKEND == "tensorflow":
         _devices.run_eagerly(trial, *arguments)
+    elif _keras.in_symbolic_scope():
+        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
+            executor.submit(trial, *arguments).result()
     else:
         trial(*arguments)

@@ -457,6 +457,20 @@ def test_a_transposed_convolution_of_few_filters_has_the_gradient_of_float32():
     assert np.linalg.norm(step_of_first_kernel() - exact) < 0.05 * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_trial_while_keras_asks_for_shapes_says_what_it_says_at_other_times(policy):
+    """A model that is not built is converted then; on torch no operation has numbers."""
+    cells = layers.RNN(layers.SimpleRNNCell(2))  # A loop of the backend, which is traced, too.
+    late = layers.Conv1D(8, 8, padding="same", name="late")
+    model = keras.Sequential([late, cells, layers.Dense(1)])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, policy)
+    model.fit(np.ones((4, 20, 16), "float32"), np.ones((4, 1), "float32"), verbose=0)
+    kernels._failure.cache_clear()
+    is_missing = kernels.missing_kernel_of(late, policy.removeprefix("mixed_")) is not None
+    assert late.compute_dtype == ("float32" if is_missing else policy.removeprefix("mixed_"))
+
+
 @pytest.mark.backends("tensorflow", "torch")
 def test_a_kernel_that_computes_other_numbers_is_named(monkeypatch):
     monkeypatch.setattr(kernels, "_WRONG", 1e-4)
