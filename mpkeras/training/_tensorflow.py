@@ -76,12 +76,12 @@ _tried: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def build_before_trace(model, data):
     """Builds optimizer, losses and metrics of a built model, whose step is Keras' own, as `fit` does on JAX and torch.
 
-    A step that makes variables as it is traced is traced by TensorFlow once more. What cannot be built so is left to
-    the step.
+    A step that makes variables as it is traced is traced by TensorFlow once more. Variables that cannot be made so are
+    left to the step.
 
     Args:
         model: The model that is trained.
-        data: What its train function is given: only an iterator of `tf.data` tells of batches that are still to come.
+        data: The argument of its train function: only an iterator of `tf.data` tells of batches that are to come.
     """
     is_traced = not model.run_eagerly and not is_distributed(model) and _keras.is_built(model)
     if is_traced and isinstance(data, tf.data.Iterator):
