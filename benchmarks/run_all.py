@@ -42,6 +42,7 @@ OTHERS = (
     "all_reduce",
     "before_after",
     "fine_tune",
+    "first_fit",
     "float8",
     "hub",
     "many_devices",

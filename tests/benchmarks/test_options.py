@@ -48,6 +48,8 @@ black_box --batch 0
 fine_tune --steps 0
 fine_tune --model mlp
 fine_tune --backend torch
+first_fit --rounds 0
+first_fit --model mlp
 gpu_training --model mlp
 gpu_training --rounds 0
 gpu_training --gpt2-small-batch 0
@@ -107,6 +109,7 @@ OPTIONS = {
     "black_box --quick --faults 5": {"faults": 5, "rounds": 3, "model": "cnn", "batch": [32]},
     "fine_tune --quick": {"model": ["transformer"], "steps": 8},
     "fine_tune --quick --model resnet50 --steps 2": {"model": ["resnet50"], "steps": 2},
+    "first_fit --quick": {"model": ["transformer"], "rounds": 1},
     "hub --quick --model T5 --steps 2": {"model": ["T5"], "steps": 2},
     "import_time": {"rounds": 10},
     "import_time --quick": {"rounds": 3},
