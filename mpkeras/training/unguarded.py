@@ -91,7 +91,7 @@ def _calls_a_guarded_one(model) -> bool:
     """Whether the step of `fit` is Keras' own, which calls the model's optimizer, and that checks for finite steps."""
     is_keras_own = getattr(value_below(model, "train_step"), "__func__", None) is keras.Model.train_step
     makes_own_function = own_methods(model, "make_train_function")
-    return is_keras_own and not makes_own_function and isinstance(model.optimizer, LossScaleOptimizer)
+    return is_keras_own and not makes_own_function and isinstance(getattr(model, "optimizer", None), LossScaleOptimizer)
 
 
 def _is_shared(model) -> bool:
