@@ -84,7 +84,11 @@ def build_before_trace(model, data):
         data: The argument of its train function: only an iterator of `tf.data` tells of batches that are to come.
     """
     is_traced = not model.run_eagerly and not is_distributed(model) and _keras.is_built(model)
-    if is_traced and isinstance(data, tf.data.Iterator):
+    # Keras asks with tensors of a shape, which a ragged one is not.
+    is_dense = isinstance(data, tf.data.Iterator) and all(
+        isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(data.element_spec)
+    )
+    if is_traced and is_dense:
         layers = _keras.flatten_layers(model, include_self=True)
         with contextlib.suppress(Exception), _keras.kept_losses(layers), _keras.tensors_put_back(layers):
             _keras.symbolic_build(model, data.element_spec)
