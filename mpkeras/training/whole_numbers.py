@@ -106,12 +106,15 @@ def rounded_whole_numbers(model, x) -> list[Rounded]:
         x: The arguments of the model, as arrays or tensors; anything else has no values, and returns `[]`.
     """
     observed = _Observed(model)
-    return _rounded_in_a_run(model, x, observed, _rows_of_columns(_arrays(x), observed.dtypes).values())
+    return _rounded_in_a_run(model, x, observed, _few(_rows_of_columns(_arrays(x), observed.dtypes).values()))
 
 
-def _rounded_in_a_run(model, x, observed, rows) -> list[Rounded]:
-    """Returns the same, by a run on these rows of the batch; where there are none, what variables hold alone."""
-    needed = list(dict.fromkeys(rows))[:ROWS]
+def _few(rows) -> list[int]:
+    return list(dict.fromkeys(rows))[:ROWS]
+
+
+def _rounded_in_a_run(model, x, observed, needed) -> list[Rounded]:
+    """Returns the same, by a run on the rows `needed` among others; where there are none, what variables hold alone."""
     # Behind the run that is known, too, which models read their variables in float32: their first call tells.
     if needed or observed.in_variables():
         observed = run_on_few_rows(model, x, lambda: _Observed(model), needed)
@@ -398,11 +401,11 @@ def warn_of_rounding(model, x, again: bool = True):
     observed = _Observed(model)
     row_of = _rows_of_columns(_arrays(x), observed.dtypes)
     followed = () if again else _followed_to(model, observed)
-    rows = [row for column, row in row_of.items() if column not in followed]
-    named = _rounded_in_a_run(model, x, observed, rows)
-    if rows:
+    needed = _few(row for column, row in row_of.items() if column not in followed)
+    named = _rounded_in_a_run(model, x, observed, needed)
+    if needed:
         # The run may have shown that some hand on what they are given.
-        _followed_to(model, _Observed(model)).update(row_of)
+        _followed_to(model, _Observed(model)).update(column for column, row in row_of.items() if row in needed)
     untold = [rounded for rounded in named if layers[rounded.reader] not in _told]
     if not untold:
         return
