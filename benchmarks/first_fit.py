@@ -9,10 +9,7 @@ has nothing to compile. The ratios are those of one round.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import harness
 
@@ -73,12 +70,7 @@ print(json.dumps(times_ms))
 
 def fits_in_process(variant: str, model: str, backend: str) -> list[float]:
     """Returns the milliseconds of the first and of the second `fit` of a model in a fresh interpreter."""
-    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    settings = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "KERAS_BACKEND": backend}
-    settings["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    # An installed package has its bytecode.
-    settings.pop("PYTHONDONTWRITEBYTECODE", None)
-    done = subprocess.run([sys.executable, "-c", FIT, variant, model], env=settings, capture_output=True, text=True)
+    done = harness.run_fresh(FIT, [variant, model], backend)
     if done.returncode:
         raise RuntimeError(f"Expected '{model}' to train with {variant} on {backend}. Received:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

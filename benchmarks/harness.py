@@ -201,6 +201,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", choices=BACKENDS, help=argparse.SUPPRESS)
 
 
+def run_fresh(code: str, arguments: Sequence[str], backend: str, *paths: str) -> subprocess.CompletedProcess:
+    """Runs `code` in a fresh interpreter with a backend of Keras and the mpkeras of this repository.
+
+    Args:
+        code: Of Python.
+        arguments: Its `sys.argv[1:]`.
+        backend: Of Keras.
+        *paths: Folders with more modules.
+    """
+    # What this script runs with, and this repository: mpkeras may not be installed.
+    found = [*paths, str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    settings = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "KERAS_BACKEND": backend}
+    settings["PYTHONPATH"] = os.pathsep.join(path for path in found if path)
+    # An installed package has its bytecode; without it every module would be compiled in every round.
+    settings.pop("PYTHONDONTWRITEBYTECODE", None)
+    return subprocess.run([sys.executable, "-c", code, *arguments], env=settings, capture_output=True, text=True)
+
+
 def measure_in_process(script: str, backend: str, arguments: Sequence[str]) -> dict:
     """Returns what `script --worker BACKEND --json OUT` writes, run in a fresh process with `backend` active.
 

@@ -8,8 +8,6 @@ the least that an import costs here. What mpkeras imports is counted, and it mus
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -45,14 +43,7 @@ def import_in_process(names: list[str], backend: str, folder: str) -> dict[str, 
         backend: Of Keras.
         folder: Where the empty module is.
     """
-    # What this script runs with, and this script's repository: mpkeras may not be installed.
-    root = str(Path(__file__).resolve().parents[1])
-    paths = [folder, root, os.environ.get("PYTHONPATH", "")]
-    settings = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "KERAS_BACKEND": backend}
-    settings["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    # An installed package has its bytecode; without it every module would be compiled in every round.
-    settings.pop("PYTHONDONTWRITEBYTECODE", None)
-    done = subprocess.run([sys.executable, "-c", MEASURE, *names], env=settings, capture_output=True, text=True)
+    done = harness.run_fresh(MEASURE, names, backend, folder)
     if done.returncode:
         raise RuntimeError(
             f"Expected `import {', '.join(names)}` to succeed with KERAS_BACKEND={backend}. Received:\n{done.stderr}\n"

@@ -98,7 +98,7 @@ def _try_gradient_of_convolution(layer_class, channels, filters, kernel_size, gr
 
 
 def _try_numbers_of_convolution(kernel_shape, strides, dilation_rate, groups, data_format, dtype):
-    # On CPUs with 16-bit units oneDNN computes some kernels of 4, 8, 14 or 16 numbers along an axis and 8 or 16
+    # On CPUs with 16-bit units oneDNN computes some kernels of 4, 8, 14, 16 or 32 numbers in a row over 8 or 16
     # channels wrong in bfloat16, on inputs of some sizes: another number, as large as the true one.
     *kernel_size, channels, _ = kernel_shape
     kernel = _wave(kernel_shape, dtype)

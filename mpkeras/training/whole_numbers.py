@@ -389,7 +389,7 @@ def _followed_to(model, observed) -> set:
     return _followed[model][1]
 
 
-def warn_of_rounding(model, x, again: bool = True):
+def warn_of_rounding(model, x, again: bool):
     """Warns, once of each layer, of whole numbers that `model` rounds before a layer reads them in a batch.
 
     Unless `again`, numbers are followed in columns alone in which none were before: to which layers a number comes is
