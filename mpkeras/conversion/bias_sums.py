@@ -75,6 +75,8 @@ def _with_own_gradient(layer, inputs):
     bias, activation = keras.ops.cast(layer.bias, layer.compute_dtype), layer.activation
     is_first = getattr(layer, "data_format", "channels_last") == "channels_first"
 
+    # Who asks which function the layer applies is told of that one.
+    @functools.wraps(activation or keras.activations.linear)
     def activate(outputs):
         shape = (-1, *[1] * (len(outputs.shape) - 2)) if is_first else bias.shape
         outputs = _backend.with_gradient_of_sum(outputs, keras.ops.reshape(bias, shape))

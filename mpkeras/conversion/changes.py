@@ -32,12 +32,12 @@ from mpkeras.policies.heads import (
     NO_HEADS,
     casts_inside,
     computes_with_parts,
-    has_own_call,
     has_own_step,
     is_large,
     is_large_together,
     parts_used_by,
     rounds_as_its_input,
+    with_own_code,
 )
 from mpkeras.policies.own_state import callers_of, kept_for_state
 from mpkeras.policies.rules import is_quantized
@@ -56,7 +56,7 @@ def _fitting(model, layer, may_hand_on) -> Iterator[str]:
     # Stock layers add what their regularizers return; a layer of the user's adds whatever it likes.
     if layer.activity_regularizer is not None or not _is_stock(layer):
         yield "penalties in float32"
-    if has_own_call(layer):
+    if with_own_code(layer):
         yield "mixed dtypes named"
     if isinstance(layer, getattr(keras.layers, "TorchModuleWrapper", ())):
         yield "torch.autocast"

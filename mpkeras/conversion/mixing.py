@@ -15,6 +15,7 @@ from mpkeras import _keras
 from mpkeras._replaced import replace
 from mpkeras.conversion.inner_results import taking_inner_results
 from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
+from mpkeras.policies.heads import called_by, own_functions, with_own_code
 
 # How the backends call the dtypes in their messages.
 _SPELLINGS = {name: name for name in FLOAT_DTYPES} | {"half": "float16", "double": "float64", "float": "float32"}
@@ -52,7 +53,7 @@ class NoKernelError(RefusedError):
 
 
 def name_mixed_dtypes(layer):
-    """Makes `layer`, whose `call` is the user's own, say by name what it mixes.
+    """Makes `layer`, which has code of its user's own, or runs a cell that has some, say by name what it mixes.
 
     Where the backend raises, a `TypeError` names the layer, the attribute, argument or variable, and both dtypes. Where
     it silently goes on in float32 (JAX, and `keras.ops` everywhere), a warning does, once. Where the backend raises as
@@ -67,7 +68,7 @@ def name_mixed_dtypes(layer):
         try:
             outputs = call(*args, **kwargs)
         except Exception as error:
-            refusal = refused(layer, args, kwargs, error)
+            refusal = refused(with_own_code(layer)[0], args, kwargs, error)
             if refusal is None:
                 raise
             raise refusal from error
@@ -117,12 +118,14 @@ def _refusal(kind: type[RefusedError], what: str, remedy: str, error) -> Refused
 
 def promoted(layer, args, kwargs, outputs) -> str | None:
     """Returns what lets the `call` of `layer` return a wider float, in a sentence; `None` if nothing in reach does."""
-    is_promoted = _is_promoted(layer, outputs, args, kwargs) and not _names_float32(_function(layer))
+    is_promoted = _is_promoted(layer, outputs, args, kwargs) and not any(map(_names_float32, _functions(layer)))
     dtypes = _other_dtypes(layer, args, kwargs) if is_promoted else []
     return _what(layer, {dtype for _, dtype in dtypes}, dtypes) if dtypes else None
 
 
 def remedy(layer) -> str:
+    if own_functions(layer):
+        return f"Cast it with `keras.ops.cast(..., x.dtype)` to the dtype of the argument, or {_kept_in_float32(layer)}"
     return f"Cast it with `keras.ops.cast(..., self.compute_dtype)`, {_in_float32(layer)}"
 
 
@@ -131,9 +134,13 @@ def remedy_without_kernel(layer) -> str:
 
 
 def _in_float32(layer) -> str:
+    return f"put `@mpkeras.float32_island` on the method, or {_kept_in_float32(layer)}"
+
+
+def _kept_in_float32(layer) -> str:
     return (
-        "put `@mpkeras.float32_island` on the method, or keep "
-        f"the layer in float32: the rule 'path:{layer.name}', or `dtype=\"float32\"` where it is made under the policy."
+        f"keep the layer in float32: the rule 'path:{layer.name}', or `dtype=\"float32\"` where it is made under the "
+        "policy."
     )
 
 
@@ -144,17 +151,15 @@ def _is_promoted(layer, outputs, args, kwargs) -> bool:
     return inputs == {layer.compute_dtype} and not outputs <= inputs and not _keras.direct_sublayers(layer)
 
 
-def _function(layer) -> types.FunctionType | None:
-    """Returns the function of Python that the user has written for `layer`; `None` where it is another callable."""
-    function = layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    return function if isinstance(function, types.FunctionType) else None
+def _functions(layer) -> list[types.FunctionType]:
+    """Returns the functions of Python that the user has written for `layer`; other callables are left out."""
+    call = layer.function if isinstance(layer, keras.layers.Lambda) else type(layer).call
+    functions = [called_by(getattr(function, "__func__", function)) for function in own_functions(layer) or [call]]
+    return [function for function in functions if isinstance(function, types.FunctionType)]
 
 
 def _names_float32(function) -> bool:
-    codes = [] if function is None else [function.__code__]
+    codes = [function.__code__]
     for code in codes:
         codes += [value for value in code.co_consts if isinstance(value, types.CodeType)]
     return any(_NAMES_OF_FLOAT32 & {*code.co_names, *code.co_consts} for code in codes)
@@ -167,8 +172,7 @@ def _other_dtypes(layer, args, kwargs) -> list[tuple[str, str]]:
     except TypeError:
         arguments = {}
     places: list[tuple] = [("its argument `{}`", arguments), ("its attribute `{}`", _attributes(layer))]
-    function = _function(layer)
-    if function is not None:
+    for function in _functions(layer):
         reach = inspect.getclosurevars(function)
         places += [
             ("the variable `{}` of the function around it", reach.nonlocals),
@@ -216,7 +220,11 @@ def _without_kernel(layer) -> str:
 def _what(layer, dtypes, other_dtypes) -> str:
     others = sorted(set(dtypes) - {layer.compute_dtype})
     what = "; ".join(f"{where} is {dtype}" for where, dtype in other_dtypes)
-    made_inside = "a tensor made inside `call` (`ops.ones`, `ops.arange` … are float32 unless they are given `dtype=`)"
+    functions = [getattr(function, "__name__", "activation") for function in own_functions(layer)]
+    where = " or ".join(f"`{name}`" for name in functions or ["call"])
+    made_inside = (
+        f"a tensor made inside {where} (`ops.ones`, `ops.arange` … are float32 unless they are given `dtype=`)"
+    )
     # A rule may keep layers inside in float32; nothing in reach says whether their outputs are what meets 16 bits.
     inner = [part for part in _keras.direct_sublayers(layer) if part.compute_dtype in others]
     if inner:

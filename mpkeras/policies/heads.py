@@ -1,6 +1,7 @@
 """Heads: the layers that make the outputs of a model, with those behind them that only pass their numbers on."""
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -27,6 +28,8 @@ _ROUNDING_AS_THEIR_INPUT = (keras.layers.LayerNormalization, keras.layers.GroupN
 # Methods that train and evaluate with a batch, and others that may compute with more than what the model returns.
 _STEPS = ("train_step", "test_step")
 _BESIDE_STEPS = ("predict_step", "compute_loss", "compute_metrics")
+# They call the layers in them in loops of the backend, out of which no tensor can be carried.
+STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
 # The module of all of Keras' activations.
 _ACTIVATIONS = keras.activations.relu.__module__.rpartition(".")[0]
 
@@ -312,16 +315,39 @@ def names_its_dtype(layer) -> bool:
     return is_own and "compute_dtype" in Reach(layer).names
 
 
-def applies_own_function(layer) -> bool:
-    """Whether a layer is an `Activation` of a function of the user's own, or of another library."""
-    if not isinstance(layer, keras.layers.Activation):
-        return False
-    return not (getattr(layer.activation, "__module__", None) or "").startswith(_ACTIVATIONS)
+def own_functions(layer) -> list[Callable]:
+    """Returns the functions of the user's own, or of another library, that a stock layer applies as activations."""
+    if has_own_call(layer):
+        return []
+    given = [value_below(layer, name) for name in ("activation", "recurrent_activation") if hasattr(layer, name)]
+    functions = [called_by(function) for function in given if callable(function)]
+    return [function for function in functions if not _is_of_keras(function)]
+
+
+def called_by(function: Callable) -> Callable:
+    """Returns the function that partial ones and decorators are around; another is returned as it is."""
+    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+    return function
+
+
+def _is_of_keras(activation) -> bool:
+    is_layer = isinstance(activation, keras.layers.Layer)
+    return is_layer or (getattr(activation, "__module__", None) or "").startswith(_ACTIVATIONS)
+
+
+def with_own_code(layer) -> list:
+    """Returns those of `layer` and the layers that it runs in loops which compute with code of their user's.
+
+    It is in a `call` of their own, or in a function that they apply.
+    """
+    run = [layer, *(_keras.flatten_layers(layer) if isinstance(layer, STEPPING) else ())]
+    return [part for part in run if has_own_call(part) or own_functions(part)]
 
 
 def has_own_arithmetic(layer) -> bool:
-    """Whether the arithmetic of `layer` is its user's, in a `call` of its own or in a function that it applies."""
-    return has_own_call(layer) or applies_own_function(layer)
+    """Whether all arithmetic of `layer` is its user's, in a `call` of its own or in the function of an `Activation`."""
+    return has_own_call(layer) or (isinstance(layer, keras.layers.Activation) and bool(own_functions(layer)))
 
 
 def has_own_step(model) -> bool:

@@ -14,14 +14,12 @@ from mpkeras.conversion.converted_layer import ConvertedLayer
 from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_error, tensor_dtype
-from mpkeras.policies.heads import has_own_arithmetic
+from mpkeras.policies.heads import STEPPING, with_own_code
 from mpkeras.policies.rules import is_quantized, path_rule
 from mpkeras.training import training_backend
 from mpkeras.training.unseen_run import run_on_few_rows
 from mpkeras.training.whole_numbers import in_one_message, path_of, was_named
 
-# They call the layers in them in loops of the backend, out of which no tensor can be carried.
-_STEPPING = (keras.layers.RNN, keras.layers.TimeDistributed)
 # Rounding alone makes 0.001 in float16 and 0.01 in bfloat16.
 _TOO_FAR = 0.1
 
@@ -75,7 +73,7 @@ def lost_outputs(model, x) -> list[LostOutputs]:
 def _own_layers(model) -> list:
     """Returns the layers that compute in 16 bits with arithmetic of the user's own, or run such layers in loops."""
     layers = layers_of(model)
-    in_loops = {id(inner) for layer in layers if isinstance(layer, _STEPPING) for inner in _keras.flatten_layers(layer)}
+    in_loops = {id(inner) for layer in layers if isinstance(layer, STEPPING) for inner in _keras.flatten_layers(layer)}
     return [
         layer
         for layer in layers
@@ -83,9 +81,7 @@ def _own_layers(model) -> list:
         and id(layer) not in in_loops
         and layer is not model
         and not is_quantized(layer)
-        and any(
-            map(has_own_arithmetic, [layer, *(_keras.flatten_layers(layer) if isinstance(layer, _STEPPING) else ())])
-        )
+        and with_own_code(layer)
     ]
 
 

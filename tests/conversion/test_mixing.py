@@ -11,6 +11,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.conversion.mixing import MixedDtypesError, NoKernelError
+from mpkeras.policies.heads import own_functions
 from tests.sixteen_bits import without_outputs
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
@@ -275,6 +276,70 @@ def test_callables_that_are_no_functions_of_python(make):
     mpkeras.apply_policy(model, without_outputs("mixed_bfloat16"))
     # Warnings are errors here.
     np.testing.assert_array_equal(ops.convert_to_numpy(model(X)), X * 3.25)
+
+
+def steeper(x):
+    return ops.maximum(x, 0) * ops.ones((1,)) * SCALES[:1]
+
+
+def shifted(x):
+    return ops.tanh(x) * ops.ones((1,))
+
+
+class Leaving(layers.SimpleRNNCell):
+    """A cell of the user's, whose state is float32 from its first step on."""
+
+    def call(self, x, states, training=False):
+        output, states = super().call(x, states, training)
+        return output * ops.ones((3,)), [state * ops.ones((3,)) for state in states]
+
+
+# By what applies the code: the layer, the shape that it takes, and the parts of the message.
+APPLIED = {
+    "a product": (lambda: layers.Dense(4, activation=steeper), (2, 4), ("dense", "(Dense)", "`SCALES` is float32")),
+    "a partial function": (
+        lambda: layers.Conv1D(3, 2, activation=functools.partial(steeper)), (2, 5, 4), ("conv", "`SCALES` is float32")
+    ),
+    "an activation": (
+        lambda: layers.Activation(steeper), (2, 4), ("activation", "(Activation)", "`SCALES` is float32")
+    ),
+    "gates": (lambda: layers.LSTM(4, recurrent_activation=shifted), (2, 5, 4), ("lstm", "made inside `shifted`")),
+    "a cell": (lambda: layers.RNN(Leaving(3)), (2, 5, 4), ("'leaving", "(Leaving)", "made inside `call`")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", APPLIED)
+def test_a_function_of_the_users_in_a_stock_layer_is_named(name):
+    """Where the backend refuses what it mixes; where it goes on in float32, what is in reach of it."""
+    make, shape, culprits = APPLIED[name]
+    layer, x = make(), np.ones(shape, "float32")
+    model = Model(layer)
+    model(x)
+    mpkeras.apply_policy(model, without_outputs("mixed_bfloat16"))
+    backend, is_in_loop = keras.backend.backend(), name in ("gates", "a cell")
+    if backend == "tensorflow" or (backend == "jax" and is_in_loop):
+        with pytest.raises(TypeError) as error:
+            model(x)
+        message = str(error.value)
+    elif is_in_loop:
+        model(x)  # Warnings are errors here.
+        return
+    else:
+        with pytest.warns(UserWarning, match="mixes it with float32") as caught:
+            model(x)
+        message = str(caught[0].message)
+    assert "computes in bfloat16 and mixes it with float32" in message
+    assert all(culprit in message for culprit in culprits), message
+    assert "keras.ops.cast(..., x.dtype)" in message or name == "a cell"
+
+
+def test_what_keras_offers_as_activations_is_no_code_of_the_users():
+    names = [own_functions(layers.Dense(2, activation=activation)) for activation in (
+        None, "gelu", functools.partial(keras.activations.gelu, approximate=True), layers.LeakyReLU(0.25)
+    )]  # fmt: skip
+    assert names == [[], [], [], []]
+    assert own_functions(layers.LSTM(2).cell) == []
+    assert own_functions(layers.LSTM(2, activation=shifted).cell) == [shifted]
 
 
 class Fourier(layers.Layer):

@@ -190,6 +190,12 @@ CASES = {
     "an activation": (
         lambda: InPart(layers.Activation(waves, name="own")), (3,), RANDOM.uniform(size=(5, 3)), "float16", "own"
     ),
+    "the activation of a product": (
+        lambda: layers.Dense(6, activation=waves, name="own"), (3,), RANDOM.uniform(size=(5, 3)), "float16", "own"
+    ),
+    "the activation of a cell": (
+        lambda: layers.SimpleRNN(4, waves, name="own"), (3, 2), RANDOM.uniform(size=(5, 3, 2)), "float16", "own"
+    ),
     "a model in a model": (lambda: InPart(Apart(name="own")), (4,), PLACES, "bfloat16", "own"),
 }  # fmt: skip
 
