@@ -1,10 +1,12 @@
 """`prepare`: makes a compiled model train under a policy, with nothing failing silently."""
 
 import functools
+import warnings
 from collections.abc import Iterable
 from typing import TypeVar
 
 import keras
+import ml_dtypes
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
@@ -319,6 +321,8 @@ def check_jit_compile(model, jit_compile):
 def check_variables(model, policy, converts: bool = False):
     """Raises `ValueError` for trainable float16 variables, those that layers would make as they are built included.
 
+    Warns where Keras makes losses and metrics in 16 bits.
+
     Args:
         model: A `keras.Model`.
         policy: The `Policy` that holds for it.
@@ -326,12 +330,26 @@ def check_variables(model, policy, converts: bool = False):
     """
     weights = _weights_of(model, "float16", converts)
     if not weights and policy.variable_dtype != "float16":
+        _warn_of_floatx(keras.config.floatx())
         return
     what = f"float16 variables {weights[:3]}" if weights else f"policy '{policy.name}'"
     raise ValueError(
         "Expected float32 or bfloat16 variables to train: in float16 small updates round to nothing, as does Adam's "
         f"epsilon of 1e-8. Received: {what}. Build the model under 'mixed_float16', or call "
         "`mpkeras.apply_policy(model, 'mixed_float16', float32_variables=True)` before `compile`."
+    )
+
+
+def _warn_of_floatx(floatx: str):
+    if floatx not in SIXTEEN_BIT_DTYPES:
+        return
+    # From here on whole numbers are rounded, and adding 1 changes nothing.
+    largest = 2 ** (ml_dtypes.finfo(floatx).nmant + 1)
+    warnings.warn(
+        f"`keras.config.floatx()` is {floatx}: losses, metrics and learning rates are made in it. Class {largest + 1} "
+        f"is taken for class {largest}, and a metric counts no further than {largest}. Before these are made, and "
+        'before `compile`, call `keras.config.set_floatx("float32")`: the policy says what layers compute in.',
+        stacklevel=6,
     )
 
 

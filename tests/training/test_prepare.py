@@ -505,6 +505,24 @@ def test_a_policy_with_float16_variables_is_refused():
     assert set(compute_dtypes(model).values()) == {"float32"}
 
 
+@pytest.mark.parametrize(("floatx", "lost", "largest"), [("bfloat16", 257, 256), ("float16", 2049, 2048)])
+def test_losses_and_metrics_that_keras_makes_in_16_bits_are_said(floatx, lost, largest):
+    """P26: the dtypes of the layers have no part in it."""
+    with mpkeras.policy_scope("float32"):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, dtype="mixed_bfloat16")])
+    keras.config.set_floatx(floatx)
+    # Adding 1 to `largest` changes nothing: so says Keras' own metric.
+    count = keras.metrics.Sum()
+    count.update_state(float(largest))
+    count.update_state(1.0)
+    assert float(count.result()) == largest
+    model.compile("sgd", "mse")
+    said = f"floatx.*is {floatx}: losses.*Class {lost} is taken for class {largest}.*no further than {largest}.*set_flo"
+    for door in (lambda: prepare(model), lambda: mpkeras.make_train_step(model, keras.optimizers.SGD(), "mse")):
+        with pytest.warns(UserWarning, match=said):
+            door()
+
+
 def test_layers_that_would_make_float16_variables_are_refused_before_they_do():
     model = keras.Sequential([keras.layers.Dense(2, dtype="float16", name="first")])
     model.compile("sgd", "mse")
