@@ -187,7 +187,8 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
     They are read in float32 where what the layers inside are given stays as it is: a scale and a mean behind the last
     layer do that, and positions that are added in front of one would not. Otherwise, and where the call computes
     outputs with what it is given, too, all of a layer inside a model is in float32, unless it is large. So is a layer
-    that names its own dtype, to which it may cast an output, where what the layers inside are given stays as it is.
+    that names a dtype, its own or that of its inputs, to which it may cast an output, where what the layers inside are
+    given stays as it is.
 
     Args:
         used: What `used_behind_layers` returned for a trace of the call.

@@ -307,9 +307,10 @@ def casts_inside(layer) -> bool:
 
 
 def names_its_dtype(layer) -> bool:
-    """Whether the `call` of a user's own layer may cast what layers inside return to the layer's own dtype."""
+    """Whether the `call` of a user's own layer may cast what layers inside return to its own dtype, or its inputs'."""
     is_own = has_own_call(layer) and bool(_keras.direct_sublayers(layer))
-    return is_own and "compute_dtype" in Reach(layer).names
+    # `self.compute_dtype`, and `x.dtype` of what it is given.
+    return is_own and not {"compute_dtype", "dtype"}.isdisjoint(Reach(layer).names)
 
 
 def applies_own_function(layer) -> bool:
