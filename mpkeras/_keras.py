@@ -490,6 +490,11 @@ def frozen_weights(model) -> set:
     return {id(variable) for variable in weights(model)}
 
 
+def has_all_variables(metric) -> bool:
+    """Whether no update of `metric` makes variables: `R2Score` has a counter, and makes sums in its first update."""
+    return bool(metric.variables) and getattr(metric, "_built", True)
+
+
 def parts_of_metric(metric) -> list:
     """Returns the metrics that hold the variables of `metric`: itself, or those that were given to `compile`.
 

@@ -183,6 +183,17 @@ def test_metrics_given_to_compile_are_known_one_by_one():
     assert [v for part in private.parts_of_metric(given) for v in part.variables] == given.variables
 
 
+@pytest.mark.backends("tensorflow")
+def test_metrics_that_make_variables_in_their_first_update():
+    metrics = keras.metrics
+    late = [metrics.R2Score(), metrics.F1Score(), metrics.AUC(multi_label=True)]
+    at_once = [metrics.MeanSquaredError(), metrics.AUC(), metrics.AUC(multi_label=True, num_labels=2)]
+    assert [*map(private.has_all_variables, late + at_once)] == [False] * 3 + [True] * 3
+    for metric in late:
+        metric.update_state(np.ones((2, 2)), np.ones((2, 2)))
+    assert all(map(private.has_all_variables, late))
+
+
 def test_a_tracker_of_losses_has_a_total_and_a_count_in_this_order():
     """What `mpkeras.training.metric_states` relies on; the opposite sign of both leaves the mean what it is."""
     tracker = keras.metrics.Mean()

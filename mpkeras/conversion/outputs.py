@@ -12,7 +12,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import is_replaced, replace, replaced_on_all, restore, value_below
-from mpkeras.conversion.inner_results import can_run, changes_asked_about, taking_inner_results
+from mpkeras.conversion.inner_results import can_run, changes_asked_about, dtypes_returned, taking_inner_results
 from mpkeras.conversion.mixing import MixedDtypesError, in_silence
 from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.raw_inputs import cast_inputs, is_to_tell, let_keras_cast_inputs, passes_inputs_on
@@ -26,6 +26,7 @@ from mpkeras.policies.heads import (
     heads_in_flow,
     is_large,
     is_large_together,
+    names_a_dtype,
     names_its_dtype,
     used_behind_layers,
 )
@@ -187,7 +188,8 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
     They are read in float32 where what the layers inside are given stays as it is: a scale and a mean behind the last
     layer do that, and positions that are added in front of one would not. Otherwise, and where the call computes
     outputs with what it is given, too, all of a layer inside a model is in float32, unless it is large. So is a layer
-    that names its own dtype, to which it may cast an output, where what the layers inside are given stays as it is.
+    that names its own dtype, to which it may cast an output, or casts one to that of its inputs, where what the layers
+    inside are given stays as it is.
 
     Args:
         used: What `used_behind_layers` returned for a trace of the call.
@@ -197,7 +199,7 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
         return NO_HEADS
     is_one_layer = not is_whole and not is_large(layer)
     # A cast of what a layer inside returns would round it, unless the layer itself is in float32.
-    may_cast = is_one_layer and names_its_dtype(layer)
+    may_cast = is_one_layer and (names_its_dtype(layer) or _ends_in_16_bits(layer, args, kwargs))
     if not variables and not may_cast:
         return NO_HEADS
     if is_one_layer and variables and (_uses_given(used) or casts_inside(layer)):
@@ -220,6 +222,15 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
             if given is not None and given == _given_inside(layer, run_as(way), args, kwargs):
                 return way
     return Heads([layer]) if is_one_layer and variables else NO_HEADS
+
+
+def _ends_in_16_bits(layer, args, kwargs) -> bool:
+    """Whether the `call` casts what the layers inside return, now that heads among them compute in float32."""
+    if not names_a_dtype(layer):
+        return False
+    with in_silence():
+        returned = dtypes_returned(layer, taking_inner_results(layer, value_below(layer, "call")), args, kwargs)
+    return any(dtype in SIXTEEN_BIT_DTYPES for dtype in returned or ())
 
 
 def _uses_given(used) -> bool:

@@ -311,8 +311,17 @@ def casts_inside(layer) -> bool:
 
 def names_its_dtype(layer) -> bool:
     """Whether the `call` of a user's own layer may cast what layers inside return to the layer's own dtype."""
+    return "compute_dtype" in _names_with_layers_inside(layer)
+
+
+def names_a_dtype(layer) -> bool:
+    """Whether the `call` of a user's own layer may cast what layers inside return to the dtype of a tensor."""
+    return "dtype" in _names_with_layers_inside(layer)
+
+
+def _names_with_layers_inside(layer) -> set:
     is_own = has_own_call(layer) and bool(_keras.direct_sublayers(layer))
-    return is_own and "compute_dtype" in Reach(layer).names
+    return Reach(layer).names if is_own else set()
 
 
 def own_functions(layer) -> list[Callable]:

@@ -370,7 +370,7 @@ class TrainStep:
                 "or call the step itself, which runs on all replicas."
             )
         with training_backend.variable_scope(self.model):
-            lazy = [metric for metric in self.metrics if not metric.variables]
+            lazy = [metric for metric in self.metrics if not _keras.has_all_variables(metric)]
             if self._lacks_variables():
                 # torch modules in it move their statistics in inference, too.
                 with native_states_put_back(self.model):
@@ -395,7 +395,7 @@ class TrainStep:
 
     def _lacks_variables(self) -> bool:
         """Whether the model or a metric makes its variables on the first batch."""
-        return not _keras.is_built(self.model) or not all(metric.variables for metric in self.metrics)
+        return not _keras.is_built(self.model) or not all(map(_keras.has_all_variables, self.metrics))
 
 
 class StepParts:

@@ -148,6 +148,18 @@ class CastingResult(Casting):
         return ops.cast(self.inner(x), self.compute_dtype) + self.level
 
 
+class AsGiven(layers.Layer):
+    """Ends in the dtype of what it is given, as stock code does that computes in float32 on the way."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = head()
+
+    def call(self, x):
+        dtype = x.dtype
+        return ops.cast(ops.cast(self.inner(x), "float32") * 1.5, dtype)
+
+
 class Beside(Casting):
     """Computes with the inputs that it has not cast, too: as they are, in 16 bits."""
 
@@ -170,6 +182,7 @@ KINDS = {
     "weights behind a layer inside": lambda: functional(lambda h: Frozen(name="frozen")(h)),
     "casting inside": lambda: functional(lambda h: Casting()(h)),
     "casting a result": lambda: functional(lambda h: CastingResult()(h)),
+    "in the dtype of its inputs": lambda: functional(lambda h: AsGiven()(h)),
     "beside its inputs": lambda: functional(lambda h: Beside(4)(h)),
     "not built": lambda: keras.Sequential([hidden(), head(), layers.Flatten()]),
     "Subclassed": Subclassed,

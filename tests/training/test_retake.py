@@ -586,6 +586,48 @@ def test_a_capsule_of_a_first_step_is_run_once(tmp_path):
     assert (bool(run["skipped"]), run["loss_scale"], run["same_bits"]) == (True, 2.0**14, True)
 
 
+class Divides(OfTheUsersOwn):
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(3)
+
+    def build(self, input_shape):
+        self.hidden.build(input_shape)
+        self.head.build((None, 8))
+
+    def call(self, x):
+        x /= 4.0  # on torch in place
+        return super().call(x)
+
+
+@pytest.mark.backends("torch")  # elsewhere nobody can write into a batch
+@pytest.mark.parametrize("takes_again", [True, False])
+@pytest.mark.filterwarnings("ignore:All 4 steps of epoch 1 were skipped", "ignore:.*was skipped")
+def test_a_batch_stays_as_it_was_given_whoever_writes_into_it(takes_again, tmp_path):
+    """The user's `call`, and Keras' losses: they multiply sample weights by the mask of `ignore_class`."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=2)
+    # 131072 is too large for the gradients of such losses, and 65536 is, too.
+    weights = RNG.uniform(1000, 3000, size=BATCH * BATCHES).astype("float32")
+    data = [X, CLASSES, weights]
+    model, box = Divides(), BlackBox(tmp_path)
+    model.compile(keras.optimizers.SGD(0.0), loss)
+    expected = [model.test_on_batch(*(array[i : i + BATCH] for array in data)) for i in range(0, len(X), BATCH)]
+    rule = None if takes_again else mpkeras.FixedLossScale(2.0**16)
+    mpkeras.prepare(model, "mixed_float16", loss_scale=rule)
+    batches = [[ops.convert_to_tensor(array[i : i + BATCH]) for array in data] for i in range(0, len(X), BATCH)]
+    history = fit(model, X, CLASSES, sample_weight=weights, callbacks=[box])
+    np.testing.assert_allclose(history["loss"], [np.mean(expected)], rtol=1e-2)  # float16 in the hidden layer
+    for path, batch in zip(box.capsules, batches, strict=False):
+        kept = mpkeras.load_capsule(path).batch
+        assert all(np.array_equal(a, ops.convert_to_numpy(b)) for a, b in zip(kept, batch, strict=True))
+    assert len(box.capsules) == 0 if takes_again else len(box.capsules) > 1
+    step = mpkeras.make_train_step(model, model.optimizer, loss)
+    for i, batch in enumerate(batches):
+        np.testing.assert_allclose(number(step(*batch)["loss"]), expected[i], rtol=1e-2)
+        given = [array[i * BATCH : (i + 1) * BATCH] for array in data]
+        assert all(np.array_equal(a, ops.convert_to_numpy(b)) for a, b in zip(given, batch, strict=True))
+
+
 class UpdatesNothing(keras.Sequential):
     """Its steps only look at their batch, as those do that sum gradients for the update of a later one."""
 

@@ -343,6 +343,20 @@ def test_metrics_that_make_their_variables_late(jit_compile):
     np.testing.assert_allclose(number(result["f1_score"]), np.mean(scores), rtol=1e-6)  # float32
 
 
+@pytest.mark.parametrize("jit_compile", COMPILED)
+def test_a_metric_that_makes_variables_beside_those_that_it_has(jit_compile):
+    """`R2Score` has a counter from the first on, and sums for each output from its first update on."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+    model.layers[0].kernel.assign(KERNEL_OF_F1)
+    metric = keras.metrics.R2Score(class_aggregation=None)
+    step = make_train_step(model, keras.optimizers.SGD(0.0), "mse", jit_compile=jit_compile, metrics=[metric])
+    skipped, counted = step(X[0] * np.inf, Y[0]), step(X[1], Y[1])
+    assert number(skipped["skipped"]) and not number(counted["skipped"])
+    residuals = ((Y[1] - X[1] @ KERNEL_OF_F1) ** 2).sum(axis=0)
+    expected = 1 - residuals / ((Y[1] - Y[1].mean(axis=0)) ** 2).sum(axis=0)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(counted["r2_score"]), expected, rtol=1e-4)  # float32 sums
+
+
 def test_optimizers_by_name_and_stock_loss_scale_optimizers():
     with mpkeras.policy_scope("mixed_float16"):
         model = linear()
