@@ -102,6 +102,12 @@ def _marked(grad, variable):
     return jax.jit(gradient)(grad.astype(jnp.float32) if grad.dtype in _NARROW else grad)
 
 
+def layout_of_number():
+    """Returns the `TensorLayout` of a number that each device holds whole; `None` without a distribution."""
+    distribution = keras.distribution.distribution()
+    return None if distribution is None else keras.distribution.TensorLayout([], distribution.device_mesh)
+
+
 def split_slots(slots, weights):
     """Splits the state that an optimizer keeps beside weights, where the distribution in force splits state alone."""
     distribution = keras.distribution.distribution()

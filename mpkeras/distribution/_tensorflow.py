@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from mpkeras.distribution.defaults import check_program, split_slots, with_dtypes  # noqa: F401
+from mpkeras.distribution.defaults import check_program, layout_of_number, split_slots, with_dtypes  # noqa: F401
 
 # Whether an optimizer sums gradients over replicas, and so has a dtype for it.
 OPTIMIZERS_REDUCE = True

@@ -3,7 +3,7 @@
 import torch
 
 from mpkeras.devices._torch import is_distributed
-from mpkeras.distribution.defaults import check_program, split_slots, with_dtypes  # noqa: F401
+from mpkeras.distribution.defaults import check_program, layout_of_number, split_slots, with_dtypes  # noqa: F401
 
 # Whether an optimizer sums gradients over replicas, and so has a dtype for it.
 OPTIMIZERS_REDUCE = False

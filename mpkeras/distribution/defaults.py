@@ -14,3 +14,8 @@ def split_slots(slots, weights):
     """Leaves the state of optimizers where it is."""
     # AutoGraph, which meets it in a `tf.function` of the user's, warns of a function without a statement.
     return None
+
+
+def layout_of_number():
+    """Returns `None`: a number has no layout."""
+    return None

@@ -195,11 +195,14 @@ def missing_kernel_of(layer, compute_dtype: str) -> str | None:
         return None
     if isinstance(layer, keras.layers.TFSMLayer):
         return "what it wraps takes the dtypes alone with which it was exported"
-    if _BACKEND == "torch" and (convolution := _narrow_convolution(layer)):
+    # No `:=` here: a loop of the user's own may come by in a `tf.function`, and AutoGraph warns of it.
+    convolution = _narrow_convolution(layer) if _BACKEND == "torch" else None
+    if convolution is not None:
         failure = _failure(_try_gradient_of_convolution, compute_dtype, *convolution)
         if failure is not None:
             return f"its kernel of few filters or channels {failure}"
-    if _BACKEND != "jax" and (convolution := _long_convolution(layer)):
+    convolution = _long_convolution(layer) if _BACKEND != "jax" else None
+    if convolution is not None:
         failure = _failure(_try_numbers_of_convolution, compute_dtype, *convolution)
         return None if failure is None else f"its kernel {failure}"
     if _BACKEND == "tensorflow" and isinstance(layer, keras.layers.UpSampling2D) and layer.interpolation != "nearest":

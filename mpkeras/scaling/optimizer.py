@@ -23,7 +23,7 @@ from mpkeras.scaling.facts import (
 )
 from mpkeras.scaling.record import Record
 from mpkeras.scaling.small_state import Rounding, parts_of, replaced_methods, shapes_of_slots, slot_dtypes
-from mpkeras.scaling.window import Decision, GradientWindow, checked_steps, single_step
+from mpkeras.scaling.window import Decision, GradientWindow, add_number, checked_steps, single_step
 
 if keras.backend.backend() == "tensorflow":
     from mpkeras.scaling import _tensorflow as _backend
@@ -360,8 +360,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _add_scalar(self, name: str, value, int_dtype: str = "int32"):
         dtype = {bool: "bool", int: int_dtype, float: "float32"}[type(value)]
-        constant = keras.initializers.Constant(value)
-        return self.add_variable(shape=(), initializer=constant, dtype=dtype, aggregation="none", name=name)
+        return add_number(self, name, value, dtype)
 
     @property
     def variables(self) -> list:

@@ -7,6 +7,7 @@ from keras import ops
 
 from mpkeras import _keras
 from mpkeras._arguments import checked_count, is_one_of
+from mpkeras.distribution import distribution_backend
 from mpkeras.policies.loss_scaling import scalars
 
 ON_OVERFLOW = ("drop_micro", "drop_window")
@@ -28,6 +29,19 @@ def sum_dtype(dtype) -> str:
     dtype = keras.backend.standardize_dtype(dtype)
     # In 16 bits a sum of many gradients loses the small ones.
     return dtype if dtype == "float64" or "complex" in dtype else "float32"
+
+
+def add_number(optimizer, name: str, value, dtype: str):
+    """Returns a new variable of `optimizer`, of shape `()`, whole on each device."""
+    return optimizer.add_variable(
+        shape=(),
+        initializer=keras.initializers.Constant(value),
+        dtype=dtype,
+        aggregation="none",
+        # Its own: a pattern that a layout map has for weights, such as ".*scale", may fit "loss_scale_optimizer", too.
+        layout=distribution_backend.layout_of_number(),
+        name=name,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +86,7 @@ class GradientWindow:
 
         # Not in `build`: a train step is traced with these counters before it builds the optimizer.
         def add(name):
-            return optimizer.add_variable(shape=(), initializer="zeros", dtype="int32", aggregation="none", name=name)
+            return add_number(optimizer, name, 0, "int32")
 
         self.position = add("window_position")
         self.accepted = add("window_accepted")

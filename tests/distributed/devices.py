@@ -88,6 +88,8 @@ def _jax(options) -> Devices:
         layout = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(shape, ["batch", "model"]))
         layout[".*kernel"] = (None, "model")
         layout[".*bias"] = ("model",)
+        # As for RMSNormalization: it fits the numbers of a `loss_scale_optimizer`, too.
+        layout[".*scale"] = ("model",)
         distribution = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
     return Devices(
         own_rows=_rows_of(options),

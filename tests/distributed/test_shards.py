@@ -1,7 +1,11 @@
 """G7 on JAX: inf in the rows of shard k alone, for each k, under `keras.distribution` and in several processes."""
 
+import keras
+import numpy as np
 import pytest
 
+import mpkeras
+from mpkeras import _keras
 from tests.distributed.expectations import check_equals_one_device, check_faults
 from tests.distributed.launch import free_ports, run_program, run_workers
 
@@ -40,3 +44,20 @@ def test_each_shard_in_two_processes():
         assert result["new_traces"] == 0
         assert result["layouts_kept"]
     assert results[0]["many"] == results[1]["many"]
+
+
+@pytest.mark.parametrize("accumulate_steps", [None, 2])
+def test_a_layout_that_fits_the_name_of_the_optimizer_is_for_weights_alone(accumulate_steps):
+    # RMSNormalization calls its weight "scale", and every variable of a `loss_scale_optimizer` has that in its path.
+    layout = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((1, 1), ["batch", "model"], ["cpu:0"]))
+    layout[".*scale"] = ("model",)
+    distribution = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
+    with distribution.scope():
+        weight = keras.Variable(np.ones(2), name="scale")
+        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.5, gradient_accumulation_steps=accumulate_steps))
+        optimizer.build([weight])
+    axes = {variable.path: _keras.layout_of(variable).axes for variable in [weight, *optimizer.variables]}
+    numbers = [variable.path for variable in optimizer.variables if variable.shape == ()]
+    assert len(numbers) >= 9 and {axes.pop(path) for path in numbers} == {()}
+    # The weight, and sums of its gradients.
+    assert set(axes.values()) == {("model",)}

@@ -669,3 +669,25 @@ def test_a_plan_in_float32_guards_too(remat, accumulate_steps):
         model.compile("sgd", "mse")
     assert model.optimizer.record.remat == remat
     assert (model.optimizer.gradient_accumulation_steps or 1) == accumulate_steps
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+def test_autograph_says_nothing_of_the_look_at_a_loop_of_the_users_own(caplog):
+    import tensorflow as tf
+
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(0.25))
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                scaled_loss = optimizer.scale_loss(tf.reduce_sum(tf.cast(model(x), "float32")))
+            optimizer.apply(tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables)
+
+        with pytest.warns(UserWarning, match="trains in 16 bits"):
+            step(tf.ones((1, 2)))
+    # A bias of 0, of which the gradient is 1.
+    assert np.array_equal(model.weights[1].numpy(), [-0.25] * 3)
+    assert "AutoGraph" not in caplog.text
