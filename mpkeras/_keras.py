@@ -292,6 +292,16 @@ def weight_averages(optimizer) -> list:
     return [v for v in getattr(optimizer, "_model_variables_moving_average", []) if v is not None]
 
 
+def follows_copies(optimizer) -> bool:
+    """Whether an optimizer moves copies of the weights, and makes the weights of them."""
+    return isinstance(optimizer, getattr(keras.optimizers, "ScheduleFreeAdamW", ()))
+
+
+def copies_of_weights(optimizer) -> list:
+    """Returns the slots of a built optimizer that are such copies. Read in Keras 3.15.1."""
+    return [v for v in optimizer._momentums if v is not None] if follows_copies(optimizer) else []
+
+
 def begin_averages(optimizer):
     """Gives the moving averages of the weights the values of the weights; Keras begins them at zero."""
     averages = getattr(optimizer, "_model_variables_moving_average", [])

@@ -533,6 +533,20 @@ def test_slots_are_named_after_their_weights_and_averages_are_known():
     assert private.weight_averages(keras.optimizers.Adam()) == []
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras 3.15 has it")
+def test_copies_of_weights_are_known():
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    optimizer = keras.optimizers.ScheduleFreeAdamW()
+    optimizer.build(layer.trainable_variables)
+    # They begin as the weights, and other slots at zero.
+    copies = private.copies_of_weights(optimizer)
+    np.testing.assert_array_equal(*(keras.ops.convert_to_numpy(v) for v in (copies[0], layer.kernel)))
+    others = [v for v in optimizer.variables if len(v.shape) > 0 and not any(v is copy for copy in copies)]
+    assert len(copies) == len(others) == 2 and not any(keras.ops.convert_to_numpy(v).any() for v in others)
+    assert private.copies_of_weights(keras.optimizers.Adam()) == []
+
+
 def test_factors_of_adafactor_know_their_weights():
     layer = keras.layers.Dense(2, name="first")
     layer.build((None, 3))

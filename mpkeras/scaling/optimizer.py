@@ -262,7 +262,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 is_slot = tuple(shape) in shapes and "float" in keras.backend.standardize_dtype(dtype)
                 return add_variable(shape, initializer, self._slot_dtype if is_slot else dtype, *args, **kwargs)
 
-            return {} if self._slot_dtype == "auto" else {"add_variable": add_slot}
+            # Copies of the weights begin in their dtype.
+            is_as_made = self._slot_dtype == "auto" or _keras.follows_copies(part)
+            return {} if is_as_made else {"add_variable": add_slot}
 
         excluded = self.record.excluded_from_weight_decay
         missing = self._exclude_again([(self.inner_optimizer, variables)], excluded[:1])
@@ -286,7 +288,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return [name for names in missing for name in names]
 
     def store_slots(self):
-        """Stores each slot in `slot_dtype`, its value kept; averages, and what has no shape of a weight, in float32."""
+        """Stores each slot in `slot_dtype`, its value kept, or as `slot_dtypes` says."""
         for part in parts_of(self.inner_optimizer):
             for variable, dtype in slot_dtypes(part, self._slot_dtype):
                 if dtype in ("float32", SMALL_DTYPE) and dtype != _keras.stored_dtype(variable):

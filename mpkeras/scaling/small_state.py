@@ -71,14 +71,17 @@ def shapes_of_slots(weights) -> set[tuple]:
 def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
     """Returns `(variable, dtype)`: the dtypes that the float32 and bfloat16 state of an optimizer is to be stored in.
 
-    Averages of the weights, and what has no shape of theirs, stay in float32.
+    Averages of the weights, and what has no shape of theirs, stay in float32; a copy of a weight is stored as that is,
+    which would have its rounding.
 
     Args:
         inner_optimizer: A built Keras optimizer, not wrapped, or one of its parts.
         slot_dtype: That of the slots: a dtype, or `"auto"` for that of the weight.
         stored: `{id(weight): dtype}` of weights that are to be stored in another dtype than they are.
     """
-    averages = {id(variable) for part in parts_of(inner_optimizer) for variable in _keras.weight_averages(part)}
+    parts = parts_of(inner_optimizer)
+    averages = {id(variable) for part in parts for variable in _keras.weight_averages(part)}
+    copies = {id(variable) for part in parts for variable in _keras.copies_of_weights(part)}
     weights = _keras.optimizer_trainable_variables(inner_optimizer)
     weight_of = _keras.weights_of_slots(inner_optimizer.variables, weights)
     weight_of |= _keras.weights_of_factors(inner_optimizer)
@@ -88,7 +91,7 @@ def slot_dtypes(inner_optimizer, slot_dtype: str, stored=None) -> list:
         if _keras.stored_dtype(variable) not in ("float32", SMALL_DTYPE):
             continue
         is_float32 = id(variable) in averages or tuple(variable.shape) not in shapes
-        dtype = "float32" if is_float32 else slot_dtype
+        dtype = "float32" if is_float32 else "auto" if id(variable) in copies else slot_dtype
         if dtype == "auto":
             beside = weight_of.get(id(variable), variable)
             dtype = (stored or {}).get(id(beside)) or _keras.stored_dtype(beside)
