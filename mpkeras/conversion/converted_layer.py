@@ -105,7 +105,7 @@ class ConvertedLayer:
         # Of a quantized one there are no other kernels.
         if any(map(is_quantized, layers)):
             return None
-        if not in_inference and any(map(_keras.own_seed_generators, layers)):  # It would draw other numbers.
+        if not in_inference and any(ConvertedLayer(inner).draws_numbers for inner in layers):  # Other ones here.
             return None
         if any(isinstance(inner.dtype_policy, keras.dtype_policies.DTypePolicyMap) for inner in layers):
             return None
