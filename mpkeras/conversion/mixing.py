@@ -62,13 +62,14 @@ def name_mixed_dtypes(layer):
     call = taking_inner_results(
         layer, layer.call, lambda *failed: isinstance(refused(layer, *failed), MixedDtypesError)
     )
+    culprit = with_own_code(layer)[0]
 
     @functools.wraps(call)
     def call_and_name(*args, **kwargs):
         try:
             outputs = call(*args, **kwargs)
         except Exception as error:
-            refusal = refused(with_own_code(layer)[0], args, kwargs, error)
+            refusal = refused(culprit, args, kwargs, error)
             if refusal is None:
                 raise
             raise refusal from error

@@ -26,8 +26,7 @@ from mpkeras.policies.heads import (
     heads_in_flow,
     is_large,
     is_large_together,
-    names_a_dtype,
-    names_its_dtype,
+    names_with_layers_inside,
     used_behind_layers,
 )
 from mpkeras.policies.rules import is_quantized
@@ -199,7 +198,8 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
         return NO_HEADS
     is_one_layer = not is_whole and not is_large(layer)
     # A cast of what a layer inside returns would round it, unless the layer itself is in float32.
-    may_cast = is_one_layer and (names_its_dtype(layer) or _ends_in_16_bits(layer, args, kwargs))
+    names = names_with_layers_inside(layer) if is_one_layer else ()
+    may_cast = "compute_dtype" in names or ("dtype" in names and _ends_in_16_bits(layer, args, kwargs))
     if not variables and not may_cast:
         return NO_HEADS
     if is_one_layer and variables and (_uses_given(used) or casts_inside(layer)):
@@ -226,8 +226,6 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
 
 def _ends_in_16_bits(layer, args, kwargs) -> bool:
     """Whether the `call` casts what the layers inside return, now that heads among them compute in float32."""
-    if not names_a_dtype(layer):
-        return False
     with in_silence():
         returned = dtypes_returned(layer, taking_inner_results(layer, value_below(layer, "call")), args, kwargs)
     return any(dtype in SIXTEEN_BIT_DTYPES for dtype in returned or ())

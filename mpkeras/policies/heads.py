@@ -309,17 +309,12 @@ def casts_inside(layer) -> bool:
     return is_own and not value_below(layer, "autocast") and bool(_keras.direct_sublayers(layer))
 
 
-def names_its_dtype(layer) -> bool:
-    """Whether the `call` of a user's own layer may cast what layers inside return to the layer's own dtype."""
-    return "compute_dtype" in _names_with_layers_inside(layer)
+def names_with_layers_inside(layer) -> set:
+    """Returns the names in the code of a user's own layer with layers inside, and none of another one.
 
-
-def names_a_dtype(layer) -> bool:
-    """Whether the `call` of a user's own layer may cast what layers inside return to the dtype of a tensor."""
-    return "dtype" in _names_with_layers_inside(layer)
-
-
-def _names_with_layers_inside(layer) -> set:
+    With "compute_dtype" among them the `call` may cast what these return to the layer's own dtype, with "dtype" to that
+    of a tensor.
+    """
     is_own = has_own_call(layer) and bool(_keras.direct_sublayers(layer))
     return Reach(layer).names if is_own else set()
 
