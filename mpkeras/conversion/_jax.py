@@ -17,6 +17,19 @@ from mpkeras.policies.heads import Flow
 _PRECISION = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32}
 
 
+def has_cudnn() -> bool:
+    """As in `_torch.py`."""
+    return jax.default_backend() == "gpu"
+
+
+def made_of_arguments(function):
+    """Returns `function`, elementwise, for a step of a loop: the backward pass keeps its arguments, and nothing else.
+
+    Otherwise it keeps each gate in float32, for all steps.
+    """
+    return jax.checkpoint(function, prevent_cse=False)
+
+
 def takes_kernel(layer, query, key, value, *, is_masked: bool) -> bool:
     """Whether Keras looks for a kernel that keeps no probabilities, or refuses an attention for the lack of one."""
     platform = jax.devices()[0].platform

@@ -13,6 +13,16 @@ from mpkeras.devices._tensorflow import in_xla
 from mpkeras.policies.heads import Flow
 
 
+def has_cudnn() -> bool:
+    """As in `_torch.py`."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+def made_of_arguments(function):
+    """As in `_jax.py`, where less is kept. `tf.recompute_grad` has no second derivative, as gradient penalties take."""
+    return function
+
+
 def takes_kernel(layer, query, key, value, *, is_masked: bool) -> bool:
     """Whether a layer asks for flash attention, which Keras refuses on TensorFlow."""
     del query, key, value, is_masked

@@ -26,7 +26,7 @@ from mpkeras.conversion.outputs import (
     serve_with_float32_inputs,
 )
 from mpkeras.conversion.raw_inputs import pass_inputs_on, take_inputs_raw, takes_raw_inputs
-from mpkeras.conversion.recurrent_sums import STEPS_IN_FLOAT32, sum_steps_in_float32, sums_steps_in_16_bits
+from mpkeras.conversion.recurrent_states import STATE_IN_FLOAT32, carries_state_in_16_bits, carry_state_in_float32
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE, tensor_dtype, widen
 from mpkeras.policies.heads import (
     NO_HEADS,
@@ -69,8 +69,8 @@ def _fitting(model, layer, may_hand_on) -> Iterator[str]:
     # Elsewhere an assignment goes past the 16-bit copy; a state that comes from 16-bit arithmetic loses nothing there.
     if backend == "torch" and isinstance(layer, keras.layers.RNN) and layer.stateful:
         yield "states kept"
-    if sums_steps_in_16_bits(layer):
-        yield STEPS_IN_FLOAT32
+    if carries_state_in_16_bits(layer):
+        yield STATE_IN_FLOAT32
     if takes_raw_inputs(model, layer):
         yield "raw inputs"
     elif value_below(layer, "autocast"):
@@ -336,7 +336,7 @@ CHANGES = {
     "float32 inputs of what is served": _Change(serve_with_float32_inputs, "outputs", ("export",)),
     "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
     "states kept": _Change(_keep_states, "states", ("call",)),
-    STEPS_IN_FLOAT32: _Change(sum_steps_in_float32, "steps", ("use_cudnn",)),
+    STATE_IN_FLOAT32: _Change(carry_state_in_float32, "steps", ("inner_loop",)),
     "computed again alike": _Change(compute_again_alike, "remat", ("rematerialized_call",)),
     WITH_FLOAT32_SUMS: _Change(sum_in_float32, "layer", ("call",)),
     IN_FLOAT8: _Change(multiply_in_float8, "layer", ("call",)),
