@@ -24,8 +24,8 @@ KINDS = {
     "their copies in 16 bits. `_autocast` of the states meanwhile",
     "bias": "`call` of a layer with a bias on TensorFlow: in bfloat16 the gradient of the bias is summed in float32. "
     "`bias` and `activation` meanwhile",
-    "steps": "`inner_loop` of a recurrent layer of Keras around cells of Keras, where cuDNN does not run it: its state is "
-    "float32, to which each step adds, and the gradients of its weights are summed in float32",
+    "steps": "`inner_loop` of a recurrent layer of Keras around cells of Keras, where cuDNN does not run it: its state "
+    "is float32, to which each step adds, and the gradients of its weights are summed in float32",
     "remat": "`rematerialized_call` of a layer: what Keras computes again in the backward pass is computed as the "
     "first time, in the same dtypes, with the same random numbers, and writes nothing",
     "again": "`call` of a layer, and `_run_through_graph` of a Functional model: the backward pass computes again what "

@@ -86,7 +86,7 @@ def _step_of(layer, cell):
 
 
 def _step(layer, inputs, states, training):
-    """Returns `(outputs, new states)` of one step, the outputs in 16 bits. Those of each cell are given to the next."""
+    """Returns `(outputs, new states)` of one step. A cell is given the outputs of the one before it, in 16 bits."""
     is_stacked = layer.cell is not _cells(layer)[0]
     new_states = []
     for cell, state in zip(_cells(layer), states if is_stacked else [states], strict=True):
@@ -135,14 +135,14 @@ def _step_of_gru(cell, inputs, states, training):
     (state,) = states
     inputs_masks, state_masks = _dropout_masks(cell, inputs, state, training)
     of_inputs = _product(cell, inputs, cell.kernel, inputs_masks)
-    bias = 0.0 if cell.bias is None else _in_float32(cell.bias)
+    bias = None if cell.bias is None else _in_float32(cell.bias)
     if cell.reset_after:
         of_state = _product(cell, state, cell.recurrent_kernel, state_masks)
-        bias, state_bias = (0.0, 0.0) if cell.bias is None else (bias[0], bias[1])
+        x_bias, h_bias = (0.0, 0.0) if bias is None else (bias[0], bias[1])
 
         def gates(of_inputs, of_state, state):
-            x_z, x_r, x_new = ops.split(widen(of_inputs) + bias, 3, axis=-1)
-            h_z, h_r, h_new = ops.split(widen(of_state) + state_bias, 3, axis=-1)
+            x_z, x_r, x_new = ops.split(widen(of_inputs) + x_bias, 3, axis=-1)
+            h_z, h_r, h_new = ops.split(widen(of_state) + h_bias, 3, axis=-1)
             z, r = cell.recurrent_activation(x_z + h_z), cell.recurrent_activation(x_r + h_r)
             return z * state + (1 - z) * cell.activation(x_new + r * h_new)
 
@@ -150,7 +150,8 @@ def _step_of_gru(cell, inputs, states, training):
         return outputs, [outputs]
     gate_masks, new_masks = (None, None) if state_masks is None else (state_masks[:2], state_masks[2:])
     of_gates, of_new = ops.split(cell.recurrent_kernel, [2 * cell.units], axis=-1)
-    x_z, x_r, x_new = ops.split(widen(of_inputs) + bias, 3, axis=-1)
+    sums = widen(of_inputs) if bias is None else widen(of_inputs) + bias
+    x_z, x_r, x_new = ops.split(sums, 3, axis=-1)
     h_z, h_r = ops.split(widen(_product(cell, state, of_gates, gate_masks)), 2, axis=-1)
     z, r = cell.recurrent_activation(x_z + h_z), cell.recurrent_activation(x_r + h_r)
     new = cell.activation(x_new + widen(_product(cell, r * state, of_new, new_masks)))

@@ -40,9 +40,7 @@ KINDS = {
     "a count": (lambda: layers.SimpleRNN(3, activation="relu", recurrent_initializer="identity"), (700, 3)),
     "no bias": (lambda: layers.SimpleRNN(2, activation=None, use_bias=False, recurrent_initializer="ones"), (9, 3)),
     "images": (
-        lambda: layers.ConvLSTM1D(
-            2, 3, padding="same", bias_initializer=SLOW_GATES, unit_forget_bias=False
-        ),
+        lambda: layers.ConvLSTM1D(2, 3, padding="same", bias_initializer=SLOW_GATES, unit_forget_bias=False),
         (150, 4, 2),
     ),
     "in a loop of Python": (lambda: layers.GRU(4, unroll=True, bias_initializer=SLOW_GATES), (24, 3)),
