@@ -38,7 +38,7 @@ def let_module_follow(layer):
 
 
 def has_cudnn() -> bool:
-    """Whether recurrent layers may run by cuDNN, which sums in float32."""
+    """Whether recurrent layers in 16 bits may run by cuDNN, which sums in float32."""
     return torch.cuda.is_available() and torch.backends.cudnn.is_available()
 
 

@@ -51,6 +51,9 @@ def carry_state_in_float32(layer):
         return keras.layers.RNN.inner_loop(loop, sequences, state, mask=mask)
 
     replace(layer, "inner_loop", loop_in_float32, kind="steps")
+    # `Bidirectional` asks it before it hands both directions of an `LSTM` to cuDNN at once.
+    if hasattr(layer, "use_cudnn") and not _backend.has_cudnn():
+        replace(layer, "use_cudnn", False, kind="steps")
 
 
 class _LoopOf:

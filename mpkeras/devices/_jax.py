@@ -49,24 +49,6 @@ def has_float8_units() -> bool:
     return all(_described(device).has_float8_units for device in devices)
 
 
-def trace_gru(compute_dtype: str):
-    """Traces a tiny `GRU`, as the training step would. Raises where Keras mixes dtypes in its loop."""
-    policy = compute_dtype if compute_dtype == "float32" else f"mixed_{compute_dtype}"
-    gru = keras.layers.GRU(
-        1,
-        kernel_initializer="zeros",
-        recurrent_initializer="zeros",
-        seed=0,  # A default seed would be drawn from the state of Python's `random`.
-        dtype=keras.DTypePolicy(policy),
-        name="mpkeras_trial",
-    )
-    gru.build((1, 2, 1))
-    trainable = [variable.value for variable in gru.trainable_variables]
-    non_trainable = [variable.value for variable in gru.non_trainable_variables]
-    inputs = jax.ShapeDtypeStruct((1, 2, 1), compute_dtype)
-    jax.eval_shape(lambda weights, x: gru.stateless_call(weights, non_trainable, x)[0], trainable, inputs)
-
-
 def wait(model, result=None):
     """Returns when the device has finished the steps so far, the one that `result` is of among them."""
     # Within an epoch the variables hold nothing, as `fit` passes the state from step to step.

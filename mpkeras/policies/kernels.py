@@ -44,12 +44,6 @@ def _run(function, tensor):
         function(tensor)
 
 
-def _try_gru(dtype):
-    # Keras' own GRU loop for JAX mixes float32 into a 16-bit state while it is traced (Keras 3.15).
-    if _BACKEND == "jax":
-        _devices.trace_gru(dtype)
-
-
 def _try_attention_without_keys(layer_class, dtype):
     # Keras asks `scores.dtype == "float16"`, which no dtype of torch equals, and subtracts 1e9 in float16 (Keras 3.15).
     if _BACKEND == "torch":
@@ -133,7 +127,6 @@ _TRIALS = {
     "GroupedQueryAttention": _try_attention,
     "Attention": functools.partial(_try_attention_without_keys, keras.layers.Attention),
     "AdditiveAttention": functools.partial(_try_attention_without_keys, keras.layers.AdditiveAttention),
-    "GRU": _try_gru,
     # Of KerasHub, whose other models in `docs/keras_hub.md` need no entry.
     "LlamaAttention": _try_attention,
     "MMDiTBlock": _try_attention,
@@ -169,7 +162,7 @@ def missing_kernel_rules(compute_dtype: str, among=None) -> tuple[tuple[str, str
 
     Nothing is assumed from names or versions: the operation is run once on a few zeros, and the answer is
     kept for the life of the process. With Keras 3.15 TensorFlow on CPU has no float16 3-D pooling, JAX on
-    CPU no float16 attention, JAX no `GRU` in 16 bits, torch on CPU no 16-bit 3-D average pooling, on torch Keras'
+    CPU no float16 attention, torch on CPU no 16-bit 3-D average pooling, on torch Keras'
     own `Attention` makes NaN of fully masked rows in float16, and KerasHub's T5 of all others on TensorFlow and JAX.
     What KerasHub makes of positions and time steps is made of others in 16 bits on each of them.
 

@@ -100,7 +100,7 @@ def make_train_step(
         on_overflow: A call that is not finite takes itself from the update (`"drop_micro"`), or all of it
             (`"drop_window"`).
         metrics: A list of `keras.metrics.Metric`, one alone, or `None`; for several outputs a list or dictionary of
-            such lists.
+            such lists. A `sample_weight` weighs them, as it does those in `compile(weighted_metrics=...)`.
         remat: The part of the forward pass that is kept for the backward pass, as in `mpkeras.Policy`; by default that
             of the model's policy, or of the file that it was loaded from.
 

@@ -29,7 +29,7 @@ def slow_lstm(**options):
     return layers.LSTMCell(4, bias_initializer=SLOW_GATES, unit_forget_bias=False, **options)
 
 
-# By layer, and by the shape that it takes. On JAX a `GRU` is kept in float32, a `GRUCell` is not.
+# By layer, and by the shape that it takes.
 KINDS = {
     "a GRU": (lambda: layers.GRU(5, bias_initializer=SLOW_GATES), (150, 3)),
     "reset before": (lambda: layers.RNN(layers.GRUCell(4, reset_after=False, bias_initializer=SLOW_GATES)), (150, 3)),
@@ -220,4 +220,4 @@ def test_the_sum_over_many_steps(kind, policy):
     for found, expected in zip(gradients(layer, x), gradients(wide, x), strict=True):
         np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
     mpkeras.apply_policy(model, "float32")
-    assert "inner_loop" not in vars(layer)
+    assert "inner_loop" not in vars(layer) and layer.use_cudnn == "auto"

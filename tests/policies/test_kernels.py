@@ -70,8 +70,7 @@ POSITIONS = {
 }
 KNOWN_GAPS = {
     ("tensorflow", "float16"): POOLING | {"T5MultiHeadAttention"},
-    ("jax", "float16"): OF_KERAS_HUB | {"MultiHeadAttention", "GroupedQueryAttention", "GRU"},
-    ("jax", "bfloat16"): {"GRU"},
+    ("jax", "float16"): OF_KERAS_HUB | {"MultiHeadAttention", "GroupedQueryAttention"},
     ("torch", "float16"): {"AveragePooling3D", "Attention", "AdditiveAttention"},
     ("torch", "bfloat16"): {"AveragePooling3D"},
 }
