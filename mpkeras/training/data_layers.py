@@ -22,39 +22,42 @@ _looked: weakref.WeakSet = weakref.WeakSet()
 
 
 def warn_of_layers_for_the_data(model):
-    """Warns of layers that prepare the data in 16 bits, although the policy that they were made under keeps them.
+    """Warns of layers that prepare the data in 16 bits, although rules of the policy keep such layers in float32.
 
-    A policy of mpkeras' gives all layers its dtype as they are made, and `compile` does what its float32 rules say for
-    those of the model. A layer that runs in a pipeline, or in front of the model, is in none: it casts what it is
-    given, integers in a graph of TensorFlow included. Such layers are found among all objects, once for a model, and
-    only where the model was made under a policy of mpkeras'.
+    A global policy, of mpkeras' or of Keras', gives all layers its dtype as they are made, and the rules reach those of
+    the model alone. A layer that runs in a pipeline, or in front of the model, is in none: it casts what it is given,
+    integers in a graph of TensorFlow included. Such layers are found among all objects, once for a model.
     """
     if model in _looked:
         return
     _looked.add(model)
-    made_under = policy_made_under(model)
-    if made_under is None or made_under.compute_dtype not in SIXTEEN_BIT_DTYPES:
+    of_model = policy_made_under(model)
+    if of_model is None or of_model.compute_dtype not in SIXTEEN_BIT_DTYPES:
         return
-    if not _in_16_bits():
+    if not _in_16_bits(of_model):
         return
     # Layers that nobody holds any more may still be there.
     gc.collect()
     texts_by_policy: dict = {}
-    for layer, policy, rule in _in_16_bits():
+    for layer, policy, rule in _in_16_bits(of_model):
         _told.add(layer)
         texts_by_policy.setdefault(policy.name, []).append(f"'{layer.name}' ({dict(FOR_THE_DATA)[rule]})")
     for name, texts in texts_by_policy.items():
         more = f"; and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
         warnings.warn(
-            f"Layers that were made under policy '{name}' and are in no model that is trained, such as those of a data "
-            f"pipeline, compute in 16 bits, although rules keep them in float32: {'; '.join(texts[:_MOST_NAMED])}"
-            f"{more}. Make them in `with mpkeras.policy_scope('float32'):`, or with `dtype='float32'`.",
+            "Layers that are in no model that is trained, such as those of a data pipeline, compute in 16 bits, "
+            f"although rules of policy '{name}' keep them in float32: {'; '.join(texts[:_MOST_NAMED])}{more}. Make "
+            "them in `with mpkeras.policy_scope('float32'):`, or with `dtype='float32'`.",
             stacklevel=4,
         )
 
 
-def _in_16_bits() -> list:
-    """Returns `(layer, policy, rule)` for the living layers that are to be named, and were not yet."""
+def _in_16_bits(of_model) -> list:
+    """Returns `(layer, policy, rule)` for the living layers that are to be named, and were not yet.
+
+    The rules are those of the policy that a layer was made under, or `of_model` where that is Keras' global policy.
+    """
+    of_keras = keras.config.dtype_policy()
     # The oldest Keras lacks some.
     for_the_data = [getattr(keras.layers, rule) for rule, _ in FOR_THE_DATA if hasattr(keras.layers, rule)]
     candidates = _instances(for_the_data)
@@ -65,7 +68,8 @@ def _in_16_bits() -> list:
     inside = {id(inner) for holder in holders for inner in _keras.flatten_layers(holder)}
     found = []
     for layer in candidates:
-        policy = registry.made_under(layer.dtype_policy)
+        # A layer that was given its dtype has a policy of its own.
+        policy = registry.made_under(layer.dtype_policy) or (of_model if layer.dtype_policy is of_keras else None)
         is_small = layer.compute_dtype in SIXTEEN_BIT_DTYPES and _keras.was_called(layer)
         if policy is not None and is_small and id(layer) not in inside and layer not in _told:
             rule = first_match([rule for rule, _ in FOR_THE_DATA if rule in policy.keep_float32], layer)

@@ -99,9 +99,19 @@ class OfKeras:
         keras.config.set_dtype_policy(self._before)
 
 
-@pytest.mark.parametrize("scope", [own_policy, OfKeras], ids=["without the rule", "a policy of Keras"])
-def test_nothing_is_said_where_the_policy_keeps_no_such_layer(scope):
+@pytest.mark.parametrize("scope", [own_policy, OfKeras], ids=["without the rule", "stock Keras"])
+def test_nothing_is_said_where_no_rule_keeps_such_layers(scope):
     with scope():
         rescaling, model = layers.Rescaling(0.25), compiled()
-    assert rescaling(YEARS) is not None and rescaling.compute_dtype == "float16"
-    assert not said_by(lambda: fit(model, rescaling))
+        assert rescaling(YEARS) is not None and rescaling.compute_dtype == "float16"
+        assert not said_by(lambda: fit(model, rescaling))
+
+
+def test_layers_that_were_made_under_a_policy_of_keras_are_named_when_a_model_is_prepared():
+    with OfKeras():
+        rescaling, chosen = layers.Rescaling(0.25), layers.Rescaling(0.25, dtype="mixed_float16")
+        model = compiled()
+        chosen(YEARS)
+        mpkeras.prepare(model, "mixed_bfloat16")
+        (message,) = said_by(lambda: fit(model, rescaling))
+    assert f"'{rescaling.name}'" in message and "'mixed_bfloat16'" in message and f"'{chosen.name}'" not in message
