@@ -764,6 +764,11 @@ def added_losses(layer) -> list:
     return layer._losses
 
 
+def was_called(layer) -> bool:
+    """Whether `layer` has run, on tensors or on symbols; public is alone whether it is built, which some always are."""
+    return layer._called
+
+
 def rename_losses(layers, losses, new):
     """Lets `new` be what `layers` have added as `losses` within a stateless scope: layers know them by `id`."""
     for loss, value in zip(losses, new, strict=True):

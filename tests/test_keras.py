@@ -271,6 +271,13 @@ def test_losses_of_the_last_call_outlive_another_in_a_scope():
     assert [id(loss) for loss in model.losses] == [id(loss) for loss in losses] and len(losses) == 1
 
 
+def test_a_layer_knows_whether_it_was_called():
+    layers = keras.layers.Rescaling(0.5), keras.layers.Rescaling(0.5), keras.layers.Rescaling(0.5)
+    layers[0](np.ones((1, 2), "float32"))
+    layers[1](keras.Input((2,)))
+    assert [private.was_called(layer) for layer in layers] == [True, True, False]
+
+
 def test_the_losses_of_a_model_ask_the_regularizers_of_its_weights_by_one_method():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, kernel_regularizer="l2")])
     vars(model.layers[0].kernel)[private.REGULARIZER] = lambda value: 3.0

@@ -62,6 +62,11 @@ def _by_id(variables, values) -> dict:
     return {id(variable): value for variable, value in zip(variables, values, strict=True)}
 
 
+def _in_order(variables, values_by_id) -> list:
+    # A model whose author adds a metric to those that Keras lists has it twice, and its variables with it.
+    return [values_by_id[id(variable)] for variable in variables]
+
+
 def step_without_trace(inventory, optimizers, train_step, state, data):
     """Runs `train_step(state, data)`; where its update was skipped, takes all other state from before.
 
@@ -97,11 +102,12 @@ def _run_without_trace(optimizer, metrics, run, results, state, data):
 
 def _metrics_at_begin(metrics, values) -> list:
     """Returns the values that a step finds in `metrics`, which had `values` after the step before."""
-    begun = _by_id(_variables_of(metrics), values)
+    variables = _variables_of(metrics)
+    begun = _by_id(variables, values)
     for metric in metric_states.flat(metrics):
         values_of_metric = [begun[id(variable)] for variable in metric.variables]
         begun |= _by_id(metric.variables, metric_states.at_begin(metric, values_of_metric))
-    return list(begun.values())
+    return _in_order(variables, begun)
 
 
 def _metrics_without_trace(metrics, states, any_skipped, step_is_skipped, logs, results):
@@ -131,13 +137,14 @@ def _metrics_without_trace(metrics, states, any_skipped, step_is_skipped, logs, 
         flat.append((metric, values))
         new |= _by_id(metric.variables, values)
     # As in `rollback`, before they are asked whether a step has counted.
-    new_results = results_of(new.values())
+    new_values = _in_order(variables, new)
+    new_results = results_of(new_values)
     is_traced = isinstance(any_skipped, jax.core.Tracer)
     nothing_counted = any_skipped
     if is_traced or any_skipped:
         nothing_counted &= metric_states.nothing_counted(flat, is_traced)
     shown = metric_states.shown(metrics, new_results, nothing_counted)
-    return metric_states.replaced(logs, in_step, shown), list(new.values())
+    return metric_states.replaced(logs, in_step, shown), new_values
 
 
 def _variables_of(metrics) -> list:

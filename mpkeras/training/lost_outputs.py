@@ -26,22 +26,25 @@ _TOO_FAR = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class LostOutputs:
-    """A layer whose outputs in 16 bits are far from those in float32 on the same inputs.
+    """A layer whose outputs, or added losses, in 16 bits are far from those in float32 on the same inputs.
 
     Attributes:
         layer: Path of the layer.
         dtype: The 16-bit dtype that it computes in.
         error: The norm of the difference over the norm of the outputs in float32.
+        are_losses: Whether these are what it gives to `add_loss`.
     """
 
     layer: str
     dtype: str
     error: float
+    are_losses: bool = False
 
     def sentences(self) -> tuple[str, str]:
         """Returns a sentence with the number, and one with the remedy."""
+        which = "The losses that are added by" if self.are_losses else "The outputs of"
         what = (
-            f"The outputs of layer '{self.layer}' in {self.dtype} are off by {self.error:.0%} from those in float32 on "
+            f"{which} layer '{self.layer}' in {self.dtype} are off by {self.error:.0%} from those in float32 on "
             "the same inputs: positions that are counted in 16 bits, long sums, small differences and sines of large "
             "numbers are lost so."
         )
@@ -92,6 +95,8 @@ class _Comparison:
         self._layers = layers
         # All that was found, a layer as often as it was called.
         self._found: list[LostOutputs] = []
+        # By the `id` of a layer, what it has given to `add_loss` in its last call.
+        self._added: dict[int, list] = {}
         # By the `id` of a tensor that a layer has cast on the way in: that tensor, and what it was.
         self._cast: dict = {}
         self._is_paused = False
@@ -108,6 +113,7 @@ class _Comparison:
         """Yields the context managers in which the calls of the layers are compared."""
         for layer in self._layers:
             yield replaced(layer, "call", self._compared(layer), kind="observed")
+            yield replaced(layer, "add_loss", self._noting_losses(layer), kind="observed")
             yield noting_casts(layer, self._note_cast)
 
     def _note_cast(self, tensor, cast):
@@ -115,6 +121,16 @@ class _Comparison:
 
     def _as_given(self, value):
         return self._cast[id(value)][1] if id(value) in self._cast else value
+
+    def _noting_losses(self, layer) -> Callable:
+        add_loss = layer.add_loss
+
+        @functools.wraps(add_loss)
+        def note_and_add(loss):
+            self._added.setdefault(id(layer), []).append(loss)
+            return add_loss(loss)
+
+        return note_and_add
 
     def _compared(self, layer) -> Callable:
         call = layer.call
@@ -128,34 +144,45 @@ class _Comparison:
             # First: attention takes the masks off what it is given.
             references = self._in_float32(layer, args, kwargs)
             again = functools.partial(self._in_float32, layer, args, kwargs)
+            self._added[id(layer)] = []
             with _keras.tensors_put_back(_keras.flatten_layers(layer, include_self=True)):
                 outputs = call(*args, **kwargs)
             if len(self._found) == number_before and references is not None:
-                self._compare(layer, _floats(outputs), references, again)
+                self._compare(layer, (_floats(outputs), _floats(self._added[id(layer)])), references, again)
             return outputs
 
         return compared
 
     def _in_float32(self, layer, args, kwargs):
+        """Returns the outputs of `layer` in float32 and the losses that it adds; `None` where they are not known."""
         self._is_paused = True
+        self._added[id(layer)] = []
         try:
             args, kwargs = keras.tree.map_structure(self._as_given, (args, kwargs))
             with _keras.tensors_put_back(_keras.flatten_layers(layer, include_self=True)):
                 outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs, in_inference=True)
         finally:
             self._is_paused = False
-        return None if outputs is None else _floats(outputs)
+        return None if outputs is None else (_floats(outputs), _floats(self._added[id(layer)]))
 
-    def _compare(self, layer, outputs, references, again):
-        error = relative_error(outputs, references)
-        # Numbers that differ from run to run in float32, too, are drawn.
-        if error > _TOO_FAR and relative_error(again(), references) < _TOO_FAR / 10:
-            self._found.append(LostOutputs(path_of(layer), layer.compute_dtype, error))
+    def _compare(self, layer, results, references, again):
+        for number, are_losses in enumerate((False, True)):
+            error = _error(results[number], references[number])
+            # Numbers that differ from run to run in float32, too, are drawn.
+            if error > _TOO_FAR and _error(again()[number], references[number]) < _TOO_FAR / 10:
+                self._found.append(LostOutputs(path_of(layer), layer.compute_dtype, error, are_losses))
+                return
+
+
+def _error(values, references) -> float:
+    # What a layer adds may depend on what it computes.
+    return relative_error(values, references) if len(values) == len(references) else 0.0
 
 
 def _floats(structure) -> list:
+    # Not from 16 bits: TensorFlow makes no array of a scalar in bfloat16.
     return [
-        keras.ops.convert_to_numpy(value)
+        keras.ops.convert_to_numpy(keras.ops.cast(value, "float32"))
         for value in keras.tree.flatten(structure)
         if tensor_dtype(value) in FLOAT_DTYPES
     ]

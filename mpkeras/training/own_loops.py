@@ -19,7 +19,8 @@ _MOST_NAMED = 5
 _OF_NUMBERS = ("raw inputs", "float32 outputs")
 
 
-def _is_layer(thing) -> bool:
+def is_layer(thing) -> bool:
+    """Whether `thing`, any object at all, is a layer that is usable."""
     # Not `isinstance`: it asks objects that stand for others what they are, and some raise.
     is_layer = issubclass(type(thing), keras.layers.Layer)
     # Of some classes Keras makes an object without `__init__` first, which has nothing yet and lives on for a while.
@@ -35,7 +36,7 @@ def warn_of_layers_in_16_bits(optimizer, variables):
     """
     trained = {id(variable) for variable in variables}
     # No comprehension: in a `tf.function` AutoGraph rewrites it, and its own objects are among these.
-    layers = list(filter(_is_layer, gc.get_objects()))
+    layers = list(filter(is_layer, gc.get_objects()))
     converted: set = set()
     outermost = {id(layer): layer for layer in layers if trained & {id(v) for v in layer.trainable_variables}}
     for layer in layers:

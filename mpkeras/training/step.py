@@ -26,6 +26,7 @@ from mpkeras.scaling.small_state import follow_weights
 from mpkeras.scaling.window import checked_steps
 from mpkeras.training import training_backend
 from mpkeras.training.capsule_file import capsule_of_step
+from mpkeras.training.data_layers import warn_of_layers_for_the_data
 from mpkeras.training.first_batch import is_looked_at, look
 from mpkeras.training.inventory import moving_variables
 from mpkeras.training.last_step import BEFORE
@@ -202,6 +203,8 @@ class TrainStep:
         self._get_ready(x, y)
         if not training_backend.in_replica_context():
             self._batches += 1
+            if self._batches == 1:
+                warn_of_layers_for_the_data(self.model)
             if is_looked_at(self._batches):
                 look(self.model, x, self._batches, again=self._batches > 1)
         return self.run_as_made(x, y, sample_weight)

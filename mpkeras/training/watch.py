@@ -7,6 +7,7 @@ import keras
 
 from mpkeras.policies.loss_scaling import number
 from mpkeras.training import retake
+from mpkeras.training.data_layers import warn_of_layers_for_the_data
 from mpkeras.training.first_batch import is_looked_at, looking_at_batch
 from mpkeras.training.inventory import checking_optimizers
 from mpkeras.training.unguarded import UnguardedWatch
@@ -43,6 +44,9 @@ class SkipWatch(keras.callbacks.Callback):
             self._first_steps.watch()
         self._batches += 1
         self._all_batches += 1
+        # In front of the first batch a pipeline may not have run yet.
+        if self._batches == 2:
+            warn_of_layers_for_the_data(self.model)
         # Not when training begins: callbacks behind this one may let the train function be made anew there.
         if is_looked_at(self._batches) and self.model.train_function is not None:
             again = self._batches > 1 and is_looked_at(self._all_batches)
@@ -55,6 +59,7 @@ class SkipWatch(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self.validations.end_epoch(epoch, logs)
+        warn_of_layers_for_the_data(self.model)
         for optimizer, at_begin in zip(self._optimizers(), self._at_epoch_begin, strict=True):
             counts = _Counts.of(optimizer).since(at_begin)
             if counts.skipped and not counts.accepted:

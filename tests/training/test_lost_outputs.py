@@ -45,6 +45,15 @@ class Apart(Weighted):
         return x[:, 0::2] - x[:, 1::2]
 
 
+class Divergence(Weighted):
+    """Hands on what it is given, and adds how far a narrow normal distribution is from the standard one."""
+
+    def call(self, x):
+        mean, log_variance = x[:, 0::2], x[:, 1::2]
+        self.add_loss(-0.5 * ops.mean(1 + log_variance - ops.square(mean) - ops.exp(log_variance)))
+        return x
+
+
 def waves(times):
     return ops.sin(1300.0 * times)
 
@@ -281,6 +290,26 @@ HEALTHY = {
 def test_healthy_layers_are_not_named(case, policy):
     make, shape, x = HEALTHY[case]
     assert found_in(functional(make(), shape), policy, x.astype("float32")) == []
+
+
+@pytest.mark.parametrize(("size", "is_lost"), [(0.02, True), (1.5, False)])
+def test_what_a_layer_adds_to_the_loss_is_compared_too(size, is_lost):
+    x = (size * np.random.default_rng(11).normal(size=(5, 8))).astype("float32")
+    model = functional(Divergence(name="divergence"), (8,))
+    rounded, right = (float(mean_divergence(x.astype(dtype), dtype)) for dtype in (ml_dtypes.bfloat16, np.float64))
+    assert (abs(rounded / right - 1) > 0.1) == is_lost
+    found = found_in(model, "mixed_bfloat16", x)
+    assert [(lost.layer, lost.are_losses) for lost in found] == ([("divergence", True)] if is_lost else [])
+    if is_lost:
+        assert found[0].error == pytest.approx(abs(rounded / right - 1), rel=0.2)  # Sums of 20 are rounded otherwise.
+        assert found[0].sentences()[0].startswith("The losses that are added by layer 'divergence' in bfloat16 are off")
+
+
+def mean_divergence(x, dtype):
+    mean, log_variance = x[:, 0::2], x[:, 1::2]
+    return -0.5 * np.mean(
+        dtype(1) + log_variance - np.square(mean) - np.exp(log_variance).astype(dtype), dtype="float32"
+    )
 
 
 def test_a_trace_of_numbers_leaves_a_trial_on_symbols_alone():

@@ -360,3 +360,33 @@ def test_the_log_of_an_epoch_is_what_a_metric_says_that_has_counted(counts, last
     results = dict.fromkeys(expected, 3.0) | {"mae": 0.5}
     said = metric_states.of_epoch(metrics, results, dict.fromkeys(expected, 9.0) | {"mae": last_mae})
     assert said == pytest.approx(expected, nan_ok=True)
+
+
+class ListedTwice(keras.Sequential):
+    """A model whose author lists a metric that Keras lists, too."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.height = keras.metrics.Mean(name="height")
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.height]
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        self.height.update_state(y)
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+
+def test_a_metric_that_is_listed_twice_is_put_back():
+    def trained(targets):
+        model = ListedTwice([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        assert [id(metric) for metric in model.metrics].count(id(model.height)) == 2
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        mpkeras.prepare(model, "mixed_float16")
+        return model.fit(*data(targets), batch_size=4, shuffle=False, verbose=0).history
+
+    assert trained([1.0, 5.0])["height"] == [3.0]
+    with pytest.warns(UserWarning, match="1 of 3 steps skipped"):
+        history = trained([1.0, float("inf"), 5.0])
+    assert history["height"] == [3.0] and history["skipped_steps"] == [1.0]
