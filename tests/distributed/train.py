@@ -459,7 +459,21 @@ def sizes_and_refusals(options, devices, made, result) -> dict:
         "not built": lambda: run(make_train_step(unbuilt, "sgd", "mse"), args=(x, y)),
         "model made outside": train_a_model_made_outside,
     }
-    return {"refused": {name: message_of(attempt) for name, attempt in attempts.items()}}
+    return {"refused": {name: message_of(attempt) for name, attempt in attempts.items()}, "state": goes_on(options, made)}
+
+
+def goes_on(options, made) -> dict:
+    """A step, and another one that goes on from its state: what that state counts, and what both say of a next batch."""
+    batch, next_batch = batches(options, 2)
+    first, second = made(), made()
+    first(*batch)
+    second(*next_batch)
+    state = first.step.state_dict()
+    second.step.load_state_dict(state)
+    told = [trainer.told([trainer(*next_batch)])["metric"] for trainer in (first, second)]
+    weights = [[v.numpy().tolist() for v in trainer.model.variables] for trainer in (first, second)]
+    (counted,) = (float(array) for key, array in state.items() if key.endswith("/count"))
+    return {"counted": counted, "metric": told, "same_weights": weights[0] == weights[1]}
 
 
 def message_of(attempt) -> str:
