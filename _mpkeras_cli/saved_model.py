@@ -265,6 +265,7 @@ class Replay:
     step: int
     epoch: int | None
     is_exact: bool
+    devices: int
     loss_scale_before: float
     run: dict
     layer: str | None
@@ -289,6 +290,8 @@ class Replay:
             return "The same bits as when it happened."
         versions = ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in self.run["versions"].items())
         why = f"different versions: {versions}" if versions else "the versions are the same"
+        if self.devices > 1 and not versions:
+            why = f"{self.devices} devices shared that step"
         if not self.is_exact:
             why = "the step moved weights all the same, and the file has them after it"
         names = ", ".join(self.run["different"][:3])
@@ -324,6 +327,7 @@ def replayed(path, custom_objects=None, *, safe_mode: bool = True, compare: bool
         capsule.step,
         capsule.epoch,
         capsule.is_exact,
+        capsule.devices,
         capsule.loss_scale,
         run,
         None if report.culprit is None else report.culprit.message,

@@ -73,6 +73,7 @@ def _write_step(path, skipped, said, content) -> int:
         "model_name": model.name,
         "layers": layer_dtypes(model),
         "is_exact": is_exact,
+        "devices": ModelView(model).devices_that_share_a_batch,
         "versions": devices.environment(),
         **_serialized("model", lambda: keras.saving.serialize_keras_object(model)),
         **_serialized("policy", lambda: None if policy is None else keras.saving.serialize_keras_object(policy)),

@@ -235,7 +235,9 @@ def _make_train_function(model, make_train_function, guard, is_keras_own: bool):
         if function is not None and not hasattr(function, "mpkeras_hides_logs"):
             if guard.rollback:
                 # A skipped step that leaves traces cannot be taken again.
-                first_steps = retake.FirstSteps(model, lambda: checking_optimizers(model), lambda: model.metrics)
+                first_steps = retake.FirstSteps(
+                    model, lambda: checking_optimizers(model), lambda: model.metrics, is_own=not is_keras_own
+                )
                 function = retake.retaking(function, first_steps)
             model.train_function = _hiding_logs(model, _building_first(model, function) if is_keras_own else function)
         return result

@@ -85,13 +85,14 @@ class FirstSteps:
         model: The model that is trained.
         optimizers: Function that returns the `LossScaleOptimizer`s of the step, whose skipped updates leave no trace.
         metrics: Function that returns the metrics of the step.
+        is_own: Whether the step is the user's own, which may update several times.
 
     Attributes:
         are_over: Whether each batch is run once from now on.
     """
 
-    def __init__(self, model, optimizers: Callable[[], list], metrics: Callable[[], list]):
-        self.model = model
+    def __init__(self, model, optimizers: Callable[[], list], metrics: Callable[[], list], *, is_own: bool = False):
+        self.model, self._is_own = model, is_own
         self.are_over = False
         self._optimizers, self._metrics = optimizers, metrics
 
@@ -125,7 +126,7 @@ class FirstSteps:
             self.are_over = True
             logs, step_state = step_state.after(run(*step_state.arguments()))
             return step_state.returned(logs), step_state.arguments()
-        at_begin = _Before(self.model, optimizers, self._metrics, step_state)
+        at_begin = _Before(self.model, optimizers, self._metrics, step_state, self._is_own)
         logs, step_state, changes, scales = self._search(run, step_state, at_begin, waiting)
         self.are_over |= any(change.counted for change in changes.values())
         new_scales = {}
@@ -203,17 +204,17 @@ class _Change(NamedTuple):
 
 
 class _Before:
-    """What a skipped step changes, as it was before the step; with several optimizers all state.
+    """What a skipped step changes, as it was before the step; with several optimizers, or in a user's own step, all.
 
-    Some of them may have taken their step where others skipped, and no rollback puts that back. A copy on the host
+    Some updates may have counted where others were skipped, and no rollback puts that back. A copy on the host
     takes no memory of the device.
     """
 
-    def __init__(self, model, optimizers, metrics, step_state):
+    def __init__(self, model, optimizers, metrics, step_state, is_own):
         self._model, self._optimizers, self._metrics = model, optimizers, metrics
         # Of a weight that the step makes nobody knows what it was.
         are_there = not training_backend.is_distributed(model) and _keras.is_built(model)
-        self.are_all = len(optimizers) > 1 and are_there
+        self.are_all = (is_own or len(optimizers) > 1) and are_there
         self._unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
         self._values = {id(variable): step_state.read(variable) for variable in self._variables()}
         self._natives = [(state, np.array(ops.convert_to_numpy(state.value))) for state in self._native_states()]

@@ -54,8 +54,9 @@ def state_dict(model, optimizers=None, extra=()) -> dict:
     >>> mpkeras.load_state_dict(model, np.load("state.npz"))  # in another process, into the same model
     """
     variables = named_variables(model, optimizers, extra)
-    # Copies: on torch the array would share the variable's memory and change with the next step.
-    arrays = {key: np.array(keras.ops.convert_to_numpy(variable.value)) for key, variable in variables.items()}
+    # Copies: on torch the array would share the variable's memory and change with the next step, and under a strategy
+    # of TensorFlow a metric's variable is no array until an operation has summed what its replicas hold.
+    arrays = {key: keras.ops.convert_to_numpy(keras.ops.copy(variable.value)) for key, variable in variables.items()}
     return {**arrays, **_random_arrays()}
 
 

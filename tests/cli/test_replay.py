@@ -61,14 +61,15 @@ def test_a_run_with_other_bits_names_the_version(tmp_path):
 
     run = {"loss": 1.5, "loss_scale": 2.0, "skipped": True, "same_bits": False, "different": ["logs/loss"]}
     run["versions"] = {"keras": ("3.10.0", "3.15.1")}
-    replay = Replay("a.mpk", "net", 3, 1, True, 4.0, run, None, None, "Nothing.")
+    replay = Replay("a.mpk", "net", 3, 1, True, 1, 4.0, run, None, None, "Nothing.")
     assert "Step 3 of epoch 2 of 'net' was skipped.\nLoss 1.5, loss scale 4, after it 2." in str(replay)
     assert "Not the same bits as when it happened (1 values: logs/loss): different versions: keras 3.10.0 then" in str(
         replay
     )
     assert "First operation: none, op by op everything is finite." in str(replay)
     run["versions"] = {}
-    assert "moved weights all the same" in str(Replay("a", "net", 3, 1, False, 4.0, run, None, None, "Nothing."))
+    assert "moved weights all the same" in str(Replay("a", "net", 3, 1, False, 1, 4.0, run, None, None, "Nothing."))
+    assert "2 devices shared that step." in str(Replay("a", "net", 3, 1, True, 2, 4.0, run, None, None, "Nothing."))
 
 
 @pytest.mark.backends("tensorflow")

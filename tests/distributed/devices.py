@@ -155,16 +155,21 @@ def local_values(variable) -> list:
     return [copy.numpy() for copy in getattr(value, "values", (value,))]
 
 
+def leave_the_ranks():
+    """Ends what the ranks of torch share: from here on each is alone."""
+    import gc
+
+    import torch
+
+    if torch.distributed.is_initialized():
+        # What holds the group is gone before it: freed after it, it now and then waited for ever.
+        gc.collect()
+        # A rank that ends while another one still talks to it aborts.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
 def print_result(result):
     if os.environ["KERAS_BACKEND"] == "torch":
-        import gc
-
-        import torch
-
-        if torch.distributed.is_initialized():
-            # What holds the group is gone before it: freed after it, it now and then waited for ever.
-            gc.collect()
-            # A rank that ends while another one still talks to it aborts.
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
+        leave_the_ranks()
     print("RESULT " + json.dumps(result))

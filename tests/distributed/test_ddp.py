@@ -35,6 +35,11 @@ def test_each_rank_alone_skips_the_step_of_all(loops):
 
 def test_our_step_with_averaged_gradients():
     results = run_processes("train.py", "ranks", "--by", "step")
+    capsules = [result["capsule"] for result in results]
+    assert [(capsule["devices"], capsule["skipped"]) for capsule in capsules] == [(2, False), (2, True)]
+    # The first rank's own rows are not at fault, and its file says so.
+    assert "in these rows, and 2 devices decided together: run the capsule of another rank" in capsules[0]["remedy"]
+    assert capsules[1]["same_bits"] and "Gradients overflow at a loss scale of 1024" in capsules[1]["remedy"]
     for result in results:
         # It knows the loss of every rank: the scale halves for gradients alone.
         check_faults(result, shards=2, copies=1)

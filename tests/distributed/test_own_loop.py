@@ -52,6 +52,11 @@ def test_each_replica_of_a_mirrored_strategy(replicas, in_run):
         np.testing.assert_allclose(many["losses"], one["losses"], rtol=2e-3)
         # Two programs for all sizes, each traced on every replica.
         assert (many["traces"], one["traces"]) == (2 * replicas, 2)
+    # The weights of the rows, from 0.5 to 2, on all replicas together.
+    assert result["state"]["counted"] == 4 * replicas * 1.25
+    assert result["state"]["same_weights"]
+    # Sums of float32 in another order: a metric that was loaded is shared out evenly.
+    assert result["state"]["metric"][0] == pytest.approx(result["state"]["metric"][1], rel=1e-6)
     refused = result["refused"]
     assert "in the scope of one strategy" in refused["optimizer made outside"]
     assert "in the scope of one strategy" in refused["model made outside"]

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 
-from devices import ALONE, average_gradients, local_values, many_devices, parser, print_result, wrapped
+from devices import ALONE, average_gradients, leave_the_ranks, local_values, many_devices, parser, print_result, wrapped
 
 INITIAL_SCALE = 2.0**10
 # The loss stays finite in float32; the gradient of a row with this target is beyond float16 at any scale used here.
@@ -459,7 +459,24 @@ def sizes_and_refusals(options, devices, made, result) -> dict:
         "not built": lambda: run(make_train_step(unbuilt, "sgd", "mse"), args=(x, y)),
         "model made outside": train_a_model_made_outside,
     }
-    return {"refused": {name: message_of(attempt) for name, attempt in attempts.items()}}
+    return {
+        "refused": {name: message_of(attempt) for name, attempt in attempts.items()},
+        "state": goes_on(options, made),
+    }
+
+
+def goes_on(options, made) -> dict:
+    """A step and another one that goes on from its state: what the state counts, and what both say of a next batch."""
+    batch, next_batch = batches(options, 2)
+    first, second = made(), made()
+    first(*batch)
+    second(*next_batch)
+    state = first.step.state_dict()
+    second.step.load_state_dict(state)
+    told = [trainer.told([trainer(*next_batch)])["metric"] for trainer in (first, second)]
+    weights = [[v.numpy().tolist() for v in trainer.model.variables] for trainer in (first, second)]
+    (counted,) = (float(array) for key, array in state.items() if key.endswith("/count"))
+    return {"counted": counted, "metric": told, "same_weights": weights[0] == weights[1]}
 
 
 def message_of(attempt) -> str:
@@ -529,10 +546,30 @@ def hooks_and_own_gradients(options, devices, made, result) -> dict:
     return {"compressed": compressed, "own_gradients": own}
 
 
+def capsule_of_each_rank(options, devices, made, result) -> dict:
+    """What each rank's file says of a step in which the last rank's gradients overflowed."""
+    import tempfile
+
+    import mpkeras
+
+    trainer = made()
+    good, (x, y) = batches(options, 2)
+    trainer(*good)
+    y[-1] = OVERFLOWING_TARGET
+    trainer(x, y)
+    path = f"{tempfile.mkdtemp()}/failure.mpk"
+    trainer.step.capsule(path)
+    # As somebody does who is sent the file.
+    leave_the_ranks()
+    capsule = mpkeras.load_capsule(path, custom_objects={"Counting": type(trainer.loss)})
+    return {"capsule": {"devices": capsule.devices, **capsule.run(), "remedy": capsule.remedy()}}
+
+
 MORE = {
     ("fit", "mirrored"): callback_and_xla,
     ("fit", "multiworker"): decisions_of_workers,
     ("step", "mirrored"): sizes_and_refusals,
+    ("step", "ranks"): capsule_of_each_rank,
     ("loop", "ranks"): hooks_and_own_gradients,
 }
 

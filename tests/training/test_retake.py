@@ -14,7 +14,7 @@ from mpkeras.policies.loss_scaling import DynamicLossScale, number
 from mpkeras.training import retake
 from tests.scaling.test_several_optimizers import Gan
 from tests.step_modes import FIT_MODES
-from tests.training.models import WAYS, AddsNoise
+from tests.training.models import WAYS, AddsNoise, loss_and_gradients, scaled_losses, without_gradients
 
 BACKEND = keras.backend.backend()
 BATCH, BATCHES = 8, 4
@@ -650,6 +650,54 @@ def test_a_step_that_updates_nothing_is_run_once(options):
     np.testing.assert_allclose(normalization.moving_mean.numpy(), first / 4 + second / 2, rtol=1e-5, atol=1e-6)
     # Of the first attempt: gradients that such a step sums have it in them.
     assert number(model.optimizer.loss_scale) == 4 * 2.0**15
+
+
+class UpdatesTwice(keras.Sequential):
+    """Each step learns its targets, and then ten times its targets, with one optimizer."""
+
+    def train_step(self, *arguments):
+        *state, (x, y) = arguments
+        if BACKEND == "jax":
+            return self.stateless_step(*state[0], x, y)
+        for factor in (1.0, 10.0):
+            loss, grads = loss_and_gradients(
+                lambda f=factor: ops.mean(ops.square(self(x, training=True) - f * y)),
+                self.trainable_variables,
+                self.optimizer.scale_loss,
+            )
+            with without_gradients():
+                self.optimizer.apply(grads, self.trainable_variables)
+        return {"last_loss": loss}
+
+    def stateless_step(self, trainable, non_trainable, optimizer_variables, metrics_variables, x, y):
+        import jax
+
+        for factor in (1.0, 10.0):
+
+            def loss_of(trainable, factor=factor, non_trainable=non_trainable):
+                outputs, _ = self.stateless_call(trainable, non_trainable, x, training=True)
+                return [ops.mean(ops.square(outputs - factor * y))]
+
+            scaled = scaled_losses(loss_of, self.optimizer, optimizer_variables)
+            (_, (loss,)), grads = jax.value_and_grad(scaled, has_aux=True)(trainable)
+            trainable, optimizer_variables = self.optimizer.stateless_apply(optimizer_variables, grads, trainable)
+        return {"last_loss": loss}, (trainable, non_trainable, optimizer_variables, metrics_variables)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_a_step_that_updates_twice_loses_no_update(options):
+    trained = []
+    for policy in ("float32", "mixed_float16"):
+        keras.utils.set_random_seed(5)
+        # The gradients of the second update are ten times those of the first, which counts at a scale too large for it.
+        model = UpdatesTwice([keras.Input((6,)), layers.Dense(4, "silu"), layers.Dense(1)])
+        prepared(model, policy, optimizer_of("adam"), metrics=None, **options)
+        fit(model)
+        assert counters(model.optimizer) == [2 * BATCHES, 0, 0, 0, 0]
+        trained.append(model.get_weights())
+    for weights in zip(*trained, strict=True):
+        np.testing.assert_allclose(*weights, rtol=0, atol=1e-4)  # of eight updates of 1e-3
 
 
 @pytest.mark.slow

@@ -143,6 +143,7 @@ class Capsule:
         said: What the step returned, as NumPy arrays: `"loss_scale"` after it, `"skipped"`, in `fit` its logs.
         is_exact: Whether `state` is what it was before the step. Not where the step moved weights all the same: as the
             last call of a window of accumulated gradients, or by another optimizer.
+        devices: How many devices or ranks shared the batch; 1 for one alone. Of several ranks each holds its own rows.
 
     Example:
 
@@ -182,6 +183,8 @@ class Capsule:
             self.batch = capsule_file.batch_of(content["batch"], arrays)
             self.versions = dict(content["versions"])
             self.is_exact = bool(content["is_exact"])
+            # Files of earlier versions do not say it.
+            self.devices = int(content.get("devices", 1))
             self._layers = [[str(part) for part in row] for row in content["layers"]]
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
@@ -312,6 +315,11 @@ class Capsule:
             report: The result of `trace`, which is called without.
         """
         operation = self.first_operation() if operation is None else operation
+        if operation is None and self.devices > 1:
+            return (
+                f"Op by op everything is finite in these rows, and {self.devices} devices decided together: run the "
+                "capsule of another rank, or sum gradients in smaller parts."
+            )
         if operation is None:
             return "Op by op everything is finite: compile without XLA, or sum gradients in smaller parts."
         if operation.side == "batch":
