@@ -22,7 +22,7 @@ def has_cudnn() -> bool:
     return False
 
 
-def made_of_arguments(function):
+def keeping_arguments(function):
     """Returns `function`, elementwise, for a step of a loop: the backward pass keeps its arguments, and nothing else.
 
     Otherwise it keeps each gate in float32, for all steps.

@@ -18,7 +18,7 @@ def has_cudnn() -> bool:
     return bool(tf.config.list_physical_devices("GPU"))
 
 
-def made_of_arguments(function):
+def keeping_arguments(function):
     """As in `_jax.py`, where less is kept. `tf.recompute_grad` has no second derivative, as gradient penalties take."""
     return function
 

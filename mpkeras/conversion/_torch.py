@@ -42,7 +42,7 @@ def has_cudnn() -> bool:
     return torch.cuda.is_available() and torch.backends.cudnn.is_available()
 
 
-def made_of_arguments(function):
+def keeping_arguments(function):
     """As in `_jax.py`, where less is kept. torch's checkpoint takes as long as the step of a loop itself."""
     return function
 

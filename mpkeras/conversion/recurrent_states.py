@@ -130,7 +130,7 @@ def _step_of_lstm(cell, inputs, states, training):
         carry = cell.recurrent_activation(f) * carry + cell.recurrent_activation(i) * cell.activation(new)
         return cell.recurrent_activation(o) * cell.activation(carry), carry
 
-    outputs, carry = _backend.made_of_arguments(gates)(of_inputs, of_state, carry)
+    outputs, carry = _backend.keeping_arguments(gates)(of_inputs, of_state, carry)
     return outputs, [outputs, carry]
 
 
@@ -149,7 +149,7 @@ def _step_of_gru(cell, inputs, states, training):
             z, r = cell.recurrent_activation(x_z + h_z), cell.recurrent_activation(x_r + h_r)
             return z * state + (1 - z) * cell.activation(x_new + r * h_new)
 
-        outputs = _backend.made_of_arguments(gates)(of_inputs, of_state, state)
+        outputs = _backend.keeping_arguments(gates)(of_inputs, of_state, state)
         return outputs, [outputs]
     gate_masks, new_masks = (None, None) if state_masks is None else (state_masks[:2], state_masks[2:])
     of_gates, of_new = ops.split(cell.recurrent_kernel, [2 * cell.units], axis=-1)

@@ -32,6 +32,13 @@ _OF_USERS = tuple(
     for name in ("TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLayer")
     if hasattr(keras.layers, name)
 )
+# Keras' layers that return what is positive as it is, outside of training, in which a batch is looked at.
+_KEEPING = tuple(
+    getattr(keras.layers, name)
+    for name in "ReLU LeakyReLU PReLU ELU Dropout SpatialDropout1D SpatialDropout2D SpatialDropout3D AlphaDropout "
+    "GaussianDropout GaussianNoise".split()
+)
+_KEEPING_ACTIVATIONS = (keras.activations.relu, keras.activations.leaky_relu, keras.activations.elu)
 # In float32 every number from here on is whole, whatever it counts.
 _ALL_WHOLE = 2.0**24
 # So many rows are looked at before all are.
@@ -229,7 +236,7 @@ class _Observed:
         layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
         # Layers inside a layer of the user's are given what that layer computed, or has cast already.
         self._casting = [layer for layer in layers if _casts_to_16_bits(layer) and _reads(layer)]
-        self._moving = [layer for layer in layers if _casts_to_16_bits(layer) and only_moves(layer)]
+        self._moving = [layer for layer in layers if _casts_to_16_bits(layer) and _hands_on(layer)]
         self._reading = [layer for layer in layers if _reads(layer) or _reads_names(layer)] if self._moving else []
         if not self._reading:
             self._moving = []
@@ -347,6 +354,14 @@ def _given_the_same(layer) -> list:
     inputs = {id(tensor) for tensor in keras.tree.flatten(_keras.input_structure(graph))}
     nodes = [node for node in _keras.nodes_of(graph) if inputs.intersection(map(id, node.input_tensors))]
     return [node.operation for node in nodes if isinstance(node.operation, keras.layers.Layer)]
+
+
+def _hands_on(layer) -> bool:
+    """Whether a stock layer hands numbers on as they are, but for those that are negative."""
+    is_activation = isinstance(layer, keras.layers.Activation)
+    return only_moves(layer) or (
+        layer.activation in _KEEPING_ACTIVATIONS if is_activation else isinstance(layer, _KEEPING)
+    )
 
 
 def _reads_names(layer) -> bool:

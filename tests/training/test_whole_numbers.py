@@ -179,6 +179,27 @@ def test_the_remedy_that_is_named_trains_the_rows_of_float32(policy):
             id="on the way to an Embedding",
         ),
         pytest.param(
+            lambda: Calling(layers.Embedding(6000, 2, name="table"), before=layers.ReLU(name="positive")),
+            CODES,
+            "positive",
+            "table",
+            id="behind a ReLU on the way to an Embedding",
+        ),
+        pytest.param(
+            lambda: Calling(Wave(name="wave"), before=layers.Activation("relu", name="positive")),
+            CODES,
+            "positive",
+            "wave",
+            id="behind an activation",
+        ),
+        pytest.param(
+            lambda: Calling(layers.Embedding(6000, 2, name="table"), before=layers.Dropout(0.2, name="thin")),
+            CODES,
+            "thin",
+            "table",
+            id="behind a Dropout on the way to an Embedding",
+        ),
+        pytest.param(
             lambda: functional(Wave(name="wave"), (2, 3)),
             np.stack([CODES, CODES * 0.3], axis=1),
             "wave",
