@@ -59,9 +59,12 @@ def _in_16_bits(of_model) -> list:
     """
     of_keras = keras.config.dtype_policy()
     # The oldest Keras lacks some.
-    for_the_data = [getattr(keras.layers, rule) for rule, _ in FOR_THE_DATA if hasattr(keras.layers, rule)]
-    candidates = _instances(for_the_data)
-    models = _instances([keras.Model]) if candidates else []
+    for_the_data = tuple(getattr(keras.layers, rule) for rule, _ in FOR_THE_DATA if hasattr(keras.layers, rule))
+    living = _instances([*for_the_data, keras.Model])
+    candidates: list = [layer for layer in living if isinstance(layer, for_the_data)]
+    if not candidates:
+        return []
+    models = [layer for layer in living if isinstance(layer, keras.Model)]
     # A model that nobody has compiled yet will be converted; one of preprocessing layers alone never is. What is inside
     # of another candidate follows from that.
     holders = [*(model for model in models if model.trainable_variables), *candidates]

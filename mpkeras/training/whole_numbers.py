@@ -33,10 +33,18 @@ _OF_USERS = tuple(
     if hasattr(keras.layers, name)
 )
 # Keras' layers that return what is positive as it is, outside of training, in which a batch is looked at.
-_KEEPING = tuple(
-    getattr(keras.layers, name)
-    for name in "ReLU LeakyReLU PReLU ELU Dropout SpatialDropout1D SpatialDropout2D SpatialDropout3D AlphaDropout "
-    "GaussianDropout GaussianNoise".split()
+_KEEPING = (
+    keras.layers.ReLU,
+    keras.layers.LeakyReLU,
+    keras.layers.PReLU,
+    keras.layers.ELU,
+    keras.layers.Dropout,
+    keras.layers.SpatialDropout1D,
+    keras.layers.SpatialDropout2D,
+    keras.layers.SpatialDropout3D,
+    keras.layers.AlphaDropout,
+    keras.layers.GaussianDropout,
+    keras.layers.GaussianNoise,
 )
 _KEEPING_ACTIVATIONS = (keras.activations.relu, keras.activations.leaky_relu, keras.activations.elu)
 # In float32 every number from here on is whole, whatever it counts.
@@ -358,10 +366,9 @@ def _given_the_same(layer) -> list:
 
 def _hands_on(layer) -> bool:
     """Whether a stock layer hands numbers on as they are, but for those that are negative."""
-    is_activation = isinstance(layer, keras.layers.Activation)
-    return only_moves(layer) or (
-        layer.activation in _KEEPING_ACTIVATIONS if is_activation else isinstance(layer, _KEEPING)
-    )
+    if isinstance(layer, keras.layers.Activation) and layer.activation in _KEEPING_ACTIVATIONS:
+        return True
+    return only_moves(layer) or isinstance(layer, _KEEPING)
 
 
 def _reads_names(layer) -> bool:

@@ -135,6 +135,14 @@ def test_two_threads_at_once_leave_the_layer_as_it_was():
     assert isinstance(layer.bias, keras.Variable) and layer.activation is activation
 
 
+class NamedLSTMCell(layers.LSTMCell):
+    """A cell of the user's: it is called as Keras calls it."""
+
+
+class NamedGRUCell(layers.GRUCell):
+    """Another one, with two biases."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
@@ -146,6 +154,8 @@ def test_two_threads_at_once_leave_the_layer_as_it_was():
         lambda: layers.GRU(3, reset_after=False, return_sequences=True),
         lambda: layers.Bidirectional(layers.LSTM(3)),
         lambda: layers.RNN([layers.GRUCell(3), layers.LSTMCell(3)]),
+        lambda: layers.RNN(NamedLSTMCell(3, unit_forget_bias=False)),
+        lambda: layers.RNN([NamedGRUCell(3), layers.LSTMCell(3)]),
     ],
 )
 def test_biases_of_recurrent_cells(cell, jit_compile):
