@@ -69,7 +69,7 @@ class _LoopOf:
 
 def _is_for_cudnn(layer, mask) -> bool:
     """Whether cuDNN may run the loop of `layer`: as `cudnn_ok` of each backend in Keras 3.15."""
-    if not isinstance(layer, (keras.layers.LSTM, keras.layers.GRU)) or not layer.use_cudnn or not _backend.has_cudnn():
+    if not isinstance(layer, (keras.layers.LSTM, keras.layers.GRU)) or not layer.use_cudnn:
         return False
     is_stock = layer.activation is keras.activations.tanh and layer.recurrent_activation is keras.activations.sigmoid
     is_alike = is_stock and layer.use_bias and not layer.unroll and not layer.recurrent_dropout

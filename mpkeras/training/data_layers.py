@@ -1,7 +1,6 @@
 """Names layers for the data that compute in 16 bits outside of every model, in a `tf.data` pipeline for example."""
 
 import gc
-import itertools
 import warnings
 import weakref
 
@@ -11,8 +10,8 @@ from mpkeras import _keras
 from mpkeras.policies import registry
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.rules import FOR_THE_DATA, first_match
+from mpkeras.training.living import living_layers
 from mpkeras.training.made_under import policy_made_under
-from mpkeras.training.own_loops import is_layer
 
 # More are counted.
 _MOST_NAMED = 3
@@ -60,7 +59,7 @@ def _in_16_bits(of_model) -> list:
     of_keras = keras.config.dtype_policy()
     # The oldest Keras lacks some.
     for_the_data = tuple(getattr(keras.layers, rule) for rule, _ in FOR_THE_DATA if hasattr(keras.layers, rule))
-    living = _instances([*for_the_data, keras.Model])
+    living = living_layers([*for_the_data, keras.Model])
     candidates: list = [layer for layer in living if isinstance(layer, for_the_data)]
     if not candidates:
         return []
@@ -78,17 +77,3 @@ def _in_16_bits(of_model) -> list:
             rule = first_match([rule for rule, _ in FOR_THE_DATA if rule in policy.keep_float32], layer)
             found += [] if rule is None else [(layer, policy, rule)]
     return found
-
-
-def _instances(classes) -> list:
-    """Returns the living layers of `classes` and of their subclasses."""
-    kinds: set = set()
-    waiting = list(classes)
-    while waiting:
-        kind = waiting.pop()
-        if kind not in kinds:
-            kinds.add(kind)
-            waiting += kind.__subclasses__()
-    objects = gc.get_objects()
-    # No loop of Python, as there are hundreds of thousands.
-    return list(filter(is_layer, itertools.compress(objects, map(kinds.__contains__, map(type, objects)))))

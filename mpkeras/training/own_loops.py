@@ -1,6 +1,5 @@
 """Names what a loop of the user's own trains in 16 bits, although the policy of the model looks after it."""
 
-import gc
 import warnings
 
 import keras
@@ -10,6 +9,7 @@ from mpkeras.conversion.exact_inputs import reads_names
 from mpkeras.conversion.last import converted_by
 from mpkeras.conversion.plan import plan
 from mpkeras.policies.heads import has_own_call
+from mpkeras.training.living import living_layers
 from mpkeras.training.made_under import policy_made_under
 from mpkeras.training.whole_numbers import path_of
 
@@ -17,14 +17,6 @@ from mpkeras.training.whole_numbers import path_of
 _MOST_NAMED = 5
 # The changes of a policy without which numbers go into a model, or come out of it, rounded.
 _OF_NUMBERS = ("raw inputs", "float32 outputs")
-
-
-def is_layer(thing) -> bool:
-    """Whether `thing`, any object at all, is a layer that is usable."""
-    # Not `isinstance`: it asks objects that stand for others what they are, and some raise.
-    is_layer = issubclass(type(thing), keras.layers.Layer)
-    # Of some classes Keras makes an object without `__init__` first, which has nothing yet and lives on for a while.
-    return is_layer and hasattr(thing, "trainable_variables")
 
 
 def warn_of_layers_in_16_bits(optimizer, variables):
@@ -35,8 +27,7 @@ def warn_of_layers_in_16_bits(optimizer, variables):
     a softmax in float16. No variable knows its layer: they are found among all objects, once for an optimizer.
     """
     trained = {id(variable) for variable in variables}
-    # No comprehension: in a `tf.function` AutoGraph rewrites it, and its own objects are among these.
-    layers = list(filter(is_layer, gc.get_objects()))
+    layers = living_layers()
     converted: set = set()
     outermost = {id(layer): layer for layer in layers if trained & {id(v) for v in layer.trainable_variables}}
     for layer in layers:

@@ -199,6 +199,8 @@ def _of_call(call, twin, loss_scale: float) -> "LayerNumerics":
         float8=_in_float8(call, output_error) if ConvertedLayer(call.layer).multiplies_in_float8 else None,
         references=Range.of(call.references),
         output_error=output_error,
+        added_overflow=overflow_share(call.added_losses, call.added_references),
+        added_error=dtypes.relative_error(call.added_losses, call.added_references),
     )
 
 
@@ -248,7 +250,9 @@ class LayerNumerics:
         references: `Range` of the outputs in float32 on the same inputs; of zero values where that is not known.
         output_error: The norm of what the outputs differ by from those in float32 on the same inputs, over the norm of
             these; 0.0 where they are not known. Rounding alone makes it about 0.001 in float16, and 0.01 in bfloat16.
-        is_off: Whether `output_error` is above a tenth in 16 bits, and that of no layer inside this one.
+        added_overflow, added_error: As `overflow` and `output_error`, of what it gives to `add_loss`.
+        is_off: Whether `output_error` or `added_error` is above a tenth in 16 bits, and those of no layer inside this
+            one.
     """
 
     path: str
@@ -270,6 +274,8 @@ class LayerNumerics:
     float8: dict | None = None
     references: Range = _NOTHING
     output_error: float = 0.0
+    added_overflow: float = 0.0
+    added_error: float = 0.0
     is_off: bool = False
 
     @property
@@ -292,13 +298,14 @@ class LayerNumerics:
     @property
     def fails_inside(self) -> bool:
         """Whether it makes inf or NaN in 16 bits alone, while all that comes in and goes out is within their range."""
-        return self.overflow > 0 and self.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES and self.too_large is None
+        overflows = self.overflow > 0 or self.added_overflow > 0
+        return overflows and self.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES and self.too_large is None
 
     @property
     def loses_outputs(self) -> bool:
-        """Whether its finite outputs in 16 bits are off by more than a tenth."""
+        """Whether its finite outputs, or losses that it adds, are off by more than a tenth in 16 bits."""
         is_small = self.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES and self.float8 is None
-        return is_small and not self.overflow and self.output_error > WORTH
+        return is_small and not self.overflow and max(self.output_error, self.added_error) > WORTH
 
     @property
     def is_off_in_float8(self) -> bool:
@@ -406,10 +413,11 @@ class NumericsReport(Report):
             )
         for layer in {layer.path: layer for layer in self.layers if layer.fails_inside}.values():
             if layer.path not in too_large:
+                share = f"{_percent(layer.overflow)} of its outputs" if layer.overflow else "losses that it adds"
                 lines.append(
-                    f"Layer '{layer.path}': {_percent(layer.overflow)} of its outputs are not finite in "
-                    f"{layer.compute_dtype}, and are in float32: what it computes on the way is not for "
-                    f"{layer.compute_dtype}. Keep it in float32 with the rule '{RuleNames.of_path(layer.path)}'."
+                    f"Layer '{layer.path}': {share} are not finite in {layer.compute_dtype}, and are in float32: what "
+                    f"it computes on the way is not for {layer.compute_dtype}. Keep it in float32 with the rule "
+                    f"'{RuleNames.of_path(layer.path)}'."
                 )
         lines += [line for path, line in remedies_of_lost_outputs(self).items() if path not in too_large]
         for layer in {layer.path: layer for layer in self.layers if layer.is_off_in_float8}.values():
@@ -516,14 +524,17 @@ def remedy_of_culprit(report) -> str:
 
 
 def remedies_of_lost_outputs(report) -> dict:
-    """Returns `{path: sentence}` for the layers whose finite outputs 16 bits lose."""
-    return {
-        layer.path: f"Layer '{layer.path}': its outputs in {layer.compute_dtype} are off by "
-        f"{_percent(layer.output_error)} from those in float32 on the same inputs: keep it in float32 with the rule "
-        f"'{RuleNames.of_path(layer.path)}'."
-        for layer in report.layers
-        if layer.is_off
-    }
+    """Returns `{path: sentence}` for the layers whose finite outputs, or losses that they add, 16 bits lose."""
+    sentences = {}
+    for layer in report.layers:
+        if layer.is_off:
+            lost = "its outputs" if layer.output_error > WORTH else "the losses that it adds"
+            error = layer.output_error if layer.output_error > WORTH else layer.added_error
+            sentences[layer.path] = (
+                f"Layer '{layer.path}': {lost} in {layer.compute_dtype} are off by {_percent(error)} from those in "
+                f"float32 on the same inputs: keep it in float32 with the rule '{RuleNames.of_path(layer.path)}'."
+            )
+    return sentences
 
 
 def _magnitude(numbers: Range) -> str:

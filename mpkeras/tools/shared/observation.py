@@ -24,7 +24,7 @@ _SAME = 1e-3
 class LayerCall:
     """One call of one layer: the tensors as NumPy arrays of their own dtype, gradients like them or `None`.
 
-    While the pass runs `inputs` and `outputs` are the numbers of the tensors.
+    While the pass runs `inputs`, `outputs` and `added_losses` are the numbers of the tensors.
     """
 
     layer: keras.layers.Layer
@@ -34,9 +34,12 @@ class LayerCall:
     compute_dtype: str
     inputs: list = dataclasses.field(default_factory=list)
     outputs: list = dataclasses.field(default_factory=list)
-    # The outputs of the same layer for the same inputs in float32, where it was asked for, and `None` where there are
-    # none to compare with.
+    # What its `call` gave to `add_loss`.
+    added_losses: list = dataclasses.field(default_factory=list)
+    # The outputs and added losses of the same layer for the same inputs in float32, where they were asked for, and
+    # `None` where there are none to compare with.
     references: list = dataclasses.field(default_factory=list)
+    added_references: list = dataclasses.field(default_factory=list)
     input_grads: list = dataclasses.field(default_factory=list)
     output_grads: list = dataclasses.field(default_factory=list)
 
@@ -130,9 +133,7 @@ def observe(
         observed: dict = {"tensors": this.tensors, "references": this.references, "again": this.references_again}
         with replaced_calls(observed_layers(model), this.observed):
             y_pred = model(x, **options)
-            observed["predictions"] = [
-                v for v in keras.tree.flatten(y_pred) if dtypes.tensor_dtype(v) in dtypes.FLOAT_DTYPES
-            ]
+            observed["predictions"] = _floats(y_pred)
             if y is None:
                 return None, observed
             if loss_of is not None:
@@ -153,8 +154,10 @@ def observe(
         call.input_grads = [_array(grads[i]) for i in call.inputs]
         call.output_grads = [_array(grads[i]) for i in call.outputs]
         call.references = [_comparable_reference(observed, i) for i in call.outputs]
+        call.added_references = [_comparable_reference(observed, i) for i in call.added_losses]
         call.inputs = [_array(observed["tensors"][i]) for i in call.inputs]
         call.outputs = [_array(observed["tensors"][i]) for i in call.outputs]
+        call.added_losses = [_array(observed["tensors"][i]) for i in call.added_losses]
     loss = None if y is None else float(ops.convert_to_numpy(observed["loss"]))
     variable_grads = list(zip(model.trainable_variables, map(_array, variable_grads), strict=True))
     inputs = [_as_given(value) for value in keras.tree.flatten(x) if hasattr(value, "shape")]
@@ -206,7 +209,12 @@ def _comparable_reference(observed: dict, number: int):
 
 
 def _array(tensor):
-    return None if tensor is None else np.asarray(ops.convert_to_numpy(tensor))
+    if tensor is None:
+        return None
+    if getattr(tensor, "shape", None) == ():
+        # TensorFlow makes no array of a scalar in bfloat16.
+        return np.asarray(ops.convert_to_numpy(ops.reshape(tensor, (1,))))[0]
+    return np.asarray(ops.convert_to_numpy(tensor))
 
 
 class _Pass:
@@ -243,10 +251,13 @@ class _Pass:
             # First: attention takes the masks off what it is given.
             reference = self._reference(layer, args, kwargs)
             again = self._reference(layer, args, kwargs) if reference and _has_arithmetic_of_users(layer) else []
-            outputs = call(*args, **kwargs)
+            tapped = functools.partial(self._tapped, layer, tap=self._tap_output, numbers=record.added_losses)
+            with _added_losses_pass(layer, tapped):
+                outputs = call(*args, **kwargs)
             outputs = self._tapped(layer, outputs, self._tap_output, record.outputs)
-            self.references.update(zip(record.outputs, reference, strict=False))
-            self.references_again.update(zip(record.outputs, again, strict=False))
+            compared = [*record.outputs, *record.added_losses]
+            self.references.update(zip(compared, reference, strict=False))
+            self.references_again.update(zip(compared, again, strict=False))
             self.calls.append(record)
             return outputs
 
@@ -269,13 +280,40 @@ class _Pass:
         return keras.tree.map_structure(tapped, structure)
 
     def _reference(self, layer, args, kwargs) -> list:
-        """Returns the float outputs of `layer` for the same inputs in float32, where it is a 16-bit one."""
+        """Returns the float outputs and added losses of `layer` for the same inputs in float32, if it is a 16-bit one.
+
+        Only where they are asked for.
+        """
         if not self._has_references or layer.compute_dtype not in dtypes.SIXTEEN_BIT_DTYPES:
             return []
+        added: list = []
+
+        def note(loss):
+            added.append(loss)
+            return loss
+
         self._is_paused = True
-        outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs)
+        with _added_losses_pass(layer, note):
+            outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs)
         self._is_paused = False
-        return [value for value in keras.tree.flatten(outputs) if dtypes.tensor_dtype(value) in dtypes.FLOAT_DTYPES]
+        return [] if outputs is None else [*_floats(outputs), *_floats(added)]
+
+
+@contextlib.contextmanager
+def _added_losses_pass(layer, through):
+    """Context manager: what `layer` itself gives to `add_loss` in it is what `through(loss)` makes of that."""
+    add_loss = layer.add_loss
+
+    @functools.wraps(add_loss)
+    def add_what_came_through(loss):
+        return add_loss(keras.tree.map_structure(through, loss))
+
+    with replaced(layer, "add_loss", add_what_came_through, kind="observed"):
+        yield
+
+
+def _floats(structure) -> list:
+    return [value for value in keras.tree.flatten(structure) if dtypes.tensor_dtype(value) in dtypes.FLOAT_DTYPES]
 
 
 def _has_arithmetic_of_users(layer) -> bool:
@@ -307,7 +345,8 @@ class Culprit:
     Attributes:
         side: `"input"` (the layer was given inf or NaN, or more than its dtype holds), `"weight"`, `"output"`, `"loss"`
             or `"gradient"`.
-        path: `layer.path` of the layer; `None` for the loss, and for operations outside of all layers.
+        path: `layer.path` of the layer; `None` for the loss, unless a layer adds it, and for operations outside of all
+            layers.
         message: A sentence with the numbers.
         float32_cures: Whether float32 makes it finite: not where data or weights are not, or float32 fails as well.
     """
@@ -327,7 +366,12 @@ def find_culprit(observed, reference, loss_scale: float) -> Culprit | None:
         observed, reference: The pass as the model computes, and that in float32 with a loss scale of 1.
         loss_scale: The one of the first pass.
     """
-    return _forward(observed, reference) or _loss(observed, reference) or _backward(observed, reference, loss_scale)
+    return (
+        _forward(observed, reference)
+        or _added_loss(observed)
+        or _loss(observed, reference)
+        or _backward(observed, reference, loss_scale)
+    )
 
 
 def _forward(observed, reference):
@@ -388,6 +432,16 @@ def _is_beyond(reached: float, dtype: str) -> bool:
 
 def _in_float32_too(arrays) -> str:
     return f"in float32 they are at most {max_abs(arrays):.3g}" if all_finite(arrays) else "in float32 too"
+
+
+def _added_loss(observed):
+    call = next((call for call in observed.calls if not all_finite(call.added_losses)), None)
+    if call is None:
+        return None
+    what = f"the loss that layer '{call.path}' adds in {call.compute_dtype} is not finite"
+    true = [value for value in call.added_references if value is not None]
+    cures = bool(true) and all_finite(true)
+    return Culprit("loss", call.path, f"{what}: in float32 it is {max_abs(true):.4g}" if cures else what, cures)
 
 
 def _loss(observed, reference):

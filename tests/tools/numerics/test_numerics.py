@@ -660,6 +660,54 @@ def test_a_loss_that_a_layer_adds_counts_once():
     assert mpkeras.trace_numerics(model, np.full((3, 2), 5.0), np.full((3, 1), 2.0)).loss == 34.0
 
 
+class Added(layers.Layer):
+    """Adds a loss of its inputs, and hands them on."""
+
+    def __init__(self, loss, **kwargs):
+        super().__init__(**kwargs)
+        self.loss = loss
+
+    def call(self, x):
+        self.add_loss(self.loss(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "loss", "is_lost", "is_infinite"),
+    [
+        # The divergence of a narrow distribution: 1.25e-5.
+        (0.005, "bfloat16", lambda v: ops.mean(ops.exp(v) - 1 - v), True, False),
+        # 9e4, more than float16 holds, from numbers that it does.
+        (300.0, "float16", lambda v: ops.mean(ops.square(v)), False, True),
+        (3.0, "bfloat16", lambda v: ops.mean(ops.square(v)), False, False),
+    ],
+)
+def test_a_loss_that_a_layer_adds_is_looked_at_as_its_outputs_are(value, dtype, loss, is_lost, is_infinite):
+    # Behind a layer: what reads the data is in float32.
+    first = layers.Dense(8, kernel_initializer="identity")
+    stack = [keras.Input((8,)), first, Added(loss, name="added"), layers.Dense(1, kernel_initializer="zeros")]
+    model = mpkeras.prepare(compiled(keras.Sequential(stack, name="net")), f"mixed_{dtype}")
+    batch = np.full((4, 8), value), np.zeros((4, 1))
+    report = mpkeras.trace_numerics(model, *batch, loss_scale=1.0)
+    numerics = next(layer for layer in report.layers if layer.path == "net/added")
+    assert (numerics.added_error > 0.1, numerics.added_overflow) == (is_lost, float(is_infinite))
+    assert numerics.output_error == numerics.overflow == 0
+    assert report.rules == (("path:^net/added$",) if is_lost or is_infinite else ())
+    if is_lost:
+        assert report.culprit is None
+        assert "Layer 'net/added': the losses that it adds in bfloat16 are off by " in report.remedies()[0]
+    elif is_infinite:
+        assert (report.culprit.side, report.culprit.path, report.culprit.float32_cures) == ("loss", "net/added", True)
+        assert report.culprit.message.endswith("adds in float16 is not finite: in float32 it is 9e+04")
+        assert "Layer 'net/added': losses that it adds are not finite in float16" in report.remedies()[0]
+    else:
+        assert not report.remedies()
+    cured = mpkeras.trace_numerics(mpkeras.prepare(model, report.policy()), *batch, loss_scale=1.0)
+    true = float(loss(ops.full((1,), value)))
+    np.testing.assert_allclose(cured.loss, true, rtol=0.01)
+    assert cured.culprit is None and not cured.rules
+
+
 # JAX refuses numbers that it would draw but once.
 DRAWS = ["numpy"] if keras.backend.backend() == "jax" else ["keras", "numpy"]
 
