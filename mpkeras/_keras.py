@@ -18,6 +18,11 @@ from collections.abc import Callable
 import keras
 
 
+def path_of(layer) -> str:
+    """Returns the path of a layer, which has one once Keras has made or called it in a model; its name until then."""
+    return layer.path or layer.name
+
+
 def flatten_layers(model, include_self: bool = False) -> list:
     """Returns every layer below a model or layer, nested ones included, each once; with `include_self` it comes first.
 

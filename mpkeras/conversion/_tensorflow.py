@@ -181,13 +181,13 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
             raise ValueError(
                 "Expected no layer that adds a loss (`add_loss`, an activity regularizer) where TensorFlow computes "
                 f"again in the backward pass: the gradient of the loss would be lost. Received: "
-                f"'{layer.path or layer.name}'. Name the layers whose outputs are kept, `remat=[...]`, so that it is "
+                f"'{_keras.path_of(layer)}'. Name the layers whose outputs are kept, `remat=[...]`, so that it is "
                 "behind the last one, or train on JAX or torch."
             )
     for part in inside.values():
         for name, tensor in _tensors_held(part):
             if id(tensor) not in held:
-                setattr(part, name, _without_gradient(tensor, results, part.path or part.name, name))
+                setattr(part, name, _without_gradient(tensor, results, _keras.path_of(part), name))
     results = iter(results)
     returned = [next(results) if _is_float(tensor) else tensor for tensor in outputs]
     for tensor, new in zip(outputs, returned, strict=True):
@@ -205,7 +205,7 @@ def _refuse_draws_in_loops(layers):
         cells = _keras.flatten_layers(layer) if isinstance(layer, keras.layers.RNN) else []
         drawing = [x for x in cells if _keras.own_seed_generators(x) and not hasattr(x, "get_dropout_mask")]
         if drawing:
-            name = drawing[0].path or drawing[0].name
+            name = _keras.path_of(drawing[0])
             raise ValueError(
                 "Expected parts that TensorFlow can compute again in a graph: a loop in which a layer draws random "
                 f"numbers at each step is none. Received: '{layer.path}', in whose cell '{name}' draws. Name the "

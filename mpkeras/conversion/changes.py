@@ -35,6 +35,7 @@ from mpkeras.policies.heads import (
     has_own_step,
     is_large,
     is_large_together,
+    lacks_call,
     parts_used_by,
     rounds_as_its_input,
     with_own_code,
@@ -106,7 +107,7 @@ def _is_stock(layer) -> bool:
 
 def _has_call_without_graph(model) -> bool:
     is_graph = isinstance(model, keras.Sequential) or _keras.graph_of(model) is not None
-    return isinstance(model, keras.Model) and not is_graph and type(model).call is not keras.Model.call
+    return isinstance(model, keras.Model) and not is_graph and not lacks_call(model)
 
 
 def _add_penalties_in_float32(layer):

@@ -27,6 +27,11 @@ class ConvertedLayer:
         self.layer = layer
 
     @property
+    def path(self) -> str:
+        """Its path, or its name where Keras has called it nowhere yet."""
+        return _keras.path_of(self.layer)
+
+    @property
     def own_variables(self) -> list:
         """Its variables, without those of the layers in it."""
         return _keras.own_variables(self.layer)

@@ -203,4 +203,4 @@ def _add_rule(model, name: str, layer):
     conversion = last_conversion(model)
     if conversion is not None and conversion.asked_for is not None:
         # Reports and plans give the policy on, to models that begin anew.
-        conversion.asked_for = with_rules(conversion.asked_for, **{name: (path_rule(layer.path or layer.name),)})
+        conversion.asked_for = with_rules(conversion.asked_for, **{name: (path_rule(_keras.path_of(layer)),)})

@@ -278,7 +278,7 @@ def parts_used_by(model) -> list:
     graph = _keras.graph_of(model)
     in_graph = () if graph is None else _keras.calls_in(graph)
     beside = [layer for layer in _keras.direct_sublayers(model) if layer not in in_graph]
-    if type(model).call is keras.Model.call:
+    if lacks_call(model):
         return beside
     named = Reach(model, *own_methods(model, *_STEPS, *_BESIDE_STEPS))
     named_by_call = Reach(model) if has_own_call(model) else None
@@ -291,10 +291,14 @@ def parts_used_by(model) -> list:
     ]
 
 
+def lacks_call(model) -> bool:
+    """Whether the class of `model` has no `call`: only the models in it can be run, as those of many a GAN."""
+    return type(model).call is keras.Model.call
+
+
 def computes_with_parts(model) -> bool:
     """Whether a model has no `call`, or its user's own methods may compute with more than that returns."""
-    has_no_call = type(model).call is keras.Model.call
-    return has_no_call or bool(own_methods(model, *_STEPS, *_BESIDE_STEPS))
+    return lacks_call(model) or bool(own_methods(model, *_STEPS, *_BESIDE_STEPS))
 
 
 def has_own_call(layer) -> bool:

@@ -340,7 +340,7 @@ def _suggestion(rule, layers) -> str:
     if kind == "activation":
         names = {getattr(getattr(layer, "activation", None), "__name__", "") for layer in layers} - {""}
     elif kind == "path":
-        paths = {layer.path or layer.name for layer in layers}
+        paths = {_keras.path_of(layer) for layer in layers}
         names = paths | {part for path in paths for part in path.split("/")}
     else:
         kind, argument, names = "", rule, {type(layer).__name__ for layer in layers} | set(dir(keras.layers))

@@ -108,7 +108,7 @@ def layer_dtypes(model) -> list:
     """
     rows = []
     for layer in computing_layers(model):
-        row = [layer.path or layer.name, type(layer).__name__, layer.compute_dtype, layer.variable_dtype]
+        row = [ConvertedLayer(layer).path, type(layer).__name__, layer.compute_dtype, layer.variable_dtype]
         rows.append([*row, "float8"] if ConvertedLayer(layer).multiplies_in_float8 else row)
     return rows
 

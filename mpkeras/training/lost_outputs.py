@@ -18,7 +18,7 @@ from mpkeras.policies.heads import STEPPING, with_own_code
 from mpkeras.policies.rules import is_quantized, path_rule
 from mpkeras.training import training_backend
 from mpkeras.training.unseen_run import run_on_few_rows
-from mpkeras.training.whole_numbers import in_one_message, path_of, was_named
+from mpkeras.training.whole_numbers import in_one_message, was_named
 
 # Rounding alone makes 0.001 in float16 and 0.01 in bfloat16.
 _TOO_FAR = 0.1
@@ -170,7 +170,7 @@ class _Comparison:
             error = _error(results[number], references[number])
             # Numbers that differ from run to run in float32, too, are drawn.
             if error > _TOO_FAR and _error(again()[number], references[number]) < _TOO_FAR / 10:
-                self._found.append(LostOutputs(path_of(layer), layer.compute_dtype, error, are_losses))
+                self._found.append(LostOutputs(_keras.path_of(layer), layer.compute_dtype, error, are_losses))
                 return
 
 
@@ -203,7 +203,7 @@ def warn_of_lost_outputs(model, x):
         return
     for already, how in compared:
         already.add(how)
-    layers = {path_of(layer): layer for layer in layers_of(model)}
+    layers = {_keras.path_of(layer): layer for layer in layers_of(model)}
     lost_of_layers = [(lost, layers[lost.layer]) for lost in lost_outputs(model, x)]
     untold = [(lost, layer) for lost, layer in lost_of_layers if layer not in _told and not was_named(layer)]
     if not untold:
@@ -214,4 +214,4 @@ def warn_of_lost_outputs(model, x):
 
 def named_for_lost_outputs(model) -> set[str]:
     """Returns the paths of the layers of `model` that a warning has named."""
-    return {path_of(layer) for layer in layers_of(model) if layer in _told}
+    return {_keras.path_of(layer) for layer in layers_of(model) if layer in _told}

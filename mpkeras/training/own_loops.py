@@ -11,7 +11,6 @@ from mpkeras.conversion.plan import plan
 from mpkeras.policies.heads import has_own_call
 from mpkeras.training.living import living_layers
 from mpkeras.training.made_under import policy_made_under
-from mpkeras.training.whole_numbers import path_of
 
 # More are counted.
 _MOST_NAMED = 5
@@ -46,7 +45,7 @@ def warn_of_layers_in_16_bits(optimizer, variables):
         for row in plan(root, policy):
             what, layer = _missed(row), row.layer
             if what and id(layer) not in converted:
-                texts_by_policy.setdefault(policy.name, {})[id(layer)] = f"'{path_of(layer)}' ({what})"
+                texts_by_policy.setdefault(policy.name, {})[id(layer)] = f"'{_keras.path_of(layer)}' ({what})"
     for name, texts in texts_by_policy.items():
         named = list(texts.values())
         more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""

@@ -296,7 +296,7 @@ class _Observed:
     def found(self) -> list[Rounded]:
         """Returns what the run has shown, each reader once, in the order in which they ran."""
         rounded = {
-            id(layer): Rounded(path_of(layer), path_of(layer), layer.compute_dtype, *self._lost[id(layer)])
+            id(layer): _rounded(layer, layer, *self._lost[id(layer)])
             for layer in self._casting
             if id(layer) in self._lost
         }
@@ -306,7 +306,7 @@ class _Observed:
             for layer in self._moving:
                 pair = self._arrived(layer, array)
                 if pair is not None and layer is not reader:
-                    rounded[id(reader)] = Rounded(path_of(layer), path_of(reader), layer.compute_dtype, *pair)
+                    rounded[id(reader)] = _rounded(layer, reader, *pair)
                     break
         return list(rounded.values())
 
@@ -316,9 +316,7 @@ class _Observed:
         for layer, name, variable in self.variables:
             lost = next((_lost(array, layer.compute_dtype) for array in _arrays([variable.value])), None)
             if lost is not None and not reads_variables_in_float32(layer):
-                rounded.append(
-                    Rounded(path_of(layer), path_of(layer), layer.compute_dtype, lost.before, lost.after, variable=name)
-                )
+                rounded.append(_rounded(layer, layer, lost.before, lost.after, name))
         return rounded
 
     def _arrived(self, layer, array) -> tuple | None:
@@ -333,8 +331,8 @@ class _Observed:
         return None if after is None else (pairs[after], after)
 
 
-def path_of(layer) -> str:
-    return layer.path or layer.name
+def _rounded(layer, reader, before, after, variable=None) -> Rounded:
+    return Rounded(_keras.path_of(layer), _keras.path_of(reader), layer.compute_dtype, before, after, variable)
 
 
 def _computes_in_16_bits(layer) -> bool:
@@ -419,7 +417,7 @@ def warn_of_rounding(model, x, again: bool):
     """
     if training_backend.is_distributed(model) or not _keras.is_built(model):
         return
-    layers = {path_of(layer): layer for layer in layers_of(model)}
+    layers = {_keras.path_of(layer): layer for layer in layers_of(model)}
     observed = _Observed(model)
     row_of = _rows_of_columns(_arrays(x), observed.dtypes)
     followed = () if again else _followed_to(model, observed)

@@ -199,7 +199,7 @@ def layer_rows(model, forward) -> list:
             weight_bytes[str(variable.dtype)] += dtypes.bytes_of(variable.shape, str(variable.dtype))
         row = LayerRow(
             layer,
-            path=layer.path or layer.name,
+            path=ConvertedLayer(layer).path,
             compute_dtype=layer.compute_dtype,
             rule=planned[index].rule,
             reason=planned[index].reason,

@@ -77,7 +77,7 @@ def check_variables(model, optimizer) -> list:
             if dtype == dtypes.SMALL_DTYPE:
                 severity, bits, remedy = "warning", "8 significant bits", f"{_ROUND}; {remedy}"
             what = f"The variables {listed(names)} are {dtype}: {bits}. Updates smaller than their last bit are lost."
-            findings.append(Finding(severity, layer.path or layer.name, what, remedy))
+            findings.append(Finding(severity, ConvertedLayer(layer).path, what, remedy))
     return findings
 
 
@@ -136,7 +136,7 @@ def check_losses(model) -> list:
                 f"Its activity regularizer sums in {layer.compute_dtype}: in float16, 512 activations of 400 give inf."
             )
             remedy = "`mpkeras.apply_policy` and `mpkeras.prepare` let it see float32."
-            findings.append(Finding("warning", layer.path or layer.name, what, remedy))
+            findings.append(Finding("warning", ConvertedLayer(layer).path, what, remedy))
     return findings
 
 
@@ -286,9 +286,9 @@ def check_trace(forward, rows) -> list:
     if forward.refusal is not None:
         layer = forward.culprit
         what = f"The backend refuses it. {forward.refusal.what}"
-        findings.append(Finding("error", layer.path or layer.name, what, forward.refusal.remedy))
+        findings.append(Finding("error", ConvertedLayer(layer).path, what, forward.refusal.remedy))
     elif forward.why_not is not None:
-        where = forward.culprit and (forward.culprit.path or forward.culprit.name)
+        where = forward.culprit and (ConvertedLayer(forward.culprit).path)
         what = f"FLOPs, casts and outputs are unknown, as the model could not be traced: {forward.why_not}"
         findings.append(Finding("note", where, what, forward.remedy))
     for index, what in forward.mixed.items():

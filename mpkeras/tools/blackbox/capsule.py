@@ -595,7 +595,7 @@ def _watched_layers(model, around):
     """Context manager: each layer's `call` is run by `around(path, call)`, inner ones within outer ones."""
 
     def replacement(layer):
-        call, path = call_of(layer), layer.path or layer.name
+        call, path = call_of(layer), ConvertedLayer(layer).path
 
         @functools.wraps(call)
         def watched(*args, **kwargs):

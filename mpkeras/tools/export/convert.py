@@ -94,7 +94,7 @@ def _layer_dtypes(model, policy) -> list[LayerDtype]:
     for row in ModelView(model).plan(policy):
         layer, reason = row.layer, _reason(row, policy, row.rule in rules)
         if not isinstance(layer, (keras.Model, keras.layers.InputLayer)):
-            dtypes.append(LayerDtype(layer.path or layer.name, type(layer).__name__, layer.compute_dtype, reason))
+            dtypes.append(LayerDtype(ConvertedLayer(layer).path, type(layer).__name__, layer.compute_dtype, reason))
     return dtypes
 
 

@@ -80,7 +80,7 @@ class Float32Fallback(NumericsMonitor):
         if culprit.side == "gradient" and not self._scale_is_lowest(finding):
             return
         layer = next(
-            (layer for layer in ModelView(self.model).layers if (layer.path or layer.name) == culprit.path), None
+            (layer for layer in ModelView(self.model).layers if ConvertedLayer(layer).path == culprit.path), None
         )
         if layer is None or layer.compute_dtype not in dtypes.SIXTEEN_BIT_DTYPES:
             return

@@ -166,7 +166,7 @@ def _weight_grads(model, observed, reference) -> list:
             variables, grads, true = zip(*grads_of_layer, strict=True)
             dtype = layer.compute_dtype
             in_16_bits = [_fits(grad, dtype) for grad in grads]
-            result.append(_WeightGrads(layer.path or layer.name, dtype, variables, true, in_16_bits))
+            result.append(_WeightGrads(ConvertedLayer(layer).path, dtype, variables, true, in_16_bits))
     return result
 
 

@@ -5,6 +5,8 @@ import numbers
 
 import keras
 
+from mpkeras.seams import ModelView
+
 _LEAVE_OUT = "Leave it out for the default."
 
 
@@ -21,14 +23,9 @@ def check_verbose(value):
         raise ValueError(f"Expected `verbose` to be 0 or 1. Received: verbose={value!r}. Leave it out for 1.")
 
 
-def lacks_call(model) -> bool:
-    """Whether the class of `model` has no `call`: only the models in it can be run, as those of many a GAN."""
-    return type(model).call is keras.Model.call
-
-
 def check_call(model, remedy: str):
     """Raises `ValueError` unless `model` can be run on a batch. `remedy` is a sentence."""
-    if lacks_call(model):
+    if ModelView(model).lacks_call:
         raise ValueError(
             f"Expected a model with a `call`, which can be run on one batch. Received: model '{model.name}', which has "
             f"none. {remedy}"

@@ -18,7 +18,7 @@ import keras
 from keras import ops
 
 from mpkeras.seams import ConvertedLayer, ModelView, dtypes, let_heads_tell, mixing
-from mpkeras.tools.shared.arguments import dtype_of, lacks_call
+from mpkeras.tools.shared.arguments import dtype_of
 from mpkeras.tools.shared.observation import STEPPING, call_of, replaced_calls
 
 # In place of a size that the model leaves open, such as the length of a sequence, where nobody gives another.
@@ -138,7 +138,7 @@ def forward_pass(model, inputs, batch_size: int, open_size: int = OPEN_SIZE) -> 
 
     First as in training; where that cannot be traced (random numbers of a fixed seed on torch), as in inference.
     """
-    if lacks_call(model):
+    if ModelView(model).lacks_call:
         return ForwardPass(
             why_not="its class has no `call`.",
             remedy="Audit the models inside, each by itself: `mpkeras.audit(model.generator)`.",

@@ -237,7 +237,7 @@ class _Pass:
 
     def observed(self, layer):
         """Returns what takes the place of the `call` of `layer`."""
-        call, path = call_of(layer), layer.path or layer.name
+        call, path = call_of(layer), ConvertedLayer(layer).path
 
         @functools.wraps(call)
         def observed(*args, **kwargs):
