@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import re
+import types
 import weakref
 from collections.abc import Callable
 
@@ -22,6 +23,7 @@ from mpkeras.policies.heads import (
     NO_HEADS,
     Flow,
     Heads,
+    called_by,
     casts_inside,
     heads_in_flow,
     is_large,
@@ -29,6 +31,7 @@ from mpkeras.policies.heads import (
     names_with_layers_inside,
     used_behind_layers,
 )
+from mpkeras.policies.reach import asks_for
 from mpkeras.policies.rules import is_quantized
 
 # What ends a 16-bit output in float32. In a file of `convert` it is a layer, known by this name on the way back.
@@ -125,9 +128,11 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
                 # No call uses it, or the first one builds it.
                 can_run(layer, taking_inner_results(layer, call), args, kwargs)
             restore(layer, "call", kind="heads")
-            heads, used = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
-            args, kwargs = _tell_heads(layer, heads, used, args, kwargs, tell, withdraw, is_whole=is_whole)
-            tell(_of_own_arithmetic(layer, used, args, kwargs, is_whole=is_whole))
+            ask = functools.partial(_ask_call, layer, tell=tell, withdraw=withdraw, is_whole=is_whole)
+            in_other_mode = _arguments_of_other_mode(layer, args, kwargs)
+            if in_other_mode is not None:
+                ask(*in_other_mode)
+            args, kwargs = ask(args, kwargs)
             if layer.compute_dtype == "float32":
                 # From this call on, whose inputs Keras has cast already.
                 args, kwargs = keras.tree.map_structure(widen, (args, kwargs))
@@ -142,6 +147,33 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
             return call(*args, **kwargs)
 
     replace(layer, "call", call_and_tell, kind="heads")
+
+
+def _arguments_of_other_mode(layer, args, kwargs) -> tuple | None:
+    """Returns the arguments of the same call in inference, if it is one in training, and the other way round.
+
+    `None` where the `call` does the same in both, but for what it hands `training` to: other outputs may come of it.
+    """
+    call = called_by(type(layer).call)
+    if not isinstance(call, types.FunctionType) or not asks_for(call, "training"):
+        return None
+    try:
+        bound = inspect.signature(call).bind(layer, *args, **kwargs)
+    except TypeError:
+        return None
+    bound.apply_defaults()
+    if "training" not in bound.arguments:
+        return None
+    bound.arguments["training"] = not bound.arguments["training"]
+    return bound.args[1:], bound.kwargs
+
+
+def _ask_call(layer, args, kwargs, *, tell: Callable, withdraw: Callable, is_whole: bool) -> tuple:
+    """Tells what makes the outputs of a call of `layer`, and returns the arguments for it, as `_tell_heads`."""
+    heads, used = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
+    args, kwargs = _tell_heads(layer, heads, used, args, kwargs, tell, withdraw, is_whole=is_whole)
+    tell(_of_own_arithmetic(layer, used, args, kwargs, is_whole=is_whole))
+    return args, kwargs
 
 
 def _tell_heads(layer, heads, used, args, kwargs, tell: Callable, withdraw: Callable, *, is_whole: bool) -> tuple:

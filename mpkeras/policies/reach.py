@@ -24,6 +24,8 @@ _STORES = ("STORE_SUBSCR", "STORE_SLICE")
 # Writes to a user's variable by these packages are looked for in the code that calls them.
 _FOREIGN = frozenset({"keras", "mpkeras", "tensorflow", "jax", "jaxlib", "flax", "torch", "numpy", "ml_dtypes"})
 _FOREIGN |= sys.stdlib_module_names - {"__main__"}
+# Instructions that compare, as `training is None` and `training == False` do.
+_COMPARES = ("COMPARE_OP", "IS_OP")
 # Objects that may hold variables.
 CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 
@@ -319,6 +321,24 @@ def _code_of(code: types.CodeType) -> _Code:
         if writes_into and keras.backend.backend() == "torch":
             writes += [_Write(name, code.co_name, is_indirect=True) for name in tensors_of]
     return _Code(frozenset(names), frozenset(set_names), tuple(writes))
+
+
+def asks_for(function, argument: str) -> bool:
+    """Whether the code of a function goes one way or another by its `argument`, and does not only hand it on."""
+    codes = [function.__code__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        instructions = [*dis.get_instructions(code), *[None] * 2]
+        for instruction, second, third in zip(instructions, instructions[1:], instructions[2:], strict=False):
+            is_read = instruction is not None and instruction.argval == argument and "LOAD" in instruction.opname
+            if is_read and second is not None and (_tests(second) or (third is not None and third.opname in _COMPARES)):
+                return True
+    return False
+
+
+def _tests(instruction) -> bool:
+    # In `training and x` and `training or x` the value is copied first, or kept by the jump itself.
+    return "JUMP" in instruction.opname or instruction.opname in ("UNARY_NOT", "TO_BOOL", "COPY", *_COMPARES)
 
 
 def is_cast(value) -> bool:

@@ -1344,3 +1344,49 @@ def test_a_tensor_is_followed_back_where_its_uses_lead_to_outputs_alone():
         "activation".__eq__,
     )
     assert calls == ["activation", "dense", "other"]
+
+
+class OtherHeadInTraining(keras.Model):
+    """Returns 700.3 from one head in training, and 1000.3 from another otherwise."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.body = layers.Dense(8)
+        constant = keras.initializers.Constant
+        self.in_training = layers.Dense(1, kernel_initializer="zeros", bias_initializer=constant(700.3))
+        self.otherwise = layers.Dense(1, kernel_initializer="zeros", bias_initializer=constant(1000.3))
+
+    def build(self, shape):
+        self.body.build(shape)
+        self.in_training.build((None, 8))
+        self.otherwise.build((None, 8))
+
+    def call(self, x, training=False):
+        x = self.body(x)
+        if self.how == "not":
+            return self.otherwise(x) if not training else self.in_training(x)
+        if self.how == "is" and training is True:
+            return self.in_training(x)
+        if self.how == "none" and training is not None and training:
+            return self.in_training(x)
+        if self.how == "plain" and training:
+            return self.in_training(x)
+        return self.otherwise(x)
+
+
+# Of the other head no gradient exists.
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("how", ["not", "is", "none", "plain"])
+@pytest.mark.parametrize("trains_first", [True, False])
+def test_outputs_of_training_and_of_inference_alone_are_float32(how, trains_first):
+    x, y = np.ones((8, 4), "float32"), np.full((8, 1), 700.3, "float32")
+    model = OtherHeadInTraining(how)
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    model = mpkeras.prepare(model, "mixed_bfloat16")
+    runs = [lambda: model.train_on_batch(x, y), lambda: model.predict(x, verbose=0)]
+    results = {in_training: runs[not in_training]() for in_training in (trains_first, not trains_first)}
+    # 700.3 is 700 in bfloat16, and 1000.3 is 1000.
+    np.testing.assert_allclose(results[True], 0.0, atol=1e-6)
+    np.testing.assert_allclose(results[False], 1000.3, rtol=1e-6)
+    assert model.body.compute_dtype == "bfloat16"
