@@ -76,6 +76,11 @@ class _BetweenBatches:
     initial: list | None = None
     final: list | None = None
 
+    def end(self) -> list | None:
+        """Returns the states that the loop has ended with, and holds no tensors any more."""
+        final, self.initial, self.final = self.final, None, None
+        return final
+
 
 def _carry_between_batches(layer) -> _BetweenBatches:
     """Lets a stateful `layer` begin with its states as they are stored, and store what its loop says that they are."""
@@ -84,14 +89,17 @@ def _carry_between_batches(layer) -> _BetweenBatches:
     @functools.wraps(call)
     def call_with_states(sequences, initial_state=None, *args, **kwargs):
         variables = _keras.recurrent_states(layer)
-        between_batches.final = between_batches.initial = None
         if initial_state is None:
             between_batches.initial = [_in_float32(variable) for variable in variables]
-        result = call(sequences, initial_state, *args, **kwargs)
-        # Within the layer an assignment on torch would go to the copy in 16 bits.
-        with _keras.autocast_scope(None):
-            for variable, state in zip(variables, between_batches.final or (), strict=between_batches.final is not None):
-                variable.assign(state)
+        try:
+            result = call(sequences, initial_state, *args, **kwargs)
+        finally:
+            final = between_batches.end()
+        if final is not None:
+            # Within the layer an assignment on torch would go to the copy in 16 bits.
+            with _keras.autocast_scope(None):
+                for variable, state in zip(variables, final, strict=True):
+                    variable.assign(state)
         return result
 
     replace(layer, "call", call_with_states, kind="steps")
