@@ -762,8 +762,8 @@ def test_steps_that_sum_gradients_for_the_update_of_a_later_one_are_taken_again_
         keras.utils.set_random_seed(5)
         model = SumsByHand([keras.Input((6,)), layers.Dense(4, "silu"), layers.Dense(1)])
         model.built_with(keras.optimizers.SGD(1e-3), policy, **options)
-        # Gradients of the first batch are twice as large as those of the third one, which updates.
-        fit(model, X[: 3 * BATCH], Y[: 3 * BATCH] * np.repeat([[1.0], [1.0], [2.0]], BATCH, axis=0))
+        # Gradients of the first batch are some times larger than those of the third one, which updates.
+        fit(model, X[: 3 * BATCH], Y[: 3 * BATCH] * np.repeat([[1.0], [1.0], [1.2]], BATCH, axis=0))
         assert counters(model.optimizer) == [1, 0, 0, 0, 0]
         trained[policy] = model.get_weights()
     assert number(model.optimizer.loss_scale) < 2.0**13
