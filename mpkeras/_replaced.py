@@ -26,7 +26,7 @@ KINDS = {
     "`bias` and `activation` meanwhile",
     "steps": "`inner_loop` of a recurrent layer of Keras around cells of Keras, where cuDNN does not run it: its state "
     "is float32, to which each step adds, and the gradients of its weights are summed in float32. `use_cudnn` of one "
-    "where none is that takes 16 bits",
+    "where none is that takes 16 bits. `call` of a stateful one: so is the state from batch to batch",
     "remat": "`rematerialized_call` of a layer: what Keras computes again in the backward pass is computed as the "
     "first time, in the same dtypes, with the same random numbers, and writes nothing",
     "again": "`call` of a layer, and `_run_through_graph` of a Functional model: the backward pass computes again what "

@@ -337,7 +337,7 @@ CHANGES = {
     "float32 inputs of what is served": _Change(serve_with_float32_inputs, "outputs", ("export",)),
     "float32 metrics": _Change(compute_metrics_in_float32, "outputs", ("compute_metrics",)),
     "states kept": _Change(_keep_states, "states", ("call",)),
-    STATE_IN_FLOAT32: _Change(carry_state_in_float32, "steps", ("inner_loop", "use_cudnn")),
+    STATE_IN_FLOAT32: _Change(carry_state_in_float32, "steps", ("call", "inner_loop", "use_cudnn")),
     "computed again alike": _Change(compute_again_alike, "remat", ("rematerialized_call",)),
     WITH_FLOAT32_SUMS: _Change(sum_in_float32, "layer", ("call",)),
     IN_FLOAT8: _Change(multiply_in_float8, "layer", ("call",)),

@@ -1,4 +1,7 @@
-"""The state of a recurrent layer: carried from step to step in float32, multiplied with the weights in 16 bits."""
+"""The state of a recurrent layer: carried from step to step in float32, multiplied with the weights in 16 bits.
+
+So is that of a stateful layer from batch to batch.
+"""
 
 import functools
 import importlib
@@ -38,6 +41,9 @@ def carry_state_in_float32(layer):
     state, multiplies it in float32.
     """
     inner_loop = layer.inner_loop
+    # A `call` of the user's own may begin with any states.
+    is_known = type(layer).call.__module__.startswith("keras.")
+    between_batches = _carry_between_batches(layer) if layer.stateful and is_known else None
 
     @functools.wraps(inner_loop)
     def loop_in_float32(sequences, initial_state, mask=None, training=False):
@@ -46,14 +52,58 @@ def carry_state_in_float32(layer):
         if not is_in_16_bits or _is_for_cudnn(layer, mask):
             return inner_loop(sequences, initial_state, mask=mask, training=training)
         state = keras.tree.map_structure(widen, initial_state)
+        if between_batches is not None and between_batches.initial is not None:
+            state = keras.tree.pack_sequence_as(state, between_batches.initial)
         mask = None if mask is None else keras.tree.flatten(mask)[0]
         loop = _LoopOf(layer, functools.partial(_step, layer, training=training))
-        return keras.layers.RNN.inner_loop(loop, sequences, state, mask=mask)
+        result = keras.layers.RNN.inner_loop(loop, sequences, state, mask=mask)
+        if between_batches is not None:
+            between_batches.final = keras.tree.flatten(result[-1])
+        return result
 
     replace(layer, "inner_loop", loop_in_float32, kind="steps")
     # `Bidirectional` asks it before it hands both directions of an `LSTM` to cuDNN at once.
     if hasattr(layer, "use_cudnn") and not _backend.has_cudnn():
         replace(layer, "use_cudnn", False, kind="steps")
+
+
+class _BetweenBatches:
+    """The states of a stateful layer in one of its calls, each a flat list of float32; `None` where Keras' own count.
+
+    Keras hands them to the loop, and assigns what that returns, in the dtype that the layer computes in.
+    """
+
+    initial: list | None = None
+    final: list | None = None
+
+    def end(self) -> list | None:
+        """Returns the states that the loop has ended with, and holds no tensors any more."""
+        final, self.initial, self.final = self.final, None, None
+        return final
+
+
+def _carry_between_batches(layer) -> _BetweenBatches:
+    """Lets a stateful `layer` begin with its states as they are stored, and store what its loop says that they are."""
+    call, between_batches = layer.call, _BetweenBatches()
+
+    @functools.wraps(call)
+    def call_with_states(sequences, initial_state=None, *args, **kwargs):
+        variables = _keras.recurrent_states(layer)
+        if initial_state is None:
+            between_batches.initial = [_in_float32(variable) for variable in variables]
+        try:
+            result = call(sequences, initial_state, *args, **kwargs)
+        finally:
+            final = between_batches.end()
+        if final is not None:
+            # Within the layer an assignment on torch would go to the copy in 16 bits.
+            with _keras.autocast_scope(None):
+                for variable, state in zip(variables, final, strict=True):
+                    variable.assign(state)
+        return result
+
+    replace(layer, "call", call_with_states, kind="steps")
+    return between_batches
 
 
 class _LoopOf:

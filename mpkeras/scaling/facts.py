@@ -36,6 +36,9 @@ class StepFacts:
     wants_outcome: bool = False
     # Whether the inner optimizer is at work, and not a layer.
     is_updating: bool = False
+    # The facts of all optimizers of the step, and whether this one has scaled a loss in it.
+    of_step: list = dataclasses.field(default_factory=list, repr=False, compare=False)
+    has_scaled: bool = False
 
     # Set by `scale_loss` and its kin, for the next `apply`.
     loss_was_scaled: bool = False
@@ -47,7 +50,7 @@ class StepFacts:
 
     def note_scaled_loss(self, traces: list):
         """Notes a scaled loss. `traces` has what this code is traced into, the innermost first; `[]` in eager code."""
-        self.loss_was_scaled = True
+        self.loss_was_scaled = self.has_scaled = True
         self.grads_are_unscaled = False
         self.scaling_traces += [trace for trace in traces[:1] if trace not in self.scaling_traces]
 
@@ -105,7 +108,7 @@ def opened_step(optimizers, *, batch_has_rows=True, wants_statistics: bool = Fal
         for outer in around
     ]
     for optimizer, facts in zip(optimizers, opened, strict=True):
-        optimizer.facts = facts
+        optimizer.facts, facts.of_step = facts, opened
     try:
         yield opened
     finally:
@@ -143,6 +146,10 @@ def check_loss_was_scaled(optimizer, facts: StepFacts):
     if facts.loss_was_scaled or facts.scaling_traces or facts.grads_are_unscaled or optimizer.scale_is_one:
         return
     facts.grads_are_unscaled = facts.is_guarded
+    # Two optimizers may train the layers of one model, with one loss.
+    scaled_by_others = [] if facts.has_scaled else [other for other in facts.of_step if other.has_scaled]
+    if any(other.grads_are_unscaled for other in scaled_by_others):
+        return
     if not optimizer.facts_of_replicas.warned_of_unscaled_loss:
         optimizer.facts_of_replicas.warned_of_unscaled_loss = True
         consequence = (
@@ -150,9 +157,15 @@ def check_loss_was_scaled(optimizer, facts: StepFacts):
             if facts.is_guarded
             else "its gradients are divided by the loss scale all the same"
         )
+        remedy = (
+            "If they are of the loss that another optimizer of this step has scaled, hand all of its gradients through "
+            "the other one's `get_unscaled_gradients`, and apply what that returns. Else compute"
+            if scaled_by_others
+            else "Compute"
+        )
         warnings.warn(
             f"`{optimizer.name}.apply` was called, but the loss was not scaled since the last step: {consequence}. "
-            "Compute the gradients of `optimizer.scale_loss(loss)`.",
+            f"{remedy} the gradients of `optimizer.scale_loss(loss)`.",
             stacklevel=3,
         )
 

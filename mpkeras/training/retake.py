@@ -34,6 +34,8 @@ MOST_LOST = 2
 # The gradients of one batch are easily two or three times those of the batch before. The scale stays so far below what
 # the first batch takes, but not below 1 for this reason alone.
 HEADROOM = 4.0
+# A step that sums gradients updates after fewer; the batches of one that never does are not held for ever.
+MOST_HELD = 64
 # For a rule of the user's that lowers its scale very slowly.
 _MOST_ATTEMPTS = 300
 
@@ -95,6 +97,8 @@ class FirstSteps:
         self.model, self._is_own = model, is_own
         self.are_over = False
         self._optimizers, self._metrics = optimizers, metrics
+        # The steps so far where none has updated, as those do that sum gradients for the update of a later one.
+        self._held: _Held | None = None
 
     def take(self, run: Callable, state: list) -> tuple:
         """Runs a step on a batch, and runs it again while only the scale is too large for it.
@@ -121,13 +125,19 @@ class FirstSteps:
                     optimizer.make_scale_state()
         for optimizer in optimizers:
             _note_steps_before_scale(optimizer, step_state)
-        waiting = [optimizer for optimizer in optimizers if _awaits_first_step(optimizer, step_state)]
-        if not waiting:
-            self.are_over = True
-            logs, step_state = step_state.after(run(*step_state.arguments()))
-            return step_state.returned(logs), step_state.arguments()
-        at_begin = _Before(self.model, optimizers, self._metrics, step_state, self._is_own)
-        logs, step_state, changes, scales = self._search(run, step_state, at_begin, waiting)
+        if self._held is None or not self._held.is_left_alone(step_state):
+            waiting = [optimizer for optimizer in optimizers if _awaits_first_step(optimizer, step_state)]
+            if not waiting:
+                self.are_over, self._held = True, None
+                logs, step_state = step_state.after(run(*step_state.arguments()))
+                return step_state.returned(logs), step_state.arguments()
+            at_begin = _Before(self.model, optimizers, self._metrics, step_state, self._is_own)
+            self._held = _Held(at_begin, waiting, at_begin.scales_above_guess(waiting))
+            _write_scales(step_state, self._held.scales)
+        held, self._held = self._held, None
+        held.runs.append(run)
+        at_begin = held.at_begin
+        logs, step_state, changes, scales = self._search(held, step_state)
         self.are_over |= any(change.counted for change in changes.values())
         new_scales = {}
         for optimizer, scale in scales.items():
@@ -141,22 +151,27 @@ class FirstSteps:
         logs = _with_scales(logs, step_state, optimizers, new_scales)
         return step_state.returned(logs), step_state.arguments()
 
-    def _search(self, run, step_state, at_begin, waiting) -> tuple:
-        """Runs the step until its scales are not too large for it, or none is left.
+    def _search(self, held, step_state) -> tuple:
+        """Runs the step until its scales are not too large for it, or none is left; and with it those held before it.
 
         Returns:
             Logs, state and changes of the last run, and the scales at which it was tried where they are not the guess.
         """
-        scales = at_begin.scales_above_guess(waiting)
-        _write_scales(step_state, scales)
+        at_begin, waiting, scales = held.at_begin, held.waiting, held.scales
+        runs = held.runs[-1:]
         for _ in range(_MOST_ATTEMPTS):
-            logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
+            logs, step_state, changes = self._attempt(runs, step_state, at_begin, scales)
             has_counted = any(change.counted for change in changes.values())
             if not has_counted and not any(change.skipped for change in changes.values()):
-                # Nothing of the step is put back, and gradients that it keeps for an update of a later step have this
-                # scale in them: it stays, and steps run once from here on.
-                self.are_over = True
+                # Gradients that it keeps for the update of a later step have this scale in them: it stays. If it is too
+                # large for that step, all are run again; where they cannot, each step runs once from here on.
+                if at_begin.are_all and len(held.runs) < MOST_HELD:
+                    held.scales, held.left = scales, at_begin.values_in(step_state)
+                    self._held = held
+                else:
+                    self.are_over = True
                 return logs, step_state, changes, {}
+            runs = held.runs
             overflowed = [optimizer for optimizer in waiting if changes[optimizer].overflowed]
             if not overflowed and not has_counted and any(scale > at_begin.guess(o) for o, scale in scales.items()):
                 # The scale has no part in it: the step is skipped as ever, at the guess.
@@ -171,14 +186,23 @@ class FirstSteps:
             at_begin.put_back(step_state, scales)
             if incurable:
                 # The gradients are finite at no scale: the step is skipped as ever.
-                logs, step_state, changes = self._attempt(run, step_state, at_begin, scales)
+                logs, step_state, changes = self._attempt(runs, step_state, at_begin, scales)
                 self._note_incurable(incurable)
                 break
+        if len(held.runs) > 1 and scales and has_counted:
+            # Of a step that updates nothing nobody hears that its gradients overflow: at the scale of the next steps,
+            # which is smaller, those of the first ones are finite, too.
+            scales = {o: min(_with_headroom(o, step_state, scale), at_begin.guess(o)) for o, scale in scales.items()}
+            at_begin.put_back(step_state, scales)
+            logs, step_state, changes = self._attempt(held.runs, step_state, at_begin, scales)
+            scales = {}
         return logs, step_state, changes, scales
 
-    def _attempt(self, run, step_state, at_begin, scales):
+    def _attempt(self, runs, step_state, at_begin, scales):
+        after = step_state
         try:
-            logs, after = step_state.after(run(*step_state.arguments()))
+            for run in runs:
+                logs, after = after.after(run(*after.arguments()))
         except BaseException:
             # A program that catches it may go on from any state, but not at a scale that was tried for this batch.
             self.are_over = True
@@ -193,6 +217,32 @@ class FirstSteps:
         for optimizer in optimizers:
             optimizer.record.incurable_batches += 1
         self.are_over |= any(optimizer.record.incurable_batches >= MOST_LOST for optimizer in optimizers)
+
+
+class _Held:
+    """Steps that are run again together: the first ones, none of which has updated, and the one that does.
+
+    Args:
+        at_begin: What was before the first of them.
+        waiting: The optimizers whose scales are looked for.
+        scales: The scales at which the steps were run, by optimizer, where they are not the guess.
+    """
+
+    def __init__(self, at_begin: "_Before", waiting: list, scales: dict):
+        self.at_begin, self.waiting, self.scales = at_begin, waiting, scales
+        self.runs: list = []
+        # The values that the last of the steps has left.
+        self.left: dict = {}
+
+    def is_left_alone(self, step_state) -> bool:
+        """Whether nobody else has written since: metrics of a new epoch, or a learning rate, could not be put back."""
+        now = self.at_begin.values_in(step_state)
+        # A global generator that nothing draws from is there during a step alone, and is another one in the next.
+        self.at_begin.note_global_generator(step_state)
+        return all(
+            np.array_equal(now[key], self.left[key], equal_nan=now[key].dtype.kind == "f")
+            for key in now.keys() & self.left.keys()
+        )
 
 
 class _Change(NamedTuple):
@@ -229,6 +279,16 @@ class _Before:
             variables += self._model.metrics_variables
             variables += [variable for optimizer in self._optimizers for variable in optimizer.variables]
         return list({id(variable): variable for variable in variables}.values())
+
+    def values_in(self, step_state) -> dict:
+        """Returns the values of all variables that `put_back` writes, by what they are of."""
+        values = {(id(v), i): x for v in self._variables() for i, x in enumerate(step_state.read(v))}
+        return values | {id(state): np.array(ops.convert_to_numpy(state.value)) for state in self._native_states()}
+
+    def note_global_generator(self, step_state):
+        """Notes the state of Keras' global generator, if it was made since."""
+        for variable in shared_states():
+            self._values.setdefault(id(variable), step_state.read(variable))
 
     def _native_states(self) -> list:
         return training_backend.native_states(self._model) if self.are_all else []

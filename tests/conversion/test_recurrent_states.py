@@ -83,6 +83,56 @@ def test_numbers_of_a_count():
     np.testing.assert_allclose(counts, np.arange(1, 1001), rtol=1 / 256)
 
 
+def test_a_count_from_batch_to_batch():
+    """603 steps of 1 in nine batches: a whole number that bfloat16 does not hold."""
+    counter = layers.SimpleRNN(
+        1, activation=None, kernel_initializer="ones", recurrent_initializer="ones", stateful=True
+    )
+    model = keras.Sequential([keras.Input(batch_shape=(2, 67, 1)), counter, layers.Dense(1, kernel_initializer="ones")])
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    x, begin = np.ones((2, 67, 1), "float32"), ops.convert_to_tensor([[3.0], [5.0]])
+    for _ in range(9):
+        model(x)
+    np.testing.assert_array_equal(ops.convert_to_numpy(counter.states[0].value), [[603.0], [603.0]])
+    # From a state that is handed over, and from none.
+    counter(ops.convert_to_tensor(x), initial_state=[begin])
+    np.testing.assert_array_equal(ops.convert_to_numpy(counter.states[0].value), [[70.0], [72.0]])
+    counter.reset_state()
+    model(x)
+    np.testing.assert_array_equal(ops.convert_to_numpy(counter.states[0].value), [[67.0], [67.0]])
+    mpkeras.apply_policy(model, "float32")
+    assert "call" not in vars(counter)
+
+
+# By layer, and by the shape of a batch. Keras carries a state in all of them.
+STATEFUL = {
+    "a GRU": (lambda: layers.GRU(3, bias_initializer=SLOW_GATES, stateful=True), (2, 3, 2)),
+    "both ways": (lambda: layers.Bidirectional(layers.LSTM(2, stateful=True)), (2, 3, 2)),
+    "stacked": (lambda: layers.RNN([slow_lstm(), layers.GRUCell(3)], stateful=True), (2, 3, 2)),
+    "images": (lambda: layers.ConvLSTM1D(2, 3, padding="same", stateful=True), (2, 3, 4, 2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")  # JAX carries no state from step to step of `fit`
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_states_are_float32_from_step_to_step(kind):
+    make, shape = STATEFUL[kind]
+    keras.utils.set_random_seed(8)
+    layer = make()
+    model = keras.Sequential([keras.Input(batch_shape=shape), layer, layers.Flatten(), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    x = np.random.default_rng(6).normal(size=(4, *shape)).astype("float32")
+    for batch in x:
+        model.train_on_batch(batch, np.zeros((2, 1)))
+    loops = [layer.forward_layer, layer.backward_layer] if kind == "both ways" else [layer]
+    for state in keras.tree.flatten([loop.states for loop in loops]):
+        value = ops.convert_to_numpy(state.value)
+        rounded = ops.convert_to_numpy(ops.cast(ops.cast(value, "bfloat16"), "float32"))
+        assert np.mean(value != rounded) > 0.5
+
+
 @pytest.mark.parametrize("cell", [
     lambda **options: layers.SimpleRNNCell(4, **options),
     lambda **options: layers.LSTMCell(4, **options),

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from mpkeras.scaling.facts import gradient_statistics
+from mpkeras.scaling.facts import gradient_statistics, opened_step
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 
 SCALE = 8.0
@@ -180,6 +180,23 @@ def test_a_compiled_loop_that_forgets_is_told_as_it_is_traced():
     forgets = tf_function(lambda grad: optimizer.apply([grad], [v]))
     with pytest.warns(UserWarning, match=FORGOTTEN):
         forgets(keras.ops.convert_to_tensor(SLOPE))
+
+
+def test_two_optimizers_of_one_loss_take_what_one_of_them_has_scaled_and_unscaled():
+    (first, v), (second, w) = optimizer_and_variable(), optimizer_and_variable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with opened_step([first, second]):
+            (grad,) = first.get_unscaled_gradients([scaled_gradient(first)])
+            first.apply([grad], [v])
+            second.apply([grad], [w])
+    for variable in (v, w):
+        np.testing.assert_array_equal(numpy(variable), [1.0 - 0.5 * 1.0, 2.0 - 0.5 * 3.0])
+    with opened_step([first, second]):
+        grad = scaled_gradient(first)
+        first.apply([grad], [v])
+        with pytest.warns(UserWarning, match=f"{FORGOTTEN}.*through the other one's `get_unscaled_gradients`"):
+            second.apply([grad], [w])
 
 
 def in_a_thread(function):

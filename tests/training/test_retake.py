@@ -700,6 +700,89 @@ def test_a_step_that_updates_twice_loses_no_update(options):
         np.testing.assert_allclose(*weights, rtol=0, atol=1e-4)  # of eight updates of 1e-3
 
 
+class SumsByHand(keras.Sequential):
+    """Each third step updates with the gradients of three, as they come: with the loss scale in them."""
+
+    def built_with(self, optimizer, policy, **options):
+        self.sums = [
+            self.add_weight(shape=weight.shape, initializer="zeros", trainable=False, name=f"sum_{i}")
+            for i, weight in enumerate(self.trainable_variables)
+        ]
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
+        return prepared(self, policy, optimizer, metrics=None, **options)
+
+    def train_step(self, *arguments):
+        *state, (x, y, *_) = arguments
+        if BACKEND == "jax":
+            return self.stateless_step(*state[0], x, y)
+        loss, grads = loss_and_gradients(
+            lambda: ops.mean(ops.square(self(x, training=True) - y)),
+            self.trainable_variables,
+            self.optimizer.scale_loss,
+        )
+
+        def update():
+            self.optimizer.apply([total / 3 for total in self.sums], self.trainable_variables)
+            for total in self.sums:
+                total.assign(ops.zeros_like(total))
+
+        with without_gradients():
+            for total, grad in zip(self.sums, grads, strict=True):
+                total.assign_add(grad)
+            self.calls.assign_add(1)
+            ops.cond(ops.equal(self.calls % 3, 0), update, lambda: None)
+        return {"last_loss": loss}
+
+    def stateless_step(self, trainable, non_trainable, optimizer_variables, metrics_variables, x, y):
+        import jax
+
+        def loss_of(trainable):
+            return [ops.mean(ops.square(self.stateless_call(trainable, non_trainable, x, training=True)[0] - y))]
+
+        scaled = scaled_losses(loss_of, self.optimizer, optimizer_variables)
+        (_, (loss,)), grads = jax.value_and_grad(scaled, has_aux=True)(trainable)
+        *sums, calls = non_trainable
+        sums, calls = [total + grad for total, grad in zip(sums, grads, strict=True)], calls + 1
+
+        def update(values):
+            trainable, optimizer_variables, sums = values
+            new = self.optimizer.stateless_apply(optimizer_variables, [total / 3 for total in sums], trainable)
+            return *map(list, new), [total * 0 for total in sums]
+
+        values = list(trainable), list(optimizer_variables), sums
+        trainable, optimizer_variables, sums = jax.lax.cond(calls % 3 == 0, update, lambda values: values, values)
+        return {"last_loss": loss}, (trainable, [*sums, calls], optimizer_variables, metrics_variables)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_steps_that_sum_gradients_for_the_update_of_a_later_one_are_taken_again_with_it(options):
+    trained = {}
+    for policy in ("float32", "mixed_float16"):
+        keras.utils.set_random_seed(5)
+        model = SumsByHand([keras.Input((6,)), layers.Dense(4, "silu"), layers.Dense(1)])
+        model.built_with(keras.optimizers.SGD(1e-3), policy, **options)
+        # Gradients of the first batch are some times larger than those of the third one, which updates.
+        fit(model, X[: 3 * BATCH], Y[: 3 * BATCH] * np.repeat([[1.0], [1.0], [1.2]], BATCH, axis=0))
+        assert counters(model.optimizer) == [1, 0, 0, 0, 0]
+        trained[policy] = model.get_weights()
+    assert number(model.optimizer.loss_scale) < 2.0**13
+    for weights in zip(*trained.values(), strict=True):
+        np.testing.assert_allclose(*weights, rtol=0, atol=1e-3)  # an update of about 1
+
+
+@pytest.mark.slow
+def test_steps_that_sum_gradients_are_not_taken_again_where_somebody_has_written_between_them():
+    """A callback that moves the learning rate at every batch, which nobody would put back."""
+    model = SumsByHand([keras.Input((6,)), layers.Dense(4, "silu"), layers.Dense(1)])
+    model.built_with(keras.optimizers.SGD(1e-3), "mixed_float16")
+    for rate, rows in ((0.5, slice(0, 8)), (0.25, slice(8, 16)), (0.125, slice(16, 24))):
+        model.optimizer.learning_rate = rate
+        model.train_on_batch(*map(ops.convert_to_tensor, (X[rows], Y[rows])))
+        assert float(model.optimizer.learning_rate) == rate
+    assert counters(model.optimizer)[:2] == [0, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("options", FIT_MODES[:2])
