@@ -362,7 +362,7 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
     any_in_16_bits = not set(SIXTEEN_BIT_DTYPES).isdisjoint(dtypes.values())
     kept_layers = kept_for_state(survey) if kept_layers is None and any_in_16_bits else kept_layers
     callers = _for_callers(survey, dtypes, heads.layers, kept_layers) if any_in_16_bits else {}
-    may_hand_on = may_hand_on_data(survey) if any_in_16_bits else set()
+    may_hand_on = may_hand_on_data(survey, heads.layers) if any_in_16_bits else set()
     # In a step they meet the data, metrics and each other, and on TensorFlow float32 minus float16 is an error.
     has_parts = any_in_16_bits and isinstance(model, keras.Model) and computes_with_parts(model)
     parts = parts_used_by(model) if has_parts else []

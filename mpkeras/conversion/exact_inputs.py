@@ -78,10 +78,11 @@ def has_own_mask(layer) -> bool:
     return has_own_call(layer) and not type(layer).compute_mask.__module__.startswith("keras.")
 
 
-def may_hand_on_data(survey) -> set:
+def may_hand_on_data(survey, heads=()) -> set:
     """Returns the `id`s of layers with a `call` of their own that may hand on data: only a call tells.
 
-    They run layers which read names or the data as it comes, or are themselves given nothing but data in a graph.
+    They run layers which read names or the data as it comes, as those of the `heads` may with a `call` of their own, or
+    are themselves given nothing but data in a graph.
     """
     own = [layer for layer in survey.layers if has_own_call(layer)]
     if not own:
@@ -91,6 +92,7 @@ def may_hand_on_data(survey) -> set:
         for layer in survey.layers
         if isinstance(layer, _GIVEN_THE_DATA) or reads_names(layer) or has_own_mask(layer)
     }
+    readers.update(id(layer) for layer in own if layer in heads)
     around_readers = {id(layer) for layer in own if not readers.isdisjoint(map(id, survey.within(layer)[1:]))}
     return around_readers | _walked(survey, {}).given_data
 

@@ -229,12 +229,15 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
     if layer.compute_dtype not in SIXTEEN_BIT_DTYPES:
         return NO_HEADS
     is_one_layer = not is_whole and not is_large(layer)
+    if is_one_layer and _uses_given(used):
+        # Rounded inputs would round the outputs: a forecast is the last value of the data and a small change.
+        return Heads([layer])
     # A cast of what a layer inside returns would round it, unless the layer itself is in float32.
     names = names_with_layers_inside(layer) if is_one_layer else ()
     may_cast = "compute_dtype" in names or ("dtype" in names and _ends_in_16_bits(layer, args, kwargs))
     if not variables and not may_cast:
         return NO_HEADS
-    if is_one_layer and variables and (_uses_given(used) or casts_inside(layer)):
+    if is_one_layer and variables and casts_inside(layer):
         return Heads([layer])
     if not is_large_together(variables):
         call = value_below(layer, "call")
@@ -326,7 +329,8 @@ def _heads_in_call(layer, call, args, kwargs) -> tuple[Heads, list]:
     except Exception:
         # The call itself says if something is wrong with it; or quantized layers mix with float32. What it does with
         # weights of its own is not known.
-        return NO_HEADS, [GIVEN, *_keras.own_weights(layer)]
+        weights = _keras.own_weights(layer)
+        return NO_HEADS, [GIVEN, *weights] if weights else []
     return heads_in_flow(layer, flow), used_behind_layers(flow)
 
 

@@ -102,15 +102,22 @@ def _hands_on(layer, args, kwargs) -> bool:
     if layer in _handing_on or layer in _computing:
         return layer in _handing_on
     dtypes = {tensor_dtype(value) for value in keras.tree.flatten((args, kwargs))}
-    # Keras builds by a run whose results are not used.
-    if not layer.built or dtypes.isdisjoint({*FLOAT_DTYPES} - {layer.compute_dtype}):
+    # Keras builds by a run whose results are not used; and before a layer has told its heads none is in float32.
+    is_to_be_used = layer.built and not is_replaced(layer, "call", "heads")
+    if not is_to_be_used or dtypes.isdisjoint({*FLOAT_DTYPES} - {layer.compute_dtype}):
         return False
     raw, cast = (
         dtypes_returned(layer, taking_inner_results(layer, functools.partial(type(layer).call, layer)), *given)
         for given in ((args, kwargs), _narrowed((args, kwargs), layer.compute_dtype))
     )
-    (_computing if cast is None or raw != cast else _handing_on).add(layer)
+    # On TensorFlow 16 bits do not meet the float32 of a layer inside that makes an output; the inputs as they are do.
+    runs_so_alone = cast is None and raw is not None and _has_float32_inside(layer)
+    (_handing_on if runs_so_alone or raw == cast is not None else _computing).add(layer)
     return layer in _handing_on
+
+
+def _has_float32_inside(layer) -> bool:
+    return any(inner.compute_dtype == "float32" for inner in _keras.flatten_layers(layer))
 
 
 def _narrowed(structure, dtype: str):

@@ -121,6 +121,110 @@ def test_inputs_that_meet_a_float32_output_stay_as_they_are():
     assert keras.ops.convert_to_numpy(model(x)).tolist() == [[1000.75]]
 
 
+class Change(layers.Layer):
+    """`Corrected` as a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.change = layers.Dense(1, kernel_initializer="zeros", bias_initializer=keras.initializers.Constant(0.25))
+
+    def call(self, x):
+        return x[:, :1] + self.change(x[:, 1:])
+
+
+class ChangeWithMore(Change):
+    """Holds a layer that it never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = layers.Dense(2)
+
+
+class DeepChange(ChangeWithMore):
+    """Runs two layers; together they have nine weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(2)
+
+    def call(self, x):
+        return x[:, :1] + self.change(self.hidden(x[:, 1:]))
+
+
+class ChangeBeside(Change):
+    """Returns what it computes of its inputs alone, too."""
+
+    def call(self, x):
+        return super().call(x), x[:, :1] - 1000.0
+
+
+class HandedOn(layers.Layer):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+
+class ModelAround(keras.Model):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def graph_of_one(layer):
+    return keras.Sequential([keras.Input((3,)), layer])
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        pytest.param(lambda: graph_of_one(Change()), 1000.75, id="in a graph"),
+        pytest.param(lambda: ModelAround(Change()), 1000.75, id="in a model of the user's"),
+        pytest.param(
+            lambda: graph_of_one(ChangeWithMore()),
+            1000.75,
+            marks=pytest.mark.filterwarnings("ignore:.*unbuilt state"),
+            id="beside a layer that never runs",
+        ),
+        pytest.param(lambda: graph_of_one(HandedOn(Change())), 1000.75, id="in another layer of a graph"),
+        pytest.param(lambda: ModelAround(HandedOn(Change())), 1000.75, id="in another layer"),
+    ],
+)
+@pytest.mark.parametrize("is_built_in_16_bits", [False, True])
+def test_inputs_of_which_a_layer_makes_an_output_stay_as_they_are(is_built_in_16_bits, make, expected):
+    x = np.array([[1000.5, 1.0, 2.0]], "float32")
+    with mpkeras.policy_scope("mixed_bfloat16" if is_built_in_16_bits else "float32"):
+        model = make()
+        model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    assert model.predict(x, verbose=0).tolist() == [[expected]]
+    assert model.evaluate(x, np.array([[expected - 0.5]]), verbose=0) == 0.25
+
+
+@pytest.mark.filterwarnings("ignore:.*unbuilt state")
+def test_a_large_layer_that_makes_an_output_of_its_inputs_runs(monkeypatch):
+    """In 16 bits, but for its last layer: TensorFlow refuses to add float32 to 16-bit inputs."""
+    monkeypatch.setattr("mpkeras.policies.heads._LARGE", 9)
+    model = graph_of_one(DeepChange())
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    assert model.predict(np.array([[1000.5, 1.0, 2.0]], "float32"), verbose=0).tolist() == [[1000.75]]
+    (layer,) = model.layers
+    assert [part.compute_dtype for part in (layer, layer.hidden, layer.change)] == ["bfloat16", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("around", [graph_of_one, ModelAround])
+def test_outputs_of_the_inputs_alone_are_not_rounded_in_a_layer_that_makes_others(around):
+    model = around(ChangeBeside())
+    mpkeras.apply_policy(model, "mixed_bfloat16")
+    outputs = model.predict(np.array([[1000.5, 1.0, 2.0]], "float32"), verbose=0)
+    assert [output.tolist() for output in outputs] == [[[1000.75]], [[0.5]]]
+
+
 class TokenAndPosition(layers.Layer):
     """As in the guides of Keras: codes go to a table inside, and `keras.Input((6,))` makes them float32."""
 
