@@ -131,7 +131,7 @@ def tell_heads_at_first_call(layer, tell: Callable, withdraw: Callable, is_whole
             ask = functools.partial(_ask_call, layer, tell=tell, withdraw=withdraw, is_whole=is_whole)
             in_other_mode = _arguments_of_other_mode(layer, args, kwargs)
             if in_other_mode is not None:
-                ask(*in_other_mode)
+                ask(*in_other_mode, may_fail=True)
             args, kwargs = ask(args, kwargs)
             if layer.compute_dtype == "float32":
                 # From this call on, whose inputs Keras has cast already.
@@ -168,9 +168,18 @@ def _arguments_of_other_mode(layer, args, kwargs) -> tuple | None:
     return bound.args[1:], bound.kwargs
 
 
-def _ask_call(layer, args, kwargs, *, tell: Callable, withdraw: Callable, is_whole: bool) -> tuple:
-    """Tells what makes the outputs of a call of `layer`, and returns the arguments for it, as `_tell_heads`."""
-    heads, used = _heads_in_call(layer, value_below(layer, "call"), args, kwargs)
+def _ask_call(layer, args, kwargs, *, tell: Callable, withdraw: Callable, is_whole: bool, may_fail=False) -> tuple:
+    """Tells what makes the outputs of a call of `layer`, and returns the arguments for it, as `_tell_heads`.
+
+    Nothing where it `may_fail`, as in a mode that nobody uses, and does.
+    """
+    flow = _flow_in_float32(layer, value_below(layer, "call"), args, kwargs)
+    if flow is None and may_fail:
+        return args, kwargs
+    heads = NO_HEADS if flow is None else heads_in_flow(layer, flow)
+    # What a call that cannot be traced does with weights of its own is not known.
+    weights = _keras.own_weights(layer)
+    used = used_behind_layers(flow) if flow is not None else [GIVEN, *weights] if weights else []
     args, kwargs = _tell_heads(layer, heads, used, args, kwargs, tell, withdraw, is_whole=is_whole)
     tell(_of_own_arithmetic(layer, used, args, kwargs, is_whole=is_whole))
     return args, kwargs
@@ -319,19 +328,17 @@ def let_heads_tell(model, *args, **kwargs):
         _unanswered[model] = dtypes, open_questions()
 
 
-def _heads_in_call(layer, call, args, kwargs) -> tuple[Heads, list]:
-    """Returns the `Heads` inside `layer`, by a trace of its `call`, and what `used_behind_layers` says of it."""
+def _flow_in_float32(layer, call, args, kwargs) -> Flow | None:
+    """Returns what a trace of the `call` of `layer` shows; `None` where it cannot be traced.
+
+    All of it is in float32, where a head mixes no dtypes: it may do so in 16 bits, in which it will not compute.
+    """
     inside = _keras.flatten_layers(layer, include_self=True)
     try:
-        # In float32, where a head mixes no dtypes: it may do so in 16 bits, in which it will not compute.
         with _keras.kept_losses(inside), _in_float32(inside), in_silence(), _keras.autocast_scope("float32"):
-            flow = _flow(layer, call, *keras.tree.map_structure(widen, (args, kwargs)))
-    except Exception:
-        # The call itself says if something is wrong with it; or quantized layers mix with float32. What it does with
-        # weights of its own is not known.
-        weights = _keras.own_weights(layer)
-        return NO_HEADS, [GIVEN, *weights] if weights else []
-    return heads_in_flow(layer, flow), used_behind_layers(flow)
+            return _flow(layer, call, *keras.tree.map_structure(widen, (args, kwargs)))
+    except Exception:  # The call itself says if something is wrong with it; or quantized layers mix with float32.
+        return None
 
 
 def _flow(layer, call, args, kwargs) -> Flow:
