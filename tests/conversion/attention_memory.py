@@ -44,6 +44,8 @@ def mib() -> float:
 
 
 def main():
+    # Several threads run ahead by as much as a busy machine lets them.
+    tf.config.threading.set_inter_op_parallelism_threads(1)
     x = tf.constant(np.random.default_rng(0).normal(size=(BATCH, LENGTH, DEPTH)), "bfloat16")
     # Threads, kernels and what a graph takes by itself.
     step_of(without_outputs(), 1)(x)
