@@ -1,9 +1,14 @@
 """One layer, as its conversion left it: the questions to it alone, and the changes of it alone."""
 
+import contextlib
+import functools
+from collections.abc import Callable
+
 import keras
 from keras import ops
 
 from mpkeras import _keras
+from mpkeras._replaced import replaced
 from mpkeras.conversion.changes import regularizes_in_16_bits
 from mpkeras.conversion.converter import leave_float8, note_moved_to_float32
 from mpkeras.conversion.float8 import has_product, multiplies_in_float8, product_change
@@ -13,7 +18,7 @@ from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS
 from mpkeras.conversion.layer import move_to_float32
 from mpkeras.conversion.outputs import CAST_NAME
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
-from mpkeras.policies.heads import has_own_call, is_large
+from mpkeras.policies.heads import has_own_call, is_large, lacks_call
 from mpkeras.policies.rules import is_quantized, layers_to_keep, set_layer_policy
 
 
@@ -59,6 +64,11 @@ class ConvertedLayer:
         """Whether its `call` is the user's own."""
         return has_own_call(self.layer)
 
+    @property
+    def lacks_call(self) -> bool:
+        """Whether it is a model without a `call`: only the models in it can be run."""
+        return lacks_call(self.layer)
+
     def dtype_read(self, variable) -> str:
         """Returns the dtype in which the layer reads one of its variables: as stored, where Keras does not cast it."""
         if _keras.follows_autocast(variable):
@@ -99,6 +109,18 @@ class ConvertedLayer:
     def is_tried_on_symbols(self) -> bool:
         """Whether the call of it that runs now is one for shapes alone."""
         return _keras.in_symbolic_scope()
+
+    @contextlib.contextmanager
+    def added_losses_through(self, through: Callable):
+        """Context manager: what the layer itself gives to `add_loss` in it is what `through(loss)` makes of that."""
+        add_loss = self.layer.add_loss
+
+        @functools.wraps(add_loss)
+        def add_what_came_through(loss):
+            return add_loss(keras.tree.map_structure(through, loss))
+
+        with replaced(self.layer, "add_loss", add_what_came_through, kind="observed"):
+            yield
 
     def outputs_in_float32(self, args, kwargs, in_inference: bool = False):
         """Returns the outputs for the same inputs in float32; `None` where they cannot be compared.

@@ -78,7 +78,7 @@ def has_own_mask(layer) -> bool:
     return has_own_call(layer) and not type(layer).compute_mask.__module__.startswith("keras.")
 
 
-def may_hand_on_data(survey, heads=()) -> set:
+def may_hand_on_data(survey, heads) -> set:
     """Returns the `id`s of layers with a `call` of their own that may hand on data: only a call tells.
 
     They run layers which read names or the data as it comes, as those of the `heads` may with a `call` of their own, or

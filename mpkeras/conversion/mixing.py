@@ -16,6 +16,7 @@ from mpkeras._replaced import replace
 from mpkeras.conversion.inner_results import taking_inner_results
 from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
 from mpkeras.policies.heads import called_by, own_functions, with_own_code
+from mpkeras.policies.reach import with_code_inside
 
 # How the backends call the dtypes in their messages.
 _SPELLINGS = {name: name for name in FLOAT_DTYPES} | {"half": "float16", "double": "float64", "float": "float32"}
@@ -160,9 +161,7 @@ def _functions(layer) -> list[types.FunctionType]:
 
 
 def _names_float32(function) -> bool:
-    codes = [function.__code__]
-    for code in codes:
-        codes += [value for value in code.co_consts if isinstance(value, types.CodeType)]
+    codes = with_code_inside(function.__code__)
     return any(_NAMES_OF_FLOAT32 & {*code.co_names, *code.co_consts} for code in codes)
 
 

@@ -174,12 +174,14 @@ def _ask_call(layer, args, kwargs, *, tell: Callable, withdraw: Callable, is_who
     Nothing where it `may_fail`, as in a mode that nobody uses, and does.
     """
     flow = _flow_in_float32(layer, value_below(layer, "call"), args, kwargs)
-    if flow is None and may_fail:
+    if flow is not None:
+        heads, used = heads_in_flow(layer, flow), used_behind_layers(flow)
+    elif may_fail:
         return args, kwargs
-    heads = NO_HEADS if flow is None else heads_in_flow(layer, flow)
-    # What a call that cannot be traced does with weights of its own is not known.
-    weights = _keras.own_weights(layer)
-    used = used_behind_layers(flow) if flow is not None else [GIVEN, *weights] if weights else []
+    else:
+        # It is not known how the call uses weights of its own.
+        weights = _keras.own_weights(layer)
+        heads, used = NO_HEADS, [GIVEN, *weights] if weights else []
     args, kwargs = _tell_heads(layer, heads, used, args, kwargs, tell, withdraw, is_whole=is_whole)
     tell(_of_own_arithmetic(layer, used, args, kwargs, is_whole=is_whole))
     return args, kwargs

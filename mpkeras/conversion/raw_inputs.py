@@ -111,8 +111,8 @@ def _hands_on(layer, args, kwargs) -> bool:
         for given in ((args, kwargs), _narrowed((args, kwargs), layer.compute_dtype))
     )
     # On TensorFlow 16 bits do not meet the float32 of a layer inside that makes an output; the inputs as they are do.
-    runs_so_alone = cast is None and raw is not None and _has_float32_inside(layer)
-    (_handing_on if runs_so_alone or raw == cast is not None else _computing).add(layer)
+    hands_on = raw == cast if cast is not None else raw is not None and _has_float32_inside(layer)
+    (_handing_on if hands_on else _computing).add(layer)
     return layer in _handing_on
 
 

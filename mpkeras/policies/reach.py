@@ -7,6 +7,7 @@ import functools
 import itertools
 import sys
 import types
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import keras
@@ -294,11 +295,8 @@ def _code_of(code: types.CodeType) -> _Code:
     names: set[str] = set()
     set_names: set[str] = set()
     writes: list = []
-    waiting = [code]
-    while waiting:
-        part = waiting.pop()
+    for part in with_code_inside(code):
         names.update(part.co_names)
-        waiting += [constant for constant in part.co_consts if isinstance(constant, types.CodeType)]
         # The variables whose tensor it takes, and whether it writes into a tensor as torch does.
         tensors_of: list = []
         writes_into = any("out" in constant for constant in part.co_consts if isinstance(constant, tuple))
@@ -325,20 +323,29 @@ def _code_of(code: types.CodeType) -> _Code:
 
 def asks_for(function, argument: str) -> bool:
     """Whether the code of a function goes one way or another by its `argument`, and does not only hand it on."""
-    codes = [function.__code__]
-    for code in codes:
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        instructions = [*dis.get_instructions(code), *[None] * 2]
-        for instruction, second, third in zip(instructions, instructions[1:], instructions[2:], strict=False):
-            is_read = instruction is not None and instruction.argval == argument and "LOAD" in instruction.opname
-            if is_read and second is not None and (_tests(second) or (third is not None and third.opname in _COMPARES)):
+    for code in with_code_inside(function.__code__):
+        instructions = list(dis.get_instructions(code))
+        for number, instruction in enumerate(instructions):
+            is_read = instruction.argval == argument and "LOAD" in instruction.opname
+            behind = [following.opname for following in instructions[number + 1 : number + 3]]
+            # The other side of a comparison may be loaded first.
+            if is_read and (_tests(behind[0]) or behind[-1] in _COMPARES):
                 return True
     return False
 
 
-def _tests(instruction) -> bool:
+def _tests(opname: str) -> bool:
     # In `training and x` and `training or x` the value is copied first, or kept by the jump itself.
-    return "JUMP" in instruction.opname or instruction.opname in ("UNARY_NOT", "TO_BOOL", "COPY", *_COMPARES)
+    return "JUMP" in opname or opname in ("UNARY_NOT", "TO_BOOL", "COPY", *_COMPARES)
+
+
+def with_code_inside(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields `code`, and the code of all functions and classes inside it."""
+    waiting = [code]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        waiting += [constant for constant in part.co_consts if isinstance(constant, types.CodeType)]
 
 
 def is_cast(value) -> bool:

@@ -1,5 +1,6 @@
 """Layers of the user's own that compute in 16 bits what 16 bits cannot tell: they are named at the first batch."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -95,8 +96,6 @@ class _Comparison:
         self._layers = layers
         # All that was found, a layer as often as it was called.
         self._found: list[LostOutputs] = []
-        # By the `id` of a layer, what it has given to `add_loss` in its last call.
-        self._added: dict[int, list] = {}
         # By the `id` of a tensor that a layer has cast on the way in: that tensor, and what it was.
         self._cast: dict = {}
         self._is_paused = False
@@ -113,7 +112,6 @@ class _Comparison:
         """Yields the context managers in which the calls of the layers are compared."""
         for layer in self._layers:
             yield replaced(layer, "call", self._compared(layer), kind="observed")
-            yield replaced(layer, "add_loss", self._noting_losses(layer), kind="observed")
             yield noting_casts(layer, self._note_cast)
 
     def _note_cast(self, tensor, cast):
@@ -121,16 +119,6 @@ class _Comparison:
 
     def _as_given(self, value):
         return self._cast[id(value)][1] if id(value) in self._cast else value
-
-    def _noting_losses(self, layer) -> Callable:
-        add_loss = layer.add_loss
-
-        @functools.wraps(add_loss)
-        def note_and_add(loss):
-            self._added.setdefault(id(layer), []).append(loss)
-            return add_loss(loss)
-
-        return note_and_add
 
     def _compared(self, layer) -> Callable:
         call = layer.call
@@ -144,11 +132,10 @@ class _Comparison:
             # First: attention takes the masks off what it is given.
             references = self._in_float32(layer, args, kwargs)
             again = functools.partial(self._in_float32, layer, args, kwargs)
-            self._added[id(layer)] = []
-            with _keras.tensors_put_back(_keras.flatten_layers(layer, include_self=True)):
+            with _added_losses(layer) as added:
                 outputs = call(*args, **kwargs)
             if len(self._found) == number_before and references is not None:
-                self._compare(layer, (_floats(outputs), _floats(self._added[id(layer)])), references, again)
+                self._compare(layer, (_floats(outputs), _floats(added)), references, again)
             return outputs
 
         return compared
@@ -156,14 +143,13 @@ class _Comparison:
     def _in_float32(self, layer, args, kwargs):
         """Returns the outputs of `layer` in float32 and the losses that it adds; `None` where they are not known."""
         self._is_paused = True
-        self._added[id(layer)] = []
         try:
             args, kwargs = keras.tree.map_structure(self._as_given, (args, kwargs))
-            with _keras.tensors_put_back(_keras.flatten_layers(layer, include_self=True)):
+            with _added_losses(layer) as added:
                 outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs, in_inference=True)
         finally:
             self._is_paused = False
-        return None if outputs is None else (_floats(outputs), _floats(self._added[id(layer)]))
+        return None if outputs is None else (_floats(outputs), _floats(added))
 
     def _compare(self, layer, results, references, again):
         for number, are_losses in enumerate((False, True)):
@@ -172,6 +158,20 @@ class _Comparison:
             if error > _TOO_FAR and _error(again()[number], references[number]) < _TOO_FAR / 10:
                 self._found.append(LostOutputs(_keras.path_of(layer), layer.compute_dtype, error, are_losses))
                 return
+
+
+@contextlib.contextmanager
+def _added_losses(layer):
+    """Context manager around a call of `layer`: what that gives to `add_loss`. Tensors that it keeps are put back."""
+    added: list = []
+
+    def note(loss):
+        added.append(loss)
+        return loss
+
+    kept = _keras.tensors_put_back(_keras.flatten_layers(layer, include_self=True))
+    with kept, ConvertedLayer(layer).added_losses_through(note):
+        yield added
 
 
 def _error(values, references) -> float:

@@ -14,7 +14,7 @@ from mpkeras.conversion.remat import computed_once, named_parts
 from mpkeras.conversion.store_weights import planned_weight_dtypes
 from mpkeras.distribution import distribution_backend
 from mpkeras.distribution.travel import Travel
-from mpkeras.policies.heads import lacks_call, own_methods
+from mpkeras.policies.heads import own_methods
 from mpkeras.policies.rules import bound_layers, layers_to_keep
 from mpkeras.policies.survey import Survey
 from mpkeras.scaling.small_state import parts_of, slot_dtypes
@@ -33,11 +33,6 @@ class ModelView(Survey):
     def is_built(self) -> bool:
         """Whether the model has its variables."""
         return _keras.is_built(self.model)
-
-    @property
-    def lacks_call(self) -> bool:
-        """Whether only the models in it can be run."""
-        return lacks_call(self.model)
 
     @property
     def graph(self):

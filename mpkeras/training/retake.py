@@ -125,7 +125,10 @@ class FirstSteps:
                     optimizer.make_scale_state()
         for optimizer in optimizers:
             _note_steps_before_scale(optimizer, step_state)
-        if self._held is None or not self._held.is_left_alone(step_state):
+        if self._held is not None and self._held.is_left_alone(step_state):
+            # A global generator that nothing draws from is there during a step alone, and is another one in the next.
+            self._held.at_begin.note_global_generator(step_state)
+        else:
             waiting = [optimizer for optimizer in optimizers if _awaits_first_step(optimizer, step_state)]
             if not waiting:
                 self.are_over, self._held = True, None
@@ -237,8 +240,6 @@ class _Held:
     def is_left_alone(self, step_state) -> bool:
         """Whether nobody else has written since: metrics of a new epoch, or a learning rate, could not be put back."""
         now = self.at_begin.values_in(step_state)
-        # A global generator that nothing draws from is there during a step alone, and is another one in the next.
-        self.at_begin.note_global_generator(step_state)
         return all(
             np.array_equal(now[key], self.left[key], equal_nan=now[key].dtype.kind == "f")
             for key in now.keys() & self.left.keys()

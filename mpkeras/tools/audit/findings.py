@@ -288,7 +288,7 @@ def check_trace(forward, rows) -> list:
         what = f"The backend refuses it. {forward.refusal.what}"
         findings.append(Finding("error", ConvertedLayer(layer).path, what, forward.refusal.remedy))
     elif forward.why_not is not None:
-        where = forward.culprit and (ConvertedLayer(forward.culprit).path)
+        where = forward.culprit and ConvertedLayer(forward.culprit).path
         what = f"FLOPs, casts and outputs are unknown, as the model could not be traced: {forward.why_not}"
         findings.append(Finding("note", where, what, forward.remedy))
     for index, what in forward.mixed.items():

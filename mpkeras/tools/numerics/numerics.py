@@ -528,8 +528,9 @@ def remedies_of_lost_outputs(report) -> dict:
     sentences = {}
     for layer in report.layers:
         if layer.is_off:
-            lost = "its outputs" if layer.output_error > WORTH else "the losses that it adds"
-            error = layer.output_error if layer.output_error > WORTH else layer.added_error
+            lost, error = "its outputs", layer.output_error
+            if error <= WORTH:
+                lost, error = "the losses that it adds", layer.added_error
             sentences[layer.path] = (
                 f"Layer '{layer.path}': {lost} in {layer.compute_dtype} are off by {_percent(error)} from those in "
                 f"float32 on the same inputs: keep it in float32 with the rule '{RuleNames.of_path(layer.path)}'."

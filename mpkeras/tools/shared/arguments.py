@@ -5,7 +5,7 @@ import numbers
 
 import keras
 
-from mpkeras.seams import ModelView
+from mpkeras.seams import ConvertedLayer
 
 _LEAVE_OUT = "Leave it out for the default."
 
@@ -25,7 +25,7 @@ def check_verbose(value):
 
 def check_call(model, remedy: str):
     """Raises `ValueError` unless `model` can be run on a batch. `remedy` is a sentence."""
-    if ModelView(model).lacks_call:
+    if ConvertedLayer(model).lacks_call:
         raise ValueError(
             f"Expected a model with a `call`, which can be run on one batch. Received: model '{model.name}', which has "
             f"none. {remedy}"

@@ -138,7 +138,7 @@ def forward_pass(model, inputs, batch_size: int, open_size: int = OPEN_SIZE) -> 
 
     First as in training; where that cannot be traced (random numbers of a fixed seed on torch), as in inference.
     """
-    if ModelView(model).lacks_call:
+    if ConvertedLayer(model).lacks_call:
         return ForwardPass(
             why_not="its class has no `call`.",
             remedy="Audit the models inside, each by itself: `mpkeras.audit(model.generator)`.",

@@ -252,7 +252,7 @@ class _Pass:
             reference = self._reference(layer, args, kwargs)
             again = self._reference(layer, args, kwargs) if reference and _has_arithmetic_of_users(layer) else []
             tapped = functools.partial(self._tapped, layer, tap=self._tap_output, numbers=record.added_losses)
-            with _added_losses_pass(layer, tapped):
+            with ConvertedLayer(layer).added_losses_through(tapped):
                 outputs = call(*args, **kwargs)
             outputs = self._tapped(layer, outputs, self._tap_output, record.outputs)
             compared = [*record.outputs, *record.added_losses]
@@ -293,23 +293,10 @@ class _Pass:
             return loss
 
         self._is_paused = True
-        with _added_losses_pass(layer, note):
+        with ConvertedLayer(layer).added_losses_through(note):
             outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs)
         self._is_paused = False
         return [] if outputs is None else [*_floats(outputs), *_floats(added)]
-
-
-@contextlib.contextmanager
-def _added_losses_pass(layer, through):
-    """Context manager: what `layer` itself gives to `add_loss` in it is what `through(loss)` makes of that."""
-    add_loss = layer.add_loss
-
-    @functools.wraps(add_loss)
-    def add_what_came_through(loss):
-        return add_loss(keras.tree.map_structure(through, loss))
-
-    with replaced(layer, "add_loss", add_what_came_through, kind="observed"):
-        yield
 
 
 def _floats(structure) -> list:
