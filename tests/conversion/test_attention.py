@@ -155,18 +155,22 @@ def test_of_the_size_of_the_scores_nothing_is_kept_in_float32(name):
 @pytest.mark.backends("tensorflow")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says the most memory that a process had")
 def test_a_graph_keeps_a_third_of_the_bytes():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.conversion.attention_memory"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "KERAS_BACKEND": "tensorflow"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    ours, stock = json.loads(done.stdout.splitlines()[-1])
-    # 2 and 6 bytes for each score, and what a graph computes long before it is needed: more of it on a busy machine.
-    assert ours < 0.5 * stock, (ours, stock)
+    # The graph computes some of it long before it is needed: the more, the busier the machine is.
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.conversion.attention_memory"],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "KERAS_BACKEND": "tensorflow"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        ours, stock = json.loads(done.stdout.splitlines()[-1])
+        if ours < 0.4 * stock:
+            break
+    # 2 and 6 bytes for each score.
+    assert ours < 0.4 * stock, (ours, stock)
 
 
 @pytest.mark.parametrize("flash_attention", [True, False])

@@ -394,8 +394,9 @@ def test_a_layer_of_the_users_own_hands_on_what_it_is_given(kind, structure, doo
     own = next(layer for layer in model._flatten_layers() if layer.name == "own")
     assert own.compute_dtype == policy.removeprefix("mixed_")
     off = np.abs(model.predict(x, verbose=0) - expected).max()
-    # Another row would be off by as much as the outputs are large, two layers in bfloat16 are off by 0.021.
-    assert off <= 0.05 * np.abs(expected).max()
+    # A wrong row would be off by as much as the outputs are large. Two layers, one in the other, round twice: by 0.0203
+    # on a CPU without units for bfloat16.
+    assert off <= (0.03 if kind == "codes, deeper" else 0.02) * np.abs(expected).max()
     assert rounded_whole_numbers(model, x) == []
 
 
