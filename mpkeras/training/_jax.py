@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from mpkeras.training.defaults import (  # noqa: F401
     track_random_states,
     variable_scope,
 )
+from mpkeras.training.rollback import Outcome
 
 
 def empty_step(model, optimizers, state, data):
@@ -92,8 +94,9 @@ def _run_without_trace(optimizer, metrics, run, results, state, data):
     optimizer.facts.wants_outcome = True
     result = run((trainable, old_non_trainable, optimizer_variables, begun), data)
     logs, (trainable, non_trainable, optimizer_variables, new_metrics) = result
-    any_skipped, step_is_skipped, optimizer_variables = _closed(optimizer, optimizer_variables)
-    non_trainable = _restored(non_trainable, old_non_trainable, step_is_skipped)
+    outcome, optimizer_variables = _closed(optimizer, optimizer_variables)
+    any_skipped, step_is_skipped, _ = outcome
+    non_trainable = _restored(non_trainable, old_non_trainable, outcome)
     logs, new_metrics = _metrics_without_trace(
         metrics, (old_metrics, begun, new_metrics), any_skipped, step_is_skipped, logs, results
     )
@@ -173,23 +176,29 @@ def _without_leaks(model, optimizers, train_step, state, data):
 
 
 def _closed(optimizer, values):
-    """Returns whether a call of `apply` was skipped, whether all were, and `values` without the outcome of the step."""
+    """Returns the `Outcome` of the step, and `values` without it."""
     by_id = _by_id(optimizer.variables, values)
     any_skipped, any_accepted = (by_id[id(flag)] > 0 for flag in optimizer.step_outcome)
     by_id |= {id(flag): jnp.zeros((), flag.dtype) for flag in optimizer.step_outcome}
-    return any_skipped, any_skipped & ~any_accepted, list(by_id.values())
+    outcome = Outcome(any_skipped, any_skipped & ~any_accepted, ~(any_skipped | any_accepted))
+    return outcome, list(by_id.values())
 
 
-def _restored(values, old_values, step_is_skipped):
+def _restored(values, old_values, outcome):
+    """Returns the values of statistics after a step: the old ones where a step in variables puts them back."""
     # Where a value is the old one it was not assigned in this step (frozen weights): there is nothing to choose.
     assigned = [i for i, (value, old) in enumerate(zip(values, old_values, strict=True)) if value is not old]
     # The compiler for TPUs would compute statistics where they are chosen, at the end of the step, and keep the
     # activations that they are of until then: a tenth of ResNet-50's temporaries.
     new = jax.lax.optimization_barrier([values[i] for i in assigned])
-    takes_old = _became_non_finite(new, [old_values[i] for i in assigned])
+    became = _became_non_finite(new, [old_values[i] for i in assigned])
+    all_take_old = outcome.none_tried & functools.reduce(operator.or_, became, False)
     restored = list(old_values)
-    for i, value, became in zip(assigned, new, takes_old, strict=True):
-        restored[i] = jnp.where(step_is_skipped | became, old_values[i], value)
+    for i, value, became_so in zip(assigned, new, became, strict=True):
+        takes_old = outcome.all_skipped | became_so
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            takes_old |= all_take_old
+        restored[i] = jnp.where(takes_old, old_values[i], value)
     return restored
 
 

@@ -22,7 +22,7 @@ from mpkeras.training.defaults import (  # noqa: F401
     set_global_random_states,
 )
 from mpkeras.training.inventory import Inventory, helpers
-from mpkeras.training.rollback import StepInVariables, empty_step, skip  # noqa: F401
+from mpkeras.training.rollback import Outcome, StepInVariables, empty_step, skip  # noqa: F401
 
 # On a layer with random generators, for good: a checkpoint is written after training and read before it, whatever the
 # model computes in by then. So it is none of the replaced attributes, which are taken back.
@@ -324,7 +324,8 @@ class _Step(StepInVariables):
 
     def outcome(self, flags):
         any_skipped, any_accepted = map(tf.reduce_any, zip(*flags, strict=True))
-        return any_skipped, tf.logical_and(any_skipped, tf.logical_not(any_accepted))
+        all_skipped = tf.logical_and(any_skipped, tf.logical_not(any_accepted))
+        return Outcome(any_skipped, all_skipped, tf.logical_not(tf.logical_or(any_skipped, any_accepted)))
 
     def where_needed(self, any_skipped, restored, logs):
         flat_logs = keras.tree.flatten(logs)

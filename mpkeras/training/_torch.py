@@ -29,7 +29,7 @@ from mpkeras.training.defaults import (  # noqa: F401
     variable_scope,
 )
 from mpkeras.training.inventory import Inventory, helpers, layers
-from mpkeras.training.rollback import StepInVariables, empty_step, skip  # noqa: F401
+from mpkeras.training.rollback import Outcome, StepInVariables, empty_step, skip  # noqa: F401
 
 
 def global_random_states() -> dict:
@@ -111,7 +111,7 @@ class _Step(StepInVariables):
 
     def outcome(self, flags):
         any_skipped, any_accepted = map(any, zip(*flags, strict=True))
-        return any_skipped, any_skipped and not any_accepted
+        return Outcome(any_skipped, any_skipped and not any_accepted, not (any_skipped or any_accepted))
 
     @torch.no_grad()
     def where_needed(self, any_skipped, restored, logs):
@@ -120,7 +120,7 @@ class _Step(StepInVariables):
     def native_states(self, model):
         return [*native_states(model), *self._tensors]
 
-    def _restore(self, step_is_skipped):
+    def _restore(self, step_is_skipped, is_without_update=False):
         if step_is_skipped:
             for state, value in zip(self._natives, self._native_values, strict=True):
                 state.hold(value)
@@ -129,7 +129,7 @@ class _Step(StepInVariables):
                 if value is not None or _is_number(state.value) or torch.is_tensor(state.value):
                     state.hold(value)
             set_global_random_states(self._random)
-        super()._restore(step_is_skipped)
+        super()._restore(step_is_skipped, is_without_update)
 
 
 @dataclasses.dataclass

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import operator
 import warnings
 import weakref
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -30,11 +32,20 @@ from mpkeras.training.inventory import (
 _told: weakref.WeakSet = weakref.WeakSet()
 
 
+class Outcome(NamedTuple):
+    """What became of the updates of a step: each a `bool` or a bool scalar of shape `()`."""
+
+    any_skipped: object
+    all_skipped: object
+    none_tried: object
+
+
 class StepInVariables:
     """A step that may be skipped: the state that it finds, its outcome, and what of the state is put back.
 
     After a step whose updates were all skipped no variable shows that it ran. And a non-trainable float variable that
-    became non-finite although the step was applied (BatchNormalization fed 1e25) keeps its old value.
+    became non-finite although the step was applied (BatchNormalization fed 1e25) keeps its old value; where the step
+    makes no update, all of them do: of gradients that are summed for a later one, a batch is in all sums or in none.
 
     The methods that raise `NotImplementedError`, and `is_traced`, are a backend's own.
 
@@ -106,8 +117,8 @@ class StepInVariables:
         """Returns whether all numbers in these places, which are of floats, are finite: a bool as `read` returns it."""
         raise NotImplementedError
 
-    def outcome(self, flags: list) -> tuple:
-        """Returns whether an update was skipped, and whether all were; `flags` as `_end` returns them."""
+    def outcome(self, flags: list) -> Outcome:
+        """Returns what became of the updates of the step; `flags` as `_end` returns them."""
         raise NotImplementedError
 
     def where_needed(self, any_skipped, restored, logs) -> tuple:
@@ -158,12 +169,13 @@ class StepInVariables:
         # Asked of a trace alone: to list the metrics is to walk through the layers.
         if self.is_traced() and any(id(m) not in self._metric_values for m in metric_states.flat(self._metrics())):
             self.trace_once_more()
-        any_skipped, step_is_skipped = self.outcome(self._end())
+        outcome = self.outcome(self._end())
+        any_skipped, step_is_skipped, _ = outcome
 
         def restored():
             # A metric may return the variable that it holds, which is about to change.
             copied = keras.tree.map_structure(lambda value: ops.copy(value) if ops.is_tensor(value) else value, logs)
-            self._restore(step_is_skipped)
+            self._restore(step_is_skipped, outcome.none_tried)
             return self._metrics_after_skip(any_skipped, step_is_skipped, copied)
 
         nothing_counted, logs = self.where_needed(any_skipped, restored, logs)
@@ -208,14 +220,22 @@ class StepInVariables:
         for place, before in () if counted else self._natives_of_metrics:
             self.assign(place, before)
 
-    def _restore(self, step_is_skipped):
-        """Puts back all but the metrics where `step_is_skipped`, and what became non-finite where not."""
-        for place, old in [*self._statistics, *self._written_frozen]:
-            takes_old = step_is_skipped
-            # Not asked where the answer is known: on a GPU to look at a number is to wait for it.
-            if takes_old is not True and self.is_float(place):
-                takes_old = takes_old | self._became_non_finite(place, old)
-            self.choose(place, old, takes_old)
+    def _restore(self, step_is_skipped, is_without_update=False):
+        """Puts back all but the metrics where `step_is_skipped`, and what became non-finite where not.
+
+        Where the step `is_without_update`, all floats are put back together.
+        """
+        statistics = [*self._statistics, *self._written_frozen]
+        takes_old = [step_is_skipped] * len(statistics)
+        # Not asked where the answer is known: on a GPU to look at a number is to wait for it.
+        if step_is_skipped is not True:
+            floats = [i for i, (place, _) in enumerate(statistics) if self.is_float(place)]
+            became = [self._became_non_finite(*statistics[i]) for i in floats]
+            all_take_old = is_without_update & functools.reduce(operator.or_, became, False)
+            for i, became_so in zip(floats, became, strict=True):
+                takes_old[i] = step_is_skipped | all_take_old | became_so
+        for (place, old), takes in zip(statistics, takes_old, strict=True):
+            self.choose(place, old, takes)
         for place, old in self._written:
             self.choose(place, old, step_is_skipped)
 

@@ -784,6 +784,28 @@ def test_steps_that_sum_gradients_are_not_taken_again_where_somebody_has_written
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", FIT_MODES[:2])
+def test_of_sums_for_a_later_update_a_batch_is_in_all_or_in_none(options):
+    """In the second batch one gradient of four overflows, that of the kernel whose inputs are large."""
+    x, y = (np.repeat(np.float32(rows), BATCH)[:, None] for rows in ((0.5, 8000.0, -1.0), (1.0, -2.0, 0.25)))
+    model = SumsByHand([keras.Input((1,)), layers.Dense(1), layers.Dense(1)])
+    model.built_with(keras.optimizers.SGD(0.125), "mixed_float16", loss_scale=64.0, **options)
+    weights = np.array([2.0**-10, 0.5, 1.0, 0.25])
+    for layer, (kernel, bias) in zip(model.layers, weights.reshape(2, 2), strict=True):
+        layer.set_weights([np.float32([[kernel]]), np.float32([bias])])
+    fit(model, x, y)
+    assert counters(model.optimizer) == [1, 0, 0, 0, 0]
+    # By hand, the sums of the first and the third batch.
+    kernel, bias, kernel_of_head, bias_of_head = weights
+    inputs, wanted = np.array([0.5, -1.0]), np.array([1.0, 0.25])
+    hidden = inputs * kernel + bias
+    errors = 2 * (hidden * kernel_of_head + bias_of_head - wanted)
+    sums = [errors * kernel_of_head @ inputs, (errors * kernel_of_head).sum(), errors @ hidden, errors.sum()]
+    trained = [number(variable) for variable in model.trainable_variables]
+    np.testing.assert_allclose(np.ravel(trained), weights - 0.125 * np.array(sums) / 3, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("options", FIT_MODES[:2])
 def test_of_two_optimizers_each_finds_its_scale(options):
