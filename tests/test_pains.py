@@ -312,6 +312,7 @@ def test_p24_a_scale_baked_into_a_compiled_loss_is_refused():
     assert ratios == [1.0] * 12
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_p30_sparse_gradients_stay_sparse(jit_compile):

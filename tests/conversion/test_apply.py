@@ -820,6 +820,7 @@ def test_p26_an_optimizer_that_is_not_built_is_no_obstacle():
     assert {variable.dtype for variable in model.variables} == {"float32"}
 
 
+@pytest.mark.slow
 def test_p29_lora_weights_are_float32_and_move():
     model = sequential()
     apply_policy(model, "mixed_bfloat16")

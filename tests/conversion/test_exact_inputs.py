@@ -8,6 +8,7 @@ from keras import layers, ops
 import mpkeras
 from mpkeras.conversion.plan import plan
 from mpkeras.conversion.undo import recorded
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 
 CODES = np.array([[4097.0, 2909.0, 259.0, 5555.0]], "float32")
@@ -133,7 +134,7 @@ def stepping(model):
 
 
 @pytest.mark.parametrize("train", [compiled, stepping])
-@pytest.mark.parametrize("make", [sequential, built_sequential, AroundTable])
+@pytest.mark.parametrize("make", first_quick([sequential, built_sequential, AroundTable]))
 def test_a_sequential_model_that_is_given_no_shape_takes_codes_whole(make, train):
     codes = np.array([[257, 1027, 2049], [3, 4099, 5003]])
     with mpkeras.policy_scope("mixed_bfloat16"):

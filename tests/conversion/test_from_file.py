@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import mpkeras
+from tests.cases import first_quick
 
 X = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
 Y = X[:, :2] * 3.0
@@ -88,7 +89,7 @@ def dtypes(model):
     return [layers[name] for name in names]
 
 
-@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"], ids=["as it was", "asked for"])
+@pytest.mark.parametrize("policy", first_quick([None, "mixed_bfloat16"]), ids=["as it was", "asked for"])
 @pytest.mark.parametrize("make", MODELS)
 def test_prepare_gives_them_what_they_had(make, policy, tmp_path):
     model = trained(mpkeras.prepare(compiled(make), "mixed_bfloat16"))
@@ -108,6 +109,7 @@ def test_prepare_gives_them_what_they_had(make, policy, tmp_path):
         np.testing.assert_allclose(value, weight, atol=0.01 if is_on_purpose else 0.0, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_file_of_a_file_is_gone_on_with_alike(tmp_path):
     model = trained(mpkeras.prepare(compiled(graph), "mixed_bfloat16"))
     for _ in range(2):
@@ -165,6 +167,7 @@ def test_a_model_that_went_back_to_float32_stays_there(tmp_path):
     assert set(dtypes(trained(mpkeras.prepare(loaded(trained(model), tmp_path))))) == {"float32"}
 
 
+@pytest.mark.slow
 def test_another_global_policy_decides(tmp_path):
     model = trained(mpkeras.prepare(compiled(whole), "mixed_bfloat16"))
     model.save(tmp_path / "model.keras")

@@ -10,6 +10,7 @@ from keras import layers, ops
 import mpkeras
 from mpkeras._replaced import is_replaced
 from mpkeras.policies.heads import follow_back, heads_of
+from tests.cases import first_quick
 
 # Keras says so of a model with a layer that its call does not use.
 pytestmark = pytest.mark.filterwarnings("ignore:.build.*looks like it has unbuilt state")
@@ -296,7 +297,7 @@ FINISHES = {
 
 
 @pytest.mark.parametrize("finish", FINISHES)
-@pytest.mark.parametrize("make", [GoingOn, going_on_graph])
+@pytest.mark.parametrize("make", first_quick([GoingOn, going_on_graph]))
 def test_a_layer_that_makes_an_output_alone_is_in_float32_whatever_else_it_leads_to(make, finish):
     keras.utils.set_random_seed(4)
     model = make(FINISHES[finish])
@@ -503,7 +504,7 @@ SKIPPING = {
 
 
 @pytest.mark.parametrize("kind", SKIPPING)
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "bfloat16"]))
 def test_what_is_added_to_a_head_does_not_round_it(kind, policy):
     """TensorFlow adds no float32 to 16 bits: what meets a head is made float32."""
     model = SKIPPING[kind]()
@@ -583,8 +584,8 @@ def graph_around(inner):
     return keras.Model(inputs, inner(layers.Dense(3)(inputs)))
 
 
-@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
-@pytest.mark.parametrize("around", [AroundModel, graph_around])
+@pytest.mark.parametrize("is_large", first_quick([False, True]), ids=["small", "large"])
+@pytest.mark.parametrize("around", first_quick([AroundModel, graph_around]))
 @pytest.mark.parametrize("make", [Restored, WeightsBehind, Tied, WithToken])
 def test_a_model_inside_is_in_16_bits_and_its_outputs_are_not_rounded(make, around, is_large, monkeypatch):
     inner = make()
@@ -1377,8 +1378,8 @@ class OtherHeadInTraining(keras.Model):
 
 # Of the other head no gradient exists.
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("how", ["not", "is", "none", "plain"])
-@pytest.mark.parametrize("trains_first", [True, False])
+@pytest.mark.parametrize("how", first_quick(["not", "is", "none", "plain"]))
+@pytest.mark.parametrize("trains_first", first_quick([True, False]))
 def test_outputs_of_training_and_of_inference_alone_are_float32(how, trains_first):
     x, y = np.ones((8, 4), "float32"), np.full((8, 1), 700.3, "float32")
     model = OtherHeadInTraining(how)

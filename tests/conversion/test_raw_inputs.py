@@ -7,6 +7,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.training.whole_numbers import rounded_whole_numbers
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 from tests.training.models import DOORS, made_by
 
@@ -195,7 +196,7 @@ def graph_of_one(layer):
         pytest.param(lambda: ModelAround(HandedOn(Change())), 1000.75, id="in another layer"),
     ],
 )
-@pytest.mark.parametrize("is_built_in_16_bits", [False, True])
+@pytest.mark.parametrize("is_built_in_16_bits", first_quick([False, True]))
 def test_inputs_of_which_a_layer_makes_an_output_stay_as_they_are(is_built_in_16_bits, make, expected):
     x = np.array([[1000.5, 1.0, 2.0]], "float32")
     with mpkeras.policy_scope("mixed_bfloat16" if is_built_in_16_bits else "float32"):
@@ -400,6 +401,7 @@ def test_a_layer_of_the_users_own_hands_on_what_it_is_given(kind, structure, doo
     assert rounded_whole_numbers(model, x) == []
 
 
+@pytest.mark.slow
 def test_one_that_is_a_block_of_the_keras_guides():
     """Of the codes 4097 and 8195 bfloat16 makes 4096 and 8192: rows of other tokens would be trained."""
 

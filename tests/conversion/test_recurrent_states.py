@@ -83,6 +83,7 @@ def test_numbers_of_a_count():
     np.testing.assert_allclose(counts, np.arange(1, 1001), rtol=1 / 256)
 
 
+@pytest.mark.slow
 def test_a_count_from_batch_to_batch():
     """603 steps of 1 in nine batches: a whole number that bfloat16 does not hold."""
     counter = layers.SimpleRNN(
@@ -140,7 +141,7 @@ def test_states_are_float32_from_step_to_step(kind):
     lambda **options: layers.GRUCell(4, **options),
     lambda **options: layers.GRUCell(4, reset_after=False, use_bias=False, **options),
 ])  # fmt: skip
-@pytest.mark.parametrize("rates", [(0.5, 0.0), (0.3, 0.4)])
+@pytest.mark.parametrize("rates", [(0.3, 0.4), pytest.param((0.5, 0.0), marks=pytest.mark.slow)])
 def test_drops_what_stock_keras_drops(cell, rates):
     """Over four steps, in which stock Keras loses little."""
     x = np.random.default_rng(3).normal(size=(6, 4, 3)).astype("float32")

@@ -10,6 +10,7 @@ from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.scaling.facts import StepFacts
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.scaling.rewrap import rewrapped
+from tests.cases import first_quick
 from tests.scaling.bare import apply_bare
 from tests.step_modes import MODES, applier, snapshot
 
@@ -92,7 +93,7 @@ def test_nothing_moves_inside_a_window(mode):
     assert scales == [256.0] * 3 + [128.0] * 4 + [256.0]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 @pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
 def test_a_window_of_nothing_but_infs_leaves_no_trace(on_overflow, mode):
     optimizer = accumulating(on_overflow, rule=DynamicLossScale(SCALE), weight_decay=0.1)
@@ -134,7 +135,7 @@ def test_a_gradient_that_is_missing_when_a_window_begins(mode):
     assert [numpy(v).tolist() for v in variables] == [[1.0 - 2 - 2], [1.0 - 6 - 8]]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 @pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
 def test_random_windows_against_the_reference(on_overflow, mode):
     """16 windows of 2 with every pattern of faults."""
@@ -272,7 +273,7 @@ def test_rewrapping_keeps_a_half_full_window():
         (5, (9.0, 1.0, 4.0, 7.0), (0.0, 0.0, -4.0, -4.0)),
     ],
 )
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 def test_a_half_full_window_goes_on_in_one_of_another_length(mode, steps, grads, expected):
     v, old = variable([0.0]), LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=SCALE)
     old.accumulate(3)

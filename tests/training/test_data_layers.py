@@ -67,6 +67,7 @@ def test_layers_of_a_pipeline_are_named_once(train):
     assert not_compiled.built and not_used.name
 
 
+@pytest.mark.slow
 def test_what_the_message_says_keeps_the_years():
     def since_2031():
         return layers.Rescaling(1.0, offset=-2031.0)
@@ -100,6 +101,7 @@ class OfKeras:
         keras.config.set_dtype_policy(self._before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", [own_policy, OfKeras], ids=["without the rule", "stock Keras"])
 def test_nothing_is_said_where_no_rule_keeps_such_layers(scope):
     with scope():
@@ -108,6 +110,7 @@ def test_nothing_is_said_where_no_rule_keeps_such_layers(scope):
         assert not said_by(lambda: fit(model, rescaling))
 
 
+@pytest.mark.slow
 def test_layers_that_were_made_under_a_policy_of_keras_are_named_when_a_model_is_prepared():
     with OfKeras():
         rescaling, chosen = layers.Rescaling(0.25), layers.Rescaling(0.25, dtype="mixed_float16")

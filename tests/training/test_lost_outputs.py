@@ -10,6 +10,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.training.lost_outputs import LostOutputs, lost_outputs
+from tests.cases import first_quick
 from tests.sixteen_bits import Weighted
 from tests.training.models import BACKEND, DOORS, AddsNoise, made_by
 
@@ -379,7 +380,7 @@ class TwoParts(keras.Model):
         return self.head(self.body(x))
 
 
-@pytest.mark.parametrize("make_head", [lambda: layers.Dense(3), lambda: Squashed(3)], ids=["stock", "own"])
+@pytest.mark.parametrize("make_head", first_quick([lambda: layers.Dense(3), lambda: Squashed(3)]), ids=["stock", "own"])
 @pytest.mark.parametrize("door", DOORS)
 def test_what_makes_the_outputs_of_a_model_that_has_run_before_is_in_float32_after_the_look(door, make_head):
     """Which layers these are its next call finds out, and that is the look's."""

@@ -378,6 +378,7 @@ class ListedTwice(keras.Sequential):
         return super().compute_loss(x, y, y_pred, sample_weight, training)
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_listed_twice_is_put_back():
     def trained(targets):
         model = ListedTwice([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])

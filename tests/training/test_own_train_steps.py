@@ -448,6 +448,7 @@ def test_jax_a_loss_that_no_metric_of_keras_holds_is_shown(door):
     assert history["loss"] == ([0.0] if door is None else pytest.approx([expected], rel=1e-4))
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.filterwarnings("ignore:1 of 4 steps skipped")
 def test_a_tf_function_as_step_of_a_model_that_is_not_built_hears_of_skipped_updates():

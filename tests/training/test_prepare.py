@@ -231,6 +231,7 @@ def test_accumulation_of_a_plan_goes_with_it_and_multiplies_that_of_the_optimize
         assert model.optimizer.gradient_accumulation_steps == 7 * (expected[-1] or 1) // (own or 1)
 
 
+@pytest.mark.slow
 def test_the_update_of_a_plan_beside_own_accumulation_is_of_the_mean_of_all():
     """Against plain Keras in float32, by one batch of all the rows."""
     rows = np.random.default_rng(4).normal(size=(24, 6)).astype("float32")
@@ -248,6 +249,7 @@ def test_the_update_of_a_plan_beside_own_accumulation_is_of_the_mean_of_all():
         np.testing.assert_allclose(value, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_gone_on_with_until_another_policy_is_given(tmp_path):
     # Keras 3.10 warns of the inputs of a Functional model that it has loaded.
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(2)])
@@ -264,6 +266,7 @@ def test_a_saved_plan_is_gone_on_with_until_another_policy_is_given(tmp_path):
         model.train_on_batch(X, Y)
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_callback_goes_with_the_next_policy():
     model = classifier()
     model.compile(own_accumulation("inner", 2), "mse", run_eagerly=True)
@@ -523,6 +526,7 @@ def test_losses_and_metrics_that_keras_makes_in_16_bits_are_said(floatx, lost, l
             door()
 
 
+@pytest.mark.slow
 def test_layers_that_would_make_float16_variables_are_refused_before_they_do():
     model = keras.Sequential([keras.layers.Dense(2, dtype="float16", name="first")])
     model.compile("sgd", "mse")
@@ -534,6 +538,7 @@ def test_layers_that_would_make_float16_variables_are_refused_before_they_do():
     assert {v.dtype for v in model.trainable_variables} == {"float32"}
 
 
+@pytest.mark.slow
 def test_frozen_16_bit_variables_are_left_alone():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, dtype="bfloat16"), keras.layers.Dense(2)])
     model.layers[0].trainable = False

@@ -343,6 +343,7 @@ def test_metrics_that_make_their_variables_late(jit_compile):
     np.testing.assert_allclose(number(result["f1_score"]), np.mean(scores), rtol=1e-6)  # float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
 def test_a_metric_that_makes_variables_beside_those_that_it_has(jit_compile):
     """`R2Score` has a counter from the first on, and sums for each output from its first update on."""
@@ -482,6 +483,7 @@ def test_a_new_step_goes_on_from_the_state_of_another(tmp_path):
         make_train_step(sequential(), "sgd", "mse").state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 def test_states_of_stateful_layers_are_in_the_state():
     """On JAX Keras does not carry them from step to step."""

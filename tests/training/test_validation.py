@@ -178,6 +178,7 @@ def test_an_error_in_fit_leaves_the_callbacks_as_they_were():
     assert "_is_improvement" not in vars(keeper)
 
 
+@pytest.mark.slow
 def test_evaluate_says_it_too():
     _, bad = FAULTS["an overflow"]
     model, _ = model_by("prepare", metrics=[largest])

@@ -467,6 +467,7 @@ class Counting(keras.callbacks.Callback):
         position.assign(position + 1)
 
 
+@pytest.mark.slow
 def test_a_counter_that_a_callback_writes_is_named_with_its_layer():
     # 258 and 260 are numbers of bfloat16, and 259 is none.
     model = functional(Annealed(), shape=(1,))
@@ -572,6 +573,7 @@ class CountsCalls(layers.Layer):
         return self.table(ids) * 2.0
 
 
+@pytest.mark.slow
 def test_integers_that_were_followed_in_one_fit_are_not_followed_in_the_next():
     """The layer is given integers alone: no call for shapes tells whether it hands on what it is given."""
     own = CountsCalls(name="own")
@@ -586,6 +588,7 @@ def test_integers_that_were_followed_in_one_fit_are_not_followed_in_the_next():
     assert len(own.calls) == (3 if keras.backend.backend() == "torch" else 0)
 
 
+@pytest.mark.slow
 def test_a_column_in_which_numbers_were_not_lost_before_is_followed_in_a_later_fit():
     model = prepared(functional(Wave(name="wave"), shape=(2,)), "mixed_bfloat16")
     steps, y = np.arange(16.0, dtype="float32").reshape(8, 2), np.ones((8, 1), "float32")

@@ -321,6 +321,7 @@ def test_what_a_callback_computes_between_steps_leaves_all_there(does, options, 
     assert all(mpkeras.load_capsule(path).run()["same_bits"] for path in box.capsules)
 
 
+@pytest.mark.slow
 @SKIPS
 def test_what_a_callback_sets_in_the_end_stays(tmp_path):
     class Setting(keras.callbacks.Callback):
@@ -401,6 +402,7 @@ class _WithItsOwnOptimizer(keras.Model):
         return {"error": loss}
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_any_optimizer_may_have_skipped_the_step(tmp_path):
     def made():

@@ -12,6 +12,7 @@ from mpkeras.conversion.changes import changes_of
 from mpkeras.tools.numerics.losses import Range, lost_share, rounded, underflow_limit
 from mpkeras.tools.numerics.scale_window import smallest_safe_exponent, with_rounded_gradient
 from mpkeras.tools.shared.ranges import overflow_limit
+from tests.cases import first_quick
 from tests.sixteen_bits import Weighted, without_outputs
 from tests.step_modes import snapshot
 
@@ -77,6 +78,7 @@ def frozen_base():
     return keras.Sequential([keras.Input((8,)), base, layers.Dense(8), layers.Dense(8, name="head")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [frozen_base, lambda: stack_of_six(1, down=200.0)], ids=["a frozen base", "data"])
 def test_gradients_that_no_step_computes_are_no_culprit(make):
     with mpkeras.policy_scope("mixed_float16"):
@@ -115,6 +117,7 @@ def test_a_model_that_would_call_other_layers_with_other_weights_is_traced():
     assert [name(layer.path) for layer in report.layers] == ["router", "resting"] and report.culprit is None
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")  # JAX has no kernel for attention in float16 on a CPU
 def test_the_rule_for_a_layer_inside_of_an_attention_cures_it():
     def make(policy):
@@ -411,7 +414,7 @@ def test_that_no_loss_scale_suits_is_true():
     assert bool(ops.convert_to_numpy(model.optimizer.last_step_skipped))
 
 
-@pytest.mark.parametrize("exponent", [10, 13, 16])
+@pytest.mark.parametrize("exponent", first_quick([13, 10, 16]))
 def test_a_scale_is_called_too_large_if_steps_are_skipped_at_it(exponent):
     """LayerNormalization sums the gradient of its weights in float32: beyond 65504 it is still finite."""
 
@@ -583,6 +586,7 @@ class OfTheUsers(layers.SimpleRNNCell):
     """A cell whose class may have steps of its own: it is called with a state in 16 bits."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [256, 512])
 def test_a_recurrent_layer_of_keras_that_sums_for_long_is_named(steps):
     """Of sums of 1/64 bfloat16 holds none above 4, which is the 256th."""

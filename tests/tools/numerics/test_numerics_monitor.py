@@ -465,6 +465,7 @@ def test_every_so_many_steps_of_a_model_without_a_call_give_no_report():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("is_built", [True, False], ids=["built", "built by the step"])
 def test_gradients_of_a_tf_function_inside_are_said_to_be_out_of_reach(is_built):
