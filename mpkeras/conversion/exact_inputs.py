@@ -82,7 +82,7 @@ def may_hand_on_data(survey, heads) -> set:
     """Returns the `id`s of layers with a `call` of their own that may hand on data: only a call tells.
 
     They run layers which read names or the data as it comes, as those of the `heads` may with a `call` of their own, or
-    are themselves given nothing but data in a graph.
+    nothing but heads; or are themselves given nothing but data in a graph.
     """
     own = [layer for layer in survey.layers if has_own_call(layer)]
     if not own:
@@ -94,7 +94,14 @@ def may_hand_on_data(survey, heads) -> set:
     }
     readers.update(id(layer) for layer in own if layer in heads)
     around_readers = {id(layer) for layer in own if not readers.isdisjoint(map(id, survey.within(layer)[1:]))}
-    return around_readers | _walked(survey, {}).given_data
+    around_heads = {id(layer) for layer in own if _only_wraps(survey, layer, heads)}
+    return around_readers | around_heads | _walked(survey, {}).given_data
+
+
+def _only_wraps(survey, layer, heads) -> bool:
+    """Whether all that is inside `layer` are layers of the `heads`, wrapped or not."""
+    inside = survey.within(layer)[1:]
+    return bool(inside) and all(inner in heads for inner in inside if len(survey.within(inner)) == 1)
 
 
 _WHAT_IS_LOST = "2049 would be 2048 in float16, 257 would be 256 in bfloat16"

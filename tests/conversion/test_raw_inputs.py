@@ -207,6 +207,19 @@ def test_inputs_of_which_a_layer_makes_an_output_stay_as_they_are(is_built_in_16
     assert model.evaluate(x, np.array([[expected - 0.5]]), verbose=0) == 0.25
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("around", [graph_of_one, ModelAround])
+def test_a_layer_around_nothing_but_the_head_is_given_the_data_as_it_is(around, depth, policy):
+    """float16 holds every other number from 2048 on, and bfloat16 every sixteenth."""
+    layer = layers.Dense(1, kernel_initializer="ones", use_bias=False)
+    for _ in range(depth):
+        layer = HandedOn(layer)
+    model = around(layer)
+    mpkeras.apply_policy(model, policy)
+    assert model.predict(np.array([[4099.0, -4097.0, 0.5]], "float32"), verbose=0).tolist() == [[2.5]]
+
+
 @pytest.mark.filterwarnings("ignore:.*unbuilt state")
 def test_a_large_layer_that_makes_an_output_of_its_inputs_runs(monkeypatch):
     """In 16 bits, but for its last layer: TensorFlow refuses to add float32 to 16-bit inputs."""
