@@ -52,6 +52,7 @@ def test_the_page_on_many_devices_names_every_program():
     assert all(shown == name for shown, name in links)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("jax")
 def test_jax_distributed():
     (port,) = free_ports(1)

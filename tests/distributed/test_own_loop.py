@@ -79,6 +79,7 @@ def test_each_worker_of_a_multi_worker_strategy():
     assert results[0]["many"] == results[1]["many"]
 
 
+@pytest.mark.slow
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize(("where", "shards"), [("data_parallel", 8), ("model_parallel", 4)])
 def test_each_shard_of_a_distribution(where, shards):
