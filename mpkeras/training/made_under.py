@@ -5,17 +5,23 @@ import collections
 from mpkeras.conversion.from_file import program_layers
 from mpkeras.conversion.last import converted_by, last_conversion
 from mpkeras.policies import registry
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.rules import is_quantized
 
 
 def policy_made_under(model) -> Policy | None:
-    """Returns the `Policy` that most layers of `model` were made under, or have been given since; `None` for none."""
+    """Returns the `Policy` that most layers of `model` were made under, or have been given since; `None` for none.
+
+    As long as a layer was made in 16 bits those in float32 do not count, however many they are.
+    """
     converted = converted_by(model)
     if converted is not None:
         return converted
     made_with = [policy_without_rule(layer, last_conversion(model)) for layer in _with_policies_of_the_program(model)]
     made = [policy for policy in map(registry.made_under, made_with) if policy is not None]
+    # Layers that prepare the data, made in a scope of float32, are often more than those that train behind them.
+    made = [policy for policy in made if policy.compute_dtype in SIXTEEN_BIT_DTYPES] or made
     # By identity: equal policies are as good as the same one, and not all can be hashed.
     counts = collections.Counter(map(id, made))
     return next((policy for policy in made if id(policy) == counts.most_common(1)[0][0]), None)

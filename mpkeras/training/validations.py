@@ -48,7 +48,7 @@ def not_finite(logs) -> list:
 _HOW_TO_FIND_OUT = (
     "The forward pass is at fault: `mpkeras.callbacks.NumericsMonitor()` among the callbacks of `fit` names the layer, "
     "and `mpkeras.trace_numerics(model, x)` does so for one batch. Look for inf or NaN in the data, keep more layers "
-    "in float32, or train in 'mixed_bfloat16'."
+    "in float32, or go from float16 to 'mixed_bfloat16'."
 )
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import keras
 
+from mpkeras.conversion.plan import computes_in
 from mpkeras.policies.loss_scaling import number
 from mpkeras.training import retake
 from mpkeras.training.data_layers import warn_of_layers_for_the_data
@@ -66,13 +67,13 @@ class SkipWatch(keras.callbacks.Callback):
                 self._warn_once(
                     "only skips",
                     f"All {counts.skipped} steps of epoch {epoch + 1} were skipped, nothing was learned: "
-                    + counts.cause(optimizer),
+                    + counts.cause(optimizer, self._is_in_float16()),
                 )
             elif counts.nonfinite_losses:
                 self._warn_once(
                     "losses",
                     f"{counts.skipped} of {counts.skipped + counts.accepted} steps skipped in epoch {epoch + 1}: "
-                    + counts.cause(optimizer),
+                    + counts.cause(optimizer, self._is_in_float16()),
                 )
             retake.warn_below_one(optimizer, number(optimizer.loss_scale))
             overflows = counts.skipped > counts.nonfinite_losses
@@ -81,6 +82,9 @@ class SkipWatch(keras.callbacks.Callback):
 
     def _optimizers(self):
         return checking_optimizers(self.model)
+
+    def _is_in_float16(self) -> bool:
+        return computes_in(self.model, ["float16"])
 
     @staticmethod
     def _is_stuck(optimizer) -> bool:
@@ -122,13 +126,19 @@ class _Counts(NamedTuple):
     def since(self, earlier):
         return _Counts(*(now - then for now, then in zip(self, earlier, strict=True)))
 
-    def cause(self, optimizer) -> str:
+    def cause(self, optimizer, is_in_float16: bool) -> str:
         rule = optimizer.loss_scale_rule
         if not self.nonfinite_losses and not optimizer.record.hears_losses:
             return (
                 "gradients were not finite. Whether the loss was is not known, as the train step calls no "
                 "`optimizer.scale_loss`: look at it in the logs. If it was not, look for inf or NaN in the data; if it "
                 "was, keep the layers that `mpkeras.callbacks.NumericsMonitor` names in float32 with `keep_float32`."
+            )
+        if not self.nonfinite_losses and not is_in_float16:
+            # bfloat16 has the range of float32: the policy is seldom at fault.
+            return (
+                "the loss was finite, but gradients were not. Look for a root, a norm or a quotient whose slope is not "
+                "finite, as at 0; `mpkeras.callbacks.NumericsMonitor` names the layer."
             )
         if not self.nonfinite_losses:
             if rule.dynamic:

@@ -314,6 +314,22 @@ def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflo
     assert all(re.match(pattern, text) for pattern, text in zip(expected, told, strict=True))
 
 
+class Distance(keras.layers.Layer):
+    """The slope of the root at 0 is not finite, in whatever dtype."""
+
+    def call(self, x):
+        return keras.ops.sqrt(keras.ops.sum((x - x[:, :1]) ** 2, axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_a_slope_that_is_not_finite_in_the_range_of_float32_is_not_laid_on_the_policy(policy):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, kernel_initializer="ones"), Distance()])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    with pytest.warns(UserWarning, match="All 2 steps of epoch 1.*gradients were not. Look for a root") as told:
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=2, verbose=0, callbacks=[MixedPrecision(policy)])
+    assert not any("mixed_bfloat16" in str(warning.message) for warning in told)
+
+
 @pytest.mark.parametrize("overflowing", [1, 2])
 def test_two_skipped_steps_in_a_row_at_the_lowest_scale_are_told_and_one_is_not(overflowing):
     y = np.ones((6, 1), "float32")

@@ -627,6 +627,19 @@ def test_a_part_from_before_the_line_keeps_its_dtype():
     assert guard.is_guarded(model)
 
 
+def test_many_layers_from_a_scope_of_float32_leave_the_model_guarded():
+    mpkeras.set_global_policy("mixed_float16")
+    codes = [keras.Input((1,), name=name) for name in "abcde"]
+    with mpkeras.policy_scope("float32"):
+        encodings = [layers.Discretization(bin_boundaries=[7.0, 2049.0], output_mode="one_hot") for _ in codes]
+    rows = layers.Concatenate()([encode(code) for encode, code in zip(encodings, codes, strict=True)])
+    model = keras.Model(codes, layers.Dense(2, name="head")(layers.Dense(8, name="new")(rows)))
+    compiled(model)
+    found = compute_dtypes(model)
+    assert [encodings[0].compute_dtype, found["new"], found["head"]] == ["float32", "float16", "float32"]
+    assert guard.is_guarded(model)
+
+
 @pytest.mark.parametrize("left_alone", [False, True])
 def test_a_policy_alone_is_in_force_for_layers_and_prepares_no_model(left_alone):
     mpkeras.set_global_policy("mixed_float16")

@@ -220,7 +220,7 @@ class NumericsMonitor(SkippedSteps):
         if report.culprit is None:
             message = ": with the weights as they are now its batch is finite."
             self._warn(None, execution.step, message, execution.first)
-        elif report.culprit.side != "gradient" or self._in_a_row >= 5:
+        elif report.culprit.side != "gradient" or not self._scale_may_settle():
             where = report.culprit.path or report.culprit.side
             message = f": {report.culprit.message}. {remedy_of_culprit(report)}"
             self._warn(where, execution.step, message, execution.first)
@@ -242,8 +242,7 @@ class NumericsMonitor(SkippedSteps):
     def _say_without_report(self, execution, error):
         """Says what can be said of a skipped step whose batch the model cannot be run on."""
         lost = self._lost_losses()
-        # Gradients that overflow while the scale settles are no fault.
-        if self._lost == lost and self._in_a_row < 5:
+        if self._lost == lost and self._scale_may_settle():
             return
         bad = [variable.path for variable in self.model.variables if not _is_finite(variable)]
         if not all(_is_finite(leaf) for leaf in keras.tree.flatten(execution.batches)):
@@ -263,6 +262,11 @@ class NumericsMonitor(SkippedSteps):
             "`mpkeras.callbacks.BlackBox` keeps such a step, and `mpkeras replay` names its first bad operation.",
             execution.first,
         )
+
+    def _scale_may_settle(self) -> bool:
+        """Whether gradients that are not finite may be no fault, as a dynamic scale comes down after them."""
+        rules = [optimizer.loss_scale_rule for optimizer in ModelInFit(self.model).optimizers]
+        return self._in_a_row < 5 and any(rule.dynamic for rule in rules)
 
     def _lost_losses(self):
         return sum(number(optimizer.nonfinite_losses) for optimizer in ModelInFit(self.model).optimizers)

@@ -97,6 +97,26 @@ def test_gradients_that_overflow_are_found_at_the_scale_of_the_step():
     assert (found.report.loss_scale, found.loss_scale) == (4096.0, 4.0)
 
 
+class Norm(layers.Layer):
+    """The slope of a root at 0 is not finite."""
+
+    def call(self, x):
+        return keras.ops.sqrt(keras.ops.sum(x**2, axis=-1, keepdims=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* steps of epoch")
+@pytest.mark.parametrize(("policy", "is_told"), [("mixed_bfloat16", True), ("mixed_float16", False)])
+def test_gradients_that_are_not_finite_are_told_at_once_where_no_scale_has_to_settle(policy, is_told, recwarn):
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2), Norm(name="norm")])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    mpkeras.prepare(model, policy)
+    monitor = NumericsMonitor()
+    model.fit(np.zeros((2, 3)), np.ones((2, 1)), verbose=0, callbacks=[monitor])
+    assert [name(found.culprit.path) for found in monitor.findings] == ["norm"]
+    assert any("the gradient of layer" in str(warning.message) for warning in recwarn) is is_told
+
+
 @pytest.mark.slow
 def test_nothing_is_reported_of_a_clean_model_and_training_is_the_same(backend):
     monitored, alone = six_layers(), six_layers()
