@@ -240,6 +240,18 @@ def test_a_step_that_is_not_finite_leaves_no_trace(program, skipped):
     assert are_finite(model.variables)
 
 
+@pytest.mark.backends("tensorflow", "torch")
+def test_an_epoch_in_which_one_of_two_optimizers_counts_no_step_has_learned():
+    model = compiled(Gan)
+    prepare(model, "float32")
+    spoiled = np.where(np.arange(len(DATA))[:, None] % BATCH == 1, np.inf, DATA).astype("float32")
+    batches = len(DATA) // BATCH
+    message = f"All {batches} updates of optimizer '{model.d_optimizer.name}' in epoch 1 were skipped, what it trains"
+    with pytest.warns(UserWarning, match=message):
+        model.fit(spoiled, batch_size=BATCH, shuffle=False, verbose=0)
+    assert [int(optimizer.iterations) for optimizer in model.optimizers()] == [0, batches]
+
+
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras 3.15 has it")
