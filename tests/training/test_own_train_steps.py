@@ -240,6 +240,48 @@ def test_a_step_that_is_not_finite_leaves_no_trace(program, skipped):
     assert are_finite(model.variables)
 
 
+class RunsItsLayersAlone(keras.Model):
+    """Has a `call`; its step runs the same layers, and computes with what they return beside float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = layers.Dense(8, "relu"), layers.Dense(1, bias_initializer="ones")
+        self.largest = keras.metrics.MeanMetricWrapper(lambda y, y_pred: y_pred, name="largest")
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+    @property
+    def metrics(self):
+        return [self.largest]
+
+    def train_step(self, data):
+        x, y = map(ops.convert_to_tensor, data)
+        seen = []
+
+        def loss():
+            outputs = self.head(self.hidden(x))
+            seen.append(outputs)
+            return ops.mean((outputs - y) ** 2)
+
+        updated(self.optimizer, [self], loss)
+        self.largest.update_state(y, ops.stop_gradient(seen[-1]))
+        return {"largest": self.largest.result()}
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.filterwarnings("ignore:.*does not have a `build", UNSCALED)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_step_that_runs_the_layers_of_a_call_computes_with_float32_outputs(policy):
+    model = RunsItsLayersAlone()
+    model.compile(keras.optimizers.SGD(0.0))
+    prepare(model, policy)
+    x = DATA[:BATCH]
+    logs = model.fit(x, x[:, :1], batch_size=BATCH, verbose=0).history
+    assert (model.hidden.compute_dtype, model.head.compute_dtype) == (policy.removeprefix("mixed_"), "float32")
+    np.testing.assert_allclose(logs["largest"], model.predict(x, verbose=0).mean(), rtol=1e-6)
+
+
 @pytest.mark.backends("tensorflow", "torch")
 def test_an_epoch_in_which_one_of_two_optimizers_counts_no_step_has_learned():
     model = compiled(Gan)
