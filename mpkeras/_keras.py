@@ -483,6 +483,17 @@ def is_built(model) -> bool:
     return all(layer.built for layer in flatten_layers(model, include_self=True))
 
 
+def has_all_weights(model) -> bool:
+    """Whether no call of `model` makes variables.
+
+    In TensorFlow's `fit` a model whose `train_step` runs its layers alone is never built itself: Keras builds a model
+    by its call, and in those that have no `build` of their own there is nothing to make but the layers inside.
+    """
+    inside = flatten_layers(model)
+    is_default = type(model).build is keras.Model.build
+    return is_built(model) or (is_default and bool(inside) and all(layer.built for layer in inside))
+
+
 def symbolic_build(model, data_batch):
     """Builds the model, its metrics and its optimizer from the shapes of one batch, as Keras' `fit` does.
 

@@ -504,6 +504,23 @@ def test_a_model_is_built_from_the_shapes_of_a_batch():
     assert int(model.optimizer.iterations) == 0
 
 
+def test_a_model_that_is_never_called_has_all_weights_once_its_layers_have():
+    class Parts(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+    class BuildsMore(Parts):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(1,))
+
+    assert not private.has_all_weights(keras.Model())
+    for parts, has_all in ((Parts(), True), (BuildsMore(), False)):
+        assert not private.has_all_weights(parts)
+        parts.dense.build((None, 2))
+        assert private.has_all_weights(parts) == has_all and not private.is_built(parts)
+
+
 def test_a_variable_is_stored_in_another_dtype_by_its_native_variable():
     v = keras.Variable([1.0, -0.5], dtype="float32", name="stored")
     assert private.stored_dtype(v) == "float32"

@@ -92,13 +92,17 @@ def compute_metrics_in_float32(model):
     """Hands the metrics of a model float32, which its user's own step may compute from layers in 16 bits.
 
     Keras casts what a loss gets, and hands a metric what the step has: the mean absolute error of prices of 80000 is
-    inf in float16.
+    inf in float16. A model whose step hands its own `compute_metrics` other arguments has none to widen there.
     """
     compute_metrics = model.compute_metrics
+    signature = inspect.signature(compute_metrics)
 
     @functools.wraps(compute_metrics)
-    def compute_float32_metrics(x, y, y_pred, sample_weight=None):
-        return compute_metrics(x, y, keras.tree.map_structure(widen, y_pred), sample_weight)
+    def compute_float32_metrics(*args, **kwargs):
+        given = signature.bind(*args, **kwargs)
+        if "y_pred" in given.arguments:
+            given.arguments["y_pred"] = keras.tree.map_structure(widen, given.arguments["y_pred"])
+        return compute_metrics(*given.args, **given.kwargs)
 
     replace(model, "compute_metrics", compute_float32_metrics, kind="outputs")
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import warnings
 import weakref
 
 import keras
@@ -11,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from mpkeras import _keras
+from mpkeras.conversion.outputs import let_heads_tell
 from mpkeras.policies.dtypes import as_array
 from mpkeras.scaling._tensorflow import in_xla
 from mpkeras.scaling.facts import opened_step
@@ -57,6 +59,8 @@ def ensure_built(model, own_step, data):
     if own_step is not None:
         if is_single and _new_unbuilt_layers(model):
             _trace_in_vain(own_step, data)
+        if is_single and _keras.has_all_weights(model):
+            _ask_call(model, data)
         return
     if not _keras.is_built(model):
         if not is_single:
@@ -149,6 +153,20 @@ def _trace_in_vain(step, data):
         # run eagerly goes on from here: it builds its parts as it runs.
         with contextlib.suppress(Exception):
             step(data)
+
+
+def _ask_call(model, data):
+    """Lets the `call` of a model tell which layers make its outputs, where its step may run these alone.
+
+    Keras calls a model before its step on JAX and torch, whatever the step does.
+    """
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    layers = _keras.flatten_layers(model, include_self=True)
+    # The data of such a step may be no arguments of the call, of which Keras warns and then raises.
+    with warnings.catch_warnings(), _keras.kept_losses(layers), _keras.tensors_put_back(layers):
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(Exception):
+            let_heads_tell(model, x)
 
 
 def _spec(value):

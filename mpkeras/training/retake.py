@@ -211,6 +211,7 @@ class FirstSteps:
             self.are_over = True
             _write_scales(step_state, {optimizer: at_begin.guess(optimizer) for optimizer in scales})
             raise
+        at_begin.look_for_new_weights()
         changes = {
             optimizer: at_begin.change(optimizer, after, scales.get(optimizer)) for optimizer in self._optimizers()
         }
@@ -263,13 +264,16 @@ class _Before:
 
     def __init__(self, model, optimizers, metrics, step_state, is_own):
         self._model, self._optimizers, self._metrics = model, optimizers, metrics
-        # Of a weight that the step makes nobody knows what it was.
-        are_there = not training_backend.is_distributed(model) and _keras.is_built(model)
+        are_there = not training_backend.is_distributed(model) and _keras.has_all_weights(model)
         self.are_all = (is_own or len(optimizers) > 1) and are_there
         self._unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
         self._values = {id(variable): step_state.read(variable) for variable in self._variables()}
         self._natives = [(state, np.array(ops.convert_to_numpy(state.value))) for state in self._native_states()]
         self._random = training_backend.global_random_states() if self.are_all else {}
+
+    def look_for_new_weights(self):
+        """Gives up on `are_all` where the step has made a weight: nobody knows what that was before."""
+        self.are_all = self.are_all and all(id(variable) in self._values for variable in self._model.variables)
 
     def _variables(self) -> list:
         variables = moving_variables(self._optimizers, self._metrics())

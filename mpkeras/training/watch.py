@@ -61,14 +61,22 @@ class SkipWatch(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.validations.end_epoch(epoch, logs)
         warn_of_layers_for_the_data(self.model)
-        for optimizer, at_begin in zip(self._optimizers(), self._at_epoch_begin, strict=True):
-            counts = _Counts.of(optimizer).since(at_begin)
+        optimizers = self._optimizers()
+        of_epoch = [
+            _Counts.of(optimizer).since(at_begin)
+            for optimizer, at_begin in zip(optimizers, self._at_epoch_begin, strict=True)
+        ]
+        has_learned = any(counts.accepted for counts in of_epoch)
+        for optimizer, counts in zip(optimizers, of_epoch, strict=True):
             if counts.skipped and not counts.accepted:
-                self._warn_once(
-                    "only skips",
-                    f"All {counts.skipped} steps of epoch {epoch + 1} were skipped, nothing was learned: "
-                    + counts.cause(optimizer, self._is_in_float16()),
+                lost = (
+                    f"updates of optimizer '{optimizer.name}' in epoch {epoch + 1} were skipped, what it trains did "
+                    "not move: "
+                    if has_learned
+                    else f"steps of epoch {epoch + 1} were skipped, nothing was learned: "
                 )
+                cause = counts.cause(optimizer, self._is_in_float16())
+                self._warn_once("only skips", f"All {counts.skipped} {lost}{cause}")
             elif counts.nonfinite_losses:
                 self._warn_once(
                     "losses",

@@ -1077,6 +1077,23 @@ def test_metrics_of_a_step_of_the_users_own(metric):
     assert 84000 < next(v for name, v in value.items() if name != "loss") < 86000
 
 
+class OwnMetrics(OwnStep):
+    """The steps of BayesFlow hand its `compute_metrics` the columns of their data."""
+
+    def compute_metrics(self, inputs, targets, y_pred, stage="validation"):
+        return stage, ops.mean(ops.abs(y_pred - targets))
+
+
+def test_a_compute_metrics_with_arguments_of_its_own():
+    model = OwnMetrics()
+    model(X)
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_float16")
+    small = ops.convert_to_tensor([[1000.0], [3000.0]], "float16")
+    stage, error = model.compute_metrics(X, targets=np.full((2, 1), 90000.0, "float32"), y_pred=small, stage="test")
+    assert (stage, float(error)) == ("test", 88000.0)
+
+
 class Parts(keras.Model):
     """Has no `call`: a step of its user's computes with what layers and a model return."""
 

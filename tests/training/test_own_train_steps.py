@@ -1,6 +1,7 @@
 """Models without a `call`, as keras.io teaches them: a train step of their own, parts, and one optimizer or several."""
 
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -238,6 +239,89 @@ def test_a_step_that_is_not_finite_leaves_no_trace(program, skipped):
     model.train_on_batch(DATA[BATCH : 2 * BATCH])
     assert snapshot(decided) != before
     assert are_finite(model.variables)
+
+
+class RunsItsLayersAlone(keras.Model):
+    """Has a `call`; its step runs the same layers, and computes with what they return beside float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = layers.Dense(8, "relu"), layers.Dense(1, bias_initializer="ones")
+        self.largest = keras.metrics.MeanMetricWrapper(lambda y, y_pred: y_pred, name="largest")
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+    @property
+    def metrics(self):
+        return [self.largest]
+
+    def train_step(self, data):
+        x, y = map(ops.convert_to_tensor, data)
+        seen = []
+
+        def loss():
+            outputs = self.head(self.hidden(x))
+            seen.append(outputs)
+            return ops.mean((outputs - y) ** 2)
+
+        updated(self.optimizer, [self], loss)
+        self.largest.update_state(y, ops.stop_gradient(seen[-1]))
+        return {"largest": self.largest.result()}
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.filterwarnings("ignore:.*does not have a `build", UNSCALED)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_step_that_runs_the_layers_of_a_call_computes_with_float32_outputs(policy):
+    model = RunsItsLayersAlone()
+    model.compile(keras.optimizers.SGD(0.0))
+    prepare(model, policy)
+    x = DATA[:BATCH]
+    logs = model.fit(x, x[:, :1], batch_size=BATCH, verbose=0).history
+    assert (model.hidden.compute_dtype, model.head.compute_dtype) == (policy.removeprefix("mixed_"), "float32")
+    np.testing.assert_allclose(logs["largest"], model.predict(x, verbose=0).mean(), rtol=1e-6)
+
+
+class TakesPairs(keras.Model):
+    """Its step takes two views of the data, its `call` one, which Keras' warnings say."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+
+    def call(self, x):
+        return self.head(x)
+
+    def train_step(self, data):
+        first, second = data[0]
+        return {"loss": updated(self.optimizer, [self], lambda: ops.mean((self.head(first) - self.head(second)) ** 2))}
+
+
+@pytest.mark.backends("tensorflow")  # Keras itself warns, or raises, elsewhere
+def test_data_that_are_no_arguments_of_the_call_are_no_matter_for_a_step():
+    model = TakesPairs()
+    model.compile(keras.optimizers.SGD(0.0))
+    prepare(model, "mixed_bfloat16")
+    # As an error a warning would end the attempt alone.
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        logs = model.fit((DATA[:BATCH], DATA[:BATCH] + 1), np.zeros(BATCH), batch_size=BATCH, verbose=0).history
+    assert not [warning for warning in told if "structure" in str(warning.message)]
+    expected = model.head.layers[0].get_weights()[0].sum() ** 2
+    np.testing.assert_allclose(logs["loss"], expected, rtol=0.05, atol=0.01)  # of a head in float32; 8 bits at the most
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_an_epoch_in_which_one_of_two_optimizers_counts_no_step_has_learned():
+    model = compiled(Gan)
+    prepare(model, "float32")
+    spoiled = np.where(np.arange(len(DATA))[:, None] % BATCH == 1, np.inf, DATA).astype("float32")
+    batches = len(DATA) // BATCH
+    message = f"All {batches} updates of optimizer '{model.d_optimizer.name}' in epoch 1 were skipped, what it trains"
+    with pytest.warns(UserWarning, match=message):
+        model.fit(spoiled, batch_size=BATCH, shuffle=False, verbose=0)
+    assert [int(optimizer.iterations) for optimizer in model.optimizers()] == [0, batches]
 
 
 @pytest.mark.slow

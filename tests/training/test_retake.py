@@ -808,7 +808,9 @@ def test_of_sums_for_a_later_update_a_batch_is_in_all_or_in_none(options):
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("options", FIT_MODES[:2])
-def test_of_two_optimizers_each_finds_its_scale(options):
+# TensorFlow's `fit` never builds a model whose step runs its parts alone.
+@pytest.mark.parametrize("is_built", [False, True])
+def test_of_two_optimizers_each_finds_its_scale(options, is_built):
     rng = np.random.default_rng(4)
     noise, real = rng.normal(size=(24, 6)).astype("float32"), rng.normal(size=(24, 8, 8, 1)).astype("float32")
     weight = np.full(24, 300.0, "float32")
@@ -816,6 +818,7 @@ def test_of_two_optimizers_each_finds_its_scale(options):
     for policy in ("float32", "mixed_float16"):
         keras.utils.set_random_seed(11)
         gan = Gan()
+        gan.built = is_built
         d_optimizer = keras.optimizers.SGD(1e-4, momentum=0.5)
         gan.compile_with(d_optimizer, keras.optimizers.Adagrad(0.01, initial_accumulator_value=0.3))
         for name, value in options.items():
@@ -828,6 +831,38 @@ def test_of_two_optimizers_each_finds_its_scale(options):
     assert number(d.loss_scale) < number(g.loss_scale) == 2.0**15
     for weights in zip(*(gan.get_weights() for gan in trained.values()), strict=True):
         np.testing.assert_allclose(*weights, rtol=0, atol=2e-3)  # weights of 0.1 to 1; float16 has 11 bits
+
+
+class MakesItsHead(keras.Model):
+    """Has a layer that is built, and makes another one, large enough that a batch overflows, in its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = model_of(layers.Dense(4, "relu"), layers.Dense(4)), None
+
+    def train_step(self, data):
+        x, y, *_ = map(ops.convert_to_tensor, data)
+        if self.head is None:
+            self.head = layers.Dense(1, kernel_initializer=keras.initializers.Constant(3.0))
+            self.head.build((None, 4))
+        loss, grads = loss_and_gradients(
+            lambda: ops.mean(ops.square(self.head(self.hidden(x)) - y)),
+            self.trainable_variables,
+            self.optimizer.scale_loss,
+        )
+        with without_gradients():
+            self.optimizer.apply(grads, self.trainable_variables)
+        return {"last_loss": loss}
+
+
+@pytest.mark.backends("tensorflow")  # elsewhere a step makes no layers in `fit`
+def test_a_layer_that_the_first_step_makes_keeps_its_weights_when_the_step_is_taken_again():
+    model = MakesItsHead()
+    model.compile(keras.optimizers.SGD(0.0))
+    mpkeras.prepare(model, "mixed_float16")
+    fit(model, X[:BATCH], Y[:BATCH])
+    assert counters(model.optimizer)[:2] == [1, 0] and number(model.optimizer.loss_scale) < 2.0**12
+    assert model.head.kernel.numpy().tolist() == [[3.0]] * 4
 
 
 @pytest.mark.slow
