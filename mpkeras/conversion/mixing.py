@@ -17,6 +17,7 @@ from mpkeras.conversion.inner_results import taking_inner_results
 from mpkeras.policies.dtypes import FLOAT_DTYPES, tensor_dtype
 from mpkeras.policies.heads import called_by, own_functions, with_own_code
 from mpkeras.policies.reach import with_code_inside
+from mpkeras.policies.rules import kept_by
 
 # How the backends call the dtypes in their messages.
 _SPELLINGS = {name: name for name in FLOAT_DTYPES} | {"half": "float16", "double": "float64", "float": "float32"}
@@ -141,7 +142,7 @@ def _in_float32(layer) -> str:
 
 def _kept_in_float32(layer) -> str:
     return (
-        f"keep the layer in float32: the rule 'path:{layer.name}', or `dtype=\"float32\"` where it is made under the "
+        f'keep the layer in float32: {kept_by(f"path:{layer.name}")}, or `dtype="float32"` where it is made under the '
         "policy."
     )
 

@@ -77,7 +77,7 @@ class Policy(keras.DTypePolicy):
             name that it has in `keras.layers`), `"activation:softmax"`, `"path:REGEX"`, searched in `layer.path`, or
             a layer. A rule of your own that matches nothing in a model is named in a warning, once. `None`: the
             registered rules, and for a new name `mpkeras.policies.default_rules()` if `compute_dtype` has 16 bits,
-            none otherwise.
+            none otherwise. `...` among yours stands for these; without it they no longer hold.
         loss_scale: `"dynamic"`, a number (fixed), a `LossScale`, or `None` for no scaling. `"auto"`: the
             registered setting, and for a new name `"dynamic"` if `compute_dtype` is `"float16"` (its
             smallest normal number is 6.1e-5, many gradients are smaller), `None` otherwise.
@@ -86,7 +86,7 @@ class Policy(keras.DTypePolicy):
             values. `None`: not, and for a registered name its setting. Needs `compute_dtype="bfloat16"`.
         keep_16_bits: Rules for the layers whose products are not in float8: as in `keep_float32`, and `"first"` and
             `"last"`, the first and the last layer of the model that multiplies with weights. `None`: the registered
-            rules, and for a new name `("first", "last")`.
+            rules, and for a new name `("first", "last")`. `...` among yours stands for these.
         remat: The part of the forward pass that is kept for the backward pass, which computes the rest again (Chen et
             al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174): less memory for more time,
             with the same numbers. `"blocks"`: what the repeated blocks of a model are given. `"products"`: the products
@@ -109,8 +109,10 @@ class Policy(keras.DTypePolicy):
     >>> policy = mpkeras.Policy("mixed_float16", loss_scale=1024.0)
     >>> policy.compute_dtype, policy.variable_dtype, policy.loss_scale
     ('float16', 'float32', FixedLossScale(scale=1024.0))
-    >>> rules = (*policy.keep_float32, "path:head")
+    >>> rules = (..., "path:head")
     >>> policy = mpkeras.Policy("mine", compute_dtype="bfloat16", variable_dtype="float32", keep_float32=rules)
+    >>> policy.keep_float32 == (*mpkeras.policies.default_rules(), "path:head")
+    True
     >>> keras.layers.Dense(2, dtype=policy).compute_dtype
     'bfloat16'
 
@@ -149,15 +151,14 @@ class Policy(keras.DTypePolicy):
             slot_dtype = base.slot_dtype
         # Rules and scale of a registered policy were chosen for its compute dtype.
         inherited = base if base is not None and base.compute_dtype == compute_dtype else None
-        if keep_float32 is None:
-            default_rules = rules.default_rules() if compute_dtype in SIXTEEN_BIT_DTYPES else ()
-            keep_float32 = default_rules if inherited is None else inherited.keep_float32
+        default_rules = rules.default_rules() if compute_dtype in SIXTEEN_BIT_DTYPES else ()
+        keep_float32 = rules.filled_in(keep_float32, default_rules if inherited is None else inherited.keep_float32)
         if isinstance(loss_scale, str) and loss_scale == "auto":
             own_scale = "dynamic" if compute_dtype == "float16" else None
             loss_scale = own_scale if inherited is None else inherited.loss_scale
         if base is not None and base.float8 is not None:
             float8 = base.float8 if float8 is None else float8
-            keep_16_bits = base.keep_16_bits if keep_16_bits is None else keep_16_bits
+            keep_16_bits = rules.filled_in(keep_16_bits, base.keep_16_bits)
         if base is not None and remat is None:
             remat = base.remat
         # As rules and scale: chosen for the dtypes of the registered policy.
@@ -577,13 +578,13 @@ def _check_remat(remat) -> str | tuple | None:
 
 def _check_keep_16_bits(keep_16_bits, float8) -> tuple:
     if float8 is None:
-        if keep_16_bits is not None and rules.validate(keep_16_bits, "keep_16_bits"):
+        if rules.validate(rules.filled_in(keep_16_bits, ()), "keep_16_bits"):
             raise ValueError(
                 "Expected `keep_16_bits` for a policy with products in float8 only. Received: "
                 f"keep_16_bits={keep_16_bits!r}, float8=None. Pass `float8='current'`, or leave `keep_16_bits` out."
             )
         return ()
-    return rules.validate(DEFAULT_KEEP_16_BITS if keep_16_bits is None else keep_16_bits, "keep_16_bits")
+    return rules.validate(rules.filled_in(keep_16_bits, DEFAULT_KEEP_16_BITS), "keep_16_bits")
 
 
 def _unknown_name(name: str) -> str:

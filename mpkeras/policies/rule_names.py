@@ -2,7 +2,7 @@
 
 from mpkeras.policies.heads import OUTPUTS
 from mpkeras.policies.own_state import REMAT_RULE, STATE_RULE
-from mpkeras.policies.rules import DEFAULT_RULES, default_rules, path_rule
+from mpkeras.policies.rules import DEFAULT_RULES, default_rules, kept_by, path_rule
 
 
 class RuleNames:
@@ -30,3 +30,8 @@ class RuleNames:
     def of_path(path: str) -> str:
         """Returns the rule for the layer of this path alone."""
         return path_rule(path)
+
+    @staticmethod
+    def keeping(path: str) -> str:
+        """Returns the argument that keeps the layer of this path in float32 beside what is kept without it, as code."""
+        return kept_by(path_rule(path))

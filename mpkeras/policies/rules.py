@@ -1,6 +1,7 @@
 """Rules for the layers that stay in float32: the default ones with their reasons, and what rules match in a model."""
 
 import difflib
+import itertools
 import re
 
 import keras
@@ -187,7 +188,21 @@ def describe_rules() -> str:
     return "\n".join(lines)
 
 
-def validate(rules, argument: str = "keep_float32", example: str = "for example ('Softmax',)") -> tuple:
+def filled_in(rules, default: tuple):
+    """Returns `rules` with those of `default` in place of `...`; `default` for `None`."""
+    if rules is None:
+        return default
+    if not isinstance(rules, (tuple, list, set, frozenset)) or ... not in rules:
+        return rules
+    return type(rules)(itertools.chain.from_iterable(default if rule is ... else (rule,) for rule in rules))
+
+
+def kept_by(*rules: str) -> str:
+    """Returns the argument that keeps layers in float32 by these rules and those that hold without it, as code."""
+    return f"`keep_float32=(..., {', '.join(map(repr, rules))})`"
+
+
+def validate(rules, argument: str = "keep_float32", example: str = "for example (..., 'Softmax')") -> tuple:
     """Returns `rules`, the value of `argument`, as a tuple. Raises `TypeError` or `ValueError` where one is none.
 
     Args:

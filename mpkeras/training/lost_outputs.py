@@ -16,7 +16,7 @@ from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_error, tensor_dtype
 from mpkeras.policies.heads import STEPPING, with_own_code
-from mpkeras.policies.rules import is_quantized, path_rule
+from mpkeras.policies.rules import is_quantized, kept_by, path_rule
 from mpkeras.training import training_backend
 from mpkeras.training.unseen_run import run_on_few_rows
 from mpkeras.training.whole_numbers import in_one_message, was_named
@@ -49,7 +49,7 @@ class LostOutputs:
             "the same inputs: positions that are counted in 16 bits, long sums, small differences and sines of large "
             "numbers are lost so."
         )
-        return what, f"Keep the layer in float32 with the `keep_float32` rule {path_rule(self.layer)!r}."
+        return what, f"Keep the layer in float32 with {kept_by(path_rule(self.layer))}."
 
 
 def may_lose_outputs(model) -> bool:

@@ -22,7 +22,7 @@ from mpkeras.conversion.raw_inputs import casts_by_itself, hands_inputs_on
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.policies.heads import has_own_arithmetic
 from mpkeras.policies.own_state import variables_from_outside
-from mpkeras.policies.rules import DEFAULT_RULES, first_match, is_quantized, path_rule
+from mpkeras.policies.rules import DEFAULT_RULES, first_match, is_quantized, kept_by, path_rule
 from mpkeras.training import training_backend
 from mpkeras.training.unseen_run import ROWS, run_on_few_rows
 
@@ -88,13 +88,12 @@ class Rounded:
     def sentences(self) -> tuple[str, str]:
         """Returns a sentence with the numbers, and one with the remedy."""
         becomes = f"{self.before:.15g} becomes {self.after:.15g}"
-        rules = " and ".join(map(repr, self.rules))
         if self.variable is not None:
             what = (
                 f"Layer '{self.layer}' reads its variable '{self.variable}' in {self.dtype}, which cannot hold the "
                 f"whole number in it: {becomes}."
             )
-            return what, f"Keep it whole with `add_weight(..., autocast=False)`, or the `keep_float32` rule {rules}."
+            return what, f"Keep it whole with `add_weight(..., autocast=False)`, or {kept_by(*self.rules)}."
         if self.layer == self.reader:
             what = f"Layer '{self.layer}' is given whole numbers that {self.dtype} cannot hold, rounded: {becomes}."
         else:
@@ -102,7 +101,7 @@ class Rounded:
                 f"Layer '{self.layer}' rounds whole numbers that {self.dtype} cannot hold, and hands them on to layer "
                 f"'{self.reader}': {becomes}."
             )
-        remedy = f"If they are ids, codes, positions or dates, keep them whole with the `keep_float32` rule {rules}."
+        remedy = f"If they are ids, codes, positions or dates, keep them whole with {kept_by(*self.rules)}."
         return what, remedy
 
 

@@ -206,7 +206,7 @@ def test_the_same_layer_passes_as_a_float32_island(name, policy):
             outputs = model(X)
         except TypeError as error:
             # The layers inside an island follow their own policy: the remedy here is the rule, or `dtype`.
-            assert name == "composite" and "the rule 'path:" in str(error)
+            assert name == "composite" and "`keep_float32=(..., 'path:" in str(error)
             return
         except UserWarning as warning:
             assert "mixes it with" in str(warning)
@@ -460,7 +460,9 @@ def test_of_the_remedies_the_rule_helps_a_model_that_was_made_in_float32():
         model = keras.Sequential([keras.Input((4,)), *made])
         return mpkeras.apply_policy(model, policy)
 
-    with pytest.raises(MixedDtypesError, match=r"the rule 'path:odd', or `dtype=\"float32\"` where it is made under"):
+    with pytest.raises(
+        MixedDtypesError, match=r"`keep_float32=\(..., 'path:odd'\)`, or `dtype=\"float32\"` where it is made under"
+    ):
         converted("mixed_bfloat16")
     rules = (*mpkeras.get_policy("mixed_bfloat16").keep_float32, "path:odd")
     assert converted(mpkeras.Policy("mixed_bfloat16", keep_float32=rules)).get_layer("odd").compute_dtype == "float32"

@@ -96,7 +96,7 @@ def test_keywords_override_a_registered_policy_and_another_compute_dtype_brings_
         ({"name": "mixed_float16", "compute_dtype": "bfloat16"}, ValueError, "Give the policy a name of its own"),
         ({"name": 16}, TypeError, "`name` to be a string"),
         ({"name": ""}, ValueError, "not empty"),
-        ({"name": "float32", "keep_float32": "Softmax"}, TypeError, r"\('Softmax',\)"),
+        ({"name": "float32", "keep_float32": "Softmax"}, TypeError, r"\(..., 'Softmax'\)"),
         ({"name": "float32", "keep_float32": ("a b",)}, ValueError, "class name"),
         ({"name": "float32", "loss_scale": "big"}, ValueError, "'dynamic'"),
         ({"name": "mixed_float16", "remat": "all"}, ValueError, r"'products', 'blocks'.*remat='all'.*Use 'blocks'"),
@@ -244,3 +244,37 @@ def test_remat_is_part_of_the_policy():
         assert again.remat == (("path:^dense$",) if remat == (layer,) else remat) or layer.path in str(again.remat)
         assert "remat=" in repr(policy) and policy.renamed("mine").remat == remat
     assert Policy("mixed_bfloat16").remat is None and "remat" not in Policy("float32").get_config()
+
+
+DEFAULTS = default_rules()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("mixed_float16", (..., "path:head"), (*DEFAULTS, "path:head")),
+        ("mixed_bfloat16", ["Conv2D", ..., "path:head"], ("Conv2D", *DEFAULTS, "path:head")),
+        ("float32", (..., "Conv2D"), ("Conv2D",)),
+    ],
+)
+def test_an_ellipsis_stands_for_the_rules_that_hold_without_the_argument(name, given, expected):
+    policy = Policy(name, keep_float32=given)
+    assert policy.keep_float32 == expected
+    assert keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(policy)) == policy
+
+
+def test_an_ellipsis_in_a_set_of_another_dtype_and_of_float8():
+    assert set(Policy("bfloat16", keep_float32={"path:a", ...}).keep_float32) == {*DEFAULTS, "path:a"}
+    # The rules of float32 were chosen for float32.
+    wide = Policy("own", compute_dtype="float16", variable_dtype="float32", keep_float32=("path:b", ...))
+    assert wide.keep_float32 == ("path:b", *DEFAULTS)
+    assert Policy("mixed_float8", keep_16_bits=(..., "path:a")).keep_16_bits == ("first", "last", "path:a")
+
+
+def test_an_ellipsis_in_place_of_a_tuple_or_where_it_stands_for_nothing_is_refused():
+    with pytest.raises(TypeError, match=r"tuple of rules. Received: keep_float32=Ellipsis"):
+        Policy("mixed_float16", keep_float32=...)
+    with pytest.raises(TypeError, match=r"each rule to be a string.*Ellipsis"):
+        Policy("mixed_float16", remat=[...])
+    with pytest.raises(ValueError, match="products in float8 only"):
+        Policy("mixed_float16", keep_16_bits=(..., "path:a"))

@@ -175,7 +175,7 @@ def test_a_layer_is_named_once_through_every_door(door):
     (message,) = said_by(train)
     # Places that bfloat16 holds are a quarter of a degree apart: all differences are 0.
     assert message.startswith("The outputs of layer 'apart' in bfloat16 are off by 100% from those in float32")
-    assert message.endswith("with the `keep_float32` rule 'path:^apart$'.")
+    assert message.endswith("with `keep_float32=(..., 'path:^apart$')`.")
 
 
 def test_an_evaluation_names_it_where_nothing_was_trained():
@@ -414,4 +414,4 @@ def test_each_layer_is_compared_once_for_rows_of_one_shape(monkeypatch):
 def test_sentences():
     what, remedy = LostOutputs("body/own", "float16", 0.256).sentences()
     assert what.startswith("The outputs of layer 'body/own' in float16 are off by 26% from those in float32 on the ")
-    assert remedy == "Keep the layer in float32 with the `keep_float32` rule 'path:^body/own$'."
+    assert remedy == "Keep the layer in float32 with `keep_float32=(..., 'path:^body/own$')`."

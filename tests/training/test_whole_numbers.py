@@ -543,10 +543,10 @@ def test_a_look_costs_no_trace(rows):
 def test_sentences():
     what, remedy = Rounded("a", "a", "float16", 2049.0, 2048.0).sentences()
     assert what == "Layer 'a' is given whole numbers that float16 cannot hold, rounded: 2049 becomes 2048."
-    assert remedy.endswith("keep them whole with the `keep_float32` rule 'path:^a$'.")
+    assert remedy.endswith("keep them whole with `keep_float32=(..., 'path:^a$')`.")
     what, remedy = Rounded("a", "b", "float16", 70000.0, float("inf")).sentences()
     assert what.endswith("cannot hold, and hands them on to layer 'b': 70000 becomes inf.")
-    assert remedy.endswith("rule 'path:^a$' and 'path:^b$'.")
+    assert remedy.endswith("`keep_float32=(..., 'path:^a$', 'path:^b$')`.")
 
 
 @pytest.mark.parametrize("rounded_at", [0, 37, 63])

@@ -185,9 +185,8 @@ def check_rounded_outputs(model, rows) -> list:
         what = f"It makes outputs of the model from {parameters:,} parameters, and rounds them to {dtype}."
         remedy = "`mpkeras.apply_policy` and `mpkeras.prepare` let it sum in float32."
         if layer.has_own_call:
-            rule = RuleNames.of_path(row.path)
             remedy = (
-                f"Its `call` is its author's, and is not looked into. The `keep_float32` rule {rule!r} keeps it in "
+                f"Its `call` is its author's, and is not looked into. {RuleNames.keeping(row.path)} keeps it in "
                 "float32; `Dense`, `EinsumDense` and `ReversibleEmbedding` in its place multiply in 16 bits and sum in "
                 "float32."
             )
@@ -332,8 +331,8 @@ def check_counted_numbers(forward, rows) -> list:
                 "others are rounded."
             )
             remedy = (
-                "Count in int32 and compute in float32 what follows, or keep the layer in float32 with the "
-                f"`keep_float32` rule {RuleNames.of_path(rows[owner].path)!r}."
+                "Count in int32 and compute in float32 what follows, or keep the layer in float32 with "
+                f"{RuleNames.keeping(rows[owner].path)}."
             )
             findings.append(Finding("warning", rows[owner].path, what, remedy))
         elif numbers == forward.open_size:

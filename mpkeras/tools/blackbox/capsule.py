@@ -338,8 +338,8 @@ class Capsule:
             # The first one may be of a layer in front, whose gradient is too large for what overflows behind it.
             return remedy_of_culprit(report) or report.remedies()[0]
         if operation.side == "forward":
-            path = re.escape(operation.where or "")
-            return f"Keep the layer in float32 with the rule 'path:^{path}$', or train in 'mixed_bfloat16'."
+            argument = RuleNames.keeping(operation.where or "")
+            return f"Keep the layer in float32 with {argument}, or train in 'mixed_bfloat16'."
         return (
             f"Gradients overflow at a loss scale of {self.loss_scale:g}. A dynamic one comes down by itself; if it "
             "does not stop, train in 'mixed_bfloat16' or keep the layer in float32."

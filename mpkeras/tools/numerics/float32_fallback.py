@@ -41,8 +41,7 @@ class Float32Fallback(NumericsMonitor):
     >>> history = model.fit(x, np.ones((8, 1)), batch_size=4, verbose=0, callbacks=callbacks)
     >>> fallback.moved, model.layers[0].compute_dtype
     (['net/hidden'], 'float32')
-    >>> rules = (*mpkeras.Policy("mixed_float16").keep_float32, *fallback.rules)
-    >>> policy = mpkeras.Policy("mixed_float16", keep_float32=rules)  # for the next training
+    >>> policy = mpkeras.Policy("mixed_float16", keep_float32=(..., *fallback.rules))  # for the next training
     """
 
     def __init__(

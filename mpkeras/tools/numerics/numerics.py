@@ -339,7 +339,7 @@ class NumericsReport(Report):
     >>> model = mpkeras.apply_policy(model, "mixed_float16")
     >>> report = mpkeras.trace_numerics(model, np.full((4, 2), 1e5))
     >>> print(report.remedies()[0])
-    Layer 'net/body': its input reaches 1e+05, over float16's 65504: keep it in float32 with the rule 'path:^net/body$'.
+    Layer 'net/body': its input reaches 1e+05, over float16's 65504: keep it in float32 with `keep_float32=(..., ...
     >>> report.policy().keep_float32[-1]
     'path:^net/body$'
     """
@@ -409,22 +409,22 @@ class NumericsReport(Report):
         for path, (dtype, what, reached) in too_large.items():
             lines.append(
                 f"Layer '{path}': its {what} reaches {beyond(reached, dtype)}, over {dtype}'s {largest(dtype):g}: keep "
-                f"it in float32 with the rule '{RuleNames.of_path(path)}'."
+                f"it in float32 with {RuleNames.keeping(path)}."
             )
         for layer in {layer.path: layer for layer in self.layers if layer.fails_inside}.values():
             if layer.path not in too_large:
                 share = f"{_percent(layer.overflow)} of its outputs" if layer.overflow else "losses that it adds"
                 lines.append(
                     f"Layer '{layer.path}': {share} are not finite in {layer.compute_dtype}, and are in float32: what "
-                    f"it computes on the way is not for {layer.compute_dtype}. Keep it in float32 with the rule "
-                    f"'{RuleNames.of_path(layer.path)}'."
+                    f"it computes on the way is not for {layer.compute_dtype}. Keep it in float32 with "
+                    f"{RuleNames.keeping(layer.path)}."
                 )
         lines += [line for path, line in remedies_of_lost_outputs(self).items() if path not in too_large]
         for layer in {layer.path: layer for layer in self.layers if layer.is_off_in_float8}.values():
             lines.append(
                 f"Layer '{layer.path}': its outputs are off by {_percent(layer.float8['output_error'])} in float8, and "
-                f"{_percent(layer.float8['inputs'])} of its inputs round to zero: keep it in 16 bits with the "
-                f"`keep_16_bits` rule '{RuleNames.of_path(layer.path)}'."
+                f"{_percent(layer.float8['inputs'])} of its inputs round to zero: keep it in 16 bits with "
+                f"`keep_16_bits=(..., '{RuleNames.of_path(layer.path)}')`."
             )
         if lines:
             other = "; or train in 'mixed_bfloat16'" if "float16" in self._compute_dtypes else ""
@@ -533,7 +533,7 @@ def remedies_of_lost_outputs(report) -> dict:
                 lost, error = "the losses that it adds", layer.added_error
             sentences[layer.path] = (
                 f"Layer '{layer.path}': {lost} in {layer.compute_dtype} are off by {_percent(error)} from those in "
-                f"float32 on the same inputs: keep it in float32 with the rule '{RuleNames.of_path(layer.path)}'."
+                f"float32 on the same inputs: keep it in float32 with {RuleNames.keeping(layer.path)}."
             )
     return sentences
 

@@ -1,5 +1,6 @@
 """`audit`: the table, the sums, and a finding for each thing that goes wrong in 16 bits."""
 
+import ast
 import io
 import json
 import logging
@@ -137,6 +138,11 @@ class OwnHead(layers.Dense):
         return keras.ops.matmul(inputs, self.kernel)
 
 
+def rules_in(remedy):
+    """Returns the rules of the argument that a remedy says, as a program that it is copied into has them."""
+    return ast.literal_eval(remedy.partition("`keep_float32=")[2].partition("`")[0])
+
+
 def test_outputs_that_a_large_head_rounds_are_named_with_a_rule_that_holds(monkeypatch):
     monkeypatch.setattr("mpkeras.policies.heads._LARGE", 24)
 
@@ -148,8 +154,7 @@ def test_outputs_that_a_large_head_rounds_are_named_with_a_rule_that_holds(monke
     (finding,) = rounded("mixed_float16")
     assert (finding.severity, finding.layer) == ("note", "net/own")
     assert finding.what == "It makes outputs of the model from 28 parameters, and rounds them to float16."
-    rule = finding.remedy.partition("rule '")[2].partition("'")[0]
-    assert rounded(mpkeras.Policy("mixed_float16", keep_float32=(*mpkeras.policies.default_rules(), rule))) == []
+    assert rounded(mpkeras.Policy("mixed_float16", keep_float32=rules_in(finding.remedy))) == []
     # Keras' arithmetic in the policy of plain Keras.
     model = keras.Sequential([keras.Input((6,)), layers.Dense(4, dtype="mixed_bfloat16", name="stock")])
     (finding,) = [f for f in mpkeras.audit(model).findings if "rounds them" in f.what]
@@ -199,8 +204,7 @@ def test_positions_counted_in_16_bits(policy, length, layer, expected):
         (finding,) = whole
         assert (finding.severity, finding.layer) == ("warning", "net/own") and f"It counts {expected}," in finding.what
         # The remedy cures it: what is rounded by then is the sum.
-        rule = finding.remedy.split("rule '")[1].removesuffix("'.")
-        mpkeras.apply_policy(model, mpkeras.Policy(policy, keep_float32=(*mpkeras.policies.default_rules(), rule)))
+        mpkeras.apply_policy(model, mpkeras.Policy(policy, keep_float32=rules_in(finding.remedy)))
         assert not [finding for finding in mpkeras.audit(model).findings if "whole number" in finding.what]
 
 

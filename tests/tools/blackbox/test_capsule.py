@@ -304,7 +304,9 @@ def test_remedies_name_what_helps(tmp_path):
         path, _, _ = skipped_step(tmp_path, model, data, jit_compile=False, **options)
         return mpkeras.load_capsule(path, custom_objects=CUSTOM).remedy()
 
-    assert "rule 'path:^hidden$'" in remedy(faults.model_with(), faults.batch(scale=1e5)).replace("net/", "")
+    assert "`keep_float32=(..., 'path:^hidden$')`" in remedy(faults.model_with(), faults.batch(scale=1e5)).replace(
+        "net/", ""
+    )
     assert "epsilon" in remedy(faults.model_with(faults.Log(dtype="float32")), faults.batch())
     text = remedy(faults.model_with(faults.Steep(dtype="mixed_float16")), faults.batch(), loss_scale=2.0**15)
     assert "loss scale of 32768" in text

@@ -613,7 +613,7 @@ def test_a_layer_that_loses_its_finite_outputs_is_named_with_a_rule_that_cures(i
     assert report.culprit is None
     assert report.remedies() == [
         f"Layer '{shifted.path}': its outputs in bfloat16 are off by 33 % from those in float32 on the same inputs: "
-        f"keep it in float32 with the rule 'path:^{shifted.path}$'.",
+        f"keep it in float32 with `keep_float32=(..., 'path:^{shifted.path}$')`.",
         "`report.policy()` is the policy with these rules.",
     ]
     mpkeras.prepare(model, report.policy())

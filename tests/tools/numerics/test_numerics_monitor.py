@@ -180,7 +180,7 @@ def test_a_layer_that_loses_finite_outputs_is_warned_of_once(first):
     else:
         assert message == (
             "Step 1 of epoch 1: Layer 'net/shifted': its outputs in bfloat16 are off by 100 % from those in float32 on "
-            "the same inputs: keep it in float32 with the rule 'path:^net/shifted$'."
+            "the same inputs: keep it in float32 with `keep_float32=(..., 'path:^net/shifted$')`."
         )
 
 
