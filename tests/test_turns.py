@@ -1,4 +1,4 @@
-"""Which slow tests `.ci/run` leaves out: over 48 turns none."""
+"""Which slow tests `.ci/run` leaves out: over 72 turns none."""
 
 import ast
 import importlib.util
@@ -33,17 +33,17 @@ class Item:
 
 
 def turns(item):
-    """Returns for each of 48 turns the backends on which the test runs."""
-    return [[name for name in BACKENDS if turns_plugin.has_its_turn(item, name, turn)] for turn in range(48)]
+    """Returns for each of 72 turns the backends on which the test runs."""
+    return [[name for name in BACKENDS if turns_plugin.has_its_turn(item, name, turn)] for turn in range(72)]
 
 
 @pytest.mark.parametrize("name", ["test_a", "test_b", "test_c"])
-def test_each_backend_has_two_of_48_turns(name):
+def test_each_backend_has_two_of_72_turns(name):
     found = turns(Item(name, pytest.mark.slow))
-    assert sorted(sum(found, [])) == sorted(BACKENDS * 2) and found[:24] == found[24:]
-    # Seven turns without it follow each with it.
+    assert sorted(sum(found, [])) == sorted(BACKENDS * 2) and found[:36] == found[36:]
+    # Eleven turns without it follow each with it.
     first = next(turn for turn, names in enumerate(found) if names)
-    assert [len(names) for names in found[first : first + 24]] == [1, 0, 0, 0, 0, 0, 0, 0] * 3
+    assert [len(names) for names in found[first : first + 36]] == [1, *[0] * 11] * 3
 
 
 @pytest.mark.parametrize("is_seldom", [False, True], ids=["named", "others are seldom"])
@@ -58,23 +58,23 @@ def test_of_two_backends_each_has_three(is_seldom, monkeypatch):
 
 def test_a_single_backend_has_six():
     found = turns(Item("test_a", pytest.mark.slow, pytest.mark.backends("jax")))
-    assert sum(found, []) == ["jax"] * 6 and found[:8] * 6 == found
+    assert sum(found, []) == ["jax"] * 6 and found[:12] * 6 == found
 
 
 @pytest.mark.parametrize("marks", [[], [pytest.mark.slow]], ids=["quick", "slow"])
 def test_some_files_take_no_turns(marks, monkeypatch):
     monkeypatch.setattr(turns_plugin, "EVERY_TURN", (FILE,))
-    assert turns(Item("test_a", *marks)) == [list(BACKENDS)] * 48
+    assert turns(Item("test_a", *marks)) == [list(BACKENDS)] * 72
 
 
 @pytest.mark.parametrize("name", ["test_a", "test_b", "test_c"])
 def test_quick_ones_run_on_tensorflow_and_one_of_the_others(name):
     found = turns(Item(name))
-    assert sorted(found[:2]) == [["tensorflow", "jax"], ["tensorflow", "torch"]] and found[:2] * 24 == found
+    assert sorted(found[:2]) == [["tensorflow", "jax"], ["tensorflow", "torch"]] and found[:2] * 36 == found
 
 
 def test_quick_ones_that_tensorflow_does_not_run_take_none():
-    assert turns(Item("test_a", pytest.mark.backends("jax"))) == [list(BACKENDS)] * 48
+    assert turns(Item("test_a", pytest.mark.backends("jax"))) == [list(BACKENDS)] * 72
 
 
 @pytest.mark.parametrize("table", ["EVERY_CASE", "SELDOM"])

@@ -1,7 +1,7 @@
 """Which tests one run of `.ci/run` leaves out: a pytest plugin, `PYTHONPATH=.ci/plugin pytest -p turns`.
 
 `pytest -m ""` runs every case on every backend, which takes hours. So `.ci/run` takes of parametrized tests the first
-case, and lets slow tests take turns over the backends, and over runs without them: 48 numbers in a row have each
+case, and lets slow tests take turns over the backends, and over runs without them: 72 numbers in a row have each
 on each of its backends. The others run on TensorFlow each time, and on JAX and torch in turns.
 """
 
@@ -170,7 +170,7 @@ def pytest_addoption(parser):
         "--turn",
         type=int,
         metavar="N",
-        help="of the slow tests those alone whose turn it is: within 48 numbers in a row, each runs at least "
+        help="of the slow tests those alone whose turn it is: within 72 numbers in a row, each runs at least "
         "twice on each of its backends; of the others half on JAX, and half on torch",
     )
 
@@ -222,8 +222,8 @@ def has_its_turn(item, backend: str, turn: int) -> bool:
     names = [name for name in BACKENDS if name in names and name not in _entry(SELDOM, item)]
     if not names:
         return False
-    # Seven runs without it follow, so that a run takes 20 minutes.
-    places = [place for name in names for place in (name, *[None] * 7)]
+    # Eleven runs without it follow, so that a run takes 20 minutes.
+    places = [place for name in names for place in (name, *[None] * 11)]
     return places[number % len(places)] == backend
 
 
