@@ -1081,7 +1081,7 @@ class OwnMetrics(OwnStep):
     """The steps of BayesFlow hand its `compute_metrics` the columns of their data."""
 
     def compute_metrics(self, inputs, targets, y_pred, stage="validation"):
-        return stage, ops.mean(ops.abs(y_pred - targets))
+        return stage, ops.mean(ops.abs(ops.subtract(y_pred, targets)))
 
 
 def test_a_compute_metrics_with_arguments_of_its_own():
