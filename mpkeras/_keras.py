@@ -489,9 +489,10 @@ def has_all_weights(model) -> bool:
     In TensorFlow's `fit` a model whose `train_step` runs its layers alone is never built itself: Keras builds a model
     by its call, and in those that have no `build` of their own there is nothing to make but the layers inside.
     """
+    if is_built(model):
+        return True
     inside = flatten_layers(model)
-    is_default = type(model).build is keras.Model.build
-    return is_built(model) or (is_default and bool(inside) and all(layer.built for layer in inside))
+    return type(model).build is keras.Model.build and bool(inside) and all(layer.built for layer in inside)
 
 
 def symbolic_build(model, data_batch):

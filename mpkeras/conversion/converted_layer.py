@@ -122,6 +122,18 @@ class ConvertedLayer:
         with replaced(self.layer, "add_loss", add_what_came_through, kind="observed"):
             yield
 
+    @contextlib.contextmanager
+    def noting_added_losses(self):
+        """Context manager that returns a list: of what the layer itself gives to `add_loss` in it."""
+        added: list = []
+
+        def note(loss):
+            added.append(loss)
+            return loss
+
+        with self.added_losses_through(note):
+            yield added
+
     def outputs_in_float32(self, args, kwargs, in_inference: bool = False):
         """Returns the outputs for the same inputs in float32; `None` where they cannot be compared.
 

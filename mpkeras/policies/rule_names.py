@@ -32,6 +32,6 @@ class RuleNames:
         return path_rule(path)
 
     @staticmethod
-    def keeping(path: str) -> str:
-        """Returns the argument that keeps the layer of this path in float32 beside what is kept without it, as code."""
-        return kept_by(path_rule(path))
+    def keeping(path: str, argument: str = "keep_float32") -> str:
+        """Returns the argument of a policy that adds the rule for this layer to those that hold without it, as code."""
+        return kept_by(path_rule(path), argument=argument)

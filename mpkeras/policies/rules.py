@@ -197,9 +197,9 @@ def filled_in(rules, default: tuple):
     return type(rules)(itertools.chain.from_iterable(default if rule is ... else (rule,) for rule in rules))
 
 
-def kept_by(*rules: str) -> str:
-    """Returns the argument that keeps layers in float32 by these rules and those that hold without it, as code."""
-    return f"`keep_float32=(..., {', '.join(map(repr, rules))})`"
+def kept_by(*rules: str, argument: str = "keep_float32") -> str:
+    """Returns the argument of a policy that adds these rules to those that hold without it, as code."""
+    return f"`{argument}=(..., {', '.join(map(repr, rules))})`"
 
 
 def validate(rules, argument: str = "keep_float32", example: str = "for example (..., 'Softmax')") -> tuple:

@@ -163,14 +163,8 @@ class _Comparison:
 @contextlib.contextmanager
 def _added_losses(layer):
     """Context manager around a call of `layer`: what that gives to `add_loss`. Tensors that it keeps are put back."""
-    added: list = []
-
-    def note(loss):
-        added.append(loss)
-        return loss
-
     kept = _keras.tensors_put_back(_keras.flatten_layers(layer, include_self=True))
-    with kept, ConvertedLayer(layer).added_losses_through(note):
+    with kept, ConvertedLayer(layer).noting_added_losses() as added:
         yield added
 
 

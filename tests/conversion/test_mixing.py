@@ -461,7 +461,7 @@ def test_of_the_remedies_the_rule_helps_a_model_that_was_made_in_float32():
         return mpkeras.apply_policy(model, policy)
 
     with pytest.raises(
-        MixedDtypesError, match=r"`keep_float32=\(..., 'path:odd'\)`, or `dtype=\"float32\"` where it is made under"
+        MixedDtypesError, match=r"`keep_float32=\(\.\.\., 'path:odd'\)`, or `dtype=\"float32\"` where it is made under"
     ):
         converted("mixed_bfloat16")
     rules = (*mpkeras.get_policy("mixed_bfloat16").keep_float32, "path:odd")

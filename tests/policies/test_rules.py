@@ -79,7 +79,7 @@ def test_validate(rules, expected):
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [
-        pytest.param("Softmax", TypeError, r"\(..., 'Softmax'\)", id="a bare string"),
+        pytest.param("Softmax", TypeError, r"\(\.\.\., 'Softmax'\)", id="a bare string"),
         pytest.param(None, TypeError, "tuple of rules", id="None"),
         pytest.param((keras.Variable,), TypeError, "Name the layer's class", id="another class"),
         pytest.param((3,), TypeError, "a string, a layer class or a layer", id="a number"),

@@ -424,7 +424,7 @@ class NumericsReport(Report):
             lines.append(
                 f"Layer '{layer.path}': its outputs are off by {_percent(layer.float8['output_error'])} in float8, and "
                 f"{_percent(layer.float8['inputs'])} of its inputs round to zero: keep it in 16 bits with "
-                f"`keep_16_bits=(..., '{RuleNames.of_path(layer.path)}')`."
+                f"{RuleNames.keeping(layer.path, 'keep_16_bits')}."
             )
         if lines:
             other = "; or train in 'mixed_bfloat16'" if "float16" in self._compute_dtypes else ""

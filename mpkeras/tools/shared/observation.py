@@ -286,14 +286,8 @@ class _Pass:
         """
         if not self._has_references or layer.compute_dtype not in dtypes.SIXTEEN_BIT_DTYPES:
             return []
-        added: list = []
-
-        def note(loss):
-            added.append(loss)
-            return loss
-
         self._is_paused = True
-        with ConvertedLayer(layer).added_losses_through(note):
+        with ConvertedLayer(layer).noting_added_losses() as added:
             outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs)
         self._is_paused = False
         return [] if outputs is None else [*_floats(outputs), *_floats(added)]
