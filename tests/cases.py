@@ -9,5 +9,10 @@ def first_quick(cases) -> list:
     A tuple is a value for each of several arguments.
     """
     first, *others = cases
-    values = (case if isinstance(case, tuple) else (case,) for case in others)
-    return [first, *(pytest.param(*value, marks=pytest.mark.slow) for value in values)]
+    return [first, *map(_slow, others)]
+
+
+def _slow(case):
+    if hasattr(case, "marks"):  # a `pytest.param`
+        return case._replace(marks=(*case.marks, pytest.mark.slow))
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,8 @@ class Item:
     """What pytest collects of a test, as far as turns look at it."""
 
     def __init__(self, name, *marks):
-        self.name, self.location = name, (FILE, 1, name)
+        self.name, self.originalname, self.location = name, name.split("[")[0], (FILE, 1, name)
+        self.parent = SimpleNamespace(nodeid=FILE)
         self._marks = {decorator.mark.name: decorator.mark for decorator in marks}
 
     def iter_markers(self):
@@ -75,6 +77,30 @@ def test_quick_ones_run_on_tensorflow_and_one_of_the_others(name):
 
 def test_quick_ones_that_tensorflow_does_not_run_take_none():
     assert turns(Item("test_a", pytest.mark.backends("jax"))) == [list(BACKENDS)] * 72
+
+
+QUICK = [Item(f"test_a[{number}]") for number in range(3)]
+SLOW = [Item(f"test_a[{number}]", pytest.mark.slow) for number in range(3, 6)]
+
+
+def cases_left(**options):
+    """Returns the numbers of the cases of a test, three quick and three slow ones, that are not left out."""
+    left_out = turns_plugin.later_cases(QUICK + SLOW, "jax", **options)
+    return [number for number, item in enumerate(QUICK + SLOW) if item not in left_out]
+
+
+def test_one_slow_case_remains_and_another_one_72_turns_later():
+    found = [cases_left(slow_ones_only=False, turn=turn) for turn in (0, 71, 72, 144, 216)]
+    assert found == [[0, 3], [0, 3], [0, 4], [0, 5], [0, 3]]
+
+
+def test_quick_cases_all_remain_where_slow_ones_alone_are_chosen():
+    assert cases_left(slow_ones_only=True, turn=80) == [0, 1, 2, 4]
+
+
+def test_every_case_remains_of_a_test_in_the_table(monkeypatch):
+    monkeypatch.setitem(turns_plugin.EVERY_CASE, FILE, {"test_a": ("jax",)})
+    assert cases_left(slow_ones_only=False, turn=72) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("table", ["EVERY_CASE", "SELDOM"])

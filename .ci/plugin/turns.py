@@ -1,8 +1,9 @@
 """Which tests one run of `.ci/run` leaves out: a pytest plugin, `PYTHONPATH=.ci/plugin pytest -p turns`.
 
-`pytest -m ""` runs every case on every backend, which takes hours. So `.ci/run` takes of parametrized tests the first
-case, and lets slow tests take turns over the backends, and over runs without them: 72 numbers in a row have each
-on each of its backends. The others run on TensorFlow each time, and on JAX and torch in turns.
+`pytest -m ""` runs every case on every backend, which takes hours. So `.ci/run` takes of parametrized tests one slow
+case, another one after 72 numbers, and lets slow tests take turns over the backends, and over runs without them: 72
+numbers in a row have each on each of its backends. The others run on TensorFlow each time, and on JAX and torch in
+turns.
 """
 
 import zlib
@@ -163,8 +164,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--one-case",
         choices=("slow", "all"),
-        help="the first case alone of each parametrized test (or of those marked slow) that is not in EVERY_CASE, and "
-        "no test in SELDOM",
+        help="the first quick case alone of each parametrized test (or all its quick ones) and one of the slow ones, "
+        "but for tests in EVERY_CASE; no test in SELDOM",
     )
     parser.addoption(
         "--turn",
@@ -181,7 +182,8 @@ def pytest_collection_modifyitems(config, items):
     active = keras.backend.backend()
     left_out = {}
     if config.getoption("one_case") is not None:
-        left_out |= later_cases(items, active, slow_ones_only=config.getoption("one_case") == "slow")
+        only_slow = config.getoption("one_case") == "slow"
+        left_out |= later_cases(items, active, only_slow, turn=config.getoption("turn") or 0)
         left_out |= {item: None for item in items if active in _entry(SELDOM, item)}
     if config.getoption("turn") is not None:
         left_out |= {item: None for item in items if not has_its_turn(item, active, config.getoption("turn"))}
@@ -190,25 +192,30 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=list(left_out))
 
 
-def later_cases(items, backend: str, slow_ones_only: bool) -> dict:
-    """Returns all cases of parametrized tests but the first that runs, with those in `EVERY_CASE` left alone."""
-    seen, later = set(), {}
+def later_cases(items, backend: str, slow_ones_only: bool, turn: int = 0) -> dict:
+    """Returns of each parametrized test all quick cases but the first, and all slow ones but one.
+
+    Which slow case remains changes with every 72 turns. Of tests in `EVERY_CASE` all cases remain.
+    """
+    cases: dict = {}
     for item in items:
-        marks = {marker.name for marker in item.iter_markers()}
-        if "skip" in marks or (slow_ones_only and not marks & {"slow", "matrix"}):
-            continue
-        name = (item.parent.nodeid, getattr(item, "originalname", item.name))
-        all_matter = backend in _entry(EVERY_CASE, item)
+        marks = _marks(item)
+        is_slow = bool(marks & {"slow", "matrix"})
+        if "skip" not in marks and (is_slow or not slow_ones_only):
+            cases.setdefault((item.parent.nodeid, _name(item), is_slow), []).append(item)
+    later = {}
+    for (_, _, is_slow), of_test in cases.items():
+        all_matter = backend in _entry(EVERY_CASE, of_test[0])
+        taken = of_test[turn // 72 % len(of_test) if is_slow and not all_matter else 0]
         # Of a test in `EVERY_CASE`, single cases may be marked `matrix`.
-        if name in seen and (not all_matter or "matrix" in marks):
-            later[item] = None
-        seen.add(name)
+        others = (item for item in of_test if item is not taken and (not all_matter or "matrix" in _marks(item)))
+        later.update(dict.fromkeys(others))
     return later
 
 
 def has_its_turn(item, backend: str, turn: int) -> bool:
     """Whether a test runs on a backend in this turn: all but the slow ones do in each, and on JAX in every other."""
-    marks = {marker.name for marker in item.iter_markers()}
+    marks = _marks(item)
     if item.location[0] in EVERY_TURN:
         return True
     # By name, all cases of a test together: the same ones everywhere, whoever is asked.
@@ -231,6 +238,10 @@ def _entry(table: dict, item) -> tuple:
     """Returns the backends that a table names for a test."""
     of_file = table.get(item.location[0], ())
     return of_file.get(_name(item), ()) if isinstance(of_file, dict) else of_file
+
+
+def _marks(item) -> set:
+    return {marker.name for marker in item.iter_markers()}
 
 
 def _name(item) -> str:

@@ -12,6 +12,7 @@ import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 
@@ -321,7 +322,7 @@ class Distance(keras.layers.Layer):
         return keras.ops.sqrt(keras.ops.sum((x - x[:, :1]) ** 2, axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", first_quick(["float32", "mixed_bfloat16"]))
 def test_a_slope_that_is_not_finite_in_the_range_of_float32_is_not_laid_on_the_policy(policy):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, kernel_initializer="ones"), Distance()])
     model.compile(keras.optimizers.SGD(0.1), "mse")
@@ -330,7 +331,7 @@ def test_a_slope_that_is_not_finite_in_the_range_of_float32_is_not_laid_on_the_p
     assert not any("mixed_bfloat16" in str(warning.message) for warning in told)
 
 
-@pytest.mark.parametrize("overflowing", [1, 2])
+@pytest.mark.parametrize("overflowing", first_quick([1, 2]))
 def test_two_skipped_steps_in_a_row_at_the_lowest_scale_are_told_and_one_is_not(overflowing):
     y = np.ones((6, 1), "float32")
     # 2 * 1e5 / 2 is over 65504.

@@ -8,6 +8,7 @@ import pytest
 
 from _mpkeras_cli.saved_model import _losses, random_inputs
 from mpkeras.devices.native import Device
+from tests.cases import first_quick
 from tests.cli.lines import lines_of
 
 # What is tested here knows no backend: once is enough.
@@ -42,12 +43,14 @@ def test_data_and_the_loss_of_the_file(capsys, path, tmp_path):
     assert result["policy"] and len(result["cells"]) >= 3
 
 
+@pytest.mark.slow
 def test_inputs_by_name_and_no_targets(capsys, path, tmp_path):
     np.savez(tmp_path / "batch.npz", features=np.ones((6, 4), "float32"))
     text = printed(capsys, path, "--data", tmp_path / "batch.npz", "--budget", "2", "--batch-size", "2")
     assert "trained on 2 examples" in text and "stood in for the loss: no targets" in text
 
 
+@pytest.mark.slow
 def test_outputs_by_name(capsys, tmp_path):
     inputs = keras.Input((4,), name="features")
     outputs = {name: keras.layers.Dense(units, name=name)(inputs) for name, units in (("height", 1), ("kind", 3))}
@@ -71,7 +74,7 @@ def two_outputs():
 
 
 @pytest.mark.filterwarnings("ignore:.*HDF5 file:UserWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", ["model.keras", "model.h5"])
+@pytest.mark.parametrize("name", first_quick(["model.keras", "model.h5"]))
 def test_several_outputs_and_the_loss_of_an_older_file(capsys, tmp_path, name):
     two_outputs().save(tmp_path / name)
     targets = {"age": np.ones((5, 1)), "weight": np.ones((5, 2))}

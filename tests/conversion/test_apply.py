@@ -9,6 +9,7 @@ import pytest
 import mpkeras
 from mpkeras.conversion.apply import apply_policy
 from mpkeras.conversion.undo import recorded
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 
@@ -110,7 +111,7 @@ def assert_symbolic_dtypes_are_the_real_ones(model, x):
     assert [tensor.dtype for tensor in tensors] == real_dtypes(keras.Model(model.inputs, tensors)(inputs))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", first_quick(POLICIES))
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model(kind, policy, backend):
     if (kind, policy, backend) == ("wrappers", "mixed_float16", "jax"):
@@ -546,7 +547,9 @@ def subclassed(is_built):
 
 
 @pytest.mark.parametrize(
-    "make", [functional, lambda: subclassed(False), lambda: subclassed(True)], ids=["graph", "late", "built"]
+    "make",
+    first_quick([functional, lambda: subclassed(False), lambda: subclassed(True)]),
+    ids=["graph", "late", "built"],
 )
 @pytest.mark.parametrize(
     ("optimizer", "policy", "message"),
@@ -686,7 +689,7 @@ class SeesDtype(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("function", ["predict", "evaluate", "fit"])
+@pytest.mark.parametrize("function", first_quick(["predict", "evaluate", "fit"]))
 def test_what_keras_has_compiled_before_is_compiled_anew(function):
     layer = SeesDtype()
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), layer, keras.layers.Dense(3)])

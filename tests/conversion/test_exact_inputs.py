@@ -353,7 +353,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize(("policy", "epsilon"), [("mixed_float16", 2.0**-11), ("mixed_bfloat16", 2.0**-8)])
+@pytest.mark.parametrize(("policy", "epsilon"), first_quick([("mixed_float16", 2.0**-11), ("mixed_bfloat16", 2.0**-8)]))
 @pytest.mark.parametrize("kind", OWN)
 def test_arithmetic_of_the_users_own_with_the_data_alone_is_that_of_float32(kind, policy, epsilon):
     make, x = OWN[kind]

@@ -90,7 +90,7 @@ def dtypes(model):
 
 
 @pytest.mark.parametrize("policy", first_quick([None, "mixed_bfloat16"]), ids=["as it was", "asked for"])
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", first_quick(MODELS))
 def test_prepare_gives_them_what_they_had(make, policy, tmp_path):
     model = trained(mpkeras.prepare(compiled(make), "mixed_bfloat16"))
     before = dtypes(model)
@@ -117,7 +117,7 @@ def test_a_file_of_a_file_is_gone_on_with_alike(tmp_path):
         assert dtypes(model) == ["bfloat16", "bfloat16", "bfloat16", "float32"]
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", first_quick(MODELS))
 def test_what_was_made_under_a_global_policy_is_so_again_and_float32_on_purpose_stays(make, tmp_path):
     mpkeras.set_global_policy("mixed_bfloat16")
     model = trained(compiled(make))
@@ -153,6 +153,7 @@ def test_layers_of_a_program_stay_as_they_were_made():
     assert dtypes(model)[0] == "float32"
 
 
+@pytest.mark.slow
 def test_rules_of_ones_own_are_in_the_file(tmp_path):
     rules = (*mpkeras.Policy("mixed_bfloat16").keep_float32, "path:first$")
     policy = mpkeras.Policy("mine", compute_dtype="bfloat16", variable_dtype="float32", keep_float32=rules)
@@ -161,6 +162,7 @@ def test_rules_of_ones_own_are_in_the_file(tmp_path):
     assert dtypes(again) == dtypes(model) == ["float32", "bfloat16", "bfloat16", "float32"]
 
 
+@pytest.mark.slow
 def test_a_model_that_went_back_to_float32_stays_there(tmp_path):
     model = trained(mpkeras.prepare(compiled(whole), "mixed_bfloat16"))
     mpkeras.apply_policy(model, "float32")

@@ -6,6 +6,7 @@ import pytest
 from keras import layers
 
 import mpkeras
+from tests.cases import first_quick
 from tests.op_trace import casts, exponential_dtypes, product_dtypes, training_ops
 from tests.sixteen_bits import without_outputs
 
@@ -46,7 +47,7 @@ def attention():
     return keras.Model(inputs, layers.Dense(600, activation="softmax")(x))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", first_quick(POLICIES))
 @pytest.mark.parametrize("make", [head, two_heads, squeeze_and_excite, attention])
 def test_products_of_heads_are_in_float32_and_all_others_in_16_bits(make, policy, backend):
     if make is attention and backend == "jax" and policy == "mixed_float16":

@@ -296,7 +296,7 @@ FINISHES = {
 }
 
 
-@pytest.mark.parametrize("finish", FINISHES)
+@pytest.mark.parametrize("finish", first_quick(FINISHES))
 @pytest.mark.parametrize("make", first_quick([GoingOn, going_on_graph]))
 def test_a_layer_that_makes_an_output_alone_is_in_float32_whatever_else_it_leads_to(make, finish):
     keras.utils.set_random_seed(4)
@@ -357,7 +357,7 @@ FINISHED = {
 }
 
 
-@pytest.mark.parametrize("kind", FINISHED)
+@pytest.mark.parametrize("kind", first_quick(FINISHED))
 def test_a_model_without_weights_behind_the_head_inside_is_given_float32(kind):
     keras.utils.set_random_seed(6)
     model = FINISHED[kind]()
@@ -503,7 +503,7 @@ SKIPPING = {
 }
 
 
-@pytest.mark.parametrize("kind", SKIPPING)
+@pytest.mark.parametrize("kind", first_quick(SKIPPING))
 @pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "bfloat16"]))
 def test_what_is_added_to_a_head_does_not_round_it(kind, policy):
     """TensorFlow adds no float32 to 16 bits: what meets a head is made float32."""
@@ -531,8 +531,8 @@ def product_graph():
     return keras.Model(inputs, ops.matmul(layers.Dense(4)(hidden()(inputs)) / 10000.0 + 1.0, kernel))
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("make", [restored_graph, product_graph, lambda: AroundModel(restored_graph())])
+@pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "mixed_float16"]))
+@pytest.mark.parametrize("make", first_quick([restored_graph, product_graph, lambda: AroundModel(restored_graph())]))
 def test_variables_that_operations_of_a_graph_take_are_read_in_float32(make, policy):
     model = make()
     expected = keras.tree.map_structure(ops.convert_to_numpy, model(X))
@@ -586,7 +586,7 @@ def graph_around(inner):
 
 @pytest.mark.parametrize("is_large", first_quick([False, True]), ids=["small", "large"])
 @pytest.mark.parametrize("around", first_quick([AroundModel, graph_around]))
-@pytest.mark.parametrize("make", [Restored, WeightsBehind, Tied, WithToken])
+@pytest.mark.parametrize("make", first_quick([Restored, WeightsBehind, Tied, WithToken]))
 def test_a_model_inside_is_in_16_bits_and_its_outputs_are_not_rounded(make, around, is_large, monkeypatch):
     inner = make()
     model = around(inner)
@@ -602,8 +602,8 @@ def test_a_model_inside_is_in_16_bits_and_its_outputs_are_not_rounded(make, arou
     np.testing.assert_array_equal(keras.tree.flatten(model.predict(X, verbose=0))[0], expected)
 
 
-@pytest.mark.parametrize("around", [AroundModel, graph_around])
-@pytest.mark.parametrize("make", [Shared, Residual])
+@pytest.mark.parametrize("around", first_quick([AroundModel, graph_around]))
+@pytest.mark.parametrize("make", first_quick([Shared, Residual]))
 def test_a_model_inside_is_in_float32_where_its_arithmetic_cannot_be_told_apart(make, around):
     inner = make()
     model = around(inner)
@@ -614,7 +614,7 @@ def test_a_model_inside_is_in_float32_where_its_arithmetic_cannot_be_told_apart(
     assert "bfloat16" in {layer.compute_dtype for layer in model._flatten_layers()}
 
 
-@pytest.mark.parametrize("make", [Towers, lambda: AroundModel(Towers())])
+@pytest.mark.parametrize("make", first_quick([Towers, lambda: AroundModel(Towers())]))
 def test_the_first_call_is_not_rounded_where_a_layer_is_not_used(make):
     model = make()
     expected = model.predict(X, verbose=0)
@@ -669,7 +669,7 @@ class BuildsLayers(keras.Model):
         return self.end(self.body(x))
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "mixed_float16"]))
 def test_a_model_without_layers_makes_its_outputs_itself(policy):
     model = WithoutLayers()
     expected = model.predict(X, verbose=0)
@@ -715,8 +715,8 @@ def normalized_graph(name):
     return keras.Model(inputs, Normalized(name).call(inputs))
 
 
-@pytest.mark.parametrize("name", NORMALIZATIONS)
-@pytest.mark.parametrize("make", [Normalized, normalized_graph])
+@pytest.mark.parametrize("name", first_quick(NORMALIZATIONS))
+@pytest.mark.parametrize("make", first_quick([Normalized, normalized_graph]))
 def test_a_normalization_at_the_end_is_not_rounded_to_the_dtype_of_its_input(make, name):
     model = make(name)
     expected = model.predict(X, verbose=0)
@@ -769,7 +769,7 @@ class RawProduct(keras.Model):
         return left @ right.T if keras.backend.backend() != "tensorflow" else left @ ops.transpose(right)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "mixed_float16"]))
 def test_a_product_of_two_heads_by_the_backend(policy):
     pair = [X, X[::-1] + 1]
     expected = RawProduct().predict(pair, batch_size=12, verbose=0)
@@ -862,7 +862,7 @@ class Mixing(keras.Model):
         return outputs * self.scale
 
 
-@pytest.mark.parametrize("door", ["prepare", "callback", "apply_policy"])
+@pytest.mark.parametrize("door", first_quick(["prepare", "callback", "apply_policy"]))
 def test_a_program_that_cannot_take_float32_from_a_head_goes_on(door):
     model, expected = made(Mixing, "mixed_bfloat16", door)
     predicted = model.predict(X, verbose=0)

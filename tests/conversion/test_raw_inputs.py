@@ -183,18 +183,20 @@ def graph_of_one(layer):
 
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [
-        pytest.param(lambda: graph_of_one(Change()), 1000.75, id="in a graph"),
-        pytest.param(lambda: ModelAround(Change()), 1000.75, id="in a model of the user's"),
-        pytest.param(
-            lambda: graph_of_one(ChangeWithMore()),
-            1000.75,
-            marks=pytest.mark.filterwarnings("ignore:.*unbuilt state"),
-            id="beside a layer that never runs",
-        ),
-        pytest.param(lambda: graph_of_one(HandedOn(Change())), 1000.75, id="in another layer of a graph"),
-        pytest.param(lambda: ModelAround(HandedOn(Change())), 1000.75, id="in another layer"),
-    ],
+    first_quick(
+        [
+            pytest.param(lambda: graph_of_one(Change()), 1000.75, id="in a graph"),
+            pytest.param(lambda: ModelAround(Change()), 1000.75, id="in a model of the user's"),
+            pytest.param(
+                lambda: graph_of_one(ChangeWithMore()),
+                1000.75,
+                marks=pytest.mark.filterwarnings("ignore:.*unbuilt state"),
+                id="beside a layer that never runs",
+            ),
+            pytest.param(lambda: graph_of_one(HandedOn(Change())), 1000.75, id="in another layer of a graph"),
+            pytest.param(lambda: ModelAround(HandedOn(Change())), 1000.75, id="in another layer"),
+        ]
+    ),
 )
 @pytest.mark.parametrize("is_built_in_16_bits", first_quick([False, True]))
 def test_inputs_of_which_a_layer_makes_an_output_stay_as_they_are(is_built_in_16_bits, make, expected):
@@ -207,9 +209,9 @@ def test_inputs_of_which_a_layer_makes_an_output_stay_as_they_are(is_built_in_16
     assert model.evaluate(x, np.array([[expected - 0.5]]), verbose=0) == 0.25
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("around", [graph_of_one, ModelAround])
+@pytest.mark.parametrize("policy", first_quick(["mixed_float16", "mixed_bfloat16"]))
+@pytest.mark.parametrize("depth", first_quick([1, 2]))
+@pytest.mark.parametrize("around", first_quick([graph_of_one, ModelAround]))
 def test_a_layer_around_nothing_but_the_head_is_given_the_data_as_it_is(around, depth, policy):
     """float16 holds every other number from 2048 on, and bfloat16 every sixteenth."""
     layer = layers.Dense(1, kernel_initializer="ones", use_bias=False)

@@ -8,6 +8,7 @@ from keras import layers, ops
 import mpkeras
 from mpkeras.conversion import recurrent_states
 from mpkeras.policies import default_rules
+from tests.cases import first_quick
 
 BACKEND = keras.backend.backend()
 SLOW_GATES = keras.initializers.Constant(5.0)
@@ -134,13 +135,13 @@ def test_states_are_float32_from_step_to_step(kind):
         assert np.mean(value != rounded) > 0.5
 
 
-@pytest.mark.parametrize("cell", [
+@pytest.mark.parametrize("cell", first_quick([
     lambda **options: layers.SimpleRNNCell(4, **options),
     lambda **options: layers.LSTMCell(4, **options),
     lambda **options: layers.LSTMCell(4, implementation=1, **options),
     lambda **options: layers.GRUCell(4, **options),
     lambda **options: layers.GRUCell(4, reset_after=False, use_bias=False, **options),
-])  # fmt: skip
+]))  # fmt: skip
 @pytest.mark.parametrize("rates", [(0.3, 0.4), pytest.param((0.5, 0.0), marks=pytest.mark.slow)])
 def test_drops_what_stock_keras_drops(cell, rates):
     """Over four steps, in which stock Keras loses little."""
@@ -172,12 +173,12 @@ def test_gates_apply_functions_of_the_users_to_float32():
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, atol=2e-3)
 
 
-@pytest.mark.parametrize("make, rules, is_changed", [
+@pytest.mark.parametrize("make, rules, is_changed", first_quick([
     (lambda: layers.RNN(layers.LSTMCell(2)), (), True),
     (lambda: layers.RNN(OwnCell(2)), (), False),
     (lambda: layers.RNN([layers.LSTMCell(2), OwnCell(2)]), (), False),
     (lambda: layers.RNN(layers.LSTMCell(2, name="kept")), ("path:kept",), False),
-])  # fmt: skip
+]))  # fmt: skip
 def test_cells_of_the_users_own_take_what_they_took(make, rules, is_changed):
     x = np.random.default_rng(6).normal(size=(2, 4, 3)).astype("float32")
     layer = make()

@@ -6,6 +6,7 @@ import pytest
 
 from mpkeras.demo import summary
 from mpkeras.demo.runs import Plan
+from tests.cases import first_quick
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
@@ -348,14 +349,16 @@ def curve(policy, *quality, task=TEXT):
 @NEEDS_MATPLOTLIB
 @pytest.mark.parametrize(
     "rows",
-    [
-        pytest.param(
-            [row(policy, task) for task in (DIGITS, TEXT) for policy in ("float32", "mixed_bfloat16", "another")],
-            id="two tasks",
-        ),
-        pytest.param([row("float32", seeds=1), without_numbers()], id="one seed"),
-        pytest.param([without_numbers("float32"), row(speed_up=None, layer_output_ratio=None)], id="no baseline"),
-    ],
+    first_quick(
+        [
+            pytest.param(
+                [row(policy, task) for task in (DIGITS, TEXT) for policy in ("float32", "mixed_bfloat16", "another")],
+                id="two tasks",
+            ),
+            pytest.param([row("float32", seeds=1), without_numbers()], id="one seed"),
+            pytest.param([without_numbers("float32"), row(speed_up=None, layer_output_ratio=None)], id="no baseline"),
+        ]
+    ),
 )
 def test_picture_is_1600_pixels_wide(tmp_path, rows):
     tasks = {task.name: task for task in (DIGITS, TEXT)}

@@ -9,6 +9,7 @@ import mpkeras
 from mpkeras import set_global_policy
 from mpkeras.conversion.plan import plan
 from mpkeras.policies import Policy, kernels, missing_kernel_rules, set_layer_policy
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 
 
@@ -183,8 +184,8 @@ class Encoded(layers.Layer):
         return x + self.positions(x)
 
 
-@pytest.mark.parametrize("kind", ["functional", "in a layer"])
-@pytest.mark.parametrize(("policy", "length"), [("mixed_bfloat16", 700), ("mixed_float16", 2500)])
+@pytest.mark.parametrize("kind", first_quick(["functional", "in a layer"]))
+@pytest.mark.parametrize(("policy", "length"), first_quick([("mixed_bfloat16", 700), ("mixed_float16", 2500)]))
 def test_sines_of_positions_are_those_of_float64(policy, length, kind):
     inputs = keras.Input((length, 6))
     x = layers.Dense(6, kernel_initializer="zeros")(inputs)
@@ -254,8 +255,8 @@ class Detector(keras.Model):
         return self.decoder(outputs)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("door", ["prepare", "the line"])
+@pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "mixed_float16"]))
+@pytest.mark.parametrize("door", first_quick(["prepare", "the line"]))
 def test_boxes_that_a_detector_learns_and_predicts_are_whole(policy, door):
     if door == "the line":
         set_global_policy(policy)
@@ -456,7 +457,7 @@ def test_a_transposed_convolution_of_few_filters_has_the_gradient_of_float32():
     assert np.linalg.norm(step_of_first_kernel() - exact) < 0.05 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "mixed_float16"]))
 def test_a_trial_while_keras_asks_for_shapes_says_what_it_says_at_other_times(policy):
     """A model that is not built is converted then; on torch no operation has numbers."""
     cells = layers.RNN(layers.SimpleRNNCell(2))  # A loop of the backend, which is traced, too.
@@ -491,6 +492,7 @@ def test_a_trial_leaves_names_and_random_numbers_as_they_are():
     assert layers.Conv2D(1, 3).name == "conv2d"
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_what_was_exported_in_float32_stays_so(tmp_path):
     exported = keras.Sequential([keras.Input((3,)), layers.Dense(5, bias_initializer="ones")])

@@ -185,6 +185,7 @@ def test_in_every_mode_of_fit(options):
     assert set(states_of(model)[0]) == {STEPS}
 
 
+@pytest.mark.slow
 def test_in_a_step_of_ours():
     model = Network()
     by_step(model)

@@ -13,6 +13,7 @@ import mpkeras
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.scaling import files
 from mpkeras.scaling.optimizer import LossScaleOptimizer
+from tests.cases import first_quick
 from tests.step_modes import snapshot
 
 rng = np.random.default_rng(5)
@@ -196,8 +197,8 @@ def away_from_defaults(optimizer=None):
     return model
 
 
-@pytest.mark.parametrize("written_by", ["this version", "before the scale had a name", "0.1.0"])
-@pytest.mark.parametrize("file_name", ["model.keras", "model.weights.h5"])
+@pytest.mark.parametrize("written_by", first_quick(["this version", "before the scale had a name", "0.1.0"]))
+@pytest.mark.parametrize("file_name", first_quick(["model.keras", "model.weights.h5"]))
 def test_files_hold_every_variable(file_name, written_by, tmp_path, monkeypatch):
     model = away_from_defaults()
     if written_by == "0.1.0":
@@ -276,13 +277,15 @@ def adafactor():
 
 @pytest.mark.parametrize(
     ("written", "read"),
-    [
-        pytest.param(LossScaleOptimizer, LossScaleOptimizer, id="ours"),
-        pytest.param(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer, id="ours in stock Keras"),
-        pytest.param(keras.optimizers.LossScaleOptimizer, LossScaleOptimizer, id="stock Keras'"),
-        pytest.param(None, LossScaleOptimizer, id="a plain one"),
-        pytest.param("earlier", LossScaleOptimizer, id="an earlier version's"),
-    ],
+    first_quick(
+        [
+            pytest.param(LossScaleOptimizer, LossScaleOptimizer, id="ours"),
+            pytest.param(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer, id="ours in stock Keras"),
+            pytest.param(keras.optimizers.LossScaleOptimizer, LossScaleOptimizer, id="stock Keras'"),
+            pytest.param(None, LossScaleOptimizer, id="a plain one"),
+            pytest.param("earlier", LossScaleOptimizer, id="an earlier version's"),
+        ]
+    ),
 )
 def test_files_of_adafactor_go_both_ways(written, read, tmp_path, monkeypatch):
     """Keras numbers zeros for its biases in a plain one, and none in its wrapper. A warning is an error here."""
@@ -429,7 +432,7 @@ def never_guarded():
     return model
 
 
-@pytest.mark.parametrize("make", [fitted_with_callback, never_guarded, lambda: prepared(rollback=False)])
+@pytest.mark.parametrize("make", first_quick([fitted_with_callback, never_guarded, lambda: prepared(rollback=False)]))
 def test_a_copy_of_a_model_without_a_guard_says_nothing(make):
     model = copy.deepcopy(make())
     model.fit(X, Y, verbose=0)

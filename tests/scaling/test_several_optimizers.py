@@ -9,6 +9,7 @@ from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.prepare import prepare
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import MODES, snapshot
 
@@ -214,7 +215,7 @@ def compiled(step, variables, mode):
     return step
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 def test_both_losses_are_scaled_before_either_is_applied(mode):
     optimizers = [LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=DynamicLossScale(SCALE)) for _ in range(2)]
     variables = [keras.Variable([1.0]), keras.Variable([1.0])]

@@ -11,6 +11,7 @@ import mpkeras
 from mpkeras import LossScaleOptimizer
 from mpkeras._keras import copies_of_weights, stored_dtype, weight_averages
 from mpkeras.scaling.small_state import Rounding
+from tests.cases import first_quick
 from tests.step_modes import MODES, applier, snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the loss was not scaled since the last step")
@@ -286,7 +287,7 @@ def test_at_the_end_small_weights_become_their_float32_averages(frequency):
     assert len(np.unique(expected)) > 1 and stored_dtype(weight) == "bfloat16"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 def test_clipping_decay_and_constraints_are_computed_in_float32(mode):
     def run(dtype):
         variables = weights(dtype, 2.0)
@@ -385,7 +386,7 @@ def test_sparse_gradients(mode):
     assert abs(small[rows].mean() - 0.99) < 1e-3 and len(np.unique(small[rows])) > 1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 def test_no_value_of_16_bit_gradients_escapes_the_check(mode):
     """Also where the check goes over them in groups: those that divide a shape, and those that do not."""
     shapes = [(), (31,), (37,), (34, 6), (3, 3, 5, 7)]

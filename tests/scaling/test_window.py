@@ -60,8 +60,8 @@ def trained_on_means(means):
     return weights
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
+@pytest.mark.parametrize("mode", first_quick(MODES))
+@pytest.mark.parametrize("on_overflow", first_quick(["drop_micro", "drop_window"]))
 def test_an_inf_at_each_position_of_a_window(on_overflow, mode):
     optimizer, v = accumulating(on_overflow), variable()
     apply = applier(optimizer, [v], mode)
@@ -124,7 +124,7 @@ def test_a_window_begins_anew_whatever_is_in_the_sums(mode):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 def test_a_gradient_that_is_missing_when_a_window_begins(mode):
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), loss_scale=SCALE)
     variables = [variable([1.0]), variable([1.0])]
@@ -156,7 +156,7 @@ def test_random_windows_against_the_reference(on_overflow, mode):
 
 
 @pytest.mark.filterwarnings("ignore:.*16 bits:UserWarning")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 def test_sums_are_float32_for_16_bit_variables(mode):
     """16 gradients of 1 + 2**-7 each: bfloat16 has 8 significant bits, and holds neither three of them nor 15."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=16), loss_scale=1.0)
@@ -382,7 +382,7 @@ def test_bad_windows_are_refused_and_leave_the_inner_optimizer_as_it_was(make, m
     assert inner.gradient_accumulation_steps == 4
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 def test_one_optimizer_wrapped_twice_accumulates_twice(mode):
     """G16: its settings are the user's, who reads them and its updates, and moves the learning rate through either."""
     inner = keras.optimizers.SGD(0.5, momentum=0.9, gradient_accumulation_steps=3, loss_scale_factor=2.0)
@@ -433,7 +433,7 @@ def test_a_schedule_counts_calls_as_in_keras(mode):
     np.testing.assert_array_equal(numpy(v), [-(4.0 * 1.0 + 8.0 * 0.5 + 4.0 * 0.25)])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 def test_adam_counts_updates(mode):
     """Means are clipped. The bias correction and the overwriting by the average are those of as many plain updates."""
     options = {

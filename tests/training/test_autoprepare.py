@@ -11,6 +11,7 @@ import mpkeras
 from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import guard
+from tests.cases import first_quick
 
 X, Y = np.full((4, 6), 0.1, "float32"), np.full((4, 1), 0.1, "float32")
 
@@ -72,7 +73,7 @@ def nothing_is_left():
     assert keras.Model.compile is compile
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", first_quick(["mixed_float16", "mixed_bfloat16"]))
 def test_every_compile_is_followed_by_prepare_until_the_block_ends(policy):
     with mpkeras.autoprepare(policy):
         model = compiled()

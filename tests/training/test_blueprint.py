@@ -7,6 +7,7 @@ from keras import layers
 
 import mpkeras
 from mpkeras.seams import Blueprint
+from tests.cases import first_quick
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -44,7 +45,7 @@ def dtypes(model):
     return [(layer.compute_dtype, str(layer.kernel.dtype)) for layer in found]
 
 
-@pytest.mark.parametrize("make", [ThreeDense, graph])
+@pytest.mark.parametrize("make", first_quick([ThreeDense, graph]))
 @pytest.mark.parametrize("way", ["scope", "Keras", "rule", "bfloat16"])
 def test_a_twin_gets_the_dtypes_that_a_policy_would_make_here(make, way):
     with mpkeras.policy_scope("mixed_bfloat16" if way == "scope" else "float32"):

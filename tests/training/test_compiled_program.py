@@ -9,6 +9,7 @@ import pytest
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.training.step import make_train_step
+from tests.cases import first_quick
 
 pytestmark = pytest.mark.backends("tensorflow", "jax")
 
@@ -219,7 +220,7 @@ class InTraining(keras.layers.Layer):
 REFUSES = pytest.param(True, marks=pytest.mark.backends("tensorflow"))
 
 
-@pytest.mark.parametrize("refuses", [False, REFUSES])
+@pytest.mark.parametrize("refuses", first_quick([False, REFUSES]))
 def test_the_first_step_of_fit_is_traced_once(refuses):
     """Stock Keras makes variables in it, and TensorFlow traces such a function once more.
 

@@ -42,6 +42,7 @@ def step(model, prepare):
         run(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [fit, pytest.param(step, marks=pytest.mark.slow)])
 def test_layers_of_a_pipeline_are_named_once(train):
     with mpkeras.policy_scope("mixed_bfloat16"):

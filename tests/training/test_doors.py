@@ -16,6 +16,7 @@ from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import guard
 from mpkeras.training.prepare import prepare
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 
@@ -181,7 +182,7 @@ def test_the_way_back_leaves_nothing_behind():
     assert (set(vars(model)), model.get_config(), model.autocast) == (attributes, config, True)
 
 
-@pytest.mark.parametrize("made_under", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("made_under", first_quick(["float32", "mixed_float16"]))
 def test_a_subclassed_model_is_saved_with_the_policy_it_was_made_with(made_under, tmp_path):
     """Its layers are made anew when it is loaded: with another policy of its own it would cast their inputs."""
     keras.config.set_dtype_policy(made_under)
@@ -251,7 +252,9 @@ def test_prepare_logs_and_warns_as_the_callback_does(y, options, skipped_steps, 
     assert prepared_history["skipped_steps"] == history["skipped_steps"] == skipped_steps
 
 
-@pytest.mark.parametrize("callbacks", [[], [MixedPrecision(loss_scale=FixedLossScale(2.0))]], ids=["prepared", "both"])
+@pytest.mark.parametrize(
+    "callbacks", first_quick([[], [MixedPrecision(loss_scale=FixedLossScale(2.0))]]), ids=["prepared", "both"]
+)
 def test_it_warns_once_over_several_fits_and_through_both_doors(callbacks):
     model = compiled()
     prepare(model, without_outputs("mixed_float16"), loss_scale=FixedLossScale(2.0), rollback=False)

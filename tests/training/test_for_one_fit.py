@@ -127,6 +127,7 @@ def test_steps_that_a_callback_takes_by_itself_are_not_of_the_fit(tmp_path):
     assert [path.stem for path in box.capsules] == [f"{model.name}-epoch1-step3"]
 
 
+@pytest.mark.slow
 def test_a_fit_in_a_callback_of_a_fit_leaves_the_outer_one_guarded():
     guarded = []
 

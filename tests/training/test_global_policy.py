@@ -20,6 +20,7 @@ from mpkeras.policies.policy import accumulating
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training import covered_compile, guard
 from mpkeras.training.global_policy import policy_alone
+from tests.cases import first_quick
 from tests.step_modes import snapshot
 from tests.training.test_autoprepare import picture
 
@@ -470,12 +471,14 @@ def ending(*hidden):
 
 @pytest.mark.parametrize(
     ("make", "named"),
-    [
-        (Reading, "'reading' (raw inputs, float32 outputs)"),
-        (lambda: ending(layers.Embedding(3000, 2), layers.Dense(2)), "(raw inputs)"),
-        (lambda: ending(layers.Reshape((2, 2), name="folded"), layers.Embedding(3000, 2)), "folded' (Embedding)"),
-        (lambda: ending(layers.Dense(2), Counting(name="counting")), "counting' (writes state)"),
-    ],
+    first_quick(
+        [
+            (Reading, "'reading' (raw inputs, float32 outputs)"),
+            (lambda: ending(layers.Embedding(3000, 2), layers.Dense(2)), "(raw inputs)"),
+            (lambda: ending(layers.Reshape((2, 2), name="folded"), layers.Embedding(3000, 2)), "folded' (Embedding)"),
+            (lambda: ending(layers.Dense(2), Counting(name="counting")), "counting' (writes state)"),
+        ]
+    ),
     ids=["subclassed", "embedding first", "reshaped", "counting"],
 )
 def test_a_loop_of_ones_own_is_told_what_else_its_policy_would_do(make, named):

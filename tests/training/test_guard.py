@@ -7,6 +7,7 @@ import pytest
 import mpkeras
 from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.training.prepare import prepare
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import FIT_MODES, snapshot
 from tests.training.models import (
@@ -90,7 +91,7 @@ def test_without_rollback_only_the_weights_are_kept(way, options):
     assert not are_finite(model.non_trainable_weights)
 
 
-@pytest.mark.parametrize("options", FIT_MODES)
+@pytest.mark.parametrize("options", first_quick(FIT_MODES))
 def test_batchnorm_statistics_never_become_non_finite_even_on_an_applied_step(options):
     """Inputs of 1e25 have a float32 variance of inf; the loss here does not depend on them."""
 
@@ -152,7 +153,7 @@ def test_of_states_of_one_shape_those_alone_keep_their_values_that_became_non_fi
     np.testing.assert_array_equal(left["nan_before"], [np.inf, np.nan, 2.0])
 
 
-@pytest.mark.parametrize(("way", "options"), WAYS)
+@pytest.mark.parametrize(("way", "options"), first_quick(WAYS))
 def test_a_loss_that_is_not_finite_leaves_the_scale_alone(way, options):
     """P7: the forward pass is at fault; gradients that overflow alone do lower the scale."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="zeros")])

@@ -286,7 +286,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", first_quick(POLICIES))
 @pytest.mark.parametrize("case", HEALTHY)
 def test_healthy_layers_are_not_named(case, policy):
     make, shape, x = HEALTHY[case]
@@ -381,7 +381,7 @@ class TwoParts(keras.Model):
 
 
 @pytest.mark.parametrize("make_head", first_quick([lambda: layers.Dense(3), lambda: Squashed(3)]), ids=["stock", "own"])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", first_quick(DOORS))
 def test_what_makes_the_outputs_of_a_model_that_has_run_before_is_in_float32_after_the_look(door, make_head):
     """Which layers these are its next call finds out, and that is the look's."""
     x = RANDOM.normal(size=(5, 7)).astype("float32")

@@ -11,6 +11,7 @@ import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.training import metric_states
 from mpkeras.training.prepare import prepare
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import FIT_MODES, snapshot
 from tests.training.models import COMPILED, loss_and_gradients, scaled_losses
@@ -149,7 +150,7 @@ class Seen(keras.metrics.Metric):
 
 
 @IGNORES
-@pytest.mark.parametrize("counts_steps", [False, True])
+@pytest.mark.parametrize("counts_steps", first_quick([False, True]))
 def test_what_a_metric_keeps_in_python_is_not_emptied_by_a_step(counts_steps):
     """A list of Python holds what a skipped step has put there, unless no step had counted; a variable does not."""
     model = zero_model()

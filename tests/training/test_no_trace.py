@@ -7,6 +7,7 @@ import pytest
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.training.state import load_state_dict, state_dict
+from tests.cases import first_quick
 from tests.step_modes import FIT_MODES, snapshot
 from tests.training.models import are_finite, loss_and_gradients, number
 
@@ -347,7 +348,7 @@ class Raising(keras.Sequential):
 AFTER_ITS_UPDATE = pytest.param("after its update", marks=pytest.mark.backends("tensorflow", "torch"))
 
 
-@pytest.mark.parametrize("where", ["in the forward pass", AFTER_ITS_UPDATE])
+@pytest.mark.parametrize("where", first_quick(["in the forward pass", AFTER_ITS_UPDATE]))
 def test_a_step_that_raises_leaves_no_trace(where):
     """Where steps run op by op. One that raises after its update leaves what it has learned: statistics go with it."""
     sequence = batches(3, 4)
@@ -477,7 +478,7 @@ def test_an_update_before_the_skipped_step_of_a_part_counts_for_the_step_around_
     assert int(whole.calls) == 1
 
 
-@pytest.mark.parametrize("jit_compile", COMPILED)
+@pytest.mark.parametrize("jit_compile", first_quick(COMPILED))
 def test_what_a_constraint_writes_is_an_update_and_no_write_of_a_layer(jit_compile):
     """On TensorFlow it is written in a branch of the program, from which no old value gets out."""
     layer = keras.layers.Dense(

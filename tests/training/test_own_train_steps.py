@@ -13,6 +13,7 @@ from mpkeras.callbacks import MixedPrecision
 from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 from tests.training.models import MakesItsLayers, are_finite, loss_and_gradients, scaled_losses, without_gradients
@@ -272,7 +273,7 @@ class RunsItsLayersAlone(keras.Model):
 
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.filterwarnings("ignore:.*does not have a `build", UNSCALED)
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "mixed_float16"]))
 def test_a_step_that_runs_the_layers_of_a_call_computes_with_float32_outputs(policy):
     model = RunsItsLayersAlone()
     model.compile(keras.optimizers.SGD(0.0))
@@ -298,6 +299,7 @@ class TakesPairs(keras.Model):
         return {"loss": updated(self.optimizer, [self], lambda: ops.mean((self.head(first) - self.head(second)) ** 2))}
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")  # Keras itself warns, or raises, elsewhere
 def test_data_that_are_no_arguments_of_the_call_are_no_matter_for_a_step():
     model = TakesPairs()
@@ -312,6 +314,7 @@ def test_data_that_are_no_arguments_of_the_call_are_no_matter_for_a_step():
     np.testing.assert_allclose(logs["loss"], expected, rtol=0.05, atol=0.01)  # of a head in float32; 8 bits at the most
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 def test_an_epoch_in_which_one_of_two_optimizers_counts_no_step_has_learned():
     model = compiled(Gan)
@@ -486,7 +489,7 @@ class JaxRegression(Program):
 
 
 @pytest.mark.filterwarnings(UNSCALED)
-@pytest.mark.parametrize("door", [None, "callback", "prepare"])
+@pytest.mark.parametrize("door", first_quick([None, "callback", "prepare"]))
 def test_a_loss_that_the_step_gives_its_tracker_and_returns_is_shown_as_the_mean_of_the_epoch(door):
     """It was that of the last batch: Keras asks the metrics only if the logs have their names and no others."""
     keras.utils.set_random_seed(11)

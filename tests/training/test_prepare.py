@@ -8,6 +8,7 @@ from mpkeras.policies.loss_scaling import DynamicLossScale, FixedLossScale
 from mpkeras.policies.policy import accumulating
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from mpkeras.training.prepare import prepare
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 
@@ -367,7 +368,7 @@ UNWRAPPABLE = [
 
 
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("door", ["prepare", "callback", "prepare after apply_policy"])
+@pytest.mark.parametrize("door", first_quick(["prepare", "callback", "prepare after apply_policy"]))
 @pytest.mark.parametrize(("make", "message"), UNWRAPPABLE)
 def test_an_optimizer_that_cannot_be_wrapped_leaves_the_model_as_before(door, make, message):
     dense = [keras.layers.Dense(3, name="dense"), keras.layers.Dense(2, name="end")]

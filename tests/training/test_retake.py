@@ -12,6 +12,7 @@ import mpkeras
 from mpkeras.callbacks import BlackBox, Float32Fallback, MixedPrecision, NumericsMonitor
 from mpkeras.policies.loss_scaling import DynamicLossScale, number
 from mpkeras.training import retake
+from tests.cases import first_quick
 from tests.scaling.test_several_optimizers import Gan
 from tests.step_modes import FIT_MODES
 from tests.training.models import WAYS, AddsNoise, loss_and_gradients, scaled_losses, without_gradients
@@ -194,7 +195,7 @@ def step_of_gradient_x(loss=lambda y, y_pred: ops.mean(y_pred), **scale):
     return lambda x: step(np.array([[x]], "float32"), np.ones((1, 1), "float32")), optimizer
 
 
-@pytest.mark.parametrize(("gradient", "expected"), [(4e3, 4.0), (2e4, 1.0), (4e4, 1.0)])
+@pytest.mark.parametrize(("gradient", "expected"), first_quick([(4e3, 4.0), (2e4, 1.0), (4e4, 1.0)]))
 def test_headroom_ends_at_a_scale_of_1(gradient, expected):
     """float16 ends at 65504: the scales that are found are 16, 2 and 1, and a quarter of the last two is below 1."""
     step, optimizer = step_of_gradient_x(initial_scale=64.0)
@@ -204,7 +205,7 @@ def test_headroom_ends_at_a_scale_of_1(gradient, expected):
 
 # The gradients of two batches; the scale of the first is found at 256, 128 and 64, and a quarter of that is used.
 @pytest.mark.parametrize(
-    ("first", "second", "expected"), [(250.0, 990.0, 64.0), (500.0, 2000.0, 32.0), (1e3, 4e3, 16.0)]
+    ("first", "second", "expected"), first_quick([(250.0, 990.0, 64.0), (500.0, 2000.0, 32.0), (1e3, 4e3, 16.0)])
 )
 def test_a_first_batch_that_fits_the_guess_leaves_room_for_the_next_ones(first, second, expected):
     step, optimizer = step_of_gradient_x(initial_scale=64.0)
@@ -221,7 +222,7 @@ def test_a_first_batch_that_fits_the_guess_leaves_room_for_the_next_ones(first, 
         (DynamicLossScale(64.0, dynamic_growth_steps=1), 300.0, 32.0),
         # Above the guess there is nothing in its bounds, so the guess is all that is tried.
         (DynamicLossScale(64.0, max_scale=128.0), 300.0, 64.0),
-        # 256 counts not, 25.6 is below the guess: the guess counts, and no step of the rule down is within a quarter.
+        # 256 counts not, 25.6 is below the guess, which counts; no step of the rule down is within a quarter.
         (DynamicLossScale(64.0, backoff_factor=0.1), 300.0, 64.0),
         # 256 counts not, 192 does; then 144, 108, 81, 60.75 and 48 = 192 / 4 lies between two of the rule's own.
         (DynamicLossScale(64.0, backoff_factor=0.75), 300.0, 60.75),
@@ -249,7 +250,7 @@ def test_a_first_loss_that_is_not_finite_is_skipped_at_the_guess():
     assert (float(step(1.0)["loss_scale"]), counters(optimizer)) == (32.0, [1, 1, 0, 1, 0])
 
 
-@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("is_built", first_quick([True, False]))
 def test_of_a_model_that_the_first_step_builds_too(is_built):
     """TensorFlow makes the optimizer, and here the model, while it traces the step."""
     keras.utils.set_random_seed(3)
@@ -390,6 +391,7 @@ def step_of(model, optimizer, **options):
     return mpkeras.make_train_step(model, optimizer, "mse", **{"jit_compile": False, **options})
 
 
+@pytest.mark.slow
 def test_a_batch_without_rows_is_skipped_and_the_next_one_taken_again():
     step = step_of(dense(4)(), keras.optimizers.Adam(0.02))
     assert bool(step(X[:0], Y[:0])["skipped"]) and float(step(X[:0], Y[:0])["loss_scale"]) == 2.0**15
@@ -456,6 +458,7 @@ def test_steps_set_by_hand_and_a_batch_that_no_scale_cures():
     assert counters(model.optimizer) == [502, 1, 0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:All 1 steps of epoch 1 were skipped")
 def test_a_scale_at_which_steps_counted_is_no_guess():
     """Its rule is back where it began after each step."""
@@ -641,7 +644,7 @@ class UpdatesNothing(keras.Sequential):
         return {}, (trainable, non_trainable, *others)
 
 
-@pytest.mark.parametrize("options", FIT_MODES)
+@pytest.mark.parametrize("options", first_quick(FIT_MODES))
 def test_a_step_that_updates_nothing_is_run_once(options):
     normalization = layers.BatchNormalization(momentum=0.5)
     model = prepared(UpdatesNothing([keras.Input((6,)), normalization, layers.Dense(1)]), metrics=None, **options)
@@ -855,6 +858,7 @@ class MakesItsHead(keras.Model):
         return {"last_loss": loss}
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")  # elsewhere a step makes no layers in `fit`
 def test_a_layer_that_the_first_step_makes_keeps_its_weights_when_the_step_is_taken_again():
     model = MakesItsHead()

@@ -9,6 +9,7 @@ import pytest
 import mpkeras
 from mpkeras.callbacks import MixedPrecision
 from mpkeras.training import inventory
+from tests.cases import first_quick
 from tests.training.models import loss_and_gradients, without_gradients
 
 OWN_STEPS = pytest.mark.backends("tensorflow", "torch")  # Keras' step on JAX carries `model.optimizer` alone
@@ -166,7 +167,7 @@ def test_nothing_is_said_where_nothing_is_wrong(is_there, door):
 
 
 @OWN_STEPS
-@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("moves", first_quick([False, True]))
 def test_weights_that_the_first_step_makes_are_not_moved_by_it(moves):
     plain = keras.optimizers.SGD(0.1)
     model = Own(updated_by(lambda model: plain) if moves else nothing)

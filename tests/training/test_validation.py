@@ -171,6 +171,7 @@ def test_an_epoch_that_is_not_finite_is_never_the_best(bad, monitor, mode, door,
     assert all("_is_improvement" not in vars(keeper) for keeper in keepers)
 
 
+@pytest.mark.slow
 def test_an_error_in_fit_leaves_the_callbacks_as_they_were():
     keeper, (model, _) = keras.callbacks.EarlyStopping("val_loss"), model_by("prepare")
     with pytest.raises(RuntimeError, match="stop"):

@@ -13,6 +13,7 @@ from mpkeras._replaced import replaced_attributes
 from mpkeras.callbacks import MixedPrecision, NumericsMonitor
 from mpkeras.training.first_batch import is_looked_at
 from mpkeras.training.whole_numbers import Rounded, rounded_whole_numbers
+from tests.cases import first_quick
 from tests.sixteen_bits import Weighted
 from tests.training.models import DOORS, made_by
 
@@ -162,7 +163,11 @@ def test_the_remedy_that_is_named_trains_the_rows_of_float32(policy):
             lambda: Calling(layers.Lambda(lambda x: x / 10, name="tenth")), CODES, "tenth", "tenth", id="Lambda"
         ),
         pytest.param(
-            lambda: Calling(layers.Activation(lambda x: x / 30, name="part")), CODES, "part", "part", id="Activation"
+            lambda: Calling(layers.Activation(lambda x: x / 30, name="part")),
+            CODES,
+            "part",
+            "part",
+            id="Activation",
         ),
         pytest.param(
             lambda: Calling(Wave(name="wave"), before=layers.Reshape((3,), name="shape")),
@@ -264,6 +269,7 @@ def test_the_first_number_that_a_dtype_has_not_is_named(policy, code, text):
     assert fit(functional(Rows(name="rows")), policy, codes) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "is_built"),
     [
@@ -322,7 +328,7 @@ PIXELS = np.arange(768, dtype="float32").reshape(2, 16, 8, 3) % 256
 PRICES = np.array([[81234.0, 2051.0, 1999.0], [9.0, 4097.0, 12345.0]], "float32")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", first_quick(POLICIES))
 @pytest.mark.parametrize(
     ("make", "x"),
     [

@@ -14,6 +14,7 @@ import pytest
 from mpkeras.callbacks import MixedPrecision, ResourceMonitor
 from mpkeras.tools.advise import resource_monitor
 from mpkeras.tools.advise.resource_monitor import process_peak_bytes
+from tests.cases import first_quick
 
 X = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
 Y = np.zeros((20, 2), "float32")
@@ -124,7 +125,9 @@ def test_history_and_csv_beside_the_loss_scale(monitor_first, tmp_path, capsys):
     assert "step_time_ms: " in shown and "peak_bytes: " in shown and "loss_scale: " in shown
 
 
-@pytest.mark.parametrize("options", [{"jit_compile": True}, {"steps_per_execution": 3}, {"run_eagerly": True}])
+@pytest.mark.parametrize(
+    "options", first_quick([{"jit_compile": True}, {"steps_per_execution": 3}, {"run_eagerly": True}])
+)
 def test_modes_of_fit(options, backend):
     if backend == "torch" and "run_eagerly" not in options:
         pytest.skip("Keras refuses steps_per_execution on torch, and its layers take torch.compile minutes")

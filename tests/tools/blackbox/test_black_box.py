@@ -14,6 +14,7 @@ import pytest
 import mpkeras
 from mpkeras.callbacks import BlackBox, Float32Fallback, MixedPrecision, NumericsMonitor
 from mpkeras.seams import ModelInFit
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 from tests.step_modes import snapshot
 from tests.tools.blackbox import faults
@@ -160,7 +161,7 @@ def test_beside_a_fallback_that_moves_layers_every_step_is_seen(tmp_path):
     assert states[0] == states[1] == states[2]
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["box first", "monitor first"])
+@pytest.mark.parametrize("order", first_quick([1, -1]), ids=["box first", "monitor first"])
 def test_nothing_stays_in_front_of_the_train_function_of_a_prepared_model(tmp_path, order):
     model = compiled(run_eagerly=True)
     mpkeras.prepare(model, "mixed_float16")

@@ -206,6 +206,7 @@ def test_nan_in_the_batch_and_in_a_weight_are_named(tmp_path):
     assert "checkpoint" in capsule.remedy(found)
 
 
+@pytest.mark.slow
 def test_the_inf_of_a_mask_is_no_fault(tmp_path):
     model = faults.model_with(faults.Masked(name="mask", dtype="float32"), faults.Log(name="fault", dtype="float32"))
     path, _, _ = skipped_step(tmp_path, model, faults.batch(), jit_compile=False)
@@ -265,6 +266,7 @@ class Gated(layers.Layer):
         return {**super().get_config(), "units": self.units}
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")  # others add float16 to float32
 @pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_layers_that_a_layer_makes_itself_are_made_as_they_were(tmp_path, policy):

@@ -14,6 +14,7 @@ from _mpkeras_cli import main
 from _mpkeras_cli.convert import FORMAT_NAMES
 from mpkeras.tools.export import files
 from mpkeras.tools.export.convert import convert
+from tests.cases import first_quick
 from tests.cli.lines import lines_of
 from tests.sixteen_bits import without_outputs
 
@@ -83,6 +84,7 @@ def test_a_keras_file(saved, capsys):
     np.testing.assert_array_equal(numpy(loaded(IMAGES)), numpy(twin(IMAGES)))
 
 
+@pytest.mark.slow
 def test_what_is_printed(saved, capsys):
     path, _ = saved
     out = path.parent / "out.keras"
@@ -296,11 +298,16 @@ def test_bad_input(saved, capsys, tmp_path, arguments, expected):
 @pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`:UserWarning")
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"force": "no"}, "Expected `force` to be True or False. Received: force='no'"),
-        ({"force": True, "imports": "my_layers"}, "Expected `imports` to be a list .*Received: imports='my_layers'"),
-        ({"force": True, "imports": None}, "Received: imports=None .*NoneType"),
-    ],
+    first_quick(
+        [
+            ({"force": "no"}, "Expected `force` to be True or False. Received: force='no'"),
+            (
+                {"force": True, "imports": "my_layers"},
+                "Expected `imports` to be a list .*Received: imports='my_layers'",
+            ),
+            ({"force": True, "imports": None}, "Received: imports=None .*NoneType"),
+        ]
+    ),
 )
 def test_arguments_of_a_wrong_type_leave_what_is_there(saved, options, message):
     path, _ = saved
@@ -324,6 +331,7 @@ def test_16_bit_variables_are_refused_and_what_was_there_stays(tmp_path, capsys)
     assert (tmp_path / "out.keras").read_text() == "precious"
 
 
+@pytest.mark.slow
 def test_a_failed_export_leaves_what_was_there(saved, monkeypatch, capsys):
     path, _ = saved
     out = path.parent / "out.keras"

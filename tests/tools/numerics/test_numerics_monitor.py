@@ -10,6 +10,7 @@ from mpkeras.callbacks import MixedPrecision, NumericsMonitor
 from mpkeras.tools.numerics import numerics_monitor
 from mpkeras.tools.numerics.numerics import trace_numerics
 from mpkeras.training import guard
+from tests.cases import first_quick
 from tests.sixteen_bits import Weighted, without_outputs
 from tests.step_modes import snapshot
 from tests.tools.numerics.test_numerics import Times, name, stack_of_six
@@ -272,7 +273,7 @@ def test_beside_the_callback_that_prepares_the_order_does_not_matter(order):
     assert sum("steps skipped in epoch" in str(w.message) for w in warned) == 1
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("order", first_quick([1, -1]))
 def test_where_nobody_checks_the_steps_it_does(order):
     callbacks = [MixedPrecision("float32", rollback=False), NumericsMonitor()][::order]
     history = six_layers().fit(X, Y, verbose=0, callbacks=callbacks).history
@@ -454,7 +455,7 @@ class Halves(keras.Model):
         return {"loss": loss}, (trainable, non_trainable, of_optimizer, of_metrics)
 
 
-@pytest.mark.parametrize("bad", [None, np.nan])
+@pytest.mark.parametrize("bad", first_quick([None, np.nan]))
 def test_a_model_without_a_call_is_looked_at_as_far_as_it_can_be(bad, recwarn):
     """A scale that is too large at first is no fault: then it says nothing, and training goes on."""
     model = Halves()

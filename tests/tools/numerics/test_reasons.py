@@ -11,6 +11,7 @@ from keras import layers, ops
 import mpkeras
 from mpkeras.callbacks import Float32Fallback, MixedPrecision, NumericsMonitor
 from mpkeras.tools.shared.ranges import beyond, largest
+from tests.cases import first_quick
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(8, 4)).astype("float32")
@@ -173,8 +174,8 @@ def edge(x):
     return x + ops.sqrt(x * 0)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("fault", [steep, edge])
+@pytest.mark.parametrize("dtype", first_quick(["float16", "bfloat16", "float32"]))
+@pytest.mark.parametrize("fault", first_quick([steep, edge]))
 def test_gradients(fault, dtype):
     report = mpkeras.trace_numerics(stack(Fault(fault, name="fault"), dtype=dtype), X, Y)
     check_numbers(report)
