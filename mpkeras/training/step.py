@@ -421,7 +421,8 @@ class StepParts:
         # As in `fit`: a model whose `call` takes no `training` is not told.
         takes_training = "training" in inspect.signature(model.call).parameters
         self.call_options = {"training": True} if takes_training else {}
-        # What the next step trains, in the order of the model, and the `id`s of it.
+        # The weights that the next step trains, in the order of the model, and their `id`s: while the weights are here,
+        # no other one comes to have the `id` of one that is gone.
         self._trained_variables: list = []
         self.trained: tuple = ()
         # The programs, and the key that they are made for beside the weights that they train.
