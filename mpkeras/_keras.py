@@ -187,6 +187,21 @@ def autocast_scope(dtype: str | None):
     return keras.src.backend.common.variables.AutocastScope(dtype)
 
 
+@contextlib.contextmanager
+def computing_in_float32():
+    """Context manager: float variables are read in float32, and layers that are made in it compute in float32.
+
+    A `call` may make layers: `keras.layers.concatenate` does, and each has the global policy, whatever runs it.
+    """
+    default = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("float32")
+    try:
+        with autocast_scope("float32"):
+            yield
+    finally:
+        keras.config.set_dtype_policy(default)
+
+
 def surroundings() -> tuple:
     """Returns what `Layer.__call__` opens around `call`: the dtype of the scope, and what layers inside are told.
 

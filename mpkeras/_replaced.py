@@ -16,6 +16,8 @@ KINDS = {
     "computed in float32",
     "variables": "`call` of a model or layer of the user's own: variables of its own that make outputs are read in "
     "float32; of a Functional model: those that operations take",
+    "made inside": "`call` of a model or layer of the user's own: while it computes in float32, so do layers that the "
+    "`call` makes, as `keras.layers.concatenate` makes one, which have the global policy",
     "heads": "`call` of a model or layer of the user's own, until it has run once: which of the layers inside makes an "
     "output, and so computes in float32, only a call tells",
     "caller": "`call` of a layer: it returns the dtype that the layer which runs it computes in, where one of the two "

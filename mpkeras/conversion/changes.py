@@ -21,6 +21,7 @@ from mpkeras.conversion.layer import draws_orthogonal, save_as_mixed
 from mpkeras.conversion.mixing import name_mixed_dtypes
 from mpkeras.conversion.outputs import (
     compute_metrics_in_float32,
+    make_layers_as_it_computes,
     read_variables_in_float32,
     return_float32,
     serve_with_float32_inputs,
@@ -32,6 +33,7 @@ from mpkeras.policies.heads import (
     NO_HEADS,
     casts_inside,
     computes_with_parts,
+    has_own_call,
     has_own_step,
     is_large,
     is_large_together,
@@ -331,6 +333,7 @@ CHANGES = {
     "inputs in float32": _Change(_cast_inputs, "inputs", ("autocast",)),
     "float32 outputs": _Change(return_float32, "outputs", ("call",)),
     "variables in float32": _Change(read_variables_in_float32, "variables", ("call",)),
+    "layers made inside": _Change(make_layers_as_it_computes, "made inside", ("call",)),
     # Over the one that reads in float32: this one opens a scope.
     "raw inputs inside": _Change(functools.partial(take_inputs_raw, may_hand_on=True), "inputs", ("autocast", "call")),
     "own mask": _Change(functools.partial(take_inputs_raw, may_hand_on=False), "inputs", ("autocast", "call")),
@@ -376,6 +379,8 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
         # A layer in float32 is called by a model that reads variables in 16 bits.
         if any_in_16_bits and not in_16_bits and _has_own_regularizer(layer):
             names.append("penalties in float32")
+        # In 16 bits, too: a layer that overflows moves to float32 by its policy alone.
+        names += ["layers made inside"] if any_in_16_bits and has_own_call(layer) else []
         names += _of_outputs(model, layer, parts) if any_in_16_bits else []
         if computes_again and _keras.rematerializes(layer):
             names.append("computed again alike")

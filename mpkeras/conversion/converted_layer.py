@@ -161,7 +161,7 @@ class ConvertedLayer:
             for inner, _ in old_policies:
                 inner.dtype_policy = keras.DTypePolicy("float32")
             # Losses that this run adds are not the model's.
-            with _keras.autocast_scope("float32"), _keras.kept_losses(layers):
+            with _keras.computing_in_float32(), _keras.kept_losses(layers):
                 args, kwargs = keras.tree.map_structure(wide, (args, kwargs))
                 # The class's own: on the instance it may multiply in 16 bits.
                 return type(layer).call(layer, *args, **kwargs)

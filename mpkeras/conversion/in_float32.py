@@ -32,7 +32,7 @@ def in_float32(model, but=()):
             if layer.compute_dtype in SIXTEEN_BIT_DTYPES and id(layer) not in inside:
                 CHANGES["outputs in float32"].install(layer)
         # Weights that are stored in bfloat16 are read in float32, too: a policy of Keras' cannot say so.
-        with _keras.autocast_scope("float32"):
+        with _keras.computing_in_float32():
             yield
     finally:
         put_back()

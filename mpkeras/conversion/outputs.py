@@ -39,6 +39,8 @@ CAST_NAME = "mpkeras_float32_output"
 
 # The part of the active backend: only that may be imported.
 _backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
+# Names in a `call` that may cast what the layers inside return. Layers that it makes have the global policy.
+_CASTING = {"dtype", *dir(keras.layers)}
 # By model: the dtypes that its layers were last asked with, and what was left open.
 _unanswered: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -77,10 +79,22 @@ def read_variables_in_float32(model):
 def _reading_float32(call):
     @functools.wraps(call)
     def call_in_float32(*args, **kwargs):
-        with _keras.autocast_scope("float32"):
+        with _keras.computing_in_float32():
             return call(*args, **kwargs)
 
     return call_in_float32
+
+
+def make_layers_as_it_computes(layer):
+    """Makes layers that the `call` of `layer` makes compute in float32 while `layer` does."""
+    call = layer.call
+    call_in_float32 = _reading_float32(call)
+
+    @functools.wraps(call)
+    def call_and_make(*args, **kwargs):
+        return (call_in_float32 if layer.compute_dtype == "float32" else call)(*args, **kwargs)
+
+    replace(layer, "call", call_and_make, kind="made inside")
 
 
 def reads_variables_in_float32(model) -> bool:
@@ -235,7 +249,7 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
     layer do that, and positions that are added in front of one would not. Otherwise, and where the call computes
     outputs with what it is given, too, all of a layer inside a model is in float32, unless it is large. So is a layer
     that names its own dtype, to which it may cast an output, or casts one to that of its inputs, where what the layers
-    inside are given stays as it is.
+    inside are given stays as it is. A whole model, too, makes layers behind those inside in float32.
 
     Args:
         used: What `used_behind_layers` returned for a trace of the call.
@@ -248,9 +262,10 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
         # Rounded inputs would round the outputs: a forecast is the last value of the data and a small change.
         return Heads([layer])
     # A cast of what a layer inside returns would round it, unless the layer itself is in float32.
-    names = names_with_layers_inside(layer) if is_one_layer else ()
-    may_cast = "compute_dtype" in names or ("dtype" in names and _ends_in_16_bits(layer, args, kwargs))
-    if not variables and not may_cast:
+    names = names_with_layers_inside(layer)
+    ends_small = not names.isdisjoint(_CASTING) and _ends_in_16_bits(layer, args, kwargs)
+    may_cast = is_one_layer and ("compute_dtype" in names or ends_small)
+    if not variables and not may_cast and not ends_small:
         return NO_HEADS
     if is_one_layer and variables and casts_inside(layer):
         return Heads([layer])
@@ -258,7 +273,7 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
         call = value_below(layer, "call")
         given = _given_inside(layer, call, args, kwargs)
         ways = [Heads([layer])] if may_cast or casts_inside(layer) else []
-        ways += [Heads(reading=[layer])] if variables and not casts_inside(layer) else []
+        ways += [Heads(reading=[layer])] if (variables or ends_small) and not casts_inside(layer) else []
 
         def run_as(way):
             def run(*args, **kwargs):
@@ -302,8 +317,10 @@ def _given_inside(layer, call, args, kwargs) -> list | None:
 
 def _runs(layer, args, kwargs) -> bool:
     """Whether the `call` of `layer` can be traced as its layers compute now."""
+    call = value_below(layer, "call")
+    call = _reading_float32(call) if layer.compute_dtype == "float32" else call
     with in_silence():
-        return can_run(layer, taking_inner_results(layer, value_below(layer, "call")), args, kwargs)
+        return can_run(layer, taking_inner_results(layer, call), args, kwargs)
 
 
 def let_heads_tell(model, *args, **kwargs):
@@ -341,7 +358,7 @@ def _flow_in_float32(layer, call, args, kwargs) -> Flow | None:
     """
     inside = _keras.flatten_layers(layer, include_self=True)
     try:
-        with _keras.kept_losses(inside), _in_float32(inside), in_silence(), _keras.autocast_scope("float32"):
+        with _keras.kept_losses(inside), _in_float32(inside), in_silence(), _keras.computing_in_float32():
             return _flow(layer, call, *keras.tree.map_structure(widen, (args, kwargs)))
     except Exception:  # The call itself says if something is wrong with it; or quantized layers mix with float32.
         return None

@@ -134,8 +134,8 @@ def float32_island(function: Callable[_Parameters, _Result]) -> Callable[_Parame
 
     For a function, or for a method of a layer. Tensors are found in nested structures as well. Other dtypes
     go in as they are, float64 too, and what the function returns stays as it computed it. A layer that is
-    called inside still follows its own policy. A function that is no method knows of no layer: called from one
-    whose variables have 16 bits, it reads them as they are stored.
+    called inside still follows its own policy; one that is made inside computes in float32. A function that is
+    no method knows of no layer: called from one whose variables have 16 bits, it reads them as they are stored.
 
     On a layer's `call` the decorator comes too late for inputs beyond float16's range: Keras casts them to
     the layer's compute dtype before `call` runs. There, use `Float32Mixin`.
@@ -177,7 +177,7 @@ def _float32_variables(owner):
     """Returns a context in which float variables that would be read in 16 bits are read in float32."""
     # A layer with 16-bit variables has no scope: it reads them as they are stored.
     dtype = _keras.autocast_dtype() or getattr(owner, "compute_dtype", None)
-    return _keras.autocast_scope("float32") if dtype in SIXTEEN_BIT_DTYPES else contextlib.nullcontext()
+    return _keras.computing_in_float32() if dtype in SIXTEEN_BIT_DTYPES else contextlib.nullcontext()
 
 
 def _widen(value):

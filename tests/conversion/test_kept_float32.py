@@ -145,3 +145,117 @@ def test_a_file_with_the_mark_of_a_split_head_loads(tmp_path):
     np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
     mpkeras.apply_policy(loaded, "float32")
     assert [layer.compute_dtype for layer in loaded.layers] == ["float32", "float32"]
+
+
+class Gated(layers.Layer):
+    """Makes layers in its `call`, as the functions of `keras.layers` do."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.gate = layers.Dense(3)
+
+    def build(self, input_shape):
+        self.gate.build(input_shape)
+        self.scale = self.add_weight(shape=(input_shape[-1] + 3,), initializer=keras.initializers.Constant(1.37))
+
+    def call(self, inputs):
+        joined = layers.concatenate([inputs, self.gate(inputs)])
+        return joined * self.scale + layers.multiply([joined, joined])
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape[:-1], input_shape[-1] + 3)
+
+
+class Counting(Gated):
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.calls.assign(self.calls + 1.0)
+        return super().call(inputs)
+
+
+class Island(Gated):
+    call = mpkeras.float32_island(Gated.call)
+
+
+def _as_compiled(policy, make, values):
+    keras.utils.set_random_seed(5)
+    with mpkeras.policy_scope(policy):
+        model = make()
+        model.compile("sgd", "mse")
+        return keras.ops.convert_to_numpy(model(values))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [
+        pytest.param(Gated, (..., "path:gated"), id="by a rule"),
+        pytest.param(Gated, (...,), id="it makes the outputs"),
+        pytest.param(Counting, (...,), id="it writes state"),
+        pytest.param(Island, (...,), id="by the decorator"),
+    ],
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_that_the_call_of_one_in_float32_makes_are_in_float32(kind, rules, policy):
+    values = np.random.default_rng(1).uniform(20.3, 41.7, size=(5, 4)).astype("float32")
+
+    def make():
+        return keras.Sequential([keras.Input((4,)), kind(name="gated")])
+
+    expected = _as_compiled("float32", make, values)
+    outputs = _as_compiled(mpkeras.Policy(policy, keep_float32=rules), make, values)
+    # Only the `Dense` inside may round what it is given.
+    np.testing.assert_allclose(outputs[:, :4], expected[:, :4], rtol=1e-6)
+    np.testing.assert_allclose(outputs, expected, rtol=0.03, atol=3)
+
+
+class Parameters(layers.Layer):
+    """The parameters of a mixture, as one output."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [layers.Dense(2), layers.Dense(3, activation="softplus")]
+
+    def build(self, input_shape):
+        for part in self.parts:
+            part.build(input_shape)
+        super().build(input_shape)
+
+    def call(self, inputs, mask=None):
+        return layers.concatenate([part(inputs) for part in self.parts])
+
+
+class Mean(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.members = [keras.Sequential([layers.Dense(6, "relu"), layers.Dense(4)]) for _ in range(2)]
+
+    def call(self, inputs):
+        return layers.average([member(inputs) for member in self.members])
+
+
+class Rating(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.user, self.item, self.level = layers.Embedding(30, 5), layers.Embedding(30, 5), layers.Embedding(30, 1)
+
+    def call(self, inputs):
+        likes = layers.Dot(axes=-1)([self.user(inputs[:, 0]), self.item(inputs[:, 1])])
+        return layers.add([likes, self.level(inputs[:, 1])]) * 37.3
+
+
+@pytest.mark.parametrize("kind", [Parameters, Mean, Rating])
+def test_outputs_that_a_layer_made_in_a_call_joins_are_not_rounded(kind):
+    values = np.random.default_rng(2).integers(0, 30, size=(40, 4))
+
+    def make():
+        joining = kind()
+        first = layers.Dense(7, "tanh")
+        return keras.Sequential([keras.Input((4,)), first, joining]) if kind is Parameters else joining
+
+    outputs = _as_compiled("mixed_bfloat16", make, values if kind is Rating else values.astype("float32"))
+    rounded = keras.ops.cast(keras.ops.cast(outputs, "bfloat16"), "float32")
+    # By chance a number of float32 is one of bfloat16 in one of 65536 cases.
+    assert np.mean(keras.ops.convert_to_numpy(rounded) == outputs) < 0.05

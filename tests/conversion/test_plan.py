@@ -49,7 +49,7 @@ def test_a_row_for_each_layer_says_what_and_why():
     ]
     of_bias = ("gradient of the bias in float32",) if keras.backend.backend() == "tensorflow" else ()
     assert rows["body"][4:] == (None, "policy mixed_bfloat16", ("penalties in float32", *of_bias))
-    assert rows["own"].changes == ("penalties in float32", "mixed dtypes named")
+    assert rows["own"].changes == ("penalties in float32", "mixed dtypes named", "layers made inside")
     assert rows["norm"].rule == "BatchNormalization" and rows["norm"].reason.startswith("inputs of 1e5")
     assert rows["head"].rule == "activation:softmax" and rows["head"].without_rule.compute_dtype == "bfloat16"
     assert rows["head"].after is rows["head"].before and rows["head"].changes == ()
