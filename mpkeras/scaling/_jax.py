@@ -10,6 +10,7 @@ from jax.experimental import sparse as jax_sparse
 
 from mpkeras import _keras
 from mpkeras.distribution._jax import marked
+from mpkeras.scaling.facts import STATELESS_SCOPE
 from mpkeras.scaling.small_state import UpdateScope
 
 # The most elements of an array that is stacked with others of its shape: biases and statistics, no kernels.
@@ -54,8 +55,8 @@ def scale_loss(optimizer, loss, facts):
         raise ValueError(
             "Expected `scale_loss` in a compiled function to be called in a `keras.StatelessScope` that maps "
             "`optimizer.variables` to this step's values. Received: a call outside, which bakes the present "
-            "scale into the program as a constant; after the scale moves, every gradient is wrong. Wrap the "
-            "call in the scope, or use `mpkeras.make_train_step`."
+            "scale into the program as a constant; after the scale moves, every gradient is wrong. Call it in "
+            f"{STATELESS_SCOPE}, or use `mpkeras.make_train_step`."
         )
     # What does not depend on a differentiated value belongs to the program around the derivative: after `stop_gradient`
     # the flag is of the train step itself, in a function that `jax.value_and_grad` takes, too.

@@ -19,6 +19,12 @@ else:
 # How the logs call what `gradient_statistics` returns.
 GRADIENT_LOG_NAMES = ("grad_norm", "zero_grad_fraction")
 
+# Where a loss is scaled in a step that carries the variables of its optimizer, in words for messages.
+STATELESS_SCOPE = (
+    "`keras.StatelessScope(list(zip(optimizer.variables, optimizer_variables)))`, with the `optimizer_variables` that "
+    "`stateless_apply` takes"
+)
+
 
 @dataclasses.dataclass
 class StepFacts:
@@ -137,11 +143,16 @@ def ended_update(optimizer, traces: list):
         facts.end_update(traces)
 
 
-def check_loss_was_scaled(optimizer, facts: StepFacts):
+def check_loss_was_scaled(optimizer, facts: StepFacts, *, is_stateless=False):
     """Warns, once for an optimizer, where the loss was not scaled since its last step.
 
     Its gradients are taken as scaled all the same, as in Keras. In a guarded step it is certain that they are not:
     `facts` says so afterwards.
+
+    Args:
+        optimizer: The optimizer that is about to take a step.
+        facts: What it knows of that step.
+        is_stateless: Whether the step carries the optimizer's variables as values, as `stateless_apply` does.
     """
     if facts.loss_was_scaled or facts.scaling_traces or facts.grads_are_unscaled or optimizer.scale_is_one:
         return
@@ -163,9 +174,11 @@ def check_loss_was_scaled(optimizer, facts: StepFacts):
             if scaled_by_others
             else "Compute"
         )
+        # Outside of the scope a compiled step would go by the scale that there was when it was traced.
+        where = f", in {STATELESS_SCOPE}" if is_stateless else ""
         warnings.warn(
             f"`{optimizer.name}.apply` was called, but the loss was not scaled since the last step: {consequence}. "
-            f"{remedy} the gradients of `optimizer.scale_loss(loss)`.",
+            f"{remedy} the gradients of `optimizer.scale_loss(loss)`{where}.",
             stacklevel=3,
         )
 

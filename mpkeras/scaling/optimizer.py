@@ -627,7 +627,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         with ended_update(self, _backend.traces()) as facts:
             self._check_values(optimizer_variables, grads, trainable_variables)
-            check_loss_was_scaled(self, facts)
+            check_loss_was_scaled(self, facts, is_stateless=True)
             self.record.warn_of_lost_guard(facts.is_guarded)
             self._look_at_own_loop(facts.is_guarded, self.trainable_variables)
             variables, own_variables = self.trainable_variables, self.variables

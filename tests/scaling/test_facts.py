@@ -1,6 +1,7 @@
 """P3: no loop that scales its loss is warned of, however it is compiled, and every loop that forgets to is."""
 
 import gc
+import re
 import threading
 import warnings
 
@@ -197,6 +198,38 @@ def test_two_optimizers_of_one_loss_take_what_one_of_them_has_scaled_and_unscale
         first.apply([grad], [v])
         with pytest.warns(UserWarning, match=f"{FORGOTTEN}.*through the other one's `get_unscaled_gradients`"):
             second.apply([grad], [w])
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("scales", [False, True], ids=["forgets to scale", "scales outside of a scope"])
+def test_a_stateless_step_is_told_the_scope_to_scale_in(scales):
+    import jax
+
+    optimizer, v = optimizer_and_variable()
+    state = [variable.value for variable in optimizer.variables]
+
+    def updated(value, optimizer_variables, scaled):
+        gradient = jax.grad(lambda value: scaled((value * SLOPE).sum(), optimizer_variables))(value)
+        return optimizer.stateless_apply(optimizer_variables, [gradient], [value])[0][0]
+
+    def step(scaled):
+        return jax.jit(lambda value, optimizer_variables: updated(value, optimizer_variables, scaled))(v.value, state)
+
+    if scales:
+        with pytest.raises(ValueError, match="outside, which bakes") as told:
+            step(lambda loss, _: optimizer.scale_loss(loss))
+        message = str(told.value)
+    else:
+        with pytest.warns(UserWarning, match=FORGOTTEN) as told:
+            step(lambda loss, _: loss)
+        message = str(told[0].message)
+    scope = re.search(r"in `(keras\.StatelessScope\(.*?)`, with the `optimizer_variables` that", message)[1]
+
+    def in_scope(loss, optimizer_variables):
+        with eval(scope, {"keras": keras, "optimizer": optimizer, "optimizer_variables": optimizer_variables}):
+            return optimizer.scale_loss(loss)
+
+    np.testing.assert_array_equal(numpy(step(in_scope)), [1.0 - 0.5 * 1.0, 2.0 - 0.5 * 3.0])
 
 
 def in_a_thread(function):
