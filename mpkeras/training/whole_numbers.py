@@ -431,7 +431,7 @@ def warn_of_rounding(model, x, again: bool):
     _told.update(layers[rounded.reader] for rounded in untold)
     message = in_one_message(untold)
     if any(rounded.variable is None for rounded in untold):
-        message += " Or pass integers, which are not cast, to a `keras.Input(..., dtype='int32')`."
+        message += " Or pass integers to a `keras.Input(..., dtype='int32')`, where no `call` casts them itself."
     warnings.warn(message, stacklevel=3)
 
 

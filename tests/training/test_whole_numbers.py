@@ -120,6 +120,8 @@ def test_a_layer_of_the_users_own_is_named_once_through_every_door(door, policy)
     (message,) = said_by(lambda: models.append(train_twice(door, lambda: functional(Rows(name="rows")), policy)))
     assert message.startswith("Layer 'rows' is given whole numbers that ") and "4097 becomes 4096" in message
     assert "'path:^rows$'" in message and policy.removeprefix("mixed_") in message
+    # A rotary table that makes floats of its positions rounds integers, too.
+    assert message.endswith("where no `call` casts them itself.")
     if models[0].compiled:
         assert said_by(lambda: models[0].evaluate(CODES, np.ones((2, 1)), verbose=0)) == []
 
