@@ -40,27 +40,27 @@ def turns(item):
 
 
 @pytest.mark.parametrize("name", ["test_a", "test_b", "test_c"])
-def test_each_backend_has_two_of_72_turns(name):
+def test_each_backend_has_one_of_72_turns(name):
     found = turns(Item(name, pytest.mark.slow))
-    assert sorted(sum(found, [])) == sorted(BACKENDS * 2) and found[:36] == found[36:]
-    # Eleven turns without it follow each with it.
+    assert sorted(sum(found, [])) == sorted(BACKENDS)
+    # 23 turns without it follow each with it.
     first = next(turn for turn, names in enumerate(found) if names)
-    assert [len(names) for names in found[first : first + 36]] == [1, *[0] * 11] * 3
+    assert [len(names) for names in [*found[first:], *found[:first]]] == [1, *[0] * 23] * 3
 
 
 @pytest.mark.parametrize("is_seldom", [False, True], ids=["named", "others are seldom"])
-def test_of_two_backends_each_has_three(is_seldom, monkeypatch):
+def test_two_backends_have_three_turns(is_seldom, monkeypatch):
     marks = [pytest.mark.slow]
     if is_seldom:
         monkeypatch.setitem(turns_plugin.SELDOM, FILE, {"test_a": ("tensorflow",)})
     else:
         marks.append(pytest.mark.backends("jax", "torch"))
-    assert sorted(sum(turns(Item("test_a", *marks)), [])) == ["jax"] * 3 + ["torch"] * 3
+    assert sorted(sum(turns(Item("test_a", *marks)), [])) in (["jax", "jax", "torch"], ["jax", "torch", "torch"])
 
 
-def test_a_single_backend_has_six():
+def test_a_single_backend_has_three():
     found = turns(Item("test_a", pytest.mark.slow, pytest.mark.backends("jax")))
-    assert sum(found, []) == ["jax"] * 6 and found[:12] * 6 == found
+    assert sum(found, []) == ["jax"] * 3 and found[:24] * 3 == found
 
 
 @pytest.mark.parametrize("marks", [[], [pytest.mark.slow]], ids=["quick", "slow"])

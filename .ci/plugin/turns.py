@@ -172,7 +172,7 @@ def pytest_addoption(parser):
         type=int,
         metavar="N",
         help="of the slow tests those alone whose turn it is: within 72 numbers in a row, each runs at least "
-        "twice on each of its backends; of the others half on JAX, and half on torch",
+        "once on each of its backends; of the others half on JAX, and half on torch",
     )
 
 
@@ -229,8 +229,8 @@ def has_its_turn(item, backend: str, turn: int) -> bool:
     names = [name for name in BACKENDS if name in names and name not in _entry(SELDOM, item)]
     if not names:
         return False
-    # Eleven runs without it follow, so that a run takes 20 minutes.
-    places = [place for name in names for place in (name, *[None] * 11)]
+    # 23 runs without it follow, so that a run takes 20 minutes.
+    places = [place for name in names for place in (name, *[None] * 23)]
     return places[number % len(places)] == backend
 
 
