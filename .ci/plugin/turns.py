@@ -192,10 +192,11 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=list(left_out))
 
 
-def later_cases(items, backend: str, slow_ones_only: bool, turn: int = 0) -> dict:
-    """Returns of each parametrized test all quick cases but the first, and all slow ones but one.
+def later_cases(items, backend: str, slow_ones_only: bool, turn: int) -> dict:
+    """Returns of each parametrized test all slow cases but one, and all quick ones but the first.
 
-    Which slow case remains changes with every 72 turns. Of tests in `EVERY_CASE` all cases remain.
+    With `slow_ones_only` all quick cases remain, and all cases of tests in `EVERY_CASE` always do. Which slow case
+    remains of the others changes with every 72 turns.
     """
     cases: dict = {}
     for item in items:

@@ -166,15 +166,15 @@ def float32_island(function: Callable[_Parameters, _Result]) -> Callable[_Parame
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
-        with _float32_variables(args[0] if args else None):
+        with _float32_scope(args[0] if args else None):
             args, kwargs = keras.tree.map_structure(_widen, (args, kwargs))
             return function(*args, **kwargs)
 
     return wrapper
 
 
-def _float32_variables(owner):
-    """Returns a context in which float variables that would be read in 16 bits are read in float32."""
+def _float32_scope(owner):
+    """Returns a context that computes in float32 where variables would be read in 16 bits."""
     # A layer with 16-bit variables has no scope: it reads them as they are stored.
     dtype = _keras.autocast_dtype() or getattr(owner, "compute_dtype", None)
     return _keras.computing_in_float32() if dtype in SIXTEEN_BIT_DTYPES else contextlib.nullcontext()

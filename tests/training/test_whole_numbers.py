@@ -165,11 +165,7 @@ def test_the_remedy_that_is_named_trains_the_rows_of_float32(policy):
             lambda: Calling(layers.Lambda(lambda x: x / 10, name="tenth")), CODES, "tenth", "tenth", id="Lambda"
         ),
         pytest.param(
-            lambda: Calling(layers.Activation(lambda x: x / 30, name="part")),
-            CODES,
-            "part",
-            "part",
-            id="Activation",
+            lambda: Calling(layers.Activation(lambda x: x / 30, name="part")), CODES, "part", "part", id="Activation"
         ),
         pytest.param(
             lambda: Calling(Wave(name="wave"), before=layers.Reshape((3,), name="shape")),
