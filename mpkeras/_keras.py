@@ -18,6 +18,11 @@ from collections.abc import Callable
 import keras
 
 
+def is_of_keras(code) -> bool:
+    """Whether a class or a method is Keras' own: one that `exec` made without a `__name__` says no module."""
+    return (getattr(code, "__module__", None) or "").startswith("keras.")
+
+
 def path_of(layer) -> str:
     """Returns the path of a layer, which has one once Keras has made or called it in a model; its name until then."""
     return layer.path or layer.name

@@ -215,7 +215,7 @@ def _refuse_draws_in_loops(layers):
 
 def _tensors_held(layer) -> list:
     """Returns `(name, tensor)` of the attributes of a layer of the user's that are tensors of floats."""
-    if type(layer).__module__.startswith("keras."):
+    if _keras.is_of_keras(type(layer)):
         # State that Keras keeps there, such as the masks of a cell, is part of no loss.
         return []
     return [(name, x) for name, x in vars(layer).items() if isinstance(x, tf.Tensor) and x.dtype.is_floating]

@@ -57,7 +57,7 @@ def _fitting(model, layer, may_hand_on) -> Iterator[str]:
     """
     backend = keras.backend.backend()
     # Stock layers add what their regularizers return; a layer of the user's adds whatever it likes.
-    if layer.activity_regularizer is not None or not _is_stock(layer):
+    if layer.activity_regularizer is not None or not _keras.is_of_keras(type(layer)):
         yield "penalties in float32"
     if with_own_code(layer):
         yield "mixed dtypes named"
@@ -103,10 +103,6 @@ def _of_outputs(model, layer, parts) -> Iterator[str]:
         yield "penalties of weights in float32"
 
 
-def _is_stock(layer) -> bool:
-    return type(layer).__module__.startswith("keras.")
-
-
 def _has_call_without_graph(model) -> bool:
     is_graph = isinstance(model, keras.Sequential) or _keras.graph_of(model) is not None
     return isinstance(model, keras.Model) and not is_graph and not lacks_call(model)
@@ -121,7 +117,7 @@ def _add_penalties_in_float32(layer):
     """
     if layer.activity_regularizer is not None:
         replace(layer, "activity_regularizer", _float32_regularizer(layer.activity_regularizer), kind="layer")
-    if not _is_stock(layer):
+    if not _keras.is_of_keras(type(layer)):
         add_loss = layer.add_loss
 
         @functools.wraps(add_loss)

@@ -68,14 +68,14 @@ def reads_names(layer) -> bool:
         return reads_names(layer.layer)
     if isinstance(layer, keras.layers.Embedding):
         return True
-    is_stock = type(layer).__module__.startswith("keras.")
+    is_stock = _keras.is_of_keras(type(layer))
     # Conversions take the cast of layers that read none away, too.
     return not is_stock and not isinstance(layer, keras.Model) and not value_below(layer, "autocast")
 
 
 def has_own_mask(layer) -> bool:
     """Whether `layer`, with a `call` of its own, makes a mask by its own method, which may compare what it is given."""
-    return has_own_call(layer) and not type(layer).compute_mask.__module__.startswith("keras.")
+    return has_own_call(layer) and not _keras.is_of_keras(type(layer).compute_mask)
 
 
 def may_hand_on_data(survey, heads) -> set:

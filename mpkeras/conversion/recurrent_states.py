@@ -28,7 +28,7 @@ def carries_state_in_16_bits(layer) -> bool:
     A state adds up: behind gates of 0.982, as a bias of 4 makes them, a `GRU` takes no step in bfloat16 that is smaller
     than a quarter of a percent of its state, and a `SimpleRNN` that counts stops at 256.
     """
-    is_loop = isinstance(layer, keras.layers.RNN) and type(layer).inner_loop.__module__.startswith("keras.")
+    is_loop = isinstance(layer, keras.layers.RNN) and _keras.is_of_keras(type(layer).inner_loop)
     return is_loop and all(_step_of(layer, cell) is not None for cell in _cells(layer))
 
 
@@ -42,7 +42,7 @@ def carry_state_in_float32(layer):
     """
     inner_loop = layer.inner_loop
     # A `call` of the user's own may begin with any states.
-    is_known = type(layer).call.__module__.startswith("keras.")
+    is_known = _keras.is_of_keras(type(layer).call)
     between_batches = _carry_between_batches(layer) if layer.stateful and is_known else None
 
     @functools.wraps(inner_loop)
@@ -134,7 +134,7 @@ def _cells(layer) -> list:
 def _step_of(layer, cell):
     """Returns our step for a cell of Keras' in `layer`, a function like `cell.call`; `None` for any other cell."""
     if isinstance(layer, _CONV_LSTM):
-        return _step_of_lstm if type(cell).__module__.startswith("keras.") else None
+        return _step_of_lstm if _keras.is_of_keras(type(cell)) else None
     return _STEPS.get(type(cell))
 
 

@@ -210,7 +210,7 @@ def _children(survey, parent) -> list:
 
 def _is_block(survey, layer) -> bool:
     # The layers in an attention layer or an RNN of Keras are its own affair; a model within a model is a block.
-    if type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.Model):
+    if _keras.is_of_keras(type(layer)) and not isinstance(layer, keras.Model):
         return False
     return any(inner.weights or not inner.built for inner in survey.within(layer)[1:])
 

@@ -303,7 +303,7 @@ def computes_with_parts(model) -> bool:
 
 def has_own_call(layer) -> bool:
     """Whether the arithmetic of `layer` is the user's own."""
-    return not type(layer).call.__module__.startswith("keras.") or isinstance(layer, keras.layers.Lambda)
+    return not _keras.is_of_keras(type(layer).call) or isinstance(layer, keras.layers.Lambda)
 
 
 def casts_inside(layer) -> bool:

@@ -200,7 +200,7 @@ def _kept_by_users(model, helper_objects) -> list[KeptValue]:
     No tensor among them belongs to a backward pass.
     """
     inside = _keras.flatten_layers(model, include_self=True)
-    of_users = [layer for layer in inside if has_own_call(layer) or not type(layer).__module__.startswith("keras.")]
+    of_users = [layer for layer in inside if has_own_call(layer) or not _keras.is_of_keras(type(layer))]
     holders: list = [vars(holder) for holder in (*of_users, *helper_objects)]
     for attributes in tuple(holders):
         values = [value for name, value in attributes.items() if name not in _OF_MODULES]

@@ -669,3 +669,17 @@ def test_a_first_batch_that_does_not_fit_changes_nothing_of_the_training_after_t
         return snapshot(model.variables)
 
     assert trained([X[:, :5]]) == trained([])
+
+
+def test_layers_that_exec_made_without_a_name_train():
+    # Their methods say no module.
+    made: dict = {"keras": keras}
+    exec("class Half(keras.layers.Layer):\n    def call(self, x):\n        return x * 0.5\n", made)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), made["Half"](), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+    mpkeras.prepare(model, "mixed_bfloat16")
+
+    assert model.layers[1].compute_dtype == "bfloat16"
+    history = model.fit(np.ones((8, 3)), np.ones((8, 1)), epochs=2, verbose=0)
+    assert history.history["loss"][1] < history.history["loss"][0]
