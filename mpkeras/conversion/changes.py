@@ -129,7 +129,7 @@ def _add_penalties_in_float32(layer):
 
 def _has_own_regularizer(layer) -> bool:
     regularizer = layer.activity_regularizer
-    return regularizer is not None and not _is_stock(regularizer)
+    return regularizer is not None and not _keras.is_of_keras(type(regularizer))
 
 
 def regularizes_in_16_bits(layer) -> bool:
