@@ -302,7 +302,10 @@ def _uses_given(used) -> bool:
 
 
 def _given_inside(layer, call, args, kwargs) -> list | None:
-    """Returns the dtypes of what the layers inside `layer` cast in its `call`; `None` where that does not run."""
+    """Returns the dtypes of what the 16-bit layers inside `layer` cast in its `call`; `None` where that does not run.
+
+    To a layer in float32 wider inputs are the same numbers.
+    """
     given: list = []
 
     def note(tensor, _):
@@ -310,7 +313,8 @@ def _given_inside(layer, call, args, kwargs) -> list | None:
 
     with in_silence(), contextlib.ExitStack() as stack:
         for inner in _keras.flatten_layers(layer):
-            stack.enter_context(noting_casts(inner, note))
+            if inner.compute_dtype in SIXTEEN_BIT_DTYPES:
+                stack.enter_context(noting_casts(inner, note))
         runs = can_run(layer, taking_inner_results(layer, call), args, kwargs)
     return given if runs else None
 

@@ -246,7 +246,19 @@ class Rating(keras.Model):
         return layers.add([likes, self.level(inputs[:, 1])]) * 37.3
 
 
-@pytest.mark.parametrize("kind", [Parameters, Mean, Rating])
+class Twice(keras.Model):
+    """Layers that a call makes, in front of what makes the outputs and behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.mean, self.trend = layers.Dense(7, "tanh"), layers.Dense(2), layers.Dense(2)
+
+    def call(self, inputs):
+        x = layers.concatenate([self.first(inputs), self.first(0.25 * inputs)])
+        return layers.subtract([self.mean(x), self.trend(x)])
+
+
+@pytest.mark.parametrize("kind", [Parameters, Mean, Rating, Twice])
 def test_outputs_that_a_layer_made_in_a_call_joins_are_not_rounded(kind):
     values = np.random.default_rng(2).integers(0, 30, size=(40, 4))
 
