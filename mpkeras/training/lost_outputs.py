@@ -3,11 +3,15 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 
 import keras
+import ml_dtypes
+import numpy as np
 
 from mpkeras import _keras
 from mpkeras._replaced import replaced
@@ -32,7 +36,8 @@ class LostOutputs:
     Attributes:
         layer: Path of the layer.
         dtype: The 16-bit dtype that it computes in.
-        error: The norm of the difference over the norm of the outputs in float32.
+        error: The norm of the difference over the norm of the outputs in float32; inf where numbers that are finite in
+            float32 are beyond the 16-bit dtype.
         are_losses: Whether these are what it gives to `add_loss`.
     """
 
@@ -44,11 +49,18 @@ class LostOutputs:
     def sentences(self) -> tuple[str, str]:
         """Returns a sentence with the number, and one with the remedy."""
         which = "The losses that are added by" if self.are_losses else "The outputs of"
-        what = (
-            f"{which} layer '{self.layer}' in {self.dtype} are off by {self.error:.0%} from those in float32 on "
-            "the same inputs: positions that are counted in 16 bits, long sums, small differences and sines of large "
-            "numbers are lost so."
-        )
+        what = f"{which} layer '{self.layer}' in {self.dtype} are "
+        if self.error == math.inf:
+            largest = float(ml_dtypes.finfo(self.dtype).max)
+            what += (
+                f"inf or NaN, and finite in float32 on the same inputs: {self.dtype} ends at {largest:.6g}, which "
+                "squares, sums and exponentials soon exceed."
+            )
+        else:
+            what += (
+                f"off by {self.error:.0%} from those in float32 on the same inputs: positions that are counted in 16 "
+                "bits, long sums, small differences and sines of large numbers are lost so."
+            )
         return what, f"Keep the layer in float32 with {kept_by(path_rule(self.layer))}."
 
 
@@ -170,7 +182,17 @@ def _added_losses(layer):
 
 def _error(values, references) -> float:
     # What a layer adds may depend on what it computes.
-    return relative_error(values, references) if len(values) == len(references) else 0.0
+    if len(values) != len(references):
+        return 0.0
+    pairs = zip(values, references, strict=True)
+    return math.inf if any(itertools.starmap(_is_beyond, pairs)) else relative_error(values, references)
+
+
+def _is_beyond(values, references) -> bool:
+    """Whether numbers that are finite in float32 are not; those that hide others in a softmax may be -inf."""
+    return values.shape == references.shape and bool(
+        np.any((np.isnan(values) | (values == np.inf)) & np.isfinite(references))
+    )
 
 
 def _floats(structure) -> list:

@@ -138,6 +138,29 @@ class Asks(layers.Layer):
         return self.inner(x)
 
 
+class Energy(Weighted):
+    """Weighs rows by their squares, which float16 cannot hold."""
+
+    def call(self, x):
+        energy = ops.sum(ops.square(150.0 * x), axis=-1, keepdims=True)
+        return x * energy / (1.0 + energy)
+
+
+class Odds(Weighted):
+    """A softmax by hand: in float16 exponentials of 12 are inf, and inf over inf is NaN."""
+
+    def call(self, x):
+        exponentials = ops.exp(12.0 * ops.abs(x) + 1.0)
+        return exponentials / ops.sum(exponentials, axis=-1, keepdims=True)
+
+
+class Hides(Weighted):
+    """What is added to logits that a softmax is not to see."""
+
+    def call(self, x):
+        return ops.cast(ops.where(x > 0, 0.0, -1e9), x.dtype)
+
+
 def functional(layer, shape):
     inputs = keras.Input(shape)
     return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(layer(inputs))))
@@ -283,6 +306,7 @@ HEALTHY = {
         RANDOM.normal(size=(3, 4)),
     ),
     "layers of Keras": (lambda: layers.Normalization(mean=48.2, variance=0.01), (4,), PLACES),
+    "hidden by -inf": (lambda: Hides(), (4,), RANDOM.normal(size=(3, 4))),
 }
 
 
@@ -291,6 +315,15 @@ HEALTHY = {
 def test_healthy_layers_are_not_named(case, policy):
     make, shape, x = HEALTHY[case]
     assert found_in(functional(make(), shape), policy, x.astype("float32")) == []
+
+
+@pytest.mark.parametrize("kind", [Energy, Odds])
+def test_a_layer_whose_outputs_float16_cannot_hold_is_named(kind):
+    x = np.array([[0.9, -1.1, 1.2], [1.3, 0.8, -1.0]], "float32")
+    (found,) = found_in(functional(kind(name="own"), (3,)), "mixed_float16", x)
+    assert (found.layer, found.error) == ("own", np.inf)
+    assert "are inf or NaN, and finite in float32 on the same inputs: float16 ends at 65504" in found.sentences()[0]
+    assert found_in(functional(kind(), (3,)), "mixed_bfloat16", x) == []
 
 
 @pytest.mark.parametrize(("size", "is_lost"), [(0.02, True), (1.5, False)])
