@@ -163,7 +163,9 @@ class _Counts(NamedTuple):
             which = "each time"
         else:
             which = "once" if self.nonfinite_losses == 1 else f"{self.nonfinite_losses} times"
+        beyond = ", and numbers beyond float16's 65504" if is_in_float16 else ""
         return (
             f"{which} the loss itself was not finite: the forward pass is at fault, or the loss, and no loss scale "
-            "cures it. Look for inf or NaN in the data, keep more layers in float32, or lower the learning rate."
+            f"cures it. Look for inf or NaN in the data{beyond}, keep the layers that "
+            "`mpkeras.callbacks.NumericsMonitor` names in float32 with `keep_float32`, or lower the learning rate."
         )

@@ -342,6 +342,17 @@ def test_two_skipped_steps_in_a_row_at_the_lowest_scale_are_told_and_one_is_not(
     assert all(text.startswith("2 steps in a row were skipped with the loss scale at its lowest, 1:") for text in told)
 
 
+@pytest.mark.parametrize("policy", first_quick(["mixed_float16", "mixed_bfloat16"]))
+def test_where_the_loss_is_not_finite_the_range_of_float16_is_named_where_it_counts(policy):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    with pytest.warns(UserWarning, match="All 2 steps of epoch 1.*the loss itself was not finite") as told:
+        model.fit(np.full((4, 2), np.inf), np.ones((4, 1)), batch_size=2, verbose=0, callbacks=[MixedPrecision(policy)])
+    (message,) = (str(warning.message) for warning in told if "the loss itself" in str(warning.message))
+    assert ("beyond float16's 65504" in message) == (policy == "mixed_float16")
+    assert "keep the layers that `mpkeras.callbacks.NumericsMonitor` names in float32" in message
+
+
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_lowest_scale():
     rule = DynamicLossScale(1.0, min_scale=1.0)
     (told,), optimizer = messages(ONES * np.nan, ONES[:, :1], rule, on_min_scale="raise")
