@@ -40,8 +40,9 @@ def turns(item):
 
 
 @pytest.mark.parametrize("name", ["test_a", "test_b", "test_c"])
-def test_each_backend_has_one_of_72_turns(name):
-    found = turns(Item(name, pytest.mark.slow))
+@pytest.mark.parametrize("mark", [pytest.mark.slow, pytest.mark.matrix], ids=["slow", "matrix"])
+def test_each_backend_has_one_of_72_turns(name, mark):
+    found = turns(Item(name, mark))
     assert sorted(sum(found, [])) == sorted(BACKENDS)
     # 23 turns without it follow each with it.
     first = next(turn for turn, names in enumerate(found) if names)

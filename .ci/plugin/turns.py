@@ -201,7 +201,7 @@ def later_cases(items, backend: str, slow_ones_only: bool, turn: int) -> dict:
     cases: dict = {}
     for item in items:
         marks = _marks(item)
-        is_slow = bool(marks & {"slow", "matrix"})
+        is_slow = _is_slow(item)
         if "skip" not in marks and (is_slow or not slow_ones_only):
             cases.setdefault((item.parent.nodeid, _name(item), is_slow), []).append(item)
     later = {}
@@ -216,14 +216,13 @@ def later_cases(items, backend: str, slow_ones_only: bool, turn: int) -> dict:
 
 def has_its_turn(item, backend: str, turn: int) -> bool:
     """Whether a test runs on a backend in this turn: all but the slow ones do in each, and on JAX in every other."""
-    marks = _marks(item)
     if item.location[0] in EVERY_TURN:
         return True
     # By name, all cases of a test together: the same ones everywhere, whoever is asked.
     number = zlib.crc32(f"{item.location[0]}::{_name(item)}".encode()) + turn
     runs_on = item.get_closest_marker("backends")
     names = BACKENDS if runs_on is None else runs_on.args
-    if "slow" not in marks:
+    if not _is_slow(item):
         # JAX and torch one after the other: each time a test runs on TensorFlow and one of them.
         takes_turns = backend != "tensorflow" and "tensorflow" in names
         return not takes_turns or number % 2 == (backend == "torch")
@@ -243,6 +242,11 @@ def _entry(table: dict, item) -> tuple:
 
 def _marks(item) -> set:
     return {marker.name for marker in item.iter_markers()}
+
+
+def _is_slow(item) -> bool:
+    # One cell of a table may take minutes as well.
+    return not _marks(item).isdisjoint({"slow", "matrix"})
 
 
 def _name(item) -> str:
