@@ -45,6 +45,8 @@ _of_main_thread: list[_Setting] = []
 # `(Keras' default policy after a `clear_session`, the `Policy` that it took away)`: a layer with this very default
 # was made in between. A default that no layer holds any more is forgotten.
 _made_in_between: list[tuple[weakref.ref, Policy]] = []
+# Keras' default policies that were in force as a policy was made global: what has one of them was made before.
+_replaced_defaults: list[weakref.ref] = []
 _told: set = set()
 
 
@@ -172,6 +174,15 @@ def made_under(policy) -> Policy | None:
     return name.policy if isinstance(name, _MadeUnder) else None
 
 
+def was_made_before(policy) -> bool:
+    """Whether a layer was made under Keras' default, before mpkeras made another policy global.
+
+    Args:
+        policy: The `dtype_policy` that the layer was made with; one that it was given itself was never global.
+    """
+    return any(policy is default() for default in _replaced_defaults)
+
+
 def _marked(policy: Policy):
     """Returns what Keras is given for `policy`: its own policy of these dtypes, if it has one."""
     stock = policy.stock()
@@ -199,6 +210,10 @@ def make_global(identifier) -> Policy:
             stacklevel=3,
         )
     _told.clear()
+    replaced = keras.config.dtype_policy()
+    if _is_default(replaced) and made_under(replaced) is None and not was_made_before(replaced):
+        _replaced_defaults[:] = [default for default in _replaced_defaults if default() is not None]
+        _replaced_defaults.append(weakref.ref(replaced))
     installed = _marked(policy)
     keras.config.set_dtype_policy(installed)
     _note(_Setting(policy, installed, _keras.global_state()))
@@ -209,6 +224,12 @@ def is_global(policy: Policy) -> bool:
     """Whether it is this very policy that was made global last through mpkeras, in this thread."""
     setting = getattr(_global, "setting", None)
     return setting is not None and setting.policy is policy
+
+
+def policy_in_force() -> Policy | None:
+    """Returns the policy that was made global last through mpkeras, where it still is in this thread."""
+    setting = getattr(_global, "setting", None)
+    return setting.policy if setting is not None and keras.config.dtype_policy() is setting.installed else None
 
 
 def forget_global():

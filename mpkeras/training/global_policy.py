@@ -2,13 +2,14 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 
 import keras
 
-from mpkeras.conversion.from_file import comes_from_a_file
+from mpkeras.conversion.from_file import comes_from_a_file, program_layers
 from mpkeras.policies import registry
-from mpkeras.policies.dtypes import SMALL_DTYPE
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, SMALL_DTYPE
 from mpkeras.policies.policy import NOTES_FOR_REPR, Policy
 from mpkeras.scaling.optimizer import ON_FIRST_UNGUARDED_UPDATE
 from mpkeras.training import covered_compile
@@ -17,6 +18,8 @@ from mpkeras.training.own_loops import warn_of_layers_in_16_bits
 from mpkeras.training.prepare import prepare_model
 
 ENVIRONMENT_VARIABLE = "MPKERAS_POLICY"
+# So many layers are named in a warning.
+_NAMED = 3
 
 
 def set_global_policy(policy: str | Policy | keras.DTypePolicy | None) -> Policy:
@@ -29,7 +32,7 @@ def set_global_policy(policy: str | Policy | keras.DTypePolicy | None) -> Policy
     `load_model` makes is prepared if its layers compute in 16 bits. A policy that `keras.utils.clear_session()`
     takes away is in force again at the next `compile`, also for that model, and a warning says so. Models whose
     layers were made before, or under `keras.config.set_dtype_policy`, are left as Keras makes them;
-    `mpkeras.prepare` is for those.
+    `mpkeras.prepare` is for those; a warning at `compile` names layers that were made before, in float32.
 
     For that the `compile` of `keras.Model` and of its subclasses is covered, also of those that are defined later, from
     the first policy other than float32 on (the `repr` of the global policy lists it), until `set_global_policy(None)`.
@@ -147,11 +150,33 @@ def _prepare_if_made_under_a_policy(model) -> bool:
         if not _guards(policy):
             return False
         prepare_model(model, policy, is_explicit=False)
+        _warn_of_layers_made_before(model)
         return True
     if not comes_from_a_file(model):
+        if covered_compile.position_of(_prepare_if_made_under_a_policy) == 0:
+            # No `autoprepare` comes behind.
+            _warn_of_layers_made_before(model)
         return False
     prepare_model(model, None, is_explicit=False)
     return True
+
+
+def _warn_of_layers_made_before(model):
+    policy = registry.policy_in_force()
+    layers = [layer for layer in program_layers(model) if layer.weights or not layer.built]
+    before = [layer for layer in layers if registry.was_made_before(layer.dtype_policy)]
+    if policy is None or policy.compute_dtype not in SIXTEEN_BIT_DTYPES or not before:
+        return
+    names = ", ".join(f"'{layer.name}'" for layer in before[:_NAMED])
+    more = f" and {len(before) - _NAMED} more" if len(before) > _NAMED else ""
+    # In a model with layers in 16 bits, too, those in float32 are taken for the user's choice.
+    prepare = f", or call `mpkeras.prepare(model, {policy.name!r})` after `compile`" if before == layers else ""
+    warnings.warn(
+        f"Model '{model.name}' is compiled under the global policy '{policy.name}', but layers of it were made before "
+        f"that was set and compute in float32, {len(before)} of {len(layers)}: {names}{more}. Set the policy before "
+        f"they are made{prepare}; where float32 is meant, make them with `dtype='float32'`, which is not named.",
+        stacklevel=4,
+    )
 
 
 @contextlib.contextmanager

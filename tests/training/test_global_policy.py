@@ -1,5 +1,6 @@
 """The one line: a model that is built under a policy of mpkeras' trains as after `prepare`, whenever it is compiled."""
 
+import contextlib
 import copy
 import json
 import os
@@ -259,7 +260,8 @@ def test_models_of_keras_are_left_alone():
     models = [before_the_line, *under_keras, later, by_hand, keras.models.clone_model(later)]
     for model in models:
         attributes = set(vars(model))
-        assert is_stock(compiled(model))
+        with pytest.warns(match="made before") if model is before_the_line else contextlib.nullcontext():
+            assert is_stock(compiled(model))
         added = set(vars(model)) - attributes
         assert not {name for name in added if "mpkeras" in name or name in ("train_step", "compile", "fit")}
         assert set(fitted(model, GOOD_ROWS)) == {"loss", "mae"}
@@ -586,7 +588,9 @@ def test_after_clear_session_the_line_holds_for_what_is_compiled_next():
             assert is_guarded(compiled(model)) and is_guarded(compiled(second))
     (message,) = [str(warning.message) for warning in told]
     assert "clear_session" in message and "'mixed_float16'" in message
-    assert is_stock(compiled(before_the_line)) and is_guarded(compiled(plain()))
+    with pytest.warns(UserWarning, match="2 of 2: 'dense.*', 'head'. Set the policy before"):
+        assert is_stock(compiled(before_the_line))
+    assert is_guarded(compiled(plain()))
 
 
 def test_after_clear_session_in_a_scope_too():
@@ -624,10 +628,34 @@ def test_a_part_from_before_the_line_keeps_its_dtype():
     trunk = keras.Sequential([keras.Input((8,)), layers.Dense(16, "tanh", name="trunk")])
     mpkeras.set_global_policy("mixed_float16")
     model = keras.Sequential([trunk, layers.Dense(8, name="new"), layers.Dense(2, name="head")])
-    compiled(model)
+    with pytest.warns(UserWarning, match="1 of 3: 'trunk'. Set the policy before they are made; where") as told:
+        compiled(model)
     found = compute_dtypes(model)
     assert [found[name] for name in ("trunk", "new", "head")] == ["float32", "float16", "float32"]
     assert guard.is_guarded(model)
+    # It would take the layers in float32 for the user's choice.
+    assert "mpkeras.prepare" not in str(told[0].message)
+
+
+def test_the_remedy_for_a_model_from_before_the_line():
+    model = stack(*[layers.Dense(4, name=f"dense_{number}") for number in range(4)])
+    by_choice = stack(layers.Dense(4, dtype="float32"), layers.Dropout(0.1))
+    by_choice.layers[-1].dtype_policy = keras.DTypePolicy("float32")
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        with pytest.warns(UserWarning, match=r"'dense_2' and 2 more.*`mpkeras.prepare\(model, 'mixed_bfloat16'\)`"):
+            compiled(model)
+        compiled(by_choice)
+        compiled(plain())
+    compiled(plain())
+    mpkeras.prepare(model, "mixed_bfloat16")
+    found = compute_dtypes(model)
+    assert [found[name] for name in ("dense_0", "dense_3", "head")] == ["bfloat16", "bfloat16", "float32"]
+
+
+def test_an_autoprepare_around_the_line_prepares_what_was_made_before():
+    model = plain()
+    with mpkeras.autoprepare("mixed_float16"), mpkeras.policy_scope("mixed_float16"):
+        assert is_guarded(compiled(model))
 
 
 def test_many_layers_from_a_scope_of_float32_leave_the_model_guarded():
