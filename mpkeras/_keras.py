@@ -550,6 +550,14 @@ def parts_of_metric(metric) -> list:
     return metric.metrics if isinstance(metric, keras.src.trainers.compile_utils.CompileMetrics) else [metric]
 
 
+def metrics_given(metric) -> list:
+    """Returns what `parts_of_metric` does, but of those given to `compile` the objects, also before Keras asks them."""
+    if not isinstance(metric, keras.src.trainers.compile_utils.CompileMetrics):
+        return [metric]
+    given = keras.tree.flatten([metric._user_metrics, metric._user_weighted_metrics])
+    return [part for part in given if isinstance(part, keras.metrics.Metric)]
+
+
 def recurrent_states(layer) -> list:
     """Returns the variables in which a stateful recurrent layer keeps its states; `[]` before it is built.
 

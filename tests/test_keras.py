@@ -175,9 +175,10 @@ def test_metrics_given_to_compile_are_known_one_by_one():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     mine = keras.metrics.MeanAbsoluteError(name="mine")
     model.compile("sgd", "mse", metrics=[mine], weighted_metrics=["mse"])
+    assert [part for metric in model.metrics for part in private.metrics_given(metric)] == [model.metrics[0], mine]
     model.train_on_batch(np.ones((2, 3)), np.ones((2, 1)))
     tracker, given = model.metrics
-    assert private.parts_of_metric(tracker) == [tracker]
+    assert private.parts_of_metric(tracker) == private.metrics_given(tracker) == [tracker]
     assert private.parts_of_metric(given)[0] is mine
     assert [part.name for part in private.parts_of_metric(given)] == ["mine", "mse"]
     assert [v for part in private.parts_of_metric(given) for v in part.variables] == given.variables

@@ -190,6 +190,16 @@ def helpers(model) -> list:
     return [holder for holder in holders_of_optimizers(model) if not isinstance(holder, keras.layers.Layer)]
 
 
+def models_of_metrics(model) -> list:
+    """Returns the models that metrics and losses of `model` hold and that are no part of it: encoders, for the most."""
+    survey = Survey.of(model)
+    holders = [part for metric in survey.model.metrics for part in _keras.metrics_given(metric)]
+    holders += [helper for helper in helpers(survey) if isinstance(helper, keras.losses.Loss)]
+    held = [value for holder in holders for value in _held(holder) if isinstance(value, keras.Model)]
+    inside = {id(layer) for layer in survey.layers}
+    return list({id(value): value for value in held if id(value) not in inside}.values())
+
+
 def _states_of(value) -> list:
     """Returns the variables of what a helper object holds: a variable, a random generator, a metric."""
     if isinstance(value, keras.random.SeedGenerator):

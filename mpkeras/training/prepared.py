@@ -7,10 +7,14 @@ from collections.abc import Callable
 import keras
 
 from mpkeras import _replaced
+from mpkeras.conversion.apply import apply_policy
+from mpkeras.conversion.last import last_conversion
+from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.training import for_one_fit
 from mpkeras.training.first_batch import looking_at_arrays
 from mpkeras.training.fit_arguments import argument_in, flat, with_callback
-from mpkeras.training.inventory import compiled_parts, find_optimizers
+from mpkeras.training.inventory import compiled_parts, find_optimizers, models_of_metrics
+from mpkeras.training.made_under import policy_made_under
 from mpkeras.training.validations import Look
 from mpkeras.training.watch import SkipWatch
 
@@ -81,6 +85,7 @@ def _fit_and_watch(model, fit):
         prepared = prepared_of(model)
         if prepared is None:
             return fit(*args, **kwargs)
+        _convert_models_of_metrics(model)
         prepared.fits += 1
         begun = for_one_fit.begun(model)
         x, batch_size = (argument_in(argument, fit, "fit", args, kwargs) for argument in ("x", "batch_size"))
@@ -99,6 +104,14 @@ def _fit_and_watch(model, fit):
     return fit_and_watch
 
 
+def _convert_models_of_metrics(model):
+    """Lets the models that metrics and losses hold return float32, as `model` does: nobody compiles them."""
+    for held in models_of_metrics(model):
+        policy = None if held.compiled or last_conversion(held) is not None else policy_made_under(held)
+        if policy is not None and policy.compute_dtype in SIXTEEN_BIT_DTYPES:
+            apply_policy(held, policy)
+
+
 def _evaluate_and_look(model, evaluate):
     return _looking(model, evaluate, lambda: getattr(prepared_of(model), "watch", None))
 
@@ -114,6 +127,8 @@ def _looking(model, evaluate, watch_of: Callable):
         )
         # In a validation `fit` hands on its container. Each epoch has one, of the same data.
         is_validation = isinstance(callbacks, keras.callbacks.CallbackList)
+        if not is_validation:
+            _convert_models_of_metrics(model)
         with (
             looking_at_arrays(model, None if is_validation else x, batch_size),
             with_callback(look, Look, evaluate, "evaluate", args, kwargs) as (args, kwargs),

@@ -1077,6 +1077,73 @@ def test_metrics_of_a_step_of_the_users_own(metric):
     assert 84000 < next(v for name, v in value.items() if name != "loss") < 86000
 
 
+def encoder():
+    return keras.Sequential([keras.Input((1,)), hidden(), head(kernel_initializer="zeros")])
+
+
+class MeanOfFeatures(keras.metrics.Metric):
+    """Holds a model, as a distance between images does its encoder, which is part of no model that is trained."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.encoder = encoder()
+        self.mean = keras.metrics.Mean()
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        # On TensorFlow float32 and 16 bits do not mix.
+        self.mean.update_state(ops.multiply(self.encoder(y_pred), ops.ones((1, 1), "float32")))
+
+    def result(self):
+        return self.mean.result()
+
+    def reset_state(self):
+        self.mean.reset_state()
+
+
+class LossOfFeatures(keras.losses.Loss):
+    def __init__(self):
+        super().__init__()
+        self.encoder = encoder()
+
+    def call(self, y_true, y_pred):
+        return ops.mean(self.encoder(y_pred), axis=-1)
+
+
+class OwnMetric(OwnStep):
+    """Makes its metric behind Keras' `compile`, and has steps of its own."""
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        self.distance = MeanOfFeatures(name="features")
+
+    @property
+    def metrics(self):
+        return [self.distance]
+
+    def test_step(self, data):
+        self.distance.update_state(data[1], self(data[0], training=False))
+        return {"features": self.distance.result()}
+
+
+def test_a_model_that_a_metric_or_a_loss_holds_ends_in_float32():
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        model = keras.Sequential([hidden(), head()])
+        model.compile("sgd", LossOfFeatures(), metrics=[MeanOfFeatures(name="features")])
+    values = model.evaluate(X, np.full((12, 1), LEVEL, "float32"), verbose=0, return_dict=True)
+    assert values == {"loss": LEVEL, "features": LEVEL}
+
+
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow", "torch")
+def test_a_model_that_a_metric_of_the_users_own_step_holds_ends_in_float32():
+    with mpkeras.policy_scope("mixed_float16"):
+        model = OwnMetric()
+        model.compile("sgd", "mse")
+    y = np.full((12, 1), LEVEL, "float32")
+    history = model.fit(X, y, epochs=1, verbose=0, validation_data=(X, y)).history
+    assert history["val_features"] == [LEVEL]
+
+
 class OwnMetrics(OwnStep):
     """The steps of BayesFlow hand its `compute_metrics` the columns of their data."""
 
