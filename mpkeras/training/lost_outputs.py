@@ -19,7 +19,7 @@ from mpkeras.conversion.converted_layer import ConvertedLayer
 from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_error, tensor_dtype
-from mpkeras.policies.heads import STEPPING, with_own_code
+from mpkeras.policies.heads import STEPPING, has_own_call, with_own_code
 from mpkeras.policies.rules import is_quantized, kept_by, path_rule
 from mpkeras.training import training_backend
 from mpkeras.training.unseen_run import run_on_few_rows
@@ -51,10 +51,12 @@ class LostOutputs:
         which = "The losses that are added by" if self.are_losses else "The outputs of"
         what = f"{which} layer '{self.layer}' in {self.dtype} are "
         if self.error == math.inf:
-            largest = float(ml_dtypes.finfo(self.dtype).max)
+            limits = ml_dtypes.finfo(self.dtype)
+            largest, smallest = float(limits.max), float(limits.smallest_subnormal)
             what += (
                 f"inf or NaN, and finite in float32 on the same inputs: {self.dtype} ends at {largest:.6g}, which "
-                "squares, sums and exponentials soon exceed."
+                f"squares, sums and exponentials soon exceed, and takes numbers far below {smallest:.0e} for 0, by "
+                "which nothing can be divided."
             )
         else:
             what += (
@@ -146,14 +148,19 @@ class _Comparison:
             again = functools.partial(self._in_float32, layer, args, kwargs)
             with _added_losses(layer) as added:
                 outputs = call(*args, **kwargs)
-            if len(self._found) == number_before and references is not None:
-                self._compare(layer, (_floats(outputs), _floats(added)), references, again)
-            return outputs
+            if len(self._found) > number_before or references is None:
+                return outputs
+            found = self._compare(layer, (outputs, added), references, again)
+            if found is not None:
+                self._found.append(found)
+            # The layers behind it would be given NaN, and be named one at a time, each in a training of its own.
+            is_beyond = found is not None and found.error == math.inf and not found.are_losses
+            return _in_dtypes_of(outputs, references[0]) if is_beyond else outputs
 
         return compared
 
     def _in_float32(self, layer, args, kwargs):
-        """Returns the outputs of `layer` in float32 and the losses that it adds; `None` where they are not known."""
+        """Returns the outputs of `layer` in float32, and the losses that it adds; `None` where they are not known."""
         self._is_paused = True
         try:
             args, kwargs = keras.tree.map_structure(self._as_given, (args, kwargs))
@@ -161,15 +168,15 @@ class _Comparison:
                 outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs, in_inference=True)
         finally:
             self._is_paused = False
-        return None if outputs is None else (_floats(outputs), _floats(added))
+        return None if outputs is None else (outputs, added)
 
-    def _compare(self, layer, results, references, again):
+    def _compare(self, layer, results, references, again) -> LostOutputs | None:
         for number, are_losses in enumerate((False, True)):
             error = _error(results[number], references[number])
             # Numbers that differ from run to run in float32, too, are drawn.
             if error > _TOO_FAR and _error(again()[number], references[number]) < _TOO_FAR / 10:
-                self._found.append(LostOutputs(_keras.path_of(layer), layer.compute_dtype, error, are_losses))
-                return
+                return LostOutputs(_keras.path_of(layer), layer.compute_dtype, error, are_losses)
+        return None
 
 
 @contextlib.contextmanager
@@ -180,7 +187,21 @@ def _added_losses(layer):
         yield added
 
 
-def _error(values, references) -> float:
+def _in_dtypes_of(outputs, references):
+    """Returns the floats of `references` in the dtypes and with the masks of `outputs`, a structure like it."""
+
+    def narrow(value, reference):
+        if tensor_dtype(value) not in FLOAT_DTYPES:
+            return value
+        tensor = keras.ops.cast(reference, tensor_dtype(value))
+        _keras.copy_mask(value, tensor)
+        return tensor
+
+    return keras.tree.map_structure(narrow, outputs, references)
+
+
+def _error(outputs, references) -> float:
+    values, references = _floats(outputs), _floats(references)
     # What a layer adds may depend on what it computes.
     if len(values) != len(references):
         return 0.0
@@ -225,7 +246,8 @@ def warn_of_lost_outputs(model, x):
     if not untold:
         return
     _told.update(layer for _, layer in untold)
-    warnings.warn(in_one_message([lost for lost, _ in untold]), stacklevel=3)
+    rules = {type(layer).__name__ if has_own_call(layer) else path_rule(lost.layer) for lost, layer in untold}
+    warnings.warn(in_one_message([lost for lost, _ in untold], sorted(rules)), stacklevel=3)
 
 
 def named_for_lost_outputs(model) -> set[str]:

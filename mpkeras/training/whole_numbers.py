@@ -389,11 +389,14 @@ def may_round(model) -> bool:
     return bool(observed.dtypes or observed.variables)
 
 
-def in_one_message(named) -> str:
-    """Returns the sentences of the first few of `named`, and how many more there are."""
+def in_one_message(named, rules=()) -> str:
+    """Returns the sentences of the first few of `named`, how many more there are, and `rules` that keep them all."""
     others = len(named) - _NAMED
     message = " ".join(sentence for one in named[:_NAMED] for sentence in one.sentences())
-    return message + (f" So it is with {others} more layers." if others > 0 else "")
+    if others <= 0:
+        return message
+    remedy = f": {kept_by(*rules)} keeps them all" if rules else ""
+    return f"{message} So it is with {others} more layers{remedy}."
 
 
 # By model: which layers were asked last, and the columns in which lost numbers were followed to them.

@@ -326,6 +326,32 @@ def test_a_layer_whose_outputs_float16_cannot_hold_is_named(kind):
     assert found_in(functional(kind(), (3,)), "mixed_bfloat16", x) == []
 
 
+def test_all_layers_whose_outputs_float16_cannot_hold_are_named_at_once():
+    inputs = keras.Input((3,))
+    first, second = Odds(name="first")(Energy(name="energy")(inputs)), Energy(name="second")(inputs)
+    outputs = layers.Dense(1)(Odds(name="third")(5.0 * first + second))
+    x = np.array([[0.7, -1.2, 1.1], [1.4, 0.9, -0.8]], "float32")
+    found = found_in(keras.Model(inputs, outputs), "mixed_float16", x)
+    assert {(lost.layer, lost.error) for lost in found} == {
+        (name, np.inf) for name in ("energy", "first", "second", "third")
+    }
+
+
+def test_a_rule_for_all_is_named_where_more_are_lost_than_are_named():
+    def make(**options):
+        body = [Energy(), Energy(), Energy(), Odds(), layers.Activation(waves, name="sines")]
+        model = keras.Sequential([keras.Input((3,)), *body, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return mpkeras.prepare(model, mpkeras.Policy("mixed_float16", **options))
+
+    x = np.array([[0.8, -1.2, 1.3], [1.1, 0.9, -1.4]], "float32")
+    (message,) = said_by(lambda: make().evaluate(x, np.ones((2, 1)), verbose=0))
+    rules = (..., "Energy", "Odds", "path:^sines$")
+    remedy = ", ".join(map(repr, rules[1:]))
+    assert message.endswith(f" So it is with 2 more layers: `keep_float32=(..., {remedy})` keeps them all.")
+    assert said_by(lambda: make(keep_float32=rules).evaluate(x, np.ones((2, 1)), verbose=0)) == []
+
+
 @pytest.mark.parametrize(("size", "is_lost"), [(0.02, True), (1.5, False)])
 def test_what_a_layer_adds_to_the_loss_is_compared_too(size, is_lost):
     x = (size * np.random.default_rng(11).normal(size=(5, 8))).astype("float32")
