@@ -164,7 +164,8 @@ def _prepare_if_made_under_a_policy(model) -> bool:
 def _warn_of_layers_made_before(model):
     policy = registry.policy_in_force()
     layers = [layer for layer in program_layers(model) if layer.weights or not layer.built]
-    before = [layer for layer in layers if registry.was_made_before(layer.dtype_policy)]
+    in_float32 = [layer for layer in layers if layer.compute_dtype == "float32"]
+    before = [layer for layer in in_float32 if registry.was_made_before(layer.dtype_policy)]
     if policy is None or policy.compute_dtype not in SIXTEEN_BIT_DTYPES or not before:
         return
     names = ", ".join(f"'{layer.name}'" for layer in before[:_NAMED])
