@@ -271,7 +271,11 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
         return Heads([layer])
     if not is_large_together(variables):
         call = value_below(layer, "call")
-        given = _given_inside(layer, call, args, kwargs)
+        inside = _keras.flatten_layers(layer)
+        if is_whole and not variables:
+            # What layers made inside hand to a layer in float32 are the same numbers, wider.
+            inside = [inner for inner in inside if inner.compute_dtype in SIXTEEN_BIT_DTYPES]
+        given = _given_to(inside, layer, call, args, kwargs)
         ways = [Heads([layer])] if may_cast or casts_inside(layer) else []
         ways += [Heads(reading=[layer])] if (variables or ends_small) and not casts_inside(layer) else []
 
@@ -284,7 +288,7 @@ def _of_own_arithmetic(layer, used, args, kwargs, *, is_whole: bool) -> Heads:
             return run
 
         for way in ways:
-            if given is not None and given == _given_inside(layer, run_as(way), args, kwargs):
+            if given is not None and given == _given_to(inside, layer, run_as(way), args, kwargs):
                 return way
     return Heads([layer]) if is_one_layer and variables else NO_HEADS
 
@@ -301,20 +305,16 @@ def _uses_given(used) -> bool:
     return any(part is GIVEN for part in used)
 
 
-def _given_inside(layer, call, args, kwargs) -> list | None:
-    """Returns the dtypes of what the 16-bit layers inside `layer` cast in its `call`; `None` where that does not run.
-
-    To a layer in float32 wider inputs are the same numbers.
-    """
+def _given_to(inside, layer, call, args, kwargs) -> list | None:
+    """Returns the dtypes of what `inside`, layers in `layer`, cast in its `call`; `None` where that does not run."""
     given: list = []
 
     def note(tensor, _):
         given.append(keras.backend.standardize_dtype(tensor.dtype))
 
     with in_silence(), contextlib.ExitStack() as stack:
-        for inner in _keras.flatten_layers(layer):
-            if inner.compute_dtype in SIXTEEN_BIT_DTYPES:
-                stack.enter_context(noting_casts(inner, note))
+        for inner in inside:
+            stack.enter_context(noting_casts(inner, note))
         runs = can_run(layer, taking_inner_results(layer, call), args, kwargs)
     return given if runs else None
 
