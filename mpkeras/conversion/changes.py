@@ -382,11 +382,7 @@ def planned_changes(model, dtypes, products, heads=NO_HEADS, *, kept_layers=None
             names.append("computed again alike")
         names += [callers[id(layer)]] if id(layer) in callers else []
         # In a graph what they are given is float32.
-        if (
-            any_in_16_bits
-            and layer in heads.layers
-            and (_takes_16_bits(layer) or is_replaced(layer, "autocast", "inputs"))
-        ):
+        if any_in_16_bits and layer in heads.layers and _takes_16_bits(layer):
             names.append("inputs in float32")
         # Behind heads in float32.
         if in_16_bits and layer in heads.reading:

@@ -265,7 +265,8 @@ def passes_numbers_on(layer) -> bool:
 
 def rounds_as_its_input(layer) -> bool:
     """Whether a layer that computes in float32 returns 16 bits all the same where it is given 16 bits."""
-    return isinstance(layer, _ROUNDING_AS_THEIR_INPUT) and not layer.autocast
+    # Conversions let Keras cast its inputs, and take that back.
+    return isinstance(layer, _ROUNDING_AS_THEIR_INPUT) and not value_below(layer, "autocast")
 
 
 def parts_used_by(model) -> list:

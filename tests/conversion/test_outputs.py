@@ -519,6 +519,64 @@ def test_what_is_added_to_a_head_does_not_round_it(kind, policy):
     assert not any(is_replaced(layer, "call", "caller") for layer in model._flatten_layers())
 
 
+class LayerScale(layers.Layer):
+    """A factor for each column, as the blocks of vision transformers have it in front of a residual."""
+
+    def build(self, shape):
+        self.factors = self.add_weight(shape=shape[-1:], initializer=keras.initializers.RandomUniform(0.5, 1.5, seed=6))
+
+    def call(self, x):
+        return x * self.factors
+
+
+class ScaledBlock(layers.Layer):
+    """Adds a `Dense` of what it is given, scaled, to what it is given."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dense = layers.Dense(4, kernel_initializer=keras.initializers.HeNormal(8), dtype=self.dtype_policy)
+        self.scale = LayerScale(dtype=self.dtype_policy)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.scale.build(shape)
+
+    def call(self, x):
+        return self.scale(self.dense(x)) + x
+
+
+class ScaledBlocks(layers.Layer):
+    """Two such blocks in a row."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.blocks = [ScaledBlock(dtype=self.dtype_policy) for _ in range(2)]
+
+    def build(self, shape):
+        for block in self.blocks:
+            block.build(shape)
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("end", first_quick([layers.LayerNormalization, layers.Identity]))
+def test_a_block_that_adds_a_scaled_result_to_its_inputs(end):
+    inputs = keras.Input((3,))
+    body = ScaledBlocks(name="body")(layers.Dense(4, kernel_initializer=keras.initializers.HeNormal(9))(inputs))
+    model = keras.Model(inputs, end()(body))
+    x = np.random.default_rng(10).normal(size=(6, 3)).astype("float32")
+    expected = model.predict(x, verbose=0)
+    for _ in range(2):
+        mpkeras.apply_policy(model, "mixed_bfloat16")
+        # Two blocks of rounded activations: 0.01 of the largest.
+        np.testing.assert_allclose(model.predict(x, verbose=0), expected, atol=0.02 * np.abs(expected).max())
+        assert model.get_layer("body").blocks[1].compute_dtype == "float32"
+        assert model.get_layer("body").blocks[0].compute_dtype != "float32"
+
+
 def restored_graph():
     inputs = keras.Input((3,))
     scale, level = keras.Variable(1.3071, trainable=False), keras.Variable(LEVEL, trainable=False)
