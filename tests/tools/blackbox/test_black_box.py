@@ -20,7 +20,12 @@ from tests.step_modes import snapshot
 from tests.tools.blackbox import faults
 
 TENSORFLOW_AND_JAX = pytest.mark.backends("tensorflow", "jax")
-SKIPS = pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.* steps skipped in epoch", "ignore:All .* steps")
+SKIPS = pytest.mark.filterwarnings(
+    "ignore:.*was skipped",
+    "ignore:.* steps skipped in epoch",
+    "ignore:All .* steps",
+    "ignore:The outputs of layer .* are inf or NaN",
+)
 
 
 def compiled(loss_scale=1.0, optimizer=None, **options):

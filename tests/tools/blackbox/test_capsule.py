@@ -27,7 +27,12 @@ OF_FAULTS = (
 )
 CUSTOM = {part.__name__: part for part in OF_FAULTS}
 TENSORFLOW_AND_JAX = pytest.mark.backends("tensorflow", "jax")
-SKIPS = pytest.mark.filterwarnings("ignore:.*was skipped", "ignore:.* steps skipped in epoch", "ignore:All .* steps")
+SKIPS = pytest.mark.filterwarnings(
+    "ignore:.*was skipped",
+    "ignore:.* steps skipped in epoch",
+    "ignore:All .* steps",
+    "ignore:The outputs of layer .* are inf or NaN",
+)
 
 
 def skipped_step(tmp_path, model, data, *, loss="mse", loss_scale=1.0, before=(), **options):

@@ -30,7 +30,10 @@ MODES = [
     pytest.param({"jit_compile": True, "steps_per_execution": 3}, id="xla, several steps", marks=TENSORFLOW),
 ]
 SKIPS = pytest.mark.filterwarnings(
-    "ignore:.*was skipped", "ignore:All .* steps of epoch", "ignore:.* steps skipped in epoch"
+    "ignore:.*was skipped",
+    "ignore:All .* steps of epoch",
+    "ignore:.* steps skipped in epoch",
+    "ignore:The outputs of layer .* are inf or NaN",
 )
 
 
