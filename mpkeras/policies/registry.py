@@ -322,13 +322,13 @@ def global_policy() -> Policy:
     32768.0
     """
     look_for_clear_session()
-    setting = getattr(_global, "setting", None)
-    current = keras.config.dtype_policy()
-    if setting is not None and current is setting.installed:
-        return setting.policy
-    if setting is not None:
+    in_force = policy_in_force()
+    if in_force is not None:
+        return in_force
+    if getattr(_global, "setting", None) is not None:
         # Set through Keras since.
         _note(None)
+    current = keras.config.dtype_policy()
     _warn_of_new_thread(current)
     if isinstance(current, Policy):
         return _plain(current)

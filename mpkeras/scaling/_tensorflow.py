@@ -252,7 +252,7 @@ def _update_inner(optimizer, grads, variables, scale=None, is_applied=None):
 
 
 def _update_selecting(optimizer, grads, variables, is_due, scale):
-    if _is_of_keras(optimizer.inner_optimizer):
+    if _assigns_as_keras(optimizer.inner_optimizer):
         _update_inner(optimizer, grads, variables, scale, is_due)
     else:
         _update_then_select(optimizer, grads, variables, is_due, scale)
@@ -306,10 +306,10 @@ def _known_loss_flag(facts):
     return tf.reduce_all(tf.stack(flags)) if usable else None
 
 
-def _is_of_keras(inner_optimizer) -> bool:
+def _assigns_as_keras(inner_optimizer) -> bool:
     """Whether no class or object of the user's may write to native variables, which no scope sees."""
     return all(
-        type(part).__module__.partition(".")[0] == "keras" and not vars(part).keys() & set(_ASSIGNING)
+        _keras.is_of_keras(type(part)) and not vars(part).keys() & set(_ASSIGNING)
         for part in small_state.parts_of(inner_optimizer)
     )
 

@@ -14,7 +14,7 @@ from mpkeras.policies.policy import NOTES_FOR_REPR, Policy
 from mpkeras.scaling.optimizer import ON_FIRST_UNGUARDED_UPDATE
 from mpkeras.training import covered_compile
 from mpkeras.training.made_under import policy_made_under
-from mpkeras.training.own_loops import warn_of_layers_in_16_bits
+from mpkeras.training.own_loops import listed, warn_of_layers_in_16_bits
 from mpkeras.training.prepare import prepare_model
 
 ENVIRONMENT_VARIABLE = "MPKERAS_POLICY"
@@ -163,18 +163,19 @@ def _prepare_if_made_under_a_policy(model) -> bool:
 
 def _warn_of_layers_made_before(model):
     policy = registry.policy_in_force()
+    if policy is None or policy.compute_dtype not in SIXTEEN_BIT_DTYPES:
+        return
     layers = [layer for layer in program_layers(model) if layer.weights or not layer.built]
     in_float32 = [layer for layer in layers if layer.compute_dtype == "float32"]
     before = [layer for layer in in_float32 if registry.was_made_before(layer.dtype_policy)]
-    if policy is None or policy.compute_dtype not in SIXTEEN_BIT_DTYPES or not before:
+    if not before:
         return
-    names = ", ".join(f"'{layer.name}'" for layer in before[:_NAMED])
-    more = f" and {len(before) - _NAMED} more" if len(before) > _NAMED else ""
+    named = listed([f"'{layer.name}'" for layer in before], _NAMED)
     # In a model with layers in 16 bits, too, those in float32 are taken for the user's choice.
     prepare = f", or call `mpkeras.prepare(model, {policy.name!r})` after `compile`" if before == layers else ""
     warnings.warn(
         f"Model '{model.name}' is compiled under the global policy '{policy.name}', but layers of it were made before "
-        f"that was set and compute in float32, {len(before)} of {len(layers)}: {names}{more}. Set the policy before "
+        f"that was set and compute in float32, {len(before)} of {len(layers)}: {named}. Set the policy before "
         f"they are made{prepare}; where float32 is meant, make them with `dtype='float32'`, which is not named.",
         stacklevel=4,
     )

@@ -47,14 +47,18 @@ def warn_of_layers_in_16_bits(optimizer, variables):
             if what and id(layer) not in converted:
                 texts_by_policy.setdefault(policy.name, {})[id(layer)] = f"'{_keras.path_of(layer)}' ({what})"
     for name, texts in texts_by_policy.items():
-        named = list(texts.values())
-        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
         warnings.warn(
             f"Optimizer '{optimizer.name}' trains in 16 bits what policy '{name}' looks after: "
-            f"{', '.join(named[:_MOST_NAMED])}{more}. In a loop of your own, call `mpkeras.apply_policy(model, "
+            f"{listed(list(texts.values()), _MOST_NAMED)}. In a loop of your own, call `mpkeras.apply_policy(model, "
             f"'{name}')` once before the first step, or let `mpkeras.make_train_step` run it.",
             stacklevel=4,
         )
+
+
+def listed(texts: list, most: int) -> str:
+    """Returns the first `most` of `texts`, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def _missed(row) -> str | None:
