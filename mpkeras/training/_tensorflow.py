@@ -181,17 +181,15 @@ def first_batch(model, data):
     """As in `defaults.py`; `None` for the batch where it is distributed, or is no more than traced.
 
     In the place of an iterator of `tf.data` stands another one of the same batches and shapes: of a batch in Python
-    Keras would trace the step for its very shape, and again for another one.
+    Keras would trace the step for its very shape, and again for another one. It is made of tensors: a generator in
+    Python takes ten times as long to set up, and that at several batches of each `fit`.
     """
     if not tf.executing_eagerly() or isinstance(data, tf.distribute.DistributedIterator):
         return None, data
-    if not isinstance(data, tf.data.Iterator):
-        return defaults.first_batch(model, data)
-    batches = list(itertools.islice(data, model.steps_per_execution))
+    batches, handed_on = held_batches(data, model)
     if not batches:
         raise StopIteration
-    again = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=data.element_spec)
-    return batches[0], iter(again)
+    return batches[0], handed_on(batches)()
 
 
 def variable_scope(model):
