@@ -44,8 +44,8 @@ KINDS = {
     "matrix, and a file, in which it says `mixed_bfloat16`, makes it in float32",
     "guard": "`train_step` and `make_train_function` of a model: a skipped step leaves no trace, and first batches are "
     "taken again. `_get_metrics_result_or_logs` of one: metrics are asked at the end of an epoch as without loss scale "
-    "in the logs. `compile`, `fit` and `evaluate` of a prepared one: it stays prepared when it is compiled again, logs "
-    "and warns in `fit` only, and says where a validation is not finite",
+    "in the logs. `compile`, `fit`, `evaluate` and `predict` of a prepared one: it stays prepared when it is compiled "
+    "again, logs in `fit` only, and says what 16 bits would lose, and where a validation is not finite",
     "monitor": "`_is_improvement` of a callback that keeps the best epoch, until `fit` ends: a value that is not "
     "finite is no improvement",
     "callback": "`fit` of a model, while a callback has something on it for one `fit`: where an exception has ended "

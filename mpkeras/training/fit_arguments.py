@@ -1,4 +1,4 @@
-"""The arguments of a model's `fit` or `evaluate`, which may be the user's own, the callbacks above all."""
+"""The arguments of a model's `fit`, `evaluate` or `predict`, which may be the user's own, the callbacks above all."""
 
 import contextlib
 import inspect
@@ -7,7 +7,7 @@ import keras
 
 
 def _place_of(argument: str, function, name: str):
-    """Returns `(position, may be by place)` of an argument of a user's or Keras' `fit` or `evaluate`."""
+    """Returns `(position, may be by place)` of an argument of a user's or Keras' `fit`, `evaluate` or `predict`."""
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if argument not in parameters and takes_any:
@@ -20,7 +20,7 @@ def _place_of(argument: str, function, name: str):
 
 
 def argument_in(argument: str, function, name: str, args, kwargs):
-    """Returns what `fit` or `evaluate` is given as an argument, such as `callbacks`; `None` where it is not given."""
+    """Returns what `fit`, `evaluate` or `predict` is given as an argument, such as `callbacks`; `None` where it is not given."""
     position, may_be_by_place = _place_of(argument, function, name)
     is_by_place = position is not None and position < len(args) and may_be_by_place
     return args[position] if is_by_place else kwargs.get(argument)

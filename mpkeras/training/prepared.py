@@ -1,4 +1,4 @@
-"""How a model was prepared, and what keeps it so: its `compile`, `fit` and `evaluate`."""
+"""How a model was prepared, and what keeps it so: its `compile`, `fit`, `evaluate` and `predict`."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from mpkeras.conversion.apply import apply_policy
 from mpkeras.conversion.last import last_conversion
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES
 from mpkeras.training import for_one_fit
-from mpkeras.training.first_batch import looking_at_arrays
+from mpkeras.training.first_batch import is_looked_at, looking_at_arrays
 from mpkeras.training.fit_arguments import argument_in, flat, with_callback
 from mpkeras.training.inventory import compiled_parts, find_optimizers, models_of_metrics
 from mpkeras.training.made_under import policy_made_under
@@ -32,8 +32,9 @@ class Prepared:
     # Whether its user prepared this very model, and not all models that are compiled.
     is_explicit: bool
     watch: SkipWatch = dataclasses.field(default_factory=SkipWatch)
-    # How many calls of `fit` are under way, one in the callbacks of another among them.
+    # How many calls of `fit` are under way, one in the callbacks of another among them, and of `predict` have begun.
     fits: int = 0
+    predicts: int = 0
     # In what dtype the optimizer's state was when the train function was made.
     slot_dtype: str | None = None
 
@@ -145,6 +146,21 @@ def _looking(model, evaluate, watch_of: Callable):
     return evaluate_and_look
 
 
+def _predict_and_look(model, predict):
+    @functools.wraps(predict)
+    def predict_and_look(*args, **kwargs):
+        x, batch_size = (argument_in(argument, predict, "predict", args, kwargs) for argument in ("x", "batch_size"))
+        prepared = prepared_of(model)
+        if prepared is not None:
+            prepared.predicts += 1
+        # An agent predicts before each of its moves.
+        looks = prepared is not None and is_looked_at(prepared.predicts)
+        with looking_at_arrays(model, x if looks else None, batch_size):
+            return predict(*args, **kwargs)
+
+    return predict_and_look
+
+
 def look_at_evaluations(model, watch: SkipWatch):
     """Lets `evaluate` of `model` tell `watch` what its values are, unless it is prepared and does so anyway."""
     if not _replaced.is_replaced(model, "evaluate", "guard"):
@@ -158,4 +174,9 @@ def let_evaluations_be(model):
 
 
 # The methods that a prepared model has in another form, beside its train step.
-_MAKERS = {"compile": _compile_and_prepare, "fit": _fit_and_watch, "evaluate": _evaluate_and_look}
+_MAKERS = {
+    "compile": _compile_and_prepare,
+    "fit": _fit_and_watch,
+    "evaluate": _evaluate_and_look,
+    "predict": _predict_and_look,
+}

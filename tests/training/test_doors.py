@@ -22,7 +22,7 @@ from tests.step_modes import snapshot
 
 X = np.linspace(-1, 1, 48, dtype="float32").reshape(8, 6)
 Y = np.full((8, 1), 0.1, "float32")
-COVERED = ("train_step", "compile", "fit", "evaluate", "make_train_function", "_get_metrics_result_or_logs")
+COVERED = ("train_step", "compile", "fit", "evaluate", "predict", "make_train_function", "_get_metrics_result_or_logs")
 
 
 def sequential():

@@ -210,6 +210,17 @@ def test_an_evaluation_names_it_where_nothing_was_trained():
     assert "layer 'apart' in bfloat16 are off by 100%" in message
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_so_does_a_prediction(is_built):
+    model = functional(Apart(name="apart"), (4,)) if is_built else keras.Sequential([Apart(name="apart")])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, mpkeras.Policy("mixed_bfloat16", keep_float32=[]))
+    given = []
+    (message,) = said_by(lambda: given.extend(model.predict(PLACES, verbose=0) for _ in range(2)))
+    assert "apart' in bfloat16 are off by 100%" in message
+    np.testing.assert_array_equal(given[0], given[1])
+
+
 CASES = {
     "counted positions": (lambda: Counts(name="own"), (400, 2), RANDOM.normal(size=(3, 400, 2)), "bfloat16", "own"),
     "of long sequences": (lambda: Counts(name="own"), (5000, 1), RANDOM.normal(size=(3, 5000, 1)), "float16", "own"),

@@ -308,6 +308,20 @@ def test_an_evaluation_of_larger_numbers_is_named():
     assert "Layer 'rows' is given whole numbers" in message and "301 becomes 300" in message
 
 
+def test_what_is_predicted_is_looked_at_in_the_first_call_and_in_the_second_fourth_and_so_on():
+    model = prepared(functional(Rows(name="rows")), "mixed_bfloat16")
+    small = np.arange(27.0, dtype="float32").reshape(9, 3)
+    large = np.where(small == 23, 517, small).astype("float32")
+
+    def predict(x):
+        return said_by(lambda: model.predict(x, batch_size=3, verbose=0))
+
+    assert [predict(x) for x in (small, small, large)] == [[], [], []]
+    (message,) = predict(large)
+    assert "Layer 'rows' is given whole numbers" in message and "517 becomes 516" in message
+    assert [predict(large) for _ in range(5)] == [[]] * 5
+
+
 def test_audit_and_trace_numerics_name_it():
     model = functional(Wave(name="wave"))
     model.compile("sgd", "mse")
