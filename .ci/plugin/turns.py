@@ -156,7 +156,7 @@ SELDOM = {
     },
 }
 
-# Files whose slow tests take no turns: they run on each of their backends every time.
+# Files whose slow tests run in each turn, on one of their backends.
 EVERY_TURN = ("tests/training/test_no_trace.py",)
 
 
@@ -216,8 +216,6 @@ def later_cases(items, backend: str, slow_ones_only: bool, turn: int) -> dict:
 
 def has_its_turn(item, backend: str, turn: int) -> bool:
     """Whether a test runs on a backend in this turn: all but the slow ones do in each, and on JAX in every other."""
-    if item.location[0] in EVERY_TURN:
-        return True
     # By name, all cases of a test together: the same ones everywhere, whoever is asked.
     number = zlib.crc32(f"{item.location[0]}::{_name(item)}".encode()) + turn
     runs_on = item.get_closest_marker("backends")
@@ -230,7 +228,8 @@ def has_its_turn(item, backend: str, turn: int) -> bool:
     if not names:
         return False
     # 23 runs without it follow, so that a run takes 20 minutes.
-    places = [place for name in names for place in (name, *[None] * 23)]
+    runs_without = 0 if item.location[0] in EVERY_TURN else 23
+    places = [place for name in names for place in (name, *[None] * runs_without)]
     return places[number % len(places)] == backend
 
 
