@@ -62,6 +62,11 @@ def only_moves(layer) -> bool:
     return isinstance(layer, MOVING)
 
 
+def operation_only_moves(operation) -> bool:
+    """Whether an operation in a graph, which is no layer, does the same."""
+    return type(operation).__name__ in _MOVING_OPERATIONS
+
+
 def reads_names(layer) -> bool:
     """Whether `layer` takes numbers for names, and so casts none on the way in: an `Embedding`, or one of a user's."""
     if isinstance(layer, keras.layers.TimeDistributed):
@@ -240,7 +245,7 @@ class _Walk:
             return [_End(name, f"'{layer.name}' makes whole numbers of them, or compares them", _NAMES)]
         # Integers are not cast on the way in.
         is_own = takes_floats and isinstance(layer, keras.layers.Layer) and has_own_arithmetic(layer)
-        if is_own or (not isinstance(layer, keras.layers.Layer) and name not in _MOVING_OPERATIONS):
+        if is_own or (not isinstance(layer, keras.layers.Layer) and not operation_only_moves(layer)):
             what = f"'{layer.name}' computes with them as they are"
             return [_End(name, what, _ALONE, needs_all=True, is_own=is_own)]
         return []

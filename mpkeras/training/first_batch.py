@@ -93,7 +93,7 @@ def look(model, x, number: int, again: bool, state=None):
     Of the first batch that is whole numbers, and what a few rows become in layers; of later ones whole numbers alone.
 
     Args:
-        model: The model; one that is not built, or that is on several devices, is not looked at.
+        model: The model, which has been built, or run; one that is on several devices is not looked at.
         x: The arguments of the model.
         number: The number of the batch, the first being 1.
         again: Whether whole numbers are followed through the model also where such numbers of earlier batches were.

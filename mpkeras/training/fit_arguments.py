@@ -20,7 +20,7 @@ def _place_of(argument: str, function, name: str):
 
 
 def argument_in(argument: str, function, name: str, args, kwargs):
-    """Returns what `fit`, `evaluate` or `predict` is given as an argument, such as `callbacks`; `None` where it is not given."""
+    """Returns what `fit`, `evaluate` or `predict` is given as an argument, such as `callbacks`; `None` for nothing."""
     position, may_be_by_place = _place_of(argument, function, name)
     is_by_place = position is not None and position < len(args) and may_be_by_place
     return args[position] if is_by_place else kwargs.get(argument)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import warnings
 import weakref
@@ -11,22 +10,20 @@ from collections.abc import Callable, Iterator
 
 import keras
 import ml_dtypes
-import numpy as np
 
 from mpkeras import _keras
 from mpkeras._replaced import replaced
 from mpkeras.conversion.converted_layer import ConvertedLayer
 from mpkeras.conversion.noted_casts import noting_casts
 from mpkeras.conversion.plan import layers_of
-from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, relative_error, tensor_dtype
+from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.heads import STEPPING, has_own_call, with_own_code
 from mpkeras.policies.rules import is_quantized, kept_by, path_rule
 from mpkeras.training import training_backend
+from mpkeras.training.differences import TOO_FAR, difference
+from mpkeras.training.lost_arithmetic import BetweenLayers, computes_between_layers
 from mpkeras.training.unseen_run import run_on_few_rows
 from mpkeras.training.whole_numbers import in_one_message, was_named
-
-# Rounding alone makes 0.001 in float16 and 0.01 in bfloat16.
-_TOO_FAR = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,43 +46,103 @@ class LostOutputs:
     def sentences(self) -> tuple[str, str]:
         """Returns a sentence with the number, and one with the remedy."""
         which = "The losses that are added by" if self.are_losses else "The outputs of"
-        what = f"{which} layer '{self.layer}' in {self.dtype} are "
-        if self.error == math.inf:
-            limits = ml_dtypes.finfo(self.dtype)
-            largest, smallest = float(limits.max), float(limits.smallest_subnormal)
-            what += (
-                f"inf or NaN, and finite in float32 on the same inputs: {self.dtype} ends at {largest:.6g}, which "
-                f"squares, sums and exponentials soon exceed, and takes numbers far below {smallest:.0e} for 0, by "
-                "which nothing can be divided."
-            )
-        else:
-            what += (
-                f"off by {self.error:.0%} from those in float32 on the same inputs: positions that are counted in 16 "
-                "bits, long sums, small differences and sines of large numbers are lost so."
-            )
+        what = f"{which} layer '{self.layer}' in {self.dtype} are {_how_far(self.dtype, self.error)}"
         return what, f"Keep the layer in float32 with {kept_by(path_rule(self.layer))}."
 
 
+@dataclasses.dataclass(frozen=True)
+class LostArithmetic:
+    """What a model computes itself between its layers, far from the same in float32 on the same numbers.
+
+    Attributes:
+        layer: Path of the model.
+        dtype, error: As of `LostOutputs`.
+        purpose: What the model does with it, as a predicate.
+        is_of_graph: Whether it is of operations in a graph, and not of a `call` of the user's.
+    """
+
+    layer: str
+    dtype: str
+    error: float
+    purpose: str
+    is_of_graph: bool
+
+    def sentences(self) -> tuple[str, str]:
+        """Returns a sentence with the number, and one with the remedy."""
+        by = "by operations in its graph" if self.is_of_graph else "in its own `call`"
+        what = (
+            f"Between its layers model '{self.layer}' computes {by}, in {self.dtype}, numbers that it {self.purpose}; "
+            f"they are {_how_far(self.dtype, self.error)}"
+        )
+        island = "" if self.is_of_graph else ", or compute them in a method under `@mpkeras.float32_island`"
+        return what, f"Cast what they are computed from with `keras.ops.cast(..., 'float32')`{island}."
+
+
+def _how_far(dtype: str, error: float) -> str:
+    if error < math.inf:
+        share = f"{error:.0%}" if error < 10 else "more than 1000%"
+        return (
+            f"off by {share} from those in float32 on the same inputs: positions that are counted in 16 bits, long "
+            "sums, small differences and sines of large numbers are lost so."
+        )
+    limits = ml_dtypes.finfo(dtype)
+    largest, smallest = float(limits.max), float(limits.smallest_subnormal)
+    return (
+        f"inf or NaN, and finite in float32 on the same inputs: {dtype} ends at {largest:.6g}, which squares, sums and "
+        f"exponentials soon exceed, and takes numbers far below {smallest:.0e} for 0, by which nothing can be divided."
+    )
+
+
 def may_lose_outputs(model) -> bool:
-    """Whether a layer of `model` computes in 16 bits with arithmetic of the user's own."""
-    return bool(_own_layers(model))
+    """Whether `model`, or a layer of it, computes in 16 bits with arithmetic of the user's own."""
+    return bool(_looked_at(model))
 
 
-def lost_outputs(model, x) -> list[LostOutputs]:
+def lost_outputs(model, x) -> list[LostOutputs | LostArithmetic]:
     """Returns the layers of the user's own whose outputs 16 bits lose, a tenth of them and more; `[]` for most models.
 
     The model runs once, as in inference, on a few rows of the batch where it takes any number, and each layer with
     arithmetic of the user's own runs again in float32. Of layers that hold such a one the inner one is named. Layers
-    that draw random numbers in inference cannot be compared; the arithmetic of `model` itself is not.
+    that draw random numbers in inference cannot be compared. What the model computes between its layers is, and comes
+    first.
 
     Args:
         model: A built `keras.Model`.
         x: The arguments of the model, as arrays or tensors.
     """
-    observed = _own_layers(model)
-    if not observed:
+    looked_at = _looked_at(model)
+    if not looked_at:
         return []
-    return run_on_few_rows(model, x, lambda: _Comparison(observed)).found()
+    looks = run_on_few_rows(model, x, lambda: _Looks(model, looked_at))
+    return [*looks.found_between_layers(), *looks.of_layers.found()]
+
+
+def _looked_at(model) -> list:
+    """Returns the layers whose outputs are compared, and `model` itself if what it computes between its layers is."""
+    return [*([model] if computes_between_layers(model) else ()), *_own_layers(model)]
+
+
+class _Looks:
+    """The layers and the model in one run."""
+
+    def __init__(self, model, looked_at):
+        self._model = model
+        self.of_layers = _Comparison([layer for layer in looked_at if layer is not model])
+        self._between_layers = BetweenLayers(model) if model in looked_at else None
+
+    def observers(self) -> Iterator:
+        yield from self.of_layers.observers()
+        # Around those: a layer is not compared where it does not run.
+        if self._between_layers is not None:
+            yield from self._between_layers.observers()
+
+    def found_between_layers(self) -> list[LostArithmetic]:
+        model, lost = self._model, self._between_layers and self._between_layers.lost
+        if lost is None:
+            return []
+        purpose, error = lost
+        is_of_graph = not has_own_call(model)
+        return [LostArithmetic(_keras.path_of(model), model.compute_dtype, error, purpose, is_of_graph)]
 
 
 def _own_layers(model) -> list:
@@ -172,9 +229,9 @@ class _Comparison:
 
     def _compare(self, layer, results, references, again) -> LostOutputs | None:
         for number, are_losses in enumerate((False, True)):
-            error = _error(results[number], references[number])
+            error = difference(results[number], references[number])
             # Numbers that differ from run to run in float32, too, are drawn.
-            if error > _TOO_FAR and _error(again()[number], references[number]) < _TOO_FAR / 10:
+            if error > TOO_FAR and difference(again()[number], references[number]) < TOO_FAR / 10:
                 return LostOutputs(_keras.path_of(layer), layer.compute_dtype, error, are_losses)
         return None
 
@@ -200,31 +257,6 @@ def _in_dtypes_of(outputs, references):
     return keras.tree.map_structure(narrow, outputs, references)
 
 
-def _error(outputs, references) -> float:
-    values, references = _floats(outputs), _floats(references)
-    # What a layer adds may depend on what it computes.
-    if len(values) != len(references):
-        return 0.0
-    pairs = zip(values, references, strict=True)
-    return math.inf if any(itertools.starmap(_is_beyond, pairs)) else relative_error(values, references)
-
-
-def _is_beyond(values, references) -> bool:
-    """Whether numbers that are finite in float32 are not; those that hide others in a softmax may be -inf."""
-    return values.shape == references.shape and bool(
-        np.any((np.isnan(values) | (values == np.inf)) & np.isfinite(references))
-    )
-
-
-def _floats(structure) -> list:
-    # Not from 16 bits: TensorFlow makes no array of a scalar in bfloat16.
-    return [
-        keras.ops.convert_to_numpy(keras.ops.cast(value, "float32"))
-        for value in keras.tree.flatten(structure)
-        if tensor_dtype(value) in FLOAT_DTYPES
-    ]
-
-
 # Layers that were named already, and how each was compared: its dtype, and the shapes of a row of the batch.
 _told: weakref.WeakSet = weakref.WeakSet()
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -232,10 +264,10 @@ _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 def warn_of_lost_outputs(model, x):
     """Warns of layers whose outputs 16 bits lose on a batch; for rows of one shape each is compared once."""
-    if training_backend.is_distributed(model) or not _keras.is_built(model):
+    if training_backend.is_distributed(model):
         return
     rows = tuple(tuple(getattr(leaf, "shape", ()))[1:] for leaf in keras.tree.flatten(x))
-    compared = [(_compared.setdefault(layer, set()), (layer.compute_dtype, rows)) for layer in _own_layers(model)]
+    compared = [(_compared.setdefault(layer, set()), (layer.compute_dtype, rows)) for layer in _looked_at(model)]
     if all(how in already for already, how in compared):
         return
     for already, how in compared:
@@ -246,7 +278,11 @@ def warn_of_lost_outputs(model, x):
     if not untold:
         return
     _told.update(layer for _, layer in untold)
-    rules = {type(layer).__name__ if has_own_call(layer) else path_rule(lost.layer) for lost, layer in untold}
+    rules = {
+        type(layer).__name__ if has_own_call(layer) else path_rule(lost.layer)
+        for lost, layer in untold
+        if layer is not model
+    }
     warnings.warn(in_one_message([lost for lost, _ in untold], sorted(rules)), stacklevel=3)
 
 

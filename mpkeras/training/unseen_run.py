@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from mpkeras import _keras
+from mpkeras._replaced import replaced
 from mpkeras.conversion.outputs import let_heads_tell
 from mpkeras.conversion.plan import layers_of
 from mpkeras.training import training_backend
@@ -17,7 +18,7 @@ ROWS = 16
 
 
 def run_on_few_rows(model, x, observe: Callable, needed: Sequence[int] = ()):
-    """Runs a built model as `run_unseen` does, on a few rows of a batch, or on all where it does not run on fewer.
+    """Runs a model as `run_unseen` does, on a few rows of a batch, or on all where it does not run on fewer.
 
     Args:
         model, x: As in `run_unseen`.
@@ -59,7 +60,7 @@ def run_unseen(model, x, observers):
     State and losses that the run would write are dropped, random generators and tensors that layers keep are put back.
 
     Args:
-        model: A built `keras.Model`.
+        model: A `keras.Model`, with layers that are built but for those that its call does not reach.
         x: The arguments of the model; arrays become tensors.
         observers: Context managers that are in force around the run.
     """
@@ -71,6 +72,9 @@ def run_unseen(model, x, observers):
             stack.enter_context(keras.StatelessScope())
             stack.enter_context(_keras.kept_losses(layers_of(model)))
             stack.enter_context(_keras.tensors_put_back([model, *layers_of(model)]))
+            for layer in layers_of(model):
+                if not layer.built:
+                    stack.enter_context(replaced(layer, "build", _refuse, kind="observed"))
             tensors = keras.tree.map_structure(_as_tensor, x)
             # Before they are observed: which layers make the outputs is found out by runs of symbols, and only once.
             with contextlib.suppress(Exception):  # The run says if something is wrong with it.
@@ -93,6 +97,10 @@ def native_states_put_back(model):
     finally:
         for state, value in natives:
             state.assign(value)
+
+
+def _refuse(*args, **kwargs):
+    raise ValueError("Expected a run that reaches no layer for the first time: nothing shows of it afterwards.")
 
 
 def _as_tensor(value):

@@ -417,7 +417,7 @@ def warn_of_rounding(model, x, again: bool):
     Unless `again`, numbers are followed in columns alone in which none were before: to which layers a number comes is
     seldom a matter of its value.
     """
-    if training_backend.is_distributed(model) or not _keras.is_built(model):
+    if training_backend.is_distributed(model):
         return
     layers = {_keras.path_of(layer): layer for layer in layers_of(model)}
     observed = _Observed(model)

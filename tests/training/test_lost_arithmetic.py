@@ -1,0 +1,234 @@
+"""What 16 bits lose between the layers of a model, in its own `call` or in its graph, is named at the first batch."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mpkeras
+from mpkeras.training.lost_outputs import lost_outputs
+from tests.training.models import DOORS, made_by
+
+RANDOM = np.random.default_rng(8)
+X = RANDOM.normal(size=(20, 5)).astype("float32")
+Y = np.ones((20, 1), "float32")
+
+
+class Around(keras.Model):
+    """A layer, arithmetic of its author's, another layer."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.before, self.after = layers.Dense(6, name="before"), layers.Dense(1, name="after")
+
+    def call(self, x):
+        return self.after(self.between(self.before(x)))
+
+
+class FarFromZero(Around):
+    """Differences of what is near 700: whole numbers apart in bfloat16, and halves in float16."""
+
+    def between(self, h):
+        return (h + 700.0) - ops.mean(h + 700.0, axis=-1, keepdims=True)
+
+
+class WithCast(FarFromZero):
+    def between(self, h):
+        return super().between(ops.cast(h, "float32"))
+
+
+class InAnIsland(FarFromZero):
+    @mpkeras.float32_island
+    def between(self, h):
+        return super().between(h)
+
+
+class Squares(Around):
+    """Sums of squares near 200: beyond float16, and well within bfloat16."""
+
+    def between(self, h):
+        return ops.sqrt(ops.sum(ops.square(h + 200.0), axis=-1, keepdims=True)) / 500.0
+
+
+class Ordinary(Around):
+    """Gates, a softmax and means, of which 16 bits lose no more than by rounding."""
+
+    def between(self, h):
+        h = h * ops.sigmoid(h) + ops.softmax(h)
+        return h - ops.mean(h, axis=-1, keepdims=True)
+
+
+class Draws(Around):
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(4)
+
+    def between(self, h):
+        return h + 3.0 * keras.random.normal(ops.shape(h), seed=self.seed, dtype=h.dtype)
+
+
+class Returns(FarFromZero):
+    def call(self, x):
+        return {"score": self.after(self.before(x)), "spread": self.between(self.before(x))}
+
+
+class Adds(FarFromZero):
+    def call(self, x):
+        h = self.before(x)
+        self.add_loss(ops.mean(ops.square(self.between(h))))
+        return self.after(h)
+
+
+def graph(cast):
+    inputs = keras.Input((5,))
+    h = layers.Dense(400, name="before")(inputs)
+    ones = ops.ones_like(cast(h))
+    return keras.Model(inputs, layers.Dense(1, name="after")(ops.sin(0.3 * ops.cumsum(ones, axis=-1))), name="graph")
+
+
+def residual():
+    inputs = keras.Input((5,))
+    h = layers.Dense(5)(inputs)
+    for _ in range(3):
+        h = h + layers.Dense(5)(h)
+    return keras.Model(inputs, layers.Dense(1)(h))
+
+
+def said_by(run) -> list:
+    """Returns the warnings of `run()` of what is lost."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if "from those in float32" in str(warning.message)]
+
+
+def built(make, policy):
+    keras.utils.set_random_seed(3)
+    model = make()
+    model(ops.convert_to_tensor(X))
+    random = np.random.default_rng(2)
+    model.set_weights([random.normal(0, 0.3, weight.shape) for weight in model.get_weights()])
+    return mpkeras.apply_policy(model, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", [*DOORS, "make_train_step"])
+def test_it_is_named_once_through_every_door(door):
+    def train():
+        if door == "make_train_step":
+            step = mpkeras.make_train_step(built(FarFromZero, "mixed_bfloat16"), "sgd", "mse", jit_compile=False)
+            step(X, Y)
+            step(X, Y)
+            return
+        model, callbacks = made_by(door, FarFromZero, "mixed_bfloat16")
+        for _ in range(2):
+            model.fit(X, Y, verbose=0, callbacks=callbacks)
+
+    (message,) = said_by(train)
+    assert message.startswith("Between its layers model 'far_from_zero") and "/after'; they are off by" in message
+    assert "in its own `call`, in bfloat16, numbers that it gives to layer 'far_from_zero" in message
+    assert message.endswith("'float32')`, or compute them in a method under `@mpkeras.float32_island`.")
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_how_far_it_is_off_is_that_of_a_computation_by_hand(policy):
+    model = built(FarFromZero, policy)
+    (lost,) = lost_outputs(model, X[:16])
+    h = np.asarray(ops.convert_to_numpy(ops.cast(model.before(ops.convert_to_tensor(X[:16])), "float32")))
+    spacing = 4.0 if policy == "mixed_bfloat16" else 0.5  # Of numbers from 512 to 1024.
+    rounded = np.round((h + 700) / spacing) * spacing
+    mean = np.round(rounded.mean(-1, keepdims=True) / spacing) * spacing
+    expected = h - h.mean(-1, keepdims=True)
+    error = np.linalg.norm(rounded - mean - expected) / np.linalg.norm(expected)
+    assert error > 0.1 and lost.error == pytest.approx(error, rel=0.1)
+
+
+@pytest.mark.parametrize("make", [WithCast, InAnIsland])
+def test_the_remedies_that_are_named_compute_what_float32_computes(make):
+    model = built(make, "mixed_bfloat16")
+    assert lost_outputs(model, X) == []
+    exact = built(make, "float32")
+    np.testing.assert_allclose(
+        *(ops.convert_to_numpy(ops.stop_gradient(of(X))) for of in (model, exact)),
+        atol=0.02,  # Of sums of 6 products of about 0.2, a hundredth of each.
+    )
+
+
+def test_operations_of_a_graph_are_named_with_the_layer_that_is_given_them():
+    (lost,) = lost_outputs(built(lambda: graph(lambda h: h), "mixed_bfloat16"), X)
+    # On JAX sums of ones stand still at 256, elsewhere each is rounded by itself.
+    assert (lost.layer, lost.purpose) == ("graph", "gives to layer 'after'") and lost.error > 0.2
+    what, remedy = lost.sentences()
+    assert "computes by operations in its graph, in bfloat16," in what
+    assert remedy == "Cast what they are computed from with `keras.ops.cast(..., 'float32')`."
+    assert lost_outputs(built(lambda: graph(lambda h: ops.cast(h, "float32")), "mixed_bfloat16"), X) == []
+
+
+@pytest.mark.parametrize(("policy", "is_lost"), [("mixed_float16", True), ("mixed_bfloat16", False)])
+def test_what_is_beyond_float16_is_named(policy, is_lost):
+    found = lost_outputs(built(Squares, policy), X)
+    assert [lost.error for lost in found] == [np.inf] * is_lost
+
+
+@pytest.mark.parametrize(
+    ("make", "purpose"), [(Returns, "returns"), (Adds, "adds to the losses")], ids=["returned", "added"]
+)
+def test_so_is_what_is_returned_or_added_to_the_losses(make, purpose):
+    found = lost_outputs(built(make, mpkeras.Policy("mixed_bfloat16", keep_float32=[])), X)
+    assert [lost.purpose for lost in found] == [purpose]
+
+
+@pytest.mark.parametrize("make", [Ordinary, Draws, residual])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_rounding_and_drawn_numbers_are_not_named(make, policy):
+    assert lost_outputs(built(make, policy), X) == []
+
+
+def test_nothing_shows_afterwards(monkeypatch):
+    def trained():
+        keras.utils.set_random_seed(6)
+        model = Draws()
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        mpkeras.prepare(model, "mixed_bfloat16")
+        model.fit(X, Y, epochs=2, batch_size=10, shuffle=False, verbose=0)
+        return [*model.get_weights(), ops.convert_to_numpy(model.seed.state.value)]
+
+    looked_at = trained()
+    monkeypatch.setattr("mpkeras.training.first_batch.warn_of_lost_outputs", lambda model, x: None)
+    for ours, without in zip(looked_at, trained(), strict=True):
+        np.testing.assert_array_equal(ours, without)
+
+
+class Table(layers.Layer):
+    """Rows of a table by number."""
+
+    def build(self, shape):
+        self.rows = self.add_weight(shape=(1500, 2), name="rows")
+
+    def call(self, x):
+        return ops.sum(ops.take(self.rows, ops.cast(x, "int32"), axis=0), axis=1)
+
+
+class WithUnusedLayer(FarFromZero):
+    """Its table is given whole numbers; a layer of it is reached by no call."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.unused = Table(), layers.Dense(2)
+
+
+@pytest.mark.filterwarnings("ignore:`build\\(\\)` was called")
+def test_a_layer_that_no_call_reaches_hides_nothing():
+    model = WithUnusedLayer()
+    model.compile("sgd", "mse", run_eagerly=True)
+    mpkeras.prepare(model, "mixed_bfloat16")
+    numbers = np.array([[3.0, 1031.0], [5.0, 519.0]], "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(numbers, Y[:2], verbose=0)
+    messages = [str(warning.message) for warning in caught]
+    assert any("whole numbers" in message and "519 becomes 520" in message for message in messages)
+    assert any(message.startswith("Between its layers model 'with_unused_layer") for message in messages)
+    assert not model.unused.built
