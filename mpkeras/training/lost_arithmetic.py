@@ -33,7 +33,7 @@ def _may_lose(call) -> bool:
 
 
 class Stretch(NamedTuple):
-    """What a model has computed between two calls of layers: for what, as a predicate, and the tensors."""
+    """The tensors that a model has computed between two calls of layers, and for what, as a predicate of the model."""
 
     purpose: str
     tensors: object
@@ -51,7 +51,7 @@ class BetweenLayers:
         # Of the first run, by the calls of layers that the model itself makes.
         self._stretches: list[Stretch] = []
         self._results: list = []
-        # What layers have returned, and the model was given: it is of no interest when it is handed on.
+        # The results of layers and the arguments of the model: of no interest where they are handed on.
         self._handed_on: dict = {}
         # How many calls of layers are around the present one; `None` where the `call` of the model does not run.
         self._depth: int | None = None

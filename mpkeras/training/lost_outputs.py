@@ -57,7 +57,7 @@ class LostArithmetic:
     Attributes:
         layer: Path of the model.
         dtype, error: As of `LostOutputs`.
-        purpose: What the model does with it, as a predicate.
+        purpose: For what it is, as a predicate of the model: `"returns"`, or `"gives to layer 'head'"`.
         is_of_graph: Whether it is of operations in a graph, and not of a `call` of the user's.
     """
 
@@ -103,8 +103,8 @@ def lost_outputs(model, x) -> list[LostOutputs | LostArithmetic]:
 
     The model runs once, as in inference, on a few rows of the batch where it takes any number, and each layer with
     arithmetic of the user's own runs again in float32. Of layers that hold such a one the inner one is named. Layers
-    that draw random numbers in inference cannot be compared. What the model computes between its layers is, and comes
-    first.
+    that draw random numbers in inference cannot be compared. The arithmetic of the model between its layers is compared,
+    too, and comes first.
 
     Args:
         model: A built `keras.Model`.
@@ -137,10 +137,10 @@ class _Looks:
             yield from self._between_layers.observers()
 
     def found_between_layers(self) -> list[LostArithmetic]:
-        model, lost = self._model, self._between_layers and self._between_layers.lost
-        if lost is None:
+        model, look = self._model, self._between_layers
+        if look is None or look.lost is None:
             return []
-        purpose, error = lost
+        purpose, error = look.lost
         is_of_graph = not has_own_call(model)
         return [LostArithmetic(_keras.path_of(model), model.compute_dtype, error, purpose, is_of_graph)]
 
