@@ -103,8 +103,8 @@ def lost_outputs(model, x) -> list[LostOutputs | LostArithmetic]:
 
     The model runs once, as in inference, on a few rows of the batch where it takes any number, and each layer with
     arithmetic of the user's own runs again in float32. Of layers that hold such a one the inner one is named. Layers
-    that draw random numbers in inference cannot be compared. The arithmetic of the model between its layers is compared,
-    too, and comes first.
+    that draw random numbers in inference cannot be compared. The arithmetic of the model between its layers comes
+    first.
 
     Args:
         model: A built `keras.Model`.
