@@ -18,8 +18,8 @@ from mpkeras.training.differences import TOO_FAR, difference
 
 
 def computes_between_layers(model) -> bool:
-    """Whether `model` computes in 16 bits in a `call` of its user's own, or in operations of its graph."""
-    if model.compute_dtype not in SIXTEEN_BIT_DTYPES:
+    """Whether `model` is one that computes in 16 bits in a `call` of its user's own, or in operations of its graph."""
+    if not isinstance(model, keras.Model) or model.compute_dtype not in SIXTEEN_BIT_DTYPES:
         return False
     graph = _keras.graph_of(model)
     return has_own_call(model) or (graph is not None and any(map(_may_lose, _keras.calls_in_order(graph))))
@@ -47,7 +47,7 @@ class BetweenLayers:
     """
 
     def __init__(self, model):
-        self._model = model
+        self.model = model
         # Of the first run, by the calls of layers that the model itself makes.
         self._stretches: list[Stretch] = []
         self._results: list = []
@@ -62,10 +62,10 @@ class BetweenLayers:
 
     def observers(self) -> Iterator:
         """Yields the context managers in which the model is compared."""
-        for layer in layers_of(self._model):
-            if layer is not self._model:
+        for layer in layers_of(self.model):
+            if layer is not self.model:
                 yield replaced(layer, "call", self._noted(layer), kind="observed")
-        yield replaced(self._model, "call", self._compared(), kind="observed")
+        yield replaced(self.model, "call", self._compared(), kind="observed")
 
     def _noted(self, layer):
         call, purpose = layer.call, f"gives to layer '{_keras.path_of(layer)}'"
@@ -98,7 +98,7 @@ class BetweenLayers:
         return keras.tree.map_structure(lambda tensor: None if id(tensor) in self._handed_on else tensor, tensors)
 
     def _compared(self):
-        call = self._model.call
+        call = self.model.call
 
         @functools.wraps(call)
         def compared(*args, **kwargs):
@@ -107,7 +107,7 @@ class BetweenLayers:
             self._depth = 0
             self._hand_on((args, kwargs))
             try:
-                with ConvertedLayer(self._model).noting_added_losses() as added:
+                with ConvertedLayer(self.model).noting_added_losses() as added:
                     outputs = call(*args, **kwargs)
                 self._stretches += _at_the_end(self._computed(outputs), added)
                 # A call that cannot compute in float32, or runs another way each time, has no reference.
@@ -132,7 +132,7 @@ class BetweenLayers:
 
     def _in_float32(self, args, kwargs) -> list[Stretch]:
         self._again = []
-        model = ConvertedLayer(self._model)
+        model = ConvertedLayer(self.model)
         with model.noting_added_losses() as added:
             outputs = model.outputs_in_float32(args, kwargs, in_inference=True)
         return [*self._again, *_at_the_end(outputs, added)]

@@ -110,39 +110,49 @@ def lost_outputs(model, x) -> list[LostOutputs | LostArithmetic]:
         model: A built `keras.Model`.
         x: The arguments of the model, as arrays or tensors.
     """
-    looked_at = _looked_at(model)
-    if not looked_at:
-        return []
-    looks = run_on_few_rows(model, x, lambda: _Looks(model, looked_at))
-    return [*looks.found_between_layers(), *looks.of_layers.found()]
+    return run_on_few_rows(model, x, lambda: _Looks(model)).found() if _looked_at(model) else []
 
 
 def _looked_at(model) -> list:
-    """Returns the layers whose outputs are compared, and `model` itself if what it computes between its layers is."""
-    return [*([model] if computes_between_layers(model) else ()), *_own_layers(model)]
+    """Returns what is compared: the models that compute between their layers, and layers."""
+    return [*_wholes(model), *_own_layers(model)]
+
+
+def _wholes(model) -> list:
+    """Returns `model` and the models in it that compute between their layers, with other models behind those around.
+
+    Of a model inside with a `call` of its own all outputs are compared, as those of a layer.
+    """
+    return [
+        whole
+        for whole in layers_of(model)
+        if (whole is model or not has_own_call(whole)) and computes_between_layers(whole)
+    ]
 
 
 class _Looks:
-    """The layers and the model in one run."""
+    """The layers and the models in one run."""
 
-    def __init__(self, model, looked_at):
-        self._model = model
-        self.of_layers = _Comparison([layer for layer in looked_at if layer is not model])
-        self._between_layers = BetweenLayers(model) if model in looked_at else None
+    def __init__(self, model):
+        self._of_layers = _Comparison(_own_layers(model))
+        self._between_layers = list(map(BetweenLayers, _wholes(model)))
 
     def observers(self) -> Iterator:
-        yield from self.of_layers.observers()
-        # Around those: a layer is not compared where it does not run.
-        if self._between_layers is not None:
-            yield from self._between_layers.observers()
+        """Yields the context managers in which all are compared."""
+        yield from self._of_layers.observers()
+        # The outermost model at last: where it runs once more, nothing inside of its layers does.
+        for look in reversed(self._between_layers):
+            yield from look.observers()
 
-    def found_between_layers(self) -> list[LostArithmetic]:
-        model, look = self._model, self._between_layers
-        if look is None or look.lost is None:
-            return []
-        purpose, error = look.lost
-        is_of_graph = not has_own_call(model)
-        return [LostArithmetic(_keras.path_of(model), model.compute_dtype, error, purpose, is_of_graph)]
+    def found(self) -> list[LostOutputs | LostArithmetic]:
+        """Returns what was found between layers, and behind it what was found in them."""
+        between = [look for look in self._between_layers if look.lost is not None]
+        return [*map(_arithmetic_lost, between), *self._of_layers.found()]
+
+
+def _arithmetic_lost(look) -> LostArithmetic:
+    (purpose, error), model = look.lost, look.model
+    return LostArithmetic(_keras.path_of(model), model.compute_dtype, error, purpose, not has_own_call(model))
 
 
 def _own_layers(model) -> list:
@@ -281,7 +291,7 @@ def warn_of_lost_outputs(model, x):
     rules = {
         type(layer).__name__ if has_own_call(layer) else path_rule(lost.layer)
         for lost, layer in untold
-        if layer is not model
+        if isinstance(lost, LostOutputs)
     }
     warnings.warn(in_one_message([lost for lost, _ in untold], sorted(rules)), stacklevel=3)
 

@@ -9,6 +9,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.training.lost_outputs import lost_outputs
+from tests.cases import first_quick
 from tests.training.models import DOORS, made_by
 
 RANDOM = np.random.default_rng(8)
@@ -19,9 +20,10 @@ Y = np.ones((20, 1), "float32")
 class Around(keras.Model):
     """A layer, arithmetic of its author's, another layer."""
 
-    def __init__(self, **options):
+    def __init__(self, before=None, **options):
         super().__init__(**options)
-        self.before, self.after = layers.Dense(6, name="before"), layers.Dense(1, name="after")
+        self.before = layers.Dense(6, name="before") if before is None else before
+        self.after = layers.Dense(1, name="after")
 
     def call(self, x):
         return self.after(self.between(self.before(x)))
@@ -81,11 +83,13 @@ class Adds(FarFromZero):
         return self.after(h)
 
 
-def graph(cast):
+def graph(cast, units=1):
     inputs = keras.Input((5,))
     h = layers.Dense(400, name="before")(inputs)
     ones = ops.ones_like(cast(h))
-    return keras.Model(inputs, layers.Dense(1, name="after")(ops.sin(0.3 * ops.cumsum(ones, axis=-1))), name="graph")
+    return keras.Model(
+        inputs, layers.Dense(units, name="after")(ops.sin(0.3 * ops.cumsum(ones, axis=-1))), name="graph"
+    )
 
 
 def residual():
@@ -145,7 +149,7 @@ def test_how_far_it_is_off_is_that_of_a_computation_by_hand(policy):
     assert error > 0.1 and lost.error == pytest.approx(error, rel=0.1)
 
 
-@pytest.mark.parametrize("make", [WithCast, InAnIsland])
+@pytest.mark.parametrize("make", first_quick([WithCast, InAnIsland]))
 def test_the_remedies_that_are_named_compute_what_float32_computes(make):
     model = built(make, "mixed_bfloat16")
     assert lost_outputs(model, X) == []
@@ -157,13 +161,25 @@ def test_the_remedies_that_are_named_compute_what_float32_computes(make):
 
 
 def test_operations_of_a_graph_are_named_with_the_layer_that_is_given_them():
-    (lost,) = lost_outputs(built(lambda: graph(lambda h: h), "mixed_bfloat16"), X)
+    model = built(lambda: graph(lambda h: h), "mixed_bfloat16")
+    (lost,) = lost_outputs(model, X)
     # On JAX sums of ones stand still at 256, elsewhere each is rounded by itself.
     assert (lost.layer, lost.purpose) == ("graph", "gives to layer 'after'") and lost.error > 0.2
     what, remedy = lost.sentences()
     assert "computes by operations in its graph, in bfloat16," in what
     assert remedy == "Cast what they are computed from with `keras.ops.cast(..., 'float32')`."
     assert lost_outputs(built(lambda: graph(lambda h: ops.cast(h, "float32")), "mixed_bfloat16"), X) == []
+    # A model inside of another one is named alone: the other hands on what it is given.
+    outer = keras.Sequential([layers.Dense(5), graph(lambda h: h), layers.Dense(1)])
+    (inside,) = lost_outputs(built(lambda: outer, "mixed_bfloat16"), X)
+    assert (inside.layer, inside.purpose) == ("graph", "gives to layer 'after'")
+    assert inside.error == pytest.approx(lost.error, rel=0.01)
+
+
+def test_a_model_around_and_one_inside_are_both_named():
+    found = lost_outputs(built(lambda: FarFromZero(graph(lambda h: h, units=4), name="around"), "mixed_bfloat16"), X)
+    purposes = ["gives to layer 'around/after'", "gives to layer 'after'"]
+    assert [(lost.layer, lost.purpose) for lost in found] == list(zip(["around", "graph"], purposes, strict=True))
 
 
 @pytest.mark.parametrize(("policy", "is_lost"), [("mixed_float16", True), ("mixed_bfloat16", False)])
@@ -180,7 +196,7 @@ def test_so_is_what_is_returned_or_added_to_the_losses(make, purpose):
     assert [lost.purpose for lost in found] == [purpose]
 
 
-@pytest.mark.parametrize("make", [Ordinary, Draws, residual])
+@pytest.mark.parametrize("make", first_quick([Ordinary, Draws, residual]))
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_rounding_and_drawn_numbers_are_not_named(make, policy):
     assert lost_outputs(built(make, policy), X) == []
@@ -215,8 +231,8 @@ class WithUnusedLayer(FarFromZero):
     """Its table is given whole numbers; a layer of it is reached by no call."""
 
     def __init__(self):
-        super().__init__()
-        self.before, self.unused = Table(), layers.Dense(2)
+        super().__init__(Table())
+        self.unused = layers.Dense(2)
 
 
 @pytest.mark.filterwarnings("ignore:`build\\(\\)` was called")
