@@ -127,7 +127,7 @@ def promoted(layer, args, kwargs, outputs) -> str | None:
 
 
 def remedy(layer) -> str:
-    if own_functions(layer):
+    if own_functions(layer) or isinstance(layer, keras.layers.Lambda):
         return f"Cast it with `keras.ops.cast(..., x.dtype)` to the dtype of the argument, or {_kept_in_float32(layer)}"
     return f"Cast it with `keras.ops.cast(..., self.compute_dtype)`, {_in_float32(layer)}"
 

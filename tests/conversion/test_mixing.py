@@ -466,3 +466,27 @@ def test_of_the_remedies_the_rule_helps_a_model_that_was_made_in_float32():
         converted("mixed_bfloat16")
     rules = (*mpkeras.get_policy("mixed_bfloat16").keep_float32, "path:odd")
     assert converted(mpkeras.Policy("mixed_bfloat16", keep_float32=rules)).get_layer("odd").compute_dtype == "float32"
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_lambda_whose_shape_keras_infers_is_named_with_remedies_that_help():
+    """Keras says of what its function raises that the layer needs an `output_shape`, which would help nothing."""
+
+    def converted(divide, keep_float32=(...,)):
+        made = [layers.Dense(6), layers.Lambda(divide, name="shares"), layers.Dense(3)]
+        model = keras.Sequential([keras.Input((4,)), *made])
+        return mpkeras.apply_policy(model, mpkeras.Policy("mixed_bfloat16", keep_float32=keep_float32))
+
+    def divide(x):
+        return x / (ops.convert_to_tensor(0.25) + ops.sum(x, axis=-1, keepdims=True))
+
+    def divide_as_told(x):
+        return x / (ops.cast(ops.convert_to_tensor(0.25), x.dtype) + ops.sum(x, axis=-1, keepdims=True))
+
+    with pytest.raises(MixedDtypesError) as error:
+        converted(divide)
+    told = str(error.value)
+    assert "Layer 'shares' (Lambda) computes in bfloat16 and mixes it with float32" in told
+    assert "`keras.ops.cast(..., x.dtype)`" in told and "keep_float32=(..., 'path:shares')" in told
+    assert converted(divide_as_told).get_layer("shares").compute_dtype == "bfloat16"
+    assert converted(divide, (..., "path:shares")).get_layer("shares").compute_dtype == "float32"
