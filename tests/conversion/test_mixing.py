@@ -352,6 +352,42 @@ class Fourier(layers.Layer):
         return ops.squeeze(self.transform(ops.expand_dims(x, 1)), 1)
 
 
+# Some backends list the dtypes that such an operation takes, others say that it takes few.
+TAKES_NO_16_BITS = {
+    "rfft": lambda x: ops.rfft(x, 4)[0][:, :1],
+    "irfft": lambda x: ops.irfft((x, x))[:, :1],
+    "stft": lambda x: ops.stft(x, 2, 1, 2)[0][:, 0, :1],
+    "determinant": lambda x: ops.det(ops.reshape(x, (-1, 4, 4)))[:, None],
+    "slogdet": lambda x: ops.slogdet(ops.reshape(x, (-1, 4, 4)))[1][:, None],
+    "singular values": lambda x: ops.svd(ops.reshape(x, (-1, 4, 4)))[1][:, :1],
+}
+
+
+class Taker(layers.Layer):
+    def __init__(self, operation, **kwargs):
+        super().__init__(**kwargs)
+        self.operation = operation
+
+    def call(self, x):
+        return x * self.operation(x)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [pytest.param(name, marks=pytest.mark.slow if name == "stft" else ()) for name in TAKES_NO_16_BITS],
+)
+def test_the_dtypes_that_an_operation_takes_are_not_those_that_a_layer_mixes(operation):
+    x = np.random.default_rng(5).normal(size=(2, 16)).astype("float32")
+    model = Model(Taker(TAKES_NO_16_BITS[operation], name="taker"))
+    wide = ops.convert_to_numpy(model(x))
+    mpkeras.apply_policy(model, without_outputs("mixed_bfloat16"))
+    with pytest.raises(NoKernelError, match="'taker' .*computes in bfloat16, for which an operation") as error:
+        model(x)
+    assert "mixes" not in str(error.value)
+    kept = mpkeras.apply_policy(model, mpkeras.Policy("mixed_bfloat16", keep_float32=(..., "path:taker")))
+    np.testing.assert_allclose(ops.convert_to_numpy(kept(x)), wide, rtol=1e-6)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_operation_without_a_kernel_is_no_mixing_of_dtypes(policy):
     model = Model(Fourier(name="fourier"))
