@@ -890,7 +890,11 @@ def refresh_symbolic_dtypes(model, casts_by_itself: Callable):
             # Those that take text compute in "string", for which Keras opens no scope either.
             scope = autocast_scope(layer_dtype if layer_dtype is not None and "float" in layer_dtype else None)
             with scope, _stood_in_for_as_read(node.operation, casts_by_itself):
-                specs = node.operation.compute_output_spec(*args, **kwargs)
+                try:
+                    specs = node.operation.compute_output_spec(*args, **kwargs)
+                except NotImplementedError as error:
+                    # A `Lambda` says of whatever its function raises that it needs an `output_shape`.
+                    raise error.__context__ or error from None
             for tensor, spec in zip(node.outputs, keras.tree.flatten(specs), strict=True):
                 tensor._dtype = spec.dtype
 

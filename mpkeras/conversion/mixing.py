@@ -21,15 +21,18 @@ from mpkeras.policies.rules import kept_by
 
 # How the backends call the dtypes in their messages.
 _SPELLINGS = {name: name for name in FLOAT_DTYPES} | {"half": "float16", "double": "float64", "float": "float32"}
-_SPELLED = re.compile(rf"(?<![a-z])({'|'.join(_SPELLINGS)})(?![a-z0-9])", re.IGNORECASE)
+_DTYPE = rf"(?<![a-z])(?:{'|'.join(_SPELLINGS)})(?![a-z0-9])"
+_SPELLED = re.compile(_DTYPE, re.IGNORECASE)
+# "`float32` or `float64`", "tf.float32, tf.float64": what an operation takes, where the layer's own dtype is not in it.
+_LISTED = re.compile(rf"{_DTYPE}(?:\W*(?:,|\bor\b|\band\b)\W*(?:\w+\.)?{_DTYPE})+", re.IGNORECASE)
 
 # A `call` that names one of them returns float32 on purpose.
 _NAMES_OF_FLOAT32 = {"float32", "variable_dtype", "float"}
 
-# How they say that an operation has no kernel for a dtype, and often for which dtypes it has some.
+# How they say that an operation has no kernel for a dtype, where they do not list those that it takes.
 _NO_KERNEL = re.compile(
-    r"not implemented for|(does not|doesn't) (support|accept)|not in list of allowed values|unsupported dtype|"
-    r"could not find device for node|incorrect types: (?P<real>\w+) (?P=real)\.|but got (?P<one>\w+) and (?P=one)\b",
+    r"not implemented for|(does not|doesn't) (support|accept)|dtypes not supported|unsupported dtype|not inexact|"
+    r"not in (the )?list of allowed values|could not find device for node|but got (?P<one>\w+) and (?P=one)\b",
     re.IGNORECASE,
 )
 
@@ -104,15 +107,22 @@ def refused(layer, args, kwargs, error) -> RefusedError | None:
     # Keras adds the arguments of the call, and they may be of any dtype.
     message = str(error).split("Arguments received by")[0]
     # Tensors made inside `call` are in nobody's reach: only the message says its dtype, and that dtypes are the matter.
-    in_message = {_SPELLINGS[word.lower()] for word in _SPELLED.findall(message)}
-    if layer.compute_dtype not in in_message:
+    lists = [text for text in _LISTED.findall(message) if layer.compute_dtype not in _named(text)]
+    for text in lists:
+        message = message.replace(text, "")
+    met = _named(message)
+    if layer.compute_dtype not in met:
         return None
-    if _NO_KERNEL.search(message):
+    if (lists and len(met) == 1) or _NO_KERNEL.search(message):
         return _refusal(NoKernelError, _without_kernel(layer), remedy_without_kernel(layer), error)
-    if len(in_message) > 1:
-        what = _what(layer, in_message, _other_dtypes(layer, args, kwargs))
+    if len(met) > 1:
+        what = _what(layer, met, _other_dtypes(layer, args, kwargs))
         return _refusal(MixedDtypesError, what, remedy(layer), error)
     return None
+
+
+def _named(message: str) -> set[str]:
+    return {_SPELLINGS[word.lower()] for word in _SPELLED.findall(message)}
 
 
 def _refusal(kind: type[RefusedError], what: str, remedy: str, error) -> RefusedError:
@@ -127,7 +137,7 @@ def promoted(layer, args, kwargs, outputs) -> str | None:
 
 
 def remedy(layer) -> str:
-    if own_functions(layer):
+    if own_functions(layer) or isinstance(layer, keras.layers.Lambda):
         return f"Cast it with `keras.ops.cast(..., x.dtype)` to the dtype of the argument, or {_kept_in_float32(layer)}"
     return f"Cast it with `keras.ops.cast(..., self.compute_dtype)`, {_in_float32(layer)}"
 

@@ -352,6 +352,42 @@ class Fourier(layers.Layer):
         return ops.squeeze(self.transform(ops.expand_dims(x, 1)), 1)
 
 
+# Some backends list the dtypes that such an operation takes, others say that it takes few.
+TAKES_NO_16_BITS = {
+    "rfft": lambda x: ops.rfft(x, 4)[0][:, :1],
+    "irfft": lambda x: ops.irfft((x, x))[:, :1],
+    "stft": lambda x: ops.stft(x, 2, 1, 2)[0][:, 0, :1],
+    "determinant": lambda x: ops.det(ops.reshape(x, (-1, 4, 4)))[:, None],
+    "slogdet": lambda x: ops.slogdet(ops.reshape(x, (-1, 4, 4)))[1][:, None],
+    "singular values": lambda x: ops.svd(ops.reshape(x, (-1, 4, 4)))[1][:, :1],
+}
+
+
+class Taker(layers.Layer):
+    def __init__(self, operation, **kwargs):
+        super().__init__(**kwargs)
+        self.operation = operation
+
+    def call(self, x):
+        return x * self.operation(x)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [pytest.param(name, marks=pytest.mark.slow if name == "stft" else ()) for name in TAKES_NO_16_BITS],
+)
+def test_the_dtypes_that_an_operation_takes_are_not_those_that_a_layer_mixes(operation):
+    x = np.random.default_rng(5).normal(size=(2, 16)).astype("float32")
+    model = Model(Taker(TAKES_NO_16_BITS[operation], name="taker"))
+    wide = ops.convert_to_numpy(model(x))
+    mpkeras.apply_policy(model, without_outputs("mixed_bfloat16"))
+    with pytest.raises(NoKernelError, match="'taker' .*computes in bfloat16, for which an operation") as error:
+        model(x)
+    assert "mixes" not in str(error.value)
+    kept = mpkeras.apply_policy(model, mpkeras.Policy("mixed_bfloat16", keep_float32=(..., "path:taker")))
+    np.testing.assert_allclose(ops.convert_to_numpy(kept(x)), wide, rtol=1e-6)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_operation_without_a_kernel_is_no_mixing_of_dtypes(policy):
     model = Model(Fourier(name="fourier"))
@@ -466,3 +502,27 @@ def test_of_the_remedies_the_rule_helps_a_model_that_was_made_in_float32():
         converted("mixed_bfloat16")
     rules = (*mpkeras.get_policy("mixed_bfloat16").keep_float32, "path:odd")
     assert converted(mpkeras.Policy("mixed_bfloat16", keep_float32=rules)).get_layer("odd").compute_dtype == "float32"
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_lambda_whose_shape_keras_infers_is_named_with_remedies_that_help():
+    """Keras says of what its function raises that the layer needs an `output_shape`, which would help nothing."""
+
+    def converted(divide, keep_float32=(...,)):
+        made = [layers.Dense(6), layers.Lambda(divide, name="shares"), layers.Dense(3)]
+        model = keras.Sequential([keras.Input((4,)), *made])
+        return mpkeras.apply_policy(model, mpkeras.Policy("mixed_bfloat16", keep_float32=keep_float32))
+
+    def divide(x):
+        return x / (ops.convert_to_tensor(0.25) + ops.sum(x, axis=-1, keepdims=True))
+
+    def divide_as_told(x):
+        return x / (ops.cast(ops.convert_to_tensor(0.25), x.dtype) + ops.sum(x, axis=-1, keepdims=True))
+
+    with pytest.raises(MixedDtypesError) as error:
+        converted(divide)
+    told = str(error.value)
+    assert "Layer 'shares' (Lambda) computes in bfloat16 and mixes it with float32" in told
+    assert "`keras.ops.cast(..., x.dtype)`" in told and "keep_float32=(..., 'path:shares')" in told
+    assert converted(divide_as_told).get_layer("shares").compute_dtype == "bfloat16"
+    assert converted(divide, (..., "path:shares")).get_layer("shares").compute_dtype == "float32"
