@@ -60,7 +60,7 @@ PROGRAMS = {
     # torch 2.13 refuses a gradient of it on a CPU, in plain Keras and float32, too.
     "unet": (("tensorflow", "jax"), 0.3),
     "vae": (("torch", "tensorflow", "jax"), 0.3),
-    "wgan_gp": (("tensorflow",), 1.2),
+    "wgan_gp": (("tensorflow",), 0.6),
 }
 NEEDED = {"tuner": "keras_tuner", "tracking_tensorboard": "tensorboard", "tracking_wandb": "wandb"}
 NEEDED |= {"tracking_mlflow": "mlflow", "sklearn_classifier": "sklearn"}

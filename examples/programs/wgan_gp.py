@@ -61,7 +61,7 @@ def train(policy="mixed_float16", seed=0):
     model = WganGp()
     model.compile(*[keras.optimizers.Adam(3e-3, beta_1=0.5, beta_2=0.9) for _ in range(2)])
     mpkeras.prepare(model, policy)
-    model.fit(real, batch_size=64, epochs=15, verbose=0)
+    model.fit(real, batch_size=64, epochs=40, verbose=0)
     fake = model.generator(np.random.normal(size=(1024, 4)).astype("float32"))
     return model, float(np.linalg.norm(np.mean(fake, axis=0) - (1.0, -0.5)))
 
