@@ -48,7 +48,7 @@ class BetweenLayers:
 
     def __init__(self, model):
         self.model = model
-        # Of the first run, by the calls of layers that the model itself makes.
+        # Of the first run of the present call, by the calls of layers that the model itself makes.
         self._stretches: list[Stretch] = []
         self._results: list = []
         # The results of layers and the arguments of the model: of no interest where they are handed on.
@@ -104,7 +104,7 @@ class BetweenLayers:
         def compared(*args, **kwargs):
             if self._depth is not None or _keras.in_symbolic_scope():
                 return call(*args, **kwargs)
-            self._depth = 0
+            self._depth, self._stretches, self._results = 0, [], []
             self._hand_on((args, kwargs))
             try:
                 with ConvertedLayer(self.model).noting_added_losses() as added:
@@ -120,7 +120,7 @@ class BetweenLayers:
         return compared
 
     def _compare(self, args, kwargs):
-        if not any(map(_has_tensors, self._stretches)):
+        if self.lost is not None or not any(map(_has_tensors, self._stretches)):
             return
         references = self._in_float32(args, kwargs)
         for number, (stretch, reference) in enumerate(zip(self._stretches, references, strict=True)):

@@ -182,6 +182,22 @@ def test_a_model_around_and_one_inside_are_both_named():
     assert [(lost.layer, lost.purpose) for lost in found] == list(zip(["around", "graph"], purposes, strict=True))
 
 
+def test_each_call_of_a_shared_model_is_compared():
+    given = keras.Input((4,))
+    h = layers.Dense(4, kernel_initializer="identity")(given)
+    shared = keras.Model(given, (h + 1.0) - 1.0, name="shared")
+    inputs = keras.Input((5,))
+    large, small = (layers.Dense(4, kernel_initializer=keras.initializers.Constant(n))(inputs) for n in (9.0, 0.002))
+    outputs = layers.Dense(1)(layers.concatenate([shared(large), shared(small)]))
+    model = mpkeras.apply_policy(keras.Model(inputs, outputs), "mixed_bfloat16")
+    (lost,) = lost_outputs(model, X)
+    assert (lost.layer, lost.purpose) == ("shared", "returns") and lost.error < 2.0
+    assert (
+        lost_outputs(mpkeras.apply_policy(keras.Model(inputs, layers.Dense(1)(shared(large))), "mixed_bfloat16"), X)
+        == []
+    )
+
+
 @pytest.mark.parametrize(("policy", "is_lost"), [("mixed_float16", True), ("mixed_bfloat16", False)])
 def test_what_is_beyond_float16_is_named(policy, is_lost):
     found = lost_outputs(built(Squares, policy), X)
