@@ -76,15 +76,17 @@ class BetweenLayers:
                 return call(*args, **kwargs)
             if self._again is not None:
                 self._again.append(Stretch(purpose, (args, kwargs)))
-                return keras.tree.map_structure(widen, self._results[len(self._again) - 1])
+                results = _copied(self._results[len(self._again) - 1])
+                return keras.tree.map_structure(widen, results)
+            given = None if self._depth else _copied(self._computed((args, kwargs)))
             self._depth += 1
             try:
                 results = call(*args, **kwargs)
             finally:
                 self._depth -= 1
             if not self._depth:
-                self._stretches.append(Stretch(purpose, self._computed((args, kwargs))))
-                self._results.append(results)
+                self._stretches.append(Stretch(purpose, given))
+                self._results.append(_copied(results))
                 self._hand_on(results)
             return results
 
@@ -106,36 +108,53 @@ class BetweenLayers:
                 return call(*args, **kwargs)
             self._depth, self._stretches, self._results = 0, [], []
             self._hand_on((args, kwargs))
+            given = _copied((args, kwargs))
             try:
                 with ConvertedLayer(self.model).noting_added_losses() as added:
                     outputs = call(*args, **kwargs)
                 self._stretches += _at_the_end(self._computed(outputs), added)
                 # A call that cannot compute in float32, or runs another way each time, has no reference.
                 with contextlib.suppress(Exception):
-                    self._compare(args, kwargs)
+                    self._compare(given)
             finally:
                 self._depth = self._again = None
             return outputs
 
         return compared
 
-    def _compare(self, args, kwargs):
+    def _compare(self, given):
         if self.lost is not None or not any(map(_has_tensors, self._stretches)):
             return
-        references = self._in_float32(args, kwargs)
+        references = self._in_float32(given)
         for number, (stretch, reference) in enumerate(zip(self._stretches, references, strict=True)):
             error = _difference(stretch, reference)
             # Numbers that differ from run to run in float32, too, are drawn.
-            if error > TOO_FAR and _difference(reference, self._in_float32(args, kwargs)[number]) < TOO_FAR / 10:
+            if error > TOO_FAR and _difference(reference, self._in_float32(given)[number]) < TOO_FAR / 10:
                 self.lost = stretch.purpose, error
                 return
 
-    def _in_float32(self, args, kwargs) -> list[Stretch]:
+    def _in_float32(self, given) -> list[Stretch]:
         self._again = []
+        args, kwargs = _copied(given)
         model = ConvertedLayer(self.model)
         with model.noting_added_losses() as added:
             outputs = model.outputs_in_float32(args, kwargs, in_inference=True)
         return [*self._again, *_at_the_end(outputs, added)]
+
+
+def _copied(structure):
+    """Returns a structure with tensors of its own: torch lets a `call` write into what it is given."""
+    if keras.backend.backend() != "torch":
+        return structure
+
+    def copied(value):
+        if not keras.ops.is_tensor(value):
+            return value
+        copy = keras.ops.copy(value)
+        _keras.copy_mask(value, copy)
+        return copy
+
+    return keras.tree.map_structure(copied, structure)
 
 
 def _at_the_end(outputs, added_losses) -> list[Stretch]:
