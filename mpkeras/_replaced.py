@@ -58,8 +58,9 @@ KINDS = {
     "loading": "`load_own_variables` of an optimizer that is not built: what a file holds is kept until it is. That "
     "and `save_own_variables` of the inner optimizer of a wrapped one, once: a file numbers what stock Keras would",
     "observed": "`call` of a layer, for one run of `audit`, `trace_numerics` or a capsule, or of the model on its "
-    "first batch: its inputs and outputs are looked at, and in the last case what it gives to its `add_loss`. `apply` "
-    "of an optimizer, for one run of a capsule: its gradients are looked at",
+    "first batch: its inputs and outputs are looked at, and in the last case what it gives to its `add_loss`. `build` "
+    "of one that is not built, for the same run: the run ends where it would be. `apply` of an optimizer, for one run "
+    "of a capsule: its gradients are looked at",
 }
 # On the object, with which it goes: the functions in it hold the object.
 _RECORD = "_mpkeras_replaced"

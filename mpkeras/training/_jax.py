@@ -29,6 +29,7 @@ from mpkeras.training.defaults import (  # noqa: F401
     in_replica_context,
     is_distributed,
     native_states,
+    of_its_own,
     replicas,
     runs_on_host,
     set_global_random_states,

@@ -21,6 +21,7 @@ from mpkeras.training.defaults import (  # noqa: F401
     can_be_read,
     check_is_outermost,
     global_random_states,
+    of_its_own,
     set_global_random_states,
 )
 from mpkeras.training.inventory import Inventory, helpers

@@ -55,12 +55,12 @@ def step_without_trace(inventory, optimizers, train_step, data):
     """Runs `train_step(data)`; where every update of it was skipped, puts all other state back."""
     model = inventory.model
     step = _Step(inventory, optimizers, lambda: model.metrics, model.get_metrics_result)
-    data = _batch_of_its_own(data)
+    data = of_its_own(data)
     return step.run(lambda: train_step(data))[0]
 
 
-def _batch_of_its_own(data):
-    """Returns `data` with copies of its tensors: those that were given may be taken again, or be kept for a capsule.
+def of_its_own(data):
+    """Returns `data` with copies of its tensors: those that were given may be taken again, or be kept.
 
     Keras' losses multiply sample weights by a mask in place, and so may a `call` do with its inputs (`x /= 255`).
     """
@@ -68,7 +68,11 @@ def _batch_of_its_own(data):
 
     def copied(value):
         # Keras copies those on another device to this one by itself.
-        return value.clone() if torch.is_tensor(value) and value.device == device else value
+        if not torch.is_tensor(value) or value.device != device:
+            return value
+        clone = value.clone()
+        _keras.copy_mask(value, clone)
+        return clone
 
     return keras.tree.map_structure(copied, data)
 
@@ -250,7 +254,7 @@ class CompiledStep:
 
     def _step(self, forward, x, y, sample_weight):
         parts = self._parts
-        x, y, sample_weight = keras.tree.map_structure(_as_tensor, _batch_of_its_own((x, y, sample_weight)))
+        x, y, sample_weight = keras.tree.map_structure(_as_tensor, of_its_own((x, y, sample_weight)))
         moving_before = {parts.BEFORE: parts.packed([variable.value for variable in parts.moving])}
 
         def run():
@@ -305,7 +309,7 @@ def held_batches(data, model) -> tuple:
 @torch.no_grad()
 def local_tensors(structure):
     """Returns the tensors of a batch, which nobody else holds."""
-    return keras.tree.map_structure(_as_tensor, _batch_of_its_own(structure))
+    return keras.tree.map_structure(_as_tensor, of_its_own(structure))
 
 
 def _as_tensor(value):

@@ -14,7 +14,8 @@ from mpkeras.conversion.exact_inputs import operation_only_moves
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
 from mpkeras.policies.heads import has_own_call
-from mpkeras.training.differences import TOO_FAR, difference
+from mpkeras.training import training_backend
+from mpkeras.training.differences import lost_share
 
 
 def computes_between_layers(model) -> bool:
@@ -76,9 +77,9 @@ class BetweenLayers:
                 return call(*args, **kwargs)
             if self._again is not None:
                 self._again.append(Stretch(purpose, (args, kwargs)))
-                results = _copied(self._results[len(self._again) - 1])
+                results = training_backend.of_its_own(self._results[len(self._again) - 1])
                 return keras.tree.map_structure(widen, results)
-            given = None if self._depth else _copied(self._computed((args, kwargs)))
+            given = None if self._depth else training_backend.of_its_own(self._computed((args, kwargs)))
             self._depth += 1
             try:
                 results = call(*args, **kwargs)
@@ -86,7 +87,7 @@ class BetweenLayers:
                 self._depth -= 1
             if not self._depth:
                 self._stretches.append(Stretch(purpose, given))
-                self._results.append(_copied(results))
+                self._results.append(training_backend.of_its_own(results))
                 self._hand_on(results)
             return results
 
@@ -108,7 +109,7 @@ class BetweenLayers:
                 return call(*args, **kwargs)
             self._depth, self._stretches, self._results = 0, [], []
             self._hand_on((args, kwargs))
-            given = _copied((args, kwargs))
+            given = training_backend.of_its_own((args, kwargs))
             try:
                 with ConvertedLayer(self.model).noting_added_losses() as added:
                     outputs = call(*args, **kwargs)
@@ -127,34 +128,22 @@ class BetweenLayers:
             return
         references = self._in_float32(given)
         for number, (stretch, reference) in enumerate(zip(self._stretches, references, strict=True)):
-            error = _difference(stretch, reference)
-            # Numbers that differ from run to run in float32, too, are drawn.
-            if error > TOO_FAR and _difference(reference, self._in_float32(given)[number]) < TOO_FAR / 10:
-                self.lost = stretch.purpose, error
+
+            def again(number=number, stretch=stretch):
+                return _computed_in(stretch, self._in_float32(given)[number])
+
+            share = lost_share(_computed_in(stretch, stretch), _computed_in(stretch, reference), again)
+            if share is not None:
+                self.lost = stretch.purpose, share
                 return
 
     def _in_float32(self, given) -> list[Stretch]:
         self._again = []
-        args, kwargs = _copied(given)
+        args, kwargs = training_backend.of_its_own(given)
         model = ConvertedLayer(self.model)
         with model.noting_added_losses() as added:
             outputs = model.outputs_in_float32(args, kwargs, in_inference=True)
         return [*self._again, *_at_the_end(outputs, added)]
-
-
-def _copied(structure):
-    """Returns a structure with tensors of its own: torch lets a `call` write into what it is given."""
-    if keras.backend.backend() != "torch":
-        return structure
-
-    def copied(value):
-        if not keras.ops.is_tensor(value):
-            return value
-        copy = keras.ops.copy(value)
-        _keras.copy_mask(value, copy)
-        return copy
-
-    return keras.tree.map_structure(copied, structure)
 
 
 def _at_the_end(outputs, added_losses) -> list[Stretch]:
@@ -165,9 +154,9 @@ def _has_tensors(stretch) -> bool:
     return any(map(keras.ops.is_tensor, keras.tree.flatten(stretch.tensors)))
 
 
-def _difference(stretch, reference) -> float:
+def _computed_in(stretch, reference) -> list:
+    """Returns the tensors of `reference`, a run of the same, that were not handed on as they are in `stretch`."""
     if stretch.purpose != reference.purpose:
         raise ValueError("Expected the calls of the layers in the same order.")
     pairs = zip(keras.tree.flatten(stretch.tensors), keras.tree.flatten(reference.tensors), strict=True)
-    computed = [pair for pair in pairs if pair[0] is not None]
-    return difference(*zip(*computed, strict=True)) if computed else 0.0
+    return [tensor for computed, tensor in pairs if computed is not None]

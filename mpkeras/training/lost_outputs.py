@@ -20,7 +20,7 @@ from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dty
 from mpkeras.policies.heads import STEPPING, has_own_call, with_own_code
 from mpkeras.policies.rules import is_quantized, kept_by, path_rule
 from mpkeras.training import training_backend
-from mpkeras.training.differences import TOO_FAR, difference
+from mpkeras.training.differences import lost_share
 from mpkeras.training.lost_arithmetic import BetweenLayers, computes_between_layers
 from mpkeras.training.unseen_run import run_on_few_rows
 from mpkeras.training.whole_numbers import in_one_message, was_named
@@ -110,7 +110,8 @@ def lost_outputs(model, x) -> list[LostOutputs | LostArithmetic]:
         model: A built `keras.Model`.
         x: The arguments of the model, as arrays or tensors.
     """
-    return run_on_few_rows(model, x, lambda: _Looks(model)).found() if _looked_at(model) else []
+    wholes, layers = _wholes(model), _own_layers(model)
+    return run_on_few_rows(model, x, lambda: _Looks(wholes, layers)).found() if wholes or layers else []
 
 
 def _looked_at(model) -> list:
@@ -131,11 +132,11 @@ def _wholes(model) -> list:
 
 
 class _Looks:
-    """The layers and the models in one run."""
+    """Models and layers in one run: as `_wholes` and `_own_layers` return them."""
 
-    def __init__(self, model):
-        self._of_layers = _Comparison(_own_layers(model))
-        self._between_layers = list(map(BetweenLayers, _wholes(model)))
+    def __init__(self, wholes, layers):
+        self._between_layers = list(map(BetweenLayers, wholes))
+        self._of_layers = _Comparison(layers)
 
     def observers(self) -> Iterator:
         """Yields the context managers in which all are compared."""
@@ -239,10 +240,9 @@ class _Comparison:
 
     def _compare(self, layer, results, references, again) -> LostOutputs | None:
         for number, are_losses in enumerate((False, True)):
-            error = difference(results[number], references[number])
-            # Numbers that differ from run to run in float32, too, are drawn.
-            if error > TOO_FAR and difference(again()[number], references[number]) < TOO_FAR / 10:
-                return LostOutputs(_keras.path_of(layer), layer.compute_dtype, error, are_losses)
+            share = lost_share(results[number], references[number], lambda number=number: again()[number])
+            if share is not None:
+                return LostOutputs(_keras.path_of(layer), layer.compute_dtype, share, are_losses)
         return None
 
 

@@ -32,8 +32,9 @@ class Prepared:
     # Whether its user prepared this very model, and not all models that are compiled.
     is_explicit: bool
     watch: SkipWatch = dataclasses.field(default_factory=SkipWatch)
-    # How many calls of `fit` are under way, one in the callbacks of another among them, and of `predict` have begun.
+    # How many calls of `fit` are under way, one in the callbacks of another among them.
     fits: int = 0
+    # How many calls of `predict` have begun.
     predicts: int = 0
     # In what dtype the optimizer's state was when the train function was made.
     slot_dtype: str | None = None
@@ -149,13 +150,15 @@ def _looking(model, evaluate, watch_of: Callable):
 def _predict_and_look(model, predict):
     @functools.wraps(predict)
     def predict_and_look(*args, **kwargs):
-        x, batch_size = (argument_in(argument, predict, "predict", args, kwargs) for argument in ("x", "batch_size"))
         prepared = prepared_of(model)
-        if prepared is not None:
-            prepared.predicts += 1
+        if prepared is None:
+            return predict(*args, **kwargs)
+        prepared.predicts += 1
         # An agent predicts before each of its moves.
-        looks = prepared is not None and is_looked_at(prepared.predicts)
-        with looking_at_arrays(model, x if looks else None, batch_size):
+        if not is_looked_at(prepared.predicts):
+            return predict(*args, **kwargs)
+        x, batch_size = (argument_in(argument, predict, "predict", args, kwargs) for argument in ("x", "batch_size"))
+        with looking_at_arrays(model, x, batch_size):
             return predict(*args, **kwargs)
 
     return predict_and_look

@@ -66,13 +66,14 @@ def run_unseen(model, x, observers):
     """
     options = {"training": False} if "training" in inspect.signature(model.call).parameters else {}
     random_states = training_backend.global_random_states()
+    layers = layers_of(model)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(native_states_put_back(model))
             stack.enter_context(keras.StatelessScope())
-            stack.enter_context(_keras.kept_losses(layers_of(model)))
-            stack.enter_context(_keras.tensors_put_back([model, *layers_of(model)]))
-            for layer in layers_of(model):
+            stack.enter_context(_keras.kept_losses(layers))
+            stack.enter_context(_keras.tensors_put_back(layers))
+            for layer in layers:
                 if not layer.built:
                     stack.enter_context(replaced(layer, "build", _refuse, kind="observed"))
             tensors = keras.tree.map_structure(_as_tensor, x)

@@ -1,6 +1,7 @@
 """Models, doors, faults and steps that the tests of training have in common."""
 
 import contextlib
+import warnings
 
 import keras
 import numpy as np
@@ -65,6 +66,14 @@ class AddsNoise(keras.layers.Layer):
 
 # The ways into `fit`: `make_train_step` is the other one.
 DOORS = ("prepare", "callback", "autoprepare", "the line")
+
+
+def warned_of(about: str, run) -> list[str]:
+    """Returns the warnings of `run()` in which `about` stands."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if about in str(warning.message)]
 
 
 def made_by(door, make, policy, optimizer="sgd", loss="mse", **options):

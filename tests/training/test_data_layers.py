@@ -1,6 +1,6 @@
 """Layers that prepare the data outside of every model, where no rule of the policy reaches them: they are named."""
 
-import warnings
+import functools
 
 import keras
 import numpy as np
@@ -8,15 +8,12 @@ import pytest
 from keras import layers
 
 import mpkeras
+from tests.training.models import warned_of
 
 YEARS = np.arange(2031, 2095, dtype="float32")[:, None]
 
 
-def said_by(train) -> list:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train()
-    return [str(w.message) for w in caught if "in no model that is trained" in str(w.message)]
+said_by = functools.partial(warned_of, "in no model that is trained")
 
 
 def compiled(*hidden):

@@ -1,6 +1,6 @@
 """What 16 bits lose between the layers of a model, in its own `call` or in its graph, is named at the first batch."""
 
-import warnings
+import functools
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ from keras import layers, ops
 import mpkeras
 from mpkeras.training.lost_outputs import lost_outputs
 from tests.cases import first_quick
-from tests.training.models import DOORS, made_by
+from tests.training.models import DOORS, made_by, warned_of
 
 RANDOM = np.random.default_rng(8)
 X = RANDOM.normal(size=(20, 5)).astype("float32")
@@ -112,12 +112,7 @@ def residual():
     return keras.Model(inputs, layers.Dense(1)(h))
 
 
-def said_by(run) -> list:
-    """Returns the warnings of `run()` of what is lost."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    return [str(warning.message) for warning in caught if "from those in float32" in str(warning.message)]
+said_by = functools.partial(warned_of, "from those in float32")
 
 
 def built(make, policy):
@@ -204,10 +199,8 @@ def test_each_call_of_a_shared_model_is_compared():
     model = mpkeras.apply_policy(keras.Model(inputs, outputs), "mixed_bfloat16")
     (lost,) = lost_outputs(model, X)
     assert (lost.layer, lost.purpose) == ("shared", "returns") and lost.error < 2.0
-    assert (
-        lost_outputs(mpkeras.apply_policy(keras.Model(inputs, layers.Dense(1)(shared(large))), "mixed_bfloat16"), X)
-        == []
-    )
+    of_large = mpkeras.apply_policy(keras.Model(inputs, layers.Dense(1)(shared(large))), "mixed_bfloat16")
+    assert lost_outputs(of_large, X) == []
 
 
 @pytest.mark.parametrize(("policy", "is_lost"), [("mixed_float16", True), ("mixed_bfloat16", False)])
@@ -269,10 +262,7 @@ def test_a_layer_that_no_call_reaches_hides_nothing():
     model.compile("sgd", "mse", run_eagerly=True)
     mpkeras.prepare(model, "mixed_bfloat16")
     numbers = np.array([[3.0, 1031.0], [5.0, 519.0]], "float32")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.fit(numbers, Y[:2], verbose=0)
-    messages = [str(warning.message) for warning in caught]
+    messages = warned_of("", lambda: model.fit(numbers, Y[:2], verbose=0))
     assert any("whole numbers" in message and "519 becomes 520" in message for message in messages)
     assert any(message.startswith("Between its layers model 'with_unused_layer") for message in messages)
     assert not model.unused.built

@@ -1,6 +1,6 @@
 """Layers of the user's own whose outputs 16 bits lose are named at the first batch, and no others."""
 
-import warnings
+import functools
 
 import keras
 import ml_dtypes
@@ -12,7 +12,7 @@ import mpkeras
 from mpkeras.training.lost_outputs import LostOutputs, lost_outputs
 from tests.cases import first_quick
 from tests.sixteen_bits import Weighted
-from tests.training.models import BACKEND, DOORS, AddsNoise, made_by
+from tests.training.models import BACKEND, DOORS, AddsNoise, made_by, warned_of
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
 RANDOM = np.random.default_rng(5)
@@ -166,11 +166,7 @@ def functional(layer, shape):
     return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(layer(inputs))))
 
 
-def said_by(run) -> list:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    return [str(warning.message) for warning in caught if "The outputs of layer" in str(warning.message)]
+said_by = functools.partial(warned_of, "The outputs of layer")
 
 
 def found_in(model, policy, x) -> list:

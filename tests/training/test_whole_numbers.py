@@ -1,6 +1,7 @@
 """Ids, codes and positions in float data arrive whole, or the layer that rounds them is named at the first batch."""
 
 import contextlib
+import functools
 import warnings
 
 import keras
@@ -15,7 +16,7 @@ from mpkeras.training.first_batch import is_looked_at
 from mpkeras.training.whole_numbers import Rounded, rounded_whole_numbers
 from tests.cases import first_quick
 from tests.sixteen_bits import Weighted
-from tests.training.models import DOORS, made_by
+from tests.training.models import DOORS, made_by, warned_of
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
 # 4097 lies between two numbers of both 16-bit dtypes.
@@ -77,12 +78,7 @@ def functional(reading, shape=(3,), before=None):
     return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))
 
 
-def said_by(run) -> list:
-    """Returns the warnings of `run()` that are about numbers that are rounded."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    return [str(warning.message) for warning in caught if "whole numbers" in str(warning.message)]
+said_by = functools.partial(warned_of, "whole numbers")
 
 
 def prepared(model, policy):
