@@ -4,6 +4,11 @@ import gc
 import os
 from unittest import mock
 
+import pytest
+
+# Keras and mpkeras are imported where they are used: the process that hands the tests out runs none, and its workers
+# wait for what it imports.
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores: one thread each, not workers with a thread for every core. TensorFlow's inter-op
@@ -11,15 +16,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 
-import keras  # noqa: E402
-import pytest  # noqa: E402
-
-import mpkeras  # noqa: E402
-from mpkeras.training import covered_compile  # noqa: E402
-
 
 @pytest.fixture(autouse=True)
 def fresh_keras():
+    import keras
+
+    import mpkeras
+    from mpkeras.training import covered_compile
+
     keras.utils.set_random_seed(7)
     yield
     keras.config.set_floatx("float32")
@@ -39,6 +43,8 @@ def environment_put_back():
 
 @pytest.fixture
 def backend():
+    import keras
+
     return keras.backend.backend()
 
 
@@ -55,6 +61,8 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
+    import keras
+
     active = keras.backend.backend()
     for item in items:
         marker = item.get_closest_marker("backends")

@@ -8,7 +8,6 @@ turns.
 
 import zlib
 
-import keras
 import pytest
 
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -179,6 +178,9 @@ def pytest_addoption(parser):
 # Last: what runs on other backends alone is marked as skipped by then.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
+    # Not at the top: the process that hands the tests out runs none.
+    import keras
+
     active = keras.backend.backend()
     left_out = {}
     if config.getoption("one_case") is not None:
