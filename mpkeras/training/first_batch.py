@@ -6,6 +6,7 @@ import keras
 
 from mpkeras import _keras
 from mpkeras.training import training_backend
+from mpkeras.training.large_data import may_be_too_large, warn_of_large_data, warn_of_large_rows
 from mpkeras.training.lost_outputs import may_lose_outputs, warn_of_lost_outputs
 from mpkeras.training.whole_numbers import arrays_in_memory, may_round, warn_of_rounded_rows, warn_of_rounding
 
@@ -27,6 +28,7 @@ def looking_at_arrays(model, x, batch_size):
 
     def look_at_arrays():
         warn_of_rounded_rows(model, x, arrays, size)
+        warn_of_large_rows(model, x, arrays, size)
         warn_of_lost_outputs(model, keras.tree.pack_sequence_as(x, [array[:size] for array in arrays]))
 
     looks_later = bool(arrays) and not _keras.is_built(model)
@@ -67,7 +69,8 @@ def looking_at_batch(model, function, number: int, again: bool):
         if model.train_function is train_function:
             model.train_function = function
         was_built = _keras.is_built(model)
-        if was_built and not may_round(model) and not (number == 1 and may_lose_outputs(model)):
+        is_first = number == 1 and (may_lose_outputs(model) or may_be_too_large(model))
+        if was_built and not may_round(model) and not is_first:
             return function(*args)
         *state, data = args
         batch, data = training_backend.first_batch(model, data)
@@ -90,7 +93,8 @@ def looking_at_batch(model, function, number: int, again: bool):
 def look(model, x, number: int, again: bool, state=None):
     """Warns, once of each layer, of what 16 bits would lose of a batch in silence.
 
-    Of the first batch that is whole numbers, and what a few rows become in layers; of later ones whole numbers alone.
+    Of the first batch that is whole numbers, numbers beyond float16, and what a few rows become in layers; of later
+    ones whole numbers alone.
 
     Args:
         model: The model, which has been built, or run; one that is on several devices is not looked at.
@@ -103,4 +107,5 @@ def look(model, x, number: int, again: bool, state=None):
     with _keras.held_by_variables(model, None if state is None else state[:4]):
         warn_of_rounding(model, x, again)
         if number == 1:
+            warn_of_large_data(model, x)
             warn_of_lost_outputs(model, x)

@@ -120,7 +120,7 @@ def rounded_whole_numbers(model, x) -> list[Rounded]:
         x: The arguments of the model, as arrays or tensors; anything else has no values, and returns `[]`.
     """
     observed = _Observed(model)
-    return _rounded_in_a_run(model, x, observed, _few(_rows_of_columns(_arrays(x), observed.dtypes).values()))
+    return _rounded_in_a_run(model, x, observed, _few(_rows_of_columns(numbers_in(x), observed.dtypes).values()))
 
 
 def _few(rows) -> list[int]:
@@ -135,7 +135,7 @@ def _rounded_in_a_run(model, x, observed, needed) -> list[Rounded]:
     return [*observed.found(), *observed.in_variables()]
 
 
-def _arrays(structure) -> list:
+def numbers_in(structure) -> list:
     """Returns the numbers in a structure as arrays on the host, as float32 where Keras makes that of them."""
     arrays = []
     for value in keras.tree.flatten(structure):
@@ -269,7 +269,7 @@ class _Observed:
 
     def _note_cast(self, layer, tensor, cast):
         dtype = keras.backend.standardize_dtype(cast.dtype)
-        for array in _arrays([tensor]):
+        for array in numbers_in([tensor]):
             lost = _lost(array, dtype)
             if lost is not None:
                 self._lost.setdefault(id(layer), (lost.before, lost.after))
@@ -287,7 +287,7 @@ class _Observed:
 
         @functools.wraps(call)
         def noting(*args, **kwargs):
-            self._read += [(layer, array) for array in _arrays((args, kwargs)) if array.dtype.kind not in "iu"]
+            self._read += [(layer, array) for array in numbers_in((args, kwargs)) if array.dtype.kind not in "iu"]
             return call(*args, **kwargs)
 
         return noting
@@ -313,7 +313,7 @@ class _Observed:
         """Returns the whole numbers in variables that are rounded where they are read."""
         rounded = []
         for layer, name, variable in self.variables:
-            lost = next((_lost(array, layer.compute_dtype) for array in _arrays([variable.value])), None)
+            lost = next((_lost(array, layer.compute_dtype) for array in numbers_in([variable.value])), None)
             if lost is not None and not reads_variables_in_float32(layer):
                 rounded.append(_rounded(layer, layer, lost.before, lost.after, name))
         return rounded
@@ -421,7 +421,7 @@ def warn_of_rounding(model, x, again: bool):
         return
     layers = {_keras.path_of(layer): layer for layer in layers_of(model)}
     observed = _Observed(model)
-    row_of = _rows_of_columns(_arrays(x), observed.dtypes)
+    row_of = _rows_of_columns(numbers_in(x), observed.dtypes)
     followed = () if again else _followed_to(model, observed)
     needed = _few(row for column, row in row_of.items() if column not in followed)
     named = _rounded_in_a_run(model, x, observed, needed)
@@ -452,8 +452,13 @@ def warn_of_rounded_rows(model, x, arrays, size):
     followed = _followed_to(model, observed)
     rows = dict.fromkeys(row for column, row in row_of.items() if column not in followed)
     if rows:
-        chosen = np.resize([*rows, *range(len(arrays[0]))][:size], size)
-        warn_of_rounding(model, keras.tree.pack_sequence_as(x, [array[chosen] for array in arrays]), again=False)
+        warn_of_rounding(model, batch_with(rows, x, arrays, size), again=False)
+
+
+def batch_with(rows, x, arrays, size):
+    """Returns a batch of `size` rows of `x`, whose arrays are `arrays`, with `rows` among them."""
+    chosen = np.resize([*rows, *range(len(arrays[0]))][:size], size)
+    return keras.tree.pack_sequence_as(x, [array[chosen] for array in arrays])
 
 
 def _is_in_memory(value) -> bool:

@@ -1,0 +1,113 @@
+"""Data beyond float16's range, which a layer would cast to inf: the layer is named before it trains or predicts."""
+
+import dataclasses
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+
+from mpkeras import _keras
+from mpkeras.conversion.noted_casts import noting_casts
+from mpkeras.conversion.plan import layers_of
+from mpkeras.policies.rules import kept_by, path_rule
+from mpkeras.training import training_backend
+from mpkeras.training.unseen_run import ROWS, run_on_few_rows
+from mpkeras.training.whole_numbers import batch_with, in_one_message, numbers_in
+
+# bfloat16 reaches as far as float32, in which the data comes.
+_LARGEST = float(ml_dtypes.finfo("float16").max)
+
+
+@dataclasses.dataclass(frozen=True)
+class TooLarge:
+    """A layer that casts a finite number to inf.
+
+    Attributes:
+        layer: Path of the layer.
+        number: The first such number.
+    """
+
+    layer: str
+    number: float
+
+    def sentences(self) -> tuple[str, str]:
+        """Returns a sentence with the number, and one with the remedy."""
+        becomes = f"{self.number:.6g} becomes {math.copysign(math.inf, self.number)}"
+        return (
+            f"Layer '{self.layer}' is given numbers beyond float16's {_LARGEST:.0f}: {becomes}.",
+            "Scale the data, for example by a `keras.layers.Normalization` in front, which computes in float32, or "
+            f"{kept_by(path_rule(self.layer))}.",
+        )
+
+
+def may_be_too_large(model) -> bool:
+    """Whether a layer of `model` computes in float16."""
+    return any(layer.compute_dtype == "float16" for layer in layers_of(model))
+
+
+def warn_of_large_data(model, x):
+    """Warns, once of each layer, of layers that cast finite numbers of a batch to inf."""
+    if training_backend.is_distributed(model) or not may_be_too_large(model):
+        return
+    rows = _rows_too_large(numbers_in(x))
+    if not rows:
+        return
+    layers = {_keras.path_of(layer): layer for layer in layers_of(model)}
+    named = run_on_few_rows(model, x, lambda: _Observed(layers.values()), rows).found()
+    untold = [large for large in named if layers[large.layer] not in _told]
+    if untold:
+        _told.update(layers[large.layer] for large in untold)
+        warnings.warn(in_one_message(untold), stacklevel=3)
+
+
+def warn_of_large_rows(model, x, arrays, size):
+    """Warns of the rows of `x` with numbers that `model` casts to inf, in a batch of `size` rows."""
+    rows = _rows_too_large(arrays) if may_be_too_large(model) else []
+    if rows:
+        warn_of_large_data(model, batch_with(rows, x, arrays, size))
+
+
+def _rows_too_large(arrays) -> list[int]:
+    """Returns the numbers of a few rows that hold a finite number beyond float16's range."""
+    rows: dict = {}
+    for array in arrays:
+        # The cheap question first: most data stays below.
+        if array.dtype.kind == "f" and array.ndim and array.size and not _reaches(array) <= _LARGEST:
+            is_large = np.isfinite(array) & (np.abs(array) > _LARGEST)
+            rows.update(dict.fromkeys(np.flatnonzero(is_large.reshape(len(array), -1).any(axis=1))[:ROWS].tolist()))
+    return list(rows)[:ROWS]
+
+
+def _reaches(array) -> float:
+    return max(float(array.max()), -float(array.min()))
+
+
+# Layers that were named already.
+_told: weakref.WeakSet = weakref.WeakSet()
+
+
+class _Observed:
+    """The layers of a model that compute in float16, and what they cast to inf in one run."""
+
+    def __init__(self, layers):
+        self._layers = [layer for layer in layers if layer.compute_dtype == "float16"]
+        self._found: dict = {}
+
+    def observers(self) -> Iterator:
+        """Yields the context managers in which a run is observed."""
+        for layer in self._layers:
+            yield noting_casts(layer, functools.partial(self._note_cast, layer))
+
+    def _note_cast(self, layer, tensor, cast):
+        for array, cast_array in zip(numbers_in(tensor), numbers_in(cast), strict=True):
+            numbers = array[np.isfinite(array) & ~np.isfinite(cast_array)]
+            if numbers.size:
+                self._found.setdefault(_keras.path_of(layer), float(numbers[0]))
+
+    def found(self) -> list[TooLarge]:
+        """Returns what the run has shown, in the order in which the layers ran."""
+        return [TooLarge(*pair) for pair in self._found.items()]

@@ -1,0 +1,82 @@
+"""Layers that would make inf of the data in float16 are named before they train or predict, and no others."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import mpkeras
+from tests.training.models import DOORS, made_by, warned_of
+
+said_by = functools.partial(warned_of, "is given numbers beyond float16's 65504")
+
+# Pascals: of 40 rows the last few alone are beyond float16.
+PRESSURES = np.stack([np.linspace(20000.0, 101325.0, 40), np.linspace(-1.0, 1.0, 40)], axis=1).astype("float32")
+TARGETS = PRESSURES[:, 1:]
+
+
+def plain(*first):
+    return keras.Sequential([keras.Input((2,)), *first, layers.Dense(3, name="first"), layers.Dense(1)], name="net")
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, number):
+        return PRESSURES[number::2], TARGETS[number::2]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_layer_is_named_once_with_the_number_before_it_trains(door):
+    model, callbacks = made_by(door, plain, "mixed_float16")
+    fit = functools.partial(model.fit, PRESSURES, TARGETS, batch_size=40, shuffle=False, verbose=0, callbacks=callbacks)
+    (message,) = said_by(fit)
+    # The first beyond it is number 22: 20000 + 22 (101325 - 20000) / 39
+    assert message.startswith("Layer 'net/first' is given numbers beyond float16's 65504: 65875.6 becomes inf.")
+    assert not said_by(fit)
+
+
+def test_predictions_evaluations_data_sets_and_steps_say_so_too():
+    for method, data in (("predict", (PRESSURES,)), ("evaluate", (-PRESSURES, TARGETS)), ("fit", (Batches(),))):
+        model, _ = made_by("prepare", plain, "mixed_float16")
+        (message,) = said_by(functools.partial(getattr(model, method), *data, verbose=0))
+        assert ("becomes -inf" if method == "evaluate" else "becomes inf") in message
+    optimizer = keras.optimizers.SGD()
+    step = mpkeras.make_train_step(
+        mpkeras.apply_policy(plain(), "mixed_float16"), optimizer, keras.losses.mean_squared_error
+    )
+    assert said_by(lambda: step(PRESSURES, TARGETS))
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "x"),
+    [
+        ("mixed_bfloat16", (), PRESSURES),
+        ("mixed_float16", (lambda: layers.Normalization(mean=(60000.0, 0.0), variance=(6e8, 1.0)),), PRESSURES),
+        ("mixed_float16", (), np.minimum(PRESSURES, 65504.0)),
+        # Of numbers that no dtype holds other messages tell.
+        ("mixed_float16", (), np.where(PRESSURES > 65504.0, np.inf, PRESSURES)),
+        ("mixed_float16", (), np.where(PRESSURES > 65504.0, np.nan, PRESSURES)),
+    ],
+    ids=["bfloat16", "normalized", "within", "inf", "NaN"],
+)
+def test_healthy_data_and_data_that_is_not_finite_are_not_named(policy, first, x):
+    model, _ = made_by("prepare", lambda: plain(*(make() for make in first)), policy)
+    assert not said_by(lambda: model.predict(x, verbose=0))
+
+
+def test_the_rule_that_is_named_keeps_the_layer_in_float32():
+    def make():
+        keras.utils.set_random_seed(3)
+        return plain(layers.Dense(2, "tanh", kernel_initializer=keras.initializers.RandomNormal(stddev=1e-5)))
+
+    expected = make().predict(PRESSURES, verbose=0)
+    model, _ = made_by("prepare", make, "mixed_float16")
+    (message,) = said_by(lambda: model.predict(PRESSURES, verbose=0))
+    rule = message.split("'")[-2]
+    mpkeras.prepare(model, mpkeras.Policy("mixed_float16", keep_float32=(*mpkeras.policies.default_rules(), rule)))
+    assert not said_by(lambda: model.predict(PRESSURES, verbose=0))
+    np.testing.assert_allclose(model.predict(PRESSURES, verbose=0), expected, rtol=0, atol=2e-3)
