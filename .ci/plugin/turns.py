@@ -2,8 +2,8 @@
 
 `pytest -m ""` runs every case on every backend, which takes hours. So `.ci/run` takes of parametrized tests one slow
 case, another one after 72 numbers, and lets slow tests take turns over the backends, and over runs without them: 72
-numbers in a row have each on each of its backends. The others run on TensorFlow each time, and on JAX and torch in
-turns.
+numbers in a row have each on each of its backends. The others run on TensorFlow each time, and of three times once on
+JAX and once on torch.
 """
 
 import zlib
@@ -171,7 +171,7 @@ def pytest_addoption(parser):
         type=int,
         metavar="N",
         help="of the slow tests those alone whose turn it is: within 72 numbers in a row, each runs at least "
-        "once on each of its backends; of the others half on JAX, and half on torch",
+        "once on each of its backends; of the others a third on JAX, and another one on torch",
     )
 
 
@@ -217,15 +217,15 @@ def later_cases(items, backend: str, slow_ones_only: bool, turn: int) -> dict:
 
 
 def has_its_turn(item, backend: str, turn: int) -> bool:
-    """Whether a test runs on a backend in this turn: all but the slow ones do in each, and on JAX in every other."""
+    """Whether a test runs on a backend in this turn: all but the slow ones do in each, and on JAX in every third."""
     # By name, all cases of a test together: the same ones everywhere, whoever is asked.
     number = zlib.crc32(f"{item.location[0]}::{_name(item)}".encode()) + turn
     runs_on = item.get_closest_marker("backends")
     names = BACKENDS if runs_on is None else runs_on.args
     if not _is_slow(item):
-        # JAX and torch one after the other: each time a test runs on TensorFlow and one of them.
+        # TensorFlow runs it each time.
         takes_turns = backend != "tensorflow" and "tensorflow" in names
-        return not takes_turns or number % 2 == (backend == "torch")
+        return not takes_turns or number % 3 == BACKENDS.index(backend)
     names = [name for name in BACKENDS if name in names and name not in _entry(SELDOM, item)]
     if not names:
         return False
