@@ -16,12 +16,13 @@ needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="
 printed, failing_line = lines_of("forecast")
 
 
-@pytest.fixture
-def saved(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     model = keras.Sequential([keras.Input((None, 24)), layers.Dense(48, "relu"), layers.Dense(8)], name="small")
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    model.save(tmp_path / "small.keras")
-    return str(tmp_path / "small.keras")
+    path = tmp_path_factory.mktemp("saved") / "small.keras"
+    model.save(path)
+    return str(path)
 
 
 @needs_jax
@@ -81,4 +82,4 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, saved, arguments, 
     # All of it is said before anything is compiled, and leaves no file.
     monkeypatch.setattr("mpkeras.tools.forecast.forecast.Compiler", None)
     assert message in failing_line(capsys, saved, *arguments)
-    assert [path.name for path in tmp_path.iterdir()] == ["small.keras"]
+    assert list(tmp_path.iterdir()) == []

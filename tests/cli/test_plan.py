@@ -18,12 +18,13 @@ needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="
 printed, failing_line = lines_of("plan")
 
 
-@pytest.fixture
-def saved(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     model = keras.Sequential([keras.Input((24,)), layers.Dense(48, "relu"), layers.Dense(8)], name="small")
     model.compile("adam", "mse")
-    model.save(tmp_path / "small.keras")
-    return str(tmp_path / "small.keras")
+    path = tmp_path_factory.mktemp("saved") / "small.keras"
+    model.save(path)
+    return str(path)
 
 
 @needs_jax
@@ -51,7 +52,7 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, saved, arguments, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mpkeras.tools.forecast.memory_plan.Compiler", None)
     assert message in failing_line(capsys, saved, *arguments)
-    assert [path.name for path in tmp_path.iterdir()] == ["small.keras"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_accumulation_is_written_without_sums_that_no_plan_counts():
