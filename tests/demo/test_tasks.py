@@ -6,6 +6,7 @@ import pytest
 
 from mpkeras.demo import tasks
 from mpkeras.demo.tasks import TASKS, digits_task, text_task
+from tests.cases import first_quick
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
@@ -23,16 +24,15 @@ def test_steps_of_digits_are_passes_over_the_data():
     assert task.steps(task.load(), epochs=3) == 33
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_epochs_of_text_use_each_byte_once(quick):
-    task = text_task(quick)
+def test_epochs_of_text_use_each_byte_once():
+    task = text_task(quick=True)
     data_set = task.load()
     steps = task.steps(data_set, task.epochs)
     assert steps == task.steps_per_epoch * task.epochs
     assert len(data_set.x_train) == steps * task.batch_size
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", first_quick(["digits", "text"]))
 def test_quick_is_smaller(name):
     assert TASKS[name](quick=True).build().count_params() < 0.1 * TASKS[name]().build().count_params()
 
