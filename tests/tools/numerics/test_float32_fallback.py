@@ -154,18 +154,3 @@ def test_says_what_it_moved_and_when_it_moves_no_more():
     assert any("layer_2' has moved from float16 to float32, in step 0 of epoch 1" in text for text in said)
     assert any("no more are moved" in text for text in said)
     assert len(fallback.moved) == 1 and fallback.rules[0].endswith("/layer_2$")
-
-
-@pytest.mark.slow
-def test_a_clean_model_stays():
-    fallback = Float32Fallback()
-    model = six_layers()
-    fit(model, fallback, loss_scale=1.0)
-    assert fallback.moved == [] and fallback.rules == ()
-    assert {layer.compute_dtype for layer in model.layers} == {"float16"}
-
-
-@pytest.mark.parametrize("arguments", [{"patience": 0}, {"patience": True}, {"max_layers": 0}, {"max_layers": 2.5}])
-def test_bad_arguments(arguments):
-    with pytest.raises(ValueError, match="whole number of at least 1"):
-        Float32Fallback(**arguments)

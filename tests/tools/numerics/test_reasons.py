@@ -122,7 +122,7 @@ def test_a_layer_that_fails_inside_is_told_from_one_whose_output_is_large():
     assert re.search(r"Layer 'net/fault': its output reaches [0-9.e+]+, over float16's 65504", large)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", first_quick(["float16", "bfloat16", "float32"]))
 def test_data_weights_and_loss(dtype):
     model = stack(dtype=dtype)
     bad = X.copy()
@@ -150,7 +150,7 @@ class Outside(keras.Model):
         return self.function(self.last(x)) if self.is_behind else self.last(self.function(x))
 
 
-@pytest.mark.parametrize("is_behind", [False, True], ids=["before a layer", "behind the last"])
+@pytest.mark.parametrize("is_behind", first_quick([False, True]), ids=["before a layer", "behind the last"])
 def test_operations_outside_of_all_layers(is_behind):
     # Behind the last layer, which makes the outputs, all is in float32.
     model = Outside(FAULTS["zero by zero in float32" if is_behind else "zero by zero"], is_behind)
