@@ -292,6 +292,7 @@ def test_the_guess_says_stay_only_of_what_the_model_has():
     assert stays.replace("stay with", "use") in str(AdviceReport(model, [], False, [plain]))
 
 
+@pytest.mark.slow
 def test_failures_are_in_the_table():
     class FloatOnly(keras.layers.Layer):
         def call(self, x):
@@ -323,7 +324,8 @@ def test_nothing_is_said_of_16_bits_that_time_was_up_for(file, option):
 
 
 def test_a_loss_that_is_not_finite_is_said():
-    bench = Bench(functional(), X * np.inf, Y, keras.optimizers.Adam, "mse")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    bench = Bench(model, X * np.inf, Y, keras.optimizers.SGD, "mse")
     with pytest.raises(NotTrainable, match="loss not finite"):
         bench.begin(Cell("float32", False))
 
@@ -332,12 +334,9 @@ def test_a_loss_that_is_not_finite_is_said():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        pytest.param({"x": X, "y": Y, "budget_s": 0}, ValueError, "budget_s=0.*Leave it out", id="no time"),
-        pytest.param({"x": X, "y": Y, "measure": 1}, TypeError, "measure=1", id="measure"),
         pytest.param({"x": X, "y": Y, "jit_compile": "auto"}, TypeError, "jit_compile='auto'", id="jit_compile"),
         pytest.param({"x": X, "y": Y, "jit_compile": ()}, TypeError, "jit_compile=()", id="no setting"),
         pytest.param({"x": [X, X[:2]], "y": Y}, ValueError, r"same number of examples.*x\[:128\]", id="not one batch"),
-        pytest.param({"x": iter([X]), "y": Y}, ValueError, "one batch", id="a generator"),
         pytest.param({"x": X[:, :2], "y": Y}, ValueError, "none of.*train_on_batch", id="does not fit"),
     ],
 )
@@ -355,27 +354,9 @@ def test_a_model_without_a_loss_is_refused():
         mpkeras.advise(keras.layers.Dense(2), X, Y)
 
 
-@NOT_ON_JAX
-@pytest.mark.slow
-def test_losses_of_several_outputs_by_position():
-    inputs = keras.Input((4,))
-    outputs = [keras.layers.Dense(3, name="a")(inputs), keras.layers.Dense(3, name="b")(inputs)]
-    model = keras.Model(inputs, outputs)
-    for loss, targets in (({"a": "mse", "b": "mae"}, {"a": Y, "b": Y}), (["mse", "mae"], [Y, Y])):
-        model.compile("adam", loss)
-        found, y = loss_and_targets(model, targets)
-        assert found == {0: "mse", 1: "mae"} and y[0] is Y and y[1] is Y
-        report = measured_advice(model, X, y, found, settings=(advice._present_jit(model),), rounds=1)
-        assert report.cells[0].is_measured
-    single = keras.Model(inputs, outputs[0])
-    single.compile("adam", {"a": "mse"})
-    assert loss_and_targets(single, {"a": Y})[0] == "mse"
-
-
 # `fit` takes lists in the order in which Keras takes dictionaries apart: that of the names.
 OF_OUTPUTS = [
     ("list", {"b": "mse", "a": "mae"}, {"a": Y, "b": Y[:, :1]}, [{0: "mse", 1: "mae"}, [Y[:, :1], Y]]),
-    ("list", ["mse", "mae"], {"a": Y, "b": Y[:, :1]}, [{0: "mse", 1: "mae"}, [Y[:, :1], Y]]),
     ("list", [None, "mae"], [Y], [{1: "mae"}, [None, Y]]),
     ("list", [None, "mae"], Y, [{1: "mae"}, [None, Y]]),
     ("list", "mse", (Y[:, :1], Y), [{0: "mse", 1: "mse"}, [Y[:, :1], Y]]),
@@ -415,6 +396,10 @@ def test_targets_of_outputs_in_lists_of_lists_are_taken():
     model.compile("sgd", "mse")
     y = [{"a": Y, "b": Y}, Y]
     assert loss_and_targets(model, y)[1] is y
+    # The loss of one output by its name is the loss.
+    single = keras.Model(inputs, keras.layers.Dense(3, name="a")(inputs))
+    single.compile("sgd", {"a": "mse"})
+    assert loss_and_targets(single, {"a": Y})[0] == "mse"
 
 
 @pytest.mark.parametrize(
@@ -523,7 +508,6 @@ def test_ratios_are_of_the_same_round():
 @pytest.mark.parametrize(
     ("faster_rounds", "rounds", "expected"),
     [
-        pytest.param(20, 20, "sure", id="all"),
         pytest.param(19, 20, "sure", id="95 %"),
         pytest.param(18, 20, "fairly sure", id="90 %"),
         pytest.param(15, 20, "fairly sure", id="75 %"),
@@ -574,43 +558,37 @@ def classifier():
     )
 
 
-def dense(between=()):
+def dense():
     """1000 parameters follow "bfloat16", 100 make the outputs and stay in float32."""
     hidden, head = (keras.layers.Dense(units, use_bias=False) for units in (50, 2))
-    return keras.Sequential([keras.Input((20,)), hidden, *between, head])
+    return keras.Sequential([keras.Input((20,)), hidden, head])
 
 
-@pytest.mark.parametrize("is_built", [True, False], ids=["built", "not built"])
 @pytest.mark.parametrize(
-    ("model", "optimizer", "expected"),
+    ("model", "optimizer", "is_built", "expected"),
     [
         # 1000 parameters with two moments: 12, 8 and 6 bytes each; 100 of 12, 8 and 12.
-        pytest.param(dense, keras.optimizers.Adam, [(13200, 4400), (8800, 4400), (7200, 2400)], id="Adam"),
-        pytest.param(dense, keras.optimizers.SGD, [(4400, 4400), (4400, 4400), (2400, 2400)], id="no slots"),
+        pytest.param(dense, keras.optimizers.Adam, True, [(13200, 4400), (8800, 4400), (7200, 2400)], id="Adam"),
+        pytest.param(dense, keras.optimizers.SGD, False, [(4400, 4400), (4400, 4400), (2400, 2400)], id="no slots"),
         pytest.param(
             dense,
             lambda: keras.optimizers.Adam(use_ema=True),
+            True,
             # Four bytes more for each of 1100.
             [(17600, 4400), (13200, 4400), (11600, 2400)],
             id="averages of the weights stay float32",
         ),
         pytest.param(
-            # 20 * 50 + 50 * 10, and 10 * 2 in float32
-            lambda: dense(between=[keras.layers.Dense(10, use_bias=False)]),
-            keras.optimizers.Adam,
-            [(1520 * 12, 6080), (1520 * 8, 6080), (1500 * 6 + 20 * 12, 3000 + 80)],
-            id="two layers",
-        ),
-        pytest.param(
             classifier,
             keras.optimizers.Adam,
+            False,
             # 362 * 4 + 2 * 314 * 4; the same with 2 * 314 * 2; of 216 in bfloat16 with their slots and 98 + 48 not.
             [(3960, 1256), (2704, 1256), (216 * 6 + 98 * 12 + 48 * 4, 216 * 2 + 98 * 4)],
             id="layers that stay float32",
         ),
     ],
 )
-def test_bytes_by_hand(model, optimizer, expected, is_built):
+def test_bytes_by_hand(model, optimizer, is_built, expected):
     model, optimizer = model(), optimizer()
     if is_built:
         optimizer.build(model.trainable_variables)
@@ -640,12 +618,9 @@ SMALL_SLOTS = mpkeras.Policy("mixed_bfloat16", slot_dtype="bfloat16")
 @pytest.mark.parametrize(
     ("before", "way", "policy"),
     [
-        (None, 0, "mixed_bfloat16"),
         ("mixed_float16", 1, SMALL_SLOTS),
         (None, 2, "bfloat16"),
         ("bfloat16", 0, "mixed_bfloat16"),
-        ("bfloat16", 1, SMALL_SLOTS),
-        ("mixed_float16", 2, "bfloat16"),
     ],
     ids=str,
 )
@@ -714,9 +689,7 @@ def test_what_is_not_known_is_not_told():
     not_built = keras.Sequential([keras.layers.Dense(2)])
     reports = [advised(), advised(Own(1)), advised(keras.optimizers.Adam(), model=lambda: not_built)]
     assert all(report.storage == [] and "optimizer state" not in str(report) for report in reports)
-
-
-def test_a_model_without_weights_has_no_bytes_a_parameter():
+    # A model without weights has no bytes a parameter.
     model = keras.Sequential([keras.Input((3,)), keras.layers.Rescaling(0.5)])
     report = advised(keras.optimizers.Adam(), model=lambda: model)
     assert "a parameter" not in str(report) and report.to_dict()["parameters"] == 0

@@ -94,12 +94,6 @@ def test_examples_are_those_of_a_full_batch_where_it_is_given(clock):
     assert set(epoch(started(), clock, [9.0, 2.0])) == NAMES
 
 
-@pytest.mark.parametrize("batch_size", [0, -1, 2.5, True, "32"])
-def test_bad_batch_size(batch_size):
-    with pytest.raises(ValueError, match="whole number of at least 1.*leave it out"):
-        ResourceMonitor(batch_size)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("monitor_first", [True, False])
 def test_history_and_csv_beside_the_loss_scale(monitor_first, tmp_path, capsys):
@@ -126,13 +120,13 @@ def test_history_and_csv_beside_the_loss_scale(monitor_first, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "options", first_quick([{"jit_compile": True}, {"steps_per_execution": 3}, {"run_eagerly": True}])
+    "options", first_quick([{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 3}])
 )
 def test_modes_of_fit(options, backend):
     if backend == "torch" and "run_eagerly" not in options:
         pytest.skip("Keras refuses steps_per_execution on torch, and its layers take torch.compile minutes")
     model = compiled(**options)
-    history = model.fit(X, Y, batch_size=2, epochs=2, callbacks=[ResourceMonitor(2)], verbose=0).history
+    history = model.fit(X[:8], Y[:8], batch_size=2, epochs=2, callbacks=[ResourceMonitor(2)], verbose=0).history
     assert all(0 < value < 1e5 for value in history["step_time_ms"])
 
 
@@ -143,7 +137,8 @@ def test_a_generator_of_unknown_length():
 
     # Keras 3.16 has nothing to say of it.
     with pytest.warns(UserWarning, match="ran out of data") if IS_OLD else contextlib.nullcontext():
-        history = compiled().fit(batches(), shuffle=False, callbacks=[ResourceMonitor()], verbose=0).history
+        model = compiled(run_eagerly=True)
+        history = model.fit(batches(), shuffle=False, callbacks=[ResourceMonitor()], verbose=0).history
     assert set(history) == {"loss", "mae"} | NAMES
 
 
@@ -159,9 +154,9 @@ def test_peak_of_the_process_is_in_bytes():
     assert 5e7 < process_peak_bytes() < 1e13
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda monitor: pickle.loads(pickle.dumps(monitor))])
-def test_it_can_be_copied_and_sent_to_other_processes(again):
+def test_it_can_be_copied_and_sent_to_other_processes():
     """As callbacks of Keras can, and a search over models does."""
-    monitor = again(ResourceMonitor(batch_size=5))
-    history = compiled().fit(X, Y, batch_size=5, verbose=0, callbacks=[monitor]).history
-    assert history["examples_per_s"][0] == pytest.approx(5e3 / history["step_time_ms"][0])
+    monitor, model = ResourceMonitor(batch_size=5), compiled(run_eagerly=True)
+    for again in (copy.copy(monitor), copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
+        history = model.fit(X[:15], Y[:15], batch_size=5, verbose=0, callbacks=[again]).history
+        assert history["examples_per_s"][0] == pytest.approx(5e3 / history["step_time_ms"][0])
