@@ -75,9 +75,11 @@ def test_the_first_failures_are_kept_and_finite_losses_give_way(tmp_path):
 def test_files_of_an_earlier_training_stay(tmp_path):
     for _ in range(2):
         box = BlackBox(tmp_path)
-        fit(compiled(), box, bad=[1], steps=2)
+        fit(compiled(), box, bad=[1], steps=2, validation_data=faults.batch(rows=8))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net-epoch1-step1-2.mpk", "net-epoch1-step1.mpk"]
+    # The last step of an epoch, with validation behind it.
     assert [path.name for path in box.capsules] == ["net-epoch1-step1-2.mpk"]
+    assert mpkeras.load_capsule(box.capsules[0]).run()["same_bits"]
 
 
 ONE_OR_SEVERAL = [
@@ -100,15 +102,6 @@ def test_training_is_left_alone(tmp_path, options, bad):
     assert snapshot(watched.variables) == snapshot(alone.variables)
     assert snapshot(watched.optimizer.variables) == snapshot(alone.optimizer.variables)
     assert watched.train_function is None or not hasattr(watched.train_function, "mpkeras_kept_batches")
-
-
-@SKIPS
-@pytest.mark.slow
-def test_the_last_step_of_an_epoch_is_kept_with_validation_behind_it(tmp_path):
-    box = BlackBox(tmp_path)
-    fit(compiled(), box, bad=[2], steps=3, epochs=2, validation_data=faults.batch(rows=8))
-    assert steps_of(box) == [(0, 2), (1, 2)]
-    assert all(mpkeras.load_capsule(path).run()["same_bits"] for path in box.capsules)
 
 
 @SKIPS
@@ -300,8 +293,6 @@ def test_training_is_the_same_without_it(tmp_path, make, options):
     [
         ("predict", {}),
         ("evaluate", {"run_eagerly": True}),
-        ("predict_on_batch", {"run_eagerly": True}),
-        ("test_on_batch", {}),
         ("train_on_batch", {}),
     ],
 )
@@ -429,12 +420,6 @@ def test_any_optimizer_may_have_skipped_the_step(tmp_path):
     assert found["skipped"] and found["same_bits"], found["different"]
 
 
-@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
-def test_bad_arguments(tmp_path, keep):
-    with pytest.raises(ValueError, match="`keep` to be a whole number of at least 1"):
-        BlackBox(tmp_path, keep=keep)
-
-
 def test_without_rollback_there_is_no_state_to_keep(tmp_path):
     model = compiled()
     mpkeras.prepare(model, rollback=False)
@@ -473,7 +458,7 @@ def test_loops_are_run_as_jax_runs_them(length):
 
 @pytest.mark.slow
 @SKIPS
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda box: pickle.loads(pickle.dumps(box))])
+@pytest.mark.parametrize("again", [copy.copy, lambda box: pickle.loads(pickle.dumps(box))])
 def test_a_copy_keeps_the_failures_of_its_own_training(again, tmp_path):
     """The steps of the copy were given to the box that it was copied from, which had no model."""
     first = BlackBox(tmp_path)
