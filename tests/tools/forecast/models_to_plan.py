@@ -1,4 +1,4 @@
-"""Twenty small models of different kinds, each with a batch: what `plan_memory` is asked about."""
+"""Ten small models of different kinds, each with a batch: what `plan_memory` is asked about."""
 
 import keras
 from keras import layers, ops
@@ -74,40 +74,11 @@ def residual():
     return keras.Model(inputs, layers.Dense(1)(x))
 
 
-def dropout():
-    hidden = [layer for _ in range(3) for layer in (layers.Dense(4 * WIDTH, "tanh"), layers.Dropout(0.2))]
-    return keras.Sequential([rows(WIDTH), *hidden, layers.Dense(1)])
-
-
-def cnn():
-    hidden = [layers.Conv2D(16, 3, padding="same", activation="relu") for _ in range(3)]
-    return keras.Sequential([rows(16, 16, 3), *hidden, layers.GlobalAveragePooling2D(), layers.Dense(1)])
-
-
 def batch_normalization():
     stack = [rows(16, 16, 3)]
     for _ in range(3):
         stack += [layers.Conv2D(16, 3, padding="same", use_bias=False), layers.BatchNormalization(), layers.ReLU()]
     return keras.Sequential([*stack, layers.GlobalAveragePooling2D(), layers.Dense(1)])
-
-
-def residual_cnn():
-    inputs = rows(16, 16, 3)
-    x = layers.Conv2D(16, 3, padding="same")(inputs)
-    for _ in range(3):
-        y = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(16, 3, padding="same")(x)))
-        x = layers.Add()([x, layers.Conv2D(16, 3, padding="same")(y)])
-    return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
-
-
-def separable_cnn():
-    hidden = [layers.SeparableConv2D(16, 3, padding="same", activation="relu") for _ in range(3)]
-    return keras.Sequential([rows(16, 16, 3), *hidden, layers.GlobalMaxPooling2D(), layers.Dense(1)])
-
-
-def cnn_of_one_dimension():
-    hidden = [layers.Conv1D(WIDTH, 5, padding="causal", activation="relu") for _ in range(3)]
-    return keras.Sequential([rows(32, 4), *hidden, layers.GlobalAveragePooling1D(), layers.Dense(1)])
 
 
 def lstm():
@@ -116,45 +87,15 @@ def lstm():
     )
 
 
-def gru():
-    return keras.Sequential([rows(12, 8), layers.GRU(WIDTH, return_sequences=True), layers.GRU(WIDTH), layers.Dense(1)])
-
-
-def bidirectional():
-    return keras.Sequential(
-        [rows(12, 8), layers.Bidirectional(layers.LSTM(16, return_sequences=True)), layers.GRU(16), layers.Dense(1)]
-    )
-
-
-def _transformer(causal):
+def causal_transformer():
     inputs = tokens()
     x = layers.Embedding(50, WIDTH)(inputs)
     for _ in range(3):
         y = layers.LayerNormalization()(x)
-        x = layers.Add()([x, layers.MultiHeadAttention(2, 16, dropout=0.1)(y, y, use_causal_mask=causal)])
+        x = layers.Add()([x, layers.MultiHeadAttention(2, 16, dropout=0.1)(y, y, use_causal_mask=True)])
         y = layers.LayerNormalization()(x)
         x = layers.Add()([x, layers.Dense(WIDTH)(layers.Dense(4 * WIDTH, "gelu")(y))])
     return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
-
-
-def transformer():
-    return _transformer(causal=False)
-
-
-def causal_transformer():
-    return _transformer(causal=True)
-
-
-def bag_of_words():
-    return keras.Sequential(
-        [
-            tokens(),
-            layers.Embedding(50, WIDTH),
-            layers.GlobalAveragePooling1D(),
-            *(layers.Dense(4 * WIDTH, "relu") for _ in range(3)),
-            layers.Dense(1),
-        ]
-    )
 
 
 def nested():
@@ -191,11 +132,6 @@ def shared_layer():
     return keras.Model(inputs, layers.Dense(1)(x))
 
 
-def autoencoder():
-    sizes = (64, 16, 4, 16, 64)
-    return keras.Sequential([rows(WIDTH), *(layers.Dense(size, "elu") for size in sizes), layers.Dense(WIDTH)])
-
-
 MODELS = {
     build.__name__: build
     for build in (
@@ -205,20 +141,10 @@ MODELS = {
         lstm,
         subclassed,
         mlp,
-        dropout,
-        cnn,
-        residual_cnn,
-        separable_cnn,
-        cnn_of_one_dimension,
-        gru,
-        bidirectional,
-        transformer,
-        bag_of_words,
         nested,
         two_inputs,
         two_outputs,
         shared_layer,
-        autoencoder,
     )
 }
 

@@ -215,31 +215,6 @@ def test_outputs_without_a_loss_and_layers_that_keras_does_not_compile():
     assert len(set(found[:4])) == 1 and found[4] - found[0] == 3 * 2 * 8 * 32 * 64
 
 
-class UntilSmall(layers.Layer):
-    """Adds how often its inputs can be halved, by a product, before they are small: XLA cannot know how often."""
-
-    def call(self, inputs):
-        half = 0.5 * keras.ops.eye(inputs.shape[-1], dtype=inputs.dtype)
-
-        def is_large(n, values):
-            return keras.ops.max(keras.ops.abs(values)) > 0.1
-
-        start = (keras.ops.zeros((), inputs.dtype), keras.ops.stop_gradient(inputs))
-        n, _ = keras.ops.while_loop(is_large, lambda n, values: (n + 1, keras.ops.matmul(values, half)), start)
-        return inputs + n
-
-
-@compiled_by_jax
-def test_loops_that_do_not_say_how_often_they_run_are_named():
-    model = keras.Sequential([keras.Input((16,)), layers.Dense(16), UntilSmall()])
-    report = mpkeras.forecast(model, (8, 16), device="cpu", policies=["float32"], optimizer="sgd", verbose=0)
-    assert report.to_dict()["policies"]["float32"]["loops_of_unknown_length"] == 1
-    assert "float32: loops that do not say how often they run: 1." in str(report)
-    report = mpkeras.forecast(mlp(), (8, 96), device="cpu", policies=["float32"], verbose=0)
-    assert report.to_dict()["policies"]["float32"]["loops_of_unknown_length"] == 0
-    assert "loops" not in str(report)
-
-
 @compiled_by_jax
 def test_layers_losses_and_optimizers_of_the_user():
     inputs = keras.Input((24,))
@@ -425,7 +400,7 @@ def test_the_check_of_programs_can_fail():
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize(
     ("slope", "fixed", "first", "unit"),
-    [(3, 100, 32, 1), (1, 0, 1, 1), (7, 5000, 8, 8), (1000, 10, 4, 4), (11, 999_000, 32, 1)],
+    [(3, 100, 32, 1), (7, 5000, 8, 8), (11, 999_000, 32, 1)],
 )
 def test_the_largest_batch(slope, fixed, first, unit):
     limit = 1_000_000
@@ -529,7 +504,9 @@ def test_what_it_costs_to_make_the_largest_batch_fit():
 
 @pytest.mark.backends("tensorflow")
 def test_the_report(tmp_path):
-    made = report(float32=facts(temporary_bytes=2**32, products={"float32": 7}), mixed_float16=facts())
+    made = report(
+        float32=facts(temporary_bytes=2**32, products={"float32": 7}, loops_of_unknown_length=1), mixed_float16=facts()
+    )
     made.policies["float32"]["largest_batch"], made.policies["mixed_float16"]["largest_batch"] = 118, 212
     made.missing, made.out_of_time = ["bfloat16"], 60.0
     text = str(made)
@@ -537,6 +514,7 @@ def test_the_report(tmp_path):
     assert "Batch 212 fits NVIDIA L4 in mixed_float16, 118 in float32." in text
     assert "mixed_float16: 0.50 of float32's temporary bytes." in text
     assert "Not compiled within 60 s: bfloat16." in text
+    assert "float32: loops that do not say how often they run: 1." in text and text.count("loops") == 1
     assert "7 float16" in text and "lower bound" in text
     made.plot().savefig(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000
@@ -549,14 +527,11 @@ def test_the_report(tmp_path):
         ({"device": "h10"}, ValueError, "Did you mean 'h100'[?]"),
         ({"x": (32, None)}, ValueError, r"Expected sizes that are all known .* Received: \(32, None\)"),
         ({"x": []}, ValueError, "at least one array or shape in `x`. Received: \\[\\]"),
-        ({"x": {}}, ValueError, "at least one array or shape in `x`. Received: {}"),
-        ({"x": None}, ValueError, "at least one array or shape in `x`. Received: None"),
         ({"loss": 3}, TypeError, "Expected `loss_fn` to be a .* Received: loss_fn=3"),
         ({"loss": []}, ValueError, "Expected at least one loss. Received: loss_fn=\\[\\]"),
         ({"loss": "mean_squard_error"}, ValueError, "that Keras knows. Received: loss_fn='mean_squard_error'"),
         ({"optimizer": {}}, ValueError, "optimizer={}.*class_name"),
         ({"optimizer": 3}, TypeError, "optimizer=3"),
-        ({"policies": 3}, TypeError, "Expected `policies` to be a list of policies or their names. Received: 3"),
         (
             {"x": np.full((64, 96), "word")},
             ValueError,
@@ -570,7 +545,6 @@ def test_the_report(tmp_path):
         ({"policies": []}, ValueError, "Expected at least one policy. Received: none"),
         ({"policies": ["mixed_float17"]}, ValueError, "Received: 'mixed_float17'. Did you mean"),
         ({"policies": ["float32", "float32"]}, ValueError, r"told apart .* Received: \['float32', 'float32'\]"),
-        ({"budget_s": 0}, ValueError, "Expected `budget_s` to be a positive number of seconds. Received: budget_s=0"),
     ],
 )
 def test_bad_input_is_said_before_anything_is_compiled(arguments, error, message):
@@ -587,12 +561,10 @@ class OwnSparse(keras.losses.SparseCategoricalCrossentropy):
     ("loss", "takes_classes"),
     [
         ("sparse_categorical_crossentropy", [True]),
-        ("SparseCategoricalCrossentropy", [True]),
         (keras.losses.sparse_categorical_crossentropy, [True]),
         (keras.losses.SparseCategoricalCrossentropy(name="ce"), [True]),
         (OwnSparse(name="mine"), [True]),
         (keras.losses.MeanSquaredError(name="of_sparse_rows"), [False]),
-        (absolute_error, [False]),
         ({"a": absolute_error, "b": keras.losses.SparseCategoricalCrossentropy(name="ce")}, [False, True]),
     ],
 )
@@ -610,15 +582,13 @@ def test_no_input_is_left_out():
     assert [part["config"]["shape"] for part in json.loads(request.text)["x"]] == [[4, 8], [4, 3]]
     request = CompileRequest(model, [(4, 8)], None, "cpu", 1, ["float32"], "sgd", "mse")
     assert [part["config"]["dtype"] for part in json.loads(request.text)["x"]] == ["int32"]
-
-
-@pytest.mark.backends("tensorflow")
-def test_shapes_by_the_names_of_inputs_have_their_dtypes():
-    numbers, ids = keras.Input((3,), name="numbers"), keras.Input((5,), name="ids", dtype="int32")
-    model = keras.Model([numbers, ids], [layers.Dense(2)(numbers), layers.Embedding(9, 2)(ids)])
-    request = CompileRequest(model, {"ids": (6, 5), "numbers": (6, 3)}, None, "cpu", 1, ["float32"], "sgd", "mse")
+    # Shapes by the names of the inputs have the dtypes of those.
+    numbers = keras.Input((3,), name="numbers")
+    model = keras.Model([numbers, inputs], [layers.Dense(2)(numbers), layers.Embedding(9, 2)(inputs)])
+    shapes = {inputs.name: (6, 8), "numbers": (6, 3)}
+    request = CompileRequest(model, shapes, None, "cpu", 1, ["float32"], "sgd", "mse")
     dtypes = {name: part["config"]["dtype"] for name, part in json.loads(request.text)["x"].items()}
-    assert dtypes == {"ids": "int32", "numbers": "float32"}
+    assert dtypes == {inputs.name: "int32", "numbers": "float32"}
 
 
 @needs_jax

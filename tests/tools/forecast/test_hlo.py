@@ -52,9 +52,7 @@ def test_float8_operands_count_as_float8_whatever_they_sum_in():
     )
     assert found.products == {"float8": 1} and found.matrix_flops == {"float8": 2 * 16 * 16 * 32}
     assert found.float8_call_flops == 2 * 16 * 16 * 32
-
-
-def test_a_product_of_float8_operands_that_no_library_is_called_for_is_not_sure():
+    # Where no library is called for it, it is not sure.
     found = read_program(
         program(
             "%a = f8e4m3fn[16,32]{1,0} parameter(0)",
@@ -69,7 +67,6 @@ def test_a_product_of_float8_operands_that_no_library_is_called_for_is_not_sure(
     ("algorithm", "dtype"),
     [
         ("algorithm=dot_bf16_bf16_f32", "bfloat16"),
-        ("algorithm=dot_f16_f16_f32", "float16"),
         ("algorithm=dot_bf16_bf16_f32_x3", "float32"),
         ("algorithm=dot_tf32_tf32_f32", "float32"),
         ('backend_config={"precision_config":{"algorithm":"ALG_DOT_BF16_BF16_F32"}}', "bfloat16"),
@@ -178,6 +175,10 @@ def test_what_is_in_a_loop_counts_as_often_as_it_runs(known, times, loops_of_unk
     assert found.matrix_flops == {"float16": times * 2 * 4**3}
     assert found.products == {"float16": 1}
     assert found.loops_of_unknown_length == loops_of_unknown_length
+    # Devices tell each other as often what is in it.
+    sent = BODY.replace("dot(%q, %q)", "all-reduce(%q)")
+    found = read_program(program("%t = (s32[], f16[4,4]{1,0}) tuple()", loop, others=sent))
+    assert [part["bytes"] for part in found.collectives] == [times * 4 * 4 * 2]
     # An update that waits for its turn is a loop too, with nothing in it that is counted.
     found = read_program(
         program("%t = (s32[], f16[4,4]{1,0}) tuple()", loop, others=BODY.replace("dot(%q, %q)", "add(%q, %q)"))
@@ -200,14 +201,6 @@ def test_what_devices_tell_each_other():
         {"kind": "all-reduce", "dtype": "float16", "bytes": 2 * 8 * 4 * 2, "tensors": {"": 2 * 8 * 4 * 2}},
         {"kind": "all-reduce", "dtype": "float32", "bytes": 8, "tensors": {"": 8}},
     ]
-
-
-def test_what_a_loop_sends_counts_as_often_as_it_runs():
-    rounds = 'backend_config={"known_trip_count":{"n":"5"}}'
-    loop = f"%w = (s32[], f16[4,4]{{1,0}}) while(%t), condition=%cond, body=%body, {rounds}"
-    others = BODY.replace("dot(%q, %q)", "all-reduce(%q)")
-    found = read_program(program("%t = (s32[], f16[4,4]{1,0}) tuple()", loop, others=others))
-    assert [part["bytes"] for part in found.collectives] == [5 * 4 * 4 * 2]
 
 
 JOINED = """

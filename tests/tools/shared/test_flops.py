@@ -35,15 +35,12 @@ def flops_by_layer(model):
 
 # A multiplication and an addition are two; the batch is 8.
 LAYERS = {
-    "dense": ((64,), lambda: layers.Dense(32), 2 * 8 * 64 * 32),
     "dense on sequences": ((5, 6), lambda: layers.Dense(7), 2 * 8 * 5 * 6 * 7),
-    "einsum": ((5, 6), lambda: layers.EinsumDense("abc,cde->abde", (None, 2, 7)), 2 * 8 * 5 * 6 * 2 * 7),
     # 10 x 10 pixels and 3 x 3 kernels: 8 x 8 results.
     "conv": ((10, 10, 3), lambda: layers.Conv2D(16, 3), 2 * 8 * (8 * 8) * 16 * (3 * 3 * 3)),
     "strided": ((10, 10, 3), lambda: layers.Conv2D(16, 3, strides=2, padding="same"), 2 * 8 * 25 * 16 * 27),
     "grouped": ((10, 10, 4), lambda: layers.Conv2D(16, 3, groups=2), 2 * 8 * 64 * 16 * (3 * 3 * 2)),
     "depthwise": ((10, 10, 4), lambda: layers.DepthwiseConv2D(3, depth_multiplier=2), 2 * 8 * 64 * 8 * 9),
-    "separable": ((10, 10, 4), lambda: layers.SeparableConv2D(6, 3), 2 * 8 * 64 * (4 * 9 + 4 * 6)),
     # Each of the 4 x 4 inputs meets each number of the kernel once.
     "transposed": (
         (4, 4, 3),
@@ -53,7 +50,6 @@ LAYERS = {
     # The same where the kernels overlap, and reach beyond their inputs.
     "transposed, valid": ((3, 5, 4), lambda: layers.Conv2DTranspose(6, 3, strides=2), 2 * 8 * 15 * 4 * (3 * 3 * 6)),
     "transposed, from one pixel": ((1, 1, 7), lambda: layers.Conv2DTranspose(5, 4), 2 * 8 * 7 * (4 * 4 * 5)),
-    "conv 1-D": ((10, 3), lambda: layers.Conv1D(4, 3), 2 * 8 * 8 * 4 * (3 * 3)),
     "conv 3-D": ((4, 4, 4, 2), lambda: layers.Conv3D(3, 2), 2 * 8 * 27 * 3 * (8 * 2)),
     # Four gates of 4 units, in each of 20 steps.
     "lstm": ((20, 6), lambda: layers.LSTM(4), 20 * 2 * 8 * (6 + 4) * 16),
