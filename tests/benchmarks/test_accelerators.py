@@ -1,6 +1,5 @@
-"""benchmarks/accelerators.py: its shares, what it keeps, and the steps of peers, compiled for this CPU."""
+"""benchmarks/accelerators.py: what it keeps, and the steps of peers, compiled for this CPU."""
 
-import argparse
 import json
 
 import pytest
@@ -9,22 +8,6 @@ import accelerators as benchmark
 
 # What is tested here knows no backend: once is enough.
 pytestmark = pytest.mark.backends("tensorflow")
-
-
-def test_shares_are_of_mpkeras_in_float32_and_goals_are_ours():
-    def result(policy, step, temporary_bytes):
-        place = {"model": "resnet50", "device": "h100"}
-        return {**place, "policy": policy, "step": step, "temporary_bytes": temporary_bytes}
-
-    results = [
-        result("float32", "keras", 500),
-        result("float32", "mpkeras", 400),
-        result("mixed_float16", "mpkeras", 200),
-        result("mixed_float16", "jmp", 300),
-    ]
-    found = benchmark.with_ratios(results)
-    assert [row["temporary_share"] for row in found] == [1.25, 1.0, 0.5, 0.75]
-    assert ["goal_temporary_share" in row for row in found] == [False, False, True, False]
 
 
 def test_what_is_there_is_kept_and_the_largest_batch_is_added(tmp_path, monkeypatch, capsys):
@@ -44,16 +27,6 @@ def test_what_is_there_is_kept_and_the_largest_batch_is_added(tmp_path, monkeypa
     results = json.loads((tmp_path / "found.json").read_text())["results"]
     assert [(row["policy"], row["largest_batch"]) for row in results] == [("float32", 96), ("bfloat16", 96)]
     assert capsys.readouterr().out.count(" 96 ") == 2 * 2
-
-
-def test_a_step_that_the_compiler_refuses_is_a_row_that_says_so(monkeypatch):
-    said = json.dumps({"refused": "UNIMPLEMENTED: Dot algorithm"})
-    monkeypatch.setattr(benchmark.subprocess, "run", lambda *args, **options: argparse.Namespace(stdout=said + "\n"))
-    found = benchmark.compile_peer("bert_base", "v5p", "mixed_float16", "jmp", is_tiny=True)
-    result = {"model": "bert_base", "device": "v5p", "policy": "mixed_float16", **found}
-    assert benchmark.with_ratios([result])[0]["refused"] == "UNIMPLEMENTED: Dot algorithm"
-    (row,) = benchmark.rows_of([result])
-    assert (row["fits"], row["temporary GiB"], row["products"], row["of float32's"]) == ("no program", "", "", "")
 
 
 @pytest.mark.slow

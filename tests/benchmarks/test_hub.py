@@ -42,12 +42,3 @@ def test_a_model_learns_in_float16(name, backend):
     if found["saving"] != "yes" and not has_float32_attention:
         reached, differ = map(float, re.findall(r"up to ([\d.e+-]+)", found["saving"]))
         assert differ < 2e-3 * reached, found["saving"]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_model_that_stands_still_does_not_learn(monkeypatch):
-    pytest.importorskip("keras_hub")
-    monkeypatch.setattr(benchmark, "RATE", 0.0)
-    found = benchmark.checked("ResNet", "mixed_bfloat16", 2, [2.0, 1.0])
-    assert found["finite"] == "yes" and found["learns"].startswith("no: from ")

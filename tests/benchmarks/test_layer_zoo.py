@@ -173,6 +173,7 @@ def test_rounding_noise_is_given_no_error():
     assert found["error"] is None
 
 
+@pytest.mark.slow
 def test_table_picture_and_options(tmp_path):
     options = layer_zoo.parse_arguments(["--layer", "Dense", "--out", str(tmp_path)])
     assert (options.layer, options.json) == (["Dense"], str(tmp_path / "layer_zoo.json"))

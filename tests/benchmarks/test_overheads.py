@@ -1,4 +1,4 @@
-"""What a guarded step, a rollback, a callback and 16 bits cost: the goals, and tiny runs on the active backend."""
+"""What a guarded step, a rollback, a callback and 16 bits cost: tiny runs of the scripts on the active backend."""
 
 import itertools
 import json
@@ -33,75 +33,6 @@ def small_models(monkeypatch):
         monkeypatch.setitem(script.MODELS, "cnn", (small, 8))
 
 
-@pytest.mark.parametrize(
-    ("mode", "params", "ratio"),
-    [
-        pytest.param("tensorflow XLA", 999_999, None, id="none for few parameters"),
-        pytest.param("tensorflow XLA", 1_000_000, 1.25, id="first size with a goal"),
-        pytest.param("tensorflow XLA", 9_999_999, 1.25, id="below the larger size"),
-        pytest.param("tensorflow XLA", 10_000_000, 1.20, id="at the larger size"),
-        pytest.param("jax jit", 30_000_000, 1.25, id="one goal for all sizes"),
-    ],
-)
-def test_goal_of_the_loss_scale(mode, params, ratio):
-    assert loss_scale_overhead.goal(mode, params) == ratio
-
-
-@pytest.mark.parametrize(
-    ("mode", "model", "variant", "ratio"),
-    [
-        pytest.param("jax jit", "cnn", "keras", None, id="none for stock Keras"),
-        pytest.param("torch eager", "cnn", "mpkeras", None, id="none on torch"),
-        pytest.param("jax jit", "cnn", "mpkeras", 1.03, id="compiled"),
-        pytest.param("tensorflow graph", "cnn", "mpkeras", 1.05, id="graph"),
-        pytest.param("tensorflow graph", "mlp", "mpkeras", 1.20, id="graph, mostly update"),
-        pytest.param("tensorflow graph", "cnn", "mpkeras, rollback", 1.071, id="rollback: 2 % more"),
-    ],
-)
-def test_goal_of_a_train_step(mode, model, variant, ratio):
-    assert train_step_overhead.goal(mode, model, variant) == (None if ratio is None else pytest.approx(ratio))
-
-
-def test_tensors_have_as_many_elements_as_asked_for():
-    shapes = {4: (1, 1), 1000: (1, 250), 3_000_000: (750, 1000)}
-    assert {params: loss_scale_overhead.tensor_shapes(params) for params in shapes} == {
-        params: [shape] * 4 for params, shape in shapes.items()
-    }
-    assert loss_scale_overhead.tensor_shapes(1000, 10) == [(1, 100)] * 10
-
-
-def test_in_a_window_every_variant_sees_the_same_calls():
-    calls = []
-    window = loss_scale_overhead.whole_window(lambda: calls.append("step"), lambda: calls.append("before"), 3)
-    window()
-    assert calls == ["step", "before", "step", "before", "step"]
-
-
-@pytest.mark.parametrize("name", list(train_step_overhead.MODELS))
-def test_a_batch_fits_its_model(name):
-    build, batch_size = train_step_overhead.MODELS[name]
-    model = build(keras)
-    x, y = train_step_overhead.make_batch(model, batch_size)
-    assert x.shape == (batch_size, *model.input_shape[1:]) and model.output_shape == (None, 10)
-    assert y.shape == (batch_size,) and set(y) <= set(range(10))
-
-
-def test_a_speed_up_above_1_is_faster(monkeypatch):
-    # float32 takes 30 ms, bfloat16 20 ms, float16 60 ms.
-    times_ms = {"float32": 30.0, "mixed_bfloat16": 20.0, "mixed_float16": 60.0}
-    monkeypatch.setattr(precision_speed, "load", lambda name: (None, None, None, None, 8))
-    monkeypatch.setattr(precision_speed, "advised", lambda *arguments: ("mixed_bfloat16", True))
-    monkeypatch.setattr(precision_speed, "make_step", lambda *arguments: None)
-    monkeypatch.setattr(
-        precision_speed.harness,
-        "time_interleaved",
-        lambda steps, rounds, **options: {key: [times_ms[key[1]]] * rounds for key in steps},
-    )
-    results = precision_speed.measure(BACKEND, ["digits"], 2, budget_s=1.0)["results"][:3]
-    assert [entry["speedup"]["median"] for entry in results] == [1.0, 1.5, 0.5]
-    assert [entry["speedup_to_fastest_float32"] for entry in results] == [1.0, 1.5, 0.5]
-
-
 @pytest.mark.backends("tensorflow", "jax", "torch")
 @pytest.mark.slow
 def test_the_loss_scale_is_measured_by_the_script_itself(tmp_path):
@@ -123,27 +54,6 @@ def test_the_loss_scale_is_measured_by_the_script_itself(tmp_path):
     assert all(entry["time_ms"]["median"] > 0 for entry in content["results"])
     assert {entry["ratio"]["median"] for entry in content["results"] if entry["variant"] == "bare"} == {1.0}
     assert content["environments"][0]["backend"] == BACKEND
-
-
-@pytest.mark.slow
-def test_many_tensors_and_windows_have_no_goal():
-    results = loss_scale_overhead.measure(BACKEND, [1000], 1, accumulate=2, tensors=10)["results"]
-    assert {(entry["tensors"], entry["accumulate"]) for entry in results} == {(10, 2)}
-    assert not any("goal_ratio" in entry for entry in results)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", rollback_overhead.VARIANTS)
-def test_variants_of_the_rollback_differ_in_the_guard_alone(small_models, variant):
-    mode, jit_compile = rollback_overhead.MODES[BACKEND][0]
-    losses = {}
-    for name in ("bare", variant):
-        step, batch_size, params = rollback_overhead.make_step("cnn", name, jit_compile)
-        losses[name] = [step() for _ in range(3)]
-        assert (batch_size, params) == (8, 4 * 4 + 50)
-    # The same sums, perhaps in another order.
-    assert losses[variant] == pytest.approx(losses["bare"], rel=1e-5)
-    assert losses["bare"][2] < losses["bare"][0]
 
 
 @pytest.mark.slow
