@@ -77,9 +77,19 @@ def trained(model):
     return model
 
 
-def loaded(model, folder):
+def saved(model, folder):
+    # A step would have made its state.
+    model.optimizer.build(model.trainable_variables)
     model.save(folder / "model.keras")
-    return keras.models.load_model(folder / "model.keras")
+    return folder / "model.keras"
+
+
+def loaded(model, folder):
+    return keras.models.load_model(saved(model, folder))
+
+
+def outputs(model):
+    return keras.ops.convert_to_numpy(model(X))
 
 
 def dtypes(model):
@@ -92,44 +102,45 @@ def dtypes(model):
 @pytest.mark.parametrize("policy", first_quick([None, "mixed_bfloat16"]), ids=["as it was", "asked for"])
 @pytest.mark.parametrize("make", first_quick(MODELS))
 def test_prepare_gives_them_what_they_had(make, policy, tmp_path):
-    model = trained(mpkeras.prepare(compiled(make), "mixed_bfloat16"))
-    before = dtypes(model)
+    model = mpkeras.prepare(compiled(make), "mixed_bfloat16")
+    expected, before = outputs(model), dtypes(model)
     # In a float32 model "exact" was in float32 as all others.
     assert before == ["bfloat16", "bfloat16", "bfloat16", "float32"]
     again = loaded(model, tmp_path)
     assert dtypes(again)[1] == "float32"
     mpkeras.prepare(again, policy)
-    weights, expected = trained(again).get_weights(), trained(model).get_weights()
+    found = outputs(again)
     # Beside layers that come from the file in 16 bits, one with a dtype of its own is there on purpose, unless the file
     # says that none was.
     is_on_purpose = make is graph and policy is not None
     assert dtypes(again) == [*before[:2], "float32" if is_on_purpose else "bfloat16", "float32"]
-    for value, weight in zip(weights, expected, strict=True):
-        # Bit for bit, where the layers are the same.
-        np.testing.assert_allclose(value, weight, atol=0.01 if is_on_purpose else 0.0, rtol=0)
+    # Bit for bit, where the layers are the same; else one of them rounds sums of 8 numbers below 1, and its result.
+    np.testing.assert_allclose(found, expected, atol=0.03 if is_on_purpose else 0.0, rtol=0)
 
 
 @pytest.mark.slow
 def test_a_file_of_a_file_is_gone_on_with_alike(tmp_path):
     model = trained(mpkeras.prepare(compiled(graph), "mixed_bfloat16"))
     for _ in range(2):
-        model = trained(mpkeras.prepare(loaded(model, tmp_path)))
+        again = mpkeras.prepare(loaded(model, tmp_path))
+        # Bit for bit.
+        for value, weight in zip(trained(again).get_weights(), trained(model).get_weights(), strict=True):
+            np.testing.assert_array_equal(value, weight)
+        model = again
         assert dtypes(model) == ["bfloat16", "bfloat16", "bfloat16", "float32"]
 
 
 @pytest.mark.parametrize("make", first_quick(MODELS))
 def test_what_was_made_under_a_global_policy_is_so_again_and_float32_on_purpose_stays(make, tmp_path):
     mpkeras.set_global_policy("mixed_bfloat16")
-    model = trained(compiled(make))
-    before = dtypes(model)
+    model = compiled(make)
+    expected, before = outputs(model), dtypes(model)
     assert before == ["bfloat16", "bfloat16", "float32", "float32"]
-    model.save(tmp_path / "model.keras")
-    expected = trained(model).get_weights()
+    path = saved(model, tmp_path)
     mpkeras.set_global_policy("float32")
-    again = mpkeras.prepare(keras.models.load_model(tmp_path / "model.keras"))
+    again = mpkeras.prepare(keras.models.load_model(path))
     # Bit for bit: the same layers in the same dtypes.
-    for value, weight in zip(trained(again).get_weights(), expected, strict=True):
-        np.testing.assert_array_equal(value, weight)
+    np.testing.assert_array_equal(outputs(again), expected)
     assert dtypes(again) == before
 
 
@@ -140,7 +151,7 @@ def test_a_file_of_stock_keras_is_trained_in_what_it_was_made_in(tmp_path):
     model.compile("sgd", "mse")
     again = loaded(model, tmp_path)
     assert dtypes(again) == ["bfloat16", "float32", "float32", "bfloat16"]
-    trained(mpkeras.prepare(again))
+    outputs(mpkeras.prepare(again))
     assert dtypes(again) == ["bfloat16", "bfloat16", "float32", "float32"]
 
 
@@ -171,8 +182,7 @@ def test_a_model_that_went_back_to_float32_stays_there(tmp_path):
 
 @pytest.mark.slow
 def test_another_global_policy_decides(tmp_path):
-    model = trained(mpkeras.prepare(compiled(whole), "mixed_bfloat16"))
-    model.save(tmp_path / "model.keras")
+    path = saved(trained(mpkeras.prepare(compiled(whole), "mixed_bfloat16")), tmp_path)
     with mpkeras.policy_scope("mixed_float16"):
-        again = trained(mpkeras.prepare(keras.models.load_model(tmp_path / "model.keras")))
+        again = trained(mpkeras.prepare(keras.models.load_model(path)))
     assert dtypes(again) == ["float16", "float16", "float32", "float32"]
