@@ -126,7 +126,6 @@ LAYERS = pytest.mark.parametrize("name", OPTIONS)
     [
         ("mixed_float16", None, "float32"),
         ("mixed_float16", "compute", "float16"),
-        ("mixed_bfloat16", "compute", "bfloat16"),
         ("float32", "compute", "float32"),
         ("mixed_float16", "bfloat16", "bfloat16"),
     ],
@@ -151,19 +150,18 @@ def test_config_keeps_every_option_and_does_not_depend_on_the_global_policy(name
     assert {key: config[key] for key in OPTIONS[name]} == OPTIONS[name]
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, "of the user's own"])
-def test_a_saved_model_keeps_its_dtypes(name, tmp_path, numbers):
+def test_a_saved_model_keeps_its_dtypes(tmp_path, numbers):
     set_global_policy("mixed_bfloat16")
-    if name in OPTIONS:
-        inner = [keras.layers.Dense(4), getattr(layers, name)(output_dtype="compute", **OPTIONS[name])]
-    else:
-        inner = [Float32Dense(3), Float32Composite(2)]
+    stock = [getattr(layers, name)(output_dtype="compute", **options) for name, options in OPTIONS.items()]
+    inner = [keras.layers.Dense(4), *stock, Float32Dense(3), Float32Composite(2)]
     model = keras.Sequential([keras.Input((4,)), *inner])
     model.save(tmp_path / "model.keras")
     set_global_policy("mixed_float16")
     reloaded = keras.models.load_model(tmp_path / "model.keras")
-    x = np.array([[7e4, 1.0, 2.0, 3.0]], "float32")
-    np.testing.assert_array_equal(numbers(reloaded(x)), numbers(model(x)))
+    x = y = np.array([[7e4, 1.0, 2.0, 3.0]], "float32")
+    for layer, other in zip(model.layers, reloaded.layers, strict=True):
+        x, y = layer(x), other(y)
+        np.testing.assert_array_equal(numbers(y), numbers(x))
 
 
 @pytest.mark.parametrize("output_dtype", ["int8", "half", 16, "Compute"])
