@@ -89,7 +89,7 @@ def test_in_fit_and_on_the_way_back(policies):
     """2,048 rows pull each bias of 1 by the mean of their gradients, 1."""
     hidden = layers.Dense(16, kernel_initializer="zeros", activation="relu", bias_initializer="ones")
     model = keras.Sequential([keras.Input((16,)), hidden, layers.Dense(1, use_bias=False, kernel_initializer="ones")])
-    model.compile(keras.optimizers.SGD(0.25), lambda y, y_pred: y_pred - y)
+    model.compile(keras.optimizers.SGD(0.25), lambda y, y_pred: y_pred - y, jit_compile=False)
     config = hidden.get_config()
     for policy in policies:
         mpkeras.prepare(model, policy)
@@ -115,10 +115,10 @@ def test_two_threads_at_once_leave_the_layer_as_it_was():
     def activation(x):
         calls.append(x)
         if len(calls) == 1:
-            second_is_in.wait(0.5)
+            second_is_in.wait(0.2)
         else:
             second_is_in.set()
-            first_has_left.wait(0.5)
+            first_has_left.wait(0.2)
         return x
 
     layer = converted(lambda: layers.Dense(3, activation=activation), (4, 5))
