@@ -112,7 +112,7 @@ def assert_symbolic_dtypes_are_the_real_ones(model, x):
 
 
 @pytest.mark.parametrize("policy", first_quick(POLICIES))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "wrappers" else k for k in KINDS])
 def test_every_kind_of_model(kind, policy, backend):
     if (kind, policy, backend) == ("wrappers", "mixed_float16", "jax"):
         pytest.skip("JAX has no float16 attention on a CPU: the layer stays in float32 by a rule, tested there")
@@ -219,10 +219,11 @@ def test_a_mask_reaches_the_loss():
     outputs = keras.layers.Dense(2)(keras.layers.Embedding(4, 3, mask_zero=True)(inputs))
     model = keras.Model(inputs, outputs)
     model.compile("sgd", "mse")
-    targets = np.ones((2, 4, 2), "float32")
-    expected = model.evaluate(words, targets, verbose=0)
+    outputs = numpy(model(words))
+    expected = np.sum((outputs - 1.0) ** 2 * (words != 0)[..., None]) / (2 * 3)
     apply_policy(model, "mixed_bfloat16")
-    np.testing.assert_allclose(model.evaluate(words, targets, verbose=0), expected, rtol=1e-2)
+    loss = model.compute_loss(words, np.ones((2, 4, 2), "float32"), model(words))
+    np.testing.assert_allclose(numpy(loss), expected, rtol=1e-2)
     assert real_dtypes(model(words)) == ["float32"]
 
 
@@ -447,7 +448,7 @@ def test_the_gradient_of_a_row_is_summed_in_float32_in_a_loaded_model_too(door, 
 def test_a_class_around_a_graph_keeps_its_class_and_its_train_step():
     model = apply_policy(Backbone(), "mixed_bfloat16")
     assert type(model) is Backbone
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     model.train_on_batch(IMAGES, np.zeros((2, 8, 8, 4), "float32"))
     assert model.steps >= 1
 
@@ -548,7 +549,7 @@ def subclassed(is_built):
 
 @pytest.mark.parametrize(
     "make",
-    first_quick([functional, lambda: subclassed(False), lambda: subclassed(True)]),
+    first_quick([sequential, lambda: subclassed(False), lambda: subclassed(True)]),
     ids=["graph", "late", "built"],
 )
 @pytest.mark.parametrize(
@@ -845,7 +846,7 @@ def test_the_slots_of_a_compiled_model_follow_its_weights_at_once():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="body"), keras.layers.Dense(2)])
     model.compile(keras.optimizers.SGD(0.1, momentum=0.5), "mse")
     mpkeras.prepare(model, "float32")
-    model.train_on_batch(VECTORS[:, :4], np.zeros((5, 2), "float32"))
+    model.optimizer.build(model.trainable_variables)
     apply_policy(model, "bfloat16")
     slots = {v.path.split("/")[-1]: v.dtype for v in model.optimizer.variables if v.path.endswith("_momentum")}
     assert {dtype for name, dtype in slots.items() if "body" in name} == {"bfloat16"}
