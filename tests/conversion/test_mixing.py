@@ -12,9 +12,10 @@ from keras import layers, ops
 import mpkeras
 from mpkeras.conversion.mixing import MixedDtypesError, NoKernelError
 from mpkeras.policies.heads import own_functions
+from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
 
-POLICIES = ["mixed_float16", "mixed_bfloat16"]
+POLICIES = first_quick(["mixed_float16", "mixed_bfloat16"])
 X = np.ones((2, 4), "float32")
 SCALES = ops.convert_to_tensor(np.full(4, 2.0, "float32"))
 
@@ -298,12 +299,12 @@ class Leaving(layers.SimpleRNNCell):
 APPLIED = {
     "a product": (lambda: layers.Dense(4, activation=steeper), (2, 4), ("dense", "(Dense)", "`SCALES` is float32")),
     "a partial function": (
-        lambda: layers.Conv1D(3, 2, activation=functools.partial(steeper)), (2, 5, 4), ("conv", "`SCALES` is float32")
+        lambda: layers.Conv1D(3, 2, activation=functools.partial(steeper)), (2, 2, 4), ("conv", "`SCALES` is float32")
     ),
     "an activation": (
         lambda: layers.Activation(steeper), (2, 4), ("activation", "(Activation)", "`SCALES` is float32")
     ),
-    "a cell": (lambda: layers.RNN(Leaving(3)), (2, 5, 4), ("'leaving", "(Leaving)", "made inside `call`")),
+    "a cell": (lambda: layers.RNN(Leaving(3)), (2, 2, 4), ("'leaving", "(Leaving)", "made inside `call`")),
 }  # fmt: skip
 
 
