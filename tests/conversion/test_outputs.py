@@ -193,7 +193,16 @@ KINDS = {
     "Subclassed": Subclassed,
     "Towers": Towers,
     "RawTowers": RawTowers,
+    "Towers inside": lambda: AroundModel(Towers()),
     "Around": Around,
+    "builds its layers": lambda: BuildsLayers(),
+    "without weights behind": lambda: keras.Sequential([keras.Input((3,)), hidden(), head(), finishing((1,))]),
+    "not built, without weights behind": lambda: keras.Sequential([hidden(), head(), finishing()]),
+    "a graph without weights behind": lambda: functional(finished_graph),
+    "Finished": lambda: Finished(),
+    "variables behind": lambda: restored_graph(),
+    "variables behind, inside": lambda: AroundModel(restored_graph()),
+    "a variable is multiplied": lambda: product_graph(),
 }
 
 
@@ -235,15 +244,22 @@ def check(predicted, expected):
         np.testing.assert_allclose(array, right, rtol=0, atol=0.05)
 
 
-@pytest.mark.slow
+CALLED = ["Towers", "nested outputs", "builds its layers", "without weights behind", "variables behind"]
+COMPILED = [*((kind, "mixed_bfloat16") for kind in KINDS), ("single", "mixed_float16"), ("Around", "mixed_float16")]
+
+
 @pytest.mark.parametrize(
-    ("kind", "policy"),
-    [*((kind, "mixed_bfloat16") for kind in KINDS), ("single", "mixed_float16"), ("Around", "mixed_float16")],
+    ("kind", "policy", "door"),
+    [
+        *((kind, "mixed_bfloat16", "apply_policy") for kind in CALLED),
+        *(pytest.param(*case, "prepare", marks=pytest.mark.slow) for case in COMPILED),
+    ],
 )
-def test_outputs_are_computed_in_float32(kind, policy):
-    model, expected = made(kind, policy, "prepare")
-    check(model.predict(X, verbose=0), expected)
+def test_outputs_are_computed_in_float32(kind, policy, door):
+    model, expected = made(kind, policy, door)
     check(model(X), expected)
+    if door == "prepare":
+        check(model.predict(X, verbose=0), expected)
     # The rest still computes in 16 bits.
     dtypes = {layer.compute_dtype for layer in model._flatten_layers() if layer.weights}
     assert policy.removeprefix("mixed_") in dtypes
@@ -369,27 +385,6 @@ def finished_graph(h):
     level, rest = keras.Input((1,)), keras.Input((1,))
     finish = keras.Model([level, rest], {"sum": layers.Add()([level, rest]), "twice": level * 2.0})
     return finish([head()(h), layers.Dense(1)(h)])
-
-
-FINISHED = {
-    "Sequential": lambda: keras.Sequential([keras.Input((3,)), hidden(), head(), finishing((1,))]),
-    "not built": lambda: keras.Sequential([hidden(), head(), finishing()]),
-    "Functional": lambda: functional(finished_graph),
-    "Subclassed": Finished,
-}
-
-
-@pytest.mark.parametrize("kind", first_quick(FINISHED))
-def test_a_model_without_weights_behind_the_head_inside_is_given_float32(kind):
-    keras.utils.set_random_seed(6)
-    model = FINISHED[kind]()
-    converts_first = kind == "not built"
-    if converts_first:
-        mpkeras.apply_policy(model, "mixed_bfloat16")
-    predicted = arrays(model(X))
-    mpkeras.apply_policy(model, "float32" if converts_first else "mixed_bfloat16")
-    other = arrays(model(X))
-    check(*((predicted, other) if converts_first else (other, predicted)))
 
 
 @pytest.mark.backends("tensorflow")  # a graph is the same everywhere
@@ -634,16 +629,6 @@ def product_graph():
     return keras.Model(inputs, ops.matmul(layers.Dense(4)(hidden()(inputs)) / 10000.0 + 1.0, kernel))
 
 
-@pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "mixed_float16"]))
-@pytest.mark.parametrize("make", first_quick([restored_graph, product_graph, lambda: AroundModel(restored_graph())]))
-def test_variables_that_operations_of_a_graph_take_are_read_in_float32(make, policy):
-    model = make()
-    expected = arrays(model(X))
-    mpkeras.apply_policy(model, policy)
-    check(model(X), expected)
-    assert policy.removeprefix("mixed_") in {layer.compute_dtype for layer in model._flatten_layers()}
-
-
 class WithToken(keras.Model):
     """Begins with a token of its own, as a vision transformer does; behind its layers it computes nothing itself."""
 
@@ -715,14 +700,6 @@ def test_a_model_inside_is_in_float32_where_its_arithmetic_cannot_be_told_apart(
     assert "bfloat16" in {layer.compute_dtype for layer in model._flatten_layers()}
 
 
-@pytest.mark.parametrize("make", first_quick([Towers, lambda: AroundModel(Towers())]))
-def test_the_first_call_is_not_rounded_where_a_layer_is_not_used(make):
-    model = make()
-    expected = arrays(model(X))
-    mpkeras.apply_policy(model, "mixed_bfloat16")
-    check(model(X), expected)
-
-
 class Plain(keras.Model):
     def __init__(self):
         super().__init__()
@@ -777,12 +754,6 @@ def test_a_model_without_layers_makes_its_outputs_itself():
     for training, right in zip((True, False), expected, strict=True):
         np.testing.assert_array_equal(arrays(model(X, training=training)), right)
     assert model.compute_dtype == "float32"
-
-
-def test_a_model_that_makes_its_layers_later_is_in_16_bits():
-    model = mpkeras.apply_policy(BuildsLayers(), "mixed_bfloat16")
-    model(X)
-    assert [layer.compute_dtype for layer in (model, model.body, model.end)] == ["bfloat16", "bfloat16", "float32"]
 
 
 NORMALIZATIONS = {"LayerNormalization": layers.LayerNormalization, "GroupNormalization": layers.GroupNormalization}
