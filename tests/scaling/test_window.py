@@ -1,5 +1,6 @@
 """P14: windows of accumulated gradients, against a float32 run that leaves out the same data."""
 
+import functools
 import itertools
 
 import keras
@@ -77,30 +78,21 @@ def test_an_inf_at_each_position_of_a_window(on_overflow, mode):
     assert (int(optimizer.skipped_steps), int(optimizer.accepted_steps)) == (WINDOW, 5 * WINDOW)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_moves_inside_a_window(mode):
-    optimizer = accumulating(rule=DynamicLossScale(SCALE, dynamic_growth_steps=1))
-    v = variable()
+@pytest.mark.parametrize("mode", first_quick(MODES))
+@pytest.mark.parametrize("on_overflow", first_quick(["drop_micro", "drop_window"]))
+def test_nothing_moves_inside_a_window_and_by_one_of_nothing_but_infs(on_overflow, mode):
+    rule = DynamicLossScale(SCALE, dynamic_growth_steps=1)
+    optimizer, v = accumulating(on_overflow, rule=rule, weight_decay=0.1), variable()
     apply = applier(optimizer, [v], mode)
-    before = snapshot([v])
     scales = []
     for i, g in enumerate(gradients(8)):
+        before = snapshot([v])
         apply([INF if i == 1 else g * SCALE])
         scales.append(float(optimizer.loss_scale))
-        if i < 3:
-            assert snapshot([v]) == before
+        updates = i == 7 or i == 3 and on_overflow == "drop_micro"
+        assert (snapshot([v]) != before) == updates
     # The window with an inf in it backs off at its end, the next one grows at its end.
     assert scales == [256.0] * 3 + [128.0] * 4 + [256.0]
-
-
-@pytest.mark.parametrize("mode", first_quick(MODES))
-@pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
-def test_a_window_of_nothing_but_infs_leaves_no_trace(on_overflow, mode):
-    optimizer = accumulating(on_overflow, rule=DynamicLossScale(SCALE), weight_decay=0.1)
-    v = variable()
-    apply = applier(optimizer, [v], mode)
-    for g in gradients(WINDOW):
-        apply([g * SCALE])
     before = snapshot([v, *optimizer.inner_optimizer.variables, *optimizer.window.sums])
     for _ in range(WINDOW):
         apply([INF])
@@ -109,11 +101,10 @@ def test_a_window_of_nothing_but_infs_leaves_no_trace(on_overflow, mode):
     assert int(optimizer.consecutive_skips) == WINDOW
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 def test_a_window_begins_anew_whatever_is_in_the_sums(mode):
     """The sums are not cleared when a window ends; a file may be of a run that was compiled otherwise."""
-    optimizer = accumulating()
-    v = variable()
+    optimizer, v = accumulating(), variable()
     apply = applier(optimizer, [v], mode)
     optimizer.build([v])
     optimizer.window.sums[0].assign(np.full(3, 1000.0, "float32"))
@@ -135,12 +126,11 @@ def test_a_gradient_that_is_missing_when_a_window_begins(mode):
     assert [numpy(v).tolist() for v in variables] == [[1.0 - 2 - 2], [1.0 - 6 - 8]]
 
 
-@pytest.mark.parametrize("mode", first_quick(MODES))
+@pytest.mark.parametrize("mode", first_quick(MODES[::-1]))
 @pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
 def test_random_windows_against_the_reference(on_overflow, mode):
     """16 windows of 2 with every pattern of faults."""
-    optimizer = accumulating(on_overflow, steps=2)
-    v = variable()
+    optimizer, v = accumulating(on_overflow, steps=2), variable()
     apply = applier(optimizer, [v], mode)
     means = []
     for seed, faults in enumerate(itertools.product([False, True], repeat=4)):
@@ -183,7 +173,7 @@ def test_a_variable_that_takes_its_gradient_as_value_takes_the_largest_accepted_
 
 
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("mode", first_quick(["eager", "graph", "xla"]))
 def test_sparse_gradients_are_summed(mode):
     import tensorflow as tf
 
@@ -244,15 +234,6 @@ def test_a_half_full_window_of_another_length_goes_on():
     np.testing.assert_array_equal(numpy(v), [-2.0])
     apply_each(optimizer, [20.0], v)
     np.testing.assert_array_equal(numpy(v), [-9.0])
-
-
-def test_an_optimizer_whose_half_full_window_was_taken_begins_another():
-    plain, v = half_full(4, (1.0, 2.0, 3.0, 6.0, 10.0, 20.0))
-    rewrapped(plain, DynamicLossScale(2.0))
-    apply_each_bare(plain, (4.0, 8.0, 12.0), v)
-    np.testing.assert_array_equal(numpy(v), [-3.0])
-    apply_each_bare(plain, [16.0], v)
-    np.testing.assert_array_equal(numpy(v), [-13.0])
 
 
 def test_rewrapping_keeps_a_half_full_window():
@@ -366,10 +347,7 @@ def test_accumulation_can_be_asked_for_later():
     ("make", "message"),
     [
         (lambda inner: LossScaleOptimizer(inner, on_overflow="drop_all"), "drop_micro.*Received.*drop_all"),
-        (
-            lambda inner: LossScaleOptimizer(keras.optimizers.SGD(), on_overflow="drop_micro"),
-            "gradient_accumulation_steps",
-        ),
+        (lambda inner: LossScaleOptimizer("sgd", on_overflow="drop_micro"), "gradient_accumulation_steps"),
         (lambda inner: LossScaleOptimizer(inner).accumulate(0), "accumulate_steps=0"),
         (lambda inner: LossScaleOptimizer(inner).accumulate(True), "accumulate_steps=True"),
     ],
@@ -419,7 +397,7 @@ def test_a_wrapped_optimizer_accumulates_by_itself_afterwards():
     assert int(inner.iterations) == 4
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_quick(MODES))
 def test_a_schedule_counts_calls_as_in_keras(mode):
     """Keras: "schedules will look at real iterations". The calls that update are number 1, 3 and 5."""
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [1.0, 0.5, 0.25])
@@ -436,16 +414,10 @@ def test_a_schedule_counts_calls_as_in_keras(mode):
 @pytest.mark.parametrize("mode", first_quick(MODES))
 def test_adam_counts_updates(mode):
     """Means are clipped. The bias correction and the overwriting by the average are those of as many plain updates."""
-    options = {
-        "clipnorm": 0.5,
-        "weight_decay": 0.25,
-        "use_ema": True,
-        "ema_momentum": 0.5,
-        "ema_overwrite_frequency": 2,
-    }
-    plain, accumulates = (
-        keras.optimizers.AdamW(0.5, **options, gradient_accumulation_steps=steps) for steps in (None, 3)
-    )
+    options = {"clipnorm": 0.5, "weight_decay": 0.25}
+    options |= {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+    make = functools.partial(keras.optimizers.AdamW, 0.5, **options)
+    plain, accumulates = make(), make(gradient_accumulation_steps=3)
     v, expected = variable(), variable()
     apply = applier(LossScaleOptimizer(accumulates, loss_scale=SCALE), [v], mode)
     grads = gradients(9)
@@ -485,7 +457,7 @@ def test_a_file_of_0_1_0_is_gone_on_with(numbers_alone):
         store = {str(i): value for i, value in enumerate(values)}
     else:
         old.save_own_variables(store)
-    optimizer = LossScaleOptimizer.from_config(old.get_config())
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3), loss_scale=2.0)
     optimizer.build([v])
     optimizer.load_own_variables(store)
     assert int(optimizer.iterations) == 1
@@ -512,9 +484,8 @@ def test_accumulation_can_be_turned_off_before_the_first_step():
     assert LossScaleOptimizer.from_config(optimizer.get_config()).gradient_accumulation_steps is None
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("on_overflow", ["drop_micro", "drop_window"])
-def test_the_scale_stays_at_the_end_of_a_window_without_an_update(on_overflow, mode):
+def test_the_scale_stays_at_the_end_of_a_window_without_an_update(on_overflow):
     """Losses that are not finite: no update, and no step of the rule either, growth included."""
     optimizer = accumulating(on_overflow, steps=2, rule=DynamicLossScale(SCALE, dynamic_growth_steps=2))
     optimizer.build([variable()])
