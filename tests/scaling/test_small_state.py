@@ -274,7 +274,7 @@ def test_averages_sums_and_single_numbers_stay_float32(mode):
     assert abs(moved) > 1e-3 and abs(float32(average).mean() - 1 - moved) < 0.1 * abs(moved)
 
 
-@pytest.mark.parametrize("frequency", [None, 3])
+@pytest.mark.parametrize("frequency", first_quick([None, 3]))
 def test_at_the_end_small_weights_become_their_float32_averages(frequency):
     def make():
         return keras.optimizers.SGD(1e-2, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=frequency)
@@ -333,56 +333,53 @@ def test_a_built_optimizer_is_converted_with_its_state():
 
 
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("dtypes", [("float32", None), ("float32", "bfloat16")], ids=["large", "small slots"])
-def test_an_optimizer_that_assigns_native_variables_leaves_no_trace_under_xla(dtypes):
+@pytest.mark.parametrize("slot_dtype", [None, "bfloat16"])
+def test_an_optimizer_that_assigns_native_variables_leaves_no_trace_under_xla(slot_dtype):
     class Native(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
             super().update_step(gradient, variable, learning_rate)
             native = variable.value if isinstance(variable, keras.Variable) else variable
             native.assign_sub(0.25 * keras.ops.cast(gradient, native.dtype))
 
-    def run(faults):
-        variables, optimizer = trained(lambda: Native(1e-3, momentum=0.5), *dtypes, mode="xla", steps=3, faults=faults)
-        assert int(optimizer.skipped_steps) == len(faults)
-        return snapshot(variables + optimizer.inner_optimizer.variables)
-
-    assert run((0, 2)) == run(())
+    variables = weights("float32")
+    optimizer = LossScaleOptimizer(Native(1e-3, momentum=0.5), loss_scale=8.0, slot_dtype=slot_dtype)
+    step = applier(optimizer, variables, "xla")
+    states = []
+    for value in (np.inf, 4.0, np.nan, 4.0):
+        step([np.full(variables[0].shape, value, "float32")])
+        states.append(snapshot(variables + optimizer.inner_optimizer.variables))
+    assert states[0][:1] == snapshot(weights("float32"))
+    assert states[0] != states[1] == states[2] != states[3]
+    assert int(optimizer.skipped_steps) == 2
 
 
 @pytest.mark.backends("tensorflow", "jax")
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "graph"])
+@pytest.mark.parametrize("mode", first_quick([mode for mode in MODES if mode != "graph"]))
 def test_sparse_gradients(mode):
     """Of an embedding: rows without a gradient stay as they are, bit for bit."""
-    rows = np.array([1, 3], np.int32)
+    rows, shape = np.array([1, 3], np.int32), (64, 256)
+    table = keras.Variable(np.ones(shape, "float32"), dtype="bfloat16", name="embeddings")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1e-3), loss_scale=4.0)
+    optimizer.build([table])
+    values = np.full((2, 256), 0.5, "float32") * 4
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
 
-    def run(dtype):
-        keras.utils.set_random_seed(3)
-        table = keras.Variable(np.ones((64, 256), "float32"), dtype=dtype, name="embeddings")
-        optimizer = LossScaleOptimizer(keras.optimizers.SGD(1e-3), loss_scale=4.0)
-        optimizer.build([table])
-        values = np.full((2, 256), 0.5, "float32") * 4
-        if keras.backend.backend() == "tensorflow":
-            import tensorflow as tf
+        def apply():
+            optimizer.apply([tf.IndexedSlices(tf.constant(values), tf.constant(rows), shape)], [table])
 
-            def apply():
-                optimizer.apply([tf.IndexedSlices(tf.constant(values), tf.constant(rows), (64, 256))], [table])
+        apply = tf.function(apply, jit_compile=True) if mode == "xla" else apply
+    else:
+        from jax.experimental import sparse
 
-            apply = tf.function(apply, jit_compile=True) if mode == "xla" else apply
-        else:
-            from jax.experimental import sparse
+        def apply():
+            optimizer.apply([sparse.BCOO((values, rows[:, None]), shape=shape)], [table])
 
-            grad = sparse.BCOO((values, rows[:, None]), shape=(64, 256))
-
-            def apply():
-                optimizer.apply([grad], [table])
-
-        for _ in range(20):
-            apply()
-        return float32(table)
-
-    reference, small = run("float32"), run("bfloat16")
+    for _ in range(20):
+        apply()
+    small = float32(table)
     assert (small[[0, 2, 4]] == 1).all()
-    np.testing.assert_allclose(reference[rows], 0.99, rtol=1e-5)
+    # 20 times 1e-3 * 0.5 is taken away, 1/16 of what bfloat16 holds below 1 each time.
     assert abs(small[rows].mean() - 0.99) < 1e-3 and len(np.unique(small[rows])) > 1
 
 
