@@ -13,7 +13,7 @@ from mpkeras.callbacks import BlackBox, Float32Fallback, MixedPrecision, Numeric
 from mpkeras.policies.loss_scaling import DynamicLossScale, number
 from mpkeras.training import retake
 from tests.cases import first_quick
-from tests.scaling.test_several_optimizers import Gan
+from tests.scaling.gan import Gan
 from tests.step_modes import FIT_MODES
 from tests.training.models import WAYS, AddsNoise, loss_and_gradients, scaled_losses, without_gradients
 
