@@ -20,6 +20,9 @@ FIT_MODES = {
     "torch": [pytest.param({}, id="eager")],
 }[keras.backend.backend()]
 
+# Options of `compile` for tests of something else: XLA takes a second and more on TensorFlow.
+QUICK_TO_COMPILE = {"jit_compile": False} if keras.backend.backend() == "tensorflow" else {}
+
 
 def applier(optimizer, variables, mode):
     """Returns a function that takes NumPy gradients, or `None`, and applies them to `variables` in `mode`."""
