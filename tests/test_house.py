@@ -1,6 +1,7 @@
 """The rooms of the house: who may import whom, and where Keras' private names stand."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -53,15 +54,30 @@ def name_of(path) -> str:
 NAMES = {name_of(path) for path in modules()}
 
 
+@functools.cache
+def nodes_of(path) -> list:
+    """Returns the imports and the texts of a module, in functions, too."""
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node for node in tree if isinstance(node, ast.Import | ast.ImportFrom | ast.Constant)]
+
+
+def plain_imports(path) -> set:
+    return {alias.name for node in nodes_of(path) if isinstance(node, ast.Import) for alias in node.names}
+
+
+def from_imports(path, of: str = "mpkeras") -> list:
+    """Returns `(module, name)` of everything that a module imports from modules that begin so, as it is written."""
+    found = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom) and node.module.startswith(of)]
+    return [(node.module, alias.name) for node in found for alias in node.names]
+
+
+def texts(path) -> list:
+    return [node.value for node in nodes_of(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
 def imported(path) -> set:
-    """Returns the full names of what a module imports, in functions, too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+    """Returns the full names of what a module imports."""
+    return plain_imports(path) | {f"{module}.{name}" for module, name in from_imports(path, of="")}
 
 
 def modules_of_ours(path) -> set:
@@ -78,13 +94,11 @@ def room(name: str) -> str:
     return parts[2 if parts[:2] == ["mpkeras", "tools"] else 1] if parts[0] == "mpkeras" and parts[1:] else parts[0]
 
 
-@pytest.mark.parametrize("path", [path for path in modules() if name_of(path) not in ("mpkeras", "mpkeras.__main__")])
-def test_arrows_point_down(path):
-    floor = FLOOR[room(name_of(path))]
-    assert not {name for name in modules_of_ours(path) if FLOOR[room(name)] > floor}
-
-
-def test_no_circle():
+def test_arrows_point_down_and_make_no_circle():
+    for path in modules():
+        name = name_of(path)
+        if name not in ("mpkeras", "mpkeras.__main__"):
+            assert not {target for target in modules_of_ours(path) if FLOOR[room(target)] > FLOOR[room(name)]}, name
     arrows = {name_of(path): modules_of_ours(path) - {name_of(path)} for path in modules()}
     while True:
         ends = {name for name, targets in arrows.items() if not targets & arrows.keys()}
@@ -94,35 +108,25 @@ def test_no_circle():
     assert not arrows
 
 
-def from_imports(path) -> list:
-    """Returns `(module, name)` of everything that a module imports from mpkeras, as it is written."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
-    return [(node.module, alias.name) for node in nodes for alias in node.names if node.module.startswith("mpkeras")]
-
-
 def is_tool(path) -> bool:
     return room(name_of(path)) in ("shared", *TOOLS, *ABOVE)
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=name_of(path)) for path in modules() if is_tool(path)])
-def test_a_tool_takes_public_names_seams_and_what_tools_share(path):
-    own = room(name_of(path))
-    for module, name in from_imports(path):
-        full = f"{module}.{name}"
-        target = room(full if full in NAMES else module)
-        if target in ("seams", "shared", own) or own in ABOVE and target in (*TOOLS, *ABOVE):
-            continue
-        if (own, target) in BESIDE:
-            continue
-        # Of the core a public name, from the module that defines it or from `mpkeras` itself.
-        assert target not in TOOLS and name in mpkeras.__all__, (module, name)
-    # And nothing by another door: a plain import, or a name in a string.
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    plain = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    assert not [name for name in plain if name.startswith("mpkeras.")]
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    modules_in_text = [text for text in texts if re.fullmatch(r"mpkeras(\.\w+)+", text) and _names_a_module(text)]
-    assert not [text for text in modules_in_text if room(text.rstrip("_.")) not in ("shared", own)]
+def test_a_tool_takes_public_names_seams_and_what_tools_share():
+    for path in filter(is_tool, modules()):
+        own = room(name_of(path))
+        for module, name in from_imports(path):
+            full = f"{module}.{name}"
+            target = room(full if full in NAMES else module)
+            if target in ("seams", "shared", own) or own in ABOVE and target in (*TOOLS, *ABOVE):
+                continue
+            # Of the core a public name, from the module that defines it or from `mpkeras` itself.
+            is_public = target not in TOOLS and name in mpkeras.__all__
+            assert is_public or (own, target) in BESIDE, (path, module, name)
+        # And nothing by another door: a plain import, or a name in a string.
+        assert not [name for name in plain_imports(path) if name.startswith("mpkeras.")], path
+        in_text = [text for text in texts(path) if re.fullmatch(r"mpkeras(\.\w+)+", text) and _names_a_module(text)]
+        assert not [text for text in in_text if room(text.rstrip("_.")) not in ("shared", own)], path
 
 
 def _names_a_module(text: str) -> bool:
@@ -131,19 +135,11 @@ def _names_a_module(text: str) -> bool:
 
 
 def test_the_core_imports_no_tool_and_names_none():
-    asking = []
     for path in modules():
         if is_tool(path) or room(name_of(path)) in ("mpkeras", "seams"):
             continue
         assert not {room(name) for name in modules_of_ours(path)} & {"shared", *TOOLS, *ABOVE}, path
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and node.value.startswith("mpkeras.tools")
-            ):
-                asking.append((name_of(path), node.value))
-    assert not asking
+        assert not [text for text in texts(path) if text.startswith("mpkeras.tools")], path
 
 
 def test_seams_are_few_and_each_has_a_sentence_and_a_user():
