@@ -14,7 +14,7 @@ from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
 from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
-from tests.step_modes import snapshot
+from tests.step_modes import QUICK_TO_COMPILE, snapshot
 
 X = np.linspace(-1, 1, 48, dtype="float32").reshape(8, 6)
 Y = np.full((8, 1), 0.1, "float32")
@@ -252,7 +252,7 @@ def messages(x, y, rule, batch_size=4, **options):
     keras.utils.set_random_seed(7)
     with mpkeras.policy_scope("mixed_float16"):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", **QUICK_TO_COMPILE)
     precision = MixedPrecision(without_outputs("mixed_float16"), loss_scale=rule, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
@@ -260,54 +260,41 @@ def messages(x, y, rule, batch_size=4, **options):
     return [str(w.message) for w in caught if issubclass(w.category, UserWarning)], model.optimizer
 
 
+LOST_ALL = "All 3 steps.*"
+TO_THE_LOWEST = DynamicLossScale(2.0**10, min_scale=2.0**5)
+MESSAGES = {
+    "a loss that is not finite": (
+        (np.nan, 1.0, DynamicLossScale(2.0**10), 2.0**10),
+        ["1 of 3 steps skipped in epoch 1: each time the loss itself was not finite: the forward"],
+    ),
+    "an overflow now and then": ((1e4, 1.0, DynamicLossScale(2.0**10), 2.0**9), []),
+    # 2 * 1e4 / 4 * 2**5 is over 65504.
+    "at every scale": (
+        (1e4, 1e4, TO_THE_LOWEST, 2.0**7),
+        [
+            f"{LOST_ALL}of epoch 1 were skipped, nothing was learned: the loss was finite, but grad.*"
+            "The loss scale has come down",
+            "3 steps in a row were skipped at every loss scale down to its lowest, 32:",
+        ],
+    ),
+    # 2 * 1e4 / 4 * 2**10 is over 65504: a scale that cannot come down is what has to be changed.
+    "at a fixed scale": (
+        (1e4, 1e4, mpkeras.FixedLossScale(2.0**10), 2.0**10),
+        [f"{LOST_ALL}The loss scale is fixed at 1024: lower it"],
+    ),
+    # 2 * 1.6e5 / 4 is over 65504 by itself: there is nothing to lower.
+    "without a scale": (
+        (1.6e5, 1.6e5, mpkeras.FixedLossScale(1.0), 1.0),
+        [f"{LOST_ALL}gradients were not. Train in 'mixed_bfloat16'"],
+    ),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("row", "targets", "rule", "scale", "expected"),
-    [
-        pytest.param(
-            np.nan,
-            1.0,
-            DynamicLossScale(2.0**10),
-            2.0**10,
-            ["1 of 3 steps skipped in epoch 1: each time the loss itself was not finite: the forward"],
-            id="a loss that is not finite",
-        ),
-        pytest.param(1e4, 1.0, DynamicLossScale(2.0**10), 2.0**9, [], id="an overflow now and then"),
-        # 2 * 1e4 / 4 * 2**5 is over 65504.
-        pytest.param(
-            1e4,
-            1e4,
-            DynamicLossScale(2.0**10, min_scale=2.0**5),
-            2.0**7,
-            [
-                "All 3 steps of epoch 1 were skipped, nothing was learned: the loss was finite, but grad.*"
-                "The loss scale has come down",
-                "3 steps in a row were skipped at every loss scale down to its lowest, 32:",
-            ],
-            id="at every scale",
-        ),
-        # 2 * 1e4 / 4 * 2**10 is over 65504: a scale that cannot come down is what has to be changed.
-        pytest.param(
-            1e4,
-            1e4,
-            mpkeras.FixedLossScale(2.0**10),
-            2.0**10,
-            ["All 3 steps.*The loss scale is fixed at 1024: lower it"],
-            id="at a fixed scale",
-        ),
-        # 2 * 1.6e5 / 4 is over 65504 by itself: there is nothing to lower.
-        pytest.param(
-            1.6e5,
-            1.6e5,
-            mpkeras.FixedLossScale(1.0),
-            1.0,
-            ["All 3 steps.*gradients were not. Train in 'mixed_bfloat16'"],
-            id="without a scale",
-        ),
-    ],
-)
-def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflow(row, targets, rule, scale, expected):
+@pytest.mark.parametrize(("case", "expected"), MESSAGES.values(), ids=MESSAGES)
+def test_the_message_tells_a_loss_that_is_not_finite_from_gradients_that_overflow(case, expected):
     """P7: once an epoch, with the numbers; an overflow now and then is nothing to speak of."""
+    row, targets, rule, scale = case
     x, y = ONES.copy(), np.full((12, 1), targets, "float32")
     (x if np.isnan(row) else y)[5] = row
     told, optimizer = messages(x, y, rule)
@@ -325,7 +312,7 @@ class Distance(keras.layers.Layer):
 @pytest.mark.parametrize("policy", first_quick(["float32", "mixed_bfloat16"]))
 def test_a_slope_that_is_not_finite_in_the_range_of_float32_is_not_laid_on_the_policy(policy):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, kernel_initializer="ones"), Distance()])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.compile(keras.optimizers.SGD(0.1), "mse", **QUICK_TO_COMPILE)
     with pytest.warns(UserWarning, match="All 2 steps of epoch 1.*gradients were not. Look for a root") as told:
         model.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=2, verbose=0, callbacks=[MixedPrecision(policy)])
     assert not any("mixed_bfloat16" in str(warning.message) for warning in told)
@@ -345,7 +332,7 @@ def test_two_skipped_steps_in_a_row_at_the_lowest_scale_are_told_and_one_is_not(
 @pytest.mark.parametrize("policy", first_quick(["mixed_float16", "mixed_bfloat16"]))
 def test_where_the_loss_is_not_finite_the_range_of_float16_is_named_where_it_counts(policy):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.compile(keras.optimizers.SGD(0.1), "mse", **QUICK_TO_COMPILE)
     with pytest.warns(UserWarning, match="All 2 steps of epoch 1.*the loss itself was not finite") as told:
         model.fit(np.full((4, 2), np.inf), np.ones((4, 1)), batch_size=2, verbose=0, callbacks=[MixedPrecision(policy)])
     (message,) = (str(warning.message) for warning in told if "the loss itself" in str(warning.message))
