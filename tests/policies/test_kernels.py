@@ -11,6 +11,7 @@ from mpkeras.conversion.plan import plan
 from mpkeras.policies import Policy, kernels, missing_kernel_rules, set_layer_policy
 from tests.cases import first_quick
 from tests.sixteen_bits import without_outputs
+from tests.step_modes import QUICK_TO_COMPILE
 
 
 def kept(model, policy) -> list:
@@ -207,7 +208,7 @@ class TimestepEmbedding(layers.Layer):
         return keras.ops.sin(step * rates)
 
 
-@pytest.mark.parametrize(("policy", "atol"), [("mixed_bfloat16", 4e-3), ("mixed_float16", 5e-4)])
+@pytest.mark.parametrize(("policy", "atol"), first_quick([("mixed_bfloat16", 4e-3), ("mixed_float16", 5e-4)]))
 def test_sines_of_time_steps_are_those_of_float64(policy, atol):
     inputs = keras.Input((1,))
     sines = TimestepEmbedding()(inputs)
@@ -295,7 +296,7 @@ class Attending(layers.Layer):
         return keras.ops.matmul(keras.ops.cast(weights, values.dtype), values)
 
 
-@pytest.mark.parametrize(("policy", "atol"), [("mixed_bfloat16", 8e-3), ("mixed_float16", 2e-3)])
+@pytest.mark.parametrize(("policy", "atol"), first_quick([("mixed_bfloat16", 8e-3), ("mixed_float16", 2e-3)]))
 def test_biases_of_positions_are_those_of_float64(policy, atol):
     # So far from the last key float16 holds the bias of every second one, bfloat16 of every sixteenth.
     values = np.zeros((1, 3000, 1), "float32")
@@ -422,7 +423,7 @@ LONG_KERNELS = {
 
 
 @pytest.mark.backends("tensorflow", "torch")
-@pytest.mark.parametrize("case", LONG_KERNELS)
+@pytest.mark.parametrize("case", first_quick(LONG_KERNELS))
 def test_long_kernels_of_few_channels_compute_what_float32_computes(case):
     layer_class, filters, kernel_size, strides, shape = LONG_KERNELS[case]
     padding = "causal" if case == "causal" else "same"
@@ -443,7 +444,7 @@ def test_a_transposed_convolution_of_few_filters_has_the_gradient_of_float32():
     transposed = layers.Conv2DTranspose(16, 4, 4, use_bias=False, name="transposed")
     last = layers.Conv2D(1, 4, 4, use_bias=False)
     model = keras.Sequential([keras.Input((4, 4, 6)), layers.Dense(6, use_bias=False), transposed, last])
-    model.compile(keras.optimizers.SGD(1.0), "mse")
+    model.compile(keras.optimizers.SGD(1.0), "mse", **QUICK_TO_COMPILE)
     start = model.get_weights()
     x = np.random.default_rng(6).normal(size=(8, 4, 4, 6)).astype("float32")
 
@@ -463,9 +464,9 @@ def test_a_trial_while_keras_asks_for_shapes_says_what_it_says_at_other_times(po
     cells = layers.RNN(layers.SimpleRNNCell(2))  # A loop of the backend, which is traced, too.
     late = layers.Conv1D(8, 8, padding="same", name="late")
     model = keras.Sequential([late, cells, layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", **QUICK_TO_COMPILE)
     mpkeras.prepare(model, policy)
-    model.fit(np.ones((4, 20, 16), "float32"), np.ones((4, 1), "float32"), verbose=0)
+    model.train_on_batch(np.ones((4, 20, 16), "float32"), np.ones((4, 1), "float32"))
     kernels._failure.cache_clear()
     is_missing = kernels.missing_kernel_of(late, policy.removeprefix("mixed_")) is not None
     assert late.compute_dtype == ("float32" if is_missing else policy.removeprefix("mixed_"))

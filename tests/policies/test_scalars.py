@@ -7,6 +7,8 @@ from keras import ops
 
 from mpkeras.policies.loss_scaling import scalars
 
+# Elsewhere they are `keras.ops` themselves.
+pytestmark = pytest.mark.backends("torch")
 FLOATS = (0.0, 1.5, -2.0, 2.0**24, float("inf"), float("-inf"), float("nan"))
 INTEGERS = (0, 1, 7)
 
