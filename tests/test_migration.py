@@ -201,6 +201,7 @@ def test_every_option_of_stock_keras_has_a_row():
     assert known - {"kwargs"} <= names_on_the_left("stock Keras 3")
 
 
+@pytest.mark.backends("torch")
 def test_every_option_of_torch_amp_has_a_row():
     torch = pytest.importorskip("torch")
     known = options(torch.amp.autocast) | options(torch.amp.GradScaler) | methods(torch.amp.GradScaler)
@@ -215,6 +216,7 @@ def test_every_option_of_tf_keras_has_a_row():
     assert known <= names_on_the_left("tf.keras")
 
 
+@pytest.mark.backends("jax")
 def test_every_option_of_jmp_has_a_row():
     jmp = pytest.importorskip("jmp")
     # `LossScale` is a union of the three for type hints.
@@ -224,6 +226,7 @@ def test_every_option_of_jmp_has_a_row():
     assert known <= names_on_the_left("jmp")
 
 
+@pytest.mark.backends("jax")
 def test_every_option_of_flax_has_a_row():
     module = pytest.importorskip("flax.training.dynamic_scale")
     known = fields(module.DynamicScale) | options(module.DynamicScale.value_and_grad) - {"self"} | {"value_and_grad"}
