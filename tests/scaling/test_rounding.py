@@ -64,6 +64,7 @@ def test_finite_stays_finite_and_the_rest_passes():
     assert np.all((found & 0x7FFF) > 0x7F80)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 def test_xla_rounds_what_it_computes_in_the_same_program_alike():
     """Among it what overflows there, and products next to the largest numbers: no rewriting of XLA may move them."""
