@@ -20,8 +20,9 @@ FIT_MODES = {
     "torch": [pytest.param({}, id="eager")],
 }[keras.backend.backend()]
 
-# Options of `compile` for tests of something else: XLA takes a second and more on TensorFlow.
+# Options of `compile` for tests of something else: on TensorFlow XLA takes a second and more, and a graph one.
 QUICK_TO_COMPILE = {"jit_compile": False} if keras.backend.backend() == "tensorflow" else {}
+QUICK_TO_START = {"run_eagerly": True} if keras.backend.backend() == "tensorflow" else {}
 
 
 def applier(optimizer, variables, mode):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpkeras import _keras as private
-from tests.step_modes import QUICK_TO_COMPILE
+from tests.step_modes import QUICK_TO_START
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_functional_models_cast_no_inputs_and_others_do(nested):
 def test_metrics_given_to_compile_are_known_one_by_one():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     mine = keras.metrics.MeanAbsoluteError(name="mine")
-    model.compile("sgd", "mse", metrics=[mine], weighted_metrics=["mse"], **QUICK_TO_COMPILE)
+    model.compile("sgd", "mse", metrics=[mine], weighted_metrics=["mse"], **QUICK_TO_START)
     assert [part for metric in model.metrics for part in private.metrics_given(metric)] == [model.metrics[0], mine]
     model.train_on_batch(np.ones((2, 3)), np.ones((2, 1)))
     tracker, given = model.metrics
@@ -779,7 +779,7 @@ def test_code_that_a_fit_calls_is_in_it():
             found.extend(private.is_in_fit(asked) for asked in (self.model, other))
 
     model, other = Model(), Model()
-    model.compile("sgd", "mse", **QUICK_TO_COMPILE)
+    model.compile("sgd", "mse", **QUICK_TO_START)
     x = np.ones((2, 3))
     model.fit(x, x[:, :1], validation_data=(x, x[:, :1]), verbose=0, callbacks=[Asking()])
     model.evaluate(x, x[:, :1], verbose=0, callbacks=[Asking()])

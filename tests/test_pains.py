@@ -36,7 +36,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.step_modes import QUICK_TO_COMPILE, snapshot
+from tests.step_modes import QUICK_TO_START, snapshot
 
 AGAINST_KERAS = os.environ.get("MPKERAS_PAINS_AGAINST") == "keras"
 BACKEND = keras.backend.backend()
@@ -183,7 +183,7 @@ def test_p5_statistics_survive_a_skipped_batch():
     good, target = np.ones((4, 4), "float32"), np.zeros((4, 1), "float32")
     bad = good.copy()
     bad[0, 0] = 1e6
-    model = compiled(build, "mixed_float16", keras.optimizers.Adam(), **QUICK_TO_COMPILE)
+    model = compiled(build, "mixed_float16", keras.optimizers.Adam(), **QUICK_TO_START)
     model.train_on_batch(good, target)
     before = snapshot(model.variables)
     model.train_on_batch(bad, target)
@@ -258,7 +258,7 @@ def test_p16_history_shows_skips_and_halvings(tmp_path):
         layers = [keras.layers.Dense(3, kernel_initializer="zeros"), keras.layers.Dense(1, kernel_initializer="ones")]
         return keras.Sequential([keras.Input((4,)), *layers])
 
-    model = compiled(build, "mixed_float16", keras.optimizers.SGD(1e-9), **QUICK_TO_COMPILE)
+    model = compiled(build, "mixed_float16", keras.optimizers.SGD(1e-9), **QUICK_TO_START)
     log = tmp_path / "log.csv"
     history = fit(model, x[:4], y[:4], batch_size=2, epochs=2, callbacks=[keras.callbacks.CSVLogger(str(log))])
     assert history.history["skipped_steps"] == [1, 2]
@@ -351,7 +351,7 @@ def test_p30_sparse_gradients_stay_sparse(jit_compile):
 
 def test_p32_hyper_parameters_and_learning_rate_callbacks():
     optimizer = keras.optimizers.Adam(0.1, beta_1=0.8, clipnorm=0.5)
-    model = compiled(linear(), "mixed_float16", optimizer, **QUICK_TO_COMPILE)
+    model = compiled(linear(), "mixed_float16", optimizer, **QUICK_TO_START)
     assert model.optimizer.beta_1 == 0.8
     assert model.optimizer.clipnorm == 0.5
     x, y = np.full((4, 4), 0.01, "float32"), np.full((4, 1), 0.1, "float32")
