@@ -38,7 +38,7 @@ EVERY_CASE = {
     "tests/distributed/test_sharded.py": {
         "test_everything_trains_under_every_layout_as_on_one_device": BACKENDS,
     },
-    "tests/distributed/test_small_state.py": {
+    "tests/distributed/test_rounding.py": {
         "test_all_devices_round_alike": BACKENDS,
     },
     "tests/scaling/test_facts.py": {
@@ -121,16 +121,6 @@ SELDOM = {
     },
     "tests/conversion/test_remat.py": {
         "test_trace_numerics_sees_what_the_layers_compute": ("jax",),
-    },
-    "tests/distributed/test_own_loop.py": {
-        # `test_shards.py` has the two processes in `fit`
-        "test_each_shard_in_two_processes": BACKENDS,
-        # `test_replicas.py` has the two workers in `fit`
-        "test_each_worker_of_a_multi_worker_strategy": BACKENDS,
-    },
-    "tests/distributed/test_sharded.py": {
-        # `test_everything_trains_under_every_layout_as_on_one_device` has 16 bits, on as many devices.
-        "test_a_model_in_parts_trains_as_on_one_device_in_16_bits": BACKENDS,
     },
     "tests/tools/export/test_without_mpkeras.py": {
         "test_a_compiled_model_goes_on_in_plain_keras": ("jax",),

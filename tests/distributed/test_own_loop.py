@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.expectations import check_equals_one_device, check_faults
-from tests.distributed.launch import run_processes, run_program, run_tensorflow_workers
+from tests.distributed.launch import run_program
 
 
 def check(result, shards: int, copies: int, reports: int = 1):
@@ -70,15 +70,6 @@ def test_each_replica_of_a_mirrored_strategy(replicas, in_run):
         assert refused["jit_compile"] == refused["scalar loss"] == refused["odd rows"] == ""
 
 
-@pytest.mark.backends("tensorflow")
-@pytest.mark.slow
-def test_each_worker_of_a_multi_worker_strategy():
-    results = run_tensorflow_workers("train.py", "multiworker", "--by", "step")
-    for result in results:
-        check(result, shards=2, copies=1)
-    assert results[0]["many"] == results[1]["many"]
-
-
 @pytest.mark.slow
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize(("where", "shards"), [("data_parallel", 8), ("model_parallel", 4)])
@@ -89,14 +80,3 @@ def test_each_shard_of_a_distribution(where, shards):
     if where == "model_parallel":
         parts = result["part_shapes"]
         assert [parts["dense/kernel"], parts["sgd/dense_kernel_momentum"]] == [[8, 4], [8, 4]]
-
-
-@pytest.mark.backends("jax")
-@pytest.mark.slow
-def test_each_shard_in_two_processes():
-    results = run_processes("train.py", "data_parallel", "--by", "step", "--shards", 8)
-    for result in results:
-        # Four of the eight devices are seen by each process.
-        check(result, shards=8, copies=4)
-        assert result["layouts_kept"]
-    assert results[0]["many"] == results[1]["many"]

@@ -509,22 +509,15 @@ def decisions_of_workers(options, devices, made, result) -> dict:
     }
 
 
-def one_update(devices, scaled_grads, **options) -> dict:
+def one_update(devices, scaled_grads, all_reduce_dtype=None) -> dict:
     """Applies what `scaled_grads` returns on each replica to a variable that is 0, at a scale of 8 and a rate of 1."""
-    import keras
-    import tensorflow as tf
+    from all_reduce import made, run
 
-    import mpkeras
-
-    with devices.scope():
-        variable = keras.Variable([0.0])
-        optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0, **options)
-        optimizer.build([variable])
+    variable, optimizer = made(devices, all_reduce_dtype, [0.0])
     with warnings.catch_warnings():
         # Says that the loss was not scaled by `scale_loss`.
         warnings.simplefilter("ignore")
-        step = tf.function(lambda: devices.strategy.run(lambda: optimizer.apply([scaled_grads(optimizer)], [variable])))
-        step()
+        run(devices, lambda: optimizer.apply([scaled_grads(optimizer)], [variable]))
     return {"value": variable.numpy().tolist(), "scale": float(optimizer.loss_scale)}
 
 

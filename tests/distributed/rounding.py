@@ -1,6 +1,8 @@
-"""Trains with small weights and slots on one device and on many, and prints the bits to which each of them rounds.
+"""Trains on one device and on many, and prints the bits, or with `--float8` the weights, to which each of them rounds.
 
-Gradients are whole numbers and halves of them, whose sums are exact in any order, and know nothing of the weights.
+Small weights and slots get gradients of whole numbers and halves of them, whose sums are exact in any order, and which
+know nothing of the weights. With products in float8 the second half of each batch is larger by far, and weighs nothing
+in the loss: it counts for the scales alone.
 """
 
 import warnings
@@ -11,9 +13,16 @@ STEPS, ROWS = 5, 16
 
 
 def main():
-    options = parser(__doc__).parse_args()
+    own_parser = parser(__doc__)
+    own_parser.add_argument("--float8", action="store_true")
+    options = own_parser.parse_args()
     devices = many_devices(options)
     warnings.simplefilter("ignore")
+    if options.float8:
+        one = trained_in_float8(ALONE)
+        devices.begin_to_share()
+        print_result({"one": one, "many": trained_in_float8(devices)})
+        return
     # By `fit`; among ranks in a loop under `DistributedDataParallel` and in a step of ours.
     ways = ("loop", "step") if options.where == "ranks" else ("fit",)
     policies = (("bfloat16", None), ("mixed_bfloat16", "bfloat16"))
@@ -85,17 +94,24 @@ def made(devices, options, way, policy, slot_dtype):
         return model, lambda batches: [
             step(devices.own_rows(x), devices.own_rows(np.zeros((ROWS, 16)))) for x in batches
         ]
+    step = loop_of_ranks(devices, model, lambda outputs: loss(keras.ops.zeros_like(outputs), outputs))
+    return model, lambda batches: [step(x) for x in batches]
+
+
+def loop_of_ranks(devices, model, loss_of):
+    """Returns a step of a loop around the optimizer, on arrays of which the first is what the model is given."""
+    import keras
+
     module = wrapped(model) if devices.is_shared else model
 
-    def loop(batches):
-        for x in batches:
-            model.zero_grad()
-            outputs = module(keras.ops.convert_to_tensor(devices.own_rows(x)))
-            optimizer.scale_loss(loss(keras.ops.zeros_like(outputs), outputs)).backward()
-            variables = model.trainable_variables
-            optimizer.apply([v.value.grad for v in variables], variables)
+    def step(*batch):
+        x, *others = (keras.ops.convert_to_tensor(devices.own_rows(values)) for values in batch)
+        model.zero_grad()
+        model.optimizer.scale_loss(loss_of(module(x, training=True), *others)).backward()
+        variables = model.trainable_variables
+        model.optimizer.apply([v.value.grad for v in variables], variables)
 
-    return model, loop
+    return step
 
 
 def loss_of_rows(factor=1.0):
@@ -107,6 +123,34 @@ def loss_of_rows(factor=1.0):
             return factor * keras.ops.sum(keras.ops.cast(y_pred, "float32"), axis=-1)
 
     return Sum(reduction="sum")
+
+
+def trained_in_float8(devices) -> list:
+    """Returns the weights after four steps."""
+    import keras
+    import numpy as np
+
+    import mpkeras
+    from mpkeras.conversion.float8 import multiplies_in_float8
+
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(32, 16)) * np.repeat([1.0, 2e4], 16)[:, None]).astype("float32")
+    y = rng.normal(size=(32, 16)).astype("float32")
+    weights = np.repeat([1.0, 0.0], 16).astype("float32")
+    keras.utils.set_random_seed(0)
+    with devices.scope():
+        parts = [keras.layers.Dense(32, "relu", name=f"part{i}") for i in range(3)]
+        model = keras.Sequential([keras.Input((16,)), *parts, keras.layers.Dense(16, name="last")])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        mpkeras.prepare(model, "mixed_float8")
+    assert sum(map(multiplies_in_float8, model.layers)) == 2
+    if keras.backend.backend() == "torch" and devices.is_shared:
+        step = loop_of_ranks(devices, model, lambda z, y, weights: ((z.float() - y) ** 2 * weights[:, None]).mean())
+        for _ in range(4):
+            step(x, y, weights)
+    else:
+        model.fit(x, y, sample_weight=weights, batch_size=len(x), epochs=4, shuffle=False, verbose=0)
+    return [np.asarray(weight, "float64").tolist() for weight in model.get_weights()]
 
 
 if __name__ == "__main__":
