@@ -9,12 +9,12 @@ from mpkeras.callbacks import MixedPrecision
 from mpkeras.training.state import load_state_dict, state_dict
 from tests.cases import first_quick
 from tests.step_modes import FIT_MODES, snapshot
-from tests.training.models import are_finite, loss_and_gradients, number
+from tests.training.models import GRAPH_FIRST, WAYS, are_finite, loss_and_gradients, number, stepper
 
 # What a skipped step leaves behind is the first of all promises: the whole matrix on the backend that compiles all.
 BACKEND = keras.backend.backend()
 COMPILED = {"tensorflow": [True, False], "jax": [True], "torch": [False]}[BACKEND]
-WAYS = ["fit", "make_train_step"]
+DOORS = ["fit", "make_train_step"]
 TIMESTEPS, FEATURES = 5, 4
 
 
@@ -159,7 +159,7 @@ def test_random_models_optimizers_and_faults(seed):
         OPTIMIZERS[optimizers[seed % len(optimizers)]],
         batches(5, seed),
         {int(position): faults[rng.integers(len(faults))] for position in positions},
-        way=WAYS[(seed // 3) % 2],
+        way=DOORS[(seed // 3) % 2],
         jit_compile=COMPILED[(seed // 2) % len(COMPILED)],
         policy=policy,
     )
@@ -168,7 +168,7 @@ def test_random_models_optimizers_and_faults(seed):
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("jit_compile", COMPILED[:1])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", DOORS)
 def test_float8_layers(way, jit_compile):
     """Their scales and histories are overwritten with their gradients, which are no gradients."""
 
@@ -190,7 +190,7 @@ def test_float8_layers(way, jit_compile):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", COMPILED)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", DOORS)
 def test_accumulating_optimizers(way, jit_compile):
     """With windows that end where they began, the update takes the mean over the finite batches: the sums of the
     window without the spoiled one are the same, bit for bit."""
@@ -478,7 +478,7 @@ def test_an_update_before_the_skipped_step_of_a_part_counts_for_the_step_around_
     assert int(whole.calls) == 1
 
 
-@pytest.mark.parametrize("jit_compile", first_quick(COMPILED))
+@pytest.mark.parametrize("jit_compile", first_quick(GRAPH_FIRST))
 def test_what_a_constraint_writes_is_an_update_and_no_write_of_a_layer(jit_compile):
     """On TensorFlow it is written in a branch of the program, from which no old value gets out."""
     layer = keras.layers.Dense(
@@ -576,7 +576,7 @@ def native_values(model):
 
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", DOORS)
 @pytest.mark.parametrize("options", FIT_MODES)
 def test_state_that_is_no_keras_variable(options, way):
     """Buffers of torch modules, and `tf.Variable`s of a user's layer: put back, and part of `state_dict`."""
@@ -648,30 +648,6 @@ class Watching(keras.losses.Loss):
         return losses
 
 
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow", "torch")
-@pytest.mark.parametrize("options", FIT_MODES)
-def test_variables_of_helper_objects(options):
-    def run(with_faults):
-        keras.utils.set_random_seed(8)
-        activation, loss = Averaging(), Watching()
-        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3, activation), keras.layers.Dense(2)])
-        model.compile(keras.optimizers.SGD(0.01), loss, **options)
-        mpkeras.prepare(model, "mixed_bfloat16")
-        for i in range(3):
-            if with_faults and i:
-                model.train_on_batch(ROWS_X[:4] * np.inf, ROWS_Y[:4])
-            model.train_on_batch(ROWS_X[4 * i : 4 * i + 4], ROWS_Y[4 * i : 4 * i + 4])
-        assert int(model.optimizer.skipped_steps) == 2 * with_faults
-        states = [state for average in (activation.average, loss.average) for state in (average.value, *average.counts)]
-        return model, [keras.ops.convert_to_numpy(state).item() for state in states]
-
-    (model, found), (clean, expected) = run(with_faults=True), run(with_faults=False)
-    assert found == expected and expected[1] == expected[3] == 3.0
-    assert snapshot(model.variables) == snapshot(clean.variables)
-    assert len([key for key in state_dict(model) if key.startswith("states/")]) == 4
-
-
 class Largest(keras.regularizers.Regularizer):
     """An activity regularizer that follows the largest activations."""
 
@@ -692,29 +668,6 @@ class Numbered(keras.layers.Layer):
         self.calls.assign_add(1.0)
         self.rows["all"].assign_add(4)
         return x
-
-
-@pytest.mark.slow
-@pytest.mark.backends("tensorflow", "torch")
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_variables_of_a_regularizer_and_of_a_class(policy):
-    def run(with_fault):
-        keras.utils.set_random_seed(4)
-        Numbered.calls.assign(300.0)
-        Numbered.rows["all"].assign(0)
-        regularizer = Largest()
-        head = keras.layers.Dense(2, activity_regularizer=regularizer)
-        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3, "tanh"), Numbered(), head])
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-        mpkeras.prepare(model, policy)
-        for x in (ROWS_X[:4] * np.inf, ROWS_X[:4]) if with_fault else (ROWS_X[:4],):
-            model.train_on_batch(x, ROWS_Y[:4])
-        return float(Numbered.calls), int(Numbered.rows["all"]), float(regularizer.highest)
-
-    calls, rows, highest = run(with_fault=True)
-    assert (calls, rows, highest) == run(with_fault=False) and rows == 4
-    # In bfloat16 301 is 302 or 300, and numbers beyond 128 have no fractions.
-    assert calls == 301.0 and highest % 1.0 > 0.0
 
 
 class Drawing:
@@ -739,7 +692,7 @@ class Helped(keras.layers.Layer):
 
     def call(self, x, training=False):
         if training:
-            mean = keras.ops.mean(keras.ops.stop_gradient(x))
+            mean = keras.ops.mean(keras.ops.cast(keras.ops.stop_gradient(x), "float32"))
             for norm in (self.norm, self.helper.norm):
                 norm.update_state(mean)
             if keras.backend.backend() == "tensorflow":
@@ -747,7 +700,7 @@ class Helped(keras.layers.Layer):
             else:
                 self.helper.mean = 0.75 * self.helper.mean + 0.25 * mean
                 self.helper.mean[:1].add_(mean)
-        return x + 0.01 * keras.random.normal((4, FEATURES), seed=self.helper.seeds[0])
+        return x + 0.01 * keras.random.normal((4, FEATURES), dtype=x.dtype, seed=self.helper.seeds[0])
 
     def states(self):
         helper = self.helper
@@ -757,23 +710,38 @@ class Helped(keras.layers.Layer):
 
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
-@pytest.mark.parametrize("way", ["fit", "make_train_step"])
-def test_what_a_layer_and_its_helper_keep(way):
-    def run(rows):
-        keras.utils.set_random_seed(6)
-        helped = Helped()
-        model = keras.Sequential([keras.Input((FEATURES,), batch_size=4), helped, keras.layers.Dense(2)])
-        if way == "fit":
-            model.compile(keras.optimizers.SGD(0.01), "mse")
-            mpkeras.prepare(model, "float32")
-            step = model.train_on_batch
-        else:
-            step = mpkeras.make_train_step(model, keras.optimizers.SGD(0.01), "mse", jit_compile=False)
-        for i, factor in rows:
-            step(factor * ROWS_X[i : i + 4], ROWS_Y[i : i + 4])
-        return helped.states()
+@pytest.mark.parametrize(("way", "options"), WAYS)
+def test_variables_that_helpers_losses_regularizers_and_classes_hold(way, options):
+    """Keras tracks none of them."""
 
-    assert run([(0, 1.0), (4, np.inf), (8, 1.0)]) == run([(0, 1.0), (8, 1.0)])
+    def run(factors):
+        keras.utils.set_random_seed(8)
+        Numbered.calls.assign(300.0)
+        Numbered.rows["all"].assign(0)
+        helped, activation, loss, regularizer = Helped(), Averaging(), Watching(), Largest()
+        first, last = keras.layers.Dense(3, activation), keras.layers.Dense(2, activity_regularizer=regularizer)
+        model = keras.Sequential([keras.Input((FEATURES,), batch_size=4), helped, first, Numbered(), last])
+        # Of a step of ours the loss is none of the model's.
+        step, optimizer = stepper(
+            way, options, model, keras.optimizers.SGD(0.01), "mixed_bfloat16", loss=loss if way == "fit" else "mse"
+        )
+        for rows, factor in zip((0, 0, 4, 4, 8), factors, strict=True):
+            if factor is not None:
+                step(factor * ROWS_X[rows : rows + 4], ROWS_Y[rows : rows + 4])
+        averages = [float(x) for of in (activation, loss) for x in (of.average.value, *of.average.counts)]
+        numbers = float(Numbered.calls), int(Numbered.rows["all"]), float(regularizer.highest)
+        states = [key for key in state_dict(model) if key.startswith("states/")]
+        return int(optimizer.skipped_steps), snapshot(model.variables), helped.states(), states, averages, *numbers
+
+    skipped, *with_faults = run([np.inf, 1.0, np.inf, 1.0, 1.0])
+    none, *clean = run([None, 1.0, None, 1.0, 1.0])
+    assert (skipped, none) == (2, 0) and with_faults == clean
+    *_, states, averages, calls, rows, highest = clean
+    # Of the helper three, two of each average, of the regularizer and the class three.
+    assert len(states) == (10 if way == "fit" else 8)
+    assert averages[1::2] == [3.0, 3.0 if way == "fit" else 0.0] and rows == 12
+    # In bfloat16 301 is 302 or 300, and numbers beyond 128 have no fractions.
+    assert calls == 303.0 and highest % 1.0 > 0.0
 
 
 class Counts:
