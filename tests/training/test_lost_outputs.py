@@ -199,17 +199,17 @@ def test_a_layer_is_named_once_through_every_door(door):
 
 def test_an_evaluation_names_it_where_nothing_was_trained():
     model = functional(Apart(name="apart"), (4,))
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     mpkeras.prepare(model, "mixed_bfloat16")
     y = np.ones((6, 1), "float32")
     (message,) = said_by(lambda: [model.evaluate(PLACES, y, verbose=0) for _ in range(2)])
     assert "layer 'apart' in bfloat16 are off by 100%" in message
 
 
-@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("is_built", first_quick([True, False]))
 def test_so_does_a_prediction(is_built):
     model = functional(Apart(name="apart"), (4,)) if is_built else keras.Sequential([Apart(name="apart")])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=is_built)
     mpkeras.prepare(model, mpkeras.Policy("mixed_bfloat16", keep_float32=[]))
     given = []
     (message,) = said_by(lambda: given.extend(model.predict(PLACES, verbose=0) for _ in range(2)))
@@ -240,7 +240,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_quick(CASES))
 def test_what_16_bits_lose(case):
     make, shape, x, dtype, path = CASES[case]
     (found,) = found_in(functional(make(), shape), f"mixed_{dtype}", x.astype("float32"))
@@ -268,7 +268,7 @@ def test_in_a_block_that_runs_twice_the_inner_layer_is_named_once_with_its_worst
     assert found.layer.endswith("/in") and found.error > 0.9
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", first_quick(POLICIES))
 def test_the_share_is_that_of_hand(policy):
     """Of the layer's output in float64, and what one rounding of each place makes of it, in 16 rows of the batch."""
     dtype = policy.removeprefix("mixed_")
@@ -318,13 +318,13 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("policy", first_quick(POLICIES))
-@pytest.mark.parametrize("case", HEALTHY)
+@pytest.mark.parametrize("case", first_quick(HEALTHY))
 def test_healthy_layers_are_not_named(case, policy):
     make, shape, x = HEALTHY[case]
     assert found_in(functional(make(), shape), policy, x.astype("float32")) == []
 
 
-@pytest.mark.parametrize("kind", [Energy, Odds])
+@pytest.mark.parametrize("kind", first_quick([Energy, Odds]))
 def test_a_layer_whose_outputs_float16_cannot_hold_is_named(kind):
     x = np.array([[0.9, -1.1, 1.2], [1.3, 0.8, -1.0]], "float32")
     (found,) = found_in(functional(kind(name="own"), (3,)), "mixed_float16", x)
@@ -348,7 +348,7 @@ def test_a_rule_for_all_is_named_where_more_are_lost_than_are_named():
     def make(**options):
         body = [Energy(), Energy(), Energy(), Odds(), layers.Activation(waves, name="sines")]
         model = keras.Sequential([keras.Input((3,)), *body, layers.Dense(1)])
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", run_eagerly=True)
         return mpkeras.prepare(model, mpkeras.Policy("mixed_float16", **options))
 
     x = np.array([[0.8, -1.2, 1.3], [1.1, 0.9, -1.4]], "float32")
@@ -457,7 +457,7 @@ def test_what_makes_the_outputs_of_a_model_that_has_run_before_is_in_float32_aft
         model(x)
         return model
 
-    model, callbacks = made_by(door, make, "mixed_float16")
+    model, callbacks = made_by(door, make, "mixed_float16", run_eagerly=door == "prepare")
     model.fit(x, x[:, :3], verbose=0, callbacks=callbacks)
     made_last = getattr(model.head, "dense", model.head)
     assert (model.body.dense.compute_dtype, made_last.compute_dtype) == ("float16", "float32")
