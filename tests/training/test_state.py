@@ -120,21 +120,18 @@ def test_what_is_not_built_is_named():
         state_dict(keras.Sequential([keras.layers.Dense(1)]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_arguments_of_a_wrong_type_are_named():
+    model = trained()
+    for arguments, message in (
         ({"optimizers": "adam"}, "optimizers='adam'"),
         ({"optimizers": keras.optimizers.SGD()}, "list, one alone, too: `optimizers="),
         ({"extra": None}, "extra=None"),
         ({"extra": ["count"]}, r"extra=\['count'\]"),
-    ],
-)
-def test_arguments_of_a_wrong_type_are_named(arguments, message):
-    model = trained()
-    with pytest.raises(TypeError, match=message):
-        state_dict(model, **arguments)
-    with pytest.raises(TypeError, match=message):
-        load_state_dict(model, state_dict(model), **arguments)
+    ):
+        with pytest.raises(TypeError, match=message):
+            state_dict(model, **arguments)
+        with pytest.raises(TypeError, match=message):
+            load_state_dict(model, state_dict(model), **arguments)
     with pytest.raises(TypeError, match="Expected a `keras.Model`. Received: None"):
         state_dict(None)
     with pytest.raises(TypeError, match="Expected `state` to be a dictionary of arrays.*Received: None"):
