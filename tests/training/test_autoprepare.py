@@ -76,7 +76,7 @@ def nothing_is_left():
 @pytest.mark.parametrize("policy", first_quick(["mixed_float16", "mixed_bfloat16"]))
 def test_every_compile_is_followed_by_prepare_until_the_block_ends(policy):
     with mpkeras.autoprepare(policy):
-        model = compiled()
+        model = compiled(run_eagerly=True)
         assert [layer.compute_dtype for layer in model.layers] == [policy.removeprefix("mixed_"), "float32"]
         assert isinstance(model.optimizer, LossScaleOptimizer)
         assert guard.is_guarded(model)
@@ -220,7 +220,7 @@ def test_what_the_user_put_there_since_stays():
 
 def test_a_loaded_model_is_prepared_and_has_its_optimizer_state(tmp_path):
     model = small()
-    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)
     model.train_on_batch(X, Y)
     model.save(tmp_path / "model.keras")
     with mpkeras.autoprepare("mixed_float16"):

@@ -228,9 +228,9 @@ def test_the_first_step_of_fit_is_traced_once(refuses):
     """
     layer = InTraining(refuses)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), layer, keras.layers.Dense(2)])
-    model.compile("adam", "mse", metrics=["mae"])
+    model.compile("adam", "mse", metrics=["mae"], jit_compile=keras.backend.backend() == "jax")
     mpkeras.prepare(model, "mixed_bfloat16")
     x, y = np.ones((8, 3), "float32"), np.zeros((8, 2), "float32")
-    losses = model.fit(x, y, batch_size=4, epochs=3, verbose=0).history["loss"]
+    losses = model.fit(x, y, batch_size=4, epochs=2, verbose=0).history["loss"]
     assert len(layer.runs) == (2 if refuses else 1)
-    assert losses[2] < losses[0] and keras.ops.convert_to_numpy(model.optimizer.accepted_steps) == 6
+    assert losses[1] < losses[0] and keras.ops.convert_to_numpy(model.optimizer.accepted_steps) == 4

@@ -40,7 +40,7 @@ def step(model, prepare):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [fit, pytest.param(step, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("train", [fit, step])
 def test_layers_of_a_pipeline_are_named_once(train):
     with mpkeras.policy_scope("mixed_bfloat16"):
         century = layers.Rescaling(0.01, offset=-20.0, name="century")
