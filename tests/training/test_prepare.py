@@ -53,17 +53,16 @@ def test_layers_follow_the_policy_and_its_float32_rules():
 
 @pytest.mark.parametrize(
     ("dtypes", "policy", "expected"),
-    [
-        pytest.param(["mixed_float16"] * 2, None, ["float16", "float32"], id="P18: its own 16 bits by default"),
-        pytest.param(["mixed_float16"] * 3, "mixed_bfloat16", ["bfloat16"] * 2 + ["float32"], id="another policy"),
-        pytest.param(["mixed_float16", "float32", "mixed_float16"], None, ["float16"] + ["float32"] * 2, id="kept"),
-        pytest.param(
-            ["mixed_float16", "float32", "mixed_float16"],
-            "mixed_bfloat16",
-            ["bfloat16"] + ["float32"] * 2,
-            id="kept in float32 on purpose",
-        ),
-    ],
+    first_quick(
+        [
+            # P18: its own 16 bits by default.
+            (["mixed_float16"] * 2, None, ["float16", "float32"]),
+            (["mixed_float16"] * 3, "mixed_bfloat16", ["bfloat16"] * 2 + ["float32"]),
+            # What is kept in float32 on purpose.
+            (["mixed_float16", "float32", "mixed_float16"], None, ["float16"] + ["float32"] * 2),
+            (["mixed_float16", "float32", "mixed_float16"], "mixed_bfloat16", ["bfloat16"] + ["float32"] * 2),
+        ]
+    ),
 )
 def test_what_the_layers_compute_in_decides_and_no_name(dtypes, policy, expected):
     model = keras.Sequential([keras.Input((6,)), *[keras.layers.Dense(3, dtype=dtype) for dtype in dtypes]])
@@ -73,36 +72,26 @@ def test_what_the_layers_compute_in_decides_and_no_name(dtypes, policy, expected
     assert model.optimizer.loss_scale_rule == (DynamicLossScale() if policy is None else FixedLossScale(1.0))
 
 
-@pytest.mark.parametrize(
-    ("policy", "optimizer", "rule"),
-    [
-        pytest.param("mixed_float16", lambda: "sgd", DynamicLossScale(), id="float16: dynamic"),
-        pytest.param("mixed_bfloat16", lambda: "sgd", FixedLossScale(1.0), id="bfloat16: checked only"),
-        pytest.param("float32", lambda: "sgd", FixedLossScale(1.0), id="float32: checked only"),
-        pytest.param(
-            Policy("mixed_float16", loss_scale=64.0), lambda: "sgd", FixedLossScale(64.0), id="set on the policy"
-        ),
-        pytest.param(
-            Policy("mixed_float16", loss_scale=None), lambda: "sgd", FixedLossScale(1.0), id="none, by the policy"
-        ),
-        pytest.param(
-            "mixed_float16", lambda: LossScaleOptimizer("sgd", loss_scale=8.0), FixedLossScale(8.0), id="optimizer's"
-        ),
-        pytest.param(
-            "mixed_float16",
-            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=4.0),
-            DynamicLossScale(4.0),
-            id="stock optimizer's settings",
-        ),
-        pytest.param(
-            "mixed_float16",
-            lambda: keras.optimizers.SGD(loss_scale_factor=16.0),
-            FixedLossScale(16.0),
-            id="P28: loss_scale_factor",
-        ),
-    ],
-)
-def test_rule_of_the_loss_scale(policy, optimizer, rule):
+def stock_wrapper():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=4.0)
+
+
+# What makes the optimizer is called in the test: Keras' optimizers belong to one model.
+RULES = {
+    "float16: dynamic": ("mixed_float16", lambda: "sgd", DynamicLossScale()),
+    "bfloat16: checked only": ("mixed_bfloat16", lambda: "sgd", FixedLossScale(1.0)),
+    "float32: checked only": ("float32", lambda: "sgd", FixedLossScale(1.0)),
+    "set on the policy": (Policy("mixed_float16", loss_scale=64.0), lambda: "sgd", FixedLossScale(64.0)),
+    "none, by the policy": (Policy("mixed_float16", loss_scale=None), lambda: "sgd", FixedLossScale(1.0)),
+    "optimizer's": ("mixed_float16", lambda: LossScaleOptimizer("sgd", loss_scale=8.0), FixedLossScale(8.0)),
+    "stock optimizer's settings": ("mixed_float16", stock_wrapper, DynamicLossScale(4.0)),
+    "P28": ("mixed_float16", lambda: keras.optimizers.SGD(loss_scale_factor=16.0), FixedLossScale(16.0)),
+}
+
+
+@pytest.mark.parametrize("case", first_quick(RULES))
+def test_rule_of_the_loss_scale(case):
+    policy, optimizer, rule = RULES[case]
     model = classifier()
     model.compile(optimizer(), "mse")
     prepare(model, policy)
@@ -113,17 +102,16 @@ def test_rule_of_the_loss_scale(policy, optimizer, rule):
     assert model.optimizer.loss_scale_rule == FixedLossScale(2.0)
 
 
+# With its defaults Keras wraps an optimizer by itself.
 @pytest.mark.parametrize(
     ("settings", "in_bfloat16"),
-    [
-        pytest.param(
-            {"initial_scale": 16.0, "dynamic_growth_steps": 9},
-            DynamicLossScale(16.0, dynamic_growth_steps=9),
-            id="the user's",
-        ),
-        # As Keras wraps an optimizer by itself.
-        pytest.param({}, FixedLossScale(1.0), id="defaults"),
-    ],
+    first_quick(
+        [
+            ({}, FixedLossScale(1.0)),
+            ({"initial_scale": 16.0, "dynamic_growth_steps": 9}, DynamicLossScale(16.0, dynamic_growth_steps=9)),
+        ]
+    ),
+    ids=["defaults", "the user's"],
 )
 def test_settings_of_a_stock_optimizer_outlast_other_policies(settings, in_bfloat16):
     model = classifier()
@@ -356,7 +344,7 @@ UNWRAPPABLE = [
 
 @pytest.mark.backends("tensorflow")
 @pytest.mark.parametrize("door", first_quick(["prepare", "callback", "prepare after apply_policy"]))
-@pytest.mark.parametrize(("make", "message"), UNWRAPPABLE)
+@pytest.mark.parametrize(("make", "message"), first_quick(UNWRAPPABLE))
 def test_an_optimizer_that_cannot_be_wrapped_leaves_the_model_as_before(door, make, message):
     dense = [keras.layers.Dense(3, name="dense"), keras.layers.Dense(2, name="end")]
     model = keras.Sequential([keras.Input((6,)), *dense])
@@ -468,7 +456,7 @@ def test_what_generate_has_compiled_is_made_anew_where_the_weights_are_stored_an
     assert model.generate_function is None
 
 
-@pytest.mark.parametrize("policy", [None, "mixed_float16", "float16"])
+@pytest.mark.parametrize("policy", first_quick([None, "mixed_float16", "float16"]))
 def test_float16_variables_are_refused(policy):
     """P26, P40: by both doors, and the model is as before."""
     keras.config.set_dtype_policy("float16")
@@ -485,7 +473,7 @@ def test_float16_variables_are_refused(policy):
         assert keras.config.dtype_policy().name == "float16"
 
 
-@pytest.mark.parametrize(("floatx", "lost", "largest"), [("bfloat16", 257, 256), ("float16", 2049, 2048)])
+@pytest.mark.parametrize(("floatx", "lost", "largest"), first_quick([("bfloat16", 257, 256), ("float16", 2049, 2048)]))
 def test_losses_and_metrics_that_keras_makes_in_16_bits_are_said(floatx, lost, largest):
     """P26: the dtypes of the layers have no part in it."""
     with mpkeras.policy_scope("float32"):
