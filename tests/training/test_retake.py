@@ -326,19 +326,6 @@ def test_nobody_looks_any_more_once_a_step_has_counted(way, monkeypatch):
 
 
 @pytest.mark.slow
-def test_train_on_batch_and_the_callback():
-    model = prepared(**EAGER)
-    assert model.train_on_batch(X, Y, return_dict=True).keys() == {"loss", "mae"}
-    assert counters(model.optimizer) == [1, 0, 0, 0, 0]
-    model = everything()
-    model.compile(keras.optimizers.Adam(0.02), "mse", **EAGER)
-    for epochs in (1, 2):
-        assert fit(model, callbacks=[MixedPrecision("mixed_float16")])["skipped_steps"] == [0]
-        assert counters(model.optimizer) == [epochs * BATCHES, 0, 0, 0, 0]
-    assert "make_train_function" not in vars(model)
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:1 of 4 steps skipped in epoch 1")
 def test_a_batch_whose_loss_is_not_finite_is_skipped_and_the_next_one_taken_again():
     spoiled = X.copy()
