@@ -339,7 +339,7 @@ def without_a_look():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["generator", "PyDataset", "dataset"])
+@pytest.mark.parametrize("kind", ["generator", "dataset"])
 def test_batches_of_any_kind_are_looked_at_and_all_of_them_trained_on(kind):
     """The first batch is read before the step, and handed on."""
     x = np.concatenate([CODES, CODES + 1, CODES[:1]])
@@ -349,18 +349,9 @@ def test_batches_of_any_kind_are_looked_at_and_all_of_them_trained_on(kind):
         for start in range(0, 5, 2):
             yield x[start : start + 2], y[start : start + 2]
 
-    class Batches(keras.utils.PyDataset):
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, index):
-            return x[2 * index : 2 * index + 2], y[2 * index : 2 * index + 2]
-
     def data():
         if kind == "generator":
             return batches()
-        if kind == "PyDataset":
-            return Batches()
         tf = pytest.importorskip("tensorflow")
         return tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
 
