@@ -59,11 +59,6 @@ def waves(times):
     return ops.sin(1300.0 * times)
 
 
-class Waves(Weighted):
-    def call(self, times):
-        return waves(times)
-
-
 class Block(layers.Layer):
     """A block with dropout around another layer of the user's."""
 
@@ -219,9 +214,7 @@ def test_so_does_a_prediction(is_built):
 
 CASES = {
     "counted positions": (lambda: Counts(name="own"), (400, 2), RANDOM.normal(size=(3, 400, 2)), "bfloat16", "own"),
-    "of long sequences": (lambda: Counts(name="own"), (5000, 1), RANDOM.normal(size=(3, 5000, 1)), "float16", "own"),
     "small differences": (lambda: Apart(name="own"), (4,), PLACES, "float16", "own"),
-    "sines": (lambda: Waves(name="own"), (3,), RANDOM.uniform(size=(5, 3)), "float16", "own"),
     "in a block": (lambda: Block(Apart(name="in")), (4,), PLACES, "bfloat16", "in"),
     "tried on symbols": (lambda: Asks(Apart(name="in")), (4,), PLACES, "bfloat16", "in"),
     "in a loop": (
@@ -359,7 +352,7 @@ def test_a_rule_for_all_is_named_where_more_are_lost_than_are_named():
     assert said_by(lambda: make(keep_float32=rules).evaluate(x, np.ones((2, 1)), verbose=0)) == []
 
 
-@pytest.mark.parametrize(("size", "is_lost"), [(0.02, True), (1.5, False)])
+@pytest.mark.parametrize(("size", "is_lost"), first_quick([(0.02, True), (1.5, False)]))
 def test_what_a_layer_adds_to_the_loss_is_compared_too(size, is_lost):
     x = (size * np.random.default_rng(11).normal(size=(5, 8))).astype("float32")
     model = functional(Divergence(name="divergence"), (8,))
@@ -461,7 +454,7 @@ def test_what_makes_the_outputs_of_a_model_that_has_run_before_is_in_float32_aft
     model.fit(x, x[:, :3], verbose=0, callbacks=callbacks)
     made_last = getattr(model.head, "dense", model.head)
     assert (model.body.dense.compute_dtype, made_last.compute_dtype) == ("float16", "float32")
-    outputs = model.predict(x, verbose=0)
+    outputs = np.asarray(ops.convert_to_numpy(model(x)))
     assert np.any(outputs != outputs.astype("float16"))
 
 
