@@ -10,7 +10,7 @@ from keras import layers, ops
 import mpkeras
 from mpkeras.training.lost_outputs import lost_outputs
 from tests.cases import first_quick
-from tests.training.models import made_by, warned_of
+from tests.training.models import BACKEND, made_by, warned_of
 
 RANDOM = np.random.default_rng(8)
 X = RANDOM.normal(size=(20, 5)).astype("float32")
@@ -134,7 +134,7 @@ def test_it_is_named_once():
     assert message.endswith("'float32')`, or compute them in a method under `@mpkeras.float32_island`.")
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "mixed_float16"]))
 def test_how_far_it_is_off_is_that_of_a_computation_by_hand(policy):
     model = built(FarFromZero, policy)
     (lost,) = lost_outputs(model, X[:16])
@@ -194,14 +194,14 @@ def test_each_call_of_a_shared_model_is_compared():
     assert lost_outputs(of_large, X) == []
 
 
-@pytest.mark.parametrize(("policy", "is_lost"), [("mixed_float16", True), ("mixed_bfloat16", False)])
+@pytest.mark.parametrize(("policy", "is_lost"), first_quick([("mixed_float16", True), ("mixed_bfloat16", False)]))
 def test_what_is_beyond_float16_is_named(policy, is_lost):
     found = lost_outputs(built(Squares, policy), X)
     assert [lost.error for lost in found] == [np.inf] * is_lost
 
 
 @pytest.mark.parametrize(
-    ("make", "purpose"), [(Returns, "returns"), (Adds, "adds to the losses")], ids=["returned", "added"]
+    ("make", "purpose"), first_quick([(Returns, "returns"), (Adds, "adds to the losses")]), ids=["returned", "added"]
 )
 def test_so_is_what_is_returned_or_added_to_the_losses(make, purpose):
     found = lost_outputs(built(make, mpkeras.Policy("mixed_bfloat16", keep_float32=[])), X)
@@ -218,7 +218,7 @@ def test_nothing_shows_afterwards(monkeypatch):
     def trained():
         keras.utils.set_random_seed(6)
         model = Draws()
-        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=BACKEND == "jax")
         mpkeras.prepare(model, "mixed_bfloat16")
         model.fit(X, Y, batch_size=10, shuffle=False, verbose=0)
         return [*model.get_weights(), ops.convert_to_numpy(model.seed.state.value)]
