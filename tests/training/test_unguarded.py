@@ -171,7 +171,8 @@ def test_nothing_is_said_where_nothing_is_wrong(is_there, door):
 def test_weights_that_the_first_step_makes_are_not_moved_by_it(moves):
     plain = keras.optimizers.SGD(0.1)
     model = Own(updated_by(lambda model: plain) if moves else nothing)
-    model.compile("sgd", "mse", jit_compile=False)
+    # With a graph where they are moved.
+    model.compile("sgd", "mse", run_eagerly=not moves, jit_compile=False)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         # The model is not built: its step makes the weights.
