@@ -93,8 +93,7 @@ H: `make_train_step` applied no float32 rules
 17: buffers of torch modules and native variables kept the trace of a skipped step
     training/test_no_trace.py test_state_that_is_no_keras_variable
 18: metrics stayed NaN for an epoch whose first step was bad
-    training/test_metric_states.py
-        test_metrics_after_the_first_counted_step_are_those_of_a_run_without_the_skipped_ones
+    training/test_metric_states.py test_until_a_step_counts_the_losses_are_those_of_the_skipped_steps
 19: an inner guarded step took off the watch of the outer one
     training/test_no_trace.py test_an_inner_guarded_step_leaves_the_outer_ones_watch_alone
 20: a batch without rows, or a step that raises, left NaN

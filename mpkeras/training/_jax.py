@@ -350,7 +350,9 @@ class CompiledStep:
             y_pred, updated, losses = model.stateless_call(
                 trainable, non_trainable, x, return_losses=True, **parts.call_options
             )
-            loss = parts.objective.total_loss(y, y_pred, sample_weight, losses)
+            # Of what a loss keeps in variables of its own nothing is written, as in Keras' `fit` on JAX.
+            with keras.StatelessScope():
+                loss = parts.objective.total_loss(y, y_pred, sample_weight, losses)
             with _scope(optimizer.variables, optimizer_values):
                 scaled_loss = optimizer.scale_loss(loss)
             return scaled_loss, (loss, y_pred, updated)

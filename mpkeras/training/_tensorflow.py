@@ -400,7 +400,7 @@ class CompiledStep:
 
     def __init__(self, parts):
         self._parts = parts
-        self._inventory = Inventory(parts.model)
+        self._inventory = Inventory(parts.model, parts.objective.given_losses)
 
     def __call__(self, x, y, sample_weight):
         x, y, sample_weight = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))

@@ -79,7 +79,7 @@ def of_its_own(data):
 
 class _Step(StepInVariables):
     def __init__(self, inventory, optimizers, metrics, results):
-        kept = _kept_by_users(inventory.model, inventory.ask(helpers, layers))
+        kept = _kept_by_users(inventory.model, inventory.ask(helpers, layers, inventory.beside))
         self._tensors = [state for state in kept if torch.is_tensor(state.value)]
         self._numbers = [(state, state.value) for state in kept if not torch.is_tensor(state.value)]
         super().__init__(inventory, optimizers, metrics, results)
@@ -242,7 +242,7 @@ class CompiledStep:
 
     def __init__(self, parts):
         self._parts = parts
-        self._inventory = Inventory(parts.model)
+        self._inventory = Inventory(parts.model, parts.objective.given_losses)
         self._forward = torch.compile(self._loss) if parts.jit_compile else self._loss
 
     def __call__(self, x, y, sample_weight):

@@ -53,20 +53,24 @@ def layers(model) -> list:
     return Survey.of(model).layers
 
 
-def holders_of_optimizers(model) -> list:
+def holders_of_optimizers(model, beside=()) -> list:
     """Returns the objects whose attributes may be optimizers that train `model`.
 
     They are the model, its layers, and the plain objects that these hold, as an agent or a trainer that is an attribute
     of the model, and what those hold in turn. No other models: their optimizers train them.
+
+    Args:
+        beside: Objects that are used beside the model, as the losses of a train step of ours.
     """
     reached = layers(model)
     seen = {id(holder) for holder in reached}
-    last = reached
+    held = [*beside, *(value for holder in reached for value in _held(holder))]
     for _ in range(_DEPTH):
-        last = [value for holder in last for value in _held(holder) if _is_helper(value)]
+        last = [value for value in held if _is_helper(value)]
         last = list({id(value): value for value in last if id(value) not in seen}.values())
         seen |= {id(value) for value in last}
         reached = [*reached, *last]
+        held = [value for holder in last for value in _held(holder)]
     return reached
 
 
@@ -172,10 +176,10 @@ def metrics_of_layers(model) -> list:
     return list({id(variable): variable for variable in variables}.values())
 
 
-def states_of_helpers(model) -> list:
+def states_of_helpers(model, beside=()) -> list:
     """Returns the variables that Keras does not list: those of helper objects, as an activation, and global ones."""
     survey = Survey.of(model)
-    states = [state for helper in helpers(survey) for value in _held(helper) for state in _states_of(value)]
+    states = [state for helper in helpers(survey, beside) for value in _held(helper) for state in _states_of(value)]
     states += [state for layer in survey.layers if not is_graph(layer) for state in states_outside(layer)]
     if not states:
         return []
@@ -185,9 +189,9 @@ def states_of_helpers(model) -> list:
     return list({id(state): state for state in states if id(state) not in known}.values())
 
 
-def helpers(model) -> list:
+def helpers(model, beside=()) -> list:
     """Returns those of `holders_of_optimizers` that are no layers."""
-    return [holder for holder in holders_of_optimizers(model) if not isinstance(holder, keras.layers.Layer)]
+    return [holder for holder in holders_of_optimizers(model, beside) if not isinstance(holder, keras.layers.Layer)]
 
 
 def models_of_metrics(model) -> list:
@@ -262,24 +266,30 @@ class Inventory:
 
     Keras tells nobody when a layer or a variable is put into a model or taken out. So each question says what it looks
     at, which is compared by identity: for 100 `Dense` layers half of what the walks take.
+
+    Args:
+        model: The model.
+        beside: Objects that a step uses beside it, as its losses.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, beside=()):
         self.model = model
+        self.beside = beside
         self._answers: dict = {}
 
-    def ask(self, find: Callable, looks_at: Callable):
-        """Returns `find(model)`, of now or of an earlier step.
+    def ask(self, find: Callable, looks_at: Callable, *arguments):
+        """Returns `find(model, *arguments)`, of now or of an earlier step.
 
         Args:
             find: Function from the model to the answer; what it returns must not be changed.
             looks_at: Function from the model to a list of all objects that the answer depends on, or to `None` where
                 that is not known: then nothing is remembered.
+            arguments: The same ones in each step.
         """
         seen = looks_at(self.model)
         seen_last, answer = self._answers.get(find, (None, None))
         if seen is None or seen_last is None or not _are_same(seen, seen_last):
-            answer = find(self.model)
+            answer = find(self.model, *arguments)
             self._answers[find] = seen, answer
         return answer
 

@@ -30,6 +30,11 @@ class Objective:
         return [metric for metrics in lists for metric in metrics]
 
     @property
+    def given_losses(self) -> list:
+        """The losses as their user gave them; of a bound method the object, which may hold variables that it writes."""
+        return [getattr(loss, "__self__", loss) for loss in keras.tree.flatten(self.given[0])]
+
+    @property
     def metric_variables(self) -> list:
         return [variable for metric in self.metrics for variable in metric.variables]
 

@@ -64,7 +64,7 @@ class StepInVariables:
         weights, others = inventory.ask(weights_and_others, layers_and_variables)
         self._watched = [*weights, *trainable(model, others), *shared_states()]
         self._natives = self.native_states(model)
-        unlisted = [*unlisted_states(model), *inventory.ask(states_of_helpers, layers)]
+        unlisted = [*unlisted_states(model), *inventory.ask(states_of_helpers, layers, inventory.beside)]
         # Of a step of ours they are not among the metrics.
         of_step = {id(variable) for metric in metrics() for variable in metric.variables}
         unlisted += [v for v in inventory.ask(metrics_of_layers, layers) if id(v) not in of_step]

@@ -28,7 +28,7 @@ from mpkeras.training import training_backend
 from mpkeras.training.capsule_file import capsule_of_step
 from mpkeras.training.data_layers import warn_of_layers_for_the_data
 from mpkeras.training.first_batch import is_looked_at, look
-from mpkeras.training.inventory import moving_variables
+from mpkeras.training.inventory import moving_variables, states_of_helpers
 from mpkeras.training.last_step import BEFORE
 from mpkeras.training.objective import Objective
 from mpkeras.training.prepare import (
@@ -351,13 +351,16 @@ class TrainStep:
         Raises:
             ValueError: If the model is not built, or names, shapes or dtypes in `state` are not those of the step.
         """
-        model, optimizers, metric_variables = self._state_parts()
-        load_state_dict(model, state, optimizers, metric_variables)
+        model, optimizers, others = self._state_parts()
+        load_state_dict(model, state, optimizers, others)
 
     def _state_parts(self):
         if self.model.built:
             self._build_optimizer()
-        return self.model, [self.optimizer], self._parts.objective.metric_variables
+        objective = self._parts.objective
+        of_model = set(map(id, states_of_helpers(self.model)))
+        of_losses = [v for v in states_of_helpers(self.model, objective.given_losses) if id(v) not in of_model]
+        return self.model, [self.optimizer], [*objective.metric_variables, *of_losses]
 
     def _get_ready(self, x, y):
         if self._parts.is_outdated():

@@ -8,6 +8,8 @@ import pytest
 from keras import layers
 
 import mpkeras
+from tests.cases import first_quick
+from tests.step_modes import QUICK_TO_COMPILE
 from tests.training.models import DOORS, made_by, warned_of
 
 said_by = functools.partial(warned_of, "is given numbers beyond float16's 65504")
@@ -29,9 +31,9 @@ class Batches(keras.utils.PyDataset):
         return PRESSURES[number::2], TARGETS[number::2]
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", first_quick(DOORS))
 def test_a_layer_is_named_once_with_the_number_before_it_trains(door):
-    model, callbacks = made_by(door, plain, "mixed_float16")
+    model, callbacks = made_by(door, plain, "mixed_float16", **QUICK_TO_COMPILE)
     fit = functools.partial(model.fit, PRESSURES, TARGETS, batch_size=40, shuffle=False, verbose=0, callbacks=callbacks)
     (message,) = said_by(fit)
     # The first beyond it is number 22: 20000 + 22 (101325 - 20000) / 39
@@ -41,13 +43,10 @@ def test_a_layer_is_named_once_with_the_number_before_it_trains(door):
 
 def test_predictions_evaluations_data_sets_and_steps_say_so_too():
     for method, data in (("predict", (PRESSURES,)), ("evaluate", (-PRESSURES, TARGETS)), ("fit", (Batches(),))):
-        model, _ = made_by("prepare", plain, "mixed_float16")
+        model, _ = made_by("prepare", plain, "mixed_float16", **QUICK_TO_COMPILE)
         (message,) = said_by(functools.partial(getattr(model, method), *data, verbose=0))
         assert ("becomes -inf" if method == "evaluate" else "becomes inf") in message
-    optimizer = keras.optimizers.SGD()
-    step = mpkeras.make_train_step(
-        mpkeras.apply_policy(plain(), "mixed_float16"), optimizer, keras.losses.mean_squared_error
-    )
+    step = mpkeras.make_train_step(mpkeras.apply_policy(plain(), "mixed_float16"), "sgd", "mse", jit_compile=False)
     assert said_by(lambda: step(PRESSURES, TARGETS))
 
 

@@ -71,6 +71,37 @@ def test_the_models_own_losses_are_trained(jit_compile):
     np.testing.assert_allclose(model.get_weights()[0], [[0.5], [1.0]])
 
 
+class Following(keras.losses.Loss):
+    """Follows the mean of what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.Variable(0.5, trainable=False)
+
+    def call(self, y, y_pred):
+        losses = keras.ops.mean(keras.ops.abs(y - y_pred), axis=-1)
+        self.mean.assign(0.75 * self.mean + 0.25 * keras.ops.mean(losses))
+        return losses
+
+
+@pytest.mark.parametrize("is_method", [False, True], ids=["Loss", "method"])
+@pytest.mark.parametrize("jit_compile", first_quick(GRAPH_FIRST))
+def test_a_skipped_step_leaves_no_trace_in_what_a_loss_holds(jit_compile, is_method):
+    loss = Following()
+    given = loss.call if is_method else loss
+    step = make_train_step(linear(), keras.optimizers.SGD(0.0), given, jit_compile=jit_compile)
+    x, means = np.ones((4, 2)), []
+    for factor in (1.0, np.inf, 1.0):
+        assert bool(number(step(factor * x, np.zeros((4, 1)))["skipped"])) == (factor == np.inf)
+        means.append(float(loss.mean))
+    # The error is 3. On JAX the variable stands still, as in `fit`.
+    assert means == ([0.5] * 3 if BACKEND == "jax" else [1.125, 1.125, 1.59375])
+    state = step.state_dict()
+    loss.mean.assign(7.0)
+    step.load_state_dict(state)
+    assert float(loss.mean) == means[-1]
+
+
 class Subclassed(keras.Model):
     def __init__(self, heads=1):
         super().__init__()

@@ -329,6 +329,7 @@ def test_the_trace_and_the_comparison_are_of_this_step(tmp_path):
     assert capsule.run()["same_bits"]
 
 
+@pytest.mark.filterwarnings("ignore:.*is given numbers beyond float16")
 def test_the_trace_names_the_layers_of_the_model_that_was_trained(tmp_path):
     with mpkeras.policy_scope("mixed_float16"):
         model = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.Dense(3)], name="net")
