@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 
 import keras
@@ -82,6 +83,9 @@ def run_unseen(model, x, observers):
                 let_heads_tell(model, tensors)
             for observer in observers:
                 stack.enter_context(observer)
+            # Of data that are no arguments of the `call`, for a step of the user's own, Keras warns before it raises.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", module=r"keras\.")
             model(tensors, **options)
     finally:
         training_backend.set_global_random_states(random_states)

@@ -303,6 +303,7 @@ class Distance(keras.layers.Layer):
         return keras.ops.sqrt(keras.ops.sum((x - x[:, :1]) ** 2, axis=-1, keepdims=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", first_quick(["float32", "mixed_bfloat16"]))
 def test_a_slope_that_is_not_finite_in_the_range_of_float32_is_not_laid_on_the_policy(policy):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, kernel_initializer="ones"), Distance()])
@@ -312,6 +313,7 @@ def test_a_slope_that_is_not_finite_in_the_range_of_float32_is_not_laid_on_the_p
     assert not any("mixed_bfloat16" in str(warning.message) for warning in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overflowing", first_quick([1, 2]))
 def test_two_skipped_steps_in_a_row_at_the_lowest_scale_are_told_and_one_is_not(overflowing):
     y = np.ones((6, 1), "float32")

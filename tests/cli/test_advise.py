@@ -58,6 +58,7 @@ def two_outputs():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*HDF5 file:UserWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", first_quick(["model.keras", "model.h5"]))
 def test_several_outputs_and_the_loss_of_an_older_file(capsys, tmp_path, name):

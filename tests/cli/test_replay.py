@@ -10,6 +10,9 @@ import mpkeras
 from tests.cli.lines import lines_of
 from tests.tools.blackbox import faults
 
+# The faults are in the data, among others.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is given numbers beyond float16")
+
 printed, failing_line = lines_of("replay")
 
 

@@ -272,6 +272,7 @@ class Levelled(layers.Layer):
         return x + h * self.level
 
 
+@pytest.mark.slow
 @pytest.mark.backends("torch", "tensorflow")
 def test_a_state_that_is_read_back_has_no_gradient_the_second_time_either():
     def losses(remat):

@@ -294,6 +294,7 @@ def test_p42_upsampling_trains(policy, interpolation, backend):
     assert model.layers[1].compute_dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 def test_upsampling_that_works_stays_in_16_bits():
     for interpolation, name in (("nearest", "bfloat16"), ("bilinear", "float32")):
@@ -387,6 +388,7 @@ def test_long_kernels_of_few_channels_compute_what_float32_computes(case):
     assert np.linalg.norm(narrow - exact) < 0.02 * np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "torch")
 def test_a_transposed_convolution_of_few_filters_has_the_gradient_of_float32():
     """By its inputs: at 8 filters, of 4 in a row."""
@@ -408,6 +410,7 @@ def test_a_transposed_convolution_of_few_filters_has_the_gradient_of_float32():
     assert np.linalg.norm(step_of_first_kernel() - exact) < 0.05 * np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "mixed_float16"]))
 def test_a_trial_while_keras_asks_for_shapes_says_what_it_says_at_other_times(policy):
     """A model that is not built is converted then; on torch no operation has numbers."""

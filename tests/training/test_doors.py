@@ -248,6 +248,7 @@ def test_prepare_logs_and_warns_as_the_callback_does(y, options, skipped_steps, 
     assert prepared_history["skipped_steps"] == history["skipped_steps"] == skipped_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "callbacks", first_quick([[], [MixedPrecision(loss_scale=FixedLossScale(2.0))]]), ids=["prepared", "both"]
 )

@@ -242,6 +242,7 @@ class WithUnusedLayer(FarFromZero):
         self.unused = layers.Dense(2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`build\\(\\)` was called")
 def test_a_layer_that_no_call_reaches_hides_nothing():
     model = WithUnusedLayer()

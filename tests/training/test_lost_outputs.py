@@ -439,6 +439,7 @@ class TwoParts(keras.Model):
         return self.head(self.body(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_head", first_quick([lambda: layers.Dense(3), lambda: Squashed(3)]), ids=["stock", "own"])
 @pytest.mark.parametrize("door", first_quick(DOORS))
 def test_what_makes_the_outputs_of_a_model_that_has_run_before_is_in_float32_after_the_look(door, make_head):

@@ -137,6 +137,7 @@ class Seen(keras.metrics.Metric):
             self.steps.assign(0)
 
 
+@pytest.mark.slow
 @IGNORES
 @pytest.mark.parametrize("counts_steps", first_quick([False, True]))
 def test_what_a_metric_keeps_in_python_is_not_emptied_by_a_step(counts_steps):

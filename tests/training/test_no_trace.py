@@ -478,6 +478,7 @@ def test_an_update_before_the_skipped_step_of_a_part_counts_for_the_step_around_
     assert int(whole.calls) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", first_quick(GRAPH_FIRST))
 def test_what_a_constraint_writes_is_an_update_and_no_write_of_a_layer(jit_compile):
     """On TensorFlow it is written in a branch of the program, from which no old value gets out."""

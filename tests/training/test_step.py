@@ -853,6 +853,7 @@ def test_python_branches_on_tensors_are_refused_as_in_fit(jit_compile):
     assert float(step(x, y)["loss"]) == pytest.approx(15.0)
 
 
+@pytest.mark.slow
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "float32"]))
 def test_sparse_batches_train_as_dense_ones_do(policy, backend):

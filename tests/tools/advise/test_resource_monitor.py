@@ -154,6 +154,7 @@ def test_peak_of_the_process_is_in_bytes():
     assert 5e7 < process_peak_bytes() < 1e13
 
 
+@pytest.mark.slow
 def test_it_can_be_copied_and_sent_to_other_processes():
     """As callbacks of Keras can, and a search over models does."""
     monitor, model = ResourceMonitor(batch_size=5), compiled(run_eagerly=True)

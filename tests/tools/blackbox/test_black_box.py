@@ -25,6 +25,7 @@ SKIPS = pytest.mark.filterwarnings(
     "ignore:.* steps skipped in epoch",
     "ignore:All .* steps",
     "ignore:The outputs of layer .* are inf or NaN",
+    "ignore:.*is given numbers beyond float16",
 )
 
 

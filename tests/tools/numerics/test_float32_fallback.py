@@ -14,6 +14,7 @@ from tests.tools.numerics.test_numerics_monitor import X, Y, six_layers
 
 quiet = pytest.mark.filterwarnings(
     "ignore:The outputs of layer .* are inf or NaN",
+    "ignore:.*is given numbers beyond float16",
     "ignore:.*was skipped",
     "ignore:.*has moved from float16",
     "ignore:All .* steps of epoch",
