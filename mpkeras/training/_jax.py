@@ -303,7 +303,8 @@ class CompiledStep:
     def _variables(self):
         """Returns the variables of the state, in the order of its parts."""
         parts = self._parts
-        trainable, non_trainable = parts.model.trainable_variables, parts.model.non_trainable_variables
+        trainable = parts.model.trainable_variables
+        non_trainable = [*parts.model.non_trainable_variables, *parts.loss_states]
         return [trainable, non_trainable, parts.optimizer.variables, parts.objective.metric_variables]
 
     def _compiled(self, state):
@@ -345,14 +346,16 @@ class CompiledStep:
         parts, (x, y, sample_weight) = self._parts, data
         model, optimizer = parts.model, parts.optimizer
         trainable, non_trainable, optimizer_values, metric_values = state
+        of_model, of_losses = len(model.non_trainable_variables), parts.loss_states
+        non_trainable, loss_values = non_trainable[:of_model], non_trainable[of_model:]
 
         def scaled_loss_of(trainable):
             y_pred, updated, losses = model.stateless_call(
                 trainable, non_trainable, x, return_losses=True, **parts.call_options
             )
-            # Of what a loss keeps in variables of its own nothing is written, as in Keras' `fit` on JAX.
-            with keras.StatelessScope():
+            with _scope(of_losses, loss_values) as scope:
                 loss = parts.objective.total_loss(y, y_pred, sample_weight, losses)
+            updated = [*updated, *map(scope.get_current_value, of_losses)]
             with _scope(optimizer.variables, optimizer_values):
                 scaled_loss = optimizer.scale_loss(loss)
             return scaled_loss, (loss, y_pred, updated)

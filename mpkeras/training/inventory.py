@@ -63,15 +63,17 @@ def holders_of_optimizers(model, beside=()) -> list:
         beside: Objects that are used beside the model, as the losses of a train step of ours.
     """
     reached = layers(model)
-    seen = {id(holder) for holder in reached}
-    held = [*beside, *(value for holder in reached for value in _held(holder))]
+    return [*reached, *_helpers_among([*beside, *(value for holder in reached for value in _held(holder))])]
+
+
+def _helpers_among(values) -> list:
+    """Returns the plain objects among `values`, and those that these hold, each once."""
+    reached: dict = {}
     for _ in range(_DEPTH):
-        last = [value for value in held if _is_helper(value)]
-        last = list({id(value): value for value in last if id(value) not in seen}.values())
-        seen |= {id(value) for value in last}
-        reached = [*reached, *last]
-        held = [value for holder in last for value in _held(holder)]
-    return reached
+        last = {id(value): value for value in values if _is_helper(value) and id(value) not in reached}
+        reached |= last
+        values = [value for holder in last.values() for value in _held(holder)]
+    return list(reached.values())
 
 
 # How far a helper object may be away from the model or the layer that reaches it.
@@ -179,7 +181,7 @@ def metrics_of_layers(model) -> list:
 def states_of_helpers(model, beside=()) -> list:
     """Returns the variables that Keras does not list: those of helper objects, as an activation, and global ones."""
     survey = Survey.of(model)
-    states = [state for helper in helpers(survey, beside) for value in _held(helper) for state in _states_of(value)]
+    states = _states_held(helpers(survey, beside))
     states += [state for layer in survey.layers if not is_graph(layer) for state in states_outside(layer)]
     if not states:
         return []
@@ -187,6 +189,16 @@ def states_of_helpers(model, beside=()) -> list:
     listed += [variable for optimizer in all_optimizers(survey) for variable in optimizer.variables]
     known = {id(variable) for variable in listed}
     return list({id(state): state for state in states if id(state) not in known}.values())
+
+
+def states_held_by(objects) -> list:
+    """Returns the variables that plain objects, as losses, hold themselves or by others."""
+    states = _states_held(_helpers_among(objects))
+    return list({id(state): state for state in states}.values())
+
+
+def _states_held(holders) -> list:
+    return [state for holder in holders for value in _held(holder) for state in _states_of(value)]
 
 
 def helpers(model, beside=()) -> list:

@@ -65,9 +65,10 @@ class StepInVariables:
         self._watched = [*weights, *trainable(model, others), *shared_states()]
         self._natives = self.native_states(model)
         unlisted = [*unlisted_states(model), *inventory.ask(states_of_helpers, layers, inventory.beside)]
-        # Of a step of ours they are not among the metrics.
+        unlisted += inventory.ask(metrics_of_layers, layers)
+        # Of a step of ours they may be among the metrics.
         of_step = {id(variable) for metric in metrics() for variable in metric.variables}
-        unlisted += [v for v in inventory.ask(metrics_of_layers, layers) if id(v) not in of_step]
+        unlisted = [variable for variable in unlisted if id(variable) not in of_step]
         statistics = [*non_trainable(model, others), *unlisted, *self._natives]
         # The statistics, and what has been written in the step: `(place, value before)`. Frozen weights, as statistics,
         # never become non-finite.

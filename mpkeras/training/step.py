@@ -28,7 +28,7 @@ from mpkeras.training import training_backend
 from mpkeras.training.capsule_file import capsule_of_step
 from mpkeras.training.data_layers import warn_of_layers_for_the_data
 from mpkeras.training.first_batch import is_looked_at, look
-from mpkeras.training.inventory import moving_variables, states_of_helpers
+from mpkeras.training.inventory import moving_variables, states_held_by
 from mpkeras.training.last_step import BEFORE
 from mpkeras.training.objective import Objective
 from mpkeras.training.prepare import (
@@ -357,10 +357,7 @@ class TrainStep:
     def _state_parts(self):
         if self.model.built:
             self._build_optimizer()
-        objective = self._parts.objective
-        of_model = set(map(id, states_of_helpers(self.model)))
-        of_losses = [v for v in states_of_helpers(self.model, objective.given_losses) if id(v) not in of_model]
-        return self.model, [self.optimizer], [*objective.metric_variables, *of_losses]
+        return self.model, [self.optimizer], [*self._parts.objective.metric_variables, *self._parts.loss_states]
 
     def _get_ready(self, x, y):
         if self._parts.is_outdated():
@@ -450,6 +447,15 @@ class StepParts:
         if self._moving is None:
             self._moving = moving_variables([self.optimizer], self.metrics)
         return self._moving
+
+    @property
+    def loss_states(self) -> list:
+        """The variables that the losses hold, as a running mean, and that nothing else of the step lists."""
+        states = states_held_by(self.objective.given_losses)
+        # Most losses hold none, and to list all variables takes longer.
+        lists = (self.model, self.optimizer, *self.metrics) if states else ()
+        listed = {id(variable) for holder in lists for variable in holder.variables}
+        return [state for state in states if id(state) not in listed]
 
     def packed(self, values) -> dict:
         """Returns the values of `moving`, those of one dtype in one tensor: each output of a step costs time."""
