@@ -72,6 +72,7 @@ def test_tensorflow_workers(loop):
     check_both_ranks(sum(lines, []))
 
 
+@pytest.mark.slow
 @pytest.mark.backends("torch")
 @pytest.mark.parametrize("program", ["torch_ddp.py", "torch_fsdp2.py"])
 def test_torch_ranks(program):
@@ -79,6 +80,7 @@ def test_torch_ranks(program):
     check_both_ranks(last_lines(run_torchrun(CLUSTER / program, "--plant-overflow", 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.backends("torch")
 def test_what_fsdp2_sends_and_holds():
     (port,) = free_ports(1)
@@ -172,11 +174,8 @@ def undisturbed(tmp_path_factory):
     return job
 
 
-# Each start of two processes takes seconds: of the backends one by default.
-ELSEWHERE = [] if keras.backend.backend() == "torch" else [pytest.mark.slow]
-
-
-@pytest.mark.parametrize("kills", [pytest.param(2, marks=ELSEWHERE), pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 10])
 def test_a_job_whose_workers_are_killed_ends_as_the_one_without_kills(tmp_path, undisturbed, kills):
     rng = np.random.default_rng(kills)
     job = Job(tmp_path / "job")

@@ -32,6 +32,7 @@ def run_on_two_ranks(script, pattern: str) -> list:
     return sorted(re.findall(pattern, run_torchrun(script)))
 
 
+@pytest.mark.slow
 @pytest.mark.backends("torch")
 def test_the_ddp_example_on_two_ranks(tmp_path):
     script = tmp_path / "block.py"
@@ -40,6 +41,7 @@ def test_the_ddp_example_on_two_ranks(tmp_path):
     assert found == [f"rank {rank}: loss scale 32768.0, skipped 0" for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.backends("torch")
 def test_our_step_with_averaged_gradients_on_two_ranks(tmp_path):
     script = tmp_path / "block.py"

@@ -22,6 +22,7 @@ def test_each_shard_under_data_parallel():
     assert result["layouts_kept"]
 
 
+@pytest.mark.slow
 def test_each_shard_under_model_parallel():
     # A mesh of 4 x 2: the batch is cut in four, kernels and their momenta in two.
     result = run_program("train.py", "model_parallel", "--shards", 4)
@@ -33,6 +34,7 @@ def test_each_shard_under_model_parallel():
     assert [parts["dense/kernel"], parts["sgd/dense_kernel_momentum"]] == [[8, 4], [8, 4]]
 
 
+@pytest.mark.slow
 def test_each_shard_in_two_processes():
     (port,) = free_ports(1)
     arguments = ["data_parallel", "--shards", 8, "--processes", 2, "--port", port]
