@@ -131,9 +131,8 @@ def _states_written(layer, reach) -> list[str]:
         values = reach.values_of(write.attribute)
         if write.is_indirect:
             # Weights are moved by the optimizer.
-            values = _keras.own_variables(layer) if write.attribute is None else values
             if any(is_cast(value) and not getattr(value, "trainable", False) for value in values):
-                names[f"`{write.function}`" if write.attribute is None else f"'{write.attribute}'"] = None
+                names[f"'{write.attribute}'"] = None
             continue
         is_unknown = not (values and all(map(_is_known, values)))
         if any(map(is_cast, values)) or (is_unknown and (not layer.built or reach.holds_cast_variable())):

@@ -53,17 +53,19 @@ def layers(model) -> list:
     return Survey.of(model).layers
 
 
-def holders_of_optimizers(model, beside=()) -> list:
+def holders_of_optimizers(model) -> list:
     """Returns the objects whose attributes may be optimizers that train `model`.
 
     They are the model, its layers, and the plain objects that these hold, as an agent or a trainer that is an attribute
     of the model, and what those hold in turn. No other models: their optimizers train them.
-
-    Args:
-        beside: Objects that are used beside the model, as the losses of a train step of ours.
     """
-    reached = layers(model)
-    return [*reached, *_helpers_among([*beside, *(value for holder in reached for value in _held(holder))])]
+    model = Survey.of(model)
+    return [*layers(model), *helpers(model)]
+
+
+def helpers(model, beside=()) -> list:
+    """Returns the plain objects that layers of `model` hold, those `beside` it, as losses, and what those hold."""
+    return _helpers_among([*beside, *(value for layer in layers(model) for value in _held(layer))])
 
 
 def _helpers_among(values) -> list:
@@ -199,11 +201,6 @@ def states_held_by(objects) -> list:
 
 def _states_held(holders) -> list:
     return [state for holder in holders for value in _held(holder) for state in _states_of(value)]
-
-
-def helpers(model, beside=()) -> list:
-    """Returns those of `holders_of_optimizers` that are no layers."""
-    return [holder for holder in holders_of_optimizers(model, beside) if not isinstance(holder, keras.layers.Layer)]
 
 
 def models_of_metrics(model) -> list:

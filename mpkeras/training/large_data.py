@@ -46,22 +46,25 @@ class TooLarge:
 
 def may_be_too_large(model) -> bool:
     """Whether a layer of `model` computes in float16."""
-    return any(layer.compute_dtype == "float16" for layer in layers_of(model))
+    return bool(_in_float16(model))
+
+
+def _in_float16(model) -> list:
+    return [layer for layer in layers_of(model) if layer.compute_dtype == "float16"]
 
 
 def warn_of_large_data(model, x):
     """Warns, once of each layer, of layers that cast finite numbers of a batch to inf."""
-    if training_backend.is_distributed(model) or not may_be_too_large(model):
-        return
-    rows = _rows_too_large(numbers_in(x))
+    layers = [] if training_backend.is_distributed(model) else _in_float16(model)
+    rows = _rows_too_large(numbers_in(x)) if layers else []
     if not rows:
         return
-    layers = {_keras.path_of(layer): layer for layer in layers_of(model)}
-    named = run_on_few_rows(model, x, lambda: _Observed(layers.values()), rows).found()
-    untold = [large for large in named if layers[large.layer] not in _told]
+    found = run_on_few_rows(model, x, lambda: _Observed(layers), rows).found
+    untold = [(layer, number) for layer, number in found.values() if layer not in _told]
     if untold:
-        _told.update(layers[large.layer] for large in untold)
-        warnings.warn(in_one_message(untold), stacklevel=3)
+        _told.update(layer for layer, _ in untold)
+        named = [TooLarge(_keras.path_of(layer), number) for layer, number in untold]
+        warnings.warn(in_one_message(named), stacklevel=3)
 
 
 def warn_of_large_rows(model, x, arrays, size):
@@ -91,11 +94,15 @@ _told: weakref.WeakSet = weakref.WeakSet()
 
 
 class _Observed:
-    """The layers of a model that compute in float16, and what they cast to inf in one run."""
+    """Layers that compute in float16, and what they cast to inf in one run.
+
+    Attributes:
+        found: By the `id` of a layer `(layer, number)`, the first such number, in the order in which the layers ran.
+    """
 
     def __init__(self, layers):
-        self._layers = [layer for layer in layers if layer.compute_dtype == "float16"]
-        self._found: dict = {}
+        self._layers = layers
+        self.found: dict = {}
 
     def observers(self) -> Iterator:
         """Yields the context managers in which a run is observed."""
@@ -106,8 +113,4 @@ class _Observed:
         for array, cast_array in zip(numbers_in(tensor), numbers_in(cast), strict=True):
             numbers = array[np.isfinite(array) & ~np.isfinite(cast_array)]
             if numbers.size:
-                self._found.setdefault(_keras.path_of(layer), float(numbers[0]))
-
-    def found(self) -> list[TooLarge]:
-        """Returns what the run has shown, in the order in which the layers ran."""
-        return [TooLarge(*pair) for pair in self._found.items()]
+                self.found.setdefault(id(layer), (layer, float(numbers[0])))

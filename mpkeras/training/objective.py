@@ -19,6 +19,8 @@ class Objective:
     def __init__(self, loss_fn, metrics):
         # As its user gave them, for the file of a failed step.
         self.given = loss_fn, metrics
+        # Of a bound method the object, which may hold variables that it writes.
+        self.given_losses = [getattr(loss, "__self__", loss) for loss in keras.tree.flatten(loss_fn)]
         self._losses = _checked_losses(loss_fn)
         # A list, or a list for each output that has one.
         self._metrics = _checked_metrics(metrics)
@@ -28,11 +30,6 @@ class Objective:
     def metrics(self) -> list:
         lists = self._metrics.values() if isinstance(self._metrics, dict) else [self._metrics]
         return [metric for metrics in lists for metric in metrics]
-
-    @property
-    def given_losses(self) -> list:
-        """The losses as their user gave them; of a bound method the object, which may hold variables that it writes."""
-        return [getattr(loss, "__self__", loss) for loss in keras.tree.flatten(self.given[0])]
 
     @property
     def metric_variables(self) -> list:
