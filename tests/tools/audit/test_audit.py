@@ -490,6 +490,16 @@ class TestIslands:
         (finding,) = found(mpkeras.audit(model), "note", "no default rule")
         assert "first (Activation), second (Reshape)" in finding.what and "norm" not in finding.what
 
+    @pytest.mark.parametrize(("others", "severity"), [((), "warning"), (("front",), "note")])
+    def test_cheap_ones_that_are_dear_together_are_warned_of(self, others, severity):
+        # Of 32 + 1.6 + 1.6 thousand products each of two, "front" and "behind", has less than a twentieth.
+        stack = [layers.Dense(40, name="front"), layers.Dense(800, name="wide"), layers.Dense(2, name="behind")]
+        model = keras.Sequential([keras.Input((40,)), *stack, layers.Dense(2, name="head")])
+        model.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+        report = mpkeras.audit(set_policies(model, "mixed_bfloat16", ("wide", "head", *others)))
+        (finding,) = [finding for finding in report.findings if "no default rule" in finding.what]
+        assert finding.severity == severity
+
     def test_a_layer_that_multiplies_in_float32_whatever_its_policy(self):
         class Projection(layers.Layer):
             def build(self, input_shape):

@@ -170,6 +170,10 @@ def test_the_first_operation_is_named(tmp_path, fault, backend):
     # TensorFlow does not say which function a custom gradient is of; the line is there.
     is_unknown = fault == "own gradient" and backend == "tensorflow"
     assert where is None or is_unknown or found.where.endswith(where.rpartition("/")[2]), found
+    if fault == "backward":
+        # Those of all layers in front of it are beyond; it is the first that a backward pass comes to.
+        first = capsule.compare(bound=0.05).first
+        assert (first.path, first.outputs < 0.05, first.gradients) == ("drop", True, np.inf)
     if fault in ("log", "loss", "loop", "slope", "branch", "own gradient"):
         assert "faults.py:" in found.line, found
     if fault == "log":

@@ -9,7 +9,7 @@ from keras import layers, ops
 
 import mpkeras
 from mpkeras.conversion.changes import changes_of
-from mpkeras.tools.numerics.losses import Range, lost_share, rounded, underflow_limit
+from mpkeras.tools.numerics.losses import Range, lost_share, rounded, underflow_limit, underflow_share
 from mpkeras.tools.numerics.scale_window import smallest_safe_exponent, with_rounded_gradient
 from mpkeras.tools.shared.ranges import overflow_limit
 from tests.cases import first_quick
@@ -771,6 +771,8 @@ def test_ranges_of_hand_worked_arrays():
         assert np.isinf(np.float16(overflow_limit("float16"))) and np.isfinite(np.float16(65519.0))
     assert overflow_limit("float16") == 65520
     assert np.float16(underflow_limit("float16")) == 0 and np.float16(underflow_limit("float16") * 1.001) > 0
+    # Where the reference is 0 nothing was lost.
+    assert underflow_share([np.array([0.0, 0.0, 0.0, 2.0])], [np.array([0.0, 1e-9, 0.0, 2.0])]) == 0.25
 
 
 class OfTwoMatrices(layers.Layer):

@@ -98,7 +98,7 @@ def test_p1_however_the_step_is_compiled(mode):
 def test_gradients_that_overflow_are_found_at_the_scale_of_the_step():
     monitor = NumericsMonitor()
     # At 4, where the scale begins and to which it falls, they are far below 65504; at 4096 many times over it.
-    rule = mpkeras.DynamicLossScale(4.0, growth_factor=2.0**10, backoff_factor=2.0**-10, dynamic_growth_steps=1)
+    rule = mpkeras.DynamicLossScale(4.0, growth_factor=2.0**10, backoff_factor=2.0**-10, dynamic_dynamic_growth_steps=1)
     fit(six_layers(4, down=20.0, learning_rate=0.0), monitor, loss_scale=rule)
     (found, *_) = monitor.findings
     assert (found.batch, found.culprit.side, name(found.culprit.path)) == (1, "gradient", "layer_4")
@@ -445,20 +445,21 @@ class Halves(keras.Model):
 
 @pytest.mark.parametrize("bad", first_quick([None, np.nan]))
 def test_a_model_without_a_call_is_looked_at_as_far_as_it_can_be(bad, recwarn):
-    """A scale that is too large at first is no fault: then it says that `every` gives no report, and nothing else."""
+    """A scale that is too large, as it grows, is no fault: it says that `every` gives no report, and nothing else."""
     model = Halves()
     model.compile(keras.optimizers.SGD(0.01), run_eagerly=keras.backend.backend() == "tensorflow")
     x = X.copy()
     if bad is not None:
         x[5, 2] = bad
     monitor = NumericsMonitor(every=1)
-    history = fit(model, monitor, x, None, loss_scale=mpkeras.DynamicLossScale(2.0**20))
+    rule = mpkeras.DynamicLossScale(2.0**20) if bad else mpkeras.DynamicLossScale(2.0**12, dynamic_growth_steps=1)
+    history = fit(model, monitor, x, None, loss_scale=rule, epochs=1 if bad else 8)
     (no_report,) = [str(warning.message) for warning in recwarn if "gives no report" in str(warning.message)]
     assert no_report.startswith(
         "`every=1` gives no report: the model cannot be run on its batch (ValueError: Expected a model with a `call`"
     )
     told = [str(warning.message) for warning in recwarn if "cannot be said" in str(warning.message)]
-    assert (history.history["skipped_steps"][-1] > 0) == (len(monitor.findings) > 0) == (bad is not None)
+    assert history.history["skipped_steps"][-1] > 0 and len(monitor.findings) > 0
     assert all((found.culprit, found.report) == (None, None) for found in monitor.findings)
     assert len(told) == (bad is not None)
     if told:
