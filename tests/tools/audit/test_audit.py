@@ -566,6 +566,18 @@ def test_p11_a_layer_that_lets_float32_in_is_named_with_the_tensor(converted):
             model(X)
 
 
+class OnPurpose(Attribute):
+    """Returns float32, and says so."""
+
+    def call(self, x):
+        return self.function(ops.cast(x, "float32"), self.tensor)
+
+
+def test_a_layer_that_names_float32_lets_it_in_on_purpose():
+    model = around(OnPurpose(ops.multiply, np.full(8, 2.0, "float32"), name="mine"), "mixed_bfloat16", True)
+    assert not found(mpkeras.audit(model), "warning", "mixes it with")
+
+
 @pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.parametrize("converted", first_quick([False, True]))
 def test_p11_what_the_backend_refuses_is_an_error_with_the_culprit(converted):
