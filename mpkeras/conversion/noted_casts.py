@@ -22,6 +22,21 @@ def noting_casts(layer, note):
         layer.dtype_policy = policy
 
 
+class Given:
+    """What layers were given, by what they have cast it to: its `note` is one for `noting_casts`."""
+
+    def __init__(self):
+        # With the tensor that was cast to, so that no other one gets its `id` meanwhile.
+        self._tensors: dict = {}
+
+    def note(self, tensor, cast):
+        self._tensors[id(cast)] = cast, tensor
+
+    def instead_of(self, structure):
+        """Returns a structure of arguments of a call as they were before the layer has cast them."""
+        return keras.tree.map_structure(lambda value: self._tensors.get(id(value), (None, value))[1], structure)
+
+
 class _NotingPolicy(keras.DTypePolicy):
     """The policy of a layer for one run, which tells what the layer casts."""
 

@@ -14,7 +14,7 @@ import ml_dtypes
 from mpkeras import _keras
 from mpkeras._replaced import replaced
 from mpkeras.conversion.converted_layer import ConvertedLayer
-from mpkeras.conversion.noted_casts import noting_casts
+from mpkeras.conversion.noted_casts import Given, noting_casts
 from mpkeras.conversion.plan import layers_of
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.heads import STEPPING, has_own_call, with_own_code
@@ -178,8 +178,7 @@ class _Comparison:
         self._layers = layers
         # All that was found, a layer as often as it was called.
         self._found: list[LostOutputs] = []
-        # By the `id` of a tensor that a layer has cast on the way in: that tensor, and what it was.
-        self._cast: dict = {}
+        self._given = Given()
         self._is_paused = False
 
     def found(self) -> list[LostOutputs]:
@@ -194,13 +193,7 @@ class _Comparison:
         """Yields the context managers in which the calls of the layers are compared."""
         for layer in self._layers:
             yield replaced(layer, "call", self._compared(layer), kind="observed")
-            yield noting_casts(layer, self._note_cast)
-
-    def _note_cast(self, tensor, cast):
-        self._cast[id(cast)] = cast, tensor
-
-    def _as_given(self, value):
-        return self._cast[id(value)][1] if id(value) in self._cast else value
+            yield noting_casts(layer, self._given.note)
 
     def _compared(self, layer) -> Callable:
         call = layer.call
@@ -231,7 +224,7 @@ class _Comparison:
         """Returns the outputs of `layer` in float32, and the losses that it adds; `None` where they are not known."""
         self._is_paused = True
         try:
-            args, kwargs = keras.tree.map_structure(self._as_given, (args, kwargs))
+            args, kwargs = self._given.instead_of((args, kwargs))
             with _added_losses(layer) as added:
                 outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs, in_inference=True)
         finally:

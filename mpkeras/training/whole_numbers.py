@@ -243,7 +243,7 @@ class _Observed:
         layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
         # Layers inside a layer of the user's are given what that layer computed, or has cast already.
         self._casting = [layer for layer in layers if _casts_to_16_bits(layer) and _reads(layer)]
-        self._moving = [layer for layer in layers if _casts_to_16_bits(layer) and _hands_on(layer)]
+        self._moving = [layer for layer in layers if _casts_to_16_bits(layer) and hands_on(layer)]
         self._reading = [layer for layer in layers if _reads(layer) or _reads_names(layer)] if self._moving else []
         if not self._reading:
             self._moving = []
@@ -361,7 +361,7 @@ def _given_the_same(layer) -> list:
     return [node.operation for node in nodes if isinstance(node.operation, keras.layers.Layer)]
 
 
-def _hands_on(layer) -> bool:
+def hands_on(layer) -> bool:
     """Whether a stock layer hands numbers on as they are, but for those that are negative."""
     if isinstance(layer, keras.layers.Activation) and layer.activation in _KEEPING_ACTIVATIONS:
         return True

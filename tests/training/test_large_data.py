@@ -1,5 +1,6 @@
 """Layers that would make inf of the data in float16 are named before they train or predict, and no others."""
 
+import ast
 import functools
 
 import keras
@@ -72,15 +73,55 @@ def test_healthy_data_and_data_that_is_not_finite_are_not_named(policy, first, x
     assert not said_by(lambda: model.predict(x, verbose=0))
 
 
-def test_the_rule_that_is_named_keeps_the_layer_in_float32():
-    def make():
-        keras.utils.set_random_seed(3)
-        return plain(layers.Dense(2, "tanh", kernel_initializer=keras.initializers.RandomNormal(stddev=1e-5)))
+def first():
+    return layers.Dense(2, "tanh", kernel_initializer=keras.initializers.RandomNormal(stddev=1e-5), name="first")
 
-    expected = make().predict(PRESSURES, verbose=0)
-    model, _ = made_by("prepare", make, "mixed_float16")
+
+def joined():
+    """Data that is taken apart, turned and joined in front of the layer that computes with it."""
+    inputs = keras.Input((2,))
+    parts = [layers.Reshape((1, 1))(inputs[:, :1]), layers.Dropout(0.5)(layers.Reshape((1, 1))(inputs[:, 1:]))]
+    return keras.Model(inputs, layers.Dense(1)(first()(layers.ReLU()(layers.Flatten()(layers.Concatenate()(parts))))))
+
+
+def alone():
+    return keras.Sequential([keras.Input((2,)), first(), layers.Dense(1)])
+
+
+class Flattening(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.flatten, self.first, self.head = layers.Flatten(), first(), layers.Dense(1)
+
+    def call(self, x):
+        return self.head(self.first(self.flatten(x)))
+
+
+def flattening():
+    model = Flattening()
+    model(PRESSURES)
+    return model
+
+
+@pytest.mark.parametrize("make", first_quick([joined, alone, flattening]), ids=["joined", "alone", "subclassed"])
+def test_the_rules_that_are_named_keep_the_layer_in_float32(make):
+    """The layer that computes is named, and in one message all that takes the data to it."""
+    keras.utils.set_random_seed(3)
+    model = make()
+    expected = model.predict(PRESSURES, verbose=0)
+    model.compile("sgd", "mse", **QUICK_TO_COMPILE)
+    mpkeras.prepare(model, "mixed_float16")
     (message,) = said_by(lambda: model.predict(PRESSURES, verbose=0))
-    rule = message.split("'")[-2]
-    mpkeras.prepare(model, mpkeras.Policy("mixed_float16", keep_float32=(*mpkeras.policies.default_rules(), rule)))
+    assert message.partition("' is given")[0].endswith("first")
+    named = ast.literal_eval(message.partition("`keep_float32=")[2].partition("`")[0])
+    mpkeras.prepare(model, mpkeras.Policy("mixed_float16", keep_float32=named))
     assert not said_by(lambda: model.predict(PRESSURES, verbose=0))
     np.testing.assert_allclose(model.predict(PRESSURES, verbose=0), expected, rtol=0, atol=2e-3)
+
+
+def test_where_nothing_computes_with_them_the_layer_that_hands_them_on_is_named():
+    model = keras.Sequential([keras.Input((2,)), layers.Reshape((2, 1), name="turned")])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, mpkeras.Policy("mixed_float16", keep_float32=[]))
+    (message,) = said_by(lambda: model.predict(PRESSURES, verbose=0))
+    assert "'turned' is given" in message or "'sequential/turned' is given" in message
