@@ -407,6 +407,11 @@ def accumulating(policy: Policy, accumulate_steps: int) -> Policy:
     return Policy._from_settings(dataclasses.replace(policy._settings, accumulate_steps=accumulate_steps))
 
 
+def storing_slots(policy: Policy, slot_dtype: str) -> Policy:
+    """Returns a policy with the settings and the name of `policy` and this `slot_dtype`."""
+    return Policy._from_settings(dataclasses.replace(policy._settings, slot_dtype=slot_dtype))
+
+
 def with_rules(policy: Policy, *, keep_float32=(), keep_16_bits=()) -> Policy:
     """Returns a policy with the settings and the name of `policy` and these rules behind its own."""
     settings = dataclasses.replace(

@@ -56,6 +56,9 @@ def _extra_config(optimizer, config: dict) -> dict:
         extra["excluded_from_weight_decay"] = exclusions
     if optimizer.slot_dtype != "auto":
         extra["slot_dtype"] = optimizer.slot_dtype
+        if record.slots_are_chosen_by_prepare:
+            # Or another policy, asked of the model from the file, would leave them as this one stores them.
+            extra["slots_chosen_by_prepare"] = True
     if optimizer.all_reduce_dtype is not None:
         extra["all_reduce_dtype"] = optimizer.all_reduce_dtype
     if optimizer.scale_is_one and record.rule_is_chosen_by_prepare:
@@ -108,6 +111,7 @@ def optimizer_from(optimizer_class, config: dict, custom_objects=None):
     inner_optimizer = keras.saving.deserialize_keras_object(inner_config, custom_objects=custom_objects)
     noted = {
         "rule_is_chosen_by_prepare": config.pop("chosen_by_prepare", False),
+        "slots_are_chosen_by_prepare": config.pop("slots_chosen_by_prepare", False),
         "was_guarded": config.pop("was_guarded", False),
         "excluded_from_weight_decay": config.pop("excluded_from_weight_decay", []),
         "parts": config.pop("parts", 1),

@@ -22,6 +22,12 @@ def own_calls(optimizer) -> int:
     return 1 if steps is None else checked_steps(steps, "drop_micro")
 
 
+def own_slot_dtype(optimizer) -> str:
+    """Returns the `slot_dtype` that the user gave an optimizer, whatever a policy asked for; `"auto"` without one."""
+    is_users = isinstance(optimizer, LossScaleOptimizer) and not optimizer.record.slots_are_chosen_by_prepare
+    return optimizer.slot_dtype if is_users else "auto"
+
+
 def rewrapped(
     optimizer, rule: LossScale, slot_dtype: str = "auto", all_reduce_dtype=None, steps: int | None = None
 ) -> LossScaleOptimizer:

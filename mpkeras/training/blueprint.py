@@ -6,9 +6,10 @@ from mpkeras import _keras
 from mpkeras.conversion.last import last_conversion
 from mpkeras.conversion.store_weights import give_dtypes
 from mpkeras.distribution.sharded import SPLIT_AXES, Sharded, check_shard, mesh_of
+from mpkeras.policies.policy import Policy, storing_slots
 from mpkeras.policies.rules import is_quantized
 from mpkeras.scaling.arguments import checked_optimizer
-from mpkeras.scaling.rewrap import own_calls
+from mpkeras.scaling.rewrap import own_calls, own_slot_dtype
 from mpkeras.training.made_under import policy_without_rule
 from mpkeras.training.objective import Objective
 
@@ -54,6 +55,12 @@ class Blueprint:
     def own_calls(optimizer) -> int:
         """Returns how many calls to an update the user of an optimizer set, whatever a plan asks for."""
         return own_calls(optimizer)
+
+    @staticmethod
+    def with_slots_of(optimizer, policy: Policy) -> Policy:
+        """Returns `policy` with the `slot_dtype` that the user of an optimizer gave it, where it says none itself."""
+        is_said = policy.slot_dtype != "auto"
+        return policy if is_said else storing_slots(policy, own_slot_dtype(optimizer))
 
     @staticmethod
     def config_of(optimizer) -> dict:

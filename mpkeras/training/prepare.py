@@ -28,7 +28,7 @@ from mpkeras.policies.registry import get_policy
 from mpkeras.policies.survey import Survey
 from mpkeras.scaling.arguments import check_parts
 from mpkeras.scaling.optimizer import LossScaleOptimizer
-from mpkeras.scaling.rewrap import own_calls, rewrapped
+from mpkeras.scaling.rewrap import own_calls, own_slot_dtype, rewrapped
 from mpkeras.training import guard, inventory, training_backend
 from mpkeras.training.made_under import policy_made_under
 from mpkeras.training.prepared import Prepared, forget, keep_prepared, prepared_of
@@ -438,8 +438,8 @@ def wrapped(
         return optimizer
     is_ours = isinstance(optimizer, LossScaleOptimizer)
     is_same_rule = is_ours and optimizer.loss_scale_rule == rule
-    if is_ours and slot_dtype == "auto" and not optimizer.record.slots_are_chosen_by_prepare:
-        slot_dtype = optimizer.slot_dtype
+    if slot_dtype == "auto":
+        slot_dtype = own_slot_dtype(optimizer)
     is_same_slot_dtype = is_ours and optimizer.slot_dtype == slot_dtype
     all_reduce_dtype = getattr(optimizer, "all_reduce_dtype", None)
     if reduce_dtype is not None and distribution_backend.OPTIMIZERS_REDUCE:

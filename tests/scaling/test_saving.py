@@ -533,3 +533,19 @@ def test_what_did_not_decay_and_is_not_there_is_named():
     # What the user says now takes the place of it.
     told.exclude_from_weight_decay(var_names=["other"])
     told.build(variables[:1])
+
+
+@pytest.mark.parametrize("is_users", [False, True], ids=["of a policy", "of the user's"])
+def test_another_policy_stores_slots_in_a_model_from_a_file_as_in_the_model(is_users, tmp_path):
+    made = LossScaleOptimizer(keras.optimizers.Adam(), slot_dtype="bfloat16") if is_users else "adam"
+    policy = "mixed_float16" if is_users else mpkeras.Policy("mixed_float16", slot_dtype="bfloat16")
+    model = mpkeras.prepare(compiled(made), policy)
+    model.train_on_batch(X, Y)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    stored = []
+    for one in (model, loaded):
+        mpkeras.prepare(one, "mixed_bfloat16")
+        slots = [v for v in one.optimizer.inner_optimizer.variables if v.path.endswith("momentum")]
+        stored.append((one.optimizer.slot_dtype, {keras.backend.standardize_dtype(v.dtype) for v in slots}))
+    assert stored == [("bfloat16", {"bfloat16"}) if is_users else ("auto", {"float32"})] * 2

@@ -210,6 +210,8 @@ class CompileRequest:
         optimizer = _optimizer(model, optimizer)
         self.accumulate_steps = optimizer.gradient_accumulation_steps or 1
         self.own_steps = Blueprint.own_calls(optimizer)
+        # What a policy does not say its user's optimizer does, in the step that trains, too.
+        policies = {name: Blueprint.with_slots_of(optimizer, policy) for name, policy in self.policies.items()}
         # Unwrapped: each policy scales the loss in its own way.
         optimizer = unwrapped(optimizer)
         owners += [optimizer, *keras.tree.flatten(loss)]
@@ -233,7 +235,7 @@ class CompileRequest:
                 "devices": self.devices,
                 "mesh": mesh,
                 "layouts": layouts,
-                "policies": keras.saving.serialize_keras_object(self.policies),
+                "policies": keras.saving.serialize_keras_object(policies),
             }
         )
 

@@ -11,7 +11,7 @@ import keras
 
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy, registered_policies
-from mpkeras.seams import ModelView, check_model, dtypes
+from mpkeras.seams import Blueprint, ModelView, check_model, dtypes
 from mpkeras.tools.forecast.compiler import Compiler, CompileRequest, NotCompiled, by_names, called, chosen_policies
 from mpkeras.tools.forecast.forecast import largest_that_fits
 from mpkeras.tools.forecast.program import bound_ms, columns_of_bytes, own_methods_text, picture, room
@@ -105,7 +105,9 @@ def plan_memory(
     check_verbose(verbose)
     if budget_s is not None:
         budget_s = checked_seconds("budget_s", budget_s, "Leave it out for ten minutes.")
-    ladders = [_ladder(policy, allowed) for policy in _policies(model, policies, target)]
+    trainer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+    known = [Blueprint.with_slots_of(trainer, policy) for policy in _policies(model, policies, target)]
+    ladders = [_ladder(policy, allowed) for policy in known]
     of_candidates = [candidate.policy().renamed(candidate.name) for ladder in ladders for candidate in ladder]
     request = CompileRequest(model, x, y, target.name, 1, of_candidates, optimizer, loss)
     usable = target.usable_bytes if limit is None else int(limit * (1 - _MARGIN))

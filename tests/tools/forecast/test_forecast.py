@@ -191,6 +191,23 @@ def test_what_is_frozen_inside_and_optimizers_that_make_variables_of_values(opti
     assert 0 <= report.policies["float32"]["persistent_bytes"] - state < 150
 
 
+@needs_jax
+@pytest.mark.slow
+@pytest.mark.parametrize("is_passed", [False, True], ids=["compiled with", "passed"])
+def test_slots_are_stored_as_the_user_of_the_optimizer_says(is_passed):
+    model = keras.Sequential([keras.Input((40,)), layers.Dense(24, "relu"), layers.Dense(3)])
+    optimizer = mpkeras.LossScaleOptimizer(keras.optimizers.Adam(), slot_dtype="bfloat16")
+    model.compile("sgd" if is_passed else optimizer, "mse")
+    options = {"optimizer": optimizer} if is_passed else {}
+    wide = mpkeras.Policy("mixed_bfloat16", slot_dtype="float32").renamed("wide")
+    policies = ["mixed_bfloat16", wide]
+    found = mpkeras.forecast(model, (8, 40), device="cpu", policies=policies, verbose=0, **options).policies
+    weights = 40 * 24 + 24 + 24 * 3 + 3
+    # Weights in 4 bytes, and Adam's two slots in 2 or, as the policy says, 4 each.
+    assert 0 <= found["mixed_bfloat16"]["persistent_bytes"] - (4 + 2 * 2) * weights < 150
+    assert 0 <= found["wide"]["persistent_bytes"] - (4 + 2 * 4) * weights < 150
+
+
 @compiled_by_jax
 def test_outputs_without_a_loss_and_layers_that_keras_does_not_compile():
     inputs = keras.Input((8, 8, 3))
@@ -602,6 +619,23 @@ def test_targets_are_found_of_outputs_whose_layer_leaves_a_size_open():
     options = {"device": "cpu", "policies": ["mixed_bfloat16"], "optimizer": "sgd", "verbose": 0}
     found, given = (mpkeras.forecast(model, (6, 5, 12), y, **options) for y in (None, (6, 5, 8)))
     assert found.policies == given.policies
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize(
+    ("whose", "of_policy", "expected"),
+    [("user", "auto", "bfloat16"), ("user", "float32", "float32"), ("policy", "auto", "auto"), (None, "auto", "auto")],
+)
+def test_whose_slots_are_asked_for(whose, of_policy, expected):
+    optimizer = keras.optimizers.Adam()
+    if whose is not None:
+        optimizer = mpkeras.LossScaleOptimizer(optimizer, slot_dtype="bfloat16")
+        optimizer.record.slots_are_chosen_by_prepare = whose == "policy"
+    policy = mpkeras.Policy("mixed_float16", slot_dtype=of_policy).renamed("asked")
+    request = CompileRequest(mlp(), (4, 96), None, "cpu", 1, [policy], optimizer, "mse")
+    asked = json.loads(request.text)["policies"]
+    assert list(asked) == ["asked"] and asked["asked"]["config"]["slot_dtype"] == expected
+    assert request.policies["asked"] == policy
 
 
 @pytest.mark.backends("tensorflow")

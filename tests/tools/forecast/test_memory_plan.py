@@ -455,6 +455,17 @@ def test_a_policy_with_small_slots_is_planned_on(compiled):
     assert names[2:] == [("mixed_bfloat16, slots bfloat16", 8)]
 
 
+def test_a_plan_begins_with_the_slots_of_the_optimizer(compiled):
+    names = compiled(in_parts)
+    model = residual()
+    model.compile(mpkeras.LossScaleOptimizer("adam", slot_dtype="bfloat16"), "mse")
+    options = {"memory": 1, "device": "l4", "policies": ["mixed_bfloat16"], "allow": ("slots",), "verbose": 0}
+    plan = mpkeras.plan_memory(model, (8, 64), **options)
+    assert (names, plan.slot_dtype) == ([("mixed_bfloat16, slots bfloat16", 8)], "bfloat16")
+    mpkeras.plan_memory(model, (8, 64), optimizer="adam", **options)
+    assert names[1:] == [("mixed_bfloat16", 8), ("mixed_bfloat16, slots bfloat16", 8)]
+
+
 class OwnStep(Alone):
     """Trains in `fit` by another step than the one that is compiled."""
 
