@@ -78,8 +78,11 @@ def _helpers_among(values) -> list:
     return list(reached.values())
 
 
-# How far a helper object may be away from the model or the layer that reaches it.
+# How far a helper object may be away from the model or the layer that reaches it, and how many lists, tuples and
+# dictionaries may be around one, or around an optimizer.
 _DEPTH = 3
+# More items than any list of optimizers or helpers has.
+_LONG = 100
 # Objects of these packages are no helpers of the user's.
 _PACKAGES = (
     "builtins",
@@ -112,40 +115,48 @@ def _is_helper(value) -> bool:
 def _held(holder) -> list:
     """Returns the values of the attributes of `holder`, and the items of those that are lists or so."""
     values = [value for _, value in _own_attributes(holder)]
-    return [*values, *(item for value in values for _, item in _items(value))]
+    return [*values, *(item for value in values for _, item in _items_within(value))]
 
 
 def find_optimizers(model) -> dict:
     """Returns the Keras optimizers that `model`, or any other object, holds itself, each once, by where it holds them.
 
-    They are attributes, or in lists, tuples and dictionaries that are. `optimizer` comes first; models with
-    several (a GAN's two) keep them under names of their own: `"d_optimizer"`, `"optimizers['d']"`.
+    They are attributes, or in lists, tuples and dictionaries that are, and in those within them. `optimizer` comes
+    first; models with several (a GAN's two) keep them under names of their own: `"d_optimizer"`, `"optimizers['d']"`.
     """
     places: dict = {}
     first = getattr(model, "optimizer", None) if isinstance(model, keras.Model) else None
     for name, value in [("optimizer", first), *_own_attributes(model)]:
         if isinstance(value, keras.optimizers.Optimizer):
             places.setdefault(id(value), (name, value))
-        for key, item in _items(value):
+        for keys, item in _items_within(value):
             # Names are made for optimizers only: torch asks at every step, and a model holds many lists.
             if isinstance(item, keras.optimizers.Optimizer):
-                places.setdefault(id(item), (f"{name}[{key!r}]", item))
+                places.setdefault(id(item), (name + "".join(f"[{key!r}]" for key in keys), item))
     return dict(places.values())
 
 
 def replace_optimizers(model, replacements: dict):
     """Puts `replacements[id(optimizer)]` wherever `model` holds `optimizer`."""
     for name, value in _own_attributes(model):
-        if id(value) in replacements:
-            setattr(model, name, replacements[id(value)])
-            continue
-        new_items = {key: replacements[id(item)] for key, item in _items(value) if id(item) in replacements}
-        if new_items and isinstance(value, tuple):
-            items = [new_items.get(i, item) for i, item in enumerate(value)]
-            setattr(model, name, value._make(items) if hasattr(value, "_make") else tuple(items))
-        else:
-            for key, item in new_items.items():
-                value[key] = item
+        new_value = _with_replaced(value, replacements)
+        if new_value is not value:
+            setattr(model, name, new_value)
+
+
+def _with_replaced(value, replacements: dict, depth: int = _DEPTH):
+    """Returns `value` with `replacements` in it: a list or dictionary itself, a tuple made anew where it holds one."""
+    if id(value) in replacements:
+        return replacements[id(value)]
+    items = _items(value) if depth else []
+    results = [(key, item, _with_replaced(item, replacements, depth - 1)) for key, item in items]
+    new_items = {key: result for key, item, result in results if result is not item}
+    if new_items and isinstance(value, tuple):
+        items = [new_items.get(i, item) for i, item in enumerate(value)]
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
+    for key, item in new_items.items():
+        value[key] = item
+    return value
 
 
 def _own_attributes(model) -> list:
@@ -158,6 +169,15 @@ def _items(value) -> list:
     if isinstance(value, dict):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
+
+
+def _items_within(value, keys: tuple = ()) -> list:
+    """Returns `(keys, item)` of a list, tuple or dictionary, and of those within it; the keys lead to the item."""
+    items = [((*keys, key), item) for key, item in _items(value)]
+    # The items of a long one are data, as those of a replay buffer are, and torch asks at every step.
+    if len(items) <= _LONG and len(keys) + 1 < _DEPTH:
+        items += [pair for place, item in items for pair in _items_within(item, place)]
+    return items
 
 
 def unlisted_states(model) -> list:

@@ -37,6 +37,14 @@ HELD = {
         lambda model, o: setattr(model.last, "own", {3: o}),
         lambda model: model.last.own[3],
     ),
+    "in a dictionary in a dictionary": (
+        lambda model, o: setattr(model, "own", {"all": {"both": o}}),
+        lambda model: model.own["all"]["both"],
+    ),
+    "in a tuple in a list of a helper": (
+        lambda model, o: setattr(model, "agent", Holder([(0, (o, "sgd"))])),
+        lambda model: model.agent.held[0][1][0],
+    ),
 }
 
 
