@@ -39,7 +39,8 @@ KINDS = {
     "and `call` of a layer of the user's own: layers inside, and its mask, are to see numbers of the data whole. Of a "
     "normalization that makes an output: it would round that to the dtype of what it is given",
     "converted": "`get_config` of a model: its file holds the policy its author chose, and no cast that plain Keras "
-    "cannot name. `build` of one: its layers have their paths only then, and layers of their own",
+    "cannot name. `build` of one: its layers have their paths only then, and layers of their own. `compile` of one "
+    "with weights or slots in bfloat16: it says where its optimizer cannot train them",
     "orthogonal": "`get_config` of a layer with bfloat16 weights that begin orthogonal: no backend draws such a "
     "matrix, and a file, in which it says `mixed_bfloat16`, makes it in float32",
     "guard": "`train_step` and `make_train_function` of a model: a skipped step leaves no trace, and first batches are "

@@ -1,14 +1,16 @@
 """`apply_policy`: gives an existing model the dtypes of a policy."""
 
+import functools
 import warnings
 
 import keras
 
 from mpkeras import _keras
 from mpkeras._arguments import check_switch
+from mpkeras._replaced import is_replaced, replace, restore
 from mpkeras.conversion.converter import convert_new, convert_when_built, layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
-from mpkeras.conversion.last import conversion_of
+from mpkeras.conversion.last import conversion_of, last_conversion
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import calculates_in, layers_of
 from mpkeras.conversion.store_weights import store, store_weights
@@ -49,8 +51,8 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     Returns:
         `model` itself, converted. It stays compiled; to train it with `fit` call `mpkeras.prepare`, or use the
         callback, or pass it to `mpkeras.make_train_step`; compiled again while `mpkeras.set_global_policy` is in force,
-        it is prepared. A warning says where it is compiled with an optimizer that
-        cannot train it in plain Keras. A subclassed model returns float32, too.
+        it is prepared. A warning says where it is compiled, before or
+        behind this, with an optimizer that cannot train it in plain Keras. A subclassed model returns float32, too.
 
     Raises:
         ValueError: If the policy is not known, asks for float16 variables, or the model has some and
@@ -94,7 +96,31 @@ def apply_policy(model, policy=None, *, float32_variables: bool = False):
     forget_functions(model, "train_function")
     _warn_unscaled(model)
     _warn_not_rounded(model, policy)
+    if SMALL_DTYPE in (policy.variable_dtype, policy.slot_dtype):
+        _look_at_compile(model)
+    else:
+        restore(model, "compile", kind="converted")
     return model
+
+
+def _look_at_compile(model):
+    """Lets `compile` of `model` say as well where the optimizer that it is given cannot train it.
+
+    An optimizer that scales no loss need not be looked for there: Keras itself wraps it.
+    """
+    on_instance = vars(model).get("compile")
+
+    @functools.wraps(model.compile)
+    def compile_and_look(*args, **kwargs):
+        # The method of the class as it is then: it may be covered by a policy that is set later.
+        compile = functools.partial(type(model).compile, model) if on_instance is None else on_instance
+        result = compile(*args, **kwargs)
+        # A prepared model wraps its optimizer when this is done.
+        if not is_replaced(model, "compile", "guard"):
+            _warn_not_rounded(model, last_conversion(model).policy)
+        return result
+
+    replace(model, "compile", compile_and_look, kind="converted")
 
 
 def _warn_unscaled(model):

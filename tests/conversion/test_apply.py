@@ -579,6 +579,24 @@ def test_p40_small_state_that_the_compiled_optimizer_cannot_train_is_said(make, 
     apply_policy(frozen, "bfloat16")
 
 
+@pytest.mark.parametrize(("policy", "message"), [("bfloat16", "Adam: there small"), (SMALL_STATE, "Adam, which keeps")])
+def test_p40_it_is_said_of_an_optimizer_that_is_compiled_later_too(policy, message):
+    model = apply_policy(sequential(), policy)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=message) as told:
+            model.compile("adam", "mse")
+        assert len(told) == 1
+    model.compile(mpkeras.LossScaleOptimizer("adam"), "mse")
+    # The doors wrap the optimizer that they are given.
+    with mpkeras.autoprepare():
+        model.compile("adam", "mse")
+    model.compile("sgd", "mse")
+    mpkeras.make_train_step(apply_policy(sequential(), policy), "adam", "mse")
+    model = apply_policy(apply_policy(sequential(), policy), "mixed_bfloat16")
+    model.compile("adam", "mse")
+    assert "compile" not in vars(model)
+
+
 @pytest.mark.parametrize(
     ("make", "policy", "error", "message"),
     [
