@@ -1,5 +1,6 @@
 """How a model was prepared, and what keeps it so: its `compile`, `fit`, `evaluate` and `predict`."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -154,12 +155,13 @@ def _predict_and_look(model, predict):
         if prepared is None:
             return predict(*args, **kwargs)
         prepared.predicts += 1
-        # An agent predicts before each of its moves.
-        if not is_looked_at(prepared.predicts):
-            return predict(*args, **kwargs)
         x, batch_size = (argument_in(argument, predict, "predict", args, kwargs) for argument in ("x", "batch_size"))
-        with looking_at_arrays(model, x, batch_size):
-            return predict(*args, **kwargs)
+        # An agent predicts before each of its moves.
+        looks = is_looked_at(prepared.predicts)
+        with looking_at_arrays(model, x, batch_size) if looks else contextlib.nullcontext():
+            outputs = predict(*args, **kwargs)
+        prepared.watch.validations.note_prediction(model, outputs, x)
+        return outputs
 
     return predict_and_look
 

@@ -1,4 +1,4 @@
-"""Validations and evaluations that are not finite: said as in training, and never the best epoch."""
+"""Validations, evaluations and predictions that are not finite: said as in training, and never the best epoch."""
 
 import functools
 import math
@@ -6,8 +6,12 @@ from collections.abc import Callable
 from numbers import Real
 
 import keras
+import numpy as np
 
 from mpkeras import _keras, _replaced
+from mpkeras.conversion.plan import computes_in
+from mpkeras.training.own_loops import listed
+from mpkeras.training.whole_numbers import arrays_in_memory
 
 
 class Look(keras.callbacks.Callback):
@@ -45,6 +49,7 @@ def not_finite(logs) -> list:
     return [name for name, value in (logs or {}).items() if isinstance(value, Real) and not math.isfinite(value)]
 
 
+_LARGEST = float(np.finfo("float16").max)
 _HOW_TO_FIND_OUT = (
     "The forward pass is at fault: `mpkeras.callbacks.NumericsMonitor()` among the callbacks of `fit` names the layer, "
     "and `mpkeras.trace_numerics(model, x)` does so for one batch. Look for inf or NaN in the data, keep more layers "
@@ -87,6 +92,19 @@ class Validations:
         if bad:
             self._warn("evaluation", f"In `evaluate` {look.about(bad[0], bad[0])}. {_HOW_TO_FIND_OUT}")
 
+    def note_prediction(self, model, outputs, x):
+        """Warns of rows that `predict` made NaN or inf of in float16; not of -inf, by which models leave out classes.
+
+        Nothing is said of rows that hold such a number in the data, or one beyond float16, of which a look has told.
+        """
+        rows = {row for array in keras.tree.flatten(outputs) for row in _rows_beyond(array)}
+        if rows and computes_in(model, ["float16"]):
+            arrays = [array for array in arrays_in_memory(x) if array.dtype.kind == "f"]
+            named = sorted(row for row in rows if all((np.abs(array[row]) <= _LARGEST).all() for array in arrays))
+            if named:
+                which = f"rows {listed(list(map(str, named)), 3)} are" if len(named) > 1 else f"row {named[0]} is"
+                self._warn("prediction", f"In `predict` {which} not finite. {_HOW_TO_FIND_OUT}")
+
     def begin_epoch(self):
         """Forgets the validation of the epoch before."""
         self._validation = None
@@ -105,6 +123,14 @@ class Validations:
                 "finite. Callbacks that keep the best epoch or wait for a better one go by such values; an epoch that "
                 f"has one is not taken for the best. {_HOW_TO_FIND_OUT}",
             )
+
+
+def _rows_beyond(array) -> list[int]:
+    """Returns the numbers of the rows of an array that hold NaN or inf."""
+    if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.kind != "f":
+        return []
+    is_beyond = ~(array < np.inf)
+    return np.flatnonzero(is_beyond.reshape(len(array), -1).any(axis=1)).tolist() if is_beyond.any() else []
 
 
 def _only_finite(is_improvement):

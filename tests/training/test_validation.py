@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+import mpkeras
 from mpkeras.callbacks import MixedPrecision, NumericsMonitor
 from tests.training.models import DOORS, made_by
 
@@ -194,3 +195,36 @@ def test_evaluate_says_it_too():
     _, (text,) = told_in(model.evaluate, *bad, verbose=0, callbacks=callbacks)
     assert "In `evaluate` `loss` is " in text
     assert "evaluate" not in vars(model)
+
+
+def test_predict_says_which_rows_float16_made_inf_of():
+    x = X.copy()
+    x[[5, 9]] = 2e4
+    model, _ = model_by("prepare")
+    outputs, (text,) = told_in(model.predict, x, verbose=0)
+    np.testing.assert_array_equal(np.flatnonzero(~np.isfinite(outputs)), [5, 9])
+    assert text.startswith("In `predict` rows 5, 9 are not finite.") and "mpkeras.trace_numerics(model, x)" in text
+    assert mpkeras.trace_numerics(model, x[5:6]).culprit.path == "net/wide"
+    assert told_in(model.predict, x, verbose=0)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "value", "head"),
+    [
+        ("mixed_float16", 1.0, []),
+        ("mixed_float16", np.nan, []),
+        # Of these the look at the data tells.
+        ("mixed_float16", 1e5, []),
+        ("mixed_bfloat16", 3e38, []),
+        ("mixed_float16", 1.0, [layers.Lambda(lambda x: ops.log(ops.relu(x - 1e9)), dtype="float32")]),
+    ],
+    ids=["finite", "NaN in the data", "beyond float16", "bfloat16", "-inf"],
+)
+def test_of_other_predictions_predict_says_nothing(policy, value, head):
+    x, _ = with_row(5, value)
+    model = keras.Sequential([*net().layers, *head])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, policy)
+    outputs, told = told_in(model.predict, x, verbose=0)
+    assert np.isfinite(outputs[5]).all() == (policy == "mixed_float16" and value == 1.0 and not head)
+    assert not [text for text in told if "In `predict`" in text]
