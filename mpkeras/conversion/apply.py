@@ -10,7 +10,7 @@ from mpkeras._arguments import check_switch
 from mpkeras._replaced import is_replaced, replace, restore
 from mpkeras.conversion.converter import convert_new, convert_when_built, layer_converter
 from mpkeras.conversion.graphs import refresh_graphs
-from mpkeras.conversion.last import conversion_of, last_conversion
+from mpkeras.conversion.last import conversion_of
 from mpkeras.conversion.outputs import end_in_float32
 from mpkeras.conversion.plan import calculates_in, layers_of
 from mpkeras.conversion.store_weights import store, store_weights
@@ -117,7 +117,7 @@ def _look_at_compile(model):
         result = compile(*args, **kwargs)
         # A prepared model wraps its optimizer when this is done.
         if not is_replaced(model, "compile", "guard"):
-            _warn_not_rounded(model, last_conversion(model).policy)
+            _warn_not_rounded(model, conversion_of(model).policy)
         return result
 
     replace(model, "compile", compile_and_look, kind="converted")
