@@ -100,7 +100,10 @@ class Validations:
         rows = {row for array in keras.tree.flatten(outputs) for row in _rows_beyond(array)}
         if rows and computes_in(model, ["float16"]):
             arrays = [array for array in arrays_in_memory(x) if array.dtype.kind == "f"]
-            named = sorted(row for row in rows if all((np.abs(array[row]) <= _LARGEST).all() for array in arrays))
+            # Slices: a `predict_step` of the user's may return more rows than it was given.
+            named = sorted(
+                row for row in rows if all((np.abs(array[row : row + 1]) <= _LARGEST).all() for array in arrays)
+            )
             if named:
                 which = f"rows {listed(list(map(str, named)), 3)} are" if len(named) > 1 else f"row {named[0]} is"
                 self._warn("prediction", f"In `predict` {which} not finite. {_HOW_TO_FIND_OUT}")

@@ -228,3 +228,20 @@ def test_of_other_predictions_predict_says_nothing(policy, value, head):
     outputs, told = told_in(model.predict, x, verbose=0)
     assert np.isfinite(outputs[5]).all() == (policy == "mixed_float16" and value == 1.0 and not head)
     assert not [text for text in told if "In `predict`" in text]
+
+
+class Twice(keras.Sequential):
+    def predict_step(self, *args):
+        result = super().predict_step(*args)
+        if keras.backend.backend() == "jax":
+            return ops.concatenate([result[0]] * 2), result[1]
+        return ops.concatenate([result] * 2)
+
+
+def test_predict_may_return_more_rows_than_it_was_given():
+    model = Twice(net().layers)
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_float16")
+    x, _ = with_row(5, 2e4)
+    _, (text,) = told_in(model.predict, x, verbose=0)
+    assert "In `predict` rows 5, 13 are" in text
