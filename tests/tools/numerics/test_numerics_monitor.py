@@ -98,7 +98,7 @@ def test_p1_however_the_step_is_compiled(mode):
 def test_gradients_that_overflow_are_found_at_the_scale_of_the_step():
     monitor = NumericsMonitor()
     # At 4, where the scale begins and to which it falls, they are far below 65504; at 4096 many times over it.
-    rule = mpkeras.DynamicLossScale(4.0, growth_factor=2.0**10, backoff_factor=2.0**-10, dynamic_dynamic_growth_steps=1)
+    rule = mpkeras.DynamicLossScale(4.0, growth_factor=2.0**10, backoff_factor=2.0**-10, dynamic_growth_steps=1)
     fit(six_layers(4, down=20.0, learning_rate=0.0), monitor, loss_scale=rule)
     (found, *_) = monitor.findings
     assert (found.batch, found.culprit.side, name(found.culprit.path)) == (1, "gradient", "layer_4")
