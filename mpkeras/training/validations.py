@@ -108,8 +108,8 @@ class Validations:
                 which = f"rows {listed(list(map(str, named)), 3)} are" if len(named) > 1 else f"row {named[0]} is"
                 self._warn(
                     "prediction",
-                    f"In `predict` {which} not finite, in float16 at least. `mpkeras.trace_numerics(model, x)` names the "
-                    "layer for such rows: keep it in float32, or go from float16 to 'mixed_bfloat16'.",
+                    f"In `predict` {which} not finite, in float16 at least. `mpkeras.trace_numerics(model, x)` names "
+                    "the layer for such rows: keep it in float32, or go from float16 to 'mixed_bfloat16'.",
                 )
 
     def begin_epoch(self):
