@@ -295,8 +295,13 @@ def test_p24_a_scale_baked_into_a_compiled_loss_is_refused():
     def loss_outside(tv):
         return optimizer.scale_loss(jnp.sum(tv**2))
 
-    with pytest.raises(ValueError, match="StatelessScope"):
-        jax.jit(jax.value_and_grad(loss_outside))(v.value)
+    def loss_in_a_scope_of_weights(tv):
+        with keras.StatelessScope(state_mapping=[(v, tv)]):
+            return optimizer.scale_loss(jnp.sum(keras.ops.convert_to_tensor(v) ** 2))
+
+    for loss, received in ((loss_outside, "a call outside"), (loss_in_a_scope_of_weights, "does not map them")):
+        with pytest.raises(ValueError, match=f"StatelessScope.*{received}"):
+            jax.jit(jax.value_and_grad(loss))(v.value)
 
     def loss_inside(tv, state):
         with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state, strict=True))):

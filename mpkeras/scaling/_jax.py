@@ -51,10 +51,11 @@ def traces() -> list:
 
 
 def scale_loss(optimizer, loss, facts):
-    if optimizer.scale_state and optimizer.dynamic and traces() and not _keras.in_stateless_scope():
+    if optimizer.dynamic and traces() and not _are_values_of_scope(optimizer.scale_state.values()):
+        received = "a call outside" if _keras.stateless_scope() is None else "a call in a scope that does not map them"
         raise ValueError(
             "Expected `scale_loss` in a compiled function to be called in a `keras.StatelessScope` that maps "
-            "`optimizer.variables` to this step's values. Received: a call outside, which bakes the present "
+            f"`optimizer.variables` to this step's values. Received: {received}, which bakes the present "
             "scale into the program as a constant; after the scale moves, every gradient is wrong. Call it in "
             f"{STATELESS_SCOPE}, or use `mpkeras.make_train_step`."
         )
@@ -66,6 +67,13 @@ def scale_loss(optimizer, loss, facts):
     facts.loss_flags = [f for f in facts.loss_flags if _program_of(f) is not _program_of(flag)]
     facts.loss_flags.append(jnp.all(jnp.stack([*flags_of_program, flag])))
     return loss * optimizer.loss_scale
+
+
+def _are_values_of_scope(variables) -> bool:
+    """Whether code that reads `variables` now takes what the `keras.StatelessScope` around it has for each of them."""
+    scope = _keras.stateless_scope()
+    # A scope hides the one around it.
+    return all(scope is not None and scope.get_current_value(variable) is not None for variable in variables)
 
 
 def _known_loss_flag(facts):

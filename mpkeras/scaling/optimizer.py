@@ -381,7 +381,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self):
         """The loss scale now: float32 scalar tensor of shape `()`."""
-        if not self._state:
+        # A scale that never moves is not read where it is: JAX may have given its array to the last step.
+        if not (self._state and self._rule.dynamic):
             return ops.convert_to_tensor(self._rule.initial_scale, "float32")
         # A copy: a rule may return a value of the state itself, and variables are assigned in place.
         return ops.copy(self._rule.current_scale({key: variable.value for key, variable in self._state.items()}))

@@ -86,18 +86,21 @@ def nothing_counted(values: list, is_traced: bool):
         return is_new
     for metric, now in values:
         if not tracks_losses(metric) and (now or counts):
-            for value, reset in zip(now, reset_values(metric), strict=True):
+            for value, reset in zip(now, reset_values(metric, now), strict=True):
                 is_new = ops.logical_and(is_new, ops.all(ops.equal(value, ops.cast(reset, value.dtype))))
     return is_new
 
 
-def reset_values(metric) -> list:
-    """Returns the values that `metric.reset_state()` gives its variables, and changes none of these."""
-    with keras.StatelessScope() as scope:
+def reset_values(metric, values) -> list:
+    """Returns what `metric.reset_state()` makes of `values`, those of its variables, and changes none of these.
+
+    A variable that it leaves alone, such as a count over all epochs, keeps its value. It is not read where it is: while
+    a program is made, JAX may have given its array to the last step.
+    """
+    pairs = list(zip(metric.variables, values, strict=True))
+    with keras.StatelessScope(state_mapping=pairs) as scope:
         metric.reset_state()
-    values = [scope.get_current_value(variable) for variable in metric.variables]
-    pairs = zip(metric.variables, values, strict=True)
-    return [variable.value if value is None else value for variable, value in pairs]
+    return [scope.get_current_value(variable) for variable in metric.variables]
 
 
 def names_of_trackers(metrics) -> set:

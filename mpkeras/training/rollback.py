@@ -296,7 +296,7 @@ class StepInVariables:
                 # is traced then is for later steps, too, which find in them what no program has yet.
                 if self.is_traced():
                     continue
-                self._metric_values[id(metric)] = (metric_states.reset_values(metric),) * 2
+                self._metric_values[id(metric)] = (metric_states.reset_values(metric, self._values(metric)),) * 2
                 # Only trackers have more to say of a first step than it said.
                 results = functools.partial(metric_states.results_of_trackers, self._metrics(), in_step)
             states_of_metric = *self._metric_values[id(metric)], self._values(metric)

@@ -151,6 +151,40 @@ def test_what_a_metric_keeps_in_python_is_not_emptied_by_a_step(counts_steps):
     assert column(logs, "skipped_steps") == [1, 1, 2, 2, 3, 3, 4, 4] and history["seen"] == [3, 3]
 
 
+class SinceTheStart(keras.metrics.Metric):
+    """Counts rows: those of the epoch, all since training began, and the most of an epoch, which a reset looks up."""
+
+    def __init__(self):
+        super().__init__(name="rows")
+        self.rows = self.add_weight(name="rows", initializer="zeros")
+        self.all_rows = self.add_variable((), "zeros", name="all_rows")
+        self.most_rows = self.add_variable((), "zeros", name="most_rows")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        count = ops.cast(ops.shape(y_true)[0], "float32")
+        self.rows.assign_add(count)
+        self.all_rows.assign_add(count)
+
+    def result(self):
+        return {name: ops.convert_to_tensor(getattr(self, name)) for name in ("rows", "all_rows", "most_rows")}
+
+    def reset_state(self):
+        self.most_rows.assign(ops.maximum(self.most_rows, self.rows))
+        self.rows.assign(0)
+
+
+@pytest.mark.slow
+@IGNORES
+@pytest.mark.parametrize("options", FIT_MODES)
+def test_what_a_reset_leaves_alone_goes_on_from_epoch_to_epoch(options):
+    model = zero_model()
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[SinceTheStart()], **options)
+    history, logs = fit(model, *data([7.0, 90.0, 300.0, 6.0, 5.0]), epochs=2)
+    assert column(logs, "rows") == [4, 4, 4, 8, 12] * 2
+    assert column(logs, "all_rows") == [4, 4, 4, 8, 12, 16, 16, 16, 20, 24]
+    assert (history["rows"], history["all_rows"], history["most_rows"]) == ([12, 12], [12, 24], [0, 12])
+
+
 @pytest.mark.slow
 @pytest.mark.backends("tensorflow")
 @IGNORES

@@ -391,6 +391,40 @@ def test_jax_trains_a_stateless_step_of_parts(policy, rtol, door):
         np.testing.assert_allclose(history[name], expected[name], rtol=rtol, atol=rtol)
 
 
+class ScaledBesideTheModel(keras.Sequential):
+    """Scales the loss in the scope that has the values of its weights, and not those of its optimizer."""
+
+    def train_step(self, state, data):
+        import jax
+
+        trainable, non_trainable, optimizer_variables, metrics = state
+        x, y = data
+
+        def loss_of(trainable):
+            with keras.StatelessScope(list(zip(self.trainable_variables, trainable, strict=True))):
+                loss = ops.mean(ops.square(self(x) - y))
+                return self.optimizer.scale_loss(loss), loss
+
+        grads, loss = jax.grad(loss_of, has_aux=True)(trainable)
+        trainable, optimizer_variables = self.optimizer.stateless_apply(optimizer_variables, grads, trainable)
+        return {"loss": loss}, (trainable, non_trainable, optimizer_variables, metrics)
+
+
+@pytest.mark.backends("jax")
+def test_jax_takes_no_fixed_scale_from_the_state_of_a_step_and_no_other_scale_from_outside_of_it():
+    def history(policy):
+        model = ScaledBesideTheModel([keras.Input((6,)), layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.25))
+        prepare(model, policy)
+        y = np.ones((len(DATA), 1), "float32")
+        return model.fit(DATA, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    # The last layer makes the output, in float32.
+    assert history("mixed_bfloat16") == history("float32")
+    with pytest.raises(ValueError, match="in a scope that does not map them"):
+        history("mixed_float16")
+
+
 @pytest.mark.backends("jax")
 def test_jax_a_stateless_step_of_parts_leaves_no_trace_when_it_is_skipped():
     model = compiled(JaxVae)
