@@ -953,8 +953,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         is_dict = isinstance(store, dict)
         numbered = {key: value for key, value in store.items() if key.isdigit()} if is_dict else store
-        if not files.load_numbered(self, numbered):
+        is_loaded = files.load_numbered(self, numbered)
+        if not is_loaded:
             files.warn_of_skipped(self, numbered)
+        # Counters of a scale, and the place in a window, that are not there yet would be those of steps never taken.
+        self._saved_beside.is_left_out = not (is_loaded or self.built)
         if is_dict:
             self._saved_beside.load_own_variables(store)
 

@@ -339,6 +339,29 @@ def test_weights_load_where_the_optimizer_is_not_built_and_a_warning_says_what_i
     assert int(other.optimizer.iterations) == 0
 
 
+@pytest.mark.filterwarnings("ignore:Skipping variable loading:UserWarning")
+def test_an_optimizer_whose_state_is_not_loaded_trains_as_a_new_one(tmp_path):
+    """Its window of three steps begins anew, and its first batch is taken again until the scale fits."""
+
+    def new_model():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(1e-6, gradient_accumulation_steps=3), "mse", run_eagerly=True)
+        return mpkeras.prepare(model, "mixed_float16")
+
+    model = new_model()
+    model.fit(X, Y, batch_size=2, verbose=0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    loaded, new = new_model(), new_model()
+    loaded.load_weights(tmp_path / "model.weights.h5")
+    new.set_weights(loaded.get_weights())
+    # Gradients of all batches are alike, and far beyond float16 at the scale that is guessed.
+    x, y = np.ones_like(X), np.full_like(Y, 512.0)
+    history, expected = (m.fit(x, y, batch_size=2, shuffle=False, verbose=0).history for m in (loaded, new))
+    assert history == expected and history["skipped_steps"] == [0.0]
+    assert int(loaded.optimizer.iterations) == 1
+    assert snapshot(loaded.variables) == snapshot(new.variables)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize`:UserWarning")
 @pytest.mark.parametrize("layers", range(1, 5))
