@@ -1215,8 +1215,8 @@ class SavedBeside(keras.src.saving.keras_saveable.KerasSaveable):
     def __init__(self, optimizer):
         # Keras walks through all attributes: it must not come back to the optimizer this way.
         self._optimizer: Callable = weakref.ref(optimizer)
-        # Whether the next load takes nothing: Keras loads the optimizer itself before.
-        self.is_left_out = False
+        # Names that the next load leaves out: Keras loads the optimizer itself before.
+        self.left_out: set = set()
 
     def _obj_type(self):
         return "Optimizer"
@@ -1227,7 +1227,7 @@ class SavedBeside(keras.src.saving.keras_saveable.KerasSaveable):
 
     def load_own_variables(self, store):
         # None of them in files of stock Keras; another rule, or a window of other length, has others.
-        names = set() if self.is_left_out else set(store.keys())
+        names = set(store.keys()) - self.left_out
         for name, variable in self._optimizer()._variables_beside().items():
             if name in names and tuple(store[name].shape) == tuple(variable.shape):
                 variable.assign(store[name])

@@ -362,6 +362,28 @@ def test_an_optimizer_whose_state_is_not_loaded_trains_as_a_new_one(tmp_path):
     assert snapshot(loaded.variables) == snapshot(new.variables)
 
 
+@pytest.mark.filterwarnings("ignore:Skipping variable loading:UserWarning", "ignore:A total of 2 objects:UserWarning")
+def test_a_new_head_begins_with_a_whole_window(tmp_path):
+    def new_model(units):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(units)])
+        model.compile(keras.optimizers.SGD(0.25, gradient_accumulation_steps=3), "mse", run_eagerly=True)
+        mpkeras.prepare(model, "mixed_bfloat16")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    model, loaded = new_model(2), new_model(3)
+    # One batch into the second window.
+    model.fit(X, Y, batch_size=2, verbose=0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    loaded.load_weights(tmp_path / "model.weights.h5", skip_mismatch=True)
+    before = snapshot(loaded.trainable_variables)
+    y = np.ones((4, 3), "float32")
+    loaded.fit(X[:4], y, batch_size=2, verbose=0)
+    assert snapshot(loaded.trainable_variables) == before
+    loaded.fit(X[:2], y[:2], verbose=0)
+    assert snapshot(loaded.trainable_variables) != before
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize`:UserWarning")
 @pytest.mark.parametrize("layers", range(1, 5))
