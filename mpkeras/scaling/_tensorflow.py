@@ -373,9 +373,6 @@ def _methods_through_scope(optimizer) -> dict:
 def _assign(variable, value):
     if isinstance(value, tf.IndexedSlices):
         rows = tf.cast(value.values, variable.dtype)
-        if _keras.stateless_scope().writes_rows_of(variable):
-            _keras.stateless_scope().write_rows(variable, tf.IndexedSlices(rows, value.indices))
-            return
         value = tf.tensor_scatter_nd_update(variable.value, value.indices[:, tf.newaxis], rows)
     variable.assign(value)
 
@@ -383,7 +380,7 @@ def _assign(variable, value):
 def _assign_change(sign: int, variable, value):
     if isinstance(value, tf.IndexedSlices):
         rows = sign * tf.cast(value.values, variable.dtype)
-        if _keras.stateless_scope().writes_rows_of(variable):
+        if _keras.stateless_scope().adds_to_rows_of(variable):
             _keras.stateless_scope().add_to_rows(variable, tf.IndexedSlices(rows, value.indices))
             return
         value = tf.tensor_scatter_nd_add(variable.value, value.indices[:, tf.newaxis], rows)
@@ -407,17 +404,9 @@ class _WritingScope(small_state.UpdateScope):
         else:
             context.merge_call(_assign_all_copies, args=(stored, value))
 
-    def writes_rows_of(self, variable) -> bool:
-        """Whether rows of `variable` are written alone, without a pass over all of it: nothing is to be rounded."""
+    def adds_to_rows_of(self, variable) -> bool:
+        """Whether rows of `variable` are changed alone, without a pass over all of it: nothing is to be rounded."""
         return not self.rounding.covers(variable) and _decides_alone(tf.distribute.get_strategy())
-
-    def write_rows(self, variable, rows):
-        """Stores new rows, `tf.IndexedSlices` of the dtype of `variable`."""
-        stored = _keras.stored_value(variable)
-        if self.is_applied is not None:
-            chosen = tf.where(self.is_applied, rows.values, tf.gather(stored, rows.indices))
-            rows = tf.IndexedSlices(chosen, rows.indices)
-        stored.scatter_update(rows)
 
     def add_to_rows(self, variable, rows):
         """Adds to rows, of which one may be named several times."""

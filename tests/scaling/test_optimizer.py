@@ -865,6 +865,33 @@ def test_rows_of_a_table_are_chosen_whole(mode):
     np.testing.assert_array_equal(table.numpy()[2:], [[3.5, 5.5], [-2.0, 7.0]])
 
 
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("slot_dtype", first_quick(["bfloat16", "float32"]))
+@pytest.mark.parametrize("mode", first_quick(["xla", "eager", "graph"]))
+def test_rows_that_an_optimizer_replaces_stay_where_a_step_is_skipped(mode, slot_dtype):
+    """No optimizer of Keras' assigns rows; one of a user's may, as Keras' `assign` takes them."""
+    import tensorflow as tf
+
+    class Replacing(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            self.assign(variable, tf.IndexedSlices(gradient.values - 1.0, gradient.indices))
+
+    start = np.array([[-0.0, 3.0], [1e-40, -0.0], [5.0, 7.0]], "float32")
+    table = keras.Variable(start)
+    optimizer = LossScaleOptimizer(Replacing(0.25, momentum=0.5), loss_scale=2.0, slot_dtype=slot_dtype)
+    optimizer.build([table])
+
+    def step(values, rows):
+        optimizer.apply([tf.IndexedSlices(values, rows, (3, 2))], [table])
+
+    step = step if mode == "eager" else tf.function(step, jit_compile=mode == "xla")
+    step(tf.constant([[1.0, 4.0], [np.inf, 3.0]]), tf.constant([1, 0]))
+    assert table.numpy().tobytes() == start.tobytes()
+    step(tf.constant([[8.0, 4.0], [-6.0, 2.0]]), tf.constant([2, 0]))
+    np.testing.assert_array_equal(table.numpy()[[0, 2]], [[-4.0, 0.0], [3.0, 1.0]])
+    assert table.numpy()[1].tobytes() == start[1].tobytes()
+
+
 @pytest.mark.parametrize("mode", first_quick(MODES))
 def test_one_number_that_is_not_finite_in_any_gradient_skips_the_step(mode):
     """Of one shape there are several, small and large, and one that is alone; the number is the last of it."""
