@@ -629,6 +629,29 @@ def product_graph():
     return keras.Model(inputs, ops.matmul(layers.Dense(4)(hidden()(inputs)) / 10000.0 + 1.0, kernel))
 
 
+class Switched(layers.Layer):
+    """A layer inside chooses between what it is given, a step further."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = layers.Dense(1, kernel_initializer="zeros", bias_initializer="ones")
+
+    def build(self, shape):
+        self.gate.build(shape)
+
+    def call(self, x):
+        return ops.where(self.gate(x) > 0, x[:, :1] + 1, x[:, :1] - 1)
+
+
+def test_a_layer_that_computes_its_outputs_with_what_it_is_given_is_in_float32():
+    mpkeras.set_global_policy("mixed_float16")
+    level = layers.Dense(1, kernel_initializer="zeros", bias_initializer=keras.initializers.Constant(4096.0))
+    model = keras.Sequential([keras.Input((3,)), level, Switched()])
+    model.compile("sgd", "mse")
+    # float16 has no 4097.
+    np.testing.assert_array_equal(model.predict(X, verbose=0), np.full((12, 1), 4097.0))
+
+
 class WithToken(keras.Model):
     """Begins with a token of its own, as a vision transformer does; behind its layers it computes nothing itself."""
 
