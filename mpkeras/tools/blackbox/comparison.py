@@ -42,10 +42,10 @@ class Comparison(Report):
 
     >>> import os, tempfile
     >>> with mpkeras.policy_scope("mixed_float16"):
-    ...     layers = [keras.Input((2,)), keras.layers.Dense(4, name="hidden"), keras.layers.Dense(1)]
-    ...     model = keras.Sequential(layers, name="net")
+    ...     hidden = keras.layers.Dense(4, kernel_initializer="ones", name="hidden")
+    ...     model = keras.Sequential([keras.Input((2,)), hidden, keras.layers.Dense(1)], name="net")
     >>> step = mpkeras.make_train_step(model, "sgd", "mse", jit_compile=False)
-    >>> result = step(np.full((4, 2), 1e5), np.ones((4, 1)))
+    >>> result = step(np.full((4, 2), 6e4), np.ones((4, 1)))
     >>> path = os.path.join(tempfile.mkdtemp(), "failure.mpk")
     >>> size = step.capsule(path)
     >>> mpkeras.load_capsule(path).compare("float32").first.path
