@@ -133,7 +133,7 @@ def labels_of(layer) -> Labels | None:
     texts = re.split(",|->", equation.replace(" ", ""))
     arrays = inputs, kernel, outputs = [tuple(re.findall(r"\.\.\.|.", text)) for text in texts]
     in_two = all(sum(label in array for array in arrays) == 2 for label in {*inputs, *kernel, *outputs})
-    if not in_two or any(len(set(array)) < len(array) for array in arrays) or "..." in kernel:
+    if not in_two or any(len(set(array)) < len(array) for array in arrays):
         return None
     rows, columns = (tuple(label for label in outputs if label in array) for array in (inputs, kernel))
     summed = tuple(label for label in kernel if label in inputs)

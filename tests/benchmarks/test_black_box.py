@@ -9,6 +9,7 @@ import black_box as benchmark
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is given numbers beyond float16:UserWarning")  # a fault of some
 def test_each_fault_is_kept_runs_again_and_is_named():
     # Each of the nine once.
     results = json.loads(json.dumps(benchmark.measure_faults(9, first=9)))
