@@ -234,10 +234,14 @@ def surrounded_by(scope: tuple):
 def is_training() -> bool:
     """Whether the layer that is called now was told `training=True`, or one around it was.
 
-    Nothing is known, and so true, in a model that `stateless_call` runs: Keras 3.15.1 calls its `call` there.
+    Nothing is known, and so true, in a model whose `call` takes no `training`, as Keras' trainer tells it nothing, and
+    in one that `stateless_call` runs without telling its layers: Keras 3.15.1 calls its `call` there.
     """
     context = keras.src.backend.common.global_state.get_global_attribute("current_call_ctx")
-    return context is None or bool(getattr(context, "training", None))
+    if context is None or not context.entry_layer._call_has_training_arg:
+        return True
+    training = getattr(context, "training", None)
+    return stateless_scope() is not None if training is None else bool(training)
 
 
 def rematerializes(layer) -> bool:

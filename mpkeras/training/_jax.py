@@ -41,7 +41,7 @@ from mpkeras.training.rollback import Outcome
 
 def empty_step(model, optimizers, state, data):
     """The train step of a batch without rows: nothing is computed, and a skipped step is counted."""
-    trainable, non_trainable, optimizer_values, metrics = state
+    trainable, non_trainable, optimizer_values, metrics = _each_read_once(model, state)
     with _scope(model.metrics_variables, metrics):
         logs = model.get_metrics_result()
     return logs, (trainable, non_trainable, _skipped(model.optimizer, optimizer_values), metrics)
@@ -70,6 +70,17 @@ def _in_order(variables, values_by_id) -> list:
     return [values_by_id[id(variable)] for variable in variables]
 
 
+def _each_read_once(model, state) -> tuple:
+    """Returns the state of Keras' trainer with one value for a variable that the model lists more than once.
+
+    Keras lists a random generator once for each layer that holds it, and donates its array as often. JAX leaves
+    arguments that nothing reads out of a program, and with them the donations that it would refuse.
+    """
+    trainable, non_trainable, *others = state
+    variables = model.non_trainable_variables
+    return trainable, _in_order(variables, _by_id(variables, non_trainable)), *others
+
+
 def step_without_trace(inventory, optimizers, train_step, state, data):
     """Runs `train_step(state, data)`; where its update was skipped, takes all other state from before.
 
@@ -77,6 +88,7 @@ def step_without_trace(inventory, optimizers, train_step, state, data):
     fed 1e25) keeps its old value, too. Keras' JAX trainer carries the state of `model.optimizer` alone.
     """
     model, optimizer = inventory.model, inventory.model.optimizer
+    state = _each_read_once(model, state)
     if optimizer not in optimizers:
         return _without_leaks(model, optimizers, train_step, state, data)
     run = functools.partial(_without_leaks, model, optimizers, train_step)

@@ -219,8 +219,8 @@ def chain():
     return keras.Model(inputs, layers.Dense(1)(x))
 
 
-def products_asked_for(remat):
-    step = mpkeras.make_train_step(chain(), "sgd", "mse", jit_compile=True, remat=remat)
+def products_asked_for(remat, make=chain):
+    step = mpkeras.make_train_step(make(), "sgd", "mse", jit_compile=True, remat=remat)
     step(ROWS, TARGETS)
     # On a CPU XLA finds what JAX computes twice, and computes it once. What TensorFlow asks for is in part not used.
     text = step.compiler_ir(ROWS, TARGETS, optimized=BACKEND == "tensorflow")
@@ -353,6 +353,64 @@ def test_blocks_are_computed_again_op_by_op():
         step(ROWS, TARGETS)
         runs[remat] = Counted.runs
     assert runs == {None: 3, "blocks": 6, ("path:end_1",): 5}
+
+
+class NeverToldOfTraining(keras.Model):
+    """Blocks behind each other in a `call` without `training`, as Keras allows; the blocks take it."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [Block() for _ in range(3)]
+        self.head = layers.Dense(1)
+
+    def build(self, shape):
+        for part in self.parts:
+            part.build(shape)
+        self.head.build(shape)
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+def never_told():
+    keras.utils.set_random_seed(3)
+    model = NeverToldOfTraining()
+    model.build((None, 16))
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.backends("jax", "tensorflow")
+def test_a_model_whose_call_takes_no_training_is_computed_again_in_the_compiled_program():
+    assert products_asked_for("blocks", never_told) >= products_asked_for(None, never_told) + 3
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("door", ["fit", "step"])
+def test_a_model_whose_call_takes_no_training_is_computed_again_op_by_op(door, monkeypatch):
+    runs = []
+    call = Block.call
+    monkeypatch.setattr(Block, "call", lambda self, x, training=None: (runs.append(self), call(self, x, training))[1])
+
+    def trained(remat):
+        model = never_told()
+        if door == "step":
+            step = mpkeras.make_train_step(model, keras.optimizers.SGD(1e-3), "mse", remat=remat)
+        else:
+            model.compile(keras.optimizers.SGD(1e-3), "mse")
+            step = mpkeras.prepare(model, "float32", remat=remat).train_on_batch
+        runs.clear()
+        for _ in range(2):
+            step(ROWS, TARGETS)
+        return len(runs), [keras.ops.convert_to_numpy(weight.value) for weight in model.weights]
+
+    (runs_with, with_remat), (runs_without, without) = trained("blocks"), trained(None)
+    # Three blocks in each of two steps.
+    assert runs_with == runs_without + 6
+    for got, expected in zip(with_remat, without, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 class ChangesInPlace(layers.Layer):

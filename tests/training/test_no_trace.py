@@ -881,3 +881,34 @@ def test_a_weight_that_a_layer_writes(options, made, frozen):
         # The step counts, and as a statistic the weight would become infinite.
         assert scale_after(2.0, 1.0) == np.float32(3e38)
     assert int(model.optimizer.skipped_steps.value) == 1
+
+
+class Shakes(keras.layers.Layer):
+    """Multiplies by random numbers of a generator that it is given, in training alone."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+    def call(self, x, training=False):
+        return x * keras.random.uniform(keras.ops.shape(x), 0.5, 1.5, seed=self.generator) if training else x
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_random_generator_that_layers_share_goes_on_and_is_put_back(door):
+    generator = keras.random.SeedGenerator(3)
+    layers = [Shakes(generator), keras.layers.Dense(4, kernel_initializer="ones"), Shakes(generator)]
+    model = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1, kernel_initializer="ones")])
+    if door == "fit":
+        model.compile(keras.optimizers.SGD(1e-3), "mse")
+        step = mpkeras.prepare(model, "float32").train_on_batch
+    else:
+        step = mpkeras.make_train_step(model, keras.optimizers.SGD(1e-3), "mse")
+    drawn = [keras.ops.convert_to_numpy(generator.state.value)]
+    for target in (1.0, np.nan, 1.0):
+        step(np.ones((4, 2), "float32"), np.full((4, 1), target, "float32"))
+        drawn.append(keras.ops.convert_to_numpy(generator.state.value))
+    after_each = drawn[1] - drawn[0]
+    assert after_each.any()
+    np.testing.assert_array_equal(drawn[2], drawn[1])
+    np.testing.assert_array_equal(drawn[3], drawn[1] + after_each)
