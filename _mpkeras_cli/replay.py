@@ -18,7 +18,7 @@ happened: the loss, the loss scale, the first layer and the first operation that
   mpkeras replay failure.mpk --compare                  where 16 bits leave float32, too
 
 Nothing in the file is executed, unless you allow Python lambdas with --unsafe. The environment variable
-KERAS_BACKEND chooses the backend; the bits are those of the backend that the file names.
+KERAS_BACKEND chooses the backend, which has to be the one that the step was skipped on.
 """,
     )
     option("file", metavar="FILE", help="a .mpk file")

@@ -1,6 +1,7 @@
 """`state_dict` and `load_state_dict`: all that training changes, as NumPy arrays."""
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 
 import keras
@@ -66,6 +67,9 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
     The global dtype policy plays no part. To go on in the middle of an epoch of `fit`, load in a callback's first
     `on_train_batch_begin`: when an epoch begins, `fit` resets the metrics, and torch's loader draws a seed.
 
+    A state that torch wrote on a machine with a GPU goes on on one without, and the other way round: the generator that
+    only one of them has is left as it is, with a warning.
+
     Args:
         model: The model of `state_dict`, built anew or not. Metrics given to `compile` come into being with
             the first batch; where `state` holds theirs, call `model.test_on_batch(x, y)` before.
@@ -90,10 +94,11 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
             f"{state!r} (of type {type(state).__name__}). Pass what `state_dict` returned."
         )
     expected = {key: (tuple(variable.shape), variable.dtype) for key, variable in variables.items()}
-    random_arrays = _random_arrays()
+    others = generators_of_one_machine(state)
+    random_arrays = {key: array for key, array in _random_arrays().items() if key not in others}
     expected.update({key: (array.shape, array.dtype.name) for key, array in random_arrays.items()})
     missing = [key for key in expected if key not in state]
-    unknown = [key for key in state if key not in expected]
+    unknown = [key for key in state if key not in expected and key not in others]
     if missing or unknown:
         remedy = "Load it into the model, built and compiled in the same way, that it was taken of."
         if not missing and all(str(key).startswith("metrics/") for key in unknown):
@@ -106,6 +111,24 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
     training_backend.set_global_random_states({key.removeprefix(_RANDOM): values.pop(key) for key in random_arrays})
     for key, variable in variables.items():
         variable.assign(values[key])
+    if others:
+        what = f"with {others}" if others[0] in state else f"without {others}"
+        warnings.warn(
+            f"Expected the random generators of the devices that torch has here. Received: a state {what}, of a "
+            "machine with other devices. All else is as it was there; layers that draw random numbers draw others from "
+            "now on. Go on on such a machine for the same ones.",
+            stacklevel=2,
+        )
+
+
+def generators_of_one_machine(state) -> list:
+    """Returns the keys of torch's generators that only the machine of `state`, or only this one, has: of a GPU."""
+    here = _random_arrays()
+    if f"{_RANDOM}cpu" not in here or f"{_RANDOM}cpu" not in state:
+        # Of another backend, which has no such generators.
+        return []
+    of_gpu = f"{_RANDOM}cuda"
+    return [of_gpu] if (of_gpu in here) != (of_gpu in state) else []
 
 
 def bytes_of_training(model, optimizer=None, stored=None) -> dict:

@@ -6,6 +6,7 @@ import pytest
 
 from mpkeras.policies.loss_scaling import DynamicLossScale
 from mpkeras.scaling.optimizer import LossScaleOptimizer
+from mpkeras.training import training_backend
 from mpkeras.training.prepare import prepare
 from mpkeras.training.state import load_state_dict, state_dict
 from tests.step_modes import snapshot
@@ -110,6 +111,25 @@ def test_a_state_that_does_not_fit_changes_nothing(changes, message):
     with pytest.raises(ValueError, match=message):
         load_state_dict(model, state)
     assert all(np.array_equal(array, before[key]) for key, array in state_dict(model).items())
+
+
+@pytest.mark.backends("torch")
+def test_a_state_goes_on_on_a_machine_with_other_devices(monkeypatch):
+    model, other = trained(), trained()
+    state = state_dict(model)
+    masks = np.arange(16, dtype="uint8")
+    with pytest.warns(UserWarning, match=r"a state with \['random/cuda'\], of a machine.*Go on on such a machine"):
+        load_state_dict(other, {**state, "random/cuda": masks})
+    assert all(np.array_equal(array, state[key]) for key, array in state_dict(other).items())
+    # A GPU here, and none there.
+    states = training_backend.global_random_states
+    monkeypatch.setattr(training_backend, "global_random_states", lambda: {**states(), "cuda": masks})
+    with pytest.warns(UserWarning, match=r"a state without \['random/cuda'\]"):
+        load_state_dict(other, state)
+    # Of another backend, or of no machine.
+    for changed in ({**state, "random/tpu": masks}, {key: state[key] for key in state if key != "random/cpu"}):
+        with pytest.raises(ValueError, match="random/"):
+            load_state_dict(other, changed)
 
 
 def test_what_is_not_built_is_named():

@@ -38,7 +38,7 @@ from mpkeras.tools.shared.observation import call_of, replaced_calls
 from mpkeras.tools.shared.ranges import is_finite, is_float
 from mpkeras.tools.shared.report import shortened
 from mpkeras.training.prepare import prepare
-from mpkeras.training.state import load_state_dict, state_dict
+from mpkeras.training.state import generators_of_one_machine, load_state_dict, state_dict
 from mpkeras.training.step import make_train_step
 
 # The versions that decide which bits a step computes.
@@ -93,6 +93,7 @@ def load_capsule(
     capsule = Capsule(path, content, arrays, custom_objects, safe_mode)
     if model is not None:
         check_model(model)
+        capsule._check_backend()
         capsule._use(model)
     return capsule
 
@@ -203,9 +204,11 @@ class Capsule:
         """The model before the step: made from its configuration, or the one that you gave.
 
         Raises:
-            ValueError: If it cannot be made here: its classes are not known, it holds lambdas, or has no configuration.
+            ValueError: If it cannot be made here: the step was skipped on another backend, the classes of the model are
+                not known, it holds lambdas, or has no configuration.
         """
         if self._model is None:
+            self._check_backend()
             model = self._rebuilt("model")
             if not isinstance(model, keras.Model):
                 raise ValueError(
@@ -235,7 +238,8 @@ class Capsule:
         versions = {key: (self.versions.get(key), now.get(key)) for key in _DECISIVE}
         different = [name for name, value in result.items() if name in self.said and not _same(value, self.said[name])]
         names = {_place(name): name for name in self.state}
-        after = {names[_place(name)]: array for name, array in self._state_by_name().items()}
+        here = {name: array for name, array in self._state_by_name().items() if _place(name) in names}
+        after = {names[_place(name)]: array for name, array in here.items()}
         different += [name for name, value in after.items() if not _same(value, self._after.get(name))]
         self._restore()
         return {
@@ -376,6 +380,15 @@ class Capsule:
                 f"'{self._content.get('model_name')}', whose state does not fit into '{model.name}': {error}"
             ) from error
 
+    def _check_backend(self):
+        then, now = self.versions.get("backend"), keras.backend.backend()
+        if then is not None and then != now:
+            raise ValueError(
+                f"Expected Keras on the backend of the skipped step, whose state and operations are its own. Received: "
+                f"'{self._path}', of {then}, while Keras computes with {now}. Set the environment variable "
+                f"KERAS_BACKEND={then} before Keras is imported."
+            )
+
     def _made_step(self, model, policy) -> Any:
         made = {name: self._rebuilt(name) for name in ("optimizer", "loss", "metrics")}
         options = self._content.get("options")
@@ -479,8 +492,11 @@ class Capsule:
     def _restore(self):
         model = self.model
         # By place: the names of slots hold the paths that layers had when the optimizer was built.
-        names = {_place(name): name for name in self._state_by_name()}
-        state = {names.get(_place(name), name): array for name, array in self.state.items()}
+        here = self._state_by_name()
+        names = {_place(name): name for name in here}
+        others = generators_of_one_machine(self.state)
+        state = {names.get(_place(name), name): array for name, array in self.state.items() if name not in others}
+        state.update({name: here[name] for name in others if name in here})
         if self._train_step is None:
             load_state_dict(model, state)
         else:

@@ -11,7 +11,7 @@ import mpkeras
 from mpkeras.callbacks import BlackBox, MixedPrecision
 from mpkeras.conversion.float8 import multiplies_in_float8
 from mpkeras.tools.blackbox import comparison
-from mpkeras.training import capsule_file
+from mpkeras.training import capsule_file, training_backend
 from tests.sixteen_bits import without_outputs
 from tests.tools.blackbox import faults
 
@@ -459,6 +459,44 @@ def test_what_a_file_does_not_hold_of_functions_is_said(tmp_path):
     with pytest.raises(ValueError, match="Pass classes and functions of your own in `custom_objects`"):
         mpkeras.load_capsule(path).run()
     assert mpkeras.load_capsule(path, custom_objects={"far": far}).run()["same_bits"]
+
+
+@SKIPS
+@pytest.mark.slow
+def test_a_capsule_of_another_backend_names_the_backend(tmp_path, backend):
+    made = [faults.model_with() for _ in range(2)]
+    path, _, _ = skipped_step(tmp_path, made[0], faults.batch(scale=1e6), jit_compile=False)
+    other = "torch" if backend == "jax" else "jax"
+    content, arrays = capsule_file.read(path)
+    versions = {**content["versions"], "backend": other}
+    capsule_file.write(path, {**content, "versions": versions}, arrays)
+    message = (
+        f"of {other}, while Keras computes with {backend}. Set the environment variable KERAS_BACKEND={other} before"
+    )
+    capsule = mpkeras.load_capsule(path)
+    for ask in (capsule.run, capsule.trace, lambda: mpkeras.load_capsule(path, made[1])):
+        with pytest.raises(ValueError, match=message):
+            ask()
+    # What was there is in the file, whatever computes.
+    assert capsule.batch[0].shape == faults.batch()[0].shape and "model/0/kernel" in capsule.state
+
+
+@SKIPS
+@pytest.mark.slow
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("is_here", [pytest.param(False, id="no gpu here"), pytest.param(True, id="a gpu here")])
+def test_a_capsule_of_a_machine_with_other_devices_runs(tmp_path, monkeypatch, is_here):
+    path, _, _ = skipped_step(tmp_path, faults.model_with(), faults.batch(scale=1e6), jit_compile=False)
+    generator = np.arange(16, dtype="uint8")
+    if is_here:
+        states, setter = training_backend.global_random_states, training_backend.set_global_random_states
+        monkeypatch.setattr(training_backend, "global_random_states", lambda: {**states(), "cuda": generator})
+        monkeypatch.setattr(training_backend, "set_global_random_states", lambda given: setter({"cpu": given["cpu"]}))
+    else:
+        content, arrays = capsule_file.read(path)
+        capsule_file.write(path, content, {**arrays, "state/random/cuda": generator})
+    run = mpkeras.load_capsule(path).run()
+    assert run["skipped"] and run["same_bits"], run["different"]
 
 
 @pytest.mark.slow
