@@ -819,11 +819,12 @@ def was_called(layer) -> bool:
 
 
 def rename_losses(layers, losses, new):
-    """Lets `new` be what `layers` have added as `losses` within a stateless scope: layers know them by `id`."""
+    """Lets `new` be what `layers`, or layers in them, added as `losses` in a stateless scope: known by their `id`."""
+    parts = [part for layer in layers for part in flatten_layers(layer, include_self=True)]
     for loss, value in zip(losses, new, strict=True):
-        for layer in layers:
-            if id(loss) in layer._loss_ids:
-                layer._loss_ids.add(id(value))
+        for part in parts:
+            if id(loss) in part._loss_ids:
+                part._loss_ids.add(id(value))
 
 
 def calls_in(model) -> collections.Counter:

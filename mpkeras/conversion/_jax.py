@@ -227,6 +227,11 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     return outputs
 
 
+def check_again(layers):
+    """Raises `ValueError` where a part that runs `layers` is known, before it runs, to be none to compute again."""
+    del layers  # JAX carries all that they make.
+
+
 def _is_product_with_weights(primitive, *args, **params) -> bool:
     """The policy of a checkpoint: whether the result of an operation is kept. Products in attention have batch axes."""
     is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)

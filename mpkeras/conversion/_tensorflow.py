@@ -10,7 +10,8 @@ from mpkeras import _keras
 from mpkeras.conversion.again import alike
 from mpkeras.conversion.float8_rounding import GRADIENT_DTYPE, OPERAND_DTYPE, once, rounded, tie
 from mpkeras.devices._tensorflow import in_xla
-from mpkeras.policies.heads import Flow
+from mpkeras.policies.heads import Flow, has_own_call
+from mpkeras.policies.reach import Reach
 
 
 def has_cudnn() -> bool:
@@ -157,8 +158,8 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     # A custom gradient would make the sparse gradient of a table dense.
     if not any(is_float) or any(isinstance(layer, keras.layers.Embedding) for layer in layers):
         return run(tensors)
-    added = {id(layer): len(_keras.added_losses(layer)) for layer in layers}
     inside = {id(part): part for layer in layers for part in _keras.flatten_layers(layer, include_self=True)}
+    added = {key: len(_keras.added_losses(part)) for key, part in inside.items()}
     if not tf.executing_eagerly():
         _refuse_draws_in_loops(inside.values())
     held = {id(tensor): tensor for part in inside.values() for _, tensor in _tensors_held(part)}
@@ -176,14 +177,9 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
 
     floats = [tensor for tensor, flag in zip(tensors, is_float, strict=True) if flag]
     results = tf.recompute_grad(alike(layers, run_on_floats))(*floats)
-    for layer in layers:
-        if len(_keras.added_losses(layer)) > added[id(layer)]:
-            raise ValueError(
-                "Expected no layer that adds a loss (`add_loss`, an activity regularizer) where TensorFlow computes "
-                f"again in the backward pass: the gradient of the loss would be lost. Received: "
-                f"'{_keras.path_of(layer)}'. Name the layers whose outputs are kept, `remat=[...]`, so that it is "
-                "behind the last one, or train on JAX or torch."
-            )
+    for key, part in inside.items():
+        if len(_keras.added_losses(part)) > added[key]:
+            raise _lost_loss(part)
     for part in inside.values():
         for name, tensor in _tensors_held(part):
             if id(tensor) not in held:
@@ -193,6 +189,24 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     for tensor, new in zip(outputs, returned, strict=True):
         _keras.copy_mask(tensor, new)
     return returned
+
+
+def check_again(layers):
+    """As in `_jax.py`: a layer that adds a loss is refused, if not here, where it does so in the first step."""
+    if any(isinstance(layer, keras.layers.Embedding) for layer in layers):
+        return
+    for part in [part for layer in layers for part in _keras.flatten_layers(layer, include_self=True)]:
+        adds_own = has_own_call(part) and "add_loss" in Reach(part).names
+        if adds_own or getattr(part, "activity_regularizer", None) is not None:
+            raise _lost_loss(part)
+
+
+def _lost_loss(layer) -> ValueError:
+    return ValueError(
+        "Expected no layer that adds a loss (`add_loss`, an activity regularizer) where TensorFlow computes again in "
+        f"the backward pass: the gradient of the loss would be lost. Received: '{_keras.path_of(layer)}'. Name the "
+        "layers whose outputs are kept, `remat=[...]`, so that it is behind the last one, or train on JAX or torch."
+    )
 
 
 def _refuse_draws_in_loops(layers):

@@ -76,6 +76,17 @@ def repeated_parts(survey, remat) -> Parts:
         return NOTHING
 
 
+def check_parts(survey, remat):
+    """Raises `ValueError` as `repeated_parts`, and where the backend is known to refuse one of the parts in a step."""
+    parts = repeated_parts(survey, remat)
+    for layer in parts.layers:
+        _backend.check_again([layer])
+    for graph in _graphs(survey):
+        for calls in calls_between(graph, parts.ends.get(id(graph), ()))[:-1]:
+            layers = [call.operation for call in calls if isinstance(call.operation, keras.layers.Layer)]
+            _backend.check_again([inner for layer in layers for inner in survey.within(layer)])
+
+
 def named_parts(survey, remat) -> list[tuple[str, str]]:
     """Returns the paths of the first and the last layer of each part that is computed again, as `repeated_parts`."""
     parts = repeated_parts(survey, remat)

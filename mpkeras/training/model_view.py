@@ -10,7 +10,7 @@ from mpkeras.conversion.float8 import reasons_against
 from mpkeras.conversion.last import converted_by, float8_products, known_heads, last_conversion
 from mpkeras.conversion.outputs import without_cast
 from mpkeras.conversion.plan import calculates_in, compute_dtypes, computes_in, plan
-from mpkeras.conversion.remat import computed_once, named_parts
+from mpkeras.conversion.remat import check_parts, computed_once, named_parts
 from mpkeras.conversion.store_weights import planned_weight_dtypes
 from mpkeras.distribution import distribution_backend
 from mpkeras.distribution.travel import Travel
@@ -126,6 +126,8 @@ class ModelView(Survey):
         Raises:
             ValueError: If there are no such parts in the model, or the backend cannot compute them again.
         """
+        if remat is not None:
+            check_parts(self, remat)
         return named_parts(self, self.remat if remat is None else remat)
 
     @contextlib.contextmanager

@@ -94,7 +94,7 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
             f"{state!r} (of type {type(state).__name__}). Pass what `state_dict` returned."
         )
     expected = {key: (tuple(variable.shape), variable.dtype) for key, variable in variables.items()}
-    others = generators_of_one_machine(state)
+    others = _generators_of_one_machine(state)
     random_arrays = {key: array for key, array in _random_arrays().items() if key not in others}
     expected.update({key: (array.shape, array.dtype.name) for key, array in random_arrays.items()})
     missing = [key for key in expected if key not in state]
@@ -121,7 +121,7 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
         )
 
 
-def generators_of_one_machine(state) -> list:
+def _generators_of_one_machine(state) -> list:
     """Returns the keys of torch's generators that only the machine of `state`, or only this one, has: of a GPU."""
     here = _random_arrays()
     if f"{_RANDOM}cpu" not in here or f"{_RANDOM}cpu" not in state:

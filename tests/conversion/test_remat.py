@@ -824,6 +824,40 @@ def test_losses_that_layers_add_count():
     np.testing.assert_allclose(losses("blocks"), losses(None), rtol=1e-5)
 
 
+class Penalized(layers.Layer):
+    """A block in which a layer adds a loss."""
+
+    def build(self, shape):
+        self.inner = layers.Dense(shape[-1], activity_regularizer=keras.regularizers.L1(0.3), name="inner")
+        self.inner.build(shape)
+
+    def call(self, x):
+        return x + self.inner(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Penalized, lambda: keras.Sequential([Penalized()])], ids=["a layer", "a model"])
+def test_losses_of_layers_inside_of_blocks_count_or_are_refused(make, backend):
+    def losses(remat):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((16,)), make(), make(), make(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-2), "mse")
+        mpkeras.prepare(model, "float32", remat=remat)
+        fitted = model.fit(ROWS, TARGETS, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return fitted.history["loss"]
+
+    plain = losses(None)
+    # Most of the loss is what the layers add.
+    assert plain[0] > 4
+    if backend == "tensorflow":
+        with pytest.raises(ValueError, match="adds a loss.*/inner'"):
+            losses("blocks")
+    else:
+        np.testing.assert_allclose(losses("blocks"), plain, rtol=1e-5)
+    if backend == "jax":
+        np.testing.assert_allclose(losses("products"), plain, rtol=1e-5)
+
+
 @pytest.mark.backends("tensorflow")
 def test_gradients_of_tables_stay_sparse():
     import tensorflow as tf

@@ -38,11 +38,13 @@ from mpkeras.tools.shared.observation import call_of, replaced_calls
 from mpkeras.tools.shared.ranges import is_finite, is_float
 from mpkeras.tools.shared.report import shortened
 from mpkeras.training.prepare import prepare
-from mpkeras.training.state import generators_of_one_machine, load_state_dict, state_dict
+from mpkeras.training.state import load_state_dict, state_dict
 from mpkeras.training.step import make_train_step
 
 # The versions that decide which bits a step computes.
 _DECISIVE = ("mpkeras", "keras", "tensorflow", "jax", "torch", "numpy", "backend", "device", "cpu")
+# The state of torch's generator of a GPU, which a file of another machine has, or this machine, alone.
+_OF_GPU = "random/cuda"
 # What Keras says of a Python lambda where none is allowed, and Python of a name that is not there.
 _REFUSED_LAMBDA = re.compile("Python `?lambda")
 _MISSING_NAME = re.compile(r"name '(\w+)' is not defined")
@@ -494,9 +496,11 @@ class Capsule:
         # By place: the names of slots hold the paths that layers had when the optimizer was built.
         here = self._state_by_name()
         names = {_place(name): name for name in here}
-        others = generators_of_one_machine(self.state)
-        state = {names.get(_place(name), name): array for name, array in self.state.items() if name not in others}
-        state.update({name: here[name] for name in others if name in here})
+        state = {names.get(_place(name), name): array for name, array in self.state.items()}
+        if _OF_GPU in here:
+            state.setdefault(_OF_GPU, here[_OF_GPU])
+        else:
+            state.pop(_OF_GPU, None)
         if self._train_step is None:
             load_state_dict(model, state)
         else:

@@ -373,6 +373,46 @@ def test_what_the_backend_cannot_compute_again_is_no_candidate(compiled):
     assert "remat blocks: not possible. Expected a model with repeated blocks" in str(plan)
 
 
+class Penalized(keras.layers.Dense):
+    def call(self, inputs):
+        outputs = super().call(inputs)
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(outputs)))
+        return outputs
+
+
+def a_model_around(layer):
+    return keras.Sequential([keras.Input((8,)), layer])
+
+
+@ONCE
+@pytest.mark.parametrize(
+    ("make", "products"),
+    [
+        pytest.param(lambda: Penalized(8), [], id="add_loss"),
+        pytest.param(lambda: keras.layers.Dense(8, activity_regularizer="l1"), [], id="a regularizer"),
+        # It is cut behind each product: nothing inside of it is computed again.
+        pytest.param(lambda: a_model_around(Penalized(8)), [("float32, remat products", 8)], id="in a block"),
+    ],
+)
+def test_what_tensorflow_would_refuse_in_the_first_step_is_no_candidate(compiled, make, products):
+    x = inputs = keras.Input((8,))
+    for _ in range(3):
+        x = keras.layers.Add()([x, make()(x)])
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    names = compiled(in_parts)
+    plan = mpkeras.plan_memory(model, (8, 8), memory=1, policies=["float32"], allow=("remat",), verbose=0)
+    assert names == [("float32", 8), *products] and not plan.fits
+    assert "remat blocks" in str(plan) and "not possible. Expected no layer that adds a loss" in str(plan)
+
+
+@ONCE
+def test_behind_the_last_part_that_is_computed_again_a_layer_may_add_a_loss(compiled):
+    model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(8) for _ in range(4)), Penalized(1)])
+    compiled(in_parts)
+    plan = mpkeras.plan_memory(model, (8, 8), memory=1, policies=["float32"], allow=("remat",), verbose=0)
+    assert plan.to_dict()["refused"] == {} and plan.remat is not None
+
+
 @ONCE
 @pytest.mark.parametrize(
     ("remat", "expected"),
