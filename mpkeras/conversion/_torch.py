@@ -1,5 +1,6 @@
 """torch's part of a conversion: torch modules that follow the policy of their layer, and the float8 product."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -142,13 +143,17 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     """As in `_jax.py`."""
     if not torch.is_grad_enabled():
         return run(tensors)
+    inside = [part for layer in layers for part in _keras.flatten_layers(layer, include_self=True)]
+    buffers = [(module, _copies(module._buffers)) for module in modules_with_buffers(inside)]
+    runs = itertools.count()
 
     def run_without_garbage(tensors):
         # `keras.tree` leaves the tensors that it takes apart in cycles of references (the recursive functions of
         # `torch.utils._pytree`): collected here, they are free where the backward pass is done with them. Before the
         # run, too: the last part of the model is behind it.
         gc.collect(_YOUNG)
-        outputs = run(tensors)
+        with _buffers_from(buffers) if next(runs) else contextlib.nullcontext():
+            outputs = run(tensors)
         gc.collect(_YOUNG)
         return outputs
 
@@ -161,6 +166,24 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     if keeps_products:
         products.let_go(outputs)
     return outputs
+
+
+def _copies(buffers: dict) -> dict:
+    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+
+
+@contextlib.contextmanager
+def _buffers_from(buffers):
+    """Context manager: modules have the buffers in `buffers`, `(module, copies)`, and afterwards their own again."""
+    present = [(module, dict(module._buffers)) for module, _ in buffers]
+    for module, copies in buffers:
+        # Once more: it may be computed again a second time, for the gradient of a gradient.
+        module._buffers.update(_copies(copies))
+    try:
+        yield
+    finally:
+        for module, own in present:
+            module._buffers.update(own)
 
 
 def check_again(layers):

@@ -858,6 +858,39 @@ def test_losses_of_layers_inside_of_blocks_count_or_are_refused(make, backend):
         np.testing.assert_allclose(losses("products"), plain, rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("remat", ["blocks", "products"])
+def test_buffers_of_torch_move_once(remat):
+    import torch
+
+    class Normalized(layers.Layer):
+        """Holds a torch module with buffers, and one of its own, which it counts in and computes with."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = layers.TorchModuleWrapper(
+                torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16, momentum=0.3))
+            )
+            self.register_buffer("seen", torch.zeros(()))
+
+        def call(self, x, training=False):
+            self.seen.add_(1.0)
+            return x + self.inner(x, training=training) / (1 + self.seen)
+
+    def trained(remat):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((16,)), *(Normalized() for _ in range(3)), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-2), "mse")
+        mpkeras.prepare(model, "float32", remat=remat)
+        fitted = model.fit(ROWS, TARGETS, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return fitted.history["loss"], [b.clone() for layer in model.layers for b in layer.buffers()]
+
+    (losses, buffers), (plain_losses, plain_buffers) = trained(remat), trained(None)
+    assert losses == plain_losses
+    assert len(buffers) == 3 * 4 and all(map(torch.equal, buffers, plain_buffers))
+
+
 @pytest.mark.backends("tensorflow")
 def test_gradients_of_tables_stay_sparse():
     import tensorflow as tf

@@ -406,7 +406,8 @@ def _is_shape(value) -> bool:
 def _tensor(shape, dtype, name):
     if not shape or any(n is None or n < 1 for n in shape):
         raise ValueError(
-            f"Expected sizes that are all known and positive in `{name}`, the batch's first. Received: {tuple(shape)}."
+            f"Expected sizes that are all known and positive in `{name}`, the batch's first. Received: {tuple(shape)}. "
+            "Pass a batch, or its whole shape, such as (32, 224, 224, 3)."
         )
     if dtype == "string":
         raise ValueError(

@@ -542,7 +542,7 @@ def test_the_report(tmp_path):
     ("arguments", "error", "message"),
     [
         ({"device": "h10"}, ValueError, "Did you mean 'h100'[?]"),
-        ({"x": (32, None)}, ValueError, r"Expected sizes that are all known .* Received: \(32, None\)"),
+        ({"x": (32, None)}, ValueError, r"sizes that are all known .* Received: \(32, None\)\. Pass a batch, or"),
         ({"x": []}, ValueError, "at least one array or shape in `x`. Received: \\[\\]"),
         ({"loss": 3}, TypeError, "Expected `loss_fn` to be a .* Received: loss_fn=3"),
         ({"loss": []}, ValueError, "Expected at least one loss. Received: loss_fn=\\[\\]"),
