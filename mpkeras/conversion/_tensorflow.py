@@ -163,6 +163,10 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     if not tf.executing_eagerly():
         _refuse_draws_in_loops(inside.values())
     held = {id(tensor): tensor for part in inside.values() for _, tensor in _tensors_held(part)}
+    # A replica may not assign to a variable of its user's: under a strategy these move in both runs.
+    holders = [] if is_one_of_replicas() else inside.values()
+    natives = {id(v): v for part in holders for v in vars(part).values() if isinstance(v, tf.Variable)}
+    natives_before = [tf.identity(variable) for variable in natives.values()]
     outputs: list = []
 
     def run_on_floats(*floats):
@@ -170,9 +174,14 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
         filled = [next(inputs) if flag else tensor for tensor, flag in zip(tensors, is_float, strict=True)]
         for tensor, new in zip(tensors, filled, strict=True):
             _keras.set_mask(new, _keras.get_mask(tensor))
-        results = run(filled)
         if not outputs:
-            outputs.extend(results)
+            outputs.extend(run(filled))
+            return [tensor for tensor in outputs if _is_float(tensor)]
+        # As Keras' variables in `alike`: the layers find what they found, and what they write is gone afterwards.
+        present = [tf.identity(variable) for variable in natives.values()]
+        _assign(natives.values(), natives_before)
+        results = run(filled)
+        _assign(natives.values(), present)
         return [tensor for tensor in results if _is_float(tensor)]
 
     floats = [tensor for tensor, flag in zip(tensors, is_float, strict=True) if flag]
@@ -189,6 +198,11 @@ def compute_again(run, tensors, layers, *, keeps_products: bool) -> list:
     for tensor, new in zip(outputs, returned, strict=True):
         _keras.copy_mask(tensor, new)
     return returned
+
+
+def _assign(variables, values):
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def check_again(layers):

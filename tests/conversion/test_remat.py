@@ -891,6 +891,39 @@ def test_buffers_of_torch_move_once(remat):
     assert len(buffers) == 3 * 4 and all(map(torch.equal, buffers, plain_buffers))
 
 
+@pytest.mark.slow
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": True}], ids=["graph", "eager", "xla"])
+def test_variables_of_tensorflow_move_once(options):
+    import tensorflow as tf
+
+    class Counted(layers.Layer):
+        """Counts in a variable that is none of Keras', and computes with it."""
+
+        def build(self, shape):
+            self.inner = layers.Dense(shape[-1])
+            self.inner.build(shape)
+            self.seen = tf.Variable(0.0, trainable=False)
+
+        def call(self, x):
+            self.seen.assign_add(1.0)
+            return x + self.inner(x) / (1 + self.seen)
+
+    def trained(remat):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((16,)), *(Counted() for _ in range(3)), layers.Dense(1)])
+        for layer in model.layers[:3]:
+            layer.seen.assign(0.0)
+        model.compile(keras.optimizers.SGD(1e-2), "mse", **options)
+        mpkeras.prepare(model, "float32", remat=remat)
+        fitted = model.fit(ROWS, TARGETS, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return fitted.history["loss"], [float(layer.seen) for layer in model.layers[:3]]
+
+    (losses, seen), (plain_losses, plain_seen) = trained("blocks"), trained(None)
+    assert seen == plain_seen
+    np.testing.assert_allclose(losses, plain_losses, rtol=1e-5)
+
+
 @pytest.mark.backends("tensorflow")
 def test_gradients_of_tables_stay_sparse():
     import tensorflow as tf
