@@ -107,9 +107,9 @@ def _checked_losses(loss_fn):
     if isinstance(loss_fn, str):
         loss_fn = named(keras.losses.get, loss_fn, "loss_fn", "mean_squared_error")
     if isinstance(loss_fn, keras.losses.Loss):
-        return _weighted(loss_fn)
+        return _with_targets(loss_fn, _weighted(loss_fn))
     if callable(loss_fn) and not isinstance(loss_fn, type):
-        return _reduced(loss_fn)
+        return _with_targets(loss_fn, _reduced(loss_fn))
     raise TypeError(
         "Expected `loss_fn` to be a `keras.losses.Loss`, its name, a function `loss_fn(y, y_pred)`, or a list "
         f"or dictionary of these. Received: loss_fn={loss_fn!r} (of type {type(loss_fn).__name__}). "
@@ -124,6 +124,27 @@ def _weighted(loss):
             f"reduction={loss.reduction!r} of {type(loss).__name__}. Use 'sum_over_batch_size'."
         )
     return lambda y, y_pred, sample_weight: loss(y, y_pred, sample_weight=sample_weight)
+
+
+def _with_targets(loss_fn, loss):
+    """Returns `loss`, which refuses a batch without targets where `loss_fn` is one of Keras' or calls Keras' own."""
+    # A function of the user's, and a class with a `__call__` of its own, may do without.
+    needs_targets = type(loss_fn).__call__ is keras.losses.Loss.__call__ or (
+        not isinstance(loss_fn, keras.losses.Loss) and (getattr(loss_fn, "__module__", None) or "").startswith("keras.")
+    )
+    if not needs_targets:
+        return loss
+
+    def loss_with_targets(y, y_pred, sample_weight):
+        if y is None:
+            name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+            raise ValueError(
+                f"Expected targets `y`, which loss '{name}' compares the outputs with. Received: y=None. Call "
+                "`step(x, y)`, or pass `loss_fn=None` for a model that adds its own losses."
+            )
+        return loss(y, y_pred, sample_weight)
+
+    return loss_with_targets
 
 
 def _checked_metrics(metrics):
@@ -171,4 +192,4 @@ def _by_output(functions, y, y_pred, sample_weight):
         )
     for key, function in functions.items():
         weight = sample_weight[key] if isinstance(sample_weight, (dict, list, tuple)) else sample_weight
-        yield function, y[key], outputs[key], weight
+        yield function, None if y is None else y[key], outputs[key], weight

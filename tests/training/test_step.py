@@ -461,6 +461,10 @@ def test_losses_that_cannot_be_weighted_or_found_are_named():
     step = make_train_step(linear(), "sgd", None, jit_compile=False)
     with pytest.raises(ValueError, match="adds no loss"):
         step(np.ones((2, 2)))
+    for loss_fn in ("huber", ["huber"], keras.losses.Poisson()):
+        step = make_train_step(linear(), "sgd", loss_fn, jit_compile=False)
+        with pytest.raises(ValueError, match=r"targets `y`, which .*Received: y=None. Call `step\(x, y\)`"):
+            step(np.ones((2, 2)))
 
 
 @pytest.mark.slow

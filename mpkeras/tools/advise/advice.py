@@ -11,10 +11,19 @@ import keras
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
 from mpkeras.seams import ConvertedLayer, ModelView, check_model, check_switch, dtypes, native
-from mpkeras.tools.advise.bench import ESTIMATE, NO_TIME, ROUNDS, Bench, Cell, measure_grid, trainable_copy
+from mpkeras.tools.advise.bench import (
+    ESTIMATE,
+    NO_TIME,
+    ROUNDS,
+    Bench,
+    Cell,
+    failure_text,
+    measure_grid,
+    trainable_copy,
+)
 from mpkeras.tools.shared.arguments import check_call, check_verbose, checked_seconds, rows_of_batch
 from mpkeras.tools.shared.compiled import loss_and_targets, unwrapped
-from mpkeras.tools.shared.report import Figure, Report, bytes_text, make_figure, quartiles
+from mpkeras.tools.shared.report import Figure, Report, bytes_text, make_figure, quartiles, shortened
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 _SIXTEEN_BITS = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
@@ -144,10 +153,12 @@ def measured_advice(
     if not any(cell.is_measured for cell in cells):
         # The first cell is always begun, so that one of them has failed.
         failure = next(cell for cell in cells if cell.failure is not None)
+        # Longer than in the table: the shapes that do not go together stand at the end of Keras' messages.
+        why = failure.failure if failure.error is None else shortened(failure_text(failure.error)).rstrip(".")
         remedy = "Try `model.train_on_batch(x, y)`." if file is None else "Give one that it takes: `--data FILE.npz`."
         raise ValueError(
             f"Expected a batch and a loss that model '{model.name}' can train on. Received: none of {len(cells)} "
-            f"settings could be measured; {failure.name} {failure.failure}. {remedy}"
+            f"settings could be measured; {failure.name} {why}. {remedy}"
         ) from failure.error
     how = f"{'A copy of the model' if is_copy else 'The model itself'} trained on {rows} examples a step"
     notes.insert(0, f"{how}; all of it took {time.perf_counter() - started:.0f} s.")

@@ -109,7 +109,7 @@ def measure_grid(
                 cell.failure = str(reason)
             except Exception as error:  # of any layer, loss or compiler
                 cell.error = error
-                cell.failure = shortened(f"raises: {type(error).__name__}: {_innermost(str(error))}", 90)
+                cell.failure = shortened(failure_text(error), 90)
             cell.preparation_s = clock() - begun
         progress(i + 1)
     if ready:
@@ -128,6 +128,11 @@ def _reason_to_leave_out(cell, ready, left_s: float) -> str | None:
         return NO_TIME
     slowness = _fastest_ms(alike) / _fastest_ms(ready)
     return f"not measured: {slowness:.0f} times slower in {alike[0].policy}" if slowness > _HOPELESS[0] else None
+
+
+def failure_text(error: Exception) -> str:
+    """Returns in words that a step raises `error`, with its whole message."""
+    return f"raises: {type(error).__name__}: {_innermost(str(error))}"
 
 
 def _innermost(message: str) -> str:

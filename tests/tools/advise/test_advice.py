@@ -337,7 +337,9 @@ def test_a_loss_that_is_not_finite_is_said():
         pytest.param({"x": X, "y": Y, "jit_compile": "auto"}, TypeError, "jit_compile='auto'", id="jit_compile"),
         pytest.param({"x": X, "y": Y, "jit_compile": ()}, TypeError, "jit_compile=()", id="no setting"),
         pytest.param({"x": [X, X[:2]], "y": Y}, ValueError, r"same number of examples.*x\[:128\]", id="not one batch"),
-        pytest.param({"x": X[:, :2], "y": Y}, ValueError, "none of.*train_on_batch", id="does not fit"),
+        pytest.param(
+            {"x": X[:, :2], "y": Y}, ValueError, r"none of.*\(\d+, 2\). Try `model.train_on_batch", id="does not fit"
+        ),
     ],
 )
 def test_bad_input(arguments, error, match):
