@@ -953,17 +953,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         is_dict = isinstance(store, dict)
         numbered = {key: value for key, value in store.items() if key.isdigit()} if is_dict else store
-        is_loaded = files.load_numbered(self, numbered)
-        if not is_loaded:
-            files.warn_of_skipped(self, numbered)
         left_out = []
-        if not self.built:
-            # The scale is not there yet, to which the counters belong.
-            left_out = list(self._variables_beside().values())
-        elif self.window is not None:
-            # Half a window, without the sums of weights that the file does not have.
-            left_out = self.window.variables
-        self._saved_beside.left_out = set() if is_loaded else {variable.name for variable in left_out}
+        if not files.load_numbered(self, numbered):
+            files.warn_of_skipped(self, numbered)
+            if not self.built:
+                # The scale is not there yet, to which the counters belong.
+                left_out = list(self._variables_beside().values())
+            elif self.window is not None:
+                # Half a window, without the sums of weights that the file does not have.
+                left_out = self.window.variables
+        self._saved_beside.left_out = {variable.name for variable in left_out}
         if is_dict:
             self._saved_beside.load_own_variables(store)
 

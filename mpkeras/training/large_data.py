@@ -20,7 +20,7 @@ from mpkeras.training.unseen_run import ROWS, run_on_few_rows
 from mpkeras.training.whole_numbers import batch_with, hands_on, in_one_message, numbers_in
 
 # bfloat16 reaches as far as float32, in which the data comes.
-_LARGEST = float(ml_dtypes.finfo("float16").max)
+LARGEST = float(ml_dtypes.finfo("float16").max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TooLarge:
         """Returns a sentence with the number, and one with the remedy."""
         becomes = f"{self.number:.6g} becomes {math.copysign(math.inf, self.number)}"
         return (
-            f"Layer '{self.layer}' is given numbers beyond float16's {_LARGEST:.0f}: {becomes}.",
+            f"Layer '{self.layer}' is given numbers beyond float16's {LARGEST:.0f}: {becomes}.",
             "Scale the data, for example by a `keras.layers.Normalization` in front, which computes in float32, or "
             f"{kept_by(*map(path_rule, (*self.through, self.layer)))}.",
         )
@@ -81,8 +81,8 @@ def _rows_too_large(arrays) -> list[int]:
     rows: dict = {}
     for array in arrays:
         # The cheap question first: most data stays below.
-        if array.dtype.kind == "f" and array.ndim and array.size and not _reaches(array) <= _LARGEST:
-            is_large = np.isfinite(array) & (np.abs(array) > _LARGEST)
+        if array.dtype.kind == "f" and array.ndim and array.size and not _reaches(array) <= LARGEST:
+            is_large = np.isfinite(array) & (np.abs(array) > LARGEST)
             rows.update(dict.fromkeys(np.flatnonzero(is_large.reshape(len(array), -1).any(axis=1))[:ROWS].tolist()))
     return list(rows)[:ROWS]
 

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from mpkeras import _keras
 from mpkeras._arguments import named
 from mpkeras.policies.dtypes import widen
 from mpkeras.training import training_backend
@@ -130,7 +131,7 @@ def _with_targets(loss_fn, loss):
     """Returns `loss`, which refuses a batch without targets where `loss_fn` is one of Keras' or calls Keras' own."""
     # A function of the user's, and a class with a `__call__` of its own, may do without.
     needs_targets = type(loss_fn).__call__ is keras.losses.Loss.__call__ or (
-        not isinstance(loss_fn, keras.losses.Loss) and (getattr(loss_fn, "__module__", None) or "").startswith("keras.")
+        not isinstance(loss_fn, keras.losses.Loss) and _keras.is_of_keras(loss_fn)
     )
     if not needs_targets:
         return loss

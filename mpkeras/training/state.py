@@ -94,8 +94,9 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
             f"{state!r} (of type {type(state).__name__}). Pass what `state_dict` returned."
         )
     expected = {key: (tuple(variable.shape), variable.dtype) for key, variable in variables.items()}
-    others = _generators_of_one_machine(state)
-    random_arrays = {key: array for key, array in _random_arrays().items() if key not in others}
+    random_arrays = _random_arrays()
+    others = _generators_of_one_machine(random_arrays, state)
+    random_arrays = {key: array for key, array in random_arrays.items() if key not in others}
     expected.update({key: (array.shape, array.dtype.name) for key, array in random_arrays.items()})
     missing = [key for key in expected if key not in state]
     unknown = [key for key in state if key not in expected and key not in others]
@@ -121,9 +122,8 @@ def load_state_dict(model, state, optimizers=None, extra=()) -> None:
         )
 
 
-def _generators_of_one_machine(state) -> list:
-    """Returns the keys of torch's generators that only the machine of `state`, or only this one, has: of a GPU."""
-    here = _random_arrays()
+def _generators_of_one_machine(here, state) -> list:
+    """Returns the keys of torch's generators that only one of two machines has: of a GPU. Both are named arrays."""
     if f"{_RANDOM}cpu" not in here or f"{_RANDOM}cpu" not in state:
         # Of another backend, which has no such generators.
         return []

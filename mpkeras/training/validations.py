@@ -10,6 +10,7 @@ import numpy as np
 
 from mpkeras import _keras, _replaced
 from mpkeras.conversion.plan import computes_in
+from mpkeras.training.large_data import LARGEST
 from mpkeras.training.own_loops import listed
 from mpkeras.training.whole_numbers import arrays_in_memory
 
@@ -49,7 +50,6 @@ def not_finite(logs) -> list:
     return [name for name, value in (logs or {}).items() if isinstance(value, Real) and not math.isfinite(value)]
 
 
-_LARGEST = float(np.finfo("float16").max)
 _HOW_TO_FIND_OUT = (
     "The forward pass is at fault: `mpkeras.callbacks.NumericsMonitor()` among the callbacks of `fit` names the layer, "
     "and `mpkeras.trace_numerics(model, x)` does so for one batch. Look for inf or NaN in the data, keep more layers "
@@ -102,7 +102,7 @@ class Validations:
             arrays = [array for array in arrays_in_memory(x) if array.dtype.kind == "f"]
             # Slices: a `predict_step` of the user's may return more rows than it was given.
             named = sorted(
-                row for row in rows if all((np.abs(array[row : row + 1]) <= _LARGEST).all() for array in arrays)
+                row for row in rows if all((np.abs(array[row : row + 1]) <= LARGEST).all() for array in arrays)
             )
             if named:
                 which = f"rows {listed(list(map(str, named)), 3)} are" if len(named) > 1 else f"row {named[0]} is"
