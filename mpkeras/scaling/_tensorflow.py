@@ -69,10 +69,20 @@ def grad_sum(grads):
             if values.dtype == tf.bfloat16 and in_xla():
                 values = _sums_of_groups(values)
             sums.append(tf.reduce_sum(tf.cast(values, tf.float32)))
-    total = tf.add_n(sums) if sums else tf.zeros(())
-    # XLA fuses what is cheap into all that need it: without the root, which counts as expensive, every assignment
-    # would add up the sums of all gradients again, and the time to compile grow with the square of their number.
-    return tf.sqrt(tf.abs(total)) if in_xla() else total
+    return computed_once(tf.abs(tf.add_n(sums) if sums else tf.zeros(())))
+
+
+def computed_once(total):
+    """Returns a number of shape `()` that is 0, not finite or neither as `total` is, which many parts of a step need.
+
+    XLA fuses what is cheap into all that need it: without the root, which counts as expensive, every assignment would
+    add up the sums of all gradients again, and every statistic ask all others. The time to compile would grow with the
+    square of their number.
+
+    Args:
+        total: A sum of many numbers, float32 and not negative.
+    """
+    return tf.sqrt(total) if in_xla() else total
 
 
 def _sums_of_groups(values):

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.experimental import sparse
 from mpkeras._keras import is_purged, put
 from mpkeras.distribution._jax import with_dtypes
 from mpkeras.policies.dtypes import as_array
-from mpkeras.scaling._jax import sums
+from mpkeras.scaling._jax import computed_once, sums
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training import defaults, metric_states
 from mpkeras.training.defaults import (  # noqa: F401
@@ -205,7 +204,8 @@ def _restored(values, old_values, outcome):
     # activations that they are of until then: a tenth of ResNet-50's temporaries.
     new = jax.lax.optimization_barrier([values[i] for i in assigned])
     became = _became_non_finite(new, [old_values[i] for i in assigned])
-    all_take_old = outcome.none_tried & functools.reduce(operator.or_, became, False)
+    any_became = computed_once(sum(jnp.asarray(became_so, jnp.float32) for became_so in became)) > 0
+    all_take_old = outcome.none_tried & any_became
     restored = list(old_values)
     for i, value, became_so in zip(assigned, new, became, strict=True):
         takes_old = outcome.all_skipped | became_so

@@ -14,7 +14,7 @@ import tensorflow as tf
 from mpkeras import _keras
 from mpkeras.conversion.outputs import let_heads_tell
 from mpkeras.policies.dtypes import as_array
-from mpkeras.scaling._tensorflow import in_xla
+from mpkeras.scaling._tensorflow import computed_once, in_xla
 from mpkeras.scaling.facts import opened_step
 from mpkeras.training import defaults, metric_states
 from mpkeras.training.defaults import (  # noqa: F401
@@ -338,6 +338,9 @@ class _Step(StepInVariables):
 
     def is_finite(self, places):
         return tf.math.is_finite(tf.add_n([tf.reduce_sum(tf.cast(place, tf.float32)) for place in places]))
+
+    def any_of(self, flags):
+        return computed_once(tf.add_n([tf.cast(flag, tf.float32) for flag in flags])) > 0 if flags else False
 
     def outcome(self, flags):
         any_skipped, any_accepted = map(tf.reduce_any, zip(*flags, strict=True))

@@ -118,6 +118,10 @@ class StepInVariables:
         """Returns whether all numbers in these places, which are of floats, are finite: a bool as `read` returns it."""
         raise NotImplementedError
 
+    def any_of(self, flags: list):
+        """Returns whether any of some bools is true, each of the kind that `read` returns."""
+        return functools.reduce(operator.or_, flags, False)
+
     def outcome(self, flags: list) -> Outcome:
         """Returns what became of the updates of the step; `flags` as `_end` returns them."""
         raise NotImplementedError
@@ -232,7 +236,7 @@ class StepInVariables:
         if step_is_skipped is not True:
             floats = [i for i, (place, _) in enumerate(statistics) if self.is_float(place)]
             became = [self._became_non_finite(*statistics[i]) for i in floats]
-            all_take_old = is_without_update & functools.reduce(operator.or_, became, False)
+            all_take_old = is_without_update & self.any_of(became)
             for i, became_so in zip(floats, became, strict=True):
                 takes_old[i] = step_is_skipped | all_take_old | became_so
         for (place, old), takes in zip(statistics, takes_old, strict=True):
