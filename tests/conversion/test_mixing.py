@@ -82,6 +82,21 @@ class Global(layers.Layer):
         return x * SCALES
 
 
+class GlobalInside(layers.Layer):
+    def call(self, x):
+        return (lambda rows: rows * SCALES)(x)
+
+
+class NamedAlike(layers.Layer):
+    """A weight, read in the dtype of the layer, has the name of a global variable that nothing reads."""
+
+    def build(self, input_shape):
+        self.SCALES = self.add_weight(shape=(4,), initializer="ones")
+
+    def call(self, x):
+        return x * self.SCALES * ops.ones((4,))
+
+
 class Composite(layers.Layer):
     """The fault is in its own code, behind a layer that is in order."""
 
@@ -112,6 +127,8 @@ WRONG = {
     "argument": (Argument, "argument `scales`"),
     "inside": (MadeInside, "made inside `call`"),
     "global": (Global, "global variable `SCALES`"),
+    "global inside": (GlobalInside, "global variable `SCALES`"),
+    "alike": (NamedAlike, "made inside `call`"),
     "composite": (Composite, "attribute `scales`"),
     "closure": (closure, "variable `scales` of the function around it"),
 }
@@ -161,7 +178,7 @@ def raises(name, policy):
 
 # Where nothing is raised: a tensor made inside, and the cast of a layer that takes arguments as they come, cannot be
 # told from a cast on purpose; the layers inside a composite may be float32 by a rule.
-UNSEEN = ("inside", "argument", "composite")
+UNSEEN = ("inside", "argument", "composite", "alike")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -258,6 +275,29 @@ def test_other_errors_and_casts_on_purpose_are_left_in_peace():
     assert not isinstance(error.value, MixedDtypesError)
     outputs = mpkeras.apply_policy(Model(Logits()), without_outputs("mixed_bfloat16"))(X)
     assert keras.backend.standardize_dtype(outputs.dtype) == "float32"  # Warnings are errors here.
+
+
+class Table(layers.Layer):
+    """Casts a table of float32 as it should; its weight is read in the dtype of the layer."""
+
+    def build(self, input_shape):
+        self.table = np.full(input_shape[-1], 0.75, "float32")
+        self.gain = self.add_weight(shape=(input_shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return x * self.gain * ops.cast(self.table, x.dtype)
+
+
+def test_a_layer_that_mixes_nothing_is_left_in_peace_in_fit():
+    """On torch Keras builds for `fit` with variables as they are stored, which promote what they meet."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), Table(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    with warnings.catch_warnings(record=True) as caught:
+        # Not as errors, of which Keras would catch one and build once more, with numbers.
+        warnings.simplefilter("always")
+        model.fit(X, X[:, :1], verbose=0)
+    assert not [str(warning.message) for warning in caught if "mixes it with" in str(warning.message)]
 
 
 class Times:
