@@ -359,6 +359,9 @@ class Policy(keras.DTypePolicy):
         # Those that mpkeras 0.1 wrote have only what is needed.
         fields = {field.name: config[field.name] for field in dataclasses.fields(_Settings) if field.name in config}
         dtypes = {name: check_dtype(name, fields[name]) for name in ("compute_dtype", "variable_dtype")}
+        if fields["name"] is None:
+            # Keras 3.16 takes the name from what stands in a `DTypePolicyMap` without a default.
+            fields["name"] = stock_name(*dtypes.values()) or "_".join(dtypes.values())
         settings = _checked_settings(**{**fields, **dtypes})
         # Keras gives a reloaded layer the *name* of its policy, unless that is a `DTypePolicyMap`. A name of
         # our own means nothing to Keras, and the layer could not be reloaded.

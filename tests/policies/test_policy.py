@@ -201,10 +201,21 @@ def test_survives_in_a_policy_map(default):
     policy = every_option_set()
     policy_map = keras.dtype_policies.DTypePolicyMap(default)
     policy_map["encoder/dense"] = policy
-    # With default None Keras writes None into the `_name` of every value here.
+    # With default None Keras writes None into the `_name` of every value here, and from 3.16 on into the config alone.
     config = through_json(keras.dtype_policies.serialize(policy_map))
     assert policy.name == "mine" and policy == every_option_set()
-    assert keras.dtype_policies.get(config)["encoder/dense"] == policy
+    assert keras.dtype_policies.get(config)["encoder/dense"].renamed("mine") == policy
+
+
+@pytest.mark.parametrize("dtypes, name", [
+    (("bfloat16", "float32"), "mixed_bfloat16"),
+    (("float16", "float16"), "float16"),
+    (("float16", "bfloat16"), "float16_bfloat16"),
+])  # fmt: skip
+def test_a_config_without_the_name_has_that_of_the_dtypes(dtypes, name):
+    policy = Policy("mine", compute_dtype=dtypes[0], variable_dtype=dtypes[1], keep_float32=("path:last",))
+    again = Policy.from_config({**policy.get_config(), "name": None})
+    assert again == policy.renamed(name) and again.name == name
 
 
 def test_can_be_the_default_of_a_policy_map():

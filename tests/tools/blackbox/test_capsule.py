@@ -345,7 +345,8 @@ def test_the_trace_names_the_layers_of_the_model_that_was_trained(tmp_path):
     capsule = mpkeras.load_capsule(path)
     report = capsule.trace()
     paths = [layer.path for layer in model.layers]
-    assert [layer.path for layer in report.layers] == paths != [layer.path for layer in capsule.model.layers]
+    # Up to Keras 3.15 those of the model that the capsule makes are others.
+    assert [layer.path for layer in report.layers] == paths
     assert report.culprit.path == paths[0] and f"'{paths[0]}'" in report.culprit.message
     assert report.rules[0] == f"path:^{paths[0]}$" and report.rules[0] in capsule.remedy(report=report)
     mpkeras.apply_policy(model, report.policy())
