@@ -423,7 +423,9 @@ def test_sparse_arrays_of_jax(make, mode):
 
 
 @pytest.mark.parametrize("mode", first_quick(MODES))
-@pytest.mark.parametrize(("stored", "used"), [(0.0, 2.0**-24), (float("inf"), 2.0**24), (2.0**40, 2.0**24)])
+@pytest.mark.parametrize(
+    ("stored", "used"), [(0.0, 2.0**15), (2.0**-30, 2.0**-24), (float("inf"), 2.0**24), (2.0**40, 2.0**24)]
+)
 def test_restored_scale_outside_the_bounds_is_never_used(stored, used, mode):
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0))
     v = variable([0.0])
