@@ -466,7 +466,7 @@ def test_a_file_of_0_1_0_is_gone_on_with(numbers_alone):
     store = {}
     if numbers_alone:
         of_this_version = {id(variable) for variable in old.step_outcome}
-        values = [numpy(variable) for variable in old.variables if id(variable) not in of_this_version]
+        values = [numpy(variable) for variable in old.variables_as_stored if id(variable) not in of_this_version]
         store = {str(i): value for i, value in enumerate(values)}
     else:
         old.save_own_variables(store)
