@@ -287,7 +287,7 @@ def popped_and_added(model):
     ],
     ids=["popped", "added", "popped and added"],
 )
-@pytest.mark.parametrize("door", ["prepare", "apply_policy"])
+@pytest.mark.parametrize("door", [pytest.param("prepare", marks=pytest.mark.slow), "apply_policy"])
 def test_a_sequential_model_of_which_layers_are_added_and_popped(door, stack, change):
     keras.utils.set_random_seed(2)
     model = keras.Sequential([keras.Input((3,)), *(make() for make in stack)])
