@@ -3,6 +3,8 @@
 import functools
 import warnings
 
+import keras
+
 from mpkeras import _keras
 from mpkeras._replaced import replace, restore
 from mpkeras.conversion.changes import make_changes, planned_changes
@@ -122,16 +124,20 @@ def convert_new(model, convert, around) -> bool:
 def convert_when_built(model, convert_new_layers):
     """Lets `convert_new_layers()` be called when `model` is built, unless it is.
 
-    Its layers have their paths then, and layers of their own.
+    Its layers have their paths then, and layers of their own. Keras builds a Sequential model again when a layer is
+    added or popped, and another layer makes the outputs then.
     """
-    if model.built:
+    is_in_16_bits = conversion_of(model).policy.compute_dtype in SIXTEEN_BIT_DTYPES
+    is_built_again = is_in_16_bits and isinstance(model, keras.Sequential)
+    if model.built and not is_built_again:
         return
     build = model.build
 
     @functools.wraps(build)
     def build_and_convert(*args, **kwargs):
         build(*args, **kwargs)
-        restore(model, "build", kind="converted")
+        if not is_built_again:
+            restore(model, "build", kind="converted")
         convert_new_layers()
 
     replace(model, "build", build_and_convert, kind="converted")

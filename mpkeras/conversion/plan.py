@@ -96,6 +96,8 @@ class Conversion:
         self.widened: weakref.WeakSet = weakref.WeakSet()
         self.asked_for_heads: weakref.WeakSet = weakref.WeakSet()
         self._knows_all_heads = True
+        # How many layers the model had when it was looked at last.
+        self._count = 0
         self._known: Collection = ()
         # The dtypes from which layers are converted that are made later; `None` before the first conversion.
         self._lasting_sources: tuple[str, ...] | None = None
@@ -153,7 +155,8 @@ class Conversion:
 
     def is_up_to_date(self, layers) -> bool:
         is_seen = all(layer in self.seen and self.seen[layer] == layer.path for layer in layers)
-        return is_seen and self._knows_all_heads
+        # Behind a layer that was popped, another one makes the outputs.
+        return is_seen and self._knows_all_heads and len(layers) == self._count
 
     def note_heads(self, asked, heads):
         """Takes down the `Heads` that a call of `asked` has shown to make its outputs; they are converted next time."""
@@ -176,6 +179,7 @@ class Conversion:
     def note(self, rows):
         """Takes down what was carried out."""
         self._knows_all_heads = True
+        self._count = len(rows)
         self.seen.update((row.layer, row.layer.path) for row in rows)
         for row in rows:
             self.kept.pop(row.layer, None)

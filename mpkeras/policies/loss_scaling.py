@@ -252,9 +252,11 @@ class DynamicLossScale(LossScale):
 
     def current_scale(self, state: dict):
         scale = ops.cast(state["dynamic_scale"], "float32")
-        # A checkpoint of stock Keras may hold 0, inf or 2**40, which must not be used even once. NaN becomes the floor.
+        # A checkpoint of stock Keras may hold 0, inf or 2**40, which must not be used even once. NaN and 0, which a
+        # program leaves that sets all state to zero, tell nothing of the gradients: the scale begins anew.
+        lowest = scalars.where(scalars.greater_equal(scale, SMALLEST_SCALE), self.min_scale, self.initial_scale)
         bounded = scalars.minimum(scale, self.max_scale)
-        return scalars.where(scalars.greater_equal(scale, self.min_scale), bounded, self.min_scale)
+        return scalars.where(scalars.greater_equal(scale, self.min_scale), bounded, lowest)
 
     def next_state(self, state: dict, is_finite) -> dict:
         scale = self.current_scale(state)

@@ -221,9 +221,9 @@ def _new_values_of_window(optimizer, mapping, grads, variables, facts, decision,
         if not facts.grads_are_unscaled:
             grads = optimizer.unscale(grads, variables)
         dense = [None if grad is None else _dense(grad) for grad in grads]
-        totals = window.sums_of(variables)
-        sums = window.next_sums([values[id(total)] for total in totals], dense, variables, decision)
-    values |= {id(total): value for total, value in zip(totals, sums, strict=True)}
+        next_sums = window.next_sums(lambda total: values[id(total)], dense, variables, decision)
+    values |= {id(total): value for total, value in next_sums}
+    sums = [values[id(total)] for total in window.sums_of(variables)]
     of_window = {id(variable) for variable in window.variables}
     touched = [variable for variable, _ in mapping if id(variable) not in of_window]
 

@@ -217,8 +217,8 @@ def _apply_window(optimizer, grads, variables, decision, scale):
         _when(decision.is_due, _update_with_means, optimizer, grads, variables, decision)
         return
     unscaled = _unscaled(optimizer, grads, variables, scale)
-    sums = [total.value for total in window.sums_of(variables)]
-    _assign_all(zip(sums, window.next_sums(sums, unscaled, variables, decision), strict=True))
+    sums = window.next_sums(lambda total: total.value, unscaled, variables, decision)
+    _assign_all((total.value, value) for total, value in sums)
 
     def update(is_due):
         _update_with_means(optimizer, grads, variables, decision)
@@ -289,6 +289,8 @@ def _add_to_sums(window, grads, variables, update=lambda total, function, args: 
     def begin():
         for total, grad, _ in entries:
             update(total.value, begin_one, args=(grad,))
+        for total in window.sums_left_out(variables):
+            update(total.value, begin_one, args=(None,))
         return tf.constant(True)
 
     def add():

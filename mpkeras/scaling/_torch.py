@@ -113,6 +113,8 @@ def _apply_window(optimizer, grads, variables, decision):
                 total.assign(window.first(total.value, grad))
             elif grad is not None:
                 total.assign(window.added(total.value, grad, variable))
+        for total in window.sums_left_out(variables) if begins else []:
+            total.assign(window.first(total.value, None))
     if bool(decision.is_due):
         totals = [total.value for total in sums]
         _update(optimizer, window.means(totals, grads, variables, decision), variables)

@@ -46,8 +46,9 @@ class StepFacts:
     of_step: list = dataclasses.field(default_factory=list, repr=False, compare=False)
     has_scaled: bool = False
 
-    # Set by `scale_loss` and its kin, for the next `apply`.
-    loss_was_scaled: bool = False
+    # Set by `scale_loss` and its kin, for the next `apply`. Of several losses that are scaled before it, as under one
+    # persistent tape, each may have an update of its own.
+    losses_without_update: int = 0
     loss_flags: list = dataclasses.field(default_factory=list)
     grads_are_unscaled: bool = False
     # The traces in which a loss was scaled and no gradients applied: such a function, once compiled, scales a loss
@@ -56,7 +57,8 @@ class StepFacts:
 
     def note_scaled_loss(self, traces: list):
         """Notes a scaled loss. `traces` has what this code is traced into, the innermost first; `[]` in eager code."""
-        self.loss_was_scaled = self.has_scaled = True
+        self.losses_without_update += 1
+        self.has_scaled = True
         self.grads_are_unscaled = False
         self.scaling_traces += [trace for trace in traces[:1] if trace not in self.scaling_traces]
 
@@ -64,8 +66,10 @@ class StepFacts:
         """Forgets what was of one `apply`, made in `traces`; unscaled gradients stay so for the next one."""
         # A loss that is scaled in the same trace is one of this very step.
         self.scaling_traces = [trace for trace in self.scaling_traces if trace not in traces]
-        self.loss_was_scaled = False
-        self.loss_flags = []
+        self.losses_without_update = max(0, self.losses_without_update - 1)
+        # In a loop of the user's own, losses without an update of their own are those of summed gradients.
+        if not (self.is_guarded and self.losses_without_update):
+            self.loss_flags = []
 
 
 class FactsOfReplicas:
@@ -154,7 +158,7 @@ def check_loss_was_scaled(optimizer, facts: StepFacts, *, is_stateless=False):
         facts: What it knows of that step.
         is_stateless: Whether the step carries the optimizer's variables as values, as `stateless_apply` does.
     """
-    if facts.loss_was_scaled or facts.scaling_traces or facts.grads_are_unscaled or optimizer.scale_is_one:
+    if facts.losses_without_update or facts.scaling_traces or facts.grads_are_unscaled or optimizer.scale_is_one:
         return
     facts.grads_are_unscaled = facts.is_guarded
     # Two optimizers may train the layers of one model, with one loss.
@@ -168,12 +172,18 @@ def check_loss_was_scaled(optimizer, facts: StepFacts, *, is_stateless=False):
             if facts.is_guarded
             else "its gradients are divided by the loss scale all the same"
         )
-        remedy = (
-            "If they are of the loss that another optimizer of this step has scaled, hand all of its gradients through "
-            "the other one's `get_unscaled_gradients`, and apply what that returns. Else compute"
-            if scaled_by_others
-            else "Compute"
-        )
+        if scaled_by_others:
+            remedy = (
+                "If they are of the loss that another optimizer of this step has scaled, hand all of its gradients "
+                "through the other one's `get_unscaled_gradients`, and apply what that returns. Else compute"
+            )
+        elif facts.has_scaled:
+            remedy = (
+                "If they are of a loss that was scaled before that step, hand all of its gradients through "
+                "`get_unscaled_gradients` at once, and apply what that returns in parts. Else compute"
+            )
+        else:
+            remedy = "Compute"
         # Outside of the scope a compiled step would go by the scale that there was when it was traced.
         where = f", in {STATELESS_SCOPE}" if is_stateless else ""
         warnings.warn(

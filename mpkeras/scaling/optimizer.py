@@ -367,6 +367,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def variables(self) -> list:
         """The variables of this optimizer and of the inner one, in a fixed order."""
+        # `build` adds to the end alone, as in Keras' optimizers: a callback may have kept the values before `fit`.
+        of_build = [*self._state.values(), *(self.window.sums if self.window is not None else [])]
+        known = {id(variable) for variable in of_build}
+        return [*(variable for variable in self.variables_as_stored if id(variable) not in known), *of_build]
+
+    @property
+    def variables_as_stored(self) -> list:
+        """The same variables, in the order in which files and `mpkeras.state_dict` number them."""
         # Variables of the window come last among its own, although its counters are made first.
         of_window = [] if self.window is None else self.window.variables
         known = {id(variable) for variable in of_window}

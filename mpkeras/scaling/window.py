@@ -180,8 +180,20 @@ class GradientWindow:
         """Returns what `total` becomes where the window begins with this unscaled gradient, or with `None`."""
         return ops.zeros_like(total) if grad is None else ops.cast(grad, total.dtype)
 
-    def next_sums(self, totals, grads, variables, decision: Decision) -> list:
-        """Returns what the sums `totals` become with this call's unscaled gradients; without a branch."""
+    def sums_left_out(self, variables) -> list:
+        """Returns the sums of all but `variables`. A window that begins without a variable may end with it."""
+        present = {id(total) for total in self.sums_of(variables)}
+        return [total for total in self.sums if id(total) not in present]
+
+    def next_sums(self, value_of, grads, variables, decision: Decision) -> list:
+        """Returns `(sum, value)` for each sum: what it becomes with this call's unscaled gradients; without a branch.
+
+        Args:
+            value_of: Function that returns the present value of a sum.
+            grads: The gradients, or `None`, of `variables`.
+            variables: The variables of this call, which may lack those frozen since `build`.
+            decision: What the call does.
+        """
         begins = self.begins()
 
         def next_sum(total, grad, variable):
@@ -189,7 +201,9 @@ class GradientWindow:
             new = old_sum if grad is None else self.added(old_sum, grad, variable)
             return ops.where(decision.is_accepted, new, total)
 
-        return [next_sum(*entry) for entry in zip(totals, grads, variables, strict=True)]
+        sums, left_out = self.sums_of(variables), self.sums_left_out(variables)
+        entries = [*zip(sums, grads, variables, strict=True), *((total, None, None) for total in left_out)]
+        return [(total, next_sum(value_of(total), grad, variable)) for total, grad, variable in entries]
 
     def means(self, totals, grads, variables, decision: Decision) -> list:
         """Returns the gradients of the update: the mean over the calls that were accepted; `None` for those `None`."""

@@ -184,7 +184,8 @@ def named_variables(model, optimizers=None, extra=()) -> dict:
         _build(optimizer, model)
         # Notes of a step on itself are of that step alone.
         of_step = {id(variable) for variable in getattr(optimizer, "step_outcome", ())}
-        groups[f"optimizers/{i}"] = [variable for variable in optimizer.variables if id(variable) not in of_step]
+        variables = getattr(optimizer, "variables_as_stored", optimizer.variables)
+        groups[f"optimizers/{i}"] = [variable for variable in variables if id(variable) not in of_step]
     groups["states"] = [*unlisted_states(model), *states_of_helpers(model)]
     groups["native"] = training_backend.native_states(model)
     groups["extra"] = extra

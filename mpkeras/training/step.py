@@ -532,11 +532,6 @@ class StepParts:
                 "`mpkeras.make_train_step(model, optimizer, loss_fn)`; or free them before the first step and freeze "
                 "them after it."
             )
-        window = getattr(self.optimizer, "window", None)
-        if window is not None and self.trained:
-            # Freed in the middle of a window: what the sum holds may be of a window long ago.
-            for total in window.sums_of([v for v in variables if id(v) not in self.trained]):
-                total.assign(ops.zeros_like(total.value))
         self._trained_variables, self.trained = variables, trained
 
     def trains_all(self) -> bool:

@@ -265,6 +265,50 @@ def test_outputs_are_computed_in_float32(kind, policy, door):
     assert policy.removeprefix("mixed_") in dtypes
 
 
+def popped(model):
+    model.pop()
+
+
+def added(model):
+    model.add(head())
+
+
+def popped_and_added(model):
+    model.pop()
+    model.add(head())
+
+
+@pytest.mark.parametrize(
+    ("stack", "change"),
+    [
+        ([hidden, head, lambda: layers.Dense(2)], popped),
+        ([hidden, hidden], added),
+        ([hidden, hidden, lambda: layers.Dense(2)], popped_and_added),
+    ],
+    ids=["popped", "added", "popped and added"],
+)
+@pytest.mark.parametrize("door", [pytest.param("prepare", marks=pytest.mark.slow), "apply_policy"])
+def test_a_sequential_model_of_which_layers_are_added_and_popped(door, stack, change):
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential([keras.Input((3,)), *(make() for make in stack)])
+    if door == "prepare":
+        model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=keras.backend.backend() == "tensorflow")
+        mpkeras.prepare(model, "mixed_bfloat16")
+    else:
+        mpkeras.apply_policy(model, "mixed_bfloat16")
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        change(model)
+    in_float32 = keras.models.clone_model(model)
+    mpkeras.apply_policy(in_float32, "float32")
+    in_float32.set_weights(model.get_weights())
+    expected = ops.convert_to_numpy(in_float32(X))
+    check(model(X), expected)
+    assert model.layers[0].compute_dtype == "bfloat16"
+    if door == "prepare":
+        losses = model.fit(X, np.full((len(X), 1), LEVEL), verbose=0).history["loss"]
+        assert losses[0] == pytest.approx(np.mean((expected - LEVEL) ** 2), rel=0.05)
+
+
 class Normalizing(keras.Model):
     """What its head makes is used twice, both times on the way to an output."""
 

@@ -31,10 +31,12 @@ def state_of(dynamic_scale, step_counter=0, hysteresis_counter=0):
         pytest.param({"growth_factor": 4.0}, (8.0, 2), True, 32.0, 0, id="other growth factor"),
         pytest.param({"backoff_factor": 0.25}, (8.0, 0), False, 2.0, 0, id="other backoff factor"),
         pytest.param({"dynamic_growth_steps": 1}, (8.0, 0), True, 16.0, 0, id="grows on every step"),
-        pytest.param({}, (0.0, 0), True, 1.0, 1, id="restored 0 is brought to the floor"),
+        pytest.param({}, (0.25, 0), True, 1.0, 1, id="restored 0.25 is brought to the floor"),
+        pytest.param({}, (0.0, 0), True, 8.0, 1, id="restored 0 begins anew"),
+        pytest.param({}, (0.0, 0), False, 4.0, 0, id="restored 0 backs off from where it begins"),
         pytest.param({}, (float("inf"), 0), True, 64.0, 1, id="restored inf is brought to the ceiling"),
         pytest.param({}, (2.0**40, 0), False, 32.0, 0, id="restored 2**40 backs off from the ceiling"),
-        pytest.param({}, (float("nan"), 0), True, 1.0, 1, id="restored NaN is brought to the floor"),
+        pytest.param({}, (float("nan"), 0), True, 8.0, 1, id="restored NaN begins anew"),
     ],
 )
 def test_dynamic_rule_at_each_border(settings, before, is_finite, scale, counter):

@@ -1,5 +1,6 @@
 """P3: no loop that scales its loss is warned of, however it is compiled, and every loop that forgets to is."""
 
+import contextlib
 import gc
 import re
 import threading
@@ -198,6 +199,49 @@ def test_two_optimizers_of_one_loss_take_what_one_of_them_has_scaled_and_unscale
         first.apply([grad], [v])
         with pytest.warns(UserWarning, match=f"{FORGOTTEN}.*through the other one's `get_unscaled_gradients`"):
             second.apply([grad], [w])
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_losses_that_are_scaled_together_may_have_an_update_each(is_guarded):
+    optimizer, v = optimizer_and_variable()
+    with opened_step([optimizer]) if is_guarded else contextlib.nullcontext():
+        grads = [factor * scaled_gradient(optimizer) for factor in (1.0, 2.0)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for grad in grads:
+                optimizer.apply([grad], [v])
+        np.testing.assert_array_equal(numpy(v), [1.0 - 0.5 * 3 * 1.0, 2.0 - 0.5 * 3 * 3.0])
+        with pytest.warns(UserWarning, match=FORGOTTEN):
+            optimizer.apply([grads[0]], [v])
+
+
+def test_a_loss_that_is_not_finite_is_known_to_each_update_of_the_losses_scaled_with_it():
+    optimizer, v = optimizer_and_variable()
+    with opened_step([optimizer]):
+        grads = [scaled_gradient(optimizer, keras.ops.convert_to_tensor([x])) for x in (1.0, np.nan)]
+        for grad in grads:
+            optimizer.apply([grad], [v])
+    assert (int(optimizer.skipped_steps), int(optimizer.nonfinite_losses), float(optimizer.loss_scale)) == (2, 2, SCALE)
+
+
+def test_the_gradients_of_one_loss_are_applied_in_parts_as_the_warning_says():
+    first, second = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=SCALE)
+    optimizer.build([first, second])
+    with opened_step([optimizer]):
+        scaled = scaled_gradient(optimizer)
+        optimizer.apply([scaled], [first])
+        with pytest.warns(UserWarning, match=f"{FORGOTTEN}.*through `get_unscaled_gradients` at once"):
+            optimizer.apply([scaled], [second])
+    for variable in (first, second):
+        variable.assign([1.0, 2.0])
+    with opened_step([optimizer]):
+        scaled = scaled_gradient(optimizer)
+        grads = optimizer.get_unscaled_gradients([scaled, scaled])
+        optimizer.apply(grads[:1], [first])
+        optimizer.apply(grads[1:], [second])
+    for variable in (first, second):
+        np.testing.assert_array_equal(numpy(variable), [1.0 - 0.5 * 1.0, 2.0 - 0.5 * 3.0])
 
 
 @pytest.mark.backends("jax")

@@ -422,8 +422,29 @@ def test_sparse_arrays_of_jax(make, mode):
     np.testing.assert_allclose(trained(lambda rows: rows), trained(lambda rows: rows.todense()), rtol=1e-6)
 
 
+@pytest.mark.parametrize("steps", [None, 2], ids=["", "accumulates"])
+def test_build_adds_to_the_end_of_the_variables_as_in_keras(steps):
+    v = variable([1.0])
+    inner = keras.optimizers.SGD(0.25, momentum=0.5, gradient_accumulation_steps=steps)
+    optimizer = LossScaleOptimizer(inner, initial_scale=16.0)
+    before_build = optimizer.variables
+    values = [numpy(u).copy() for u in before_build]
+    optimizer.build([v])
+    assert [id(u) for u in optimizer.variables[: len(before_build)]] == [id(u) for u in before_build]
+    for _ in range(4):
+        optimizer.scale_loss(1.0)
+        optimizer.apply([keras.ops.convert_to_tensor([16.0])], [v])
+    optimizer.learning_rate = 4.0
+    # As a callback does that looks for a learning rate.
+    for u, value in zip(optimizer.variables, values, strict=False):
+        u.assign(value)
+    assert (float(optimizer.learning_rate), int(optimizer.iterations), float(optimizer.loss_scale)) == (0.25, 0, 16.0)
+
+
 @pytest.mark.parametrize("mode", first_quick(MODES))
-@pytest.mark.parametrize(("stored", "used"), [(0.0, 2.0**-24), (float("inf"), 2.0**24), (2.0**40, 2.0**24)])
+@pytest.mark.parametrize(
+    ("stored", "used"), [(0.0, 2.0**15), (2.0**-30, 2.0**-24), (float("inf"), 2.0**24), (2.0**40, 2.0**24)]
+)
 def test_restored_scale_outside_the_bounds_is_never_used(stored, used, mode):
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0))
     v = variable([0.0])
