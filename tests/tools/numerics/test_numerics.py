@@ -32,6 +32,18 @@ class Times(Weighted):
         return x * self.up * self.up + (x - ops.stop_gradient(x)) * self.down * self.down
 
 
+class Paces(Weighted):
+    """A sum that is larger with each call."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add(1)
+        return ops.sum(x, axis=-1, keepdims=True) * ops.cast(self.calls, x.dtype)
+
+
 def name(path):
     return path.rpartition("/")[2]
 
@@ -73,6 +85,36 @@ def test_p1_an_overflow_backward_is_named(k):
     report = mpkeras.trace_numerics(six_layers(k, down=200.0, loss_scale=64.0), X, Y)
     assert report.culprit.side == "gradient" and name(report.culprit.path) == f"layer_{k}"
     assert all(layer.overflow == 0 for layer in report.layers)
+
+
+def test_a_layer_begins_with_the_state_that_it_has():
+    paces = Paces(name="paces")
+    model = keras.Sequential([keras.Input((8,)), paces, layers.Dense(1, kernel_initializer="ones")])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    paces.calls.assign(3)
+    report = mpkeras.trace_numerics(model, np.full((4, 8), 0.5), np.zeros((4, 1)))
+    # In the fourth call half of eight is 16.
+    assert paces.compute_dtype == "bfloat16" and report.layers[0].outputs.max_abs == 16 and report.loss == 256
+    assert int(paces.calls) == 3
+
+
+@pytest.mark.parametrize("layer_class", first_quick([layers.LSTM, layers.GRU, layers.ConvLSTM1D]))
+def test_the_state_of_a_stateful_layer_is_no_error_of_16_bits(layer_class):
+    keras.utils.set_random_seed(4)
+    is_convolution = layer_class is layers.ConvLSTM1D
+    loop = layer_class(3, *[2] * is_convolution, stateful=True, name="loop")
+    shape = (5, 4, 2) if is_convolution else (5, 2)
+    model = keras.Sequential([keras.Input(shape, batch_size=6), loop, layers.Flatten(), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    rng = np.random.default_rng(6)
+    x, y = rng.normal(size=(6, *shape)).astype("float32"), rng.normal(size=(6, 1)).astype("float32")
+    report = mpkeras.trace_numerics(model, x, y)
+    (traced,) = [layer for layer in report.layers if name(layer.path) == "loop"]
+    # Rounding alone: bfloat16 has 8 significant bits.
+    assert 0 < traced.output_error < 0.02 and report.remedies() == []
+    assert report.loss == pytest.approx(model.train_on_batch(x, y), rel=1e-4)
 
 
 def frozen_base():
