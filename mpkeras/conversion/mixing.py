@@ -1,8 +1,10 @@
 """Names the layer, the tensor and both dtypes where a layer of the user's mixes float32 into its 16-bit arithmetic."""
 
 import contextlib
+import dis
 import functools
 import inspect
+import itertools
 import re
 import types
 import warnings
@@ -78,7 +80,8 @@ def name_mixed_dtypes(layer):
             if refusal is None:
                 raise
             raise refusal from error
-        if not has_warned and not _silent:
+        # Keras' symbolic calls on torch read variables as they are stored, and what those meet is promoted.
+        if not has_warned and not _silent and not _keras.in_symbolic_scope():
             what = promoted(layer, args, kwargs, outputs)
             if what:
                 has_warned.append(True)
@@ -184,10 +187,9 @@ def _other_dtypes(layer, args, kwargs) -> list[tuple[str, str]]:
         arguments = {}
     places: list[tuple] = [("its argument `{}`", arguments), ("its attribute `{}`", _attributes(layer))]
     for function in _functions(layer):
-        reach = inspect.getclosurevars(function)
         places += [
-            ("the variable `{}` of the function around it", reach.nonlocals),
-            ("the global variable `{}`", reach.globals),
+            ("the variable `{}` of the function around it", inspect.getclosurevars(function).nonlocals),
+            ("the global variable `{}`", _globals_of(function)),
         ]
     return [
         (where.format(name), dtype)
@@ -195,6 +197,16 @@ def _other_dtypes(layer, args, kwargs) -> list[tuple[str, str]]:
         for name, value in values.items()
         for dtype in sorted(_dtypes_of(value) - {layer.compute_dtype})
     ]
+
+
+def _globals_of(function) -> dict:
+    """Returns the global variables that the code of a function reads, that of functions inside it included.
+
+    Up to Python 3.12 `inspect.getclosurevars` takes attributes of their names for them.
+    """
+    instructions = itertools.chain.from_iterable(map(dis.get_instructions, with_code_inside(function.__code__)))
+    names = {instruction.argval for instruction in instructions if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
 
 
 def _attributes(layer) -> dict:

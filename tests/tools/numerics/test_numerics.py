@@ -87,6 +87,29 @@ def test_p1_an_overflow_backward_is_named(k):
     assert all(layer.overflow == 0 for layer in report.layers)
 
 
+class FarFromData(keras.Model):
+    """A loss of its author's, of arithmetic with what `fit` hands on as tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaled = layers.Dense(8, kernel_initializer="identity", use_bias=False)
+
+    def call(self, x):
+        return self.scaled(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean((x + y - y_pred) * sample_weight[:, None])
+
+
+def test_a_loss_of_the_users_own_is_given_tensors():
+    model = FarFromData()
+    model.compile("sgd")
+    mpkeras.prepare(model, "mixed_float16")
+    # Of x + 3 - x the half.
+    report = mpkeras.trace_numerics(model, X.astype("float64"), np.full((4, 8), 3.0), np.full((4,), 0.5))
+    assert report.loss == pytest.approx(1.5) and report.culprit is None
+
+
 def test_a_layer_begins_with_the_state_that_it_has():
     paces = Paces(name="paces")
     model = keras.Sequential([keras.Input((8,)), paces, layers.Dense(1, kernel_initializer="ones")])
