@@ -38,6 +38,11 @@ _PRODUCT_LAYERS = (
     keras.layers.Conv1D.__mro__[1],  # what all convolutions derive from has no public name
     keras.layers.Conv1DTranspose.__mro__[1],
 )
+# Said of a model whose class has a step of its own.
+_ANOTHER_STEP = (
+    "Model '{name}' has {methods} of its own, not timed here: the times are of mpkeras' own step, which calls the "
+    "model once and takes the loss of `compile`."
+)
 # A GPU waits for its next kernel rather than for arithmetic in a model with fewer weights than this.
 _SMALL = 1_000_000
 # A 16-bit policy has to be so many times as fast as float32 to be worth it: 4 %, as the choice is to be within 5 % of
@@ -110,7 +115,8 @@ def advise(
     >>> model.compile("sgd", "mse", jit_compile=report.jit_compile)
     >>> model = mpkeras.prepare(model, report.policy)
 
-    Your own `train_step` is not what is run, nor are metrics and `loss_weights`: they are the same in all settings.
+    A `train_step` or a `compute_loss` of your own is not what is run, which the report says, nor are metrics and
+    `loss_weights`: they are the same in all settings.
     """
     check_model(model)
     check_switch("measure", measure, "Leave it out to measure.")
@@ -143,7 +149,8 @@ def measured_advice(
     present_jit = _present_jit(model)
     devices = native.probe(keras.backend.backend())
     cells = grid_of(settings or _settings(None, present_jit), native.choose(devices, keras.backend.backend())[0])
-    notes: list = []
+    own_methods = " and ".join(f"`{name}`" for name in ModelView(model).own_methods)
+    notes = [_ANOTHER_STEP.format(name=model.name, methods=own_methods)] if own_methods else []
     started = time.perf_counter()
     with trainable_copy(model, x) as (trained, is_copy):
         bench = Bench(trained, x, y, _optimizer_maker(model, notes), loss_fn)
@@ -156,6 +163,8 @@ def measured_advice(
         # Longer than in the table: the shapes that do not go together stand at the end of Keras' messages.
         why = failure.failure if failure.error is None else shortened(failure_text(failure.error)).rstrip(".")
         remedy = "Try `model.train_on_batch(x, y)`." if file is None else "Give one that it takes: `--data FILE.npz`."
+        if own_methods:
+            remedy = f"Its {own_methods} is not run here: compile it with a loss that takes about as long."
         raise ValueError(
             f"Expected a batch and a loss that model '{model.name}' can train on. Received: none of {len(cells)} "
             f"settings could be measured; {failure.name} {why}. {remedy}"
