@@ -410,7 +410,8 @@ class AdviceReport(Report):
             self.policy, self.jit_compile = self.decision.chosen.policy, self.decision.chosen.jit_compile
             self.bother, self.sureness = self.decision.bother, self.decision.sureness()
         else:
-            self.bother = self.native_policy != "float32" and self._product_share >= 0.5
+            has_products = self._product_share is None or self._product_share >= 0.5
+            self.bother = self.native_policy != "float32" and has_products
             self.policy = self.native_policy if self.bother else "float32"
             # A CPU gains from 16 bits in a TensorFlow graph alone, and under XLA loses.
             self.jit_compile = present_jit and (self._has_accelerator or not self.bother)
@@ -508,7 +509,7 @@ class AdviceReport(Report):
             return f"Why: it was measured so, although {self._native_reason}."
         if self._has_accelerator and self._parameters < _SMALL:
             why = f"a model of {self._parameters:,} parameters waits for its kernels to start, not for arithmetic"
-        elif self._product_share < 0.5:
+        elif self._product_share is not None and self._product_share < 0.5:
             why = f"{self._product_share:.0%} of the weights are in matrix products, which 16 bits speed up"
         else:
             why = "what this model does with its time is something else, on this batch"
@@ -561,7 +562,10 @@ class AdviceReport(Report):
     def _unmeasured_notes(self) -> list:
         lines = ["Not measured, and so not sure: this is a guess from the device and the layers alone."]
         lines += [f"Try {self._setting}." if self.bother else self._do_not_bother(), *self._how()]
-        share = f"{self._product_share:.0%} of the {self._parameters:,} weights are in matrix products"
+        if self._product_share is None:
+            share = "how many of its weights are in matrix products is not known, as it is not built"
+        else:
+            share = f"{self._product_share:.0%} of the {self._parameters:,} weights are in matrix products"
         lines.append(f"Why: {self._native_reason}; {share}.")
         if self.bother and self._has_accelerator and self._parameters < _SMALL:
             lines.append("A model as small as this may gain nothing: it waits for its kernels to start.")
@@ -657,13 +661,18 @@ def _float8(model, devices, backend) -> tuple[bool, str]:
     return fitting > 0, f"{reason}, and {fitting} of {len(reasons)} layers with a product fit"
 
 
-def _product_share(model) -> float:
-    """Returns the share of the weights of `model` that belong to layers that multiply matrices."""
+def _product_share(model) -> float | None:
+    """Returns the share of the weights of `model`, frozen ones included, that layers have which multiply matrices.
+
+    `None` if it is not built.
+    """
+    if not ModelView(model).is_built:
+        return None
     in_products = {
         id(weight): math.prod(weight.shape)
         for layer in ModelView(model).layers
         if isinstance(layer, _PRODUCT_LAYERS)
         for weight in ConvertedLayer(layer).own_variables
     }
-    total = sum(math.prod(weight.shape) for weight in model.trainable_weights)
-    return min(sum(in_products.values()) / total, 1.0) if total else 0.0
+    total = sum(math.prod(weight.shape) for weight in model.weights)
+    return sum(in_products.values()) / total if total else 0.0
