@@ -81,7 +81,9 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale: float | 
     _check(model, x, y, loss_scale)
     loss_scale = _scale_of(model) if loss_scale is None else float(loss_scale)
     if not ModelView(model).is_built:
-        model(x)  # As `fit` would; after it there are variables.
+        # As `fit` would; after it there are variables.
+        with ModelView(model).native_states_put_back():
+            model(x)
     return traced(model, x, y, sample_weight, loss_scale)
 
 
@@ -96,7 +98,8 @@ def traced(
     paths, given = paths or {}, x
     x, y, sample_weight = keras.tree.map_structure(_as_in_step, (x, y, sample_weight))
     # Else the first call of the pass would look for them, with runs of its own that are not the model's.
-    let_heads_tell(model, x)
+    with ModelView(model).native_states_put_back():
+        let_heads_tell(model, x)
     observe_batch = functools.partial(observe, model, x, paths=paths, training=training)
     with in_float32(model):
         reference = observe_batch(y, sample_weight, loss_of=loss_of)

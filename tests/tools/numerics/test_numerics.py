@@ -122,6 +122,75 @@ def test_a_layer_begins_with_the_state_that_it_has():
     assert int(paces.calls) == 3
 
 
+def paced_by_a_native_count():
+    """Returns a layer whose outputs grow with each call, by a number that is no variable of Keras, and the number."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        class Counting(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("calls", torch.tensor(3))
+
+            def forward(self, x):
+                self.calls += 1
+                return x * self.calls.to(x.dtype)
+
+        module = Counting()
+        return layers.TorchModuleWrapper(module, name="counting"), lambda: int(module.calls)
+    import tensorflow as tf
+
+    class Counting(Weighted):
+        calls = None
+
+        def build(self, shape):
+            super().build(shape)
+            self.calls = tf.Variable(3)
+
+        def call(self, x):
+            self.calls.assign_add(1)
+            return x * tf.cast(self.calls, x.dtype)
+
+    layer = Counting(name="counting")
+    layer.build((None, 8))
+    return layer, lambda: int(layer.calls)
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_what_is_no_variable_of_keras_stays_too():
+    counting, calls = paced_by_a_native_count()
+    ones = {"kernel_initializer": "ones", "use_bias": False}
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(4, **ones), counting, layers.Dense(1, **ones)])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    before = calls()
+    report = mpkeras.trace_numerics(model, np.full((2, 8), 0.25), np.zeros((2, 1)))
+    # Four products of 2 are added up, times the number of the next call.
+    assert report.loss == (8 * (before + 1)) ** 2
+    mpkeras.audit(model, np.full((2, 8), 0.25))
+    mpkeras.prepare(model, "float32")
+    assert calls() == before
+
+
+@pytest.mark.backends("torch")
+def test_a_module_that_is_called_twice_has_its_buffers_for_the_backward_pass():
+    import torch
+
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.end = layers.TorchModuleWrapper(torch.nn.BatchNorm1d(8)), layers.Dense(8)
+
+        def call(self, x):
+            return self.end(self.norm(self.norm(x)))
+
+    model = Twice()
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    report = mpkeras.trace_numerics(model, X, Y)
+    assert report.loss == pytest.approx(model.train_on_batch(X, Y), rel=1e-5) and report.culprit is None
+
+
 @pytest.mark.parametrize("layer_class", first_quick([layers.LSTM, layers.GRU, layers.ConvLSTM1D]))
 def test_the_state_of_a_stateful_layer_is_no_error_of_16_bits(layer_class):
     keras.utils.set_random_seed(4)
