@@ -1193,6 +1193,23 @@ def kept_losses(layers):
             layer._loss_ids.update(ids)
 
 
+def states_of(layers) -> list:
+    """Returns `(variable, value)` of what `layers` hold themselves, seeds of random generators left out.
+
+    In a stateless scope, where no value is written over, `put_states` puts them back.
+    """
+    variables = [variable for layer in layers for variable in (*own_variables(layer), *recurrent_states(layer))]
+    return [(variable, unscoped_value(variable)) for variable in variables]
+
+
+def put_states(states):
+    """Gives variables the values that `states_of` has returned, in a stateless scope."""
+    with autocast_scope(None):
+        for variable, value in states:
+            if variable.value is not value:
+                variable.assign(value)
+
+
 def made_global_seed_generator():
     """Returns the generator that Keras' random functions without a seed draw from; `None` if it is not made yet.
 

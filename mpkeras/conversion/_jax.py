@@ -1,5 +1,6 @@
 """JAX's part of a conversion: attention that keeps 16-bit probabilities, float8, remat, and what a call makes."""
 
+import contextlib
 import functools
 
 import jax
@@ -312,3 +313,8 @@ def trace(layer, call, args, kwargs, *, is_dry_run=False):
     """
     del is_dry_run  # It always does.
     _keras.trace_for_shapes(call, layer.variables, args, kwargs)
+
+
+def buffers_put_back(layers):
+    """As in `_torch.py`: here no run of symbols writes."""
+    return contextlib.nullcontext()

@@ -319,13 +319,19 @@ def trace(layer, call, args, kwargs, *, is_dry_run=False):
             raise RuntimeError("A dry run on torch is one with numbers.")
         return call(*args, **kwargs)
 
-    layers = _keras.flatten_layers(layer, include_self=True)
+    # Keras' dropout draws from torch's own generators, in a dry run, too.
+    own_generators = torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
+    with buffers_put_back(_keras.flatten_layers(layer, include_self=True)), own_generators:
+        _keras.trace_for_shapes(run, layer.variables, args, kwargs)
+
+
+@contextlib.contextmanager
+def buffers_put_back(layers):
+    """Context manager: the buffers of torch modules in `layers` hold afterwards what they held before."""
     modules = modules_with_buffers(layers)
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
     try:
-        # Keras' dropout draws from torch's own generators, in a dry run, too.
-        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
-            _keras.trace_for_shapes(run, layer.variables, args, kwargs)
+        yield
     finally:
         with torch.no_grad():
             for buffer, value in buffers:

@@ -17,6 +17,7 @@ from mpkeras.conversion.inner_results import note_kept_in_float32
 from mpkeras.conversion.large_heads import WITH_FLOAT32_SUMS
 from mpkeras.conversion.layer import move_to_float32
 from mpkeras.conversion.outputs import CAST_NAME
+from mpkeras.conversion.recurrent_states import multiplies_state_in_float32
 from mpkeras.policies.dtypes import FLOAT_DTYPES, SIXTEEN_BIT_DTYPES, tensor_dtype
 from mpkeras.policies.heads import has_own_call, is_large, lacks_call
 from mpkeras.policies.rules import is_quantized, layers_to_keep, set_layer_policy
@@ -91,6 +92,11 @@ class ConvertedLayer:
         return product_change(self.layer) == WITH_FLOAT32_SUMS
 
     @property
+    def multiplies_state_in_float32(self) -> bool:
+        """Whether it is a recurrent layer that multiplies its state in float32, whatever else it computes in."""
+        return multiplies_state_in_float32(self.layer)
+
+    @property
     def regularizes_in_16_bits(self) -> bool:
         """Whether its activity regularizer, if it has one, is computed in 16 bits."""
         return regularizes_in_16_bits(self.layer)
@@ -134,10 +140,20 @@ class ConvertedLayer:
         with self.added_losses_through(note):
             yield added
 
-    def outputs_in_float32(self, args, kwargs, in_inference: bool = False):
+    @property
+    def states(self) -> list:
+        """What its variables hold, and those of the layers in it, for `outputs_in_float32`: in a stateless scope."""
+        return _keras.states_of(_keras.flatten_layers(self.layer, include_self=True))
+
+    def outputs_in_float32(self, args, kwargs, in_inference: bool = False, states: list | None = None):
         """Returns the outputs for the same inputs in float32; `None` where they cannot be compared.
 
-        In inference a `Dropout` draws nothing.
+        It runs in a stateless scope, and what the layer writes into variables is taken back.
+
+        Args:
+            args, kwargs: Of its `call`.
+            in_inference: Whether a `Dropout` draws nothing.
+            states: Its `states` at the begin of the call that is compared; by default the present ones.
         """
         layer = self.layer
         layers = _keras.flatten_layers(layer, include_self=True)
@@ -156,8 +172,10 @@ class ConvertedLayer:
             _keras.copy_mask(value, tensor)
             return tensor
 
+        present_states = self.states
         old_policies = [(inner, inner.dtype_policy) for inner in layers if inner.compute_dtype in SIXTEEN_BIT_DTYPES]
         try:
+            _keras.put_states(states or [])
             for inner, _ in old_policies:
                 inner.dtype_policy = keras.DTypePolicy("float32")
             # Losses that this run adds are not the model's.
@@ -170,6 +188,7 @@ class ConvertedLayer:
         finally:
             for inner, policy in old_policies:
                 inner.dtype_policy = policy
+            _keras.put_states(present_states)
 
     def set_policy(self, policy: keras.DTypePolicy):
         """Gives it `policy`, built or not, with what it keeps in the compute dtype."""

@@ -1,11 +1,17 @@
 """The symbolic dtypes of Functional and Sequential models, after their layers have changed."""
 
+import importlib
 import weakref
+
+import keras
 
 from mpkeras import _keras
 from mpkeras._replaced import replaced_attributes
 from mpkeras.conversion.raw_inputs import casts_by_itself
 from mpkeras.policies.survey import Survey
+
+# The part of the active backend: only that may be imported.
+_backend = importlib.import_module(f"mpkeras.conversion._{keras.backend.backend()}")
 
 # Graph -> how its layers computed when its symbolic dtypes were brought up to date last.
 _refreshed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -29,7 +35,8 @@ def refresh_graphs(model):
         if _refreshed.get(graph) != present:
             # What a layer raises on the way leaves no note.
             _refreshed.pop(graph, None)
-            _keras.refresh_symbolic_dtypes(graph, casts_by_itself)
+            with _backend.buffers_put_back(survey.layers):
+                _keras.refresh_symbolic_dtypes(graph, casts_by_itself)
             _refreshed[graph] = present
 
 

@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from mpkeras import _keras
-from mpkeras._replaced import replace
+from mpkeras._replaced import replace, replaced_attributes
 from mpkeras.policies.dtypes import SIXTEEN_BIT_DTYPES, widen
 
 # The part of the active backend: only that may be imported.
@@ -65,6 +65,12 @@ def carry_state_in_float32(layer):
     # `Bidirectional` asks it before it hands both directions of an `LSTM` to cuDNN at once.
     if hasattr(layer, "use_cudnn") and not _backend.has_cudnn():
         replace(layer, "use_cudnn", False, kind="steps")
+
+
+def multiplies_state_in_float32(layer) -> bool:
+    """Whether steps of `layer` that carry a state in float32 multiply it so, as those of a `SimpleRNN` do."""
+    is_carried = any(entry.name == "inner_loop" for entry in replaced_attributes(layer))
+    return is_carried and any(_step_of(layer, cell) is _step_of_simple_rnn for cell in _cells(layer))
 
 
 class _BetweenBatches:

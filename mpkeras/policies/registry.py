@@ -284,8 +284,13 @@ def _install_again(setting: _Setting):
         )
 
 
-def _warn_of_new_thread(current):
-    """Warns where the main thread's global policy is from mpkeras, and this thread has Keras' default."""
+def warn_of_new_thread(current, stacklevel: int = 4):
+    """Warns where the main thread's global policy is from mpkeras, and this thread has Keras' default.
+
+    Args:
+        current: The policy that is global in Keras, in this thread.
+        stacklevel: Of the warning, counted from where it is given.
+    """
     if not _of_main_thread or not _is_default(current) or hasattr(_global, "setting"):
         return
     policy = _of_main_thread[0].policy
@@ -295,13 +300,14 @@ def _warn_of_new_thread(current):
             f"The global policy of this thread is Keras' default, '{current.name}', while that of the main thread is "
             f"'{policy.name}', set through mpkeras: Keras keeps it by thread. Call `mpkeras.set_global_policy` in this "
             "thread, too, also to choose the default, or pass the policy.",
+            stacklevel,
         )
 
 
-def _warn_once(key: str, message: str):
+def _warn_once(key: str, message: str, stacklevel: int = 4):
     if key not in _told:
         _told.add(key)
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=stacklevel)
 
 
 def global_policy() -> Policy:
@@ -329,7 +335,7 @@ def global_policy() -> Policy:
         # Set through Keras since.
         _note(None)
     current = keras.config.dtype_policy()
-    _warn_of_new_thread(current)
+    warn_of_new_thread(current)
     if isinstance(current, Policy):
         return _plain(current)
     # Asking for the global policy must not fail: of a map the default counts, of a quantized one its dtypes.

@@ -360,7 +360,12 @@ def _suggestion(rule, layers) -> str:
     else:
         kind, argument, names = "", rule, {type(layer).__name__ for layer in layers} | set(dir(keras.layers))
     near = difflib.get_close_matches(argument, sorted(names), n=1)
-    return f"Did you mean {f'{kind}:{near[0]}' if kind else near[0]!r}? " if near else ""
+    if not near:
+        return ""
+    # After `path:` stands an expression: names such as `block[2]` are written with backslashes in it.
+    meant = near[0] if not kind else f"{kind}:{re.escape(near[0]) if kind == 'path' else near[0]}"
+    # The name of a class of which the model has no layer is no slip.
+    return f"Did you mean {meant!r}? " if meant != rule else ""
 
 
 def layers_to_keep(model, rules, heads=()) -> list:

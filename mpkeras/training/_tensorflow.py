@@ -241,6 +241,14 @@ class NativeState:
     def assign(self, value):
         self.variable.assign(value)
 
+    def set_apart(self) -> np.ndarray:
+        """Returns its value, for `put_back`."""
+        return np.array(self.variable)
+
+    def put_back(self, value):
+        """Gives it the value that `set_apart` has returned."""
+        self.variable.assign(value)
+
 
 def native_states(model) -> list:
     """Returns the `tf.Variable`s that the layers of `model` and helper objects hold beside Keras' own variables.

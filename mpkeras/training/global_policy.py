@@ -156,6 +156,7 @@ def _prepare_if_made_under_a_policy(model) -> bool:
         if covered_compile.position_of(_prepare_if_made_under_a_policy) == 0:
             # No `autoprepare` comes behind.
             _warn_of_layers_made_before(model)
+            _warn_of_layers_made_in_new_thread(model)
         return False
     prepare_model(model, None, is_explicit=False)
     return True
@@ -179,6 +180,13 @@ def _warn_of_layers_made_before(model):
         f"they are made{prepare}; where float32 is meant, make them with `dtype='float32'`, which is not named.",
         stacklevel=4,
     )
+
+
+def _warn_of_layers_made_in_new_thread(model):
+    default = keras.config.dtype_policy()
+    # Layers with a `dtype` of their own, and models that another thread has made, have other objects.
+    if any(layer.dtype_policy is default for layer in program_layers(model)):
+        registry.warn_of_new_thread(default, stacklevel=6)
 
 
 @contextlib.contextmanager

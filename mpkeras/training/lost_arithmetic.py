@@ -110,39 +110,40 @@ class BetweenLayers:
             self._depth, self._stretches, self._results = 0, [], []
             self._hand_on((args, kwargs))
             given = training_backend.of_its_own((args, kwargs))
+            states = ConvertedLayer(self.model).states
             try:
                 with ConvertedLayer(self.model).noting_added_losses() as added:
                     outputs = call(*args, **kwargs)
                 self._stretches += _at_the_end(self._computed(outputs), added)
                 # A call that cannot compute in float32, or runs another way each time, has no reference.
                 with contextlib.suppress(Exception):
-                    self._compare(given)
+                    self._compare(given, states)
             finally:
                 self._depth = self._again = None
             return outputs
 
         return compared
 
-    def _compare(self, given):
+    def _compare(self, given, states):
         if self.lost is not None or not any(map(_has_tensors, self._stretches)):
             return
-        references = self._in_float32(given)
+        references = self._in_float32(given, states)
         for number, (stretch, reference) in enumerate(zip(self._stretches, references, strict=True)):
 
             def again(number=number, stretch=stretch):
-                return _computed_in(stretch, self._in_float32(given)[number])
+                return _computed_in(stretch, self._in_float32(given, states)[number])
 
             share = lost_share(_computed_in(stretch, stretch), _computed_in(stretch, reference), again)
             if share is not None:
                 self.lost = stretch.purpose, share
                 return
 
-    def _in_float32(self, given) -> list[Stretch]:
+    def _in_float32(self, given, states) -> list[Stretch]:
         self._again = []
         args, kwargs = training_backend.of_its_own(given)
         model = ConvertedLayer(self.model)
         with model.noting_added_losses() as added:
-            outputs = model.outputs_in_float32(args, kwargs, in_inference=True)
+            outputs = model.outputs_in_float32(args, kwargs, in_inference=True, states=states)
         return [*self._again, *_at_the_end(outputs, added)]
 
 

@@ -205,13 +205,13 @@ class _Comparison:
                 return call(*args, **kwargs)
             number_before = len(self._found)
             # First: attention takes the masks off what it is given.
-            references = self._in_float32(layer, args, kwargs)
-            again = functools.partial(self._in_float32, layer, args, kwargs)
+            in_float32 = functools.partial(self._in_float32, layer, args, kwargs, ConvertedLayer(layer).states)
+            references = in_float32()
             with _added_losses(layer) as added:
                 outputs = call(*args, **kwargs)
             if len(self._found) > number_before or references is None:
                 return outputs
-            found = self._compare(layer, (outputs, added), references, again)
+            found = self._compare(layer, (outputs, added), references, in_float32)
             if found is not None:
                 self._found.append(found)
             # The layers behind it would be given NaN, and be named one at a time, each in a training of its own.
@@ -220,13 +220,13 @@ class _Comparison:
 
         return compared
 
-    def _in_float32(self, layer, args, kwargs):
+    def _in_float32(self, layer, args, kwargs, states):
         """Returns the outputs of `layer` in float32, and the losses that it adds; `None` where they are not known."""
         self._is_paused = True
         try:
             args, kwargs = self._given.instead_of((args, kwargs))
             with _added_losses(layer) as added:
-                outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs, in_inference=True)
+                outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs, in_inference=True, states=states)
         finally:
             self._is_paused = False
         return None if outputs is None else (outputs, added)

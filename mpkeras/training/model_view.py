@@ -23,6 +23,7 @@ from mpkeras.training.inventory import find_optimizers
 from mpkeras.training.lost_outputs import named_for_lost_outputs
 from mpkeras.training.prepare import asked_policy
 from mpkeras.training.state import bytes_of_training
+from mpkeras.training.unseen_run import native_states_put_back
 from mpkeras.training.whole_numbers import rounded_whole_numbers
 
 
@@ -138,6 +139,10 @@ class ModelView(Survey):
         """
         with computed_once(self, self.remat), softmax_memory_as_stock(self.layers):
             yield
+
+    def native_states_put_back(self):
+        """Returns a context manager: what layers hold beside Keras' variables, as buffers of torch, is put back."""
+        return native_states_put_back(self.model)
 
     def plan(self, policy, heads=()) -> list:
         """Returns what `apply_policy(model, policy)` would make of each layer: a row for each, in their order."""

@@ -94,14 +94,12 @@ def run_unseen(model, x, observers):
 @contextlib.contextmanager
 def native_states_put_back(model):
     """Context manager: what the layers of `model` hold beside Keras' variables, as buffers of torch, is put back."""
-    natives = [
-        (state, np.array(keras.ops.convert_to_numpy(state.value))) for state in training_backend.native_states(model)
-    ]
+    kept = [(state, state.set_apart()) for state in training_backend.native_states(model)]
     try:
         yield
     finally:
-        for state, value in natives:
-            state.assign(value)
+        for state, value in kept:
+            state.put_back(value)
 
 
 def _refuse(*args, **kwargs):

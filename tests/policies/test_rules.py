@@ -1,3 +1,4 @@
+import ast
 import functools
 import re
 
@@ -185,7 +186,7 @@ def test_a_policy_with_classes_and_layers_is_saved_by_name_and_path():
         ("path:haed", "'path:haed'.*Did you mean 'path:head'?"),
         ("path:^net/hed$", "Did you mean 'path:.*head'"),
         ("activation:rleu", "Did you mean 'activation:relu'?"),
-        ("LSTM", "'LSTM'.*Did you mean 'LSTM'?"),
+        ("LSTM", "rule 'LSTM', which matches none of model 'net'. Correct the rule"),
         (layers.LSTM, "rule 'LSTM', which matches none"),
         (HEAD, "rule \"layer 'head'\", which"),
     ],
@@ -194,6 +195,13 @@ def test_a_rule_that_matches_nothing_is_named_with_what_is_near(rule, message):
     (found,) = unmatched(three_layers(), (*default_rules(), "Softmax", rule, "path:body"), "keep_float32")
     assert re.search(message.replace("?", "[?]").replace("'net'.", "'net'[.]"), found), found
     assert found.endswith("Correct the rule, or leave it out.")
+
+
+def test_what_is_near_to_a_path_matches_when_it_is_typed():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="block[2]"), layers.Dense(2)], name="net")
+    (found,) = unmatched(model, ("path:block[2]",), "keep_float32")
+    meant = ast.literal_eval(re.search("Did you mean ('.*')[?]", found)[1])
+    assert meant != "path:block[2]" and unmatched(model, (meant,), "keep_float32") == []
 
 
 def three_layers():

@@ -1,11 +1,13 @@
 """The one line: a model that is built under a policy of mpkeras' trains as after `prepare`, whenever it is compiled."""
 
+import contextlib
 import copy
 import json
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 import zipfile
 
@@ -644,6 +646,38 @@ def test_the_remedy_for_a_model_from_before_the_line():
     mpkeras.prepare(model, "mixed_bfloat16")
     found = compute_dtypes(model)
     assert [found[name] for name in ("dense_0", "dense_3", "head")] == ["bfloat16", "bfloat16", "float32"]
+
+
+def in_thread(function, policy=None):
+    """Runs `function()` in a new thread, in the scope of `policy` there if it is given; returns what was said."""
+
+    def run():
+        with contextlib.nullcontext() if policy is None else mpkeras.policy_scope(policy):
+            results.append(function())
+
+    results = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert len(results) == 1
+    return [(str(warning.message), warning.filename) for warning in told]
+
+
+def test_a_model_that_is_made_in_a_thread_without_a_policy_is_said_to_be_in_float32():
+    with mpkeras.policy_scope("mixed_bfloat16"):
+        for_a_thread = plain()
+        of_a_choice = keras.Sequential([keras.Input((8,), dtype="float32"), layers.Dense(2, dtype="float32")])
+        of_a_choice.layers[0].dtype_policy = keras.DTypePolicy("float32")
+        assert in_thread(lambda: compiled(for_a_thread)) == [] and guard.is_guarded(for_a_thread)
+        assert in_thread(lambda: compiled(of_a_choice)) == []
+        assert in_thread(lambda: compiled(plain()), "mixed_float16") == []
+        with mpkeras.autoprepare("mixed_bfloat16"):
+            assert in_thread(lambda: compiled(plain())) == []
+        [(told, file)] = in_thread(lambda: [compiled(plain()), compiled(plain())])
+    assert "of this thread is Keras' default, 'float32'" in told and "'mixed_bfloat16'" in told
+    assert file == __file__
 
 
 def test_an_autoprepare_around_the_line_prepares_what_was_made_before():

@@ -84,6 +84,18 @@ class Draws(Around):
         return h + 3.0 * keras.random.normal(ops.shape(h), seed=self.seed, dtype=h.dtype)
 
 
+class Turns(Around):
+    """Computes with the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def between(self, h):
+        self.calls.assign_add(1)
+        return h * ops.cast(self.calls, h.dtype)
+
+
 class Returns(FarFromZero):
     def call(self, x):
         return {"score": self.after(self.before(x)), "spread": self.between(self.before(x))}
@@ -209,7 +221,7 @@ def test_so_is_what_is_returned_or_added_to_the_losses(make, purpose):
     assert [lost.purpose for lost in found] == [purpose]
 
 
-@pytest.mark.parametrize("make", first_quick([Ordinary, InPlace, Draws, residual]))
+@pytest.mark.parametrize("make", first_quick([Ordinary, InPlace, Draws, Turns, residual]))
 @pytest.mark.parametrize("policy", first_quick(["mixed_bfloat16", "mixed_float16"]))
 def test_rounding_and_drawn_numbers_are_not_named(make, policy):
     assert lost_outputs(built(make, policy), X) == []

@@ -28,6 +28,18 @@ class Counts(Weighted):
         return x + ops.sin(0.7 * positions)[None, :, None]
 
 
+class Turns(Weighted):
+    """How far two places are apart, times the number of calls."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1)
+        return (x[:, 0::2] - x[:, 1::2]) * ops.cast(self.calls, x.dtype)
+
+
 class Keeps(Weighted):
     """Keeps what it counts at its first call."""
 
@@ -216,6 +228,7 @@ def test_so_does_a_prediction(is_built):
 CASES = {
     "counted positions": (lambda: Counts(name="own"), (400, 2), RANDOM.normal(size=(3, 400, 2)), "bfloat16", "own"),
     "small differences": (lambda: Apart(name="own"), (4,), PLACES, "float16", "own"),
+    "with a count of its calls": (lambda: Turns(name="own"), (4,), PLACES, "bfloat16", "own"),
     "in a block": (lambda: Block(Apart(name="in")), (4,), PLACES, "bfloat16", "in"),
     "tried on symbols": (lambda: Asks(Apart(name="in")), (4,), PLACES, "bfloat16", "in"),
     "in a loop": (

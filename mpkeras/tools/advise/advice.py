@@ -38,6 +38,11 @@ _PRODUCT_LAYERS = (
     keras.layers.Conv1D.__mro__[1],  # what all convolutions derive from has no public name
     keras.layers.Conv1DTranspose.__mro__[1],
 )
+# Said of a model whose class has a step of its own.
+_ANOTHER_STEP = (
+    "Model '{name}' has {methods} of its own, not timed here: the times are of mpkeras' own step, which calls the "
+    "model once and takes the loss of `compile`."
+)
 # A GPU waits for its next kernel rather than for arithmetic in a model with fewer weights than this.
 _SMALL = 1_000_000
 # A 16-bit policy has to be so many times as fast as float32 to be worth it: 4 %, as the choice is to be within 5 % of
@@ -110,7 +115,8 @@ def advise(
     >>> model.compile("sgd", "mse", jit_compile=report.jit_compile)
     >>> model = mpkeras.prepare(model, report.policy)
 
-    Your own `train_step` is not what is run, nor are metrics and `loss_weights`: they are the same in all settings.
+    A `train_step` or a `compute_loss` of your own is not what is run, which the report says, nor are metrics and
+    `loss_weights`: they are the same in all settings.
     """
     check_model(model)
     check_switch("measure", measure, "Leave it out to measure.")
@@ -143,7 +149,8 @@ def measured_advice(
     present_jit = _present_jit(model)
     devices = native.probe(keras.backend.backend())
     cells = grid_of(settings or _settings(None, present_jit), native.choose(devices, keras.backend.backend())[0])
-    notes: list = []
+    own_methods = " and ".join(f"`{name}`" for name in ModelView(model).own_methods)
+    notes = [_ANOTHER_STEP.format(name=model.name, methods=own_methods)] if own_methods else []
     started = time.perf_counter()
     with trainable_copy(model, x) as (trained, is_copy):
         bench = Bench(trained, x, y, _optimizer_maker(model, notes), loss_fn)
@@ -156,6 +163,8 @@ def measured_advice(
         # Longer than in the table: the shapes that do not go together stand at the end of Keras' messages.
         why = failure.failure if failure.error is None else shortened(failure_text(failure.error)).rstrip(".")
         remedy = "Try `model.train_on_batch(x, y)`." if file is None else "Give one that it takes: `--data FILE.npz`."
+        if own_methods:
+            remedy = f"Its {own_methods} is not run here: compile it with a loss that takes about as long."
         raise ValueError(
             f"Expected a batch and a loss that model '{model.name}' can train on. Received: none of {len(cells)} "
             f"settings could be measured; {failure.name} {why}. {remedy}"
@@ -401,7 +410,8 @@ class AdviceReport(Report):
             self.policy, self.jit_compile = self.decision.chosen.policy, self.decision.chosen.jit_compile
             self.bother, self.sureness = self.decision.bother, self.decision.sureness()
         else:
-            self.bother = self.native_policy != "float32" and self._product_share >= 0.5
+            has_products = self._product_share is None or self._product_share >= 0.5
+            self.bother = self.native_policy != "float32" and has_products
             self.policy = self.native_policy if self.bother else "float32"
             # A CPU gains from 16 bits in a TensorFlow graph alone, and under XLA loses.
             self.jit_compile = present_jit and (self._has_accelerator or not self.bother)
@@ -499,7 +509,7 @@ class AdviceReport(Report):
             return f"Why: it was measured so, although {self._native_reason}."
         if self._has_accelerator and self._parameters < _SMALL:
             why = f"a model of {self._parameters:,} parameters waits for its kernels to start, not for arithmetic"
-        elif self._product_share < 0.5:
+        elif self._product_share is not None and self._product_share < 0.5:
             why = f"{self._product_share:.0%} of the weights are in matrix products, which 16 bits speed up"
         else:
             why = "what this model does with its time is something else, on this batch"
@@ -552,7 +562,10 @@ class AdviceReport(Report):
     def _unmeasured_notes(self) -> list:
         lines = ["Not measured, and so not sure: this is a guess from the device and the layers alone."]
         lines += [f"Try {self._setting}." if self.bother else self._do_not_bother(), *self._how()]
-        share = f"{self._product_share:.0%} of the {self._parameters:,} weights are in matrix products"
+        if self._product_share is None:
+            share = "how many of its weights are in matrix products is not known, as it is not built"
+        else:
+            share = f"{self._product_share:.0%} of the {self._parameters:,} weights are in matrix products"
         lines.append(f"Why: {self._native_reason}; {share}.")
         if self.bother and self._has_accelerator and self._parameters < _SMALL:
             lines.append("A model as small as this may gain nothing: it waits for its kernels to start.")
@@ -648,13 +661,18 @@ def _float8(model, devices, backend) -> tuple[bool, str]:
     return fitting > 0, f"{reason}, and {fitting} of {len(reasons)} layers with a product fit"
 
 
-def _product_share(model) -> float:
-    """Returns the share of the weights of `model` that belong to layers that multiply matrices."""
+def _product_share(model) -> float | None:
+    """Returns the share of the weights of `model`, frozen ones included, that layers have which multiply matrices.
+
+    `None` if it is not built.
+    """
+    if not ModelView(model).is_built:
+        return None
     in_products = {
         id(weight): math.prod(weight.shape)
         for layer in ModelView(model).layers
         if isinstance(layer, _PRODUCT_LAYERS)
         for weight in ConvertedLayer(layer).own_variables
     }
-    total = sum(math.prod(weight.shape) for weight in model.trainable_weights)
-    return min(sum(in_products.values()) / total, 1.0) if total else 0.0
+    total = sum(math.prod(weight.shape) for weight in model.weights)
+    return sum(in_products.values()) / total if total else 0.0

@@ -398,8 +398,10 @@ def _of_wide_products(rows, all_flops) -> list:
     wide = [row for row in rows if row.compute_dtype in dtypes.SIXTEEN_BIT_DTYPES and "float32" in (row.flops or {})]
     wide = sorted(wide, key=lambda row: -row.flops["float32"])
     large_heads = [row for row in wide if ConvertedLayer(row.layer).sums_in_float32]
-    wide = [row for row in wide if row not in large_heads]
+    loops = [row for row in wide if ConvertedLayer(row.layer).multiplies_state_in_float32]
+    wide = [row for row in wide if row not in large_heads and row not in loops]
     findings = [_of_large_head(row, all_flops) for row in large_heads]
+    findings += [_of_float32_state(row, all_flops) for row in loops]
     if not wide:
         return findings
     share = sum(row.flops["float32"] for row in wide) / all_flops
@@ -424,6 +426,15 @@ def _of_large_head(row, all_flops) -> Finding:
         f"{_share_text(row.flops['float32'], all_flops)}."
     )
     return Finding("note", row.path, what, "XLA (`jit_compile=True`), and torch on a GPU, multiply them in 16 bits.")
+
+
+def _of_float32_state(row, all_flops) -> Finding:
+    what = f"It multiplies its state in float32{_share_text(row.flops['float32'], all_flops)}."
+    remedy = (
+        "Right so: nothing but this product carries the state of a `SimpleRNN` from step to step. An `LSTM` and a "
+        "`GRU` multiply theirs in 16 bits."
+    )
+    return Finding("note", row.path, what, remedy)
 
 
 def _remedy_of_island(row, model) -> str:

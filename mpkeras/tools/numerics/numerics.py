@@ -7,6 +7,7 @@ from numbers import Real
 
 import keras
 import numpy as np
+from keras import ops
 
 from mpkeras.policies.policy import Policy
 from mpkeras.policies.registry import get_policy
@@ -80,7 +81,9 @@ def trace_numerics(model, x, y=None, sample_weight=None, *, loss_scale: float | 
     _check(model, x, y, loss_scale)
     loss_scale = _scale_of(model) if loss_scale is None else float(loss_scale)
     if not ModelView(model).is_built:
-        model(x)  # As `fit` would; after it there are variables.
+        # As `fit` would; after it there are variables.
+        with ModelView(model).native_states_put_back():
+            model(x)
     return traced(model, x, y, sample_weight, loss_scale)
 
 
@@ -92,9 +95,11 @@ def traced(
     `loss_of` and `training` are those of `observe`; `paths` has, by the path that a layer has now, the one that it is
     shown with.
     """
-    paths = paths or {}
+    paths, given = paths or {}, x
+    x, y, sample_weight = keras.tree.map_structure(_as_in_step, (x, y, sample_weight))
     # Else the first call of the pass would look for them, with runs of its own that are not the model's.
-    let_heads_tell(model, x)
+    with ModelView(model).native_states_put_back():
+        let_heads_tell(model, x)
     observe_batch = functools.partial(observe, model, x, paths=paths, training=training)
     with in_float32(model):
         reference = observe_batch(y, sample_weight, loss_of=loss_of)
@@ -121,8 +126,16 @@ def traced(
         lost={} if window is None else {paths.get(path, path): share for path, share in window.lost.items()},
         compute_dtypes=ModelView(model).compute_dtypes(),
         policy=ModelView(model).policy_in_training,
-        rounded=[rounded.shown_with(paths) for rounded in ModelView(model).rounded_whole_numbers(x)],
+        rounded=[rounded.shown_with(paths) for rounded in ModelView(model).rounded_whole_numbers(given)],
     )
+
+
+def _as_in_step(value):
+    """Returns an array of numbers as the tensor that `compute_loss` is given in a step: a model may have its own."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+        return value
+    with np.errstate(over="ignore"):
+        return ops.convert_to_tensor(dtypes.as_array(value))
 
 
 def _check(model, x, y, loss_scale):

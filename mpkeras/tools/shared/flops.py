@@ -239,9 +239,12 @@ def _trace(model, structure, result):
         # A first call finds the heads by calls that are not the model's.
         shapes = [keras.KerasTensor(tensor.shape, keras.backend.standardize_dtype(tensor.dtype)) for tensor in tensors]
         args, kwargs = keras.tree.pack_sequence_as(structure, shapes)
-        let_heads_tell(model, *args, **kwargs)
+        with view.native_states_put_back():
+            let_heads_tell(model, *args, **kwargs)
     with (
         view.kept_losses(),
+        # On torch what a trace writes into them stays.
+        view.native_states_put_back(),
         _watched(layers, backend, result),
         mixing.in_silence(),
         warnings.catch_warnings(),

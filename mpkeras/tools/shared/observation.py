@@ -109,7 +109,8 @@ def observe(
 ) -> Observation:
     """Runs `model` forward, as in training, and backward where there are labels, and returns what it saw.
 
-    Weights, statistics, random generators and metrics are as before afterwards.
+    Weights, statistics, random generators and metrics are as before afterwards, buffers of torch and `tf.Variable`s of
+    layers, too.
 
     Args:
         model, x, y, sample_weight: The model and a batch; `y` may be `None`.
@@ -148,7 +149,13 @@ def observe(
         noise = np.random.default_rng(0)
         values = [value + ops.cast(noise.standard_normal(tuple(value.shape)), value.dtype) for value in values]
     # Put back after each pass, so that the next one draws the same numbers.
-    with backend_generators_put_back(), ModelView(model).seen_through(), _new_metrics_begin_anew(model):
+    view = ModelView(model)
+    with (
+        backend_generators_put_back(),
+        view.native_states_put_back(),
+        view.seen_through(),
+        _new_metrics_begin_anew(model),
+    ):
         observed, grads, variable_grads = backend.run_with_gradients(run, model.trainable_variables, values)
     for call in calls:
         call.input_grads = [_array(grads[i]) for i in call.inputs]
@@ -287,7 +294,7 @@ class _Pass:
         if not self._has_references or layer.compute_dtype not in dtypes.SIXTEEN_BIT_DTYPES:
             return []
         self._is_paused = True
-        with ConvertedLayer(layer).noting_added_losses() as added:
+        with ModelView(layer).native_states_put_back(), ConvertedLayer(layer).noting_added_losses() as added:
             outputs = ConvertedLayer(layer).outputs_in_float32(args, kwargs)
         self._is_paused = False
         return [] if outputs is None else [*_floats(outputs), *_floats(added)]

@@ -292,6 +292,41 @@ def test_the_guess_says_stay_only_of_what_the_model_has():
     assert stays.replace("stay with", "use") in str(AdviceReport(model, [], False, [plain]))
 
 
+def test_the_share_of_the_weights_in_products_is_that_of_all_weights():
+    # 4 * 6 + 6 and 6 * 3 + 3 in products, 24 in the normalization.
+    model = keras.Sequential([keras.Input((4,)), *stack()])
+    model.layers[0].trainable = False
+    shares = [str(AdviceReport(model, [], False, [GPU])) for model.trainable in (True, False)]
+    assert all("68% of the 75 weights are in matrix products" in text for text in shares)
+
+
+def test_nothing_is_said_of_the_weights_of_a_model_that_is_not_built():
+    model = keras.Sequential(stack())
+    assert "is not known, as it is not built." in str(AdviceReport(model, [], False, [GPU]))
+    cells = [Cell("float32", False, times_ms=[2.0] * 9), Cell("mixed_bfloat16", False, times_ms=[3.0] * 9)]
+    report = AdviceReport(model, cells, False, [EPYC])
+    assert not report.bother and "matrix products" not in str(report)
+
+
+class OwnLoss(Subclassed):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.abs(y_pred))
+
+
+@pytest.mark.slow
+def test_a_loss_of_the_users_own_is_said_not_to_be_timed():
+    model, plain = OwnLoss(), Subclassed()
+    model.compile("sgd", "mse", jit_compile=False)
+    plain.compile("sgd", "mse", jit_compile=False)
+    options = {"jit_compile": False, "budget_s": 15.0, "verbose": 0}
+    assert "has `compute_loss` of its own, not timed here" in str(mpkeras.advise(model, X, Y, **options))
+    model = OwnLoss()
+    model.compile("sgd", jit_compile=False)
+    with pytest.raises(ValueError, match="Its `compute_loss` is not run here: compile it with a loss that takes about"):
+        mpkeras.advise(model, X, Y, **options)
+    assert "of its own" not in str(mpkeras.advise(plain, X, Y, **options))
+
+
 @pytest.mark.slow
 def test_failures_are_in_the_table():
     class FloatOnly(keras.layers.Layer):

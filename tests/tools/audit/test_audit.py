@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import logging
+import re
 
 import keras
 import numpy as np
@@ -142,6 +143,23 @@ def test_large_products_in_float32_are_named_with_a_remedy_that_holds(monkeypatc
     else:
         (end,) = sums
         assert (end.severity, "sums in float32" in end.what, "jit_compile=True" in end.remedy) == ("note", True, True)
+
+
+def test_the_state_of_a_simple_rnn_is_multiplied_in_float32_on_purpose():
+    def audited(*cells):
+        model = keras.Sequential([keras.Input((7, 6)), layers.RNN(list(cells), name="loop"), layers.Dense(1)])
+        return mpkeras.audit(mpkeras.apply_policy(model, "mixed_bfloat16"))
+
+    report = audited(layers.GRUCell(4), layers.SimpleRNNCell(5))
+    # Of eight rows seven steps, of which Keras takes the first one twice on torch.
+    steps = 8 * (8 if keras.backend.backend() == "torch" else 7)
+    # GRU: (6 + 4) * 12 products; SimpleRNN: 4 * 5 with its input, and 5 * 5 with its state.
+    assert row(report, "loop").flops == {"bfloat16": 2 * steps * (120 + 20), "float32": 2 * steps * 25}
+    (finding,) = found(report, "note", "in float32, ")
+    assert finding.layer == row(report, "loop").path
+    # 15 %, and 13 on torch, where Keras takes one step of the cells for the shapes of their outputs.
+    assert re.fullmatch("It multiplies its state in float32, 1[35] % of all FLOPs[.]", finding.what)
+    assert found(report, "warning") == found(audited(layers.GRUCell(4)), "note", "in float32, ") == []
 
 
 class OwnHead(layers.Dense):

@@ -32,6 +32,18 @@ class Times(Weighted):
         return x * self.up * self.up + (x - ops.stop_gradient(x)) * self.down * self.down
 
 
+class Paces(Weighted):
+    """A sum that is larger with each call."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add(1)
+        return ops.sum(x, axis=-1, keepdims=True) * ops.cast(self.calls, x.dtype)
+
+
 def name(path):
     return path.rpartition("/")[2]
 
@@ -73,6 +85,128 @@ def test_p1_an_overflow_backward_is_named(k):
     report = mpkeras.trace_numerics(six_layers(k, down=200.0, loss_scale=64.0), X, Y)
     assert report.culprit.side == "gradient" and name(report.culprit.path) == f"layer_{k}"
     assert all(layer.overflow == 0 for layer in report.layers)
+
+
+class FarFromData(keras.Model):
+    """A loss of its author's, of arithmetic with what `fit` hands on as tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaled = layers.Dense(8, kernel_initializer="identity", use_bias=False)
+
+    def call(self, x):
+        return self.scaled(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean((x + y - y_pred) * sample_weight[:, None])
+
+
+def test_a_loss_of_the_users_own_is_given_tensors():
+    model = FarFromData()
+    model.compile("sgd")
+    mpkeras.prepare(model, "mixed_float16")
+    # Of x + 3 - x the half.
+    report = mpkeras.trace_numerics(model, X.astype("float64"), np.full((4, 8), 3.0), np.full((4,), 0.5))
+    assert report.loss == pytest.approx(1.5) and report.culprit is None
+
+
+def test_a_layer_begins_with_the_state_that_it_has():
+    paces = Paces(name="paces")
+    model = keras.Sequential([keras.Input((8,)), paces, layers.Dense(1, kernel_initializer="ones")])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    paces.calls.assign(3)
+    report = mpkeras.trace_numerics(model, np.full((4, 8), 0.5), np.zeros((4, 1)))
+    # In the fourth call half of eight is 16.
+    assert paces.compute_dtype == "bfloat16" and report.layers[0].outputs.max_abs == 16 and report.loss == 256
+    assert int(paces.calls) == 3
+
+
+def paced_by_a_native_count():
+    """Returns a layer whose outputs grow with each call, by a number that is no variable of Keras, and the number."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        class Counting(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("calls", torch.tensor(3))
+
+            def forward(self, x):
+                self.calls += 1
+                return x * self.calls.to(x.dtype)
+
+        module = Counting()
+        return layers.TorchModuleWrapper(module, name="counting"), lambda: int(module.calls)
+    import tensorflow as tf
+
+    class Counting(Weighted):
+        calls = None
+
+        def build(self, shape):
+            super().build(shape)
+            self.calls = tf.Variable(3)
+
+        def call(self, x):
+            self.calls.assign_add(1)
+            return x * tf.cast(self.calls, x.dtype)
+
+    layer = Counting(name="counting")
+    layer.build((None, 8))
+    return layer, lambda: int(layer.calls)
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_what_is_no_variable_of_keras_stays_too():
+    counting, calls = paced_by_a_native_count()
+    ones = {"kernel_initializer": "ones", "use_bias": False}
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(4, **ones), counting, layers.Dense(1, **ones)])
+    model.compile("sgd", "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    before = calls()
+    report = mpkeras.trace_numerics(model, np.full((2, 8), 0.25), np.zeros((2, 1)))
+    # Four products of 2 are added up, times the number of the next call.
+    assert report.loss == (8 * (before + 1)) ** 2
+    mpkeras.audit(model, np.full((2, 8), 0.25))
+    mpkeras.prepare(model, "float32")
+    assert calls() == before
+
+
+@pytest.mark.backends("torch")
+def test_a_module_that_is_called_twice_has_its_buffers_for_the_backward_pass():
+    import torch
+
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.end = layers.TorchModuleWrapper(torch.nn.BatchNorm1d(8)), layers.Dense(8)
+
+        def call(self, x):
+            return self.end(self.norm(self.norm(x)))
+
+    model = Twice()
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    report = mpkeras.trace_numerics(model, X, Y)
+    assert report.loss == pytest.approx(model.train_on_batch(X, Y), rel=1e-5) and report.culprit is None
+
+
+@pytest.mark.parametrize("layer_class", first_quick([layers.LSTM, layers.GRU, layers.ConvLSTM1D]))
+def test_the_state_of_a_stateful_layer_is_no_error_of_16_bits(layer_class):
+    keras.utils.set_random_seed(4)
+    is_convolution = layer_class is layers.ConvLSTM1D
+    loop = layer_class(3, *[2] * is_convolution, stateful=True, name="loop")
+    shape = (5, 4, 2) if is_convolution else (5, 2)
+    model = keras.Sequential([keras.Input(shape, batch_size=6), loop, layers.Flatten(), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    mpkeras.prepare(model, "mixed_bfloat16")
+    rng = np.random.default_rng(6)
+    x, y = rng.normal(size=(6, *shape)).astype("float32"), rng.normal(size=(6, 1)).astype("float32")
+    report = mpkeras.trace_numerics(model, x, y)
+    (traced,) = [layer for layer in report.layers if name(layer.path) == "loop"]
+    # Rounding alone: bfloat16 has 8 significant bits.
+    assert 0 < traced.output_error < 0.02 and report.remedies() == []
+    assert report.loss == pytest.approx(model.train_on_batch(x, y), rel=1e-4)
 
 
 def frozen_base():
