@@ -174,11 +174,11 @@ def _copies(buffers: dict) -> dict:
 
 @contextlib.contextmanager
 def _buffers_from(buffers):
-    """Context manager: modules have the buffers in `buffers`, `(module, copies)`, and afterwards their own again."""
+    """Context manager: modules have copies of the buffers in `buffers`, `(module, values)`, then their own again."""
     present = [(module, dict(module._buffers)) for module, _ in buffers]
-    for module, copies in buffers:
-        # Once more: it may be computed again a second time, for the gradient of a gradient.
-        module._buffers.update(_copies(copies))
+    for module, values in buffers:
+        # A part may be computed again a second time, for the gradient of a gradient: the values stay.
+        module._buffers.update(_copies(values))
     try:
         yield
     finally:
@@ -325,17 +325,9 @@ def trace(layer, call, args, kwargs, *, is_dry_run=False):
         _keras.trace_for_shapes(run, layer.variables, args, kwargs)
 
 
-@contextlib.contextmanager
 def buffers_put_back(layers):
     """Context manager: the buffers of torch modules in `layers` hold afterwards what they held before."""
-    modules = modules_with_buffers(layers)
-    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+    return _buffers_from([(module, module._buffers) for module in modules_with_buffers(layers)])
 
 
 def modules_with_buffers(layers) -> list:

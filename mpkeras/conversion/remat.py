@@ -81,23 +81,27 @@ def check_parts(survey, remat):
     parts = repeated_parts(survey, remat)
     for layer in parts.layers:
         _backend.check_again([layer])
-    for graph in _graphs(survey):
-        for calls in calls_between(graph, parts.ends.get(id(graph), ()))[:-1]:
-            layers = [call.operation for call in calls if isinstance(call.operation, keras.layers.Layer)]
-            _backend.check_again([inner for layer in layers for inner in survey.within(layer)])
+    for calls in _calls_of_parts(survey, parts):
+        layers = [call.operation for call in calls if isinstance(call.operation, keras.layers.Layer)]
+        _backend.check_again([inner for layer in layers for inner in survey.within(layer)])
 
 
 def named_parts(survey, remat) -> list[tuple[str, str]]:
     """Returns the paths of the first and the last layer of each part that is computed again, as `repeated_parts`."""
     parts = repeated_parts(survey, remat)
     named = [(layer.path, layer.path) for layer in parts.layers]
+    for calls in _calls_of_parts(survey, parts):
+        # Operations of `keras.ops` have no path, and Keras gives none to a layer without a `build` (Dropout, ReLU).
+        names = [getattr(call.operation, "path", None) or call.operation.name for call in calls]
+        named.append((names[0], names[-1]))
+    return named
+
+
+def _calls_of_parts(survey, parts: Parts):
+    """Yields the calls of each part of a graph that is computed again."""
     for graph in _graphs(survey):
         # The last part of a graph keeps everything.
-        for calls in calls_between(graph, parts.ends.get(id(graph), ()))[:-1]:
-            # Operations of `keras.ops` have no path, and Keras gives none to a layer without a `build` (Dropout, ReLU).
-            names = [getattr(call.operation, "path", None) or call.operation.name for call in calls]
-            named.append((names[0], names[-1]))
-    return named
+        yield from calls_between(graph, parts.ends.get(id(graph), ()))[:-1]
 
 
 def _parts(survey, remat) -> Parts:

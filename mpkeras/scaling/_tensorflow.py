@@ -73,15 +73,7 @@ def grad_sum(grads):
 
 
 def computed_once(total):
-    """Returns a number of shape `()` that is 0, not finite or neither as `total` is, which many parts of a step need.
-
-    XLA fuses what is cheap into all that need it: without the root, which counts as expensive, every assignment would
-    add up the sums of all gradients again, and every statistic ask all others. The time to compile would grow with the
-    square of their number.
-
-    Args:
-        total: A sum of many numbers, float32 and not negative.
-    """
+    """As in `_jax.py`; outside of XLA `total` itself."""
     return tf.sqrt(total) if in_xla() else total
 
 

@@ -217,8 +217,8 @@ def _numbered_variables(optimizer, store) -> list | None:
     inner = optimizer.inner_optimizer.variables
     sums = {id(variable) for variable in _keras.accumulated_gradients(optimizer.inner_optimizer)}
     of_step = {id(variable) for variable in optimizer.step_outcome}
-    ours = optimizer.variables_as_stored[: len(optimizer.variables) - len(inner)]
-    ours = [variable for variable in ours if id(variable) not in of_step]
+    stored = optimizer.variables_as_stored
+    ours = [variable for variable in stored[: len(stored) - len(inner)] if id(variable) not in of_step]
     of_window = 0 if optimizer.window is None else len(optimizer.window.variables)
     firsts = [stock_variables(optimizer), ours, ours[: len(ours) - of_window], *([[]] if optimizer.built else [])]
     shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]

@@ -368,18 +368,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def variables(self) -> list:
         """The variables of this optimizer and of the inner one, in a fixed order."""
         # `build` adds to the end alone, as in Keras' optimizers: a callback may have kept the values before `fit`.
-        of_build = [*self._state.values(), *(self.window.sums if self.window is not None else [])]
+        of_build = [*self._state.values(), *([] if self.window is None else self.window.sums)]
         known = {id(variable) for variable in of_build}
-        return [*(variable for variable in self.variables_as_stored if id(variable) not in known), *of_build]
+        before_build = [variable for variable in self._own_variables() if id(variable) not in known]
+        return [*before_build, *self.inner_optimizer.variables, *of_build]
 
     @property
     def variables_as_stored(self) -> list:
         """The same variables, in the order in which files and `mpkeras.state_dict` number them."""
+        return [*self._own_variables(), *self.inner_optimizer.variables]
+
+    def _own_variables(self) -> list:
         # Variables of the window come last among its own, although its counters are made first.
         of_window = [] if self.window is None else self.window.variables
         known = {id(variable) for variable in of_window}
         of_wrapper = [variable for variable in self._variables if id(variable) not in known]
-        return [*of_wrapper, *of_window, *self.inner_optimizer.variables]
+        return [*of_wrapper, *of_window]
 
     @property
     def trainable_variables(self) -> list:

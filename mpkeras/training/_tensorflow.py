@@ -242,12 +242,12 @@ class NativeState:
         self.variable.assign(value)
 
     def set_apart(self) -> np.ndarray:
-        """Returns its value, for `put_back`."""
+        """Returns its value, for `hold`."""
         return np.array(self.variable)
 
-    def put_back(self, value):
+    def hold(self, value):
         """Gives it the value that `set_apart` has returned."""
-        self.variable.assign(value)
+        self.assign(value)
 
 
 def native_states(model) -> list:

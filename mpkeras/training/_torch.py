@@ -159,17 +159,13 @@ class NativeState:
         self.value.copy_(torch.from_numpy(np.array(value)))
 
     def set_apart(self):
-        """Puts a copy in the place of the buffer, which is returned for `put_back`.
+        """Puts a copy in the place of the buffer, which is returned for `hold`.
 
         Written anew, it would be refused by a backward pass that reads it.
         """
         tensor = self.value
         self.module._buffers[self.name] = tensor.clone()
         return tensor
-
-    def put_back(self, tensor):
-        """Makes `tensor`, which `set_apart` has returned, the buffer again."""
-        self.module._buffers[self.name] = tensor
 
     def hold(self, tensor):
         """Makes `tensor` the buffer again, where the module has put another in its place."""

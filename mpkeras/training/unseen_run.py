@@ -99,7 +99,7 @@ def native_states_put_back(model):
         yield
     finally:
         for state, value in kept:
-            state.put_back(value)
+            state.hold(value)
 
 
 def _refuse(*args, **kwargs):
